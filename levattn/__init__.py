@@ -1,0 +1,49 @@
+"""Numerical linear algebra for heavy-attention detection.
+
+Given keys K there is a small set of them, the same for every query, that holds every large attention score:
+`universal_set` finds it, `leverage_scores` are what it is made of, and `heavy_attention` returns the large scores
+themselves. The kind of array that comes in decides where the work is done and what comes back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from levattn._threads import thread_limit
+from levattn.exceptions import KeyFileError, LevattnError, NonFiniteError
+from levattn.heavy import HeavyAttention, heavy_attention
+from levattn.io import KeySource, open_keys
+from levattn.leverage import leverage_scores
+from levattn.universal import UniversalSet, universal_set
+
+if TYPE_CHECKING:
+    from levattn import datasets
+
+__all__ = [
+    "HeavyAttention",
+    "KeyFileError",
+    "KeySource",
+    "LevattnError",
+    "NonFiniteError",
+    "UniversalSet",
+    "__version__",
+    "datasets",
+    "heavy_attention",
+    "leverage_scores",
+    "open_keys",
+    "thread_limit",
+    "universal_set",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "datasets":
+        return importlib.import_module("levattn.datasets")
+    raise AttributeError(f"module 'levattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

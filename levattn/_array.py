@@ -1,0 +1,163 @@
+"""Which array came in: its namespace, device and format, and how a result goes back the same way."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+__all__ = ["Matrices", "as_mask", "as_matrices", "to_float64", "to_numpy"]
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A checked stack of matrices in the form that the kernels read.
+
+    data: (b, n, d); on the CPU a numpy array in which 16-bit floats are uint16 words, else an array-API array.
+    batch: the leading axes, whose product is b.
+    format: what the numbers are ("float64", "float32", "float16", "bfloat16").
+    give_back: turns a numpy array (or an array of the namespace) into the caller's kind, on its device.
+    """
+
+    data: Any
+    batch: tuple[int, ...]
+    format: Any
+    give_back: Callable[[Any], Any]
+
+    @property
+    def n(self) -> int:
+        """Number of rows of each matrix."""
+        return int(self.data.shape[1])
+
+    @property
+    def d(self) -> int:
+        """Number of columns."""
+        return int(self.data.shape[2])
+
+    def wrap(self, array: Any) -> Any:
+        """Return (b, ...) as (batch..., ...) in the caller's kind."""
+        return self.give_back(array.reshape((*self.batch, *array.shape[1:])))
+
+
+def _is_torch(array: Any) -> bool:
+    torch = sys.modules.get("torch")  # a tensor can only come from a torch that is loaded
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _refuse_dtype(name: str, dtype: Any) -> TypeError:
+    return TypeError(
+        f"{name} has dtype {dtype}; expected a real floating dtype ({', '.join(_FLOATS)}). "
+        f"Convert it first, e.g. {name}.astype('float64')"
+    )
+
+
+def _numpy_words(array: np.ndarray[Any, Any], name: str) -> tuple[np.ndarray[Any, Any], str]:
+    """Return a numpy array with 16-bit floats seen as words, and the name of its format."""
+    kind = str(array.dtype.newbyteorder("=")) if array.dtype.kind == "f" else str(array.dtype)
+    if kind not in _FLOATS:
+        raise _refuse_dtype(name, array.dtype)
+    if not array.dtype.isnative or not array.flags.aligned:
+        array = array.astype(array.dtype.newbyteorder("="))
+    array = np.asarray(array)  # a memory map stays one, its subclass does not
+    return (array.view(np.uint16) if array.dtype.itemsize == 2 else array), kind
+
+
+def as_matrices(array: Any, name: str) -> Matrices:
+    """Check that `array` is a (..., n, d) array of real floats with d ≥ 1 and return it as `Matrices`.
+
+    numpy arrays and torch tensors in main memory are not copied (unless their leading axes cannot be merged, or
+    they are unaligned or in foreign byte order). Gradients are not followed.
+    """
+    give_back: Callable[[Any], Any]
+    data: Any
+    if isinstance(array, list | tuple):
+        array = np.asarray(array)
+    if _is_torch(array) and array.device.type == "cpu":
+        torch = sys.modules["torch"]
+        kind = str(array.dtype).removeprefix("torch.")
+        if kind not in _FLOATS:
+            raise _refuse_dtype(name, array.dtype)
+        tensor = array.detach()
+        data = tensor.view(torch.uint16).numpy() if tensor.element_size() == 2 else tensor.numpy()
+        give_back = torch.from_numpy
+    elif isinstance(array, np.ndarray):
+        data, kind = _numpy_words(array, name)
+        give_back = np.asarray
+    elif array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array):
+        xp = array_api_compat.array_namespace(array)
+        kind = str(array.dtype).rpartition(".")[2]
+        if kind not in _FLOATS:
+            raise _refuse_dtype(name, array.dtype)
+        device = array_api_compat.device(array)
+        data = array
+
+        def give_back(result: Any) -> Any:
+            return xp.asarray(result, device=device)
+    else:
+        raise TypeError(
+            f"{name} is {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another namespace of "
+            f"the array-API standard). Convert it first, e.g. numpy.asarray({name})"
+        )
+    if data.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(data.shape)}; expected (..., n, d), rows last but one. "
+            f"Give one row as {name}[None, :]"
+        )
+    if data.shape[-1] == 0:
+        raise ValueError(f"{name} has shape {tuple(data.shape)}; expected at least one column (d >= 1)")
+    batch = tuple(int(size) for size in data.shape[:-2])
+    shape = (math.prod(batch), int(data.shape[-2]), int(data.shape[-1]))
+    if isinstance(data, np.ndarray):
+        data = data.reshape(shape)
+    else:
+        data = array_api_compat.array_namespace(data).reshape(data, shape)
+    return Matrices(data, batch, kind, give_back)
+
+
+def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
+    """Check a (..., n) boolean mask that goes with `matrices` and return it as (b, n), or None for None."""
+    if mask is None:
+        return None
+    expected = (*matrices.batch, matrices.n)
+    shape = tuple(int(size) for size in getattr(mask, "shape", np.shape(mask)))
+    if len(shape) != len(expected) or any(
+        s not in ((1, e) if axis < len(expected) - 1 else (e,))
+        for axis, (s, e) in enumerate(zip(shape, expected, strict=True))
+    ):
+        raise ValueError(
+            f"{name} has shape {shape}; expected {expected}, one entry a key (leading axes of size 1 are repeated)"
+        )
+    if isinstance(matrices.data, np.ndarray):
+        found = np.asarray(mask.detach() if _is_torch(mask) else mask)
+        if found.dtype != np.bool_:
+            raise TypeError(f"{name} has dtype {found.dtype}; expected bool, True for a key that takes part")
+        return np.array(np.broadcast_to(found, expected).reshape(-1, matrices.n))
+    xp = array_api_compat.array_namespace(matrices.data)
+    found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
+    if found.dtype != xp.bool:
+        raise TypeError(f"{name} has dtype {found.dtype}; expected bool, True for a key that takes part")
+    return xp.reshape(xp.broadcast_to(found, expected), (-1, matrices.n))
+
+
+def to_numpy(array: Any) -> np.ndarray[Any, Any]:
+    """Return an array of any namespace and device as a numpy array."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array_api_compat.to_device(array, "cpu"))
+
+
+def to_float64(data: Any, kind: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a new numpy array of float64 with the numbers of `data`, whose format is `kind`."""
+    if isinstance(data, np.ndarray):
+        if kind == "float16":
+            data = data.view(np.float16)
+        elif kind == "bfloat16":
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        return data.astype(np.float64)
+    xp = array_api_compat.array_namespace(data)
+    return to_numpy(xp.astype(data, xp.float64)).copy()

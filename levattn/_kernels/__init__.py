@@ -1,0 +1,51 @@
+"""The kernels: the only place that knows a device.
+
+Each table is a module with the same functions and contracts: `_cpu` (Numba) and `_generic` (any namespace of the
+array-API standard, which is also the readable definition). Small matrices (d by d) are numpy arrays in both.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
+
+__all__ = ["BLOCK", "Arithmetic", "Float64", "Pieces", "Rows", "heavy_entries", "inverse_cholesky", "kernels_for"]
+
+
+def kernels_for(rows: Rows) -> ModuleType:
+    """Return the table of kernels for the array that holds the keys."""
+    if isinstance(rows.keys, np.ndarray):
+        from levattn._kernels import _cpu  # imports Numba, so only when a kernel is about to run
+
+        return _cpu
+    from levattn._kernels import _generic
+
+    return _generic
+
+
+def heavy_entries(
+    Q: Float64, keys: Float64, indices: npt.NDArray[np.int64], normalizers: Float64, epsilon: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64, Float64]:
+    """Return (starts, key indices, scores) of the entries of at least ε, in CSR order, and each query's mass.
+
+    `keys` are the selected rows and `indices` their ascending numbers; nothing of size queries × keys is formed.
+    """
+    from levattn._kernels import _cpu
+
+    return _cpu.heavy_entries(Q, keys, indices, normalizers, epsilon)
+
+
+def inverse_cholesky(G: Float64, shift: float = 0.0) -> tuple[Float64, Float64, Float64]:
+    """Return W with ``Wᵀ(G + shift diag(G))W = I``, the smallest pivot, and the reach, for each matrix.
+
+    W is upper triangular; a pivot that is not positive says that the item failed. The reach bounds the squared
+    spectral norm of the inverse factor of G scaled to unit diagonal: it carries the relative error of G to that of
+    a score. Columns of zeros are left out (their row and column of W are zero).
+    """
+    from levattn._kernels import _cpu
+
+    return _cpu.inverse_cholesky(G, shift)

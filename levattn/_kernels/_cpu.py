@@ -1,0 +1,206 @@
+"""The kernels on the CPU: Numba code, shared out over threads that run without the GIL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels._cpu_dense import cholesky_tasks
+from levattn._kernels._cpu_heavy import count_heavy, fill_heavy
+from levattn._kernels._cpu_jit import VECTOR_BYTES
+from levattn._kernels._cpu_moments import moment_tasks
+from levattn._kernels._cpu_product import sqnorm_tasks
+from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan
+from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._threads import num_threads, parallel_for
+
+__all__ = [
+    "column_maxima",
+    "column_sums",
+    "inverse_cholesky",
+    "moments",
+    "nonfinite_rows",
+    "sqnorms",
+    "where",
+    "wide_zeros",
+    "zeros",
+]
+
+_THREAD_WORK = 2_000_000  # multiply-adds below which a second thread costs more than it brings
+
+
+def _arguments(rows: Rows) -> tuple[Any, ...]:
+    """Return the keys and what is done to them in the form that the compiled code takes."""
+    keys = rows.keys
+    view = np.array([keys.ctypes.data, *keys.strides, keys.shape[2]], dtype=np.int64)
+    like = np.empty(1, keys.dtype)
+    mask = np.zeros((0, 0), np.bool_) if rows.mask is None else np.require(rows.mask, np.bool_, ["C", "W"])
+    shift = np.zeros((0, 0)) if rows.shift is None else rows.shift
+    scale = np.zeros((0, 0)) if rows.scale is None else rows.scale
+    return view, like, rows.format == "bfloat16", mask, shift, scale
+
+
+def _scratch(d: int, arithmetic: Arithmetic) -> Any:
+    """Return an array that tells the compiled code the precision and the padded width."""
+    kind = np.dtype(np.float32 if arithmetic == "single" else np.float64)
+    lanes = VECTOR_BYTES // kind.itemsize
+    return np.empty((1, -(-d // lanes) * lanes), kind)
+
+
+def _padded(matrices: Float64 | None, width: int) -> Float64:
+    if matrices is None:
+        return np.zeros((0, 0, 0))
+    extra = width - matrices.shape[-1]
+    return np.ascontiguousarray(np.pad(matrices, ((0, 0), (0, extra), (0, extra))))
+
+
+def _threads(work: float) -> int:
+    return num_threads() if work >= _THREAD_WORK else 1
+
+
+def _share(body: Callable[[int, int], None], n: int, work: float) -> None:
+    """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
+    threads = _threads(work)
+    runs = min(n, 8 * threads) if threads > 1 else min(n, 1)
+    edges = np.linspace(0, n, runs + 1).astype(int)
+    parallel_for(lambda i: body(int(edges[i]), int(edges[i + 1])), runs, threads=threads)
+
+
+def zeros(rows: Rows) -> Any:
+    """Return an array for one score a key, (b, n)."""
+    return np.zeros(rows.shape[:2], np.float64 if rows.format == "float64" else np.float32)
+
+
+def wide_zeros(rows: Rows) -> Any:
+    """Return an array for one float64 figure a key, (b, n)."""
+    return np.zeros(rows.shape[:2])
+
+
+where = np.where
+
+
+def moments(
+    rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
+) -> Float64:
+    """Return the second moment of each piece's rows, (t, d, d), each row multiplied by its slot's `basis` first.
+
+    A piece starts at a multiple of `BLOCK`; its blocks are summed in pairs, pairs of pairs, and so on.
+    """
+    d = rows.shape[2]
+    X = _scratch(d, arithmetic)
+    width = X.shape[1]
+    out = np.empty((len(pieces), width, width))
+    arguments = _arguments(rows)
+    padded = _padded(basis, width)
+    work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
+
+    def body(first: int, last: int) -> None:
+        moment_tasks(*arguments, padded, arithmetic == "compensated", X, BLOCK, pieces, first, last, out)
+
+    _share(body, len(pieces), work)
+    upper = np.triu(out[:, :d, :d])
+    lower = np.swapaxes(np.triu(upper, 1), 1, 2)
+    total: Float64 = np.add(upper, lower, out=upper)
+    return total
+
+
+def sqnorms(
+    rows: Rows,
+    items: Pieces,
+    W: Float64,
+    out: Any,
+    *,
+    basis: Float64 | None = None,
+    arithmetic: Arithmetic = "double",
+) -> None:
+    """Write ``‖k W‖²`` (or ``‖k basis W‖²``) of every key of the matrices `items` to ``out[item]``.
+
+    W and `basis` hold one upper-triangular matrix for each entry of `items`. Masked keys get 0.
+    """
+    _, n, d = rows.shape
+    X = _scratch(d, arithmetic)
+    width = X.shape[1]
+    threads = _threads(float(len(items)) * n * d * d)
+    span = n if len(items) >= 4 * threads else max(1, -(-n // (8 * threads)))
+    span = max(1, -(-span // BLOCK) * BLOCK)
+    starts = np.arange(0, n, span)
+    tasks = np.empty((len(items), len(starts), 4), np.int64)
+    tasks[:, :, 0] = np.arange(len(items))[:, None]
+    tasks[:, :, 1] = items[:, None]
+    tasks[:, :, 2] = starts
+    tasks[:, :, 3] = np.minimum(starts + span, n)
+    tasks = tasks.reshape(-1, 4)
+    arguments = _arguments(rows)
+    padded, turned = _padded(W, width), _padded(basis, width)
+
+    def body(first: int, last: int) -> None:
+        sqnorm_tasks(*arguments, turned, padded, X, tasks, first, last, out)
+
+    _share(body, len(tasks), float(len(items)) * n * d * d)
+
+
+def column_sums(rows: Rows) -> Float64:
+    """Return the sums of the columns, (b, d), block by block and combined pairwise."""
+    return _columns(rows, largest=False)
+
+
+def column_maxima(rows: Rows) -> Float64:
+    """Return the largest magnitude in each column, (b, d)."""
+    return _columns(rows, largest=True)
+
+
+def _columns(rows: Rows, *, largest: bool) -> Float64:
+    b, n, d = rows.shape
+    out = np.zeros((b, d))
+    arguments = _arguments(rows)
+
+    def body(first: int, last: int) -> None:
+        column_tasks(*arguments, n, BLOCK, largest, first, last, out)
+
+    _share(body, b, float(b) * n * d * 8)
+    return out
+
+
+def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
+    """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
+    found = np.empty(limit, np.int64)
+    count = nonfinite_scan(*_arguments(rows), rows.shape[1], item, found)
+    return [int(r) for r in found[:count]]
+
+
+def inverse_cholesky(G: Float64, shift: float) -> tuple[Float64, Float64, Float64]:
+    """Factor small matrices; the contract is that of `levattn._kernels.inverse_cholesky`."""
+    G = np.ascontiguousarray(G)
+    W = np.zeros_like(G)
+    pivot, reach = np.empty(len(G)), np.empty(len(G))
+    _share(
+        lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, reach),
+        len(G),
+        float(len(G)) * G.shape[1] ** 3,
+    )
+    return W, pivot, reach
+
+
+def heavy_entries(
+    Q: Float64, keys: Float64, indices: Any, normalizers: Float64, epsilon: float
+) -> tuple[Any, Any, Float64, Float64]:
+    """Extract heavy entries; the contract is that of `levattn._kernels.heavy_entries`."""
+    m = len(Q)
+    columns = np.ascontiguousarray(keys.T)
+    work = float(m) * keys.size
+    counts, captured = np.empty(m, np.int64), np.empty(m)
+    _share(
+        lambda first, last: count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured), m, work
+    )
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    found, values = np.empty(starts[-1], np.int64), np.empty(starts[-1])
+    _share(
+        lambda first, last: fill_heavy(
+            Q, columns, indices, normalizers, epsilon, first, last, starts, found, values
+        ),
+        m,
+        work,
+    )
+    return starts, found, values, captured

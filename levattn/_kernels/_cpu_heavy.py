@@ -1,0 +1,60 @@
+"""Heavy entries of squared attention in two passes: count them, then write them down."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels._cpu_jit import jit
+
+__all__ = ["count_heavy", "fill_heavy"]
+
+
+@jit
+def _logits(q, columns, z):  # type: ignore[no-untyped-def]
+    """Write ⟨q, k⟩ of every selected key; `columns` (d, u) holds one key a column."""
+    d, u = columns.shape
+    z[:] = 0
+    whole = d // 4 * 4
+    for i in range(0, whole, 4):
+        a, b, c, e = q[i], q[i + 1], q[i + 2], q[i + 3]
+        w, x, y, v = columns[i], columns[i + 1], columns[i + 2], columns[i + 3]
+        for j in range(u):
+            z[j] += (a * w[j] + b * x[j]) + (c * y[j] + e * v[j])
+    for i in range(whole, d):
+        a, w = q[i], columns[i]
+        for j in range(u):
+            z[j] += a * w[j]
+
+
+@jit
+def count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured):  # type: ignore[no-untyped-def]
+    """Count the entries ``⟨q, k⟩² ≥ ε D`` of queries ``first:last`` and sum up the mass on all selected keys."""
+    u = columns.shape[1]
+    z = np.empty(u)
+    for i in range(first, last):
+        D = normalizers[i]
+        count, mass = 0, 0.0
+        if D > 0:
+            _logits(Q[i], columns, z)
+            for j in range(u):
+                score = z[j] * z[j] / D
+                mass += score
+                count += score >= epsilon
+        counts[i], captured[i] = count, mass
+
+
+@jit
+def fill_heavy(Q, columns, indices, normalizers, epsilon, first, last, starts, keys, values):  # type: ignore[no-untyped-def]
+    """Write the entries that `count_heavy` counted to the places that begin at ``starts[i]``."""
+    u = columns.shape[1]
+    z = np.empty(u)
+    for i in range(first, last):
+        at = starts[i]
+        if at == starts[i + 1]:
+            continue
+        _logits(Q[i], columns, z)
+        for j in range(u):
+            score = z[j] * z[j] / normalizers[i]
+            if score >= epsilon:
+                keys[at], values[at] = indices[j], score
+                at += 1

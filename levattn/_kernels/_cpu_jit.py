@@ -1,0 +1,37 @@
+"""How the CPU kernels are compiled: one decorator, one set of flags, and the shape of the vector unit.
+
+No fast-math: NaN and infinity carry meaning here, and the order of every sum is part of the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+
+__all__ = ["PANEL", "SCORE_ROWS", "SCORE_VECTORS", "TILE_ROWS", "VECTOR_BYTES", "jit"]
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk."""
+    compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return compiled
+
+
+def _wide() -> bool:
+    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+
+# The register tiles: with 32 registers of 512 bits, and with 16 of 256 (LLVM splits these on narrower units).
+if _wide():
+    VECTOR_BYTES = 64
+    PANEL = 4  # vectors across a tile of the second moment
+    TILE_ROWS = (8, 8, 8, 4)  # rows of a tile that is 1, 2, 3, 4 vectors wide
+    SCORE_ROWS, SCORE_VECTORS = 12, 2  # keys by vectors of whitened columns
+else:
+    VECTOR_BYTES = 32
+    PANEL = 3
+    TILE_ROWS = (4, 4, 4, 4)
+    SCORE_ROWS, SCORE_VECTORS = 6, 2

@@ -1,0 +1,69 @@
+"""One look at every entry: sums and maxima of columns, and the rows that are not finite."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_rows import load_rows
+
+__all__ = ["column_tasks", "nonfinite_scan"]
+
+_SLAB = 128
+
+
+@jit
+def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first, last, out):  # type: ignore[no-untyped-def]
+    """Write the column sums (or largest magnitudes) of the matrices ``first:last`` to `out`.
+
+    Sums are formed block by block and the blocks are combined like the bits of a binary counter.
+    """
+    d = out.shape[1]
+    rows = np.zeros((_SLAB, d))
+    part = np.empty(d)
+    stack = np.zeros((64, d))
+    for item in range(first, last):
+        total = out[item]
+        count = 0
+        for low in range(0, n, block):
+            part[:] = 0
+            for start in range(low, min(low + block, n), _SLAB):
+                stop = min(start + _SLAB, min(low + block, n))
+                load_rows(view, like, brain, item, start, stop, mask, shift, scale, rows)
+                for r in range(stop - start):
+                    for c in range(d):
+                        if largest:
+                            part[c] = max(part[c], abs(rows[r, c]))
+                        else:
+                            part[c] += rows[r, c]
+            if largest:
+                for c in range(d):
+                    total[c] = max(total[c], part[c])
+                continue
+            level = 0
+            while count >> level & 1:
+                part += stack[level]
+                level += 1
+            stack[level] = part
+            count += 1
+        for level in range(64):
+            if count >> level & 1:
+                total += stack[level]
+
+
+@jit
+def nonfinite_scan(view, like, brain, mask, shift, scale, n, item, found):  # type: ignore[no-untyped-def]
+    """Write the first rows that hold NaN or infinity to `found` and return how many were found."""
+    d = view[4]
+    row = np.zeros((1, d))
+    count = 0
+    for r in range(n):
+        load_rows(view, like, brain, item, r, r + 1, mask, shift, scale, row)
+        for c in range(d):
+            if not np.isfinite(row[0, c]):
+                found[count] = r
+                count += 1
+                break
+        if count == found.size:
+            break
+    return count

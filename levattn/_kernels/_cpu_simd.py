@@ -1,0 +1,266 @@
+"""Register tiles in LLVM vector code, which the compiler does not find by itself from small loops.
+
+Addresses and strides are integers: addresses in bytes, strides in elements. ``like`` is any array of the dtype
+to compute in (float32 or float64); the tile's shape is given by literals, so that each combination is one piece
+of straight-line code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from levattn._kernels._cpu_jit import VECTOR_BYTES
+
+__all__ = ["as_pointer", "bits_to_float", "fused_multiply_add", "lane_sum", "moment_tile", "product_tile"]
+
+Builder = Any
+Value = Any
+
+_I64 = ir.IntType(64)
+_I32 = ir.IntType(32)
+
+OVERWRITE, ACCUMULATE, STORE = 0, 1, 2  # what product_tile does with its tile
+
+
+def _literals(*arguments: Any) -> list[int]:
+    return [int(a.literal_value) for a in arguments]
+
+
+def _int(value: int) -> Value:
+    return ir.Constant(_I64, value)
+
+
+def _vector_type(like: Any) -> tuple[int, Value, Value]:
+    """Return the bytes of an element of `like`, its type, and the type of one vector of them."""
+    size = like.dtype.bitwidth // 8
+    scalar = ir.FloatType() if size == 4 else ir.DoubleType()
+    return size, scalar, ir.VectorType(scalar, VECTOR_BYTES // size)
+
+
+def _pointer(b: Builder, address: Value, kind: Value) -> Value:
+    return b.inttoptr(address, kind.as_pointer())
+
+
+def _load(b: Builder, pointer: Value, kind: Value, align: int) -> Value:
+    value = b.load(b.bitcast(pointer, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def _store(b: Builder, value: Value, pointer: Value, align: int) -> None:
+    b.store(value, b.bitcast(pointer, value.type.as_pointer())).align = align
+
+
+def _splat(b: Builder, scalar: Value, lanes: int) -> Value:
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+
+
+def _fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    kind = x.type
+    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
+    element = kind.element if lanes else kind
+    name = f"llvm.fma.{lanes}{'f32' if isinstance(element, ir.FloatType) else 'f64'}"
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), name)
+    return b.call(function, [x, y, z])
+
+
+def _prefetch(b: Builder, address: Value) -> None:
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    read, keep, data = (ir.Constant(_I32, flag) for flag in (0, 2, 1))
+    b.call(function, [b.inttoptr(address, byte), read, keep, data])
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):  # type: ignore[no-untyped-def]
+    """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and `vectors` vectors of x to the float64 tile `out`.
+
+    The sum over the `n` rows runs in the precision of the input; only its result is widened. Each row also
+    asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
+    """
+    signature = types.void(like, rows, vectors, *([types.int64] * 9))
+    tall, wide = _literals(rows, vectors)
+    size, scalar, vector = _vector_type(like)
+    count = vector.count
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step = arguments[3:]
+        zero = ir.Constant(vector, [0.0] * count)
+        a_step, x_step = b.mul(a_stride, _int(size)), b.mul(x_stride, _int(size))
+
+        before = b.block
+        loop, after = b.append_basic_block("rows"), b.append_basic_block("flush")
+        b.cbranch(b.icmp_signed(">", n, _int(0)), loop, after)
+        b.position_at_end(loop)
+        left, at_a, at_x, at_line = (b.phi(_I64) for _ in range(4))
+        sums = [[b.phi(vector) for _ in range(wide)] for _ in range(tall)]
+        row = _pointer(b, at_x, scalar)
+        xs = [_load(b, b.gep(row, [_int(count * j)]), vector, size) for j in range(wide)]
+        head = _pointer(b, at_a, scalar)
+        new = []
+        for i in range(tall):
+            value = _splat(b, _load(b, b.gep(head, [_int(i)]), scalar, size), count)
+            new.append([_fma(b, value, xs[j], sums[i][j]) for j in range(wide)])
+        _prefetch(b, at_line)
+        moved = (b.sub(left, _int(1)), b.add(at_a, a_step), b.add(at_x, x_step), b.add(at_line, ahead_step))
+        for phi, start, following in zip((left, at_a, at_x, at_line), (n, a, x, ahead), moved, strict=True):
+            phi.add_incoming(start, before)
+            phi.add_incoming(following, loop)
+        for i in range(tall):
+            for j in range(wide):
+                sums[i][j].add_incoming(zero, before)
+                sums[i][j].add_incoming(new[i][j], loop)
+        b.cbranch(b.icmp_signed(">", moved[0], _int(0)), loop, after)
+
+        b.position_at_end(after)
+        results = [[b.phi(vector) for _ in range(wide)] for _ in range(tall)]
+        double = ir.DoubleType()
+        target = _pointer(b, out, double)
+        doubles = ir.VectorType(double, count)
+        for i in range(tall):
+            line = b.gep(target, [b.mul(out_stride, _int(i))])
+            for j in range(wide):
+                results[i][j].add_incoming(zero, before)
+                results[i][j].add_incoming(new[i][j], loop)
+                value = results[i][j] if size == 8 else b.fpext(results[i][j], doubles)
+                place = b.gep(line, [_int(count * j)])
+                _store(b, b.fadd(_load(b, place, doubles, 8), value), place, 8)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def product_tile(
+    typing, like, rows, vectors, x, x_stride, w, w_stride, start, out, out_stride, mode, ahead, ahead_step
+):  # type: ignore[no-untyped-def]
+    """Multiply `rows` rows of x by a tile of columns of an upper-triangular W.
+
+    The tile's vector j uses the rows of W below ``start + (j + 1) * lanes``. `mode` says what becomes of the
+    products: their squares are summed into one vector a row (OVERWRITE, ACCUMULATE), or they are stored (STORE).
+    """
+    signature = types.void(like, rows, vectors, *([types.int64] * 7), mode, types.int64, types.int64)
+    tall, wide, action = _literals(rows, vectors, mode)
+    size, scalar, vector = _vector_type(like)
+    count = vector.count
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        x, x_stride, w, w_stride, start, out, out_stride = arguments[3:10]
+        line, line_step = arguments[11:13]
+        zero = ir.Constant(vector, [0.0] * count)
+        x_step, w_step = b.mul(x_stride, _int(size)), b.mul(w_stride, _int(size))
+        # rows are reached as base + {0, 1, 2, 3} * stride, which the address modes hold without a register each
+        offsets = [None, x_step, b.mul(x_step, _int(2)), b.mul(x_step, _int(3))]
+        x_step4 = b.mul(x_step, _int(4))
+        sums = [[zero] * wide for _ in range(tall)]
+        at_x, at_w = x, w
+        for phase in range(wide):  # each phase ends where one more vector leaves the triangle
+            live = range(phase, wide)
+            length = b.add(start, _int(count)) if phase == 0 else _int(count)
+            before = b.block
+            loop, after = b.append_basic_block("columns"), b.append_basic_block("next")
+            b.branch(loop)
+            b.position_at_end(loop)
+            left, px, pw, pl = (b.phi(_I64) for _ in range(4))
+            current = [[b.phi(vector) for _ in live] for _ in range(tall)]
+            row = _pointer(b, pw, scalar)
+            ws = [_load(b, b.gep(row, [_int(count * j)]), vector, size) for j in live]
+            new = []
+            base = px
+            for i in range(tall):
+                if i and i % 4 == 0:
+                    base = b.add(base, x_step4)
+                offset = offsets[i % 4]
+                address = base if offset is None else b.add(base, offset)
+                value = _splat(b, _load(b, _pointer(b, address, scalar), scalar, size), count)
+                new.append([_fma(b, value, ws[t], current[i][t]) for t in range(len(live))])
+            _prefetch(b, pl)
+            moved = (b.sub(left, _int(1)), b.add(px, _int(size)), b.add(pw, w_step), b.add(pl, line_step))
+            for phi, first, following in zip(
+                (left, px, pw, pl), (length, at_x, at_w, line), moved, strict=True
+            ):
+                phi.add_incoming(first, before)
+                phi.add_incoming(following, loop)
+            for i in range(tall):
+                for t, j in enumerate(live):
+                    current[i][t].add_incoming(sums[i][j], before)
+                    current[i][t].add_incoming(new[i][t], loop)
+                    sums[i][j] = new[i][t]
+            b.cbranch(b.icmp_signed(">", moved[0], _int(0)), loop, after)
+            b.position_at_end(after)
+            at_x, at_w, line = moved[1:]
+
+        target = _pointer(b, out, scalar)
+        for i in range(tall):
+            place = b.gep(target, [b.mul(out_stride, _int(i))])
+            if action == STORE:
+                for j in range(wide):
+                    _store(b, sums[i][j], b.gep(place, [_int(count * j)]), size)
+            else:
+                total = zero if action == OVERWRITE else _load(b, place, vector, size)
+                for j in range(wide):
+                    total = _fma(b, sums[i][j], sums[i][j], total)
+                _store(b, total, place, size)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def lane_sum(typing, like, address):  # type: ignore[no-untyped-def]
+    """Return the sum of the vector at `address`, halved again and again."""
+    size, scalar, vector = _vector_type(like)
+    signature = like.dtype(like, types.int64)
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        value = _load(b, _pointer(b, arguments[1], scalar), vector, size)
+        half = vector.count
+        while half > 1:
+            half //= 2
+            undefined = ir.Constant(value.type, ir.Undefined)
+            kind = ir.VectorType(_I32, half)
+            low = b.shuffle_vector(value, undefined, ir.Constant(kind, list(range(half))))
+            high = b.shuffle_vector(value, undefined, ir.Constant(kind, list(range(half, 2 * half))))
+            value = b.fadd(low, high)
+        return b.extract_element(value, ir.Constant(_I32, 0))
+
+    return signature, codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fused_multiply_add(typing, x, y, z):  # type: ignore[no-untyped-def]
+    """Return ``x * y + z`` rounded once."""
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        return _fma(b, *arguments)
+
+    return types.float64(types.float64, types.float64, types.float64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_to_float(typing, bits):  # type: ignore[no-untyped-def]
+    """Read 32 bits as a float32."""
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        return b.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_pointer(typing, address, array):  # type: ignore[no-untyped-def]
+    """Return `address` as a pointer to elements of the array's dtype."""
+    kind = types.CPointer(array.dtype)
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        return b.inttoptr(arguments[0], context.get_value_type(kind))
+
+    return kind(types.int64, array), codegen

@@ -1,0 +1,361 @@
+"""Keys to try things on: heads of a real encoder, worst-case queries, planted models with a known answer.
+
+No module of the library imports this one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal, SupportsIndex, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["AttentionHeads", "Planted", "adversarial_queries", "minilm", "planted"]
+
+Float16Array: TypeAlias = npt.NDArray[np.float16]
+Float64Array: TypeAlias = npt.NDArray[np.float64]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+RNGLike: TypeAlias = int | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
+Variant: TypeAlias = Literal["isotropic", "anisotropic", "duplicated"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionHeads:
+    """Queries, keys and values of all heads of an encoder over one text.
+
+    Attributes
+    ----------
+    queries, keys, values : ndarray of float16, shape (layers, heads, n, d)
+        What enters the attention of each head, before the logits are scaled. Read-only.
+    tokens : tuple of str
+        The n tokens of the text, one per row.
+    scale : float
+        Factor of the logits in the model: a head computes softmax(scale * Q K^T) V.
+    """
+
+    queries: Float16Array
+    keys: Float16Array
+    values: Float16Array
+    tokens: tuple[str, ...]
+    scale: float
+
+    def __repr__(self) -> str:
+        layers, heads, n, d = self.keys.shape
+        return f"AttentionHeads(layers={layers}, heads={heads}, n={n}, d={d})"
+
+
+@cache
+def minilm() -> AttentionHeads:
+    """Load the 72 attention heads of all-MiniLM-L6-v2 over a public-domain English text.
+
+    A pretrained sentence encoder of 6 layers and 12 heads with d = 32 reads n = 512 tokens: the Gettysburg
+    Address and the opening of the Declaration of Independence. Attention is bidirectional, there is no
+    padding, and positions are part of the embeddings, so the keys are the ones inside the logits.
+
+    Returns
+    -------
+    AttentionHeads
+        Arrays of shape (6, 12, 512, 32), float16, read-only; ``scale`` is 1/sqrt(32). Every call returns
+        the same object.
+
+    Notes
+    -----
+    Reads 7.1 MB from the installed package on the first call. Where weights and text come from, their
+    licences and the sha256 of the file: ``levattn/data/NOTICE.md``. The script that made the file:
+    ``examples/make_minilm_data.py``.
+
+    References
+    ----------
+    Wang, Wei, Dong, Bao, Yang, Zhou. MiniLM: Deep Self-Attention Distillation for Task-Agnostic Compression
+    of Pre-Trained Transformers. NeurIPS 2020.
+
+    Examples
+    --------
+    >>> from levattn.datasets import minilm
+    >>> heads = minilm()
+    >>> heads
+    AttentionHeads(layers=6, heads=12, n=512, d=32)
+    >>> heads.tokens[:5]
+    ('[CLS]', 'four', 'score', 'and', 'seven')
+    >>> heads.keys[2, 5].shape  # the keys of layer 2, head 5
+    (512, 32)
+    """
+    with (
+        (files("levattn") / "data" / "minilm_l6_v2.npz").open("rb") as file,
+        np.load(file, allow_pickle=False) as stored,
+    ):
+        queries, keys, values = (stored[name] for name in ("queries", "keys", "values"))
+        tokens = tuple(stored["tokens"].tolist())
+    for array in (queries, keys, values):
+        array.setflags(write=False)
+    return AttentionHeads(queries, keys, values, tokens, scale=1 / math.sqrt(keys.shape[-1]))
+
+
+def adversarial_queries(K: npt.ArrayLike, /) -> Float64Array:
+    r"""Return for every key the query that attains its leverage score.
+
+    Row j is :math:`y_j = (K^\top K)^+ k_j`, the solution of
+
+    .. math:: \max_y \; \frac{\langle k_j, y\rangle^2}{\sum_l \langle k_l, y\rangle^2} = \tau_j .
+
+    With f(x) = x^2 no query gives key j a larger score, so a set of keys misses nothing exactly when it
+    misses nothing on these n queries. It comes with :math:`\langle k_j, y_j\rangle = \sum_l \langle k_l,
+    y_j\rangle^2 = \tau_j`. A zero key has the zero query.
+
+    Parameters
+    ----------
+    K : array_like, shape (..., n, d)
+        Keys: finite real numbers of any dtype; used as float64.
+
+    Returns
+    -------
+    ndarray of float64, shape (..., n, d)
+        The queries. Where K has dependent columns, a row can differ from :math:`(K^\top K)^+ k_j` by a
+        vector orthogonal to all keys, which no score can see.
+
+    Raises
+    ------
+    TypeError
+        If K does not hold real numbers.
+    ValueError
+        If K has fewer than two axes or a value that is not finite.
+
+    Notes
+    -----
+    One singular value decomposition per matrix, O(n d min(n, d)) time and O(n d) memory: meant for tests.
+    Columns are first brought to one scale, so that graded columns are no near rank deficiency; directions
+    whose singular value is then below max(n, d) times the float64 rounding unit count as absent.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff. LevAttention: Time, Space, and Streaming Efficient Algorithm for
+    Heavy Attentions. 2024.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.datasets import adversarial_queries
+    >>> K = np.array([[3.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    >>> weights = (adversarial_queries(K) @ K.T) ** 2
+    >>> scores = weights / weights.sum(axis=1, keepdims=True)
+    >>> bool(np.allclose(np.diag(scores), [1.0, 0.5, 0.5]))
+    True
+    """
+    keys = np.asarray(K)
+    if keys.dtype.kind in "cOSUMm":
+        raise TypeError(f"K must hold real numbers, got dtype {keys.dtype}; convert it to a float dtype")
+    if keys.ndim < 2:
+        raise ValueError(f"K must have shape (..., n, d), got {keys.shape}; pass one key per row")
+    keys = keys.astype(np.float64)
+    if not np.isfinite(keys).all():
+        raise ValueError("K must be finite, got NaN or infinity; remove or replace these rows")
+    n, d = keys.shape[-2:]
+    # Powers of two: scaling there and back rounds nothing.
+    _, exponents = np.frexp(np.abs(keys).max(axis=-2, keepdims=True, initial=0.0))
+    inverse = np.linalg.pinv(np.ldexp(keys, -exponents), rcond=max(n, d) * np.finfo(np.float64).eps)
+    queries: Float64Array = np.ldexp(np.swapaxes(inverse, -1, -2), -exponents)
+    return queries
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Planted:
+    """Keys with known heavy rows, as `planted` makes them.
+
+    Attributes
+    ----------
+    keys : ndarray of float64, shape (n, d)
+        Planted and background keys, in random order.
+    queries : ndarray of float64, shape (m, d)
+        Each asks for one planted direction.
+    indices : ndarray of int64, ascending
+        Rows of ``keys`` that are planted.
+    groups : ndarray of int64, same shape as ``indices``
+        Which planted direction the row belongs to, 0 ... n_planted - 1.
+    targets : ndarray of int64, shape (m,)
+        Which planted direction the query asks for.
+    planted_score, background_score : float
+        Predicted leverage score of a planted key, and predicted largest one of a background key.
+    """
+
+    keys: Float64Array
+    queries: Float64Array
+    indices: Int64Array
+    groups: Int64Array
+    targets: Int64Array
+    planted_score: float
+    background_score: float
+
+    def __repr__(self) -> str:
+        n, d = self.keys.shape
+        return (
+            f"Planted(n={n}, d={d}, planted={len(self.indices)}, planted_score={self.planted_score:.3g}, "
+            f"background_score={self.background_score:.3g})"
+        )
+
+
+def planted(
+    n: int,
+    d: int,
+    *,
+    variant: Variant = "anisotropic",
+    n_planted: int | None = None,
+    strength: float = 3.0,
+    noise: float = 0.05,
+    background_rank: int | None = None,
+    copies: int | None = None,
+    n_queries: int | None = None,
+    query_noise: float = 0.1,
+    rng: RNGLike | None = None,
+) -> Planted:
+    r"""Draw keys of which a known few have a large leverage score.
+
+    With orthonormal :math:`b_1, \dots, b_d` and standard normal g, g' of their own for every row, a key is
+
+    .. math::
+
+        k_j = \alpha\, b_{i(j)} + \sigma g  \quad\text{(planted)}, \qquad
+        k_l = \sigma g + B g'               \quad\text{(background)},
+
+    where i(j) is one of the s = ``n_planted`` first directions and the columns of B are ``background_rank``
+    of the others. Only isotropic noise meets a planted direction, so with c copies of each and r columns of B
+
+    .. math::
+
+        \tau_{\text{planted}} \approx \frac{\alpha^2}{c\,\alpha^2 + n\sigma^2} + \frac{d - s - r}{n}, \qquad
+        \max \tau_{\text{background}} \lesssim \frac{(\sqrt d + \sqrt{2 \ln n})^2}{n},
+
+    and where the first is larger, the planted rows are the universal set of every threshold between the two.
+
+    Parameters
+    ----------
+    n, d : int
+        Number of keys and their dimension, at least 1.
+    variant : {"anisotropic", "isotropic", "duplicated"}
+        *isotropic*: no B; planted keys also have the largest norms. *anisotropic*: with a ``strength`` below
+        the root of ``background_rank``, background keys have the larger norms, so norms mislead where
+        leverage scores do not. *duplicated*: as anisotropic, each planted key c times up to noise; a copy
+        scores about 1/c at most, so single keys mislead too and only the group as a whole is heavy.
+    n_planted : int, optional
+        Number s of planted directions, 1 to d. Default: d // 4, at least 1.
+    strength, noise : float
+        :math:`\alpha > 0` and :math:`\sigma > 0`, in units of one background coordinate.
+    background_rank : int, optional
+        Columns of B, 1 to d - s; not for *isotropic*. Default: d // 2, at most d - s.
+    copies : int, optional
+        Number c of copies, at least 2, with s c at most n; only for *duplicated*. Default: n / d, rounded up
+        and fitted to that range, which makes a copy score like an average key.
+    n_queries : int, optional
+        Number of queries, at least 0; they ask for the directions in turn. Default: s.
+    query_noise : float
+        :math:`\nu \ge 0`: a query is :math:`b_i + \nu g / \sqrt d`, noise of about that length.
+    rng : int, SeedSequence, BitGenerator, Generator or None
+        Passed to `numpy.random.default_rng`; None draws fresh entropy.
+
+    Returns
+    -------
+    Planted
+
+    Raises
+    ------
+    TypeError
+        If an integer argument is not an integer.
+    ValueError
+        If an argument is outside its range, or given to a variant that does not have it.
+
+    Notes
+    -----
+    The two scores are predictions for n much larger than d, not bounds: compare with the scores themselves
+    where the truth matters. O(n d^2) time, O(n d) memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.datasets import planted
+    >>> model = planted(4096, 32, rng=0)
+    >>> model
+    Planted(n=4096, d=32, planted=8, planted_score=0.47, background_score=0.0231)
+    >>> U = np.linalg.svd(model.keys, full_matrices=False)[0]
+    >>> scores = np.sum(U**2, axis=1)
+    >>> np.array_equal(np.flatnonzero(scores >= 0.1), model.indices)
+    True
+    >>> norms = np.linalg.norm(model.keys, axis=1)
+    >>> len(np.intersect1d(np.argsort(norms)[-8:], model.indices))  # the 8 largest norms find none
+    0
+    """
+    if variant not in get_args(Variant):
+        raise ValueError(f"variant must be one of {', '.join(get_args(Variant))}, got {variant!r}")
+    n = _integer("n", n, 1, None)
+    d = _integer("d", d, 1, None)
+    s = _integer("n_planted", max(1, d // 4) if n_planted is None else n_planted, 1, min(n, d))
+    m = _integer("n_queries", s if n_queries is None else n_queries, 0, None)
+    for name, value, valid in (
+        ("strength", strength, 0 < strength < math.inf),
+        ("noise", noise, 0 < noise < math.inf),
+        ("query_noise", query_noise, 0 <= query_noise < math.inf),
+    ):
+        if not valid:
+            raise ValueError(f"{name} must be finite and positive, got {value}; query_noise alone may be 0")
+    rank = _background_rank(variant, background_rank, d, s)
+    c = _copies(variant, copies, n, d, s)
+
+    generator = np.random.default_rng(rng)
+    basis = np.linalg.qr(generator.standard_normal((d, d)))[0].T
+    rows = generator.permutation(n)[: s * c]
+    order = np.argsort(rows)
+    indices, groups = rows[order], (np.arange(s * c) % s)[order]
+
+    background = generator.standard_normal((n, rank)) @ basis[s : s + rank]
+    background[indices] = strength * basis[groups]
+    keys = background + noise * generator.standard_normal((n, d))
+    targets = np.arange(m) % s
+    queries = basis[targets] + query_noise / math.sqrt(d) * generator.standard_normal((m, d))
+    return Planted(
+        keys=keys,
+        queries=queries,
+        indices=indices,
+        groups=groups,
+        targets=targets,
+        planted_score=min(1.0, strength**2 / (c * strength**2 + n * noise**2) + (d - s - rank) / n),
+        background_score=min(1.0, (math.sqrt(d) + math.sqrt(2 * math.log(n))) ** 2 / n),
+    )
+
+
+def _integer(name: str, value: SupportsIndex, low: int, high: int | None) -> int:
+    """Return an argument as an int in [low, high]."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}; pass an int") from None
+    if number < low or (high is not None and number > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high} here"
+        raise ValueError(f"{name} must be {bounds}, got {number}; change it, or n, d and n_planted")
+    return number
+
+
+def _background_rank(variant: Variant, asked: int | None, d: int, s: int) -> int:
+    """Return the number of directions that background keys favour."""
+    if variant == "isotropic":
+        if asked is not None:
+            raise ValueError(f"background_rank is not for variant 'isotropic', got {asked}; leave it out")
+        return 0
+    if s == d:
+        raise ValueError(
+            f"n_planted must be below d for variant {variant!r}, which needs directions of its own for the "
+            f"background; got n_planted {s}, d {d}: change them or take variant 'isotropic'"
+        )
+    return _integer("background_rank", min(d // 2, d - s) if asked is None else asked, 1, d - s)
+
+
+def _copies(variant: Variant, asked: int | None, n: int, d: int, s: int) -> int:
+    """Return the number of keys per planted direction."""
+    if variant != "duplicated":
+        if asked is not None:
+            raise ValueError(f"copies is not for variant {variant!r}, got {asked}; leave it out")
+        return 1
+    usual = max(2, min(-(-n // d), n // s))
+    return _integer("copies", usual if asked is None else asked, 2, n // s)

@@ -1,0 +1,17 @@
+"""Typed errors, each of which also is the built-in type that a caller would expect."""
+
+from __future__ import annotations
+
+__all__ = ["KeyFileError", "LevattnError", "NonFiniteError"]
+
+
+class LevattnError(Exception):
+    """Base class of the errors that only levattn raises."""
+
+
+class NonFiniteError(LevattnError, ValueError):
+    """The keys, queries or values hold NaN or infinity; the message names the first offending rows."""
+
+
+class KeyFileError(LevattnError, ValueError):
+    """A file of keys is damaged, of another kind, or does not hold what was asked for."""

@@ -1,0 +1,154 @@
+"""Leverage scores of the rows of key matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from levattn._array import Matrices, as_mask, as_matrices
+from levattn._kernels import Rows
+from levattn.linalg import Factor, factor_moments, factor_qr, prepare
+
+__all__ = ["Method", "factorize", "leverage_scores"]
+
+Method = Literal["auto", "gram", "qr", "svd"]
+_METHODS = ("auto", "gram", "qr", "svd")
+
+
+def factorize(
+    matrices: Matrices,
+    *,
+    method: str,
+    ridge: float = 0.0,
+    center: bool = False,
+    mask: Any = None,
+    rtol: float | None = None,
+    single: Literal["no", "scores", "yes"] = "yes",
+) -> Factor:
+    """Check the options and factor the keys by the method; `single` is what "auto" may do in float32."""
+    if method not in _METHODS:
+        raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, _METHODS))}")
+    ridge = _number("ridge", ridge)
+    if not 0 <= ridge < math.inf:
+        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
+    if rtol is not None:
+        rtol = _number("rtol", rtol)
+        if not 0 <= rtol < 1:
+            raise ValueError(f"rtol is {rtol!r}; expected a number in [0, 1), relative to the largest singular value")
+    if not isinstance(center, bool | np.bool_):
+        raise TypeError(f"center is {center!r}; expected True or False")
+    rows = prepare(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
+    if method in ("qr", "svd"):
+        return factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
+    return factor_moments(rows, ridge=ridge, rtol=rtol, single=single if method == "auto" else "no")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {value!r}; expected a real number")
+    return float(value)
+
+
+def refuse_randomness(method: str, sketch_size: Any, rng: Any) -> None:
+    """Raise if an option of the randomised methods is given to an exact one."""
+    for name, value in (("sketch_size", sketch_size), ("rng", rng)):
+        if value is not None:
+            raise ValueError(f"{name} is {value!r}, but method={method!r} is exact and draws no sketch; leave it out")
+
+
+def leverage_scores(
+    K: Any,
+    /,
+    *,
+    method: Method = "auto",
+    ridge: float = 0.0,
+    center: bool = False,
+    mask: Any = None,
+    rtol: float | None = None,
+    sketch_size: int | None = None,
+    rng: int | np.random.Generator | None = None,
+) -> Any:
+    r"""Leverage scores of keys: the largest attention that any query can give each of them.
+
+    The score of key :math:`k_j` is
+
+    .. math:: \tau_j = k_j^T (K^T K)^+ k_j = \max_q \langle q, k_j\rangle^2 / \sum_l \langle q, k_l\rangle^2,
+
+    so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
+
+    Every method is exact: "auto" and "gram" form the second moment of the keys, "qr" and "svd" factor the keys
+    with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower keys and below
+    1e-10 for float64 keys whatever their condition number, as long as the rank is clear. Stored keys are taken as
+    exact data: the rank is decided in float64 whatever the dtype, and a row that reaches outside the numerical row
+    space is given the score 1, so that a rank decision may over-estimate a score but never hides a key.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys, one a row; leading axes are batches (heads). float64, float32, float16 or bfloat16, as a numpy array,
+        a torch tensor, or an array of another namespace of the array-API standard.
+    method : {"auto", "gram", "qr", "svd"}
+        "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
+        precision. "auto": the same, in float32 where that is as good as float32 scores. "qr": Householder QR of row
+        blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory.
+    ridge : float, default 0
+        Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score: thresholding
+        ridge scores may miss keys. The sum of the scores is then the effective dimension.
+    center : bool, default False
+        Subtracts the mean of the keys first: right for softmax, which does not see a common shift. These are the
+        exact scores of the centred keys, and with 1/n added an *over-estimate* of those of K.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part. The others are removed: their score is 0 and their values are not read.
+        Leading axes of size 1 are repeated.
+    rtol : float in [0, 1), optional
+        Singular values (of K with columns scaled to unit norm) at or below ``rtol`` times the largest are taken as
+        zero. This *under-estimates* the scores of rows that reach into the directions left out. The default is at
+        the rounding of float64, and there such rows are given the score 1 instead.
+    sketch_size, rng
+        Options of randomised methods; a ValueError with the exact methods, which are all there are so far.
+
+    Returns
+    -------
+    array of shape (..., n)
+        Scores in the caller's kind of array, on its device: float64 for float64 keys, else float32.
+
+    Raises
+    ------
+    TypeError
+        If K is not an array of real floating dtype, or the mask is not boolean.
+    ValueError
+        If a shape, a range or an option is wrong.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask; the first such rows are named.
+
+    See Also
+    --------
+    universal_set : The keys whose score is at least ε.
+
+    Notes
+    -----
+    Time O(n d²), two passes over K when it is well-conditioned and up to three more when it is not. Memory beyond K
+    and the scores: O(d² log n) for each thread; method="svd" needs O(n d). Results are the same, to the last bit,
+    for every number of threads, memory layout and batch.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
+    Attentions", ICLR 2025 (arXiv:2410.05462), section 3 for f(x) = x².
+
+    Examples
+    --------
+    Two keys in directions of their own, and two that share one:
+
+    >>> import numpy as np, levattn
+    >>> K = np.array([[1.0, 0, 0], [0, 2, 0], [0, 0, 3], [0, 0, 3]])
+    >>> levattn.leverage_scores(K).round(6)
+    array([1. , 1. , 0.5, 0.5])
+    """
+    refuse_randomness(method, sketch_size, rng)
+    matrices = as_matrices(K, "K")
+    factor = factorize(matrices, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
+    scores, _ = factor.scores()
+    return matrices.wrap(scores)

@@ -1,0 +1,485 @@
+"""The factor of a second moment: scores of rows, exact normalisers, and witness queries.
+
+A factor is a matrix W (d, d), upper triangular, for which ``K W`` has orthonormal columns (and zero columns where
+the keys are rank-deficient). Then ``‖k W‖²`` is the leverage score of k, ``‖W⁻¹ q‖²`` the normaliser of a query q
+and ``W Wᵀ k`` the query that gives k its leverage score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from levattn._array import to_float64, to_numpy
+from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for
+from levattn.exceptions import NonFiniteError
+from levattn.states import second_moments
+
+__all__ = ["Factor", "factor_moments", "factor_qr", "prepare", "rank_tolerance"]
+
+_UNIT = 2.0**-53
+
+# Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
+_SINGLE_REACH = 12.0  # of the squared inverse: float32 sums and products
+_DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
+_BASIS_CONDITION = {"float64": 4e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
+_SINGLE_FROM = 2048  # rows from which float32 slabs average out
+
+_SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 slabs, once n is large
+
+
+def rank_tolerance(d: int) -> float:
+    """Return the relative size below which a singular value of equilibrated keys is rounding noise in float64.
+
+    It does not grow with n: rounding errors of single rows, like the rows themselves, add up as √n.
+    """
+    return 16 * float(np.sqrt(d)) * 2 * _UNIT
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A batch of factors, one for each key matrix.
+
+    rows: the keys and the shift and scale under which they were factored.
+    whitening: (b, d, d) W, for rows as they are read (after shift and scale).
+    rank: (b,) numerical rank.
+    error: (b,) estimate of the relative error that W brings into a score or a normaliser.
+    arithmetic: how scores are computed, for each matrix.
+    basis, core: (b, d, d) with ``W = basis core``, where the arithmetic is compensated.
+    outside: for rank-deficient matrices, an orthonormal basis (d, k) of the equilibrated directions left out and
+        the column norms (d,) that equilibrate; rows that reach into it are counted as 1.
+    """
+
+    rows: Rows
+    whitening: Float64
+    rank: np.ndarray[Any, np.dtype[np.int64]]
+    error: Float64
+    arithmetic: tuple[Arithmetic, ...]
+    basis: Float64 | None = None
+    core: Float64 | None = None
+    outside: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
+
+    def on(self, rows: Rows) -> Factor:
+        """Return the same factor for other rows (of the same batch), read with the same shift and scale."""
+        return replace(self, rows=replace(rows, shift=self.rows.shift, scale=self.rows.scale))
+
+    def item(self, index: int) -> Factor:
+        """Return the factor of one matrix of the batch, as a batch of one."""
+        one = slice(index, index + 1)
+        pair = self.outside.get(index)
+        return replace(
+            self,
+            rows=self.rows.item(index),
+            whitening=self.whitening[one],
+            rank=self.rank[one],
+            error=self.error[one],
+            arithmetic=self.arithmetic[one],
+            basis=None if self.basis is None else self.basis[one],
+            core=None if self.core is None else self.core[one],
+            outside={} if pair is None else {0: pair},
+        )
+
+    def exactly(self) -> Factor:
+        """Return the factor with scores computed in float64 throughout."""
+        return replace(self, arithmetic=tuple("double" if a == "single" else a for a in self.arithmetic))
+
+    def forget_keys(self) -> Factor:
+        """Return the factor without its hold on the keys."""
+        b, _, d = self.rows.shape
+        return replace(self, rows=replace(self.rows, keys=np.empty((b, 0, d)), mask=None))
+
+    @property
+    def score_error(self) -> Float64:
+        """(b,) estimate of the relative error of a score, its rounding included."""
+        single = np.array([route == "single" for route in self.arithmetic])
+        stored = _UNIT if self.rows.format == "float64" else 2.0**-24
+        return np.asarray(self.error + stored + np.where(single, 2.0**-22 * _SINGLE_REACH, 0.0))
+
+    def scores(self, *, wide: bool = False) -> tuple[Any, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Return the leverage scores of the factored keys, (b, n), and which matrices have rows counted as 1.
+
+        Scores are float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; masked rows
+        get 0.
+        """
+        kernels = kernels_for(self.rows)
+        out = kernels.wide_zeros(self.rows) if wide else kernels.zeros(self.rows)
+        for arithmetic in dict.fromkeys(self.arithmetic):
+            items = np.array([i for i, a in enumerate(self.arithmetic) if a == arithmetic], np.int64)
+            if arithmetic == "compensated" and self.basis is not None and self.core is not None:
+                kernels.sqnorms(
+                    self.rows, items, self.core[items], out, basis=self.basis[items], arithmetic=arithmetic
+                )
+            else:
+                kernels.sqnorms(self.rows, items, self.whitening[items], out, arithmetic=arithmetic)
+        counted = np.zeros(self.rows.shape[0], np.bool_)
+        for item in self.outside:
+            counted[item] = self._count_outside(item, out)
+        return out, counted
+
+    def _count_outside(self, item: int, out: Any) -> bool:
+        """Set the scores of rows that reach outside the kept directions by more than rounding to 1."""
+        kernels = kernels_for(self.rows)
+        Z, c = self.outside[item]
+        d = len(c)
+        one = self.rows.item(item)
+        # in the precision of the scores a float32 result would do, but its range would not
+        wide = kernels.wide_zeros(one)
+        kernels.sqnorms(one, np.array([0]), _upper_form(Z / c[:, None])[None], wide, arithmetic="double")
+        size = kernels.wide_zeros(one)
+        kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None], size, arithmetic="double")
+        offset = 0.0
+        if one.shift is not None:
+            scale = 1.0 if one.scale is None else one.scale[0]
+            offset = float(np.sum((one.shift[0] * scale / c) ** 2))
+        noise = (64 * _UNIT) ** 2 * d
+        reach = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
+        out[item, :] = kernels.where(reach, 1.0, out[item, :])
+        return bool(reach.any())
+
+    @cached_property
+    def normalizer(self) -> Float64:
+        """(b, d, d) N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q."""
+        out = np.empty_like(self.whitening)
+        for item in range(len(out)):
+            out[item] = self._normalizer(item)
+        return out
+
+    def _normalizer(self, item: int) -> Float64:
+        from scipy.linalg import solve_triangular
+
+        W = self.whitening[item]
+        d = W.shape[0]
+        kept = np.flatnonzero(np.any(W != 0, axis=0))
+        N = np.zeros((d, d))
+        if len(kept) == d:
+            if self.basis is not None and self.core is not None and self.arithmetic[item] == "compensated":
+                inner = solve_triangular(self.core[item], np.eye(d))
+                N = inner @ solve_triangular(self.basis[item], np.eye(d))
+            else:
+                N = solve_triangular(W, np.eye(d))
+        elif len(kept):
+            c = self.outside[item][1] if item in self.outside else _row_sizes(W)
+            N[kept] = np.linalg.pinv(c[:, None] * W[:, kept], rcond=0.0) * c
+        if self.rows.scale is not None:
+            N = N / self.rows.scale[item]
+        return N
+
+    @cached_property
+    def condition(self) -> Float64:
+        """(b,) 2-norm condition number of the keys on their row space (1 for rank 0)."""
+        out = np.ones(len(self.rank))
+        for item, rank in enumerate(self.rank):
+            if rank:
+                s = np.linalg.svd(self.normalizer[item], compute_uv=False)
+                out[item] = s[0] / s[rank - 1] if s[rank - 1] > 0 else np.inf
+        return out
+
+    def witness(self, k: Float64, item: int = 0) -> Float64:
+        """Return the query ``G⁺ k`` for a key (or rows of keys): no query gives k a larger attention score."""
+        W = self.whitening[item]
+        if self.rows.scale is not None:
+            W = W * self.rows.scale[item][:, None]
+        q: Float64 = k @ W @ W.T
+        return q
+
+
+def _row_sizes(W: Float64) -> Float64:
+    sizes = np.sqrt(np.sum(W * W, axis=1))
+    return np.where(sizes > 0, 1 / np.where(sizes > 0, sizes, 1), 1.0)
+
+
+def _upper_form(A: Float64) -> Float64:
+    """Return an upper-triangular (d, d) matrix T with ``T Tᵀ = A Aᵀ``, zero columns first."""
+    from scipy.linalg import rq
+
+    d, k = A.shape
+    T = np.zeros((d, d))
+    if k:
+        T[:, d - k :] = rq(A, mode="full")[0] if k == d else rq(A)[0]
+    return np.triu(T)
+
+
+def prepare(rows: Rows, *, center: bool) -> Rows:
+    """Return the rows with what must be known before their moments are summed: the mean, if asked for."""
+    if not center:
+        return rows
+    b, n, _ = rows.shape
+    if rows.mask is None:
+        counts = np.full(b, n)
+    else:
+        counts = to_numpy(rows.mask).sum(axis=1)
+    sums = kernels_for(rows).column_sums(rows)
+    if _require_finite(rows, sums):
+        raise ValueError("the column sums of K overflow float64, so K cannot be centred; scale K down first")
+    return replace(rows, shift=sums / np.maximum(counts, 1)[:, None])
+
+
+def _require_finite(rows: Rows, per_item: Float64) -> list[int]:
+    """Raise if a matrix whose figures are not finite holds NaN or infinity; return those that merely overflowed."""
+    bad = [int(i) for i in np.flatnonzero(~np.isfinite(per_item.reshape(len(per_item), -1)).all(axis=1))]
+    for item in bad:
+        found = kernels_for(rows).nonfinite_rows(rows, item, 5)
+        if found:
+            where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
+            more = "first such rows" if len(found) > 1 else "row"
+            raise NonFiniteError(
+                f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}; expected finite numbers. "
+                "Remove them, or leave padded rows out with mask="
+            )
+    return bad
+
+
+def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic) -> tuple[Rows, Float64]:
+    """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
+
+    The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys.
+    """
+    n, d = rows.shape[1:]
+    diagonal = np.diagonal(G, axis1=1, axis2=2)
+    low, high = (2.0**-80, 2.0**110) if arithmetic == "single" else (2.0**-900, 2.0**1000)
+    odd = ~np.isfinite(G).all(axis=(1, 2)) | ((diagonal < low * max(n, 1)) | (diagonal > high)).any(axis=1)
+    if not odd.any():
+        return rows, G
+    _require_finite(rows, np.where(odd[:, None, None], G, 0.0))
+    largest = kernels_for(rows).column_maxima(rows)
+    exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
+    limit = 30 if arithmetic == "single" else 400
+    odd &= (np.abs(exponent) > limit).any(axis=1)
+    if not odd.any():
+        return rows, G
+    rows = replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
+    items = np.flatnonzero(odd)
+    G = G.copy()
+    G[items] = second_moments(rows, items.tolist(), arithmetic=arithmetic)
+    return rows, G
+
+
+def factor_moments(
+    rows: Rows,
+    *,
+    ridge: float = 0.0,
+    rtol: float | None = None,
+    single: Literal["no", "scores", "yes"] = "yes",
+) -> Factor:
+    """Factor the keys through their second moments.
+
+    Where the moments of the keys as they are cannot hold the precision, they are formed again in a basis in which
+    the keys are well-conditioned (shifted Cholesky QR, Fukaya et al. 2020), at last with compensated products; so
+    the keys may have any condition number up to the rank tolerance. `single` tells for what float32 products are
+    allowed, where the estimated error stays near the rounding of float32 scores: for nothing, for the scores, or
+    for the moments as well.
+    """
+    b, n, d = rows.shape
+    target = _DOUBLE_ERROR[rows.format]
+    cut = rank_tolerance(d) if rtol is None else rtol
+    short = rows.format != "float64"
+    arithmetic: Arithmetic = "single" if single == "yes" and short and n >= _SINGLE_FROM else "double"
+    G = second_moments(rows, range(b), arithmetic=arithmetic)
+    rows, G = _in_range(rows, G, arithmetic)
+    scale = np.ones((b, d)) if rows.scale is None else rows.scale
+    diagonal = np.diagonal(G, axis1=1, axis2=2)
+    penalty = ridge * np.mean(diagonal / scale**2, axis=1, keepdims=True) * scale**2
+
+    W, pivot, reach = inverse_cholesky(_penalized(G, penalty))
+    whole = (pivot > 0) & (np.sqrt(reach * d) * cut < 1)  # no singular value can be below the cut
+    mild = whole & (reach <= _SINGLE_REACH)
+    noise = np.full(b, 2.0**-24 if arithmetic == "single" else 2 * _UNIT)
+    if arithmetic == "single":
+        again = np.flatnonzero(whole & ~mild & (2 * _UNIT * reach <= target))
+        if len(again):
+            G[again] = second_moments(rows, again.tolist())
+            W[again], pivot[again], reach[again] = inverse_cholesky(_penalized(G[again], penalty[again]))
+            noise[again] = 2 * _UNIT
+    done = (pivot > 0) & whole & np.where(noise > 1e-12, mild, noise * reach <= target)
+    error = noise * reach
+    routes: list[Arithmetic] = [
+        "single" if short and single != "no" and ok else "double" for ok in mild & done
+    ]
+    rank = np.count_nonzero(np.any(W != 0, axis=1), axis=1).astype(np.int64)
+
+    bases: dict[int, tuple[Float64, Float64]] = {}
+    outside: dict[int, tuple[Float64, Float64]] = {}
+    for item in np.flatnonzero(~done).tolist():
+        start = _SINGLE_NOISE if noise[item] > 1e-12 else _UNIT
+        found = _precondition(rows, item, G[item], penalty[item], start, target, cut)
+        W[item], rank[item], error[item] = found.whitening, found.rank, found.error
+        if found.outside.shape[1] and rtol is None:
+            outside[item] = (found.outside, found.columns)
+        if found.core is not None:
+            routes[item] = "compensated"
+            bases[item] = (found.basis, found.core)
+    return _assemble(rows, W, rank, error, routes, bases, outside)
+
+
+def _assemble(
+    rows: Rows,
+    W: Float64,
+    rank: np.ndarray[Any, np.dtype[np.int64]],
+    error: Float64,
+    routes: list[Arithmetic],
+    bases: dict[int, tuple[Float64, Float64]],
+    outside: dict[int, tuple[Float64, Float64]],
+) -> Factor:
+    basis = core = None
+    if bases:
+        basis, core = np.zeros_like(W), np.zeros_like(W)
+        for item, (B, C) in bases.items():
+            basis[item], core[item] = B, C
+    return Factor(rows, W, rank, error, tuple(routes), basis, core, outside)
+
+
+def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
+    """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole)."""
+    b, n, d = rows.shape
+    cut = rank_tolerance(d) if rtol is None else rtol
+    W = np.zeros((b, d, d))
+    rank, error = np.zeros(b, np.int64), np.zeros(b)
+    routes: list[Arithmetic] = []
+    bases: dict[int, tuple[Float64, Float64]] = {}
+    outside: dict[int, tuple[Float64, Float64]] = {}
+    _require_finite(rows, kernels_for(rows).column_maxima(rows))
+    for item in range(b):
+        one = rows.item(item)
+        R = _triangle(one) if method == "qr" else _dense(one, 0, n)
+        c = np.max(np.abs(R), axis=0, initial=0.0)
+        c = np.where(c > 0, c, 1.0)
+        c = c * np.maximum(np.linalg.norm(R / c, axis=0), 1e-300)
+        penalty = np.zeros(d)
+        if ridge:
+            penalty = np.full(d, ridge * float(np.mean(c**2)))
+            R = np.vstack([R, np.diag(np.sqrt(penalty))])
+        _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
+        live = s > cut * s.max(initial=0.0)
+        found = _finish(
+            rows, item, _upper_form((Vt[live].T / s[live]) / c[:, None]), c, _complement(Vt[live]), penalty
+        )
+        W[item], rank[item], error[item] = found.whitening, found.rank, found.error
+        routes.append("double" if found.core is None else "compensated")
+        if found.outside.shape[1] and rtol is None:
+            outside[item] = (found.outside, found.columns)
+        if found.core is not None:
+            bases[item] = (found.basis, found.core)
+    return _assemble(rows, W, rank, error, routes, bases, outside)
+
+
+def _complement(V: Float64) -> Float64:
+    """Return an orthonormal basis (d, k) of what is orthogonal to the orthonormal rows V."""
+    r, d = V.shape
+    return np.asarray(np.linalg.svd(V)[2][r:].T if r else np.eye(d))
+
+
+def _dense(rows: Rows, start: int, stop: int) -> Float64:
+    """Return some rows of a batch of one in float64, as they are read."""
+    part = rows.between(start, stop)
+    X = to_float64(part.keys, part.format)[0]
+    if part.shift is not None:
+        X = X - part.shift[0]
+    if part.scale is not None:
+        X = X * part.scale[0]
+    return X if part.mask is None else np.where(to_numpy(part.mask)[0][:, None], X, 0.0)
+
+
+def _triangle(rows: Rows) -> Float64:
+    """Return R of the QR factorisation of a batch of one, block after block."""
+    n, d = rows.shape[1:]
+    step = max(4096, 4 * d)
+    R = np.zeros((0, d))
+    for start in range(0, n, step):
+        R = np.linalg.qr(np.vstack([R, _dense(rows, start, min(start + step, n))]), mode="r")
+    return R
+
+
+def _penalized(G: Float64, penalty: Float64) -> Float64:
+    if not penalty.any():
+        return G
+    out = G.copy()
+    index = np.arange(G.shape[-1])
+    out[:, index, index] += penalty
+    return out
+
+
+@dataclass(frozen=True)
+class _Preconditioned:
+    whitening: Float64
+    basis: Float64
+    core: Float64 | None
+    rank: int
+    error: float
+    outside: Float64
+    columns: Float64
+
+
+def _precondition(
+    rows: Rows, item: int, G: Float64, penalty: Float64, noise: float, target: float, cut: float
+) -> _Preconditioned:
+    """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
+
+    Each round multiplies the keys by the inverse of a (shifted) Cholesky factor, which divides their condition
+    number by up to 1/√(d · noise), until it is so small that the moments determine the rest. Directions whose
+    singular value turns out to be below the cut are taken out.
+    """
+    d = G.shape[0]
+    H = G + np.diag(penalty)
+    c = np.sqrt(np.diag(H))
+    c = np.where(c > 0, c, 1.0)
+    out = np.zeros((d, 0))
+    basis: Float64 | None = None
+
+    for _ in range(_ROUNDS):
+        C, pivot, reach = inverse_cholesky(H[None])
+        good = bool(pivot[0] > 0) and noise <= _UNIT and 2 * noise * float(reach[0]) <= target
+        shift = 16 * d * noise
+        while not good:
+            C, pivot, _reach = inverse_cholesky(H[None], shift)
+            if pivot[0] > 0:
+                break
+            shift *= 100
+        turned = np.triu(C[0] if basis is None else basis @ C[0])
+        if basis is not None:  # columns on which the keys vanish although the basis does not
+            vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
+            if vanished.any():
+                out = _orthonormal(np.hstack([out, c[:, None] * basis[:, vanished]]))
+        U, s, Vt = np.linalg.svd(c[:, None] * turned)
+        live = s > 0
+        if not live.any():
+            return _Preconditioned(turned, turned, None, 0, 0.0, out, c)
+        null = live & (s * s[live].min() ** -1 * cut >= 1)
+        if null.any():
+            out = _orthonormal(np.hstack([out, U[:, null]]))
+            basis = _upper_form(turned @ Vt.T[:, live & ~null])
+        elif good:
+            break
+        else:
+            basis = turned
+        H = second_moments(rows, [item], basis=basis[None])[0] + basis.T @ (penalty[:, None] * basis)
+        noise = _UNIT
+    return _finish(rows, item, turned, c, out, penalty, float(reach[0]))
+
+
+def _finish(
+    rows: Rows, item: int, W: Float64, c: Float64, out: Float64, penalty: Float64, reach: float = 1.0
+) -> _Preconditioned:
+    """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
+    s = np.linalg.svd(c[:, None] * W, compute_uv=False)
+    s = s[s > 0]
+    condition = float(s.max() / s.min()) if len(s) else 1.0
+    rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
+    error = 2 * _UNIT * (reach + condition)
+    if condition <= _BASIS_CONDITION[rows.format]:
+        return _Preconditioned(W, W, None, rank, error, out, c)
+    G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
+    C, _pivot, again = inverse_cholesky(G + W.T @ (penalty[:, None] * W))
+    return _Preconditioned(W @ C[0], W, C[0], rank, 4 * _UNIT * float(again[0]), out, c)
+
+
+_ROUNDS = 12  # three are enough for any condition number up to the cut; rank deficiency takes a few more
+
+
+def _orthonormal(A: Float64) -> Float64:
+    """Return an orthonormal basis of the columns of A, whose sizes carry no meaning."""
+    A = A / np.linalg.norm(A, axis=0)
+    U, s, _ = np.linalg.svd(A, full_matrices=False)
+    return np.asarray(U[:, s > 1e-8 * s.max(initial=1e-300)])

@@ -1,0 +1,323 @@
+"""Universal sets: the few keys that can ever receive a large attention score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from levattn._array import Matrices, as_mask, as_matrices, to_numpy
+from levattn._kernels import Rows
+from levattn.io import KeySource
+from levattn.leverage import Method, factorize, refuse_randomness
+from levattn.linalg import Factor
+
+__all__ = ["UniversalSet", "universal_set"]
+
+_TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
+
+Guarantee = Literal["exact", "superset", "none"]
+
+
+@dataclass(frozen=True, repr=False)
+class UniversalSet:
+    """Keys that hold every large attention score, and what is known of them.
+
+    The result of `universal_set`, for one matrix (n, d) or for a batch (..., n, d) of them.
+
+    Attributes
+    ----------
+    mask : array of bool, shape (..., n)
+        True for the keys of the set.
+    scores : array of shape (..., n)
+        The leverage scores of all keys.
+    epsilon : float or array of shape (...,)
+        The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
+        outside exceeds it.
+    guarantee : {"exact", "superset", "none"}
+        "exact": the smallest set that holds every score of at least ε. "superset": it holds them all, but rows at
+        the edge of the numerical rank were kept as well. "none": nothing is promised for attention over K.
+    f : float
+        The exponent of the attention function |x|^f; 2.
+    rank : int or array of int64, shape (...,)
+        Numerical rank of the keys, the sum of their scores.
+    factor : levattn.linalg.Factor
+        The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys.
+    present : array of bool, shape (..., n)
+        The keys that took part (the mask that was given), a numpy array.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.universal_set(np.eye(3), 0.5)
+    UniversalSet(3 of 3 keys, epsilon=0.5, guarantee='exact', rank=3, bound=6, vacuous)
+    """
+
+    mask: Any
+    scores: Any
+    epsilon: Any
+    guarantee: Guarantee
+    f: float
+    rank: Any
+    factor: Factor = field(repr=False)
+    present: Any = field(repr=False)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Leading axes of the keys; () for one matrix."""
+        return tuple(int(size) for size in self.mask.shape[:-1])
+
+    @property
+    def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Ascending indices of the keys of the set, for one matrix.
+
+        Returns
+        -------
+        array of int64, shape (size,)
+        """
+        if self.batch:
+            raise ValueError(
+                f"indices are of one matrix, but this set has batch {self.batch}; use mask and sizes, "
+                "or call universal_set on each matrix"
+            )
+        return np.flatnonzero(to_numpy(self.mask))
+
+    @property
+    def sizes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Number of keys in the set of each matrix.
+
+        Returns
+        -------
+        array of int64, shape (...,)
+        """
+        return np.asarray(to_numpy(self.mask).sum(axis=-1, dtype=np.int64))
+
+    @property
+    def size_bound(self) -> Any:
+        """The theorem's bound on the size: rank/ε, infinite for ε = 0.
+
+        Returns
+        -------
+        float or array of shape (...,)
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bound = np.where(np.asarray(self.rank) == 0, 0.0, np.asarray(self.rank, float) / self.epsilon)
+        return bound if self.batch else float(bound)
+
+    @property
+    def is_vacuous(self) -> Any:
+        """Whether the bound promises nothing, since it is not below the number of keys.
+
+        Returns
+        -------
+        bool or array of bool, shape (...,)
+        """
+        vacuous = np.asarray(self.size_bound) >= self.present.sum(axis=-1)
+        return vacuous if self.batch else bool(vacuous)
+
+    @property
+    def condition(self) -> Any:
+        """The condition number of the keys in the 2-norm, on their row space.
+
+        Returns
+        -------
+        float or array of shape (...,)
+        """
+        condition = self.factor.condition.reshape(self.batch)
+        return condition if self.batch else float(condition)
+
+    def __len__(self) -> int:
+        """Return the number of keys in the set of one matrix."""
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        n = self.mask.shape[-1]
+        if self.batch:
+            sizes = self.sizes
+            span = f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
+            return f"UniversalSet({span} of {n} keys in each of {self.batch}, guarantee={self.guarantee!r})"
+        vacuous = ", vacuous" if self.is_vacuous else ""
+        return (
+            f"UniversalSet({len(self)} of {n} keys, epsilon={self.epsilon:.6g}, guarantee={self.guarantee!r}, "
+            f"rank={self.rank}, bound={self.size_bound:.6g}{vacuous})"
+        )
+
+
+def universal_set(
+    K: Any,
+    epsilon: float | None = None,
+    /,
+    *,
+    size: int | None = None,
+    f: float = 2,
+    method: Method = "auto",
+    center: bool = False,
+    mask: Any = None,
+    rng: int | np.random.Generator | None = None,
+) -> UniversalSet:
+    r"""Find the keys that can receive an attention score of at least ε from some query.
+
+    For f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2` the set is
+
+    .. math:: U_\varepsilon = \{j : \tau_j \ge \varepsilon\}, \qquad |U_\varepsilon| \le \mathrm{rank}(K)/\varepsilon
+
+    with the leverage scores τ. For *every* query, whichever it is, each key with :math:`A_{ij} \ge \varepsilon` lies
+    in the set; and each key in it has a query that gives it at least ε, so no smaller set would do. It depends on
+    neither the queries nor, in size, on n. Where the bound is not below n the theorem says nothing (`is_vacuous`).
+    It does not cover softmax.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d), or KeySource
+        Keys as in `leverage_scores`, or a file opened with `open_keys`. Use the keys that enter the attention:
+        after rotary embedding, one set for each head of keys.
+    epsilon : float in (0, 1]
+        Smallest attention score that counts as large. A score within 1e-9 (relative) of ε counts as at least ε.
+    size : int in [0, n]
+        Instead of `epsilon`: take the `size` keys of the largest scores, of equal ones those of lower index. The
+        set then tells the ε that it certifies.
+    f : float, default 2
+        Attention function |x|^f; 2 is the only one so far.
+    method : {"auto", "gram", "qr", "svd"}
+        See `leverage_scores`.
+    center : bool, default False
+        Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
+        centred keys and promises nothing over K itself: ``guarantee`` is "none".
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part; the others are removed and never in the set.
+    rng
+        Option of randomised methods; a ValueError with the exact methods.
+
+    Returns
+    -------
+    UniversalSet
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong; both or neither of `epsilon` and `size` among them.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask.
+
+    See Also
+    --------
+    heavy_attention : The large attention scores themselves.
+
+    Notes
+    -----
+    Time O(n d²) and memory O(n + d² log n) beyond K. Scores are computed in float32 for keys of at most that
+    precision; those near ε are computed again in float64, so that the set is exact.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (existence and
+    size of the universal set).
+
+    Examples
+    --------
+    A thousand keys, three of them in a direction of their own:
+
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((1000, 8))
+    >>> K[:, 5:] = 0
+    >>> K[[10, 20, 30]] = 3 * np.eye(8)[5:]
+    >>> levattn.universal_set(K, 0.1).indices
+    array([10, 20, 30])
+    """
+    refuse_randomness(method, None, rng)
+    if isinstance(f, bool) or not isinstance(f, int | float) or f != 2:
+        raise ValueError(f"f is {f!r}; expected 2, for the attention function x²")
+    if (epsilon is None) == (size is None):
+        given = "neither" if epsilon is None else "both"
+        raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
+    if isinstance(K, KeySource):
+        K = K.load()
+    matrices = as_matrices(K, "K")
+    b, n = matrices.data.shape[0], matrices.n
+    if epsilon is not None:
+        epsilon = check_epsilon(epsilon)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
+        raise TypeError(f"size is {size!r}; expected a whole number of keys")
+    if size is not None and not 0 <= size <= n:
+        raise ValueError(f"size is {size}; expected at most the number of keys, 0 <= size <= {n}")
+
+    factor = factorize(matrices, method=method, center=center, mask=mask, single="scores")
+    scores, counted = factor.scores()
+    host = to_numpy(scores)
+    present = as_mask(mask, matrices)
+    present = np.ones((b, n), np.bool_) if present is None else to_numpy(present)
+    certified: Any
+    if epsilon is not None:
+        chosen = _at_least(factor, matrices, host, epsilon) & present
+        certified = epsilon
+    else:
+        chosen = np.zeros((b, n), np.bool_)
+        left = np.zeros(b)
+        for item in range(b):
+            chosen[item], left[item] = _largest(host[item], present[item], int(size or 0))
+        certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
+    guarantee: Guarantee = "none" if center else "superset" if counted.any() else "exact"
+    rank = factor.rank.reshape(matrices.batch) if matrices.batch else int(factor.rank[0])
+    return UniversalSet(
+        mask=matrices.wrap(chosen),
+        scores=matrices.wrap(scores),
+        epsilon=certified,
+        guarantee=guarantee,
+        f=2,
+        rank=rank,
+        factor=factor.forget_keys(),
+        present=present.reshape((*matrices.batch, n)),
+    )
+
+
+def check_epsilon(epsilon: Any) -> float:
+    """Return ε as a float in (0, 1], or raise."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float | np.integer | np.floating):
+        raise TypeError(f"epsilon is {epsilon!r}; expected a real number in (0, 1]")
+    if not 0 < epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
+    return float(epsilon)
+
+
+def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Tell which scores are at least ε; those too close to ε for their precision are computed again in float64."""
+    margin = np.maximum(4 * factor.score_error, _TIE)[:, None]
+    chosen: np.ndarray[Any, np.dtype[np.bool_]] = scores >= epsilon * (1 + margin)
+    near = (scores >= epsilon * (1 - margin)) & ~chosen
+    for item in np.flatnonzero(near.any(axis=1)).tolist():
+        rows = np.flatnonzero(near[item])
+        one = factor.item(item).exactly()
+        again, _ = one.on(Rows(take(matrices.data[item : item + 1], rows), matrices.format)).scores(wide=True)
+        slack = max(_TIE, 4 * float(one.error[0]))
+        chosen[item, rows] = to_numpy(again)[0] >= epsilon * (1 - slack)
+    return chosen
+
+
+def take(data: Any, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    """Return some rows of every matrix of a batch."""
+    if isinstance(data, np.ndarray):
+        return data[:, rows, :]
+    import array_api_compat
+
+    xp = array_api_compat.array_namespace(data)
+    return xp.take(data, xp.asarray(rows, device=array_api_compat.device(data)), axis=1)
+
+
+def _largest(scores: Any, present: Any, size: int) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], float]:
+    """Choose by score descending, then index ascending; return the choice and the largest score left out."""
+    candidates = np.flatnonzero(present)
+    size = min(size, len(candidates))
+    values = scores[candidates]
+    if size < len(candidates):
+        least = np.partition(values, len(values) - size)[len(values) - size] if size else np.inf
+        above = values > least
+        equal = np.flatnonzero(values == least)[: size - int(above.sum())]
+        above[equal] = True
+        left = float(values[~above].max())
+    else:
+        above, left = np.ones(len(candidates), np.bool_), 0.0
+    chosen = np.zeros(len(scores), np.bool_)
+    chosen[candidates[above]] = True
+    return chosen, left

@@ -1,0 +1,368 @@
+"""Slow and obvious definitions that judge the library; nothing of it is imported here.
+
+Stored keys are exact data: every float is a dyadic rational, so the Gram matrix of the
+keys is an exact integer matrix up to powers of two. `leverage_exact` forms it in integers,
+decides the rank in exact arithmetic and inverts it with hundreds of decimal digits, which
+gives every score to full double precision at any conditioning. The other functions are
+the definitions in float64, written for reading.
+
+Names and meanings follow the library where it has a counterpart. All functions take one
+matrix of keys (n, d); `mask` marks the keys that take part.
+"""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Float = NDArray[np.float64]
+Bool = NDArray[np.bool_]
+Exact = NDArray[np.object_]
+
+# Two primes below 2**31: products of residues fit into int64.
+PRIMES = (2147483629, 2147483587)
+
+
+# -- exact arithmetic ----------------------------------------------------------------
+
+
+def to_integers(K: ArrayLike, *, common: bool = False) -> Exact:
+    """Keys times a power of two per column (one for all if `common`), as exact integers."""
+    values = np.asarray(K, dtype=np.float64)
+    if not np.all(np.isfinite(values)):
+        raise ValueError("keys must be finite")
+    if values.size == 0:
+        return np.zeros(values.shape, dtype=object)
+    fraction, exponent = np.frexp(values)
+    whole = np.ldexp(fraction, 53).astype(np.int64)
+    lowest_bit = np.where(whole == 0, 1, whole & -whole)
+    zeros = np.rint(np.log2(lowest_bit.astype(np.float64))).astype(np.int64)
+    unit = np.where(whole == 0, 10**6, exponent - 53 + zeros)
+    base = np.min(unit) if common else np.min(unit, axis=0)
+    shift = np.where(whole == 0, 0, unit - base)
+    return np.asarray((whole >> zeros).astype(object) << shift.astype(object))
+
+
+def independent_columns(M: Exact) -> list[int]:
+    """Columns that span the column space of an integer matrix, found modulo a prime.
+
+    A set independent modulo a prime is independent; the converse fails only for the few
+    primes that divide a minor, hence two of them.
+    """
+    return max((_independent_modulo(M, prime) for prime in PRIMES), key=len)
+
+
+def _independent_modulo(M: Exact, prime: int) -> list[int]:
+    if M.size == 0:
+        return []
+    residues = (M % prime).astype(np.int64)
+    columns: list[int] = []
+    top = 0
+    for column in range(residues.shape[1]):
+        candidates = np.flatnonzero(residues[top:, column])
+        if candidates.size == 0:
+            continue
+        pivot = top + int(candidates[0])
+        residues[[top, pivot]] = residues[[pivot, top]]
+        inverse = pow(int(residues[top, column]), -1, prime)
+        residues[top] = residues[top] * inverse % prime
+        factors = residues[top + 1 :, column].copy()
+        residues[top + 1 :] -= factors[:, None] * residues[top][None, :] % prime
+        residues[top + 1 :] %= prime
+        columns.append(column)
+        top += 1
+        if top == residues.shape[0]:
+            break
+    return columns
+
+
+def rank_exact(K: ArrayLike) -> int:
+    """Rank of the stored keys as a matrix of rational numbers."""
+    return len(independent_columns(to_integers(K)))
+
+
+def quadratic_exact(M: Exact, A: Exact, digits: int) -> list[Decimal]:
+    """m_iᵀ A⁻¹ m_i for the rows of M; A symmetric positive definite, both of integers."""
+    rows, size = M.shape
+    with decimal.localcontext() as context:
+        context.prec = digits
+        context.Emax = decimal.MAX_EMAX
+        context.Emin = decimal.MIN_EMIN
+        schur = _decimals(A)
+        inverse = _decimals(np.eye(size, dtype=np.int64).astype(object))
+        pivots: list[Decimal] = []
+        for k in range(size):
+            pivot = schur[k, k]
+            if pivot <= 0:
+                raise ArithmeticError("too few digits: a pivot is not positive")
+            pivots.append(pivot)
+            factor = schur[k + 1 :, k] / pivot
+            schur[k + 1 :, k + 1 :] -= np.multiply.outer(factor, schur[k, k + 1 :])
+            inverse[k + 1 :, : k + 1] -= np.multiply.outer(factor, inverse[k, : k + 1])
+        decimals = _decimals(M)
+        totals = [Decimal(0)] * rows
+        for k in range(size):
+            product = decimals[:, : k + 1] @ inverse[k, : k + 1]
+            totals = [t + x * x / pivots[k] for t, x in zip(totals, product, strict=True)]
+        return totals
+
+
+def _decimals(A: Exact) -> Exact:
+    result = np.empty(A.shape, dtype=object)
+    flat = result.reshape(-1)
+    for i, value in enumerate(A.reshape(-1)):
+        flat[i] = Decimal(int(value))
+    return result
+
+
+def leverage_exact(
+    K: ArrayLike,
+    *,
+    ridge: float = 0.0,
+    center: bool = False,
+    mask: ArrayLike | None = None,
+) -> Float:
+    """Leverage scores of the stored keys, correct to the last bits of a double.
+
+    `ridge` is relative: λ = ridge · ‖K‖_F² / d, taken after masking and centring.
+    """
+    kept, scatter = _take_part(K, mask)
+    M = to_integers(kept, common=ridge > 0)
+    if center and M.shape[0] > 0:
+        M = M * M.shape[0] - M.sum(axis=0)[None, :]
+    if M.size == 0 or not np.any(M != 0):
+        return scatter(np.zeros(M.shape[0]))
+    if ridge > 0:
+        weight = Fraction(ridge)
+        d = M.shape[1]
+        shrink = weight.numerator * int((M * M).sum())
+        scale = weight.denominator * d
+        A = scale * (M.T @ M) + shrink * np.eye(d, dtype=np.int64).astype(object)
+        quadratic = quadratic_exact(M, A, digits=200 + 2 * _digits(M))
+        return scatter(np.array([float(scale * x) for x in quadratic]))
+    M = M[:, independent_columns(M)]
+    G = M.T @ M
+    digits = 100 + 2 * _digits(M)
+    for _ in range(7):
+        try:
+            scores = quadratic_exact(M, G, digits)
+        except ArithmeticError:
+            scores = []
+        with decimal.localcontext(prec=100):
+            defect = abs(sum(scores, Decimal(0)) - M.shape[1])
+        if scores and defect < Decimal("1e-40"):
+            return scatter(np.array([float(x) for x in scores]))
+        digits *= 2
+    raise ArithmeticError("the scores do not add up to the rank")
+
+
+def _digits(M: Exact) -> int:
+    return max(len(str(abs(int(x)))) for x in (M.max(), M.min()))
+
+
+def leverage_fractions(K: ArrayLike) -> list[Fraction]:
+    """Leverage scores as rational numbers; for a few dozen small keys."""
+    M = to_integers(K)
+    columns = independent_columns(M)
+    rows = [[Fraction(int(x)) for x in row] for row in M[:, columns]]
+    r = len(columns)
+    # Gauss-Jordan on [G | I].
+    table = [
+        [sum((k[a] * k[b] for k in rows), Fraction(0)) for b in range(r)]
+        + [Fraction(int(a == b)) for b in range(r)]
+        for a in range(r)
+    ]
+    for a in range(r):
+        pivot = table[a][a]
+        table[a] = [x / pivot for x in table[a]]
+        for b in range(r):
+            if b != a and table[b][a] != 0:
+                factor = table[b][a]
+                table[b] = [x - factor * y for x, y in zip(table[b], table[a], strict=True)]
+    inverse = [row[r:] for row in table]
+    return [sum((k[a] * inverse[a][b] * k[b] for a in range(r) for b in range(r)), Fraction(0)) for k in rows]
+
+
+def _take_part(K: ArrayLike, mask: ArrayLike | None) -> tuple[Float, Callable[[Float], Float]]:
+    """Keys that take part, and the map that puts their scores back (0 for the others)."""
+    stored = np.asarray(K)
+    keep = np.ones(stored.shape[0], bool) if mask is None else np.asarray(mask, bool)
+
+    def scatter(scores: Float) -> Float:
+        result = np.zeros(keep.shape[0])
+        result[keep] = scores
+        return result
+
+    return np.asarray(stored[keep], dtype=np.float64), scatter
+
+
+# -- definitions in float64 ----------------------------------------------------------
+
+
+def leverage_svd(
+    K: ArrayLike,
+    rtol: float | None = None,
+    *,
+    ridge: float = 0.0,
+    center: bool = False,
+    mask: ArrayLike | None = None,
+) -> Float:
+    """Squared row norms of the left singular vectors; singular values ≤ rtol · s₁ are cut."""
+    kept, scatter = _take_part(K, mask)
+    if kept.size == 0 or not np.any(kept):
+        return scatter(np.zeros(kept.shape[0]))
+    kept = kept / np.max(np.abs(kept))
+    if center:
+        kept = kept - kept.mean(axis=0)
+    U, s, _ = np.linalg.svd(kept, full_matrices=False)
+    if rtol is None:
+        rtol = max(kept.shape) * float(np.finfo(np.float64).eps) / 2
+    keep = s > rtol * s[0]
+    shrink = ridge * float(np.sum(s**2)) / kept.shape[1]
+    weights = s[keep] ** 2 / (s[keep] ** 2 + shrink)
+    return scatter(np.sum(U[:, keep] ** 2 * weights, axis=1))
+
+
+def condition_number(K: ArrayLike, *, mask: ArrayLike | None = None) -> float:
+    """Ratio of the largest to the smallest singular value within the exact rank."""
+    kept, _ = _take_part(K, mask)
+    rank = rank_exact(kept)
+    if rank == 0:
+        return 1.0
+    s = np.linalg.svd(kept / np.max(np.abs(kept)), compute_uv=False)
+    return float(s[0] / s[rank - 1])
+
+
+def adversarial_queries(K: ArrayLike) -> Float:
+    """Rows k_jᵀ (KᵀK)⁺: the query on which key j has the attention τ_j."""
+    keys = np.asarray(K, dtype=np.float64)
+    if keys.size == 0 or not np.any(keys):
+        return np.zeros_like(keys)
+    scale = np.max(np.abs(keys))
+    return np.asarray(np.linalg.pinv(keys / scale, rcond=1e-15).T / scale)
+
+
+def attention(
+    Q: ArrayLike,
+    K: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    dtype: Any = np.float64,
+) -> NDArray[Any]:
+    """A_ij = ⟨q_i,k_j⟩² / Σ_l ⟨q_i,k_l⟩²; a row whose sum is 0 is 0."""
+    keys, keep = _masked(K, mask)
+    queries = np.asarray(Q, dtype=np.float64)
+    A = np.zeros((queries.shape[0], keys.shape[0]), dtype=dtype)
+    if A.size == 0:
+        return A
+    keys = (keys / _scale(keys)).astype(dtype)
+    for i, query in enumerate(queries):
+        z = keys @ (query / _scale(query)).astype(dtype)
+        z = np.where(keep, z, 0)
+        largest = np.max(np.abs(z))
+        if largest > 0:
+            weights = (z / largest) ** 2
+            A[i] = weights / np.sum(weights)
+    return A
+
+
+def normalizers(Q: ArrayLike, K: ArrayLike, *, mask: ArrayLike | None = None) -> Float:
+    """Σ_l ⟨q_i,k_l⟩² for every query."""
+    keys, keep = _masked(K, mask)
+    queries = np.asarray(Q, dtype=np.float64)
+    result = np.zeros(queries.shape[0])
+    for i, query in enumerate(queries):
+        z = (keys[keep] @ query).astype(np.longdouble)
+        result[i] = float(np.sum(z * z))
+    return result
+
+
+def heavy_entries(
+    Q: ArrayLike, K: ArrayLike, epsilon: float, *, mask: ArrayLike | None = None
+) -> dict[tuple[int, int], float]:
+    """All entries A_ij ≥ ε as {(i, j): A_ij}."""
+    found = {}
+    for i, row in enumerate(attention(Q, K, mask=mask)):
+        for j in np.flatnonzero(row >= epsilon):
+            found[i, int(j)] = float(row[j])
+    return found
+
+
+def captured_mass(Q: ArrayLike, K: ArrayLike, selected: ArrayLike) -> Float:
+    """Attention that falls on the selected keys (a boolean per key), for every query."""
+    return np.asarray(attention(Q, K)[:, np.asarray(selected, bool)].sum(axis=1))
+
+
+def universal_set(
+    K: ArrayLike,
+    epsilon: float | None = None,
+    *,
+    size: int | None = None,
+    center: bool = False,
+    mask: ArrayLike | None = None,
+) -> Bool:
+    """Keys of exact score ≥ ε, or the `size` first ones by (score descending, index)."""
+    scores = leverage_exact(K, center=center, mask=mask)
+    if epsilon is not None:
+        return np.asarray(scores >= epsilon)
+    keep = np.ones(scores.shape[0], bool) if mask is None else np.asarray(mask, bool)
+    order = [int(j) for j in np.lexsort((np.arange(scores.shape[0]), -scores)) if keep[j]]
+    selected = np.zeros(scores.shape[0], bool)
+    selected[order[:size]] = True
+    return selected
+
+
+def output(A: Float, V: ArrayLike, selected: Bool, compensate: Literal["mean"] | None = None) -> Float:
+    """A_U V_U, plus r_i times the mean of the left-out values where compensated."""
+    values = np.asarray(V, dtype=np.float64)
+    result = A[:, selected] @ values[selected]
+    left_out = values[~selected]
+    if compensate == "mean" and left_out.shape[0] > 0:
+        residual = A[:, ~selected].sum(axis=1)
+        result = result + residual[:, None] * left_out.mean(axis=0)
+    return np.asarray(result)
+
+
+def output_error_bound(
+    A: Float,
+    V: ArrayLike,
+    selected: Bool,
+    largest_left_out: float,
+    compensate: Literal["mean"] | None = None,
+) -> Float:
+    """Bound on ‖(A V)_i − output_i‖ from r_i and the largest score left out.
+
+    plain: min(r·max‖v_j‖, √(e r)·‖V_Ū‖₂);
+    compensated: min(r·max‖v_j − v̄‖, √(e r − r²/n')·‖V_Ū − 1v̄ᵀ‖₂).
+    """
+    left_out = np.asarray(V, dtype=np.float64)[~selected]
+    count = left_out.shape[0]
+    r = A[:, ~selected].sum(axis=1)
+    if count == 0:
+        return np.zeros(A.shape[0])
+    light = largest_left_out * r
+    if compensate == "mean":
+        left_out = left_out - left_out.mean(axis=0)
+        light = np.maximum(light - r**2 / count, 0)
+    farthest = max(float(np.linalg.norm(v)) for v in left_out)
+    spectral = float(np.linalg.norm(left_out, 2))
+    return np.asarray(np.minimum(r * farthest, np.sqrt(light) * spectral))
+
+
+def _masked(K: ArrayLike, mask: ArrayLike | None) -> tuple[Float, Bool]:
+    keys = np.array(K, dtype=np.float64)
+    keep = np.ones(keys.shape[0], bool) if mask is None else np.asarray(mask, bool)
+    keys[~keep] = 0
+    return keys, keep
+
+
+def _scale(x: Float) -> float:
+    """A power of two near the largest entry: dividing by it is exact."""
+    largest = float(np.max(np.abs(x), initial=0.0))
+    return float(2.0 ** np.frexp(largest)[1]) if largest > 0 else 1.0

@@ -1,0 +1,374 @@
+"""Keys to test with: named fixed cases, storage types, and hypothesis strategies."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+
+HAS_TORCH = find_spec("torch") is not None
+HAS_STRICT = find_spec("array_api_strict") is not None
+HAS_ML_DTYPES = find_spec("ml_dtypes") is not None
+
+
+# -- storage types and layouts -------------------------------------------------------
+
+
+def as_float64(array: Any) -> Float:
+    """Values of any array as numpy float64, bfloat16 and strict arrays included."""
+    if type(array).__module__.split(".")[0] == "torch":
+        import torch
+
+        return np.asarray(array.detach().to(torch.float64).numpy())
+    if type(array).__module__.split(".")[0] == "array_api_strict":
+        import array_api_strict as xp
+
+        return np.array(np.from_dlpack(xp.astype(array, xp.float64)))
+    return np.array(array, dtype=np.float64)
+
+
+def as_bool(array: Any) -> NDArray[np.bool_]:
+    """Boolean mask of any namespace as a numpy array."""
+    if type(array).__module__.split(".")[0] == "array_api_strict":
+        import array_api_strict as xp
+
+        return np.array(np.from_dlpack(xp.astype(array, xp.uint8))).astype(bool)
+    return np.asarray(array).astype(bool)
+
+
+def ml_bfloat16(values: Float) -> Any:
+    import ml_dtypes
+
+    with np.errstate(over="ignore"):
+        return values.astype(ml_dtypes.bfloat16)
+
+
+def torch_tensor(dtype: str) -> Callable[[Float], Any]:
+    def convert(values: Float) -> Any:
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
+
+    return convert
+
+
+def strict_array(dtype: str) -> Callable[[Float], Any]:
+    def convert(values: Float) -> Any:
+        import array_api_strict as xp
+
+        return xp.asarray(np.ascontiguousarray(values), dtype=getattr(xp, dtype))
+
+    return convert
+
+
+def numpy_array(dtype: type[np.floating[Any]]) -> Callable[[Float], Any]:
+    def convert(values: Float) -> Any:
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
+
+    return convert
+
+
+STORAGE: dict[str, Callable[[Float], Any]] = {
+    "float64": numpy_array(np.float64),
+    "float32": numpy_array(np.float32),
+    "float16": numpy_array(np.float16),
+}
+if HAS_ML_DTYPES:
+    STORAGE["bfloat16"] = ml_bfloat16
+if HAS_TORCH:
+    STORAGE |= {f"torch-{t}": torch_tensor(t) for t in ("float64", "float32", "float16", "bfloat16")}
+if HAS_STRICT:
+    STORAGE |= {f"strict-{t}": strict_array(t) for t in ("float64", "float32")}
+
+
+ALL_STORAGE = (
+    *("float64", "float32", "float16", "bfloat16"),
+    *("torch-float64", "torch-float32", "torch-float16", "torch-bfloat16"),
+    *("strict-float64", "strict-float32"),
+)
+
+
+def stores(*names: str) -> pytest.MarkDecorator:
+    """Parametrisation by storage type; a type whose package is not installed is skipped."""
+    return pytest.mark.parametrize(
+        "storage",
+        [
+            pytest.param(name, marks=pytest.mark.skipif(name not in STORAGE, reason=f"no package for {name}"))
+            for name in names or ALL_STORAGE
+        ],
+    )
+
+
+def read_only(values: Any) -> Any:
+    copy = np.array(values)
+    copy.flags.writeable = False
+    return copy
+
+
+def fortran_ordered(values: Any) -> Any:
+    return np.asfortranarray(values)
+
+
+def sliced(values: Any) -> Any:
+    """Every second row and the inner columns of a larger array of NaN."""
+    rows, columns = values.shape[-2:]
+    larger = np.full((*values.shape[:-2], 2 * rows + 1, columns + 3), np.nan, dtype=values.dtype)
+    view = larger[..., 1::2, 2:-1]
+    view[...] = values
+    return view
+
+
+def reversed_rows(values: Any) -> Any:
+    """The same values behind negative strides."""
+    return np.ascontiguousarray(values[..., ::-1, ::-1])[..., ::-1, ::-1]
+
+
+def unaligned(values: Any) -> Any:
+    """Values that start at an odd address."""
+    buffer = bytearray(values.nbytes + 1)
+    view = np.frombuffer(buffer, dtype=np.uint8, offset=1, count=values.nbytes)
+    view[:] = np.frombuffer(np.ascontiguousarray(values).tobytes(), dtype=np.uint8)
+    return np.frombuffer(buffer, dtype=values.dtype, offset=1, count=values.size).reshape(values.shape)
+
+
+def memory_mapped(values: Any) -> Any:
+    """A read-only map of an unnamed temporary file."""
+    if values.size == 0:
+        return values
+    with tempfile.TemporaryFile() as file:
+        file.write(np.ascontiguousarray(values).tobytes())
+        file.flush()
+        return np.memmap(file, dtype=values.dtype, mode="r", shape=values.shape)
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "read-only": read_only,
+    "fortran": fortran_ordered,
+    "sliced": sliced,
+    "reversed": reversed_rows,
+    "unaligned": unaligned,
+    "memmap": memory_mapped,
+}
+
+
+# -- named keys ----------------------------------------------------------------------
+
+
+def conditioned(rng: np.random.Generator, n: int, d: int, kappa: float) -> Float:
+    """U diag(s) Vᵀ with singular values spread evenly in the logarithm from 1 to 1/κ."""
+    U = np.linalg.qr(rng.standard_normal((n, d)))[0]
+    V = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    s = np.logspace(0, -np.log10(kappa), d) if d > 1 else np.ones(1)
+    return np.asarray((U * s) @ V.T)
+
+
+def tiny_direction(rng: np.random.Generator, n: int, d: int, size: float) -> Float:
+    """One key alone in its direction, of length `size` times the other singular values.
+
+    The direction is mixed into the last column by integers, so that no rounding of the other
+    keys leaks into it; a rotation in floating point would leak 1e-16 of every key.
+    """
+    keys = np.rint(rng.standard_normal((n, d)) * 64)
+    keys[:, -1] = 0
+    j = n // 3
+    keys[j] = 0
+    keys[j, -1] = size * 64 * np.sqrt(n)
+    keys[:, -1] += keys[:, :-1].sum(axis=1)
+    return keys
+
+
+def coherent(rng: np.random.Generator, n: int, d: int) -> Float:
+    """Gaussian rows scaled by heavy-tailed (Cauchy) factors: a few rows carry everything."""
+    return np.asarray(rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-3, 1e4))
+
+
+def graded(rng: np.random.Generator, n: int, d: int, span: float = 1e-12) -> Float:
+    """Columns whose scales fall from 1 to `span`."""
+    return np.asarray(rng.standard_normal((n, d)) * np.logspace(0, np.log10(span), d))
+
+
+def integer_deficient(rng: np.random.Generator, n: int, d: int, rank: int) -> Float:
+    """Product of small integer factors: the rank is exact in every storage type."""
+    return np.asarray((rng.integers(-2, 3, (n, rank)) @ rng.integers(-2, 3, (rank, d))).astype(np.float64))
+
+
+def near_deficient(rng: np.random.Generator, n: int, d: int, gap: float) -> Float:
+    """The last column is the sum of the others up to noise of relative size `gap`."""
+    keys = rng.standard_normal((n, d))
+    keys[:, -1] = keys[:, :-1].sum(axis=1) + gap * keys[:, -1]
+    return keys
+
+
+def identity_blocks(d: int, m: int) -> Float:
+    """I_d ⊗ 1_m: every score is exactly 1/m."""
+    return np.asarray(np.kron(np.eye(d), np.ones((m, 1))))
+
+
+def planted(rng: np.random.Generator, n: int, d: int, strength: float = 6.0) -> Float:
+    """d/4 keys along directions of their own amid stronger anisotropic background.
+
+    The background rows are longer than the planted ones: row norms miss them.
+    """
+    count = max(d // 4, 1)
+    basis = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    background = basis[:, count : count + max(d // 2, 1)]
+    keys = 0.05 * rng.standard_normal((n, d))
+    keys += rng.standard_normal((n, background.shape[1])) @ background.T * 4
+    rows = rng.choice(n, count, replace=False)
+    keys[rows] = strength * basis[:, :count].T + 0.05 * rng.standard_normal((count, d))
+    return keys
+
+
+def _duplicated(rng: np.random.Generator) -> Float:
+    return np.asarray(np.repeat(rng.standard_normal((30, 8)), rng.integers(1, 9, 30), axis=0))
+
+
+def _zero_rows(rng: np.random.Generator) -> Float:
+    keys = rng.standard_normal((90, 8))
+    keys[::3] = 0
+    return keys
+
+
+def _scaled_rows(rng: np.random.Generator, small: float, large: float) -> Float:
+    keys = rng.standard_normal((60, 8))
+    keys[:3] *= large
+    keys[3:30] *= small
+    return keys
+
+
+def _constant_columns(rng: np.random.Generator) -> Float:
+    keys = rng.standard_normal((70, 8))
+    keys[:, 2] = 3.0
+    keys[:, 5] = -1.5
+    return keys
+
+
+CASES: dict[str, Callable[[np.random.Generator], Float]] = {
+    "gaussian": lambda rng: rng.standard_normal((200, 16)),
+    "gaussian-tall": lambda rng: rng.standard_normal((3000, 8)),
+    "graded-1e-4": lambda rng: graded(rng, 120, 8, 1e-4),
+    "graded-1e-30": lambda rng: graded(rng, 120, 8, 1e-30),
+    "coherent": lambda rng: coherent(rng, 200, 8),
+    "deficient-exact": lambda rng: integer_deficient(rng, 80, 8, 5),
+    "deficient-rank-1": lambda rng: integer_deficient(rng, 40, 8, 1),
+    "near-deficient-1e-3": lambda rng: near_deficient(rng, 100, 8, 1e-3),
+    "near-deficient-1e-6": lambda rng: near_deficient(rng, 100, 8, 1e-6),
+    "near-deficient-1e-10": lambda rng: near_deficient(rng, 100, 8, 1e-10),
+    "duplicated": _duplicated,
+    "zero-rows": _zero_rows,
+    "all-zero": lambda _: np.zeros((20, 4)),
+    "long-rows": lambda rng: _scaled_rows(rng, 1.0, 2.0**10),
+    "huge-rows": lambda rng: _scaled_rows(rng, 1.0, 1e9),
+    "tiny-rows": lambda rng: _scaled_rows(rng, 1e-9, 1.0),
+    "scale-1e15": lambda rng: rng.standard_normal((100, 8)) * 1e15,
+    "scale-1e-15": lambda rng: rng.standard_normal((100, 8)) * 1e-15,
+    "scale-1e150": lambda rng: rng.standard_normal((100, 8)) * 1e150,
+    "scale-1e-150": lambda rng: rng.standard_normal((100, 8)) * 1e-150,
+    "wide": lambda rng: rng.standard_normal((5, 16)),
+    "square": lambda rng: rng.standard_normal((16, 16)),
+    "one-more-row": lambda rng: rng.standard_normal((17, 16)),
+    "no-row": lambda _: np.zeros((0, 8)),
+    "one-row": lambda rng: rng.standard_normal((1, 8)),
+    "one-zero-row": lambda _: np.zeros((1, 8)),
+    "one-column": lambda rng: rng.standard_normal((50, 1)),
+    "one-number": lambda _: np.ones((1, 1)),
+    "conditioned-1e2": lambda rng: conditioned(rng, 200, 16, 1e2),
+    "conditioned-1e4": lambda rng: conditioned(rng, 200, 16, 1e4),
+    "conditioned-1e6": lambda rng: conditioned(rng, 200, 16, 1e6),
+    "conditioned-1e10": lambda rng: conditioned(rng, 200, 16, 1e10),
+    "identity-blocks": lambda _: identity_blocks(8, 5),
+    "planted": lambda rng: planted(rng, 600, 16),
+    "constant-columns": _constant_columns,
+    "large-mean": lambda rng: rng.standard_normal((100, 8)) + 1e3,
+    "tiny-direction-1e-3": lambda rng: tiny_direction(rng, 300, 8, 1e-3),
+    "tiny-direction-1e-9": lambda rng: tiny_direction(rng, 300, 8, 1e-9),
+}
+
+
+@cache
+def case(name: str) -> Float:
+    """Keys of a named case in float64, read-only; the seed is the name."""
+    keys = np.array(CASES[name](np.random.default_rng(zlib.crc32(name.encode()))), dtype=np.float64)
+    keys.flags.writeable = False
+    return keys
+
+
+def stored_case(name: str, storage: str) -> tuple[Any, Float] | None:
+    """Keys of a case in a storage type, and their stored values; None where they overflow."""
+    array = STORAGE[storage](case(name))
+    values = as_float64(array)
+    return (array, values) if np.all(np.isfinite(values)) else None
+
+
+# -- hypothesis ----------------------------------------------------------------------
+
+
+def examples(count: int) -> settings:
+    """Settings with `count` examples in the repeatable profile, the profile's own in a search."""
+    profile = settings()
+    return settings(max_examples=count) if profile.derandomize else profile
+
+
+@st.composite
+def integer_keys(
+    draw: st.DrawFn,
+    *,
+    columns: tuple[int, ...] = (1, 3, 8),
+    min_rows: int = 0,
+    max_rows: int = 24,
+    bound: int = 4,
+) -> Float:
+    """Small integers, exact in every storage type; deficient ranks and duplicates are common."""
+    d = draw(st.sampled_from(columns))
+    n = draw(st.integers(min_rows, max_rows))
+    rank = draw(st.integers(0, d))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    if rank == d:
+        keys = rng.integers(-bound, bound + 1, (n, d))
+    else:
+        keys = rng.integers(-2, 3, (n, rank)) @ rng.integers(-1, 2, (rank, d))
+    if n > 0 and draw(st.booleans()):
+        keys = keys[rng.integers(0, n, n)]
+    return keys.astype(np.float64)
+
+
+@st.composite
+def invertible(draw: st.DrawFn, d: int) -> Float:
+    """Integer matrices of determinant ±1 with small entries."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    lower = np.tril(rng.integers(-1, 2, (d, d)), -1) + np.eye(d)
+    return np.asarray(lower[rng.permutation(d)] * rng.choice([-1.0, 1.0], d))
+
+
+@st.composite
+def real_keys(draw: st.DrawFn, *, columns: tuple[int, ...] = (1, 3, 8), max_rows: int = 24) -> Float:
+    """Gaussian keys with rows and columns scaled over many magnitudes."""
+    d = draw(st.sampled_from(columns))
+    n = draw(st.integers(1, max_rows))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    row_span = draw(st.sampled_from([0, 2, 6]))
+    column_span = draw(st.sampled_from([0, 2, 6]))
+    keys = rng.standard_normal((n, d))
+    keys *= 10.0 ** rng.uniform(-row_span, row_span, (n, 1))
+    return np.asarray(keys * 10.0 ** rng.uniform(-column_span, column_span, d))
+
+
+def epsilons() -> st.SearchStrategy[float]:
+    return st.sampled_from([1.0, 0.7, 0.5, 1 / 3, 0.25, 0.1, 1 / 7, 0.05, 0.01, 1e-6])
+
+
+def seeds() -> st.SearchStrategy[int]:
+    return st.integers(0, 2**32 - 1)

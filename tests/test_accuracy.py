@@ -1,0 +1,326 @@
+"""Relative error of the scores against exact arithmetic, and bits that must not move."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+import naive
+import strategies
+from strategies import LAYOUTS, STORAGE, Float, as_float64, stores
+
+
+def relative_error(scores: Any, exact: Float, d: int) -> float:
+    """Largest relative error over the scores above 10⁻³ d/n."""
+    counted = exact > 1e-3 * d / max(exact.shape[0], 1)
+    error = np.abs(as_float64(scores)[counted] - exact[counted]) / exact[counted]
+    return float(np.max(error, initial=0.0))
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+# -- conditioning: the bars ---------------------------------------------------------------
+
+SHAPES: dict[str, Callable[[np.random.Generator, float], Float]] = {
+    # name: keys (rng, κ); both ways of being ill-conditioned, and both with coherent rows
+    "spread": lambda rng, kappa: strategies.conditioned(rng, 700, 24, kappa),
+    "one-small": lambda rng, kappa: _one_small(rng, 700, 24, kappa),
+    "coherent": lambda rng, kappa: _coherent_conditioned(rng, 700, 24, kappa),
+}
+
+
+def _one_small(rng: np.random.Generator, n: int, d: int, kappa: float) -> Float:
+    """All singular values 1 except for the last, 1/κ."""
+    U = np.linalg.qr(rng.standard_normal((n, d)))[0]
+    V = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    s = np.ones(d)
+    s[-1] = 1 / kappa
+    return np.asarray((U * s) @ V.T)
+
+
+def _coherent_conditioned(rng: np.random.Generator, n: int, d: int, kappa: float) -> Float:
+    """Cauchy rows turned by an ill-conditioned matrix: scores from tiny to nearly one."""
+    V = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    W = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    U = np.linalg.qr(strategies.coherent(rng, n, d))[0]
+    return np.asarray((U @ W * np.logspace(0, -np.log10(kappa), d)) @ V.T)
+
+
+@cache
+def _conditioned(shape: str, kappa: float, storage: str) -> tuple[Any, Float]:
+    keys = STORAGE[storage](SHAPES[shape](_rng(f"{shape} {kappa}"), kappa))
+    return keys, naive.leverage_exact(as_float64(keys))
+
+
+BARS = [
+    *(("float32", kappa, 1e-6) for kappa in (1.0, 1e2, 1e3, 1e4)),
+    *(("float32", kappa, 1e-5) for kappa in (1e5, 1e6, 1e7)),
+    *(("float64", kappa, 1e-10) for kappa in (1.0, 1e2, 1e4, 1e6)),
+    *(("float64", kappa, 1e-7) for kappa in (1e8, 1e10, 1e12)),
+]
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize(("storage", "kappa", "bar"), BARS)
+def test_auto_meets_the_bars(shape: str, storage: str, kappa: float, bar: float) -> None:
+    keys, exact = _conditioned(shape, kappa, storage)
+    assert relative_error(levattn.leverage_scores(keys), exact, keys.shape[1]) <= bar
+
+
+@pytest.mark.parametrize("method", ["qr", "svd"])
+@pytest.mark.parametrize(("storage", "kappa", "bar"), BARS)
+def test_stable_methods_lose_the_condition_at_most(
+    method: str, storage: str, kappa: float, bar: float
+) -> None:
+    keys, exact = _conditioned("spread", kappa, storage)
+    scores = levattn.leverage_scores(keys, method=method)
+    # A backward stable factor in float64 has an error of a small multiple of κ u.
+    assert relative_error(scores, exact, keys.shape[1]) <= max(bar, 20 * kappa * 2.0**-53)
+
+
+@pytest.mark.parametrize(("storage", "kappa"), [("float32", 1e2), ("float64", 1e2), ("float64", 1e4)])
+def test_gram_loses_the_condition_squared_at_most(storage: str, kappa: float) -> None:
+    keys, exact = _conditioned("spread", kappa, storage)
+    scores = levattn.leverage_scores(keys, method="gram")
+    own = 2e-7 if storage == "float32" else 1e-14
+    assert relative_error(scores, exact, keys.shape[1]) <= own + 50 * kappa**2 * 2.0**-53
+
+
+@stores("float16", "bfloat16", "torch-bfloat16", "torch-float32", "strict-float64")
+@pytest.mark.parametrize("kappa", [1.0, 1e2])
+def test_other_storage_types(storage: str, kappa: float) -> None:
+    # Scaled so that the smallest direction is no subnormal number of float16.
+    keys = STORAGE[storage](strategies.conditioned(_rng("half"), 500, 16, kappa) * 100)
+    exact = naive.leverage_exact(as_float64(keys))
+    bar = 1e-10 if "float64" in storage else 1e-6
+    assert relative_error(levattn.leverage_scores(keys), exact, 16) <= bar
+
+
+# -- named structures ---------------------------------------------------------------------
+
+# Rank or scale beyond what the storage type tells apart is judged by the exact oracle as well:
+# stored keys are exact data.
+LOOSE = {"near-deficient-1e-10", "conditioned-1e10"}
+
+
+@stores("float64", "float32", "float16", "bfloat16", "strict-float64")
+@pytest.mark.parametrize("name", list(strategies.CASES))
+def test_named_keys(name: str, storage: str) -> None:
+    stored = strategies.stored_case(name, storage)
+    if stored is None:
+        pytest.skip(f"{name} does not fit into {storage}")
+    keys, values = stored
+    exact = naive.leverage_exact(values)
+    scores = levattn.leverage_scores(keys)
+    bar = (1e-7 if name in LOOSE else 1e-10) if "float64" in storage else 1e-6
+    assert relative_error(scores, exact, values.shape[1]) <= bar
+    # The small scores too, on the scale of the mean.
+    np.testing.assert_allclose(as_float64(scores), exact, atol=bar, rtol=0)
+    rank = naive.rank_exact(values)
+    assert int(np.asarray(levattn.universal_set(keys, 0.5).rank)) == rank
+
+
+@stores("float64", "float32")
+@pytest.mark.parametrize("ridge", [1e-8, 1e-2, 10.0])
+@pytest.mark.parametrize("name", ["gaussian", "coherent", "deficient-exact", "wide"])
+def test_ridge(name: str, ridge: float, storage: str) -> None:
+    keys = STORAGE[storage](strategies.case(name))
+    values = as_float64(keys)
+    exact = naive.leverage_exact(values, ridge=ridge)
+    scores = levattn.leverage_scores(keys, ridge=ridge)
+    assert relative_error(scores, exact, values.shape[1]) <= (1e-9 if storage == "float64" else 1e-6)
+
+
+@stores("float64", "float32")
+@pytest.mark.parametrize("mean", [0.0, 1.0, 1e3, 1e5])
+def test_centred_keys_with_a_large_mean(mean: float, storage: str) -> None:
+    keys = STORAGE[storage](_rng("mean").standard_normal((400, 12)) + mean)
+    exact = naive.leverage_exact(as_float64(keys), center=True)
+    scores = levattn.leverage_scores(keys, center=True)
+    assert relative_error(scores, exact, 12) <= (1e-10 if storage == "float64" else 1e-6)
+
+
+# -- sizes: block edges and odd widths ------------------------------------------------------
+
+
+@stores("float64", "float32")
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 5000])
+def test_row_counts_around_block_edges(n: int, storage: str) -> None:
+    keys = STORAGE[storage](_rng(f"rows {n}").standard_normal((n, 8)))
+    exact = naive.leverage_exact(as_float64(keys))
+    assert relative_error(levattn.leverage_scores(keys), exact, 8) <= (
+        1e-12 if storage == "float64" else 1e-6
+    )
+
+
+@stores("float64", "float32")
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 65, 100, 130])
+def test_odd_widths(d: int, storage: str) -> None:
+    keys = STORAGE[storage](_rng(f"columns {d}").standard_normal((3 * d + 11, d)))
+    values = as_float64(keys)
+    exact = naive.leverage_exact(values) if d <= 33 else naive.leverage_svd(values)
+    bar = 1e-11 if storage == "float64" else 1e-6
+    assert relative_error(levattn.leverage_scores(keys), exact, d) <= bar
+    wide = levattn.leverage_scores(keys[: d // 2])
+    np.testing.assert_allclose(as_float64(wide), 1, rtol=bar)
+
+
+@stores("float64", "float32")
+def test_many_rows(storage: str) -> None:
+    keys = STORAGE[storage](strategies.coherent(_rng("many"), 70_001, 12))
+    exact = naive.leverage_svd(as_float64(keys))
+    bar = 1e-10 if storage == "float64" else 1e-6
+    assert relative_error(levattn.leverage_scores(keys), exact, 12) <= bar
+
+
+# -- scaling --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("storage", "scale", "bar"),
+    [
+        ("float64", 1e150, 1e-12),
+        ("float64", 1e-150, 1e-12),
+        ("float32", 1e15, 1e-6),
+        ("float32", 1e-15, 1e-6),
+    ],
+)
+@pytest.mark.parametrize("name", ["gaussian", "coherent", "deficient-exact", "duplicated", "conditioned-1e4"])
+def test_scaling_changes_nothing(name: str, storage: str, scale: float, bar: float) -> None:
+    keys = STORAGE[storage](strategies.case(name) * scale)
+    exact = naive.leverage_exact(as_float64(keys))
+    bar = max(bar, 1e-10 if name == "conditioned-1e4" else 0)
+    assert relative_error(levattn.leverage_scores(keys), exact, keys.shape[1]) <= bar
+
+
+@pytest.mark.parametrize(
+    ("storage", "exponents"), [("float64", (1, 300, 480, -300, -480)), ("float32", (1, 50, -50, 100, -100))]
+)
+@pytest.mark.parametrize("name", ["gaussian", "coherent", "deficient-exact", "conditioned-1e6", "large-mean"])
+def test_powers_of_two_change_no_bit(name: str, storage: str, exponents: tuple[int, ...]) -> None:
+    keys = STORAGE[storage](strategies.case(name))
+    scores = levattn.leverage_scores(keys)
+    for exponent in exponents:
+        scaled = np.ldexp(keys, exponent)
+        if not np.array_equal(np.ldexp(scaled, -exponent), keys):
+            continue  # values that leave the range of the type are not the same keys
+        assert np.array_equal(levattn.leverage_scores(scaled), scores), exponent
+
+
+@stores("float64", "float32")
+def test_scaled_columns_change_nothing(storage: str) -> None:
+    keys = STORAGE[storage](strategies.case("coherent"))
+    scores = levattn.leverage_scores(keys)
+    exponents = np.array([-30, 20, 0, 7, -11, 30, 1, -2])
+    np.testing.assert_allclose(
+        levattn.leverage_scores(np.ldexp(keys, exponents)),
+        scores,
+        rtol=1e-12 if storage == "float64" else 1e-6,
+    )
+
+
+# -- bits that must not move ------------------------------------------------------------------
+
+
+def _turn(d: int) -> Float:
+    return np.asarray(np.linalg.qr(_rng("turn").standard_normal((d, d)))[0])
+
+
+DEGENERATE: dict[str, Callable[[Any], Any]] = {
+    "zeros": lambda K: np.zeros_like(K),
+    "copies": lambda K: np.broadcast_to(K[:1], K.shape).copy(),
+    "deficient": lambda K: K @ np.diag(np.arange(K.shape[1]) < 2).astype(K.dtype),
+    "ill-conditioned": lambda K: strategies.conditioned(_rng("ill"), K.shape[0], K.shape[1], 1e6).astype(
+        K.dtype
+    ),
+    "huge": lambda K: K * K.dtype.type(2.0**100),
+    "tiny": lambda K: K * K.dtype.type(2.0**-100),
+    "one-hot": lambda K: np.eye(*K.shape, dtype=K.dtype),
+}
+
+
+@stores("float64", "float32")
+@pytest.mark.parametrize("neighbour", list(DEGENERATE))
+@pytest.mark.parametrize("name", ["gaussian", "conditioned-1e4", "deficient-exact"])
+def test_a_batch_mate_changes_no_bit(name: str, neighbour: str, storage: str) -> None:
+    K = STORAGE[storage](strategies.case(name))
+    plain = levattn.leverage_scores(np.stack([K, K, K]))
+    other = DEGENERATE[neighbour](K)
+    mixed = levattn.leverage_scores(np.stack([other, K, other]))
+    assert np.array_equal(mixed[1], plain[1])
+    assert np.array_equal(plain[0], plain[1])
+    np.testing.assert_allclose(
+        mixed[1], levattn.leverage_scores(K), rtol=1e-12 if storage == "float64" else 1e-6
+    )
+    np.testing.assert_allclose(
+        as_float64(mixed[0]),
+        naive.leverage_exact(as_float64(other)),
+        rtol=0,
+        atol=1e-9 if storage == "float64" else 1e-6,
+    )
+
+
+@stores("float64", "float32", "float16", "bfloat16")
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("name", ["gaussian-tall", "conditioned-1e6", "wide"])
+def test_memory_layout_changes_no_bit(name: str, layout: str, storage: str) -> None:
+    keys = STORAGE[storage](strategies.case(name))
+    scores = levattn.leverage_scores(keys)
+    assert np.array_equal(levattn.leverage_scores(LAYOUTS[layout](keys)), scores)
+    batch = np.stack([keys, keys])
+    assert np.array_equal(levattn.leverage_scores(LAYOUTS[layout](batch)), levattn.leverage_scores(batch))
+
+
+@stores("float64", "float32")
+@pytest.mark.parametrize("kappa", [1.0, 1e8])
+@pytest.mark.parametrize("shape", [(100_003, 8), (6, 5001, 8)])
+def test_thread_count_changes_no_bit(shape: Any, kappa: float, storage: str) -> None:
+    rng = _rng("threads")
+    rows = int(np.prod(shape[:-1]))
+    keys = STORAGE[storage](strategies.conditioned(rng, rows, shape[-1], kappa)).reshape(shape)
+    with levattn.thread_limit(1):
+        one = levattn.leverage_scores(keys)
+    with levattn.thread_limit(2):
+        two = levattn.leverage_scores(keys)
+    assert np.array_equal(one, two)
+    assert np.array_equal(one, levattn.leverage_scores(keys))
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    keys = strategies.case("conditioned-1e10")
+    first = levattn.leverage_scores(keys)
+    for _ in range(3):
+        assert np.array_equal(levattn.leverage_scores(keys), first)
+
+
+@stores("float64", "float32")
+def test_equal_rows_have_equal_bits(storage: str) -> None:
+    # Selection by size breaks ties by index, so equal keys must tie wherever a block puts them.
+    rng = _rng("equal rows")
+    for d in (3, 8, 17):
+        distinct = STORAGE[storage](rng.standard_normal((13, d)))
+        rows = rng.integers(0, 13, 1500)
+        scores = levattn.leverage_scores(distinct[rows])
+        for row in range(13):
+            assert np.unique(scores[rows == row]).size == 1
+
+
+# -- the condition number -----------------------------------------------------------------------
+
+
+@stores("float64", "float32")
+@pytest.mark.parametrize(
+    "name", ["gaussian", "conditioned-1e2", "conditioned-1e4", "duplicated", "deficient-exact"]
+)
+def test_condition_number(name: str, storage: str) -> None:
+    keys = STORAGE[storage](strategies.case(name))
+    expected = naive.condition_number(as_float64(keys))
+    assert levattn.universal_set(keys, 0.5).condition == pytest.approx(expected, rel=1e-3)

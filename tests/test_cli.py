@@ -1,0 +1,410 @@
+"""The program: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner, Result  # noqa: E402
+
+import levattn  # noqa: E402
+from levattn import cli, plots  # noqa: E402
+
+Array = npt.NDArray[Any]
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+
+
+def refused(*arguments: str | Path, status: int = 1) -> str:
+    """Run a command that must fail, and return its one line."""
+    result = run(*arguments)
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    if status == 1:
+        assert result.stderr.startswith("levattn: ")
+        assert result.stderr.count("\n") == 1
+    return str(result.stderr)
+
+
+@pytest.fixture
+def keys() -> Array:
+    rows = np.random.default_rng(5).standard_normal((200, 6))
+    rows[[3, 50, 120]] *= 20
+    return rows.astype(np.float32)
+
+
+@pytest.fixture
+def file(tmp_path: Path, keys: Array) -> Path:
+    np.save(tmp_path / "keys.npy", keys)
+    return tmp_path / "keys.npy"
+
+
+# -- universal-set ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize(
+    "selection", [("--epsilon", "0.1"), ("--size", "9"), ("--size", "0"), ("--size", "200")]
+)
+def test_json_says_what_the_library_says(
+    tmp_path: Path, keys: Array, kind: str, selection: tuple[str, str]
+) -> None:
+    path = tmp_path / f"keys.{kind}"
+    if kind == "npy":
+        np.save(path, keys)
+    elif kind == "npz":
+        np.savez(path, K=keys)
+    else:
+        safetensors_numpy.save_file({"K": keys}, path)
+    result = run("universal-set", path, *selection, "--json")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    document = json.loads(result.stdout)
+    name, value = selection
+    expected = (
+        levattn.universal_set(keys, float(value))
+        if name == "--epsilon"
+        else levattn.universal_set(keys, size=int(value))
+    )
+    (found,) = document.pop("sets")
+    assert document == {
+        "levattn": version("levattn"),
+        "file": str(path),
+        "tensor": None if kind == "npy" else "K",
+        "shape": [200, 6],
+        "dtype": "float32",
+        "method": "auto",
+        "center": False,
+    }
+    assert found["indices"] == expected.indices.tolist()
+    assert found["item"] == []
+    assert (found["size"], found["rank"], found["f"]) == (len(expected), 6, 2)
+    assert found["guarantee"] == expected.guarantee
+    assert found["is_vacuous"] is bool(expected.is_vacuous)
+    assert found["epsilon"] == pytest.approx(float(np.asarray(expected.epsilon)), rel=1e-6)
+    assert found["condition"] == pytest.approx(float(np.asarray(expected.condition)), rel=1e-6)
+    bound = float(np.asarray(expected.size_bound))
+    assert found["size_bound"] == (pytest.approx(bound, rel=1e-6) if np.isfinite(bound) else None)
+
+
+def test_batches_give_one_set_per_matrix(tmp_path: Path, keys: Array) -> None:
+    heads = np.stack([keys, keys[::-1], np.repeat(keys[:100], 2, axis=0)]).reshape(3, 1, 200, 6)
+    np.save(tmp_path / "heads.npy", heads)
+    result = run(
+        "universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--json", "-o", tmp_path / "sets.npz"
+    )
+    sets = json.loads(result.stdout)["sets"]
+    expected = levattn.universal_set(heads, 0.1)
+    assert [found["item"] for found in sets] == [[0, 0], [1, 0], [2, 0]]
+    assert [found["size"] for found in sets] == expected.sizes.ravel().tolist()
+    for found in sets:
+        assert found["indices"] == np.flatnonzero(expected.mask[tuple(found["item"])]).tolist()
+    with np.load(tmp_path / "sets.npz", allow_pickle=False) as stored:
+        assert "indices" not in stored
+        np.testing.assert_array_equal(stored["mask"], expected.mask)
+        np.testing.assert_array_equal(stored["sizes"], expected.sizes)
+    table = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1").stdout
+    assert [line.split()[0] for line in table.splitlines() if "exact" in line] == ["0,0", "1,0", "2,0"]
+
+
+def test_table(file: Path, keys: Array) -> None:
+    result = run("universal-set", file, "--epsilon", "0.1")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    heads, _, row, *_ = (line.split() for line in result.stdout.splitlines())
+    expected = levattn.universal_set(keys, 0.1)
+    shown = dict(zip(heads, row, strict=True))
+    assert shown["|U|"] == str(len(expected))
+    assert (shown["n"], shown["d"], shown["rank"], shown["bound"]) == ("200", "6", "6", "60")
+    assert (shown["vacuous"], shown["guarantee"]) == ("no", "exact")
+    assert f"keys: {', '.join(map(str, expected.indices))}" in result.stdout
+    assert "vacuous: the bound" not in result.stdout
+
+
+def test_table_explains_a_vacuous_bound_and_shortens_a_long_list(file: Path) -> None:
+    output = run("universal-set", file, "--epsilon", "0.01").stdout
+    assert "vacuous: the bound rank/ε is not below n" in output
+    assert "more (all with --json or --output)" in output
+
+
+def test_file_holds_the_universal_set(tmp_path: Path, file: Path, keys: Array) -> None:
+    result = run("universal-set", file, "--epsilon", "0.1", "-o", tmp_path / "set.npz")
+    assert result.exit_code == 0
+    expected = levattn.universal_set(keys, 0.1)
+    with np.load(tmp_path / "set.npz", allow_pickle=False) as stored:
+        assert set(stored) == {
+            *("indices", "mask", "scores", "sizes", "epsilon", "guarantee", "rank"),
+            *("size_bound", "is_vacuous", "condition", "f"),
+        }
+        np.testing.assert_array_equal(stored["indices"], expected.indices)
+        np.testing.assert_array_equal(stored["mask"], expected.mask)
+        np.testing.assert_allclose(stored["scores"], expected.scores, rtol=1e-6)
+        assert (stored["epsilon"], stored["rank"], stored["f"]) == (0.1, 6, 2)
+        assert str(stored["guarantee"]) == "exact"
+
+
+def test_options_reach_the_library(file: Path, keys: Array) -> None:
+    shifted = file.with_name("shifted.npy")
+    np.save(shifted, keys + 100)
+    result = run("universal-set", shifted, "--epsilon", "0.02", "--center", "--method", "qr", "--json")
+    document = json.loads(result.stdout)
+    assert (document["center"], document["method"]) == (True, "qr")
+    assert (
+        document["sets"][0]["indices"]
+        == levattn.universal_set(keys + 100, 0.02, center=True).indices.tolist()
+    )
+    assert document["sets"][0]["indices"] != levattn.universal_set(keys + 100, 0.02).indices.tolist()
+
+
+def test_one_of_several_tensors(tmp_path: Path, keys: Array) -> None:
+    np.savez(tmp_path / "two.npz", a=keys, b=keys[:50])
+    assert "holds 2 arrays ('a', 'b'); say which one with tensor=" in refused(
+        "universal-set", tmp_path / "two.npz", "--size", "3"
+    )
+    document = json.loads(
+        run("universal-set", tmp_path / "two.npz", "--size", "3", "--tensor", "b", "--json").stdout
+    )
+    assert (document["tensor"], document["shape"]) == ("b", [50, 6])
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.svg", "a.pdf", "A.PNG"])
+@pytest.mark.parametrize("selection", [("--epsilon", "0.1"), ("--size", "9")])
+def test_pictures(tmp_path: Path, file: Path, name: str, selection: tuple[str, str]) -> None:
+    result = run("universal-set", file, *selection, "--plot", tmp_path / name)
+    assert result.exit_code == 0
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name.lower().split(".")[1]]
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+# -- how it says no --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "exactly one of --epsilon and --size"),
+        (("--epsilon", "0.1", "--size", "3"), "exactly one of --epsilon and --size"),
+        (("--epsilon", "0"), "expected a number in (0, 1]"),
+        (("--epsilon", "1.01"), "expected a number in (0, 1]"),
+        (("--epsilon", "nan"), "expected a number in (0, 1]"),
+        (("--epsilon", "tenth"), "--epsilon"),
+        (("--size", "-1"), "--size"),
+        (("--size", "201"), "--size is 201, but"),
+        (("--size", "3", "--method", "jl"), "jl"),
+        (("--size", "3", "--plot", "a.jpg"), "a.jpg ends in '.jpg', expected .png or .svg or .pdf"),
+        (("--size", "3", "-o", "a.npy"), "a.npy ends in '.npy', expected .npz"),
+        (("--unknown",), "--unknown"),
+    ],
+)
+def test_wrong_command_lines(file: Path, arguments: tuple[str, ...], reason: str) -> None:
+    assert reason in refused("universal-set", file, *arguments, status=2)
+
+
+def test_bad_files_fail_in_one_line_and_leave_nothing(tmp_path: Path, keys: Array) -> None:
+    np.save(tmp_path / "nan.npy", np.where(np.arange(200)[:, None] == 7, np.nan, keys))
+    np.save(tmp_path / "int.npy", keys.astype(int))
+    np.save(tmp_path / "flat.npy", keys[0])
+    (tmp_path / "text.npy").write_text("no keys\n")
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "nan.npy").read_bytes()[:-1])
+    before = {path.name for path in tmp_path.iterdir()}
+    for name, reason in {
+        "nan.npy": "7",
+        "int.npy": "has dtype int64, expected float64",
+        "flat.npy": "expected (..., n, d)",
+        "text.npy": "does not start as a .npy file does",
+        "cut.npy": "is truncated or damaged",
+        "none.npy": "no such file; check the path",
+    }.items():
+        outputs = ("-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
+        assert reason in refused("universal-set", tmp_path / name, "--epsilon", "0.1", "--json", *outputs)
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_missing_folder_is_noticed_before_the_work(tmp_path: Path, file: Path) -> None:
+    for option, name in (("-o", "out.npz"), ("--plot", "out.png")):
+        line = refused("universal-set", file, "--size", "3", option, tmp_path / "none" / name)
+        assert "there is no folder" in line
+        assert "make it first" in line
+
+
+def test_failed_drawing_writes_no_file_at_all(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(plots, "figure_bytes", fail)
+    line = refused(
+        "universal-set", file, "--size", "3", "-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png"
+    )
+    assert line == "levattn: No space left on device\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.npy"]
+
+
+def test_failed_writing_keeps_the_old_file(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.npz"
+    output.write_bytes(b"the old one")
+
+    def fail(stream: Any, **_: object) -> None:
+        stream.write(b"half")
+        raise PermissionError(13, "Permission denied", str(output))
+
+    monkeypatch.setattr(np, "savez", fail)
+    assert "no permission; choose another place" in refused(
+        "universal-set", file, "--size", "3", "-o", output
+    )
+    assert output.read_bytes() == b"the old one"
+    assert {path.name for path in tmp_path.iterdir()} == {"keys.npy", "out.npz"}
+
+
+def test_memory_errors_are_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhaust(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(levattn, "universal_set", exhaust)
+    assert "not enough memory" in refused("universal-set", file, "--size", "3")
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_missing_packages_name_the_remedy(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf'needs {package}.*: pip install "levattn\[cli\]"'):
+        cli.main()
+
+
+def test_missing_matplotlib_fails_in_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = file.with_name("a.png")
+    assert 'pip install "levattn[plot]"' in refused("universal-set", file, "--size", "3", "--plot", picture)
+    assert 'pip install "levattn[plot]"' in refused("demo", "--out", file.with_name("demo"))
+    assert [path.name for path in file.parent.iterdir()] == ["keys.npy"]
+
+
+# -- demo ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    result = run("demo", "--epsilon", "0.08", "--json", "--out", folder)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    return folder, json.loads(result.stdout)
+
+
+def test_demo_misses_nothing_and_adds_up(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, document = demo
+    heads, summary = document["heads"], document["summary"]
+    assert [(head["layer"], head["head"]) for head in heads] == [(i, j) for i in range(6) for j in range(12)]
+    assert document["epsilon"] == 0.08
+    for head in heads:
+        assert (head["n"], head["d"], head["rank"], head["missed"]) == (512, 32, 32, 0)
+        assert head["size"] <= head["size_bound"] == pytest.approx(400)
+        assert head["is_vacuous"] is False
+        # Every key of a smallest set is needed by some query, and its worst case is one of those tried.
+        assert head["heavy_worst_case"] >= head["size"] > 0
+        assert 0 < head["captured_softmax"] <= head["captured_softmax_oracle"] < 1
+    assert summary["heads"] == 72
+    assert summary["missed"] == summary["vacuous"] == 0
+    assert summary["n"] == 72 * 512
+    assert summary["heavy"] == sum(head["heavy"] for head in heads) > 0
+    assert summary["captured_softmax"] == pytest.approx(np.mean([head["captured_softmax"] for head in heads]))
+    assert document["files"] == [str(folder / "demo.png"), str(folder / "demo.svg")]
+
+
+def test_demo_draws(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = demo
+    assert sorted(path.name for path in folder.iterdir()) == ["demo.png", "demo.svg"]
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "demo.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> None:
+    result = run("demo", "--epsilon", "0.05", "--out", tmp_path)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == [
+        *("layer", "head", "n", "d", "rank", "cond", "|U|", "bound", "vacuous"),
+        *("heavy", "worst", "missed", "softmax"),
+    ]
+    rows = [line.split() for line in lines if line.rstrip().endswith("%") and "yes" in line]
+    assert len(rows) == 72
+    assert {len(row) for row in rows} == {13}
+    assert {row[11] for row in rows} == {"0"}
+    assert max(len(line) for line in lines[:70]) <= 80
+    text = " ".join(lines)
+    assert "does not cover softmax" in text
+    assert "vacuous: the bound rank/ε is not below n" in text
+    assert "missed: 0" in text
+    assert str(tmp_path / "demo.png") in text
+
+
+def test_demo_fails_loudly_if_an_entry_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_missed", lambda *_: 1)
+    result = run("demo", "--json", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "144 heavy entries were missed" in result.stderr
+    assert json.loads(result.stdout)["summary"]["missed"] == 144
+
+
+def test_demo_needs_a_folder_and_a_threshold(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    assert "expected a number in (0, 1]" in refused("demo", "--epsilon", "2", status=2)
+    assert "taken" in refused("demo", "--out", tmp_path / "taken")
+
+
+def test_misses_are_counted() -> None:
+    keys = np.eye(3)
+    heavy = levattn.heavy_attention(keys, keys, 0.5)
+    A = cli._x2_attention(keys, keys)
+    assert cli._missed(A, heavy, 0.5) == 0
+    A[0, 1] = A[2, 0] = 0.5
+    assert cli._missed(A, heavy, 0.5) == 2
+
+
+def test_brute_force_gives_a_query_without_attention_an_empty_row() -> None:
+    np.testing.assert_array_equal(cli._x2_attention(np.zeros((1, 2)), np.eye(2)), [[0.0, 0.0]])
+
+
+# -- as a program ----------------------------------------------------------------------------------------
+
+
+def test_version_help_and_status_of_a_real_process(file: Path) -> None:
+    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "levattn.cli", *arguments], capture_output=True, text=True, check=False
+        )
+
+    shown = program("--version")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"levattn {version('levattn')}\n", "")
+    failed = program("universal-set", "nothing.npy", "--size", "3")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("levattn: nothing.npy: no such file")
+    found = program("universal-set", str(file), "--size", "3", "--json")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert json.loads(found.stdout)["sets"][0]["indices"] == [3, 50, 120]
+
+
+def test_help_names_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "demo" in result.stdout
+    assert "universal-set" in result.stdout

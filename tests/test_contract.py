@@ -1,0 +1,569 @@
+"""One table of implementations × one list of properties.
+
+A method, a storage type, a memory layout or a device is one line of `TABLE`. A property is a
+test function marked with `contract`; it takes an implementation and keys of small integers,
+which every storage type holds exactly, so that rows and columns can be combined without rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import levattn
+import naive
+import strategies
+from strategies import LAYOUTS, STORAGE, Float, as_bool, as_float64
+
+SETTINGS = strategies.examples(8)
+
+
+# -- the table -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `universal_set` found for one matrix, in numpy."""
+
+    mask: NDArray[np.bool_]
+    scores: Float
+    rank: int
+    epsilon: float
+    size_bound: float
+    is_vacuous: bool
+    guarantee: str
+
+    @property
+    def size(self) -> int:
+        return int(np.count_nonzero(self.mask))
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A way to run the library: how keys are stored, which method, how many threads."""
+
+    name: str
+    convert: Callable[[Float], Any]
+    method: str = "auto"
+    threads: int | None = None
+    batch: bool = False
+    rtol: float = 1e-10
+
+    def _stack(self, K: Float) -> Float:
+        """The keys between two neighbours that must not matter: long ones and no ones."""
+        return np.stack([K[::-1] * 16 + 1, K, np.zeros_like(K)]) if self.batch else K
+
+    def _limit(self) -> Any:
+        return nullcontext() if self.threads is None else levattn.thread_limit(self.threads)
+
+    def _item(self, value: Any) -> Any:
+        return value[1] if self.batch else value
+
+    def scores(self, K: Float, **options: Any) -> Float:
+        if self.batch and options.get("mask") is not None:
+            options["mask"] = np.stack([options["mask"]] * 3)
+        with self._limit():
+            scores = levattn.leverage_scores(self.convert(self._stack(K)), method=self.method, **options)
+        return np.asarray(self._item(as_float64(scores)))
+
+    def universal(self, K: Float, *args: Any, **options: Any) -> Found:
+        with self._limit():
+            found = levattn.universal_set(self.convert(self._stack(K)), *args, method=self.method, **options)
+        # By size, every matrix of a batch certifies an ε of its own.
+        epsilon = np.asarray(found.epsilon)
+        return Found(
+            mask=self._item(as_bool(found.mask)),
+            scores=self._item(as_float64(found.scores)),
+            rank=int(self._item(np.asarray(found.rank))),
+            epsilon=float(epsilon[1] if epsilon.ndim else epsilon),
+            size_bound=float(self._item(np.asarray(found.size_bound))),
+            is_vacuous=bool(self._item(np.asarray(found.is_vacuous))),
+            guarantee=found.guarantee,
+        )
+
+    def heavy(self, Q: Float, K: Float, epsilon: float) -> Any:
+        """Attention of one pair; a batch implementation gives its keys and its set by method."""
+        if self.batch:
+            pytest.skip("heavy attention takes one pair of matrices")
+        with self._limit():
+            keys = self.convert(K)
+            universal = levattn.universal_set(keys, epsilon, method=self.method)
+            return levattn.heavy_attention(self.convert(Q), keys, epsilon, universal=universal)
+
+    def close(self, actual: Any, expected: Any) -> None:
+        np.testing.assert_allclose(actual, expected, rtol=self.rtol, atol=self.rtol / 100)
+
+
+def _stored(storage: str, **options: Any) -> Implementation:
+    single = "float64" not in storage
+    # A Gram matrix squares the condition number, and these keys have some of 10³.
+    default = 2e-6 if single else 1e-7 if options.get("method") == "gram" else 1e-10
+    method = options.get("method", "auto")
+    name = options.pop("name", f"{storage}-{method}")
+    return Implementation(name, STORAGE[storage], rtol=default, **options)
+
+
+def _laid_out(layout: str, storage: str) -> Implementation:
+    implementation = _stored(storage, name=f"{storage}-{layout}")
+    convert = implementation.convert
+    return Implementation(
+        implementation.name, lambda K: LAYOUTS[layout](convert(K)), rtol=implementation.rtol
+    )
+
+
+METHODS = ("auto", "gram", "qr", "svd")
+
+TABLE = [
+    *(_stored(storage, method=method) for storage in ("float64", "float32") for method in METHODS),
+    *(_stored(s) for s in STORAGE if s not in ("float64", "float32", "strict-float32")),
+    *(_stored("strict-float32", method=method) for method in METHODS if "strict-float32" in STORAGE),
+    *(_laid_out(layout, "float32") for layout in LAYOUTS),
+    _laid_out("sliced", "float64"),
+    _laid_out("memmap", "float16"),
+    _stored("float32", name="float32-heads", batch=True),
+    _stored("float64", name="float64-heads", batch=True),
+    *(
+        _stored(s, name=f"{s}-heads", batch=True)
+        for s in ("torch-bfloat16", "strict-float64")
+        if s in STORAGE
+    ),
+    _stored("float32", name="float32-one-thread", threads=1),
+    _stored("float32", name="float32-two-threads", threads=2),
+    _stored("float64", name="float64-heads-two-threads", batch=True, threads=2),
+]
+
+contract = pytest.mark.parametrize("impl", TABLE, ids=lambda impl: impl.name)
+keys = strategies.integer_keys
+
+
+# -- property 1: range, rank, zero rows, rows outside the span of the others ----------
+
+
+@contract
+@SETTINGS
+@given(K=keys())
+def test_scores_are_the_exact_ones(impl: Implementation, K: Float) -> None:
+    scores = impl.scores(K)
+    impl.close(scores, naive.leverage_exact(K))
+    assert np.all(scores >= 0)
+    assert np.all(scores <= 1)
+
+
+@contract
+@SETTINGS
+@given(K=keys())
+def test_scores_add_up_to_the_rank(impl: Implementation, K: Float) -> None:
+    rank = naive.rank_exact(K)
+    found = impl.universal(K, 0.5)
+    assert found.rank == rank
+    impl.close(np.sum(impl.scores(K)), rank)
+    assert not np.any(impl.scores(K)[~np.any(K != 0, axis=1)])
+
+
+@contract
+@SETTINGS
+@given(K=keys(columns=(3, 8), min_rows=1))
+def test_a_row_outside_the_span_of_the_others_scores_one(impl: Implementation, K: Float) -> None:
+    K = K.copy()
+    K[:, -1] = 0
+    j = K.shape[0] // 2
+    K[j, -1] = 1
+    impl.close(impl.scores(K)[j], 1)
+    assert impl.universal(K, 1.0).mask[j]
+
+
+# -- property 2: invariances ----------------------------------------------------------
+
+
+@contract
+@SETTINGS
+@given(K=keys(), data=st.data())
+def test_invertible_right_multiplication(impl: Implementation, K: Float, data: st.DataObject) -> None:
+    R = data.draw(strategies.invertible(K.shape[1]))
+    impl.close(impl.scores(K @ R), impl.scores(K))
+
+
+@contract
+@SETTINGS
+@given(K=keys(), seed=strategies.seeds())
+def test_permutation_of_the_rows(impl: Implementation, K: Float, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(K.shape[0])
+    impl.close(impl.scores(K[order]), impl.scores(K)[order])
+
+
+@contract
+@SETTINGS
+@given(K=keys(), exponent=st.integers(-10, 7))
+def test_scaling(impl: Implementation, K: Float, exponent: int) -> None:
+    impl.close(impl.scores(K * 2.0**exponent), impl.scores(K))
+
+
+@contract
+@SETTINGS
+@given(K=keys(), seed=strategies.seeds())
+def test_signs_of_the_rows(impl: Implementation, K: Float, seed: int) -> None:
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], (K.shape[0], 1))
+    impl.close(impl.scores(K * signs), impl.scores(K))
+
+
+# -- property 3: more rows, lower scores ----------------------------------------------
+
+
+@contract
+@SETTINGS
+@given(K=keys(columns=(3,), min_rows=1), more=keys(columns=(3,), max_rows=9))
+def test_appending_rows_never_raises_a_score(impl: Implementation, K: Float, more: Float) -> None:
+    before = impl.scores(K)
+    after = impl.scores(np.vstack([K, more]))[: K.shape[0]]
+    assert np.all(after <= before * (1 + impl.rtol) + impl.rtol / 100)
+
+
+@contract
+@SETTINGS
+@given(K=keys(columns=(3,), min_rows=2), seed=strategies.seeds())
+def test_deleting_a_row_never_lowers_a_score(impl: Implementation, K: Float, seed: int) -> None:
+    j = seed % K.shape[0]
+    before = np.delete(impl.scores(K), j)
+    after = impl.scores(np.delete(K, j, axis=0))
+    assert np.all(after >= before * (1 - impl.rtol) - impl.rtol / 100)
+
+
+@contract
+@SETTINGS
+@given(K=keys(columns=(3,), min_rows=5), seed=strategies.seeds())
+def test_determinant_falls_by_one_minus_the_score(impl: Implementation, K: Float, seed: int) -> None:
+    K = np.vstack([K, np.eye(3)])
+    j = seed % (K.shape[0] - 3)
+    rest = np.delete(K, j, axis=0)
+    ratio = np.linalg.det(rest.T @ rest) / np.linalg.det(K.T @ K)
+    np.testing.assert_allclose(1 - impl.scores(K)[j], ratio, rtol=1e-9, atol=impl.rtol)
+
+
+# -- property 4: copies ---------------------------------------------------------------
+
+
+@contract
+@SETTINGS
+@given(K=keys(columns=(3,)), copies=st.integers(1, 5))
+def test_copies_share_a_score(impl: Implementation, K: Float, copies: int) -> None:
+    k = np.array([1.0, -2.0, 1.0])
+    scores = impl.scores(np.vstack([np.tile(k, (copies, 1)), K]))
+    if naive.rank_exact(np.vstack([k, K])) > naive.rank_exact(K):
+        expected = 1 / copies
+    else:
+        t = k @ np.linalg.pinv(K.T @ K) @ k
+        expected = t / (1 + copies * t)
+    impl.close(scores[:copies], np.full(copies, expected))
+
+
+@contract
+@SETTINGS
+@given(K=keys(min_rows=1))
+def test_splitting_a_key_leaves_the_others(impl: Implementation, K: Float) -> None:
+    parts = np.repeat(K[:1] / 2, 4, axis=0)
+    scores = impl.scores(np.vstack([parts, K[1:]]))
+    before = impl.scores(K)
+    impl.close(scores[4:], before[1:])
+    impl.close(np.sum(scores[:4]), before[0])
+
+
+# -- property 5: ties -----------------------------------------------------------------
+
+
+@contract
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 7, 10, 20])
+def test_identity_blocks_tie_at_one_over_m_and_are_in(impl: Implementation, m: int) -> None:
+    K = strategies.identity_blocks(8, m)
+    found = impl.universal(K, 1 / m)
+    impl.close(found.scores, np.full(8 * m, 1 / m))
+    assert np.all(found.mask)
+    assert found.size == 8 * m
+    assert not np.any(impl.universal(K, min(1.0, 1.001 / m)).mask) or m == 1
+
+
+@contract
+@SETTINGS
+@given(K=strategies.invertible(8), n=st.integers(1, 8))
+def test_independent_rows_score_one(impl: Implementation, K: Float, n: int) -> None:
+    K = K[:n]
+    impl.close(impl.scores(K), np.ones(K.shape[0]))
+    assert np.all(impl.universal(K, 1.0).mask)
+
+
+# -- property 6: deficient columns ----------------------------------------------------
+
+
+@contract
+@SETTINGS
+@given(K=keys(columns=(3,)), seed=strategies.seeds())
+def test_dependent_columns_change_nothing(impl: Implementation, K: Float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    extra = [np.zeros((K.shape[0], 2)), K @ rng.integers(-2, 3, (3, 3))]
+    K8 = np.hstack([K, *extra])[:, rng.permutation(8)]
+    impl.close(impl.scores(K8), impl.scores(K))
+    assert impl.universal(K8, 0.5).rank == naive.rank_exact(K)
+
+
+# -- property 7: nothing is missed, and adversarial queries attain ---------------------
+
+
+@contract
+@SETTINGS
+@given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
+def test_no_entry_is_missed(impl: Implementation, K: Float, epsilon: float, seed: int) -> None:
+    found = impl.universal(K, epsilon)
+    Q = np.random.default_rng(seed).standard_normal((20, K.shape[1]))
+    dense = naive.attention(np.vstack([Q, naive.adversarial_queries(K)]), K)
+    missed = np.any(dense >= epsilon, axis=0) & ~found.mask
+    assert not np.any(missed)
+    assert np.all(found.mask[naive.universal_set(K, epsilon)])
+    assert found.guarantee == "exact"
+
+
+@contract
+@SETTINGS
+@given(K=keys())
+def test_adversarial_queries_attain_the_scores(impl: Implementation, K: Float) -> None:
+    dense = naive.attention(naive.adversarial_queries(K), K)
+    impl.close(np.diag(dense), impl.scores(K))
+
+
+# -- property 8: size, monotonicity, witnesses ------------------------------------------
+
+
+@contract
+@SETTINGS
+@given(K=keys(), epsilon=strategies.epsilons())
+def test_size_bound(impl: Implementation, K: Float, epsilon: float) -> None:
+    found = impl.universal(K, epsilon)
+    rank = naive.rank_exact(K)
+    assert found.epsilon == epsilon
+    assert found.size_bound == pytest.approx(rank / epsilon)
+    assert found.size <= rank / epsilon * (1 + 1e-9)
+    assert found.is_vacuous == (found.size_bound >= K.shape[0])
+
+
+@contract
+@SETTINGS
+@given(K=keys())
+def test_smaller_epsilon_keeps_more(impl: Implementation, K: Float) -> None:
+    masks = [impl.universal(K, epsilon).mask for epsilon in (1e-6, 0.01, 0.1, 0.25, 0.5, 1.0)]
+    for larger, smaller in pairwise(masks):
+        assert np.all(larger[smaller])
+
+
+@contract
+@SETTINGS
+@given(K=keys(), epsilon=strategies.epsilons())
+def test_every_key_of_the_set_has_a_witness(impl: Implementation, K: Float, epsilon: float) -> None:
+    selected = impl.universal(K, epsilon).mask
+    dense = naive.attention(naive.adversarial_queries(K), K)
+    assert np.all(np.diag(dense)[selected] >= epsilon * (1 - 1e-6))
+
+
+@contract
+@SETTINGS
+@given(K=keys(), size=st.integers(0, 24))
+def test_selection_by_size(impl: Implementation, K: Float, size: int) -> None:
+    size = min(size, K.shape[0])
+    found = impl.universal(K, size=size)
+    assert found.size == size
+    exact = naive.leverage_exact(K)
+    left_out = exact[~found.mask]
+    if size == K.shape[0]:
+        assert found.epsilon == 0
+    else:
+        impl.close(found.epsilon, np.max(left_out))
+        assert np.all(exact[found.mask] >= np.max(left_out) * (1 - impl.rtol) - impl.rtol / 100)
+    # Equal keys tie: the earlier ones go first.
+    for j in np.flatnonzero(found.mask):
+        earlier = np.flatnonzero(np.all(K[:j] == K[j], axis=1))
+        assert np.all(found.mask[earlier])
+
+
+# -- properties 9, 10, 14, 23, 24: attention --------------------------------------------
+
+
+def _queries(K: Float, seed: int) -> Float:
+    """Small integers, so that every storage type holds them: random ones, keys and zero."""
+    rng = np.random.default_rng(seed)
+    random = rng.integers(-4, 5, (12, K.shape[1])).astype(np.float64)
+    return np.vstack([random, K[:6], np.zeros((1, K.shape[1]))])
+
+
+@contract
+@SETTINGS
+@given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
+def test_heavy_entries_are_dense_thresholding(
+    impl: Implementation, K: Float, epsilon: float, seed: int
+) -> None:
+    Q = _queries(K, seed)
+    heavy = impl.heavy(Q, K, epsilon)
+    dense = naive.attention(Q, K)
+    entries = heavy.entries.tocsr()
+    assert entries.shape == dense.shape
+    assert entries.dtype == np.float64
+    assert entries.has_sorted_indices
+    found = np.zeros(dense.shape, bool)
+    found[entries.nonzero()] = True
+    assert np.all(found[dense >= epsilon])
+    assert not np.any(found[dense < epsilon * (1 - 1e-8)])
+    np.testing.assert_allclose(entries.toarray()[found], dense[found], rtol=1e-12)
+
+
+@contract
+@SETTINGS
+@given(K=keys(), seed=strategies.seeds())
+def test_normalizers_and_masses(impl: Implementation, K: Float, seed: int) -> None:
+    Q = _queries(K, seed)
+    heavy = impl.heavy(Q, K, 0.2)
+    expected = naive.normalizers(Q, K)
+    np.testing.assert_allclose(as_float64(heavy.normalizers), expected, rtol=1e-12, atol=1e-12)
+    captured = as_float64(heavy.captured_mass)
+    selected = as_bool(heavy.universal.mask)
+    np.testing.assert_allclose(captured, naive.captured_mass(Q, K, selected), rtol=1e-11, atol=1e-12)
+    residual = naive.captured_mass(Q, K, ~selected)
+    np.testing.assert_allclose(as_float64(heavy.residual_mass), residual, rtol=1e-9, atol=1e-12)
+
+
+@contract
+@SETTINGS
+@given(K=keys(min_rows=1), c=st.sampled_from([-2.0, 0.25, 8.0]), seed=strategies.seeds())
+def test_scaled_queries_have_the_same_attention(impl: Implementation, K: Float, c: float, seed: int) -> None:
+    Q = _queries(K, seed)
+    one, other = impl.heavy(Q, K, 0.1).entries, impl.heavy(Q * c, K, 0.1).entries
+    assert np.array_equal(one.indptr, other.indptr)
+    assert np.array_equal(one.indices, other.indices)
+    np.testing.assert_allclose(one.data, other.data, rtol=1e-12)
+
+
+@contract
+@pytest.mark.parametrize("compensate", [None, "mean"])
+@SETTINGS
+@given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
+def test_output_and_bound(impl: Implementation, compensate: Any, K: Float, epsilon: float, seed: int) -> None:
+    Q = _queries(K, seed)
+    V = np.random.default_rng(seed + 1).integers(-9, 10, (K.shape[0], 4)).astype(np.float64)
+    heavy = impl.heavy(Q, K, epsilon)
+    output, bound = (as_float64(x) for x in heavy.apply(impl.convert(V), compensate=compensate))
+    dense = naive.attention(Q, K)
+    selected = as_bool(heavy.universal.mask)
+    # Outputs come back in the type of the values: one rounding of a sum of at most 9.
+    rounding = (
+        9e-2 if "float16" in impl.name or "bfloat16" in impl.name else 9e-6 * (impl.rtol > 1e-7) + 1e-10
+    )
+    expected = naive.output(dense, V, selected, compensate)
+    np.testing.assert_allclose(output, expected, rtol=0, atol=rounding)
+    error = np.linalg.norm(dense @ V - output, axis=1)
+    assert np.all(error <= bound * (1 + 1e-9) + rounding)
+    largest = np.max(naive.leverage_exact(K), where=~selected, initial=0.0)
+    tight = naive.output_error_bound(dense, V, selected, max(largest, epsilon), compensate)
+    assert np.all(bound <= tight * (1 + 1e-6) + rounding + 1e-6)
+
+
+@contract
+@SETTINGS
+@given(K=keys(min_rows=1), seed=strategies.seeds())
+def test_a_set_of_all_keys_gives_dense_attention(impl: Implementation, K: Float, seed: int) -> None:
+    if impl.batch:
+        pytest.skip("heavy attention takes one pair of matrices")
+    Q = _queries(K, seed)
+    stored = impl.convert(K)
+    everything = levattn.universal_set(stored, size=K.shape[0], method=impl.method)
+    heavy = levattn.heavy_attention(impl.convert(Q), stored, 1e-6, universal=everything)
+    V = np.random.default_rng(seed + 1).integers(-9, 10, (K.shape[0], 4)).astype(np.float64)
+    output, bound = heavy.apply(V)
+    dense = naive.attention(Q, K)
+    np.testing.assert_allclose(as_float64(output), dense @ V, rtol=1e-10, atol=1e-10)
+    assert np.all(as_float64(bound) <= 1e-6)
+    np.testing.assert_allclose(as_float64(heavy.residual_mass), 0, atol=1e-12)
+
+
+# -- property 27: row norms are not leverage --------------------------------------------
+
+
+@contract
+def test_row_norms_do_not_pass(impl: Implementation) -> None:
+    # A long common direction and a short one that only two keys carry: norms rank the
+    # two last, leverage first, and turning the axes changes nothing.
+    rng = np.random.default_rng(27)
+    K = np.zeros((120, 8))
+    K[:, 0] = rng.integers(20, 30, 120)
+    K[:, 1] = rng.integers(-20, 21, 120)
+    K[[40, 77]] = 0
+    K[40, 5] = K[77, 6] = 1
+    turn = np.kron(np.eye(4), np.array([[1.0, 1.0], [1.0, -1.0]]))
+    for keys_of_one_turn in (K, K @ turn):
+        scores = impl.scores(keys_of_one_turn)
+        impl.close(scores[[40, 77]], 1)
+        assert np.max(np.delete(scores, [40, 77])) < 0.2
+        norms = np.linalg.norm(keys_of_one_turn, axis=1)
+        assert set(np.argsort(norms)[:2]) == {40, 77}
+        assert set(np.flatnonzero(impl.universal(keys_of_one_turn, size=2).mask)) == {40, 77}
+
+
+# -- property 30: centring, and the other options ----------------------------------------
+
+
+@contract
+@SETTINGS
+@given(K=keys(columns=(3,), min_rows=1))
+def test_centring(impl: Implementation, K: Float) -> None:
+    n = K.shape[0]
+    centred = impl.scores(K, center=True)
+    impl.close(centred, naive.leverage_exact(K, center=True))
+    impl.close(centred + 1 / n, impl.scores(np.hstack([np.ones((n, 1)), K])))
+    impl.close(impl.scores(K + 2.0, center=True), centred)
+
+
+@contract
+@SETTINGS
+@given(K=keys(), ridge=st.sampled_from([1e-3, 0.1, 2.0]))
+def test_ridge(impl: Implementation, K: Float, ridge: float) -> None:
+    scores = impl.scores(K, ridge=ridge)
+    impl.close(scores, naive.leverage_exact(K, ridge=ridge))
+    assert np.all(scores <= impl.scores(K) * (1 + impl.rtol) + impl.rtol / 100)
+
+
+@contract
+@pytest.mark.parametrize("center", [False, True])
+@SETTINGS
+@given(K=keys(), seed=strategies.seeds())
+def test_masked_keys_are_removed(impl: Implementation, center: bool, K: Float, seed: int) -> None:
+    mask = np.random.default_rng(seed).random(K.shape[0]) < 0.6
+    expected = naive.leverage_exact(K, center=center, mask=mask)
+    garbage = K.copy()
+    garbage[~mask] = np.nan
+    stacked: Any = np.stack([mask] * 3) if impl.batch else mask
+    if impl.name.startswith("strict"):
+        import array_api_strict
+
+        stacked = array_api_strict.asarray(stacked)
+    with impl._limit():
+        stored = impl.convert(impl._stack(garbage))
+        if impl.batch:
+            stored = impl.convert(np.stack([garbage, garbage, garbage]))
+        scores = levattn.leverage_scores(stored, method=impl.method, center=center, mask=stacked)
+        found = levattn.universal_set(stored, 0.1, method=impl.method, center=center, mask=stacked)
+    scores = impl._item(as_float64(scores))
+    impl.close(scores, expected)
+    assert not np.any(scores[~mask])
+    selected = impl._item(as_bool(found.mask))
+    assert not np.any(selected[~mask])
+    assert np.all(selected[expected >= 0.1])
+
+
+@contract
+@SETTINGS
+@given(K=keys())
+def test_scores_of_the_set_are_the_scores(impl: Implementation, K: Float) -> None:
+    assert np.array_equal(impl.universal(K, 0.3).scores, impl.scores(K))

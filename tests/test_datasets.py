@@ -1,0 +1,225 @@
+"""Data that the package carries, worst-case queries and planted models, against float64 SVDs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from levattn.datasets import Variant, adversarial_queries, minilm, planted
+
+Float64Array = npt.NDArray[np.float64]
+
+DATA = files("levattn") / "data"
+
+
+def svd_scores(K: npt.ArrayLike) -> Float64Array:
+    """Leverage scores by their definition: squared row norms of the left singular vectors."""
+    U, s, _ = np.linalg.svd(np.asarray(K, dtype=np.float64), full_matrices=False)
+    kept = s > max(np.shape(K)) * np.finfo(np.float64).eps * s.max(initial=0.0)
+    return np.asarray(np.square(U[:, kept]).sum(axis=1))
+
+
+def own_share(queries: Float64Array, K: npt.ArrayLike) -> Float64Array:
+    """Score that query j gives to key j."""
+    weights = np.square(queries @ np.asarray(K, dtype=np.float64).T)
+    totals = weights.sum(axis=1)
+    return np.asarray(np.diag(weights) / np.where(totals == 0, 1, totals))
+
+
+class TestMinilm:
+    def test_arrays(self) -> None:
+        heads = minilm()
+        for array in (heads.queries, heads.keys, heads.values):
+            assert array.shape == (6, 12, 512, 32)
+            assert array.dtype == np.float16
+            assert np.isfinite(array).all()
+            assert not array.flags.writeable
+        assert heads.scale == pytest.approx(32**-0.5)
+
+    def test_tokens(self) -> None:
+        tokens = minilm().tokens
+        assert len(tokens) == 512
+        assert all(type(token) is str for token in tokens)
+        assert tokens[:4] == ("[CLS]", "four", "score", "and")
+        assert tokens[-1] == "[SEP]"
+
+    def test_heads_are_real(self) -> None:
+        heads = minilm()
+        flat = heads.keys.reshape(72, -1).astype(np.float64)
+        assert len(np.unique(flat, axis=0)) == 72
+        queries, keys = heads.queries.astype(np.float64), heads.keys.astype(np.float64)
+        logits = heads.scale * queries @ keys.swapaxes(-1, -2)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        largest = weights.max(axis=-1) / weights.sum(axis=-1)
+        # Trained attention is far from uniform, 1/512, which is what unrelated numbers would give.
+        assert largest.mean() > 20 / 512
+
+    def test_cached_and_frozen(self) -> None:
+        heads = minilm()
+        assert minilm() is heads
+        assert repr(heads) == "AttentionHeads(layers=6, heads=12, n=512, d=32)"
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            heads.scale = 1.0  # type: ignore[misc]
+
+    def test_file_is_the_one_noted(self) -> None:
+        content = (DATA / "minilm_l6_v2.npz").read_bytes()
+        notice = (DATA / "NOTICE.md").read_text(encoding="utf-8")
+        match = re.search(r"^sha256: `([0-9a-f]{64})`$", notice, flags=re.MULTILINE)
+        assert match is not None
+        assert hashlib.sha256(content).hexdigest() == match[1]
+        assert len(content) <= 8_000_000
+        assert "Apache License, Version 2.0" in notice
+        assert "public domain" in notice
+
+
+class TestAdversarialQueries:
+    @pytest.mark.parametrize(("layer", "head"), [(0, 0), (2, 7), (5, 11)])
+    def test_attain_the_score_on_real_keys(self, layer: int, head: int) -> None:
+        K = minilm().keys[layer, head]
+        queries = adversarial_queries(K)
+        assert queries.dtype == np.float64
+        np.testing.assert_allclose(own_share(queries, K), svd_scores(K), rtol=1e-10)
+
+    def test_equal_the_definition(self) -> None:
+        K = np.random.default_rng(1).standard_normal((40, 6))
+        np.testing.assert_allclose(adversarial_queries(K), K @ np.linalg.inv(K.T @ K), rtol=1e-9)
+
+    @pytest.mark.parametrize("scale", [1e-150, 1.0, 1e150])
+    def test_attain_the_score_of_dependent_keys(self, scale: float) -> None:
+        rng = np.random.default_rng(2)
+        K = rng.standard_normal((60, 4)) @ rng.standard_normal((4, 7))
+        K[10] = 0
+        K[20] = K[21]
+        queries = adversarial_queries(scale * K)
+        np.testing.assert_allclose(own_share(queries, scale * K), svd_scores(K), rtol=1e-9, atol=1e-15)
+        assert not queries[10].any()
+
+    def test_attain_the_score_with_graded_columns(self) -> None:
+        K = np.random.default_rng(3).standard_normal((80, 5))
+        graded = K * 10.0 ** np.array([0, -20, 20, -5, 9])
+        np.testing.assert_allclose(own_share(adversarial_queries(graded), graded), svd_scores(K), rtol=1e-10)
+
+    def test_no_other_query_does_better(self) -> None:
+        rng = np.random.default_rng(4)
+        K = rng.standard_normal((30, 3)) * rng.standard_cauchy((30, 1))
+        weights = np.square(rng.standard_normal((20_000, 3)) @ K.T)
+        best = (weights / weights.sum(axis=1, keepdims=True)).max(axis=0)
+        assert (best <= own_share(adversarial_queries(K), K) + 1e-12).all()
+
+    def test_batches_and_degenerate_shapes(self) -> None:
+        K = np.random.default_rng(5).standard_normal((2, 3, 9, 4))
+        batch = adversarial_queries(K)
+        assert batch.shape == K.shape
+        np.testing.assert_allclose(batch[1, 2], adversarial_queries(K[1, 2]), rtol=1e-10)
+        assert adversarial_queries(np.zeros((0, 4))).shape == (0, 4)
+        assert not adversarial_queries(np.zeros((5, 4))).any()
+        assert own_share(adversarial_queries([[1, 2, 3]]), [[1, 2, 3]]) == pytest.approx([1.0])
+
+    def test_does_not_write_to_its_input(self) -> None:
+        K = np.arange(12.0).reshape(6, 2)
+        K.setflags(write=False)
+        adversarial_queries(K)
+
+    @pytest.mark.parametrize(
+        ("K", "error", "text"),
+        [
+            (np.ones(3), ValueError, r"K must have shape"),
+            (np.array([[1.0, np.nan]]), ValueError, r"K must be finite"),
+            (np.array([[1j, 2]]), TypeError, r"complex128"),
+            (np.array([["a", "b"]]), TypeError, r"K must hold real numbers"),
+        ],
+    )
+    def test_bad_keys(self, K: npt.ArrayLike, error: type[Exception], text: str) -> None:
+        with pytest.raises(error, match=text):
+            adversarial_queries(K)
+
+
+class TestPlanted:
+    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("variant", ["isotropic", "anisotropic"])
+    @pytest.mark.parametrize(("n", "d"), [(4096, 32), (2000, 64)])
+    def test_truth(self, n: int, d: int, variant: Variant, seed: int) -> None:
+        model = planted(n, d, variant=variant, rng=seed)
+        scores = svd_scores(model.keys)
+        assert model.keys.shape == (n, d)
+        assert len(model.indices) == d // 4
+        epsilon = np.sqrt(model.planted_score * model.background_score)
+        np.testing.assert_array_equal(np.flatnonzero(scores >= epsilon), model.indices)
+        np.testing.assert_allclose(scores[model.indices], model.planted_score, rtol=0.1)
+        assert np.delete(scores, model.indices).max() < 1.2 * model.background_score
+        norms = np.linalg.norm(model.keys, axis=1)
+        by_norm = np.intersect1d(np.argsort(norms)[-len(model.indices) :], model.indices)
+        assert len(by_norm) == (len(model.indices) if variant == "isotropic" else 0)
+
+    def test_queries_find_their_key(self) -> None:
+        model = planted(4096, 32, strength=6.0, n_queries=20, rng=0)
+        weights = np.square(model.queries @ model.keys.T)
+        found = weights.argmax(axis=1)
+        where = np.searchsorted(model.indices, found)
+        np.testing.assert_array_equal(model.indices[where], found)
+        np.testing.assert_array_equal(model.groups[where], model.targets)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_duplicates_are_heavy_only_together(self, seed: int) -> None:
+        model = planted(4096, 32, variant="duplicated", n_planted=4, rng=seed)
+        copies = 4096 // 32
+        assert len(model.indices) == 4 * copies
+        np.testing.assert_array_equal(np.bincount(model.groups), [copies] * 4)
+        scores = svd_scores(model.keys)
+        np.testing.assert_allclose(scores[model.indices].mean(), model.planted_score, rtol=0.05)
+        assert scores[model.indices].max() < 1.2 * model.background_score
+        norms = np.linalg.norm(model.keys, axis=1)
+        assert norms[model.indices].max() < np.sort(norms)[-4]
+        inverse = np.linalg.inv(model.keys.T @ model.keys)
+        for group in range(4):
+            members = model.keys[model.indices[model.groups == group]]
+            assert np.linalg.eigvalsh(members @ inverse @ members.T)[-1] > 0.9
+
+    def test_seed_decides(self) -> None:
+        first, again, other = (planted(100, 8, rng=seed) for seed in (7, np.random.default_rng(7), 8))
+        np.testing.assert_array_equal(first.keys, again.keys)
+        np.testing.assert_array_equal(first.queries, again.queries)
+        np.testing.assert_array_equal(first.indices, again.indices)
+        assert not np.array_equal(first.keys, other.keys)
+
+    def test_smallest(self) -> None:
+        model = planted(1, 1, variant="isotropic", rng=0)
+        np.testing.assert_array_equal(model.indices, [0])
+        assert planted(50, 8, n_queries=0, rng=0).queries.shape == (0, 8)
+        assert "n=1, d=1, planted=1" in repr(model)
+        assert len(planted(100, 16, variant="duplicated", n_planted=15, rng=0).indices) == 15 * (100 // 15)
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"n": 0}, "n must be at least 1, got 0"),
+            ({"d": 0}, "d must be at least 1, got 0"),
+            ({"variant": "other"}, "variant must be one of"),
+            ({"n_planted": 17}, "n_planted must be between 1 and 16"),
+            ({"n_planted": 16}, "n_planted must be below d for variant"),
+            ({"strength": 0.0}, "strength must be finite and positive"),
+            ({"strength": float("nan")}, "strength must be finite and positive"),
+            ({"noise": -1.0}, "noise must be finite and positive"),
+            ({"query_noise": float("inf")}, "query_noise must be finite"),
+            ({"n_queries": -1}, "n_queries must be at least 0"),
+            ({"background_rank": 13}, "background_rank must be between 1 and 12"),
+            ({"background_rank": 3, "variant": "isotropic"}, "background_rank is not for variant"),
+            ({"copies": 3}, "copies is not for variant"),
+            ({"copies": 1, "variant": "duplicated"}, "copies must be between 2 and 25"),
+            ({"copies": 26, "variant": "duplicated"}, "copies must be between 2 and 25"),
+        ],
+    )
+    def test_bad_values(self, options: dict[str, Any], text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            planted(**({"n": 100, "d": 16} | options))
+
+    def test_bad_types(self) -> None:
+        with pytest.raises(TypeError, match="n_planted must be an integer, got float"):
+            planted(100, 16, n_planted=2.5)  # type: ignore[arg-type]

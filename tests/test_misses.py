@@ -1,0 +1,319 @@
+"""No entry is ever missed: every A_ij ≥ ε has j in the universal set."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import levattn
+import naive
+import strategies
+from strategies import STORAGE, Float, as_bool, as_float64, stores
+
+EPSILONS = (0.5, 0.1, 0.02)
+METHODS = ("auto", "gram", "qr", "svd")
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+def queries(rng: np.random.Generator, K: Float, count: int) -> Float:
+    """Random, typical and adversarial queries for these keys."""
+    n, d = K.shape
+    chosen = rng.choice(n, min(n, count), replace=False)
+    return np.vstack(
+        [
+            rng.standard_normal((count, d)),
+            np.eye(d),
+            K[chosen] + 0.1 * rng.standard_normal((chosen.size, d)) * np.abs(K).mean(),
+            naive.adversarial_queries(K)[chosen],
+        ]
+    )
+
+
+def missed(A: Any, selected: NDArray[np.bool_], epsilon: float) -> list[tuple[int, int]]:
+    """Entries (query, key) of at least ε whose key is not selected."""
+    return [(int(i), int(j)) for i, j in zip(*np.nonzero((epsilon <= A) & ~selected), strict=True)]
+
+
+def make(name: str) -> Float:
+    rng = _rng(name)
+    match name:
+        case "gaussian":
+            return rng.standard_normal((400, 16))
+        case "coherent":
+            return strategies.coherent(rng, 400, 16)
+        case "planted":
+            return strategies.planted(rng, 400, 16)
+        case "deficient":
+            return strategies.integer_deficient(rng, 400, 16, 9)
+        case "graded":
+            return strategies.graded(rng, 400, 16, 1e-4) * np.clip(rng.standard_cauchy((400, 1)), -30, 30)
+        case "conditioned":
+            return strategies.conditioned(rng, 400, 16, 1e5) * 50
+        case "duplicated":
+            return np.repeat(rng.standard_normal((80, 16)), 5, axis=0)
+        case _:
+            raise KeyError(name)
+
+
+KEYS = ("gaussian", "coherent", "planted", "deficient", "graded", "conditioned", "duplicated")
+
+
+@stores()
+@pytest.mark.parametrize("name", KEYS)
+def test_random_and_adversarial_queries(name: str, storage: str) -> None:
+    keys = STORAGE[storage](make(name))
+    K = as_float64(keys)
+    A = naive.attention(queries(_rng(f"{name} queries"), K, 150), K)
+    exact = naive.leverage_exact(K)
+    for method in METHODS if storage in ("float64", "float32", "strict-float32") else ("auto",):
+        for epsilon in EPSILONS:
+            found = levattn.universal_set(keys, epsilon, method=method)
+            selected = as_bool(found.mask)
+            assert found.guarantee == "exact"
+            assert missed(A, selected, epsilon) == []
+            assert np.all(selected[exact >= epsilon])
+            # Nothing but ties beyond the definition, where the method resolves the scores.
+            if not (method == "gram" and name in ("conditioned", "graded")):
+                assert np.all(exact[selected] >= epsilon * (1 - 1e-6))
+
+
+@stores("float64", "float32")
+def test_many_keys_and_queries(storage: str) -> None:
+    rng = _rng("many")
+    keys = STORAGE[storage](strategies.coherent(rng, 6000, 12))
+    K = as_float64(keys)
+    A = naive.attention(queries(rng, K, 200), K)
+    for epsilon in (0.3, 0.03, 0.003):
+        found = levattn.universal_set(keys, epsilon)
+        assert missed(A, as_bool(found.mask), epsilon) == []
+        assert len(found) <= 12 / epsilon
+        assert np.count_nonzero(as_bool(found.mask)) == len(found)
+        assert np.array_equal(np.flatnonzero(as_bool(found.mask)), np.asarray(found.indices))
+
+
+# -- directions that carry one key ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [2.0**-30, 2.0**-33, 2.0**-36, 2.0**-40, 2.0**-43])
+@pytest.mark.parametrize("n", [100, 20_000])
+def test_a_key_alone_in_a_tiny_direction(n: int, size: float, method: str) -> None:
+    # The other keys do not meet the direction at all: the exact score is one.
+    K = strategies.tiny_direction(_rng("tiny"), n, 8, size)
+    lone = n // 3
+    found = levattn.universal_set(K, 0.9, method=method)
+    assert found.mask[lone]
+    assert found.guarantee == "exact"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-9, 1e-11, 1e-13])
+def test_a_key_in_a_turned_tiny_direction(size: float, method: str) -> None:
+    # After a rotation rounding lends every key a little of the direction: judge by exact scores.
+    rng = _rng("turned")
+    K = rng.standard_normal((3000, 8))
+    K[:, -1] = 0
+    K[1234] = 0
+    K[1234, -1] = size * np.sqrt(3000)
+    K = K @ np.linalg.qr(rng.standard_normal((8, 8)))[0]
+    exact = naive.leverage_exact(K)
+    found = levattn.universal_set(K, 0.05, method=method)
+    assert np.all(found.mask[exact >= 0.05])
+    query = np.linalg.svd(K)[2][-1:]
+    A = naive.attention(query, K, dtype=np.longdouble)
+    assert missed(A, found.mask, 0.05) == []
+
+
+@stores("float32", "float16", "bfloat16", "torch-bfloat16", "strict-float32")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("exponent", [0, -6, -10])
+def test_tiny_directions_in_short_types(storage: str, method: str, exponent: int) -> None:
+    rng = _rng("short")
+    K = np.rint(rng.standard_normal((5000, 8)) * 16)
+    K[:, -1] = 0
+    K[17] = 0
+    K[17, -1] = 2.0**exponent
+    K[:, -1] += K[:, 0]
+    keys = STORAGE[storage](K)
+    exact = naive.leverage_exact(as_float64(keys))
+    assert exact[17] == 1
+    assert as_bool(levattn.universal_set(keys, 1.0, method=method).mask)[17]
+
+
+def test_a_cut_at_the_precision_of_the_input_would_miss() -> None:
+    # 20 000 float32 keys of condition 10³: max(n, d)·u(float32) cuts true directions.
+    rng = _rng("cut")
+    K = strategies.conditioned(rng, 20_000, 12, 1e3)
+    K[rng.choice(20_000, 40, replace=False)] *= 30
+    keys = K.astype(np.float32)
+    exact = naive.leverage_svd(keys.astype(np.float64))
+    found = levattn.universal_set(keys, 0.05)
+    assert found.rank == 12
+    assert np.count_nonzero(exact >= 0.05) > 5
+    assert np.all(found.mask[exact >= 0.05])
+
+
+# -- ties -----------------------------------------------------------------------------------
+
+
+@stores()
+@pytest.mark.parametrize("d", [1, 3, 8])
+def test_ties_are_in(d: int, storage: str) -> None:
+    for m in (2, 3, 6, 7, 10, 11, 13, 41, 49, 100):
+        keys = STORAGE[storage](strategies.identity_blocks(d, m))
+        methods = METHODS if m in (7, 10, 49) and storage != "strict-float64" else ("auto",)
+        for method in methods:
+            found = levattn.universal_set(keys, 1 / m, method=method)
+            assert np.all(as_bool(found.mask)), (m, method)
+            assert len(found) == d * m
+
+
+@stores("float64", "float32", "bfloat16")
+def test_turned_ties_are_in(storage: str) -> None:
+    turn = np.array([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+    for m in (3, 7, 10, 49):
+        keys = STORAGE[storage](strategies.identity_blocks(4, m) @ turn * 3)
+        assert np.all(levattn.universal_set(keys, 1 / m).mask)
+
+
+def test_heavy_attention_keeps_ties() -> None:
+    K = strategies.identity_blocks(4, 10)
+    heavy = levattn.heavy_attention(np.eye(4), K, 0.1)
+    assert heavy.entries.nnz == 40
+    np.testing.assert_allclose(heavy.entries.data, 0.1, rtol=1e-15)
+
+
+# -- masks ----------------------------------------------------------------------------------
+
+
+@stores(*(name for name in strategies.ALL_STORAGE if not name.startswith("strict")))
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e4])
+def test_masked_rows_of_garbage(garbage: float, storage: str) -> None:
+    rng = _rng("masked")
+    K = np.rint(strategies.coherent(rng, 300, 8) * 4).clip(-200, 200)
+    mask = rng.random(300) < 0.7
+    K[~mask] = garbage
+    keys = STORAGE[storage](K)
+    exact = naive.leverage_exact(np.where(mask[:, None], as_float64(keys), 0))
+    Q = rng.integers(-4, 5, (80, 8)).astype(np.float64)
+    A = naive.attention(Q, as_float64(keys), mask=mask)
+    for epsilon in EPSILONS:
+        found = levattn.universal_set(keys, epsilon, mask=mask)
+        selected = as_bool(found.mask)
+        assert not np.any(selected[~mask])
+        assert missed(A, selected, epsilon) == []
+        assert np.all(selected[exact >= epsilon])
+        heavy = levattn.heavy_attention(STORAGE[storage](Q), keys, epsilon, mask=mask)
+        assert np.all(heavy.entries.toarray()[epsilon <= A] > 0)
+        assert not np.any(heavy.entries.toarray()[:, ~mask])
+        np.testing.assert_allclose(
+            as_float64(heavy.captured_mass), A[:, as_bool(heavy.universal.mask)].sum(axis=1), rtol=1e-10
+        )
+
+
+# -- heavy attention ------------------------------------------------------------------------
+
+
+@stores("float64", "float32", "float16", "bfloat16", "torch-bfloat16", "strict-float32")
+@pytest.mark.parametrize("name", KEYS)
+def test_heavy_attention_finds_every_entry(name: str, storage: str) -> None:
+    keys = STORAGE[storage](make(name))
+    K = as_float64(keys)
+    raw = queries(_rng(f"{name} heavy"), K, 100)
+    raw /= np.max(np.abs(raw), axis=1, keepdims=True)
+    stored = STORAGE[storage](raw)
+    Q = as_float64(stored)
+    A = naive.attention(Q, K, dtype=np.longdouble)
+    for epsilon in EPSILONS:
+        heavy = levattn.heavy_attention(stored, keys, epsilon)
+        found = heavy.entries.toarray()
+        assert np.all(found[epsilon <= A] > 0)
+        assert np.all(A[found > 0] >= epsilon * (1 - 1e-8))
+        assert heavy.entries.nnz <= Q.shape[0] / epsilon * (1 + 1e-8)
+
+
+def test_a_set_for_a_larger_epsilon_is_not_used_silently() -> None:
+    K = make("coherent")
+    Q = naive.adversarial_queries(K)
+    universal = levattn.universal_set(K, 0.5)
+    try:
+        heavy = levattn.heavy_attention(Q, K, 0.02, universal=universal)
+    except ValueError:
+        pass
+    else:
+        assert np.all(heavy.entries.toarray()[naive.attention(Q, K) >= 0.02] > 0)
+
+
+# -- by size --------------------------------------------------------------------------------
+
+
+@stores("float64", "float32", "bfloat16", "torch-float32", "strict-float64")
+@pytest.mark.parametrize("name", KEYS)
+def test_a_set_by_size_certifies_its_epsilon(name: str, storage: str) -> None:
+    keys = STORAGE[storage](make(name))
+    K = as_float64(keys)
+    exact = naive.leverage_exact(K)
+    A = naive.attention(queries(_rng(f"{name} size"), K, 100), K)
+    for size in (0, 1, 7, 60, 399, 400):
+        found = levattn.universal_set(keys, size=size)
+        selected = as_bool(found.mask)
+        assert np.count_nonzero(selected) == size == len(found)
+        epsilon = float(np.asarray(found.epsilon))
+        largest = np.max(exact, where=~selected, initial=0.0)
+        assert epsilon == pytest.approx(largest, rel=1e-5, abs=1e-300)
+        # Every entry above what is certified lies in the set.
+        assert missed(A, selected, np.nextafter(epsilon, 2) * (1 + 1e-9)) == []
+
+
+@stores("float64", "float32", "float16", "bfloat16", "torch-bfloat16", "strict-float32")
+def test_ties_by_size_go_to_the_lower_index(storage: str) -> None:
+    for d, m in ((3, 4), (8, 25), (5, 300)):
+        keys = STORAGE[storage](strategies.identity_blocks(d, m))
+        for size in (0, 1, m, m + 1, d * m - 1, d * m):
+            selected = as_bool(levattn.universal_set(keys, size=size).mask)
+            assert np.array_equal(selected, np.arange(d * m) < size)
+
+
+@stores("float64", "float32")
+def test_copies_by_size_go_to_the_lower_index(storage: str) -> None:
+    rng = _rng("copies")
+    distinct = STORAGE[storage](rng.standard_normal((40, 6)) * np.clip(rng.standard_cauchy((40, 1)), -9, 9))
+    rows = np.repeat(np.arange(40), 5)[rng.permutation(200)]
+    exact = naive.leverage_exact(distinct[rows].astype(np.float64))
+    order = np.lexsort((np.arange(200), -np.round(exact, 12)))
+    for size in range(0, 201, 7):
+        selected = levattn.universal_set(distinct[rows], size=size).mask
+        assert np.array_equal(np.flatnonzero(selected), np.sort(order[:size]))
+
+
+def test_masked_keys_are_never_taken_by_size() -> None:
+    K = make("gaussian")
+    mask = np.arange(400) % 2 == 0
+    for size in (0, 10, 200):
+        found = levattn.universal_set(K, size=size, mask=mask)
+        assert np.array_equal(found.mask, naive.universal_set(K, size=size, mask=mask))
+
+
+# -- batches --------------------------------------------------------------------------------
+
+
+@stores("float64", "float32", "torch-bfloat16", "strict-float32")
+def test_every_head_of_a_batch(storage: str) -> None:
+    heads = np.stack([make(name) for name in KEYS])
+    keys = STORAGE[storage](heads)
+    values = as_float64(keys)
+    for epsilon in EPSILONS:
+        found = levattn.universal_set(keys, epsilon)
+        selected = as_bool(found.mask)
+        assert np.array_equal(np.asarray(found.sizes), selected.sum(axis=-1))
+        for head, K in enumerate(values):
+            A = naive.attention(queries(_rng(KEYS[head]), K, 60), K)
+            assert missed(A, selected[head], epsilon) == []
+            assert np.all(selected[head][naive.leverage_exact(K) >= epsilon])

@@ -1,0 +1,485 @@
+"""The structure of the package: layers, homes of third-party packages, public names, docstrings.
+
+Imports are read from the source with ``ast``, lazy ones included, so that a rule is checked on a machine
+without the package in question too. The rules are tables; each check yields what is wrong as text, and is
+itself tested on small packages with a planted fault.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import graphlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import levattn
+
+ROOT = Path(levattn.__file__).parent
+API = ROOT.parent / "docs" / "api.md"
+
+# A module imports from its own level or below. A sub-package stands for all of its modules.
+LAYERS = {
+    0: ("exceptions", "_array", "_random", "_threads"),
+    1: ("_kernels",),
+    2: ("linalg", "states", "functions", "sketch"),
+    3: ("leverage", "sensitivity"),
+    4: ("universal", "heavy", "streaming", "io"),
+    5: ("distributed", "attention"),
+    6: ("nn", "integrations", "plots", "cli"),
+    7: ("",),  # levattn/__init__.py: the public names
+}
+LEVEL = {name: level for level, names in LAYERS.items() for name in names}
+
+# Beside the layers: they may use the library up to a level, and only these modules may use them.
+SIDE = {"datasets": 4, "data": 0}
+USERS_OF_SIDE = {"plots", "cli", *SIDE, ""}
+
+ANYWHERE = {"numpy", "scipy", "array_api_compat"}
+FROM_LEVEL_5 = tuple(
+    pattern for name, level in LEVEL.items() if level in (5, 6) for pattern in (name, f"{name}.*")
+)
+CPU_KERNELS = ("_kernels._cpu*",)
+HOMES = {
+    "numba": CPU_KERNELS,
+    "llvmlite": CPU_KERNELS,
+    "cupy": ("_kernels._cuda*", "_array"),
+    "torch": ("_array", *FROM_LEVEL_5),
+    "transformers": FROM_LEVEL_5,
+    "timm": FROM_LEVEL_5,
+    "dask": FROM_LEVEL_5,
+    "distributed": FROM_LEVEL_5,
+    "ml_dtypes": ("_array", "io", "datasets"),
+    "safetensors": ("io", "datasets"),
+    "zarr": ("io",),
+    "pyarrow": ("io",),
+    "matplotlib": ("plots",),
+    "typer": ("cli", "cli.*"),
+    "click": ("cli", "cli.*"),
+    "rich": ("cli", "cli.*"),
+}
+# Whoever imports these modules has asked for the package: everything else optional waits inside functions.
+EAGER = {
+    "numba": CPU_KERNELS,
+    "llvmlite": CPU_KERNELS,
+    **{name: HOMES[name] for name in ("typer", "click", "rich")},
+}
+
+# The compiler's flags are chosen in one module; the rest of the kernels uses its decorators.
+JIT_HOME = "_kernels._cpu_jit"
+JIT_NAMES = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name, and how it is imported."""
+
+    target: str
+    line: int
+    lazy: bool  # inside a function
+    typing_only: bool  # under TYPE_CHECKING
+
+    @property
+    def package(self) -> str:
+        return self.target.partition(".")[0]
+
+    @property
+    def own(self) -> str:
+        """The name within levattn: "" is the package itself."""
+        return self.target.partition(".")[2]
+
+
+@dataclass
+class Module:
+    """A source file of the package: "" is ``__init__.py``, "sketch._jl" a module of a sub-package."""
+
+    name: str
+    tree: ast.Module
+    is_package: bool
+    imports: list[Import] = field(default_factory=list)
+
+    @property
+    def head(self) -> str:
+        return self.name.partition(".")[0]
+
+    def at(self, line: int) -> str:
+        return f"levattn.{self.name or '__init__'}, line {line}"
+
+
+def imports_in(
+    node: ast.AST, module: Module, known: set[str], *, lazy: bool = False, typing: bool = False
+) -> Iterator[Import]:
+    """The imports below a node; ``known`` tells whether ``from levattn import x`` imports a module."""
+    targets: list[str] = []
+    if isinstance(node, ast.Import):
+        targets = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            here = ["levattn", *filter(None, module.name.split("."))]
+            base = ".".join([*here[: len(here) - node.level + module.is_package], *filter(None, [base])])
+        wholes = [f"{base}.{alias.name}" for alias in node.names]
+        targets = [whole if whole in known else base for whole in wholes]
+    elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
+        targets = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+    for target in targets:
+        yield Import(target, node.lineno, lazy, typing)
+
+    below = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    guarded: list[ast.stmt] = []
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        guarded = node.body
+    for child in ast.iter_child_nodes(node):
+        yield from imports_in(child, module, known, lazy=below, typing=typing or child in guarded)
+
+
+def read_package(root: Path) -> list[Module]:
+    modules = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules.append(Module(name, ast.parse(path.read_text("utf-8"), str(path)), is_package))
+    known = {f"levattn.{module.name}" for module in modules}
+    for module in modules:
+        module.imports = list(imports_in(module.tree, module, known))
+    return modules
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def unknown_modules(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        if module.head not in LEVEL and module.head not in SIDE:
+            yield (
+                f"levattn.{module.name} has no level: move it into a module that has one, or add it "
+                f"to LAYERS in tests/{Path(__file__).name} and to the picture in docs/design.md"
+            )
+
+
+def upward_imports(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        level = LEVEL.get(module.head, SIDE.get(module.head, 0))
+        for item in module.imports:
+            target = item.own.partition(".")[0]
+            if item.package != "levattn" or target == module.head:
+                continue
+            if target in SIDE and module.head not in USERS_OF_SIDE:
+                yield f"{module.at(item.line)}: {item.target} stands beside the library; cli and plots use it"
+            # The program may use the library as its users do, through the public names.
+            elif LEVEL.get(target, 0) > level and not (target == "" and level == 6):
+                yield (
+                    f"{module.at(item.line)}: level {level} imports {item.target} of level {LEVEL[target]}; "
+                    "move what both need down to the lower one"
+                )
+
+
+def cycles(modules: list[Module]) -> Iterator[str]:
+    graph = {
+        module.name: {i.own for i in module.imports if i.package == "levattn" and not i.typing_only}
+        for module in modules
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield "import cycle (lazy imports count): " + " <- ".join(f"levattn.{name}" for name in error.args[1])
+
+
+def misplaced_packages(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for item in module.imports:
+            package = item.package
+            if package == "levattn" or package in ANYWHERE or package in sys.stdlib_module_names:
+                continue
+            if package not in HOMES:
+                yield f"{module.at(item.line)}: {package} is no dependency; declare it and add it to HOMES"
+            elif not matches(module.name, HOMES[package]):
+                yield f"{module.at(item.line)}: {package} may be imported only in {', '.join(HOMES[package])}"
+            elif not (item.lazy or item.typing_only or matches(module.name, EAGER.get(package, ()))):
+                yield f"{module.at(item.line)}: import {package} inside the function that needs it"
+
+
+def stray_jit(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        if module.name == JIT_HOME:
+            continue
+        for node in ast.walk(module.tree):
+            named: set[str] = set()
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "numba":
+                named = {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("numba", "nb"):
+                named = {node.attr}
+            for name in sorted(named & JIT_NAMES):
+                yield f"{module.at(node.lineno)}: numba.{name}; use a decorator of levattn.{JIT_HOME}"
+
+
+def stray_statements(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Assert):
+                yield f"{module.at(node.lineno)}: assert vanishes under python -O; raise a typed error"
+            elif isinstance(node, ast.Name) and node.id == "print" and module.head != "cli":
+                yield f"{module.at(node.lineno)}: print; return the value, or warn"
+
+
+Rule = Callable[[list[Module]], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    unknown_modules,
+    upward_imports,
+    cycles,
+    misplaced_packages,
+    stray_jit,
+    stray_statements,
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_keeps_the_rule(rule: Rule) -> None:
+    modules = read_package(ROOT)
+    assert len(modules) > 1
+    assert list(rule(modules)) == []
+
+
+PLANTED = [
+    # rule, file, its source, a part of the report
+    (unknown_modules, "stray.py", "x = 1", "levattn.stray has no level"),
+    (upward_imports, "leverage.py", "from levattn.universal import f", "level 3 imports levattn.universal"),
+    (upward_imports, "leverage.py", "from levattn import universal", "level 3 imports levattn.universal"),
+    (upward_imports, "leverage.py", "from . import universal", "level 3 imports levattn.universal"),
+    (upward_imports, "sketch/_jl.py", "from ..universal import f", "level 2 imports levattn.universal"),
+    (upward_imports, "sketch/_jl.py", "def f():\n    import levattn.universal", "sketch._jl, line 2"),
+    (upward_imports, "leverage.py", "import levattn", "imports levattn of level 7"),
+    (upward_imports, "leverage.py", "from levattn import universal_set", "imports levattn of level 7"),
+    (upward_imports, "leverage.py", "from levattn import datasets", "stands beside the library"),
+    (upward_imports, "datasets.py", "from levattn import plots", "level 4 imports levattn.plots"),
+    (cycles, "universal.py", "def f():\n    import levattn.heavy", "levattn.heavy <- levattn.universal"),
+    (misplaced_packages, "leverage.py", "import numba", "numba may be imported only in _kernels._cpu*"),
+    (misplaced_packages, "_kernels/_generic.py", "from numba import prange", "numba may be imported only"),
+    (misplaced_packages, "leverage.py", "def f():\n    import torch", "torch may be imported only in _array"),
+    (misplaced_packages, "_array.py", "import torch", "import torch inside the function"),
+    (misplaced_packages, "_array.py", "importlib.import_module('cupy')", "import cupy inside the function"),
+    (misplaced_packages, "io.py", "if x:\n    import safetensors", "import safetensors inside"),
+    (misplaced_packages, "io.py", "def f():\n    import pandas", "pandas is no dependency"),
+    (misplaced_packages, "cli.py", "def f():\n    import matplotlib.pyplot", "only in plots"),
+    (stray_jit, "_kernels/_cpu_gram.py", "@numba.njit(parallel=True)\ndef f(): ...", "numba.njit"),
+    (stray_jit, "_kernels/_cpu_gram.py", "from numba import njit", "numba.njit"),
+    (stray_statements, "io.py", "assert 1", "raise a typed error"),
+    (stray_statements, "io.py", "print(1)", "levattn.io, line 1: print"),
+]
+INNOCENT = {
+    "__init__.py": "from levattn.leverage import leverage_scores",
+    "_array.py": "import sys\nimport numpy as np\ndef f():\n    import torch",
+    "_kernels/__init__.py": "def table():\n    from levattn._kernels import _cpu\n    return _cpu",
+    "_kernels/_cpu.py": "from numba import prange\nfrom levattn._kernels._cpu_jit import kernel",
+    "_kernels/_cpu_jit.py": "import numba\nkernel = numba.njit(cache=True)",
+    "leverage.py": "from levattn import _array, _kernels",
+    "universal.py": "from levattn.leverage import leverage_scores",
+    "heavy.py": "from typing import TYPE_CHECKING\nfrom levattn.universal import f\n",
+    "io.py": "if TYPE_CHECKING:\n    import safetensors\nelse:\n    def f():\n        import safetensors",
+    "cli.py": "import typer\nimport levattn\nfrom levattn import datasets\nprint(levattn)",
+    "plots.py": "def f():\n    import matplotlib",
+    "datasets.py": "import numpy",
+}
+
+
+def write_package(root: Path, sources: dict[str, str]) -> list[Module]:
+    for name, source in sources.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, "utf-8")
+    return read_package(root)
+
+
+@pytest.mark.parametrize(("rule", "name", "source", "report"), PLANTED)
+def test_rule_sees_the_planted_fault(
+    tmp_path: Path,
+    rule: Rule,
+    name: str,
+    source: str,
+    report: str,
+) -> None:
+    modules = write_package(tmp_path, {**INNOCENT, name: source})
+    found = list(rule(modules))
+    assert len(found) == 1
+    assert report in found[0]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_accepts_an_innocent_package(tmp_path: Path, rule: Rule) -> None:
+    assert list(rule(write_package(tmp_path, INNOCENT))) == []
+
+
+# The public names and their documentation
+
+
+def public_objects() -> dict[str, object]:
+    """Every public name with its object; a public module brings the names that it lists itself."""
+    found: dict[str, object] = {}
+    for name in levattn.__all__:
+        value = getattr(levattn, name)
+        found[f"levattn.{name}"] = value
+        if isinstance(value, types.ModuleType):
+            found |= {f"levattn.{name}.{member}": getattr(value, member) for member in value.__all__}
+    return found
+
+
+def sections_of(doc: str) -> dict[str, str]:
+    """The sections of a numpydoc docstring by title."""
+    pieces = re.split(r"^([A-Z][A-Za-z ]+)\n-{3,}$", doc, flags=re.MULTILINE)
+    return dict(zip(pieces[1::2], pieces[2::2], strict=True))
+
+
+def names_described(section: str) -> set[str]:
+    """The names at the left margin of a Parameters or Attributes section: "m, n : int" gives both."""
+    heads = re.findall(r"^(\S[^:\n]*)", section, flags=re.MULTILINE)
+    return {name.strip().lstrip("*") for head in heads for name in head.split(",")}
+
+
+def undocumented_function(name: str, function: Callable[..., object], *, example: bool) -> Iterator[str]:
+    doc = inspect.getdoc(function) or ""
+    if not doc:
+        yield f"{name}: no docstring"
+        return
+    sections = sections_of(doc)
+    signature = inspect.signature(function)
+    parameters = {key: value for key, value in signature.parameters.items() if key not in ("self", "cls")}
+    for parameter in parameters.values():
+        if parameter.annotation is parameter.empty:
+            yield f"{name}: parameter {parameter.name} has no annotation"
+    described = names_described(sections.get("Parameters", ""))
+    if described != set(parameters):
+        yield f"{name}: Parameters describes {sorted(described)}, the signature has {sorted(parameters)}"
+    if signature.return_annotation is signature.empty:
+        yield f"{name}: no return annotation"
+    elif str(signature.return_annotation) != "None" and not {"Returns", "Yields"} & sections.keys():
+        yield f"{name}: no Returns section"
+    if example and ">>>" not in sections.get("Examples", ""):
+        yield f"{name}: no example"
+
+
+def undocumented_class(name: str, cls: type) -> Iterator[str]:
+    doc = vars(cls).get("__doc__") or ""
+    if not doc or doc.startswith(f"{cls.__name__}("):  # the line that dataclass writes itself
+        yield f"{name}: no docstring"
+        return
+    if issubclass(cls, BaseException | Warning):
+        return
+    sections = sections_of(inspect.cleandoc(doc))
+    described = names_described(sections.get("Parameters", "") + sections.get("Attributes", ""))
+    if getattr(cls.__init__, "__module__", "").startswith("levattn"):
+        wanted = [
+            key for key in inspect.signature(cls.__init__).parameters if key != "self" and key[0] != "_"
+        ]
+        for missing in sorted(set(wanted) - described):
+            yield f"{name}: neither Parameters nor Attributes describes {missing}"
+    if ">>>" not in sections.get("Examples", ""):
+        yield f"{name}: no example"
+    for attribute in inspect.classify_class_attrs(cls):
+        if attribute.name.startswith("_") or not attribute.defining_class.__module__.startswith("levattn"):
+            continue
+        whole = f"{name}.{attribute.name}"
+        if attribute.kind == "property":
+            if not inspect.getdoc(attribute.object.fget):
+                yield f"{whole}: no docstring"
+            elif inspect.signature(attribute.object.fget).return_annotation is inspect.Signature.empty:
+                yield f"{whole}: no return annotation"
+        elif attribute.kind != "data":
+            function = getattr(attribute.object, "__func__", attribute.object)
+            yield from undocumented_function(whole, function, example=False)
+
+
+def undocumented(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, type):
+        yield from undocumented_class(name, value)
+    elif isinstance(value, types.ModuleType):
+        if not value.__doc__:
+            yield f"{name}: no docstring"
+    elif callable(value):
+        yield from undocumented_function(name, value, example=True)
+
+
+def test_public_names_are_the_documented_ones() -> None:
+    assert API.is_file(), f"{API} is missing: it documents every public name under a heading ### levattn.NAME"
+    headings = re.findall(r"^###+ +`?(levattn(?:\.\w+)+)", API.read_text("utf-8"), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(public_objects())
+
+
+def test_public_names_are_listed_once_and_by_dir() -> None:
+    assert len(set(levattn.__all__)) == len(levattn.__all__)
+    assert set(levattn.__all__) <= set(dir(levattn))
+
+
+def test_misspelt_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="leverage_scoers"):
+        _ = levattn.leverage_scoers
+
+
+@pytest.mark.parametrize("name", sorted(public_objects()))
+def test_public_object_is_documented(name: str) -> None:
+    assert list(undocumented(name, public_objects()[name])) == []
+
+
+def _documented(K: object, *, ridge: float = 0.0) -> float:
+    """One line.
+
+    Parameters
+    ----------
+    K : array (n, d)
+        The keys.
+    ridge : float
+        A number, with a colon: here.
+
+    Returns
+    -------
+    float
+        A number.
+
+    Examples
+    --------
+    >>> 1 + 1
+    2
+    """
+    return ridge if K is None else 0.0
+
+
+def _undescribed(K: object, ridge=0.0) -> float:
+    """One line."""
+    return ridge if K is None else 0.0
+
+
+class _Undescribed:
+    """One line."""
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def update(self, chunk: int) -> None:
+        """Take a chunk."""
+
+
+_Undescribed.__module__ = "levattn._planted"
+
+
+def test_docstring_check_sees_what_is_missing() -> None:
+    assert list(undocumented("f", _documented)) == []
+    assert list(undocumented("f", _undescribed)) == [
+        "f: parameter ridge has no annotation",
+        "f: Parameters describes [], the signature has ['K', 'ridge']",
+        "f: no Returns section",
+        "f: no example",
+    ]
+    assert list(undocumented("C", _Undescribed)) == [
+        "C: no example",
+        "C.size: no docstring",
+        "C.update: Parameters describes [], the signature has ['chunk']",
+    ]
