@@ -10,6 +10,7 @@ from typing import Any
 
 import array_api_compat
 import numpy as np
+import numpy.typing as npt
 
 __all__ = ["Matrices", "as_mask", "as_matrices", "to_float64", "to_numpy"]
 
@@ -58,7 +59,7 @@ def _refuse_dtype(name: str, dtype: Any) -> TypeError:
     )
 
 
-def _numpy_words(array: np.ndarray[Any, Any], name: str) -> tuple[np.ndarray[Any, Any], str]:
+def _numpy_words(array: npt.NDArray[Any], name: str) -> tuple[npt.NDArray[Any], str]:
     """Return a numpy array with 16-bit floats seen as words, and the name of its format."""
     kind = str(array.dtype.newbyteorder("=")) if array.dtype.kind == "f" else str(array.dtype)
     if kind not in _FLOATS:
@@ -146,18 +147,18 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
     return xp.reshape(xp.broadcast_to(found, expected), (-1, matrices.n))
 
 
-def to_numpy(array: Any) -> np.ndarray[Any, Any]:
+def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
     return array if isinstance(array, np.ndarray) else np.asarray(array_api_compat.to_device(array, "cpu"))
 
 
-def to_float64(data: Any, kind: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
     """Return a new numpy array of float64 with the numbers of `data`, whose format is `kind`."""
     if isinstance(data, np.ndarray):
         if kind == "float16":
             data = data.view(np.float16)
         elif kind == "bfloat16":
             data = (data.astype(np.uint32) << 16).view(np.float32)
-        return data.astype(np.float64)
+        return np.array(data, dtype=np.float64)
     xp = array_api_compat.array_namespace(data)
-    return to_numpy(xp.astype(data, xp.float64)).copy()
+    return np.array(to_numpy(xp.astype(data, xp.float64)), dtype=np.float64)

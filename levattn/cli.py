@@ -35,10 +35,7 @@ _INSTALL = 'pip install "levattn[cli]"'
 _PICTURES = (".png", ".svg", ".pdf")
 _INDICES_SHOWN = 12
 _PIPE_WIDTH = 1000
-_VACUOUS = (
-    "vacuous: the bound rank/ε is not below n, so the theorem alone does not promise that any key is "
-    "left out; the set is exact all the same."
-)
+_VACUOUS = "vacuous: the bound rank/ε is not below n, so the theorem alone does not promise that any key is left out"
 
 
 def main() -> None:
@@ -105,9 +102,7 @@ def build_app() -> "typer.Typer":
         epsilon: Annotated[
             float, typer.Option(callback=in_unit_interval, help="Threshold of a heavy score, in (0, 1].")
         ] = DEMO_EPSILON,
-        out: Annotated[Path, typer.Option(help="Folder for the pictures; made if missing.")] = Path(
-            "levattn-demo"
-        ),
+        out: Annotated[Path, typer.Option(help="Folder for the pictures; made if missing.")] = Path("levattn-demo"),
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     ) -> None:
         """Compute and check the universal sets of all 72 heads of a real encoder, and draw them."""
@@ -122,9 +117,7 @@ def build_app() -> "typer.Typer":
             typer.Option(callback=in_unit_interval, help="Keys that can score at least this, in (0, 1]."),
         ] = None,
         size: Annotated[int | None, typer.Option(min=0, help="Or: this many keys of highest score.")] = None,
-        tensor: Annotated[
-            str | None, typer.Option(help="Name of the array, if the file holds several.")
-        ] = None,
+        tensor: Annotated[str | None, typer.Option(help="Name of the array, if the file holds several.")] = None,
         center: Annotated[bool, typer.Option("--center", help="Subtract the mean key first.")] = False,
         method: Annotated[Method, typer.Option(help="How to compute the scores.")] = Method.auto,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
@@ -185,9 +178,7 @@ def _universal_set(request: _Request, as_json: bool, plot: Path | None, output: 
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
-        raise typer.BadParameter(
-            f"--size is {request.size}, but {request.file} holds {source.shape[-2]} keys"
-        )
+        raise typer.BadParameter(f"--size is {request.size}, but {request.file} holds {source.shape[-2]} keys")
     sets = levattn.universal_set(
         source, request.epsilon, size=request.size, method=request.method.value, center=request.center
     )
@@ -282,9 +273,7 @@ def _print_sets(sets: levattn.UniversalSet, source: levattn.KeySource) -> None:
         indices = reports[0]["indices"]
         shown = ", ".join(map(str, indices[:_INDICES_SHOWN])) or "none"
         rest = len(indices) - _INDICES_SHOWN
-        console.print(
-            f"keys: {shown}" + (f" and {rest} more (all with --json or --output)" if rest > 0 else "")
-        )
+        console.print(f"keys: {shown}" + (f" and {rest} more (all with --json or --output)" if rest > 0 else ""))
     if any(report["is_vacuous"] for report in reports):
         console.print(_VACUOUS)
 
@@ -473,9 +462,7 @@ def _summary(reports: list[_HeadReport]) -> dict[str, Any]:
     )
 
 
-def _print_demo(
-    reports: list[_HeadReport], summary: dict[str, Any], epsilon: float, files: list[Path]
-) -> None:
+def _print_demo(reports: list[_HeadReport], summary: dict[str, Any], epsilon: float, files: list[Path]) -> None:
     table = _table(
         "layer",
         "head",
@@ -528,7 +515,7 @@ def _sentences(s: dict[str, Any], epsilon: float, n: int) -> Iterator[str]:
         "of both, against brute force over every entry in float64."
     )
     if s["vacuous"]:
-        yield f"{_VACUOUS[:-1]} ({s['vacuous']} of {s['heads']} heads)."
+        yield f"{_VACUOUS} ({s['vacuous']} of {s['heads']} heads); the sets are exact all the same."
     else:
         yield "vacuous: no head; every bound rank/ε is below n."
     yield (

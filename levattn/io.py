@@ -188,9 +188,7 @@ def open_keys(
         raise TypeError(f"tensor must be the name of an array (str) or None, got {type(tensor).__name__}")
     rows = None if chunk_rows is None else _positive("chunk_rows", chunk_rows)
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: no such file; check the path (it is taken relative to {Path.cwd()})"
-        )
+        raise FileNotFoundError(f"{path}: no such file; check the path (it is taken relative to {Path.cwd()})")
     if not path.is_file():
         raise _refusal(path, "not a regular file", "give the path of a .npy, .npz or .safetensors file")
 
@@ -366,11 +364,7 @@ def _npy_header(path: Path, what: str, stream: IO[bytes], total: int) -> _NpyHea
     if start != _NPY_MAGIC:
         if _NPY_MAGIC.startswith(start):
             raise _truncated(path, what, "the header is cut off")
-        kind = (
-            "is a pickle, which is never loaded"
-            if start[:1] == b"\x80"
-            else "does not start as a .npy file does"
-        )
+        kind = "is a pickle, which is never loaded" if start[:1] == b"\x80" else "does not start as a .npy file does"
         raise _refusal(path, f"{what} {kind}", "save the keys with numpy.save or safetensors")
     stream.seek(0)
     try:
@@ -405,9 +399,7 @@ def _read_npy_header(path: Path) -> _NpyHeader:
 
 def _describe_npy(path: Path, tensor: str | None) -> _Found:
     if tensor is not None:
-        raise _refusal(
-            path, f"a .npy file holds one array without a name, got tensor={tensor!r}", "leave tensor out"
-        )
+        raise _refusal(path, f"a .npy file holds one array without a name, got tensor={tensor!r}", "leave tensor out")
     header = _read_npy_header(path)
     return _Found(None, header.shape, header.dtype)
 

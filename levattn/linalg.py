@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._array import to_float64, to_numpy
 from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for
@@ -55,7 +56,7 @@ class Factor:
 
     rows: Rows
     whitening: Float64
-    rank: np.ndarray[Any, np.dtype[np.int64]]
+    rank: npt.NDArray[np.int64]
     error: Float64
     arithmetic: tuple[Arithmetic, ...]
     basis: Float64 | None = None
@@ -98,7 +99,7 @@ class Factor:
         stored = _UNIT if self.rows.format == "float64" else 2.0**-24
         return np.asarray(self.error + stored + np.where(single, 2.0**-22 * _SINGLE_REACH, 0.0))
 
-    def scores(self, *, wide: bool = False) -> tuple[Any, np.ndarray[Any, np.dtype[np.bool_]]]:
+    def scores(self, *, wide: bool = False) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Return the leverage scores of the factored keys, (b, n), and which matrices have rows counted as 1.
 
         Scores are float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; masked rows
@@ -135,7 +136,7 @@ class Factor:
             scale = 1.0 if one.scale is None else one.scale[0]
             offset = float(np.sum((one.shift[0] * scale / c) ** 2))
         noise = (64 * _UNIT) ** 2 * d
-        reach = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
+        reach: Any = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
         out[item, :] = kernels.where(reach, 1.0, out[item, :])
         return bool(reach.any())
 
@@ -207,10 +208,7 @@ def prepare(rows: Rows, *, center: bool) -> Rows:
     if not center:
         return rows
     b, n, _ = rows.shape
-    if rows.mask is None:
-        counts = np.full(b, n)
-    else:
-        counts = to_numpy(rows.mask).sum(axis=1)
+    counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
     sums = kernels_for(rows).column_sums(rows)
     if _require_finite(rows, sums):
         raise ValueError("the column sums of K overflow float64, so K cannot be centred; scale K down first")
@@ -237,10 +235,12 @@ def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic) -> tuple[Rows, Flo
 
     The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys.
     """
-    n, d = rows.shape[1:]
+    n = rows.shape[1]
     diagonal = np.diagonal(G, axis1=1, axis2=2)
     low, high = (2.0**-80, 2.0**110) if arithmetic == "single" else (2.0**-900, 2.0**1000)
-    odd = ~np.isfinite(G).all(axis=(1, 2)) | ((diagonal < low * max(n, 1)) | (diagonal > high)).any(axis=1)
+    odd: npt.NDArray[np.bool_] = ~np.isfinite(G).all(axis=(1, 2)) | (
+        (diagonal < low * max(n, 1)) | (diagonal > high)
+    ).any(axis=1)
     if not odd.any():
         return rows, G
     _require_finite(rows, np.where(odd[:, None, None], G, 0.0))
@@ -284,7 +284,9 @@ def factor_moments(
     penalty = ridge * np.mean(diagonal / scale**2, axis=1, keepdims=True) * scale**2
 
     W, pivot, reach = inverse_cholesky(_penalized(G, penalty))
-    whole = (pivot > 0) & (np.sqrt(reach * d) * cut < 1)  # no singular value can be below the cut
+    whole: npt.NDArray[np.bool_] = (pivot > 0) & (
+        np.sqrt(reach * d) * cut < 1
+    )  # no singular value can be below the cut
     mild = whole & (reach <= _SINGLE_REACH)
     noise = np.full(b, 2.0**-24 if arithmetic == "single" else 2 * _UNIT)
     if arithmetic == "single":
@@ -295,9 +297,7 @@ def factor_moments(
             noise[again] = 2 * _UNIT
     done = (pivot > 0) & whole & np.where(noise > 1e-12, mild, noise * reach <= target)
     error = noise * reach
-    routes: list[Arithmetic] = [
-        "single" if short and single != "no" and ok else "double" for ok in mild & done
-    ]
+    routes: list[Arithmetic] = ["single" if short and single != "no" and ok else "double" for ok in mild & done]
     rank = np.count_nonzero(np.any(W != 0, axis=1), axis=1).astype(np.int64)
 
     bases: dict[int, tuple[Float64, Float64]] = {}
@@ -317,7 +317,7 @@ def factor_moments(
 def _assemble(
     rows: Rows,
     W: Float64,
-    rank: np.ndarray[Any, np.dtype[np.int64]],
+    rank: npt.NDArray[np.int64],
     error: Float64,
     routes: list[Arithmetic],
     bases: dict[int, tuple[Float64, Float64]],
@@ -388,7 +388,8 @@ def _triangle(rows: Rows) -> Float64:
     step = max(4096, 4 * d)
     R = np.zeros((0, d))
     for start in range(0, n, step):
-        R = np.linalg.qr(np.vstack([R, _dense(rows, start, min(start + step, n))]), mode="r")
+        stacked = np.vstack([R, _dense(rows, start, min(start + step, n))])
+        R = np.asarray(np.linalg.qr(stacked, mode="r"))
     return R
 
 

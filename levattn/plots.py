@@ -151,7 +151,7 @@ class LeverageSpectrumDisplay:
             ax.set(xlim=(0.8, self.scores.shape[-1] + 2), ylim=(1e-3, 1.0))
         ax.set(xscale="log", yscale="log", xlabel="keys, by descending score", ylabel="leverage score")
         ax.grid(alpha=0.25, lw=0.5)
-        ax.legend(loc="lower left", fontsize="small")
+        ax.legend(loc="best", fontsize="small")
         return self
 
     def _plot_scores(self, ax: Axes) -> None:
@@ -227,9 +227,7 @@ class CapturedMassDisplay:
     figure_: Figure | SubFigure
 
     def __init__(self, curves: Mapping[str, npt.ArrayLike], *, size: float | None = None) -> None:
-        self.curves: dict[str, Floats] = {
-            name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()
-        }
+        self.curves: dict[str, Floats] = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
         self.size = size
 
     @classmethod
@@ -300,7 +298,7 @@ class CapturedMassDisplay:
             ax.axvline(self.size, color=_RED, lw=1.2, ls="--", label=f"|U| = {self.size:.3g}")
         ax.set(xscale="log", ylim=(0, 1.02), xlabel="keys", ylabel="captured attention mass")
         ax.grid(alpha=0.25, lw=0.5)
-        ax.legend(loc="upper left", fontsize="small")
+        ax.legend(loc="best", fontsize="small")
         return self
 
 
@@ -403,9 +401,7 @@ class HeavyMapDisplay:
         """
         matrix = np.asarray(A, dtype=np.float64)
         if matrix.ndim != 2:
-            raise ValueError(
-                f"A has shape {matrix.shape}, expected (m, n); draw one item of a batch at a time"
-            )
+            raise ValueError(f"A has shape {matrix.shape}, expected (m, n); draw one item of a batch at a time")
         inside = _mask_of(universal, matrix.shape[1])
         heavy = matrix >= epsilon
         return cls(
@@ -446,9 +442,7 @@ class HeavyMapDisplay:
                 interpolation="nearest",
                 extent=(-0.5, n - 0.5, m - 0.5, -0.5),
             )
-            self.figure_.colorbar(
-                image, ax=ax, label="attention score (largest in a cell)", extend="min", pad=0.02
-            )
+            self.figure_.colorbar(image, ax=ax, label="attention score (largest in a cell)", extend="min", pad=0.02)
         self._plot_entries(ax)
         self._plot_columns(ax)
         ax.set(xlabel=f"keys (ticks: the {self.indices.size} of U)", ylabel="queries")
@@ -458,9 +452,7 @@ class HeavyMapDisplay:
         """Mark the columns of the set in a strip above the map, at most one per column of cells."""
         edges = _edges(self.shape[1])
         strip = ax.inset_axes((0.0, 1.01, 1.0, 0.03), sharex=ax)
-        strip.vlines(
-            edges[np.unique(np.searchsorted(edges, self.indices, "right") - 1)], 0, 1, color=_BLUE, lw=0.7
-        )
+        strip.vlines(edges[np.unique(np.searchsorted(edges, self.indices, "right") - 1)], 0, 1, color=_BLUE, lw=0.7)
         strip.set_axis_off()
 
     def _plot_entries(self, ax: Axes) -> None:
@@ -559,9 +551,7 @@ def _mask_of(universal: UniversalSet | npt.ArrayLike, n: int) -> Bools:
     mask = np.zeros(n, dtype=np.bool_)
     if chosen.dtype == np.bool_:
         if chosen.shape != (n,):
-            raise ValueError(
-                f"universal has a mask of shape {chosen.shape}, expected ({n},), one per column of A"
-            )
+            raise ValueError(f"universal has a mask of shape {chosen.shape}, expected ({n},), one per column of A")
         return chosen
     mask[chosen.astype(np.intp)] = True
     return mask

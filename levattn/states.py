@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._array import as_mask, as_matrices, to_float64, to_numpy
 from levattn._kernels import BLOCK, Arithmetic, Float64, Pieces, Rows, kernels_for
@@ -123,7 +124,7 @@ class Moments:
     def __init__(self, d: int, batch: tuple[int, ...] = ()) -> None:
         self.d = d
         self.batch = tuple(batch)
-        self.count: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(self.batch, np.int64)
+        self.count: npt.NDArray[np.int64] = np.zeros(self.batch, np.int64)
         self._blocks = PairwiseSum()
         self._merged: Float64 | None = None
         self._waiting: list[Float64] = []

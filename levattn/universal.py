@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._array import Matrices, as_mask, as_matrices, to_numpy
 from levattn._kernels import Rows
@@ -69,7 +70,7 @@ class UniversalSet:
         return tuple(int(size) for size in self.mask.shape[:-1])
 
     @property
-    def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def indices(self) -> npt.NDArray[np.int64]:
         """Ascending indices of the keys of the set, for one matrix.
 
         Returns
@@ -84,7 +85,7 @@ class UniversalSet:
         return np.flatnonzero(to_numpy(self.mask))
 
     @property
-    def sizes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def sizes(self) -> npt.NDArray[np.int64]:
         """Number of keys in the set of each matrix.
 
         Returns
@@ -281,10 +282,10 @@ def check_epsilon(epsilon: Any) -> float:
     return float(epsilon)
 
 
-def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -> npt.NDArray[np.bool_]:
     """Tell which scores are at least ε; those too close to ε for their precision are computed again in float64."""
     margin = np.maximum(4 * factor.score_error, _TIE)[:, None]
-    chosen: np.ndarray[Any, np.dtype[np.bool_]] = scores >= epsilon * (1 + margin)
+    chosen: npt.NDArray[np.bool_] = scores >= epsilon * (1 + margin)
     near = (scores >= epsilon * (1 - margin)) & ~chosen
     for item in np.flatnonzero(near.any(axis=1)).tolist():
         rows = np.flatnonzero(near[item])
@@ -295,7 +296,7 @@ def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -
     return chosen
 
 
-def take(data: Any, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Return some rows of every matrix of a batch."""
     if isinstance(data, np.ndarray):
         return data[:, rows, :]
@@ -305,7 +306,7 @@ def take(data: Any, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
     return xp.take(data, xp.asarray(rows, device=array_api_compat.device(data)), axis=1)
 
 
-def _largest(scores: Any, present: Any, size: int) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], float]:
+def _largest(scores: Any, present: Any, size: int) -> tuple[npt.NDArray[np.bool_], float]:
     """Choose by score descending, then index ascending; return the choice and the largest score left out."""
     candidates = np.flatnonzero(present)
     size = min(size, len(candidates))

@@ -81,9 +81,7 @@ def wide_zeros(rows: Rows) -> Any:
 where = np.where
 
 
-def moments(
-    rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
-) -> Float64:
+def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
     """Return the second moment of each piece's rows, (t, d, d), each row multiplied by its slot's `basis` first.
 
     A piece starts at a multiple of `BLOCK`; its blocks are summed in pairs, pairs of pairs, and so on.
@@ -131,14 +129,14 @@ def sqnorms(
     tasks[:, :, 1] = items[:, None]
     tasks[:, :, 2] = starts
     tasks[:, :, 3] = np.minimum(starts + span, n)
-    tasks = tasks.reshape(-1, 4)
+    listed = tasks.reshape(-1, 4)
     arguments = _arguments(rows)
     padded, turned = _padded(W, width), _padded(basis, width)
 
     def body(first: int, last: int) -> None:
-        sqnorm_tasks(*arguments, turned, padded, X, tasks, first, last, out)
+        sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, out)
 
-    _share(body, len(tasks), float(len(items)) * n * d * d)
+    _share(body, len(listed), float(len(items)) * n * d * d)
 
 
 def column_sums(rows: Rows) -> Float64:
@@ -191,15 +189,11 @@ def heavy_entries(
     columns = np.ascontiguousarray(keys.T)
     work = float(m) * keys.size
     counts, captured = np.empty(m, np.int64), np.empty(m)
-    _share(
-        lambda first, last: count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured), m, work
-    )
+    _share(lambda first, last: count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured), m, work)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     found, values = np.empty(starts[-1], np.int64), np.empty(starts[-1])
     _share(
-        lambda first, last: fill_heavy(
-            Q, columns, indices, normalizers, epsilon, first, last, starts, found, values
-        ),
+        lambda first, last: fill_heavy(Q, columns, indices, normalizers, epsilon, first, last, starts, found, values),
         m,
         work,
     )

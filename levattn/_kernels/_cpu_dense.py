@@ -10,7 +10,7 @@ __all__ = ["cholesky_tasks"]
 
 
 @jit
-def cholesky_tasks(G, shift, first, last, W, pivot, reach):  # type: ignore[no-untyped-def]
+def cholesky_tasks(G, shift, first, last, W, pivot, reach):
     """Factor ``G[first:last]`` (float64, symmetric) after scaling each diagonal to one.
 
     W becomes the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``, times D⁻¹ from the

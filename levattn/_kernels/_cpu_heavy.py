@@ -10,7 +10,7 @@ __all__ = ["count_heavy", "fill_heavy"]
 
 
 @jit
-def _logits(q, columns, z):  # type: ignore[no-untyped-def]
+def _logits(q, columns, z):
     """Write ⟨q, k⟩ of every selected key; `columns` (d, u) holds one key a column."""
     d, u = columns.shape
     z[:] = 0
@@ -27,7 +27,7 @@ def _logits(q, columns, z):  # type: ignore[no-untyped-def]
 
 
 @jit
-def count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured):  # type: ignore[no-untyped-def]
+def count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured):
     """Count the entries ``⟨q, k⟩² ≥ ε D`` of queries ``first:last`` and sum up the mass on all selected keys."""
     u = columns.shape[1]
     z = np.empty(u)
@@ -44,7 +44,7 @@ def count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured)
 
 
 @jit
-def fill_heavy(Q, columns, indices, normalizers, epsilon, first, last, starts, keys, values):  # type: ignore[no-untyped-def]
+def fill_heavy(Q, columns, indices, normalizers, epsilon, first, last, starts, keys, values):
     """Write the entries that `count_heavy` counted to the places that begin at ``starts[i]``."""
     u = columns.shape[1]
     z = np.empty(u)

@@ -15,7 +15,7 @@ ROWS1, ROWS2, ROWS3, ROWS4 = TILE_ROWS
 
 
 @jit
-def _add_slab(X, x, stride, n, out, ahead):  # type: ignore[no-untyped-def]
+def _add_slab(X, x, stride, n, out, ahead):
     """Add the second moment of `n` rows at `x` to `out`, tiles of the upper triangle only.
 
     Meanwhile the tiles fetch the `n` rows at `ahead`. X gives the precision and the padded width.
@@ -48,9 +48,7 @@ def _add_slab(X, x, stride, n, out, ahead):  # type: ignore[no-untyped-def]
 
 
 @jit
-def moment_tasks(  # type: ignore[no-untyped-def]
-    view, like, brain, mask, shift, scale, basis, exact, X, block, tasks, first, last, out
-):
+def moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, block, tasks, first, last, out):
     """Write the second moments of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X slab by

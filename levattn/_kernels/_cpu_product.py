@@ -23,7 +23,7 @@ SCORE_SLAB = SLAB // SCORE_ROWS * SCORE_ROWS
 
 
 @jit
-def pack_panels(W, X):  # type: ignore[no-untyped-def]
+def pack_panels(W, X):
     """Return the columns of W (padded with zeros) as panels of a tile's width, in the precision of X."""
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     d, columns = W.shape[0], X.shape[1]
@@ -35,7 +35,7 @@ def pack_panels(W, X):  # type: ignore[no-untyped-def]
 
 
 @jit
-def product_rows(X, x, stride, n, panels, out, store, ahead, last):  # type: ignore[no-untyped-def]
+def product_rows(X, x, stride, n, panels, out, store, ahead, last):
     """Multiply `n` rows at `x` (whole groups of SCORE_ROWS) by the panels' triangle.
 
     The products are stored in `out`, or their squares are summed into one vector a row. Meanwhile the tiles
@@ -56,22 +56,14 @@ def product_rows(X, x, stride, n, panels, out, store, ahead, last):  # type: ign
             if store:
                 to += start * size
                 if narrow:
-                    product_tile(
-                        X, SCORE_ROWS, 1, at, stride, w, width, start, to, out.shape[1], STORE, ahead, 64
-                    )
+                    product_tile(X, SCORE_ROWS, 1, at, stride, w, width, start, to, out.shape[1], STORE, ahead, 64)
                 else:
-                    product_tile(
-                        X, SCORE_ROWS, 2, at, stride, w, width, start, to, out.shape[1], STORE, ahead, 64
-                    )
+                    product_tile(X, SCORE_ROWS, 2, at, stride, w, width, start, to, out.shape[1], STORE, ahead, 64)
             elif t == 0:
                 if narrow:
-                    product_tile(
-                        X, SCORE_ROWS, 1, at, stride, w, width, start, to, lanes, OVERWRITE, ahead, 64
-                    )
+                    product_tile(X, SCORE_ROWS, 1, at, stride, w, width, start, to, lanes, OVERWRITE, ahead, 64)
                 else:
-                    product_tile(
-                        X, SCORE_ROWS, 2, at, stride, w, width, start, to, lanes, OVERWRITE, ahead, 64
-                    )
+                    product_tile(X, SCORE_ROWS, 2, at, stride, w, width, start, to, lanes, OVERWRITE, ahead, 64)
             elif narrow:
                 product_tile(X, SCORE_ROWS, 1, at, stride, w, width, start, to, lanes, ACCUMULATE, ahead, 64)
             else:
@@ -80,7 +72,7 @@ def product_rows(X, x, stride, n, panels, out, store, ahead, last):  # type: ign
 
 
 @jit
-def compensated_rows(X, n, W, Y):  # type: ignore[no-untyped-def]
+def compensated_rows(X, n, W, Y):
     """Write the first `n` rows of X times the upper triangle of W to Y, each entry rounded about once.
 
     Products are split without error and summed with their rounding errors (Dot2 of Ogita, Rump and Oishi
@@ -107,7 +99,7 @@ def compensated_rows(X, n, W, Y):  # type: ignore[no-untyped-def]
 
 
 @jit
-def sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, tasks, first, last, out):  # type: ignore[no-untyped-def]
+def sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, tasks, first, last, out):
     """Write ``‖k basis W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     `basis` is empty, or applied in compensated arithmetic. X gives the precision and the padded width.

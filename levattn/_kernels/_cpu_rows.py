@@ -16,39 +16,37 @@ ADDRESS, ITEM_STEP, ROW_STEP, COLUMN_STEP, COLUMNS = range(5)  # steps in bytes
 
 
 @jit
-def _from_float16(bits):  # type: ignore[no-untyped-def]
+def _from_float16(bits):
     magnitude = np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)
-    value = bits_to_float(np.uint32(magnitude)) * np.float32(
-        2.0**112
-    )  # moves the exponent's bias, subnormals too
+    value = bits_to_float(np.uint32(magnitude)) * np.float32(2.0**112)  # moves the exponent's bias, subnormals too
     if (bits & np.uint32(0x7C00)) == np.uint32(0x7C00):
         value = bits_to_float(np.uint32(magnitude | np.uint32(0x7F800000)))
     return -value if bits & np.uint32(0x8000) else value
 
 
-def _value(x, brain):  # type: ignore[no-untyped-def]
+def _value(x, brain):
     """Return a stored number as a float: 16-bit words are float16, or bfloat16 where `brain`."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(_value)  # type: ignore[untyped-decorator]
-def _overload_value(x, brain):  # type: ignore[no-untyped-def]
+@overload(_value)
+def _overload_value(x, brain):
     if isinstance(x, types.Integer):
 
-        def read(x, brain):  # type: ignore[no-untyped-def]
+        def read(x, brain):
             word = np.uint32(x)
             return bits_to_float(np.uint32(word << np.uint32(16))) if brain else _from_float16(word)
 
     else:
 
-        def read(x, brain):  # type: ignore[no-untyped-def]
+        def read(x, brain):
             return x
 
     return read
 
 
 @jit
-def is_direct(view, like, mask, shift, scale, X, lanes):  # type: ignore[no-untyped-def]
+def is_direct(view, like, mask, shift, scale, X, lanes):
     """Tell whether the tiles can read the keys where they lie, instead of from a scratch like X."""
     return (
         like.itemsize == X.itemsize
@@ -62,13 +60,13 @@ def is_direct(view, like, mask, shift, scale, X, lanes):  # type: ignore[no-unty
 
 
 @jit
-def row_address(view, item, r):  # type: ignore[no-untyped-def]
+def row_address(view, item, r):
     """Return the address of row `r` of one matrix."""
     return view[ADDRESS] + item * view[ITEM_STEP] + r * view[ROW_STEP]
 
 
 @jit
-def load_rows(view, like, brain, item, start, stop, mask, shift, scale, X):  # type: ignore[no-untyped-def]
+def load_rows(view, like, brain, item, start, stop, mask, shift, scale, X):
     """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale``, 0 where masked.
 
     The columns of X past the keys' own are left as they are (zero).

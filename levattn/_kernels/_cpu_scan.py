@@ -13,7 +13,7 @@ _SLAB = 128
 
 
 @jit
-def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first, last, out):  # type: ignore[no-untyped-def]
+def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first, last, out):
     """Write the column sums (or largest magnitudes) of the matrices ``first:last`` to `out`.
 
     Sums are formed block by block and the blocks are combined like the bits of a binary counter.
@@ -52,7 +52,7 @@ def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first
 
 
 @jit
-def nonfinite_scan(view, like, brain, mask, shift, scale, n, item, found):  # type: ignore[no-untyped-def]
+def nonfinite_scan(view, like, brain, mask, shift, scale, n, item, found):
     """Write the first rows that hold NaN or infinity to `found` and return how many were found."""
     d = view[4]
     row = np.zeros((1, d))

@@ -79,8 +79,8 @@ def _prefetch(b: Builder, address: Value) -> None:
     b.call(function, [b.inttoptr(address, byte), read, keep, data])
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):  # type: ignore[no-untyped-def]
+@intrinsic(prefer_literal=True)
+def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
     """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and `vectors` vectors of x to the float64 tile `out`.
 
     The sum over the `n` rows runs in the precision of the input; only its result is widened. Each row also
@@ -138,10 +138,10 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def product_tile(
     typing, like, rows, vectors, x, x_stride, w, w_stride, start, out, out_stride, mode, ahead, ahead_step
-):  # type: ignore[no-untyped-def]
+):
     """Multiply `rows` rows of x by a tile of columns of an upper-triangular W.
 
     The tile's vector j uses the rows of W below ``start + (j + 1) * lanes``. `mode` says what becomes of the
@@ -184,9 +184,7 @@ def product_tile(
                 new.append([_fma(b, value, ws[t], current[i][t]) for t in range(len(live))])
             _prefetch(b, pl)
             moved = (b.sub(left, _int(1)), b.add(px, _int(size)), b.add(pw, w_step), b.add(pl, line_step))
-            for phi, first, following in zip(
-                (left, px, pw, pl), (length, at_x, at_w, line), moved, strict=True
-            ):
+            for phi, first, following in zip((left, px, pw, pl), (length, at_x, at_w, line), moved, strict=True):
                 phi.add_incoming(first, before)
                 phi.add_incoming(following, loop)
             for i in range(tall):
@@ -214,8 +212,8 @@ def product_tile(
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def lane_sum(typing, like, address):  # type: ignore[no-untyped-def]
+@intrinsic(prefer_literal=True)
+def lane_sum(typing, like, address):
     """Return the sum of the vector at `address`, halved again and again."""
     size, scalar, vector = _vector_type(like)
     signature = like.dtype(like, types.int64)
@@ -235,8 +233,8 @@ def lane_sum(typing, like, address):  # type: ignore[no-untyped-def]
     return signature, codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fused_multiply_add(typing, x, y, z):  # type: ignore[no-untyped-def]
+@intrinsic
+def fused_multiply_add(typing, x, y, z):
     """Return ``x * y + z`` rounded once."""
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
@@ -245,8 +243,8 @@ def fused_multiply_add(typing, x, y, z):  # type: ignore[no-untyped-def]
     return types.float64(types.float64, types.float64, types.float64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def bits_to_float(typing, bits):  # type: ignore[no-untyped-def]
+@intrinsic
+def bits_to_float(typing, bits):
     """Read 32 bits as a float32."""
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
@@ -255,8 +253,8 @@ def bits_to_float(typing, bits):  # type: ignore[no-untyped-def]
     return types.float32(types.uint32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def as_pointer(typing, address, array):  # type: ignore[no-untyped-def]
+@intrinsic
+def as_pointer(typing, address, array):
     """Return `address` as a pointer to elements of the array's dtype."""
     kind = types.CPointer(array.dtype)
 

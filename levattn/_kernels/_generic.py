@@ -95,9 +95,7 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
 
 
-def moments(
-    rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
-) -> Float64:
+def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
     """Return the second moment of each piece's rows; the contract of `_cpu.moments`."""
     out = np.zeros((len(pieces), rows.shape[2], rows.shape[2]))
     turn = None if basis is None else _send(basis, rows)
