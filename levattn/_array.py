@@ -44,7 +44,8 @@ class Matrices:
 
     def wrap(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's kind."""
-        return self.give_back(array.reshape((*self.batch, *array.shape[1:])))
+        xp = array_api_compat.array_namespace(array)
+        return self.give_back(xp.reshape(array, (*self.batch, *array.shape[1:])))
 
 
 def _is_torch(array: Any) -> bool:
@@ -149,7 +150,9 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
-    return array if isinstance(array, np.ndarray) else np.asarray(array_api_compat.to_device(array, "cpu"))
+    if array_api_compat.is_torch_array(array) or array_api_compat.is_cupy_array(array):
+        array = array_api_compat.to_device(array, "cpu")
+    return np.asarray(array)
 
 
 def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:

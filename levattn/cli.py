@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -86,7 +85,7 @@ def build_app() -> "typer.Typer":
 
     def show_version(asked: bool) -> None:
         if asked:
-            typer.echo(f"levattn {version('levattn')}")
+            typer.echo(f"levattn {levattn.__version__}")
             raise typer.Exit
 
     @app.callback()
@@ -186,7 +185,7 @@ def _universal_set(request: _Request, as_json: bool, plot: Path | None, output: 
     if output is not None:
         with replace_file(output) as stream:
             arrays: dict[str, Any] = _arrays(sets)
-            np.savez(stream, allow_pickle=False, **arrays)
+            np.savez(stream, **arrays)
     if plot is not None and picture is not None:
         with replace_file(plot) as stream:
             stream.write(picture)
@@ -227,7 +226,7 @@ def _arrays(sets: levattn.UniversalSet) -> dict[str, npt.NDArray[Any]]:
 
 def _request_report(request: _Request, source: levattn.KeySource) -> dict[str, Any]:
     return {
-        "levattn": version("levattn"),
+        "levattn": levattn.__version__,
         "file": str(request.file),
         "tensor": source.tensor,
         "shape": source.shape,
@@ -372,7 +371,7 @@ def _demo(epsilon: float, out: Path, as_json: bool) -> None:
     summary = _summary(reports)
     if as_json:
         _print_json(
-            {"levattn": version("levattn"), "data": "all-MiniLM-L6-v2", "epsilon": epsilon, "f": 2}
+            {"levattn": levattn.__version__, "data": "all-MiniLM-L6-v2", "epsilon": epsilon, "f": 2}
             | {
                 "heads": [asdict(report) for report in reports],
                 "summary": summary,

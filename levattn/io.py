@@ -439,16 +439,27 @@ def _describe_npz(path: Path, tensor: str | None) -> _Found:
     return _Found(name, header.shape, header.dtype)
 
 
+def _read_exactly(stream: IO[bytes], size: int) -> npt.NDArray[np.uint8]:
+    """Read up to `size` bytes in pieces, without a second copy of the whole, and then to the end."""
+    data, filled = np.empty(size, np.uint8), 0
+    while part := stream.read(min(_CHUNK_BYTES, size - filled)):
+        data[filled : filled + len(part)] = np.frombuffer(part, np.uint8)
+        filled += len(part)
+    while stream.read(_CHUNK_BYTES):  # the checksum is compared at the end
+        pass
+    return data[:filled]
+
+
 @contextmanager
 def _reading_npz(path: Path, tensor: str | None) -> Iterator[_ReadRows]:
     with _zip_member(path, tensor) as (name, member, size):
         header = _npy_header(path, f"tensor {name!r}", member, size)
-        data = member.read()  # to the end, where the checksum is compared
-        count = math.prod(header.shape)
-        if len(data) < count * header.dtype.itemsize:
-            raise _truncated(path, f"tensor {name!r}", f"{len(data)} bytes of data are there")
+        size = math.prod(header.shape) * header.dtype.itemsize
+        data = _read_exactly(member, size)
+        if data.size < size:
+            raise _truncated(path, f"tensor {name!r}", f"{data.size} of {size} bytes are there")
         order: Any = header.order
-        keys = np.frombuffer(data, header.dtype, count).reshape(header.shape, order=order)
+        keys = data.view(header.dtype).reshape(header.shape, order=order)
     yield lambda start, stop: keys[..., start:stop, :]
 
 

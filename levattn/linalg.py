@@ -128,7 +128,7 @@ class Factor:
         one = self.rows.item(item)
         # in the precision of the scores a float32 result would do, but its range would not
         wide = kernels.wide_zeros(one)
-        kernels.sqnorms(one, np.array([0]), _upper_form(Z / c[:, None])[None], wide, arithmetic="double")
+        kernels.sqnorms(one, np.array([0]), (_upper_form(Z) / c[:, None])[None], wide, arithmetic="double")
         size = kernels.wide_zeros(one)
         kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None], size, arithmetic="double")
         offset = 0.0
@@ -136,9 +136,9 @@ class Factor:
             scale = 1.0 if one.scale is None else one.scale[0]
             offset = float(np.sum((one.shift[0] * scale / c) ** 2))
         noise = (64 * _UNIT) ** 2 * d
-        reach: Any = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
-        out[item, :] = kernels.where(reach, 1.0, out[item, :])
-        return bool(reach.any())
+        beyond: Any = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
+        out[item, :] = kernels.where(beyond, 1.0, out[item, :])
+        return bool(to_numpy(beyond).any())
 
     @cached_property
     def normalizer(self) -> Float64:
@@ -354,7 +354,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
         live = s > cut * s.max(initial=0.0)
         found = _finish(
-            rows, item, _upper_form((Vt[live].T / s[live]) / c[:, None]), c, _complement(Vt[live]), penalty
+            rows, item, _upper_form(Vt[live].T / s[live]) / c[:, None], c, _complement(Vt[live]), penalty
         )
         W[item], rank[item], error[item] = found.whitening, found.rank, found.error
         routes.append("double" if found.core is None else "compensated")
@@ -426,6 +426,7 @@ def _precondition(
     H = G + np.diag(penalty)
     c = np.sqrt(np.diag(H))
     c = np.where(c > 0, c, 1.0)
+    largest = np.sqrt(np.linalg.norm(H / c[:, None] / c, 2))  # singular value of the equilibrated keys
     out = np.zeros((d, 0))
     basis: Float64 | None = None
 
@@ -443,14 +444,14 @@ def _precondition(
             vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
             if vanished.any():
                 out = _orthonormal(np.hstack([out, c[:, None] * basis[:, vanished]]))
-        U, s, Vt = np.linalg.svd(c[:, None] * turned)
+        U, s, _ = np.linalg.svd(c[:, None] * turned)
         live = s > 0
         if not live.any():
             return _Preconditioned(turned, turned, None, 0, 0.0, out, c)
-        null = live & (s * s[live].min() ** -1 * cut >= 1)
+        null = live & (s * cut * largest >= 1) & (s >= 1e-3 * s.max())  # smaller ones are not resolved beside larger
         if null.any():
             out = _orthonormal(np.hstack([out, U[:, null]]))
-            basis = _upper_form(turned @ Vt.T[:, live & ~null])
+            basis = _upper_form(_complement(out.T)) / c[:, None]
         elif good:
             break
         else:
@@ -476,7 +477,7 @@ def _finish(
     return _Preconditioned(W @ C[0], W, C[0], rank, 4 * _UNIT * float(again[0]), out, c)
 
 
-_ROUNDS = 12  # three are enough for any condition number up to the cut; rank deficiency takes a few more
+_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 
 
 def _orthonormal(A: Float64) -> Float64:

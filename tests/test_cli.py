@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,8 @@ def file(tmp_path: Path, keys: Array) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
-@pytest.mark.parametrize(
-    "selection", [("--epsilon", "0.1"), ("--size", "9"), ("--size", "0"), ("--size", "200")]
-)
-def test_json_says_what_the_library_says(
-    tmp_path: Path, keys: Array, kind: str, selection: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize("selection", [("--epsilon", "0.1"), ("--size", "9"), ("--size", "0"), ("--size", "200")])
+def test_json_says_what_the_library_says(tmp_path: Path, keys: Array, kind: str, selection: tuple[str, str]) -> None:
     path = tmp_path / f"keys.{kind}"
     if kind == "npy":
         np.save(path, keys)
@@ -84,7 +79,7 @@ def test_json_says_what_the_library_says(
     )
     (found,) = document.pop("sets")
     assert document == {
-        "levattn": version("levattn"),
+        "levattn": levattn.__version__,
         "file": str(path),
         "tensor": None if kind == "npy" else "K",
         "shape": [200, 6],
@@ -106,9 +101,7 @@ def test_json_says_what_the_library_says(
 def test_batches_give_one_set_per_matrix(tmp_path: Path, keys: Array) -> None:
     heads = np.stack([keys, keys[::-1], np.repeat(keys[:100], 2, axis=0)]).reshape(3, 1, 200, 6)
     np.save(tmp_path / "heads.npy", heads)
-    result = run(
-        "universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--json", "-o", tmp_path / "sets.npz"
-    )
+    result = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--json", "-o", tmp_path / "sets.npz")
     sets = json.loads(result.stdout)["sets"]
     expected = levattn.universal_set(heads, 0.1)
     assert [found["item"] for found in sets] == [[0, 0], [1, 0], [2, 0]]
@@ -165,10 +158,7 @@ def test_options_reach_the_library(file: Path, keys: Array) -> None:
     result = run("universal-set", shifted, "--epsilon", "0.02", "--center", "--method", "qr", "--json")
     document = json.loads(result.stdout)
     assert (document["center"], document["method"]) == (True, "qr")
-    assert (
-        document["sets"][0]["indices"]
-        == levattn.universal_set(keys + 100, 0.02, center=True).indices.tolist()
-    )
+    assert document["sets"][0]["indices"] == levattn.universal_set(keys + 100, 0.02, center=True).indices.tolist()
     assert document["sets"][0]["indices"] != levattn.universal_set(keys + 100, 0.02).indices.tolist()
 
 
@@ -177,9 +167,7 @@ def test_one_of_several_tensors(tmp_path: Path, keys: Array) -> None:
     assert "holds 2 arrays ('a', 'b'); say which one with tensor=" in refused(
         "universal-set", tmp_path / "two.npz", "--size", "3"
     )
-    document = json.loads(
-        run("universal-set", tmp_path / "two.npz", "--size", "3", "--tensor", "b", "--json").stdout
-    )
+    document = json.loads(run("universal-set", tmp_path / "two.npz", "--size", "3", "--tensor", "b", "--json").stdout)
     assert (document["tensor"], document["shape"]) == ("b", [50, 6])
 
 
@@ -243,23 +231,17 @@ def test_missing_folder_is_noticed_before_the_work(tmp_path: Path, file: Path) -
         assert "make it first" in line
 
 
-def test_failed_drawing_writes_no_file_at_all(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_drawing_writes_no_file_at_all(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(plots, "figure_bytes", fail)
-    line = refused(
-        "universal-set", file, "--size", "3", "-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png"
-    )
+    line = refused("universal-set", file, "--size", "3", "-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
     assert line == "levattn: No space left on device\n"
     assert [path.name for path in tmp_path.iterdir()] == ["keys.npy"]
 
 
-def test_failed_writing_keeps_the_old_file(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_writing_keeps_the_old_file(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out.npz"
     output.write_bytes(b"the old one")
 
@@ -268,9 +250,7 @@ def test_failed_writing_keeps_the_old_file(
         raise PermissionError(13, "Permission denied", str(output))
 
     monkeypatch.setattr(np, "savez", fail)
-    assert "no permission; choose another place" in refused(
-        "universal-set", file, "--size", "3", "-o", output
-    )
+    assert "no permission; choose another place" in refused("universal-set", file, "--size", "3", "-o", output)
     assert output.read_bytes() == b"the old one"
     assert {path.name for path in tmp_path.iterdir()} == {"keys.npy", "out.npz"}
 
@@ -394,7 +374,7 @@ def test_version_help_and_status_of_a_real_process(file: Path) -> None:
         )
 
     shown = program("--version")
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"levattn {version('levattn')}\n", "")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"levattn {levattn.__version__}\n", "")
     failed = program("universal-set", "nothing.npy", "--size", "3")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.startswith("levattn: nothing.npy: no such file")

@@ -53,9 +53,7 @@ def some_keys(shape: tuple[int, ...] = (100, 8), dtype: Any = np.float32) -> Arr
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
 @pytest.mark.parametrize("shape", [(100, 8), (2, 3, 101, 5), (1, 1)])
-def test_chunks_and_load_return_what_was_stored(
-    tmp_path: Path, kind: str, dtype: Any, shape: tuple[int, ...]
-) -> None:
+def test_chunks_and_load_return_what_was_stored(tmp_path: Path, kind: str, dtype: Any, shape: tuple[int, ...]) -> None:
     K = some_keys(shape, dtype)
     source = open_keys(write(kind, tmp_path, K), chunk_rows=17)
     assert isinstance(source, KeySource)
@@ -112,7 +110,7 @@ def test_upper_case_suffix_and_string_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
 def test_one_of_several_tensors(tmp_path: Path, kind: str) -> None:
-    tensors = {"a": some_keys((5, 3)), "b": some_keys((7, 2)), "tokens": np.arange(4)}
+    tensors: dict[str, Any] = {"a": some_keys((5, 3)), "b": some_keys((7, 2)), "tokens": np.arange(4)}
     path = tmp_path / f"x.{kind}"
     if kind == "npz":
         np.savez(path, **tensors)
@@ -121,13 +119,9 @@ def test_one_of_several_tensors(tmp_path: Path, kind: str) -> None:
     source = open_keys(path, tensor="b")
     assert (source.tensor, source.shape) == ("b", (7, 2))
     np.testing.assert_array_equal(source.load(), tensors["b"])
-    with pytest.raises(
-        KeyFileError, match=r"holds 3 arrays \('a', 'b', 'tokens'\); say which one with tensor="
-    ):
+    with pytest.raises(KeyFileError, match=r"holds 3 arrays \('a', 'b', 'tokens'\); say which one with tensor="):
         open_keys(path)
-    with pytest.raises(
-        KeyFileError, match=r"no tensor 'token', it holds 'a', 'b', 'tokens'; did you mean 'tokens'"
-    ):
+    with pytest.raises(KeyFileError, match=r"no tensor 'token', it holds 'a', 'b', 'tokens'; did you mean 'tokens'"):
         open_keys(path, tensor="token")
     with pytest.raises(KeyFileError, match=r"'tokens' has dtype (int|I)64, expected"):
         open_keys(path, tensor="tokens")
@@ -248,9 +242,7 @@ def test_archives_without_arrays(tmp_path: Path) -> None:
             open_keys(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "shape", ["(-1, 4)", "(True, 4)", "(10**30, 4)", "(0, 2**70)", "(3.0, 2)", "4", "(2, 'a')"]
-)
+@pytest.mark.parametrize("shape", ["(-1, 4)", "(True, 4)", "(10**30, 4)", "(0, 2**70)", "(3.0, 2)", "4", "(2, 'a')"])
 def test_impossible_shapes(tmp_path: Path, shape: str) -> None:
     shape = shape.replace("10**30", str(10**30)).replace("2**70", str(2**70))
     header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
@@ -341,9 +333,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["safetensors", "ml_dtypes"])
-def test_missing_packages_name_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_missing_packages_name_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     path = write("safetensors", tmp_path, some_keys().astype(ml_dtypes.bfloat16))
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'needs {package}: pip install "levattn\[io\]"'):

@@ -42,7 +42,7 @@ def legend(ax: Any) -> list[str]:
 
 def attention(Q: Array, K: Array) -> Array:
     squares = (Q @ K.T) ** 2
-    return squares / squares.sum(axis=1, keepdims=True)
+    return np.asarray(squares / squares.sum(axis=1, keepdims=True))
 
 
 def random(*shape: int) -> Array:
@@ -106,9 +106,7 @@ def test_long_spectra_are_thinned_but_keep_both_ends(ax: Any) -> None:
     np.testing.assert_array_equal(y, scores[x - 1])
 
 
-@pytest.mark.parametrize(
-    "scores", [np.zeros(0), np.zeros(4), np.zeros((0, 4)), np.zeros((3, 0)), np.zeros((2, 4))]
-)
+@pytest.mark.parametrize("scores", [np.zeros(0), np.zeros(4), np.zeros((0, 4)), np.zeros((3, 0)), np.zeros((2, 4))])
 def test_spectra_with_nothing_to_draw(ax: Any, scores: Array) -> None:
     LeverageSpectrumDisplay.from_scores(scores, epsilon=0.5, rank=np.zeros(scores.shape[:-1], int), ax=ax)
     assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
@@ -209,7 +207,7 @@ def test_maps_that_do_not_fit_are_refused() -> None:
 def test_without_axes_a_figure_is_made() -> None:
     from matplotlib import pyplot as plt
 
-    displays = [
+    displays: list[Any] = [
         LeverageSpectrumDisplay.from_scores([0.5, 0.5]),
         CapturedMassDisplay.from_attention(np.eye(2), orders={}),
         HeavyMapDisplay.from_attention(np.eye(2), 0.5, [0]),

@@ -10,6 +10,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from levattn._array import to_numpy
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
 __all__ = [
@@ -39,11 +40,6 @@ def _load(rows: Rows, item: int, start: int, stop: int) -> Any:
 def _send(matrix: Float64, rows: Rows) -> Any:
     xp = array_api_compat.array_namespace(rows.keys)
     return xp.asarray(matrix, dtype=xp.float64, device=array_api_compat.device(rows.keys))
-
-
-def _fetch(array: Any) -> Float64:
-    on_host: Float64 = np.asarray(array_api_compat.to_device(array, "cpu"), dtype=np.float64)
-    return on_host
 
 
 def _split(x: Any) -> tuple[Any, Any]:
@@ -105,7 +101,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             x = _load(rows, item, low, min(low + BLOCK, stop))
             if turn is not None:
                 x = _turned(x, turn[slot, :, :], arithmetic)
-            sums.append(_fetch(x.T @ x))
+            sums.append(to_numpy(x.T @ x))
         out[t] = _pairwise(sums)
     return out
 
@@ -158,9 +154,9 @@ def _columns(rows: Rows, what: str) -> Float64:
     for item in range(b):
         blocks = [_load(rows, item, low, min(low + BLOCK, n)) for low in range(0, n, BLOCK)]
         if what == "max":
-            out[item] = np.max([_fetch(xp.max(xp.abs(x), axis=0)) for x in blocks], axis=0, initial=0.0)
+            out[item] = np.max([to_numpy(xp.max(xp.abs(x), axis=0)) for x in blocks], axis=0, initial=0.0)
         else:
-            out[item] = _pairwise([_fetch(xp.sum(x, axis=0)) for x in blocks])
+            out[item] = _pairwise([to_numpy(xp.sum(x, axis=0)) for x in blocks])
     return out
 
 
@@ -168,4 +164,4 @@ def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
     xp = array_api_compat.array_namespace(rows.keys)
     finite = xp.all(xp.isfinite(_load(rows, item, 0, rows.shape[1])), axis=1)
-    return [int(r) for r in np.flatnonzero(~np.asarray(_fetch(xp.astype(finite, xp.float64)), bool))[:limit]]
+    return [int(r) for r in np.flatnonzero(~to_numpy(finite))[:limit]]
