@@ -89,10 +89,14 @@ def as_matrices(array: Any, name: str) -> Matrices:
         tensor = array.detach()
         data = tensor.view(torch.uint16).numpy() if tensor.element_size() == 2 else tensor.numpy()
         give_back = torch.from_numpy
-    elif isinstance(array, np.ndarray):
+    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         data, kind = _numpy_words(array, name)
         give_back = np.asarray
-    elif array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array):
+    elif (
+        not isinstance(array, np.ndarray)
+        and array_api_compat.is_array_api_obj(array)
+        and not array_api_compat.is_lazy_array(array)
+    ):
         xp = array_api_compat.array_namespace(array)
         kind = str(array.dtype).rpartition(".")[2]
         if kind not in _FLOATS:
@@ -104,8 +108,8 @@ def as_matrices(array: Any, name: str) -> Matrices:
             return xp.asarray(result, device=device)
     else:
         raise TypeError(
-            f"{name} is {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another namespace of "
-            f"the array-API standard). Convert it first, e.g. numpy.asarray({name})"
+            f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
+            "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
         )
     if data.ndim < 2:
         raise ValueError(
@@ -140,12 +144,12 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
         found = np.asarray(mask.detach() if _is_torch(mask) else mask)
         if found.dtype != np.bool_:
             raise TypeError(f"{name} has dtype {found.dtype}; expected bool, True for a key that takes part")
-        return np.array(np.broadcast_to(found, expected).reshape(-1, matrices.n))
+        return np.array(np.broadcast_to(found, expected).reshape(matrices.data.shape[:2]))
     xp = array_api_compat.array_namespace(matrices.data)
     found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
     if found.dtype != xp.bool:
         raise TypeError(f"{name} has dtype {found.dtype}; expected bool, True for a key that takes part")
-    return xp.reshape(xp.broadcast_to(found, expected), (-1, matrices.n))
+    return xp.reshape(xp.broadcast_to(found, expected), tuple(matrices.data.shape[:2]))
 
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:

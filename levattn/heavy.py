@@ -22,7 +22,7 @@ __all__ = ["HeavyAttention", "heavy_attention"]
 _UNIT = 2.0**-53
 _TIE = 1e-9  # relative slack within which a score counts as equal to ε, as in universal_set
 _QUERY_ROWS = 4096  # queries that are worked on at a time
-_NORMALIZER_ERROR = 1e-12  # estimated relative error beyond which a normaliser is summed over all keys
+_NORMALIZER_ERROR = _TIE / 2  # estimated relative error beyond which a normaliser is summed over all keys
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,9 @@ def heavy_attention(
     )
 
 
-def _check_universal(universal: UniversalSet, keys: Matrices, epsilon: float) -> None:
+def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
+    if not isinstance(universal, UniversalSet):
+        raise TypeError(f"universal is of type {type(universal).__name__}; expected the result of universal_set")
     shape = tuple(universal.mask.shape)
     if shape != (keys.n,):
         raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
@@ -319,7 +321,7 @@ def _normalizers(Q: Float64, factor: Factor, keys: Matrices, present: Any) -> Fl
 def _summed(q: Float64, keys: Matrices, present: Any) -> float:
     total = 0.0
     for start in range(0, keys.n, _QUERY_ROWS):
-        part = slice(start, start + _QUERY_ROWS)
+        part = slice(start, min(start + _QUERY_ROWS, keys.n))
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
         total += float(np.sum((rows @ q) ** 2))
     return total

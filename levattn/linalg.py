@@ -163,6 +163,7 @@ class Factor:
                 N = solve_triangular(W, np.eye(d))
         elif len(kept):
             c = self.outside[item][1] if item in self.outside else _row_sizes(W)
+            c = np.where(np.isfinite(c), c, 1.0)
             N[kept] = np.linalg.pinv(c[:, None] * W[:, kept], rcond=0.0) * c
         if self.rows.scale is not None:
             N = N / self.rows.scale[item]
@@ -238,9 +239,8 @@ def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic) -> tuple[Rows, Flo
     n = rows.shape[1]
     diagonal = np.diagonal(G, axis1=1, axis2=2)
     low, high = (2.0**-80, 2.0**110) if arithmetic == "single" else (2.0**-900, 2.0**1000)
-    odd: npt.NDArray[np.bool_] = ~np.isfinite(G).all(axis=(1, 2)) | (
-        (diagonal < low * max(n, 1)) | (diagonal > high)
-    ).any(axis=1)
+    outside = (diagonal < low * max(n, 1)) | (diagonal > high)
+    odd = np.logical_or(np.any(outside, axis=1), ~np.all(np.isfinite(G), axis=(1, 2)))
     if not odd.any():
         return rows, G
     _require_finite(rows, np.where(odd[:, None, None], G, 0.0))
@@ -273,7 +273,7 @@ def factor_moments(
     for the moments as well.
     """
     b, n, d = rows.shape
-    target = _DOUBLE_ERROR[rows.format]
+    target = _DOUBLE_ERROR[rows.format if single == "yes" else "float64"]  # normalisers need more than scores
     cut = rank_tolerance(d) if rtol is None else rtol
     short = rows.format != "float64"
     arithmetic: Arithmetic = "single" if single == "yes" and short and n >= _SINGLE_FROM else "double"
@@ -281,7 +281,7 @@ def factor_moments(
     rows, G = _in_range(rows, G, arithmetic)
     scale = np.ones((b, d)) if rows.scale is None else rows.scale
     diagonal = np.diagonal(G, axis1=1, axis2=2)
-    penalty = ridge * np.mean(diagonal / scale**2, axis=1, keepdims=True) * scale**2
+    penalty = np.zeros((b, d)) if ridge == 0 else _penalty(ridge, np.sqrt(diagonal), scale)
 
     W, pivot, reach = inverse_cholesky(_penalized(G, penalty))
     whole: npt.NDArray[np.bool_] = (pivot > 0) & (
@@ -344,17 +344,18 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else _dense(one, 0, n)
-        c = np.max(np.abs(R), axis=0, initial=0.0)
-        c = np.where(c > 0, c, 1.0)
-        c = c * np.maximum(np.linalg.norm(R / c, axis=0), 1e-300)
+        largest = np.max(np.abs(R), axis=0, initial=0.0)
+        largest = np.where(largest > 0, largest, 1.0)
+        norms = largest * np.linalg.norm(R / largest, axis=0)  # no square overflows
+        c = np.where(norms > 0, norms, 1.0)
         penalty = np.zeros(d)
         if ridge:
-            penalty = np.full(d, ridge * float(np.mean(c**2)))
+            penalty = _penalty(ridge, norms[None], np.ones((1, d)))[0]
             R = np.vstack([R, np.diag(np.sqrt(penalty))])
         _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
         live = s > cut * s.max(initial=0.0)
         found = _finish(
-            rows, item, _upper_form(Vt[live].T / s[live]) / c[:, None], c, _complement(Vt[live]), penalty
+            rows, item, _upper_form(Vt[live].T / s[live]) / c[:, None], norms, _complement(Vt[live]), penalty
         )
         W[item], rank[item], error[item] = found.whitening, found.rank, found.error
         routes.append("double" if found.core is None else "compensated")
@@ -393,6 +394,14 @@ def _triangle(rows: Rows) -> Float64:
     return R
 
 
+def _penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
+    """Return the ridge λ = ridge ‖K‖²/d in the coordinates of the scaled columns, whose norms are given."""
+    true = norms / scale
+    largest = np.max(true, axis=1, keepdims=True, initial=0.0)
+    relative = true / np.where(largest > 0, largest, 1.0)  # so that no square overflows
+    return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * (largest * scale) ** 2)
+
+
 def _penalized(G: Float64, penalty: Float64) -> Float64:
     if not penalty.any():
         return G
@@ -424,8 +433,8 @@ def _precondition(
     """
     d = G.shape[0]
     H = G + np.diag(penalty)
-    c = np.sqrt(np.diag(H))
-    c = np.where(c > 0, c, 1.0)
+    norms = np.sqrt(np.diag(H))
+    c = np.where(norms > 0, norms, 1.0)
     largest = np.sqrt(np.linalg.norm(H / c[:, None] / c, 2))  # singular value of the equilibrated keys
     out = np.zeros((d, 0))
     basis: Float64 | None = None
@@ -447,7 +456,7 @@ def _precondition(
         U, s, _ = np.linalg.svd(c[:, None] * turned)
         live = s > 0
         if not live.any():
-            return _Preconditioned(turned, turned, None, 0, 0.0, out, c)
+            return _Preconditioned(turned, turned, None, 0, 0.0, out, _divisors(norms))
         null = live & (s * cut * largest >= 1) & (s >= 1e-3 * s.max())  # smaller ones are not resolved beside larger
         if null.any():
             out = _orthonormal(np.hstack([out, U[:, null]]))
@@ -458,23 +467,29 @@ def _precondition(
             basis = turned
         H = second_moments(rows, [item], basis=basis[None])[0] + basis.T @ (penalty[:, None] * basis)
         noise = _UNIT
-    return _finish(rows, item, turned, c, out, penalty, float(reach[0]))
+    return _finish(rows, item, turned, norms, out, penalty, float(reach[0]))
 
 
 def _finish(
-    rows: Rows, item: int, W: Float64, c: Float64, out: Float64, penalty: Float64, reach: float = 1.0
+    rows: Rows, item: int, W: Float64, norms: Float64, out: Float64, penalty: Float64, reach: float = 1.0
 ) -> _Preconditioned:
     """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
-    s = np.linalg.svd(c[:, None] * W, compute_uv=False)
+    s = np.linalg.svd(np.where(norms > 0, norms, 1.0)[:, None] * W, compute_uv=False)
     s = s[s > 0]
     condition = float(s.max() / s.min()) if len(s) else 1.0
     rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
     error = 2 * _UNIT * (reach + condition)
     if condition <= _BASIS_CONDITION[rows.format]:
-        return _Preconditioned(W, W, None, rank, error, out, c)
+        return _Preconditioned(W, W, None, rank, error, out, _divisors(norms))
     G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
     C, _pivot, again = inverse_cholesky(G + W.T @ (penalty[:, None] * W))
-    return _Preconditioned(W @ C[0], W, C[0], rank, 4 * _UNIT * float(again[0]), out, c)
+    error = 4 * _UNIT * float(again[0])
+    return _Preconditioned(W @ C[0], W, C[0], rank, error, out, _divisors(norms))
+
+
+def _divisors(norms: Float64) -> Float64:
+    """Return what equilibrates columns of these norms: infinity for a column of zeros, which stays out."""
+    return np.where(norms > 0, norms, np.inf)
 
 
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions

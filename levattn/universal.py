@@ -257,7 +257,8 @@ def universal_set(
         chosen = np.zeros((b, n), np.bool_)
         left = np.zeros(b)
         for item in range(b):
-            chosen[item], left[item] = _largest(host[item], present[item], int(size or 0))
+            chosen[item] = _largest(host[item], present[item], int(size or 0))
+            left[item] = _largest_score(factor, matrices, item, host[item], present[item] & ~chosen[item])
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
     guarantee: Guarantee = "none" if center else "superset" if counted.any() else "exact"
     rank = factor.rank.reshape(matrices.batch) if matrices.batch else int(factor.rank[0])
@@ -289,11 +290,26 @@ def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -
     near = (scores >= epsilon * (1 - margin)) & ~chosen
     for item in np.flatnonzero(near.any(axis=1)).tolist():
         rows = np.flatnonzero(near[item])
-        one = factor.item(item).exactly()
-        again, _ = one.on(Rows(take(matrices.data[item : item + 1], rows), matrices.format)).scores(wide=True)
-        slack = max(_TIE, 4 * float(one.error[0]))
-        chosen[item, rows] = to_numpy(again)[0] >= epsilon * (1 - slack)
+        slack = max(_TIE, 4 * float(factor.error[item]))
+        chosen[item, rows] = _again(factor, matrices, item, rows) >= epsilon * (1 - slack)
     return chosen
+
+
+def _again(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the scores of some keys of one matrix, computed in float64."""
+    keys = take(matrices.data[item : item + 1, :, :], rows)
+    scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(wide=True)
+    found: npt.NDArray[np.float64] = to_numpy(scores)[0]
+    return found
+
+
+def _largest_score(factor: Factor, matrices: Matrices, item: int, scores: Any, among: npt.NDArray[np.bool_]) -> float:
+    """Return the largest of the scores `among` some keys, in float64 whatever the precision of `scores`."""
+    if not among.any():
+        return 0.0
+    margin = max(4 * float(factor.score_error[item]), _TIE)
+    rows = np.flatnonzero(among & (scores >= scores[among].max() * (1 - margin)))
+    return float(_again(factor, matrices, item, rows).max())
 
 
 def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
@@ -306,8 +322,8 @@ def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
     return xp.take(data, xp.asarray(rows, device=array_api_compat.device(data)), axis=1)
 
 
-def _largest(scores: Any, present: Any, size: int) -> tuple[npt.NDArray[np.bool_], float]:
-    """Choose by score descending, then index ascending; return the choice and the largest score left out."""
+def _largest(scores: Any, present: Any, size: int) -> npt.NDArray[np.bool_]:
+    """Choose by score descending, then index ascending."""
     candidates = np.flatnonzero(present)
     size = min(size, len(candidates))
     values = scores[candidates]
@@ -316,9 +332,8 @@ def _largest(scores: Any, present: Any, size: int) -> tuple[npt.NDArray[np.bool_
         above = values > least
         equal = np.flatnonzero(values == least)[: size - int(above.sum())]
         above[equal] = True
-        left = float(values[~above].max())
     else:
-        above, left = np.ones(len(candidates), np.bool_), 0.0
+        above = np.ones(len(candidates), np.bool_)
     chosen = np.zeros(len(scores), np.bool_)
     chosen[candidates[above]] = True
-    return chosen, left
+    return chosen
