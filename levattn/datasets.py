@@ -36,6 +36,13 @@ class AttentionHeads:
         The n tokens of the text, one per row.
     scale : float
         Factor of the logits in the model: a head computes softmax(scale * Q K^T) V.
+
+    Examples
+    --------
+    >>> from levattn.datasets import minilm
+    >>> heads = minilm()
+    >>> heads.queries.shape, heads.queries.dtype.name, len(heads.tokens)
+    ((6, 12, 512, 32), 'float16', 512)
     """
 
     queries: Float16Array
@@ -180,6 +187,13 @@ class Planted:
         Which planted direction the query asks for.
     planted_score, background_score : float
         Predicted leverage score of a planted key, and predicted largest one of a background key.
+
+    Examples
+    --------
+    >>> from levattn.datasets import planted
+    >>> model = planted(1000, 16, n_planted=3, n_queries=5, rng=0)
+    >>> model.keys.shape, model.indices.shape, model.targets
+    ((1000, 16), (3,), array([0, 1, 2, 0, 1]))
     """
 
     keys: Float64Array

@@ -41,6 +41,16 @@ class HeavyAttention:
         ``Σ A_ij`` over the other keys.
     universal : UniversalSet
         The set that the entries were taken from.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> heavy = levattn.heavy_attention(np.array([[1.0, 0], [1, 1]]), np.eye(2), 0.9)
+    >>> heavy.entries.toarray()
+    array([[1., 0.],
+           [0., 0.]])
+    >>> heavy.normalizers, heavy.captured_mass
+    (array([1., 2.]), array([1., 1.]))
     """
 
     entries: csr_array

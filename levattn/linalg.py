@@ -115,6 +115,7 @@ class Factor:
                 )
             else:
                 kernels.sqnorms(self.rows, items, self.whitening[items], out, arithmetic=arithmetic)
+        out = kernels.capped(out)
         counted = np.zeros(self.rows.shape[0], np.bool_)
         for item in self.outside:
             counted[item] = self._count_outside(item, out)

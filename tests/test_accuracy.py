@@ -77,9 +77,7 @@ def test_auto_meets_the_bars(shape: str, storage: str, kappa: float, bar: float)
 
 @pytest.mark.parametrize("method", ["qr", "svd"])
 @pytest.mark.parametrize(("storage", "kappa", "bar"), BARS)
-def test_stable_methods_lose_the_condition_at_most(
-    method: str, storage: str, kappa: float, bar: float
-) -> None:
+def test_stable_methods_lose_the_condition_at_most(method: str, storage: str, kappa: float, bar: float) -> None:
     keys, exact = _conditioned("spread", kappa, storage)
     scores = levattn.leverage_scores(keys, method=method)
     # A backward stable factor in float64 has an error of a small multiple of κ u.
@@ -156,9 +154,7 @@ def test_centred_keys_with_a_large_mean(mean: float, storage: str) -> None:
 def test_row_counts_around_block_edges(n: int, storage: str) -> None:
     keys = STORAGE[storage](_rng(f"rows {n}").standard_normal((n, 8)))
     exact = naive.leverage_exact(as_float64(keys))
-    assert relative_error(levattn.leverage_scores(keys), exact, 8) <= (
-        1e-12 if storage == "float64" else 1e-6
-    )
+    assert relative_error(levattn.leverage_scores(keys), exact, 8) <= (1e-12 if storage == "float64" else 1e-6)
 
 
 @stores("float64", "float32")
@@ -196,7 +192,10 @@ def test_many_rows(storage: str) -> None:
 @pytest.mark.parametrize("name", ["gaussian", "coherent", "deficient-exact", "duplicated", "conditioned-1e4"])
 def test_scaling_changes_nothing(name: str, storage: str, scale: float, bar: float) -> None:
     keys = STORAGE[storage](strategies.case(name) * scale)
-    exact = naive.leverage_exact(as_float64(keys))
+    # Scaled integers are rounded. In float64 that is below what decides the rank, which stays what it was; in
+    # float32 the rounded keys are of full rank.
+    by_integers = name == "deficient-exact" and storage == "float64"
+    exact = naive.leverage_exact(strategies.case(name) if by_integers else as_float64(keys))
     bar = max(bar, 1e-10 if name == "conditioned-1e4" else 0)
     assert relative_error(levattn.leverage_scores(keys), exact, keys.shape[1]) <= bar
 
@@ -238,9 +237,7 @@ DEGENERATE: dict[str, Callable[[Any], Any]] = {
     "zeros": lambda K: np.zeros_like(K),
     "copies": lambda K: np.broadcast_to(K[:1], K.shape).copy(),
     "deficient": lambda K: K @ np.diag(np.arange(K.shape[1]) < 2).astype(K.dtype),
-    "ill-conditioned": lambda K: strategies.conditioned(_rng("ill"), K.shape[0], K.shape[1], 1e6).astype(
-        K.dtype
-    ),
+    "ill-conditioned": lambda K: strategies.conditioned(_rng("ill"), K.shape[0], K.shape[1], 1e6).astype(K.dtype),
     "huge": lambda K: K * K.dtype.type(2.0**100),
     "tiny": lambda K: K * K.dtype.type(2.0**-100),
     "one-hot": lambda K: np.eye(*K.shape, dtype=K.dtype),
@@ -257,9 +254,7 @@ def test_a_batch_mate_changes_no_bit(name: str, neighbour: str, storage: str) ->
     mixed = levattn.leverage_scores(np.stack([other, K, other]))
     assert np.array_equal(mixed[1], plain[1])
     assert np.array_equal(plain[0], plain[1])
-    np.testing.assert_allclose(
-        mixed[1], levattn.leverage_scores(K), rtol=1e-12 if storage == "float64" else 1e-6
-    )
+    np.testing.assert_allclose(mixed[1], levattn.leverage_scores(K), rtol=1e-12 if storage == "float64" else 1e-6)
     np.testing.assert_allclose(
         as_float64(mixed[0]),
         naive.leverage_exact(as_float64(other)),
@@ -317,9 +312,7 @@ def test_equal_rows_have_equal_bits(storage: str) -> None:
 
 
 @stores("float64", "float32")
-@pytest.mark.parametrize(
-    "name", ["gaussian", "conditioned-1e2", "conditioned-1e4", "duplicated", "deficient-exact"]
-)
+@pytest.mark.parametrize("name", ["gaussian", "conditioned-1e2", "conditioned-1e4", "duplicated", "deficient-exact"])
 def test_condition_number(name: str, storage: str) -> None:
     keys = STORAGE[storage](strategies.case(name))
     expected = naive.condition_number(as_float64(keys))

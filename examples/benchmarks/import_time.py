@@ -15,10 +15,7 @@ BAR_MS = 100.0
 
 def import_ms(module: str) -> float:
     """Milliseconds that a fresh interpreter takes for one import."""
-    code = (
-        "import time\nstart = time.perf_counter()\n"
-        f"import {module}\nprint(1e3 * (time.perf_counter() - start))"
-    )
+    code = f"import time\nstart = time.perf_counter()\nimport {module}\nprint(1e3 * (time.perf_counter() - start))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout)
 

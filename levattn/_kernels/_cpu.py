@@ -17,6 +17,7 @@ from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._threads import num_threads, parallel_for
 
 __all__ = [
+    "capped",
     "column_maxima",
     "column_sums",
     "inverse_cholesky",
@@ -79,6 +80,11 @@ def wide_zeros(rows: Rows) -> Any:
 
 
 where = np.where
+
+
+def capped(scores: Any) -> Any:
+    """Return the scores with those that rounding lifted above 1 set to 1; the array itself is used."""
+    return np.minimum(scores, 1, out=scores)
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:

@@ -1,0 +1,113 @@
+"""What the benchmarks share: interleaved medians, a table, and leverage scores from other libraries."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from os import sched_getaffinity
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+from threadpoolctl import threadpool_limits
+
+Array = Any
+THREADS = len(sched_getaffinity(0))
+
+
+def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each candidate; all take their turn in every round, after one round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_number in range(rounds + 1):
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            call()
+            if round_number:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def once(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        print(
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+        )
+
+
+def verdict(figure: float, bar: float, *, at_least: bool = True) -> str:
+    """Say whether a bar is met."""
+    met = figure >= bar if at_least else figure <= bar
+    return f"{figure:.3g} (bar: {'at least' if at_least else 'at most'} {bar:g}, {'met' if met else 'MISSED'})"
+
+
+# -- leverage scores by BLAS and LAPACK -----------------------------------------------------------
+
+
+def by_svd(K: Array) -> Array:
+    """Row norms of U, as one would write it with numpy."""
+    U = np.linalg.svd(K, full_matrices=False)[0]
+    return np.einsum("ij,ij->i", U, U)
+
+
+def by_gram(K: Array) -> Array:
+    """Gram, Cholesky and a triangular solve on whole matrices, threaded inside BLAS."""
+    R = scipy.linalg.cholesky(K.T @ K, lower=False)
+    Y = scipy.linalg.solve_triangular(R, K.T, trans="T", check_finite=False)
+    return np.einsum("ij,ij->j", Y, Y)
+
+
+def by_blocks(K: Array, rows: int, *, triangular: bool) -> Array:
+    """The same in row blocks on Python threads, one BLAS thread each, no temporary of K's size."""
+    n, d = K.shape
+    out = np.empty(n, K.dtype)
+    trmm = scipy.linalg.get_blas_funcs("trmm", (K,))
+    starts = range(0, n, rows)
+
+    def gram(start: int) -> Array:
+        X = K[start : start + rows]
+        return (X.T @ X).astype(np.float64)  # numpy calls SYRK here
+
+    with threadpool_limits(1), ThreadPoolExecutor(THREADS) as pool:
+        G = sum(pool.map(gram, starts))
+        W = np.linalg.inv(np.linalg.cholesky(G).T).astype(K.dtype)
+        W_f = np.asfortranarray(W)
+
+        def whiten(start: int) -> None:
+            X = K[start : start + rows]
+            Y = trmm(1.0, W_f, X.T, trans_a=1).T if triangular else X @ W
+            np.einsum("ij,ij->i", Y, Y, out=out[start : start + rows])
+
+        list(pool.map(whiten, starts))
+    return out
+
+
+def blas_routes(K: Array) -> dict[str, Callable[[], object]]:
+    """Every route through BLAS that was found competitive, by name."""
+    routes: dict[str, Callable[[], object]] = {"gram, whole": lambda: by_gram(K)}
+    for rows in (1024, 4096, 16384):
+        for triangular in (False, True):
+            kind = "trmm" if triangular else "gemm"
+            routes[f"blocks of {rows}, {kind}"] = lambda r=rows, t=triangular: by_blocks(K, r, triangular=t)  # type: ignore[misc]
+    return routes
+
+
+def conditioned(n: int, d: int, condition: float, dtype: str, seed: int = 0) -> Array:
+    """Gaussian keys turned so that their singular values are spread evenly (in logarithm) down to 1/condition."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((n, d))
+    V = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    return ((X * np.geomspace(1, 1 / condition, d)) @ V.T).astype(dtype)
