@@ -128,7 +128,8 @@ class HeavyAttention:
             output[part] = np.where(D > 0, scores, 0.0) @ chosen
         r = self.residual_mass
         outside = to_numpy(self.universal.scores)[present & ~inside]
-        e = float(outside.max(initial=0.0)) * (1 + _TIE)
+        # the scores may be rounded to float32, and a bound must not be rounded down
+        e = float(outside.max(initial=0.0)) * (1 + 4 * float(self.universal.factor.score_error[0]))
         if compensate is None:
             bound = np.minimum(r * light.largest, np.sqrt(e * r) * light.norm)
         else:

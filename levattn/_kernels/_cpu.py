@@ -13,6 +13,7 @@ from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
 from levattn._kernels._cpu_product import sqnorm_tasks
 from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan
+from levattn._kernels._cpu_turn import turned_moment_tasks, turned_sqnorm_tasks
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._threads import num_threads, parallel_for
 
@@ -101,7 +102,11 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
 
     def body(first: int, last: int) -> None:
-        moment_tasks(*arguments, padded, arithmetic == "compensated", X, BLOCK, pieces, first, last, out)
+        if basis is None:
+            moment_tasks(*arguments, X, BLOCK, pieces, first, last, out)
+        else:
+            exact = arithmetic == "compensated"
+            turned_moment_tasks(*arguments, padded, exact, X, BLOCK, pieces, first, last, out)
 
     _share(body, len(pieces), work)
     upper = np.triu(out[:, :d, :d])
@@ -140,7 +145,10 @@ def sqnorms(
     padded, turned = _padded(W, width), _padded(basis, width)
 
     def body(first: int, last: int) -> None:
-        sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, out)
+        if basis is None:
+            sqnorm_tasks(*arguments, padded, X, listed, first, last, out)
+        else:
+            turned_sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, out)
 
     _share(body, len(listed), float(len(items)) * n * d * d)
 

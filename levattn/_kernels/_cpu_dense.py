@@ -75,4 +75,7 @@ def cholesky_tasks(G, shift, first, last, W, pivot, reach):
             if c[i] > 0:
                 for j in range(i, d):
                     inverse[i, j] /= c[i]
-        reach[s] = tallest * sums.max()
+        widest = 0.0
+        for j in range(d):
+            widest = max(widest, sums[j])
+        reach[s] = tallest * widest

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from levattn._kernels._cpu_jit import PANEL, SCORE_ROWS, TILE_ROWS, VECTOR_BYTES, jit
-from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, compensated_rows, pack_panels, product_rows
+from levattn._kernels._cpu_jit import PANEL, TILE_ROWS, VECTOR_BYTES, jit
+from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
 from levattn._kernels._cpu_simd import as_pointer, moment_tile
 
-__all__ = ["moment_tasks"]
+__all__ = ["add_rows", "carry", "counter", "fold", "moment_panels", "moment_tasks"]
 
 ROWS1, ROWS2, ROWS3, ROWS4 = TILE_ROWS
 
@@ -64,9 +64,15 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
 
 
 @jit
-def _add_rows(X, x, stride, n, packed, out, ahead):
+def moment_panels(X):
+    """Return the scratch into which `add_rows` packs a slab."""
+    width = PANEL * (VECTOR_BYTES // X.itemsize)
+    return np.empty(((X.shape[1] + width - 1) // width, SLAB, width), X.dtype)
+
+
+@jit
+def add_rows(X, x, stride, n, packed, out, ahead, last):
     """Add the second moment of `n` rows at `x` to `out`, by way of `packed` where it takes several panels."""
-    last = ahead + n * stride * X.itemsize - 64 * n
     if packed.shape[0] > 1:
         _pack_slab(X, x, stride, n, packed)
         step = packed.shape[1] * packed.shape[2] * X.itemsize
@@ -76,63 +82,75 @@ def _add_rows(X, x, stride, n, packed, out, ahead):
 
 
 @jit
-def moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, block, tasks, first, last, out):
+def counter(tasks, first, last, block, d):
+    """Return room for one partial sum at each level of the largest task."""
+    levels = 2
+    for t in range(first, last):
+        while block << levels - 2 < tasks[t, 3] - tasks[t, 2]:
+            levels += 1
+    return np.zeros((levels, d, d))
+
+
+@jit
+def _accumulate(total, term):
+    for i in range(total.shape[0]):
+        for j in range(total.shape[1]):
+            total[i, j] += term[i, j]
+
+
+@jit
+def carry(stack, count, term):
+    """Put the sum of block number `count` on the stack, as adding one to a binary counter carries bits."""
+    level = 0
+    while count >> level & 1:
+        _accumulate(term, stack[level])
+        level += 1
+    place = stack[level]
+    for i in range(place.shape[0]):
+        for j in range(place.shape[1]):
+            place[i, j] = term[i, j]
+
+
+@jit
+def fold(stack, count, total):
+    """Write the sum of the `count` blocks on the stack to `total`."""
+    for i in range(total.shape[0]):
+        for j in range(total.shape[1]):
+            total[i, j] = 0
+    for level in range(stack.shape[0]):
+        if count >> level & 1:
+            _accumulate(total, stack[level])
+
+
+@jit
+def moment_tasks(view, like, brain, mask, shift, scale, X, block, tasks, first, last, out):
     """Write the second moments of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X slab by
-    slab and added up in float64; blocks are combined like the bits of a binary counter. `basis` is empty or the
-    upper-triangular matrix that each row is multiplied by first (in compensated arithmetic if `exact`).
+    slab and added up in float64; blocks are combined like the bits of a binary counter.
     """
     size, d = X.itemsize, X.shape[1]
-    lanes = VECTOR_BYTES // size
-    rows = np.zeros((SCRATCH_ROWS, d), X.dtype)
-    turned = np.zeros((SCRATCH_ROWS if basis.size else 1, d), X.dtype)
-    direct = basis.size == 0 and is_direct(view, like, mask, shift, scale, X, lanes)
-    panels = np.zeros((1, 1, 1), X.dtype)
-    packed = np.empty(((d + PANEL * lanes - 1) // (PANEL * lanes), SLAB, PANEL * lanes), X.dtype)
-    slot = -1
-    levels = 1
+    rows = np.zeros((SLAB, d), X.dtype)
+    direct = is_direct(view, like, mask, shift, scale, X, VECTOR_BYTES // size)
+    step = view[ROW_STEP]
+    packed = moment_panels(X)
+    stack = counter(tasks, first, last, block, d)
     for t in range(first, last):
-        while block << levels < tasks[t, 3] - tasks[t, 2]:
-            levels += 1
-    stack = np.zeros((levels + 1, d, d))
-    for t in range(first, last):
-        if tasks[t, 0] != slot and basis.size and not exact:
-            panels = pack_panels(basis[tasks[t, 0]], X)
-        slot = tasks[t, 0]
         item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
-        step = view[ROW_STEP]
-        end = row_address(view, item, stop)
+        end = row_address(view, item, stop) - 64
         total = out[t]
         count = 0
         for low in range(start, stop, block):
             total[:] = 0
             for r in range(low, min(low + block, stop), SLAB):
                 n = min(SLAB, min(low + block, stop) - r)
-                if direct:
-                    x = row_address(view, item, r)
-                    ahead = max(x, min(x + n * step, end - n * step))
-                    _add_rows(X, x, step // size, n, packed, total, ahead)
-                    continue
-                load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
-                source = rows
-                if basis.size:
-                    source = turned
-                    if exact:
-                        compensated_rows(rows, n, basis[slot], turned)
-                    else:
-                        x = rows.ctypes.data
-                        groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
-                        product_rows(X, x, d, groups, panels, turned, True, x, x)
-                x = source.ctypes.data
-                _add_rows(X, x, d, n, packed, total, x)
-            level = 0
-            while count >> level & 1:
-                total += stack[level]
-                level += 1
-            stack[level] = total
+                x = row_address(view, item, r)
+                stride = step // size
+                ahead = max(x, min(x + SLAB * step, end))
+                if not direct:
+                    load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
+                    x, stride = rows.ctypes.data, d
+                add_rows(X, x, stride, n, packed, total, ahead, max(ahead, end - 64 * n))
+            carry(stack, count, total)
             count += 1
-        total[:] = 0
-        for level in range(levels + 1):
-            if count >> level & 1:
-                total += stack[level]
+        fold(stack, count, total)

@@ -76,7 +76,8 @@ def load_rows(view, like, brain, item, start, stop, mask, shift, scale, X):
     for r in range(start, stop):
         to = X[r - start]
         if mask.size and not mask[item, r]:
-            to[:d] = 0
+            for c in range(d):
+                to[c] = 0
             continue
         address = row_address(view, item, r)
         if step == like.itemsize:

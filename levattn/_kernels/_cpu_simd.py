@@ -24,8 +24,6 @@ Value = Any
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
 
-OVERWRITE, ACCUMULATE, STORE = 0, 1, 2  # what product_tile does with its tile
-
 
 def _literals(*arguments: Any) -> list[int]:
     return [int(a.literal_value) for a in arguments]
@@ -140,41 +138,44 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
 
 @intrinsic(prefer_literal=True)
 def product_tile(
-    typing, like, rows, vectors, x, x_stride, w, w_stride, start, out, out_stride, mode, ahead, ahead_step
+    typing, like, rows, vectors, x, x_stride, w, w_stride, start, rest, out, out_stride, squared, ahead, ahead_step
 ):
     """Multiply `rows` rows of x by a tile of columns of an upper-triangular W.
 
-    The tile's vector j uses the rows of W below ``start + (j + 1) * lanes``. `mode` says what becomes of the
-    products: their squares are summed into one vector a row (OVERWRITE, ACCUMULATE), or they are stored (STORE).
+    All of the tile's vectors use the rows of W below `start`, and from there each further `rest` rows leave out one
+    more vector on the left. The products are stored in `out`, or if `squared` their squares are added to one vector
+    a row. Each step also asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
     """
-    signature = types.void(like, rows, vectors, *([types.int64] * 7), mode, types.int64, types.int64)
-    tall, wide, action = _literals(rows, vectors, mode)
+    signature = types.void(like, rows, vectors, *([types.int64] * 8), squared, types.int64, types.int64)
+    tall, wide, square = _literals(rows, vectors, squared)
     size, scalar, vector = _vector_type(like)
     count = vector.count
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        x, x_stride, w, w_stride, start, out, out_stride = arguments[3:10]
-        line, line_step = arguments[11:13]
+        x, x_stride, w, w_stride, start, rest, out, out_stride = arguments[3:11]
+        line, line_step = arguments[12:14]
         zero = ir.Constant(vector, [0.0] * count)
         x_step, w_step = b.mul(x_stride, _int(size)), b.mul(w_stride, _int(size))
         # rows are reached as base + {0, 1, 2, 3} * stride, which the address modes hold without a register each
         offsets = [None, x_step, b.mul(x_step, _int(2)), b.mul(x_step, _int(3))]
         x_step4 = b.mul(x_step, _int(4))
         sums = [[zero] * wide for _ in range(tall)]
-        at_x, at_w = x, w
-        for phase in range(wide):  # each phase ends where one more vector leaves the triangle
+        cursors = (x, w, line)
+        for phase in range(wide):
             live = range(phase, wide)
-            length = b.add(start, _int(count)) if phase == 0 else _int(count)
+            length = start if phase == 0 else rest
             before = b.block
             loop, after = b.append_basic_block("columns"), b.append_basic_block("next")
-            b.branch(loop)
+            b.cbranch(b.icmp_signed(">", length, _int(0)), loop, after)
+
             b.position_at_end(loop)
-            left, px, pw, pl = (b.phi(_I64) for _ in range(4))
+            left = b.phi(_I64)
+            at = [b.phi(_I64) for _ in cursors]
             current = [[b.phi(vector) for _ in live] for _ in range(tall)]
-            row = _pointer(b, pw, scalar)
+            row = _pointer(b, at[1], scalar)
             ws = [_load(b, b.gep(row, [_int(count * j)]), vector, size) for j in live]
             new = []
-            base = px
+            base = at[0]
             for i in range(tall):
                 if i and i % 4 == 0:
                     base = b.add(base, x_step4)
@@ -182,31 +183,40 @@ def product_tile(
                 address = base if offset is None else b.add(base, offset)
                 value = _splat(b, _load(b, _pointer(b, address, scalar), scalar, size), count)
                 new.append([_fma(b, value, ws[t], current[i][t]) for t in range(len(live))])
-            _prefetch(b, pl)
-            moved = (b.sub(left, _int(1)), b.add(px, _int(size)), b.add(pw, w_step), b.add(pl, line_step))
-            for phi, first, following in zip((left, px, pw, pl), (length, at_x, at_w, line), moved, strict=True):
+            _prefetch(b, at[2])
+            fewer = b.sub(left, _int(1))
+            moved = [b.add(at[0], _int(size)), b.add(at[1], w_step), b.add(at[2], line_step)]
+            b.cbranch(b.icmp_signed(">", fewer, _int(0)), loop, after)
+
+            b.position_at_end(after)
+
+            def joined(kind: Value, skipped: Value, looped: Value, origins: Any = (before, loop)) -> Value:
+                phi = b.phi(kind)
+                phi.add_incoming(skipped, origins[0])
+                phi.add_incoming(looped, origins[1])
+                return phi
+
+            for phi, first, following in zip((left, *at), (length, *cursors), (fewer, *moved), strict=True):
                 phi.add_incoming(first, before)
                 phi.add_incoming(following, loop)
             for i in range(tall):
                 for t, j in enumerate(live):
                     current[i][t].add_incoming(sums[i][j], before)
                     current[i][t].add_incoming(new[i][t], loop)
-                    sums[i][j] = new[i][t]
-            b.cbranch(b.icmp_signed(">", moved[0], _int(0)), loop, after)
-            b.position_at_end(after)
-            at_x, at_w, line = moved[1:]
+                    sums[i][j] = joined(vector, sums[i][j], new[i][t])
+            cursors = tuple(joined(_I64, old, new_) for old, new_ in zip(cursors, moved, strict=True))
 
         target = _pointer(b, out, scalar)
         for i in range(tall):
             place = b.gep(target, [b.mul(out_stride, _int(i))])
-            if action == STORE:
-                for j in range(wide):
-                    _store(b, sums[i][j], b.gep(place, [_int(count * j)]), size)
-            else:
-                total = zero if action == OVERWRITE else _load(b, place, vector, size)
+            if square:
+                total = _load(b, place, vector, size)
                 for j in range(wide):
                     total = _fma(b, sums[i][j], sums[i][j], total)
                 _store(b, total, place, size)
+            else:
+                for j in range(wide):
+                    _store(b, sums[i][j], b.gep(place, [_int(count * j)]), size)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -14,6 +14,7 @@ from levattn._array import to_numpy
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
 __all__ = [
+    "capped",
     "column_maxima",
     "column_sums",
     "moments",
@@ -89,6 +90,11 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
     """Return `value` where the condition holds, else `otherwise`."""
     xp = array_api_compat.array_namespace(otherwise)
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
+
+
+def capped(scores: Any) -> Any:
+    """Return the scores with those that rounding lifted above 1 set to 1."""
+    return where(scores > 1, 1.0, scores)
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:

@@ -1,0 +1,79 @@
+"""The factor as an object: scores of other rows, normalisers and witness queries for any keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import levattn
+import naive
+import strategies
+from levattn._kernels import Rows
+from levattn.linalg import factor_moments, factor_qr, rank_tolerance
+
+ROUTES = {
+    "moments": lambda rows: factor_moments(rows, single="no"),
+    "qr": lambda rows: factor_qr(rows, method="qr"),
+    "svd": lambda rows: factor_qr(rows, method="svd"),
+}
+KEYS = ["gaussian", "coherent", "deficient-exact", "duplicated", "conditioned-1e4"]
+
+
+@pytest.fixture(params=ROUTES)
+def route(request: pytest.FixtureRequest):
+    return ROUTES[request.param]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_normaliser_is_the_sum_of_squares(route, name: str) -> None:
+    K = strategies.case(name)
+    N = route(Rows(K[None], "float64")).normalizer[0]
+    Q = np.random.default_rng(0).standard_normal((50, K.shape[1]))
+    Q = np.vstack([Q, K[:20]])
+    np.testing.assert_allclose(((Q @ N.T) ** 2).sum(axis=1), naive.normalizers(Q, K), rtol=1e-11)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_witness_query_attains_the_score(route, name: str) -> None:
+    K = strategies.case(name)
+    factor = route(Rows(K[None], "float64"))
+    scores = factor.scores()[0][0]
+    Q = np.stack([factor.witness(k) for k in K])
+    attained = np.diag(naive.attention(Q, K))
+    heavy = scores > 1e-3
+    np.testing.assert_allclose(attained[heavy], scores[heavy], rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_condition_is_that_of_the_row_space(route, name: str) -> None:
+    K = strategies.case(name)
+    factor = route(Rows(K[None], "float64"))
+    s = np.linalg.svd(K, compute_uv=False)
+    rank = int(factor.rank[0])
+    assert rank == np.linalg.matrix_rank(K)
+    assert factor.condition[0] == pytest.approx(s[0] / s[rank - 1], rel=1e-6)
+
+
+def test_the_estimated_error_holds() -> None:
+    for condition in 10.0 ** np.arange(0, 13, 2):
+        K = strategies.conditioned(np.random.default_rng(0), 400, 12, condition)
+        factor = factor_moments(Rows(K[None], "float64"), single="no")
+        exact = naive.leverage_exact(K)
+        worst = np.max(np.abs(factor.scores()[0][0] / exact - 1))
+        assert worst <= 8 * factor.score_error[0]
+
+
+def test_the_rank_tolerance_does_not_grow_with_n() -> None:
+    """A key of ordinary size with a tiny direction of its own stays in, however many the others are."""
+    n, d = 200_000, 8
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((n, d))
+    K[:, -1] = 0
+    K[17, -1] = 1e-9
+    turn = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    assert 1e-9 / np.sqrt(n) < n * 2.0**-52  # n·u would cut it off
+    assert rank_tolerance(d) < 1e-9 / np.sqrt(n)
+    for keys in (K, K @ turn):
+        found = levattn.universal_set(keys, 0.5)
+        assert found.indices.tolist() == [17]
+        assert found.rank == d
