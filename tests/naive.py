@@ -174,8 +174,7 @@ def leverage_fractions(K: ArrayLike) -> list[Fraction]:
     r = len(columns)
     # Gauss-Jordan on [G | I].
     table = [
-        [sum((k[a] * k[b] for k in rows), Fraction(0)) for b in range(r)]
-        + [Fraction(int(a == b)) for b in range(r)]
+        [sum((k[a] * k[b] for k in rows), Fraction(0)) for b in range(r)] + [Fraction(int(a == b)) for b in range(r)]
         for a in range(r)
     ]
     for a in range(r):

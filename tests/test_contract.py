@@ -115,9 +115,7 @@ def _stored(storage: str, **options: Any) -> Implementation:
 def _laid_out(layout: str, storage: str) -> Implementation:
     implementation = _stored(storage, name=f"{storage}-{layout}")
     convert = implementation.convert
-    return Implementation(
-        implementation.name, lambda K: LAYOUTS[layout](convert(K)), rtol=implementation.rtol
-    )
+    return Implementation(implementation.name, lambda K: LAYOUTS[layout](convert(K)), rtol=implementation.rtol)
 
 
 METHODS = ("auto", "gram", "qr", "svd")
@@ -131,11 +129,7 @@ TABLE = [
     _laid_out("memmap", "float16"),
     _stored("float32", name="float32-heads", batch=True),
     _stored("float64", name="float64-heads", batch=True),
-    *(
-        _stored(s, name=f"{s}-heads", batch=True)
-        for s in ("torch-bfloat16", "strict-float64")
-        if s in STORAGE
-    ),
+    *(_stored(s, name=f"{s}-heads", batch=True) for s in ("torch-bfloat16", "strict-float64") if s in STORAGE),
     _stored("float32", name="float32-one-thread", threads=1),
     _stored("float32", name="float32-two-threads", threads=2),
     _stored("float64", name="float64-heads-two-threads", batch=True, threads=2),
@@ -403,9 +397,7 @@ def _queries(K: Float, seed: int) -> Float:
 @contract
 @SETTINGS
 @given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
-def test_heavy_entries_are_dense_thresholding(
-    impl: Implementation, K: Float, epsilon: float, seed: int
-) -> None:
+def test_heavy_entries_are_dense_thresholding(impl: Implementation, K: Float, epsilon: float, seed: int) -> None:
     Q = _queries(K, seed)
     heavy = impl.heavy(Q, K, epsilon)
     dense = naive.attention(Q, K)
@@ -458,9 +450,7 @@ def test_output_and_bound(impl: Implementation, compensate: Any, K: Float, epsil
     dense = naive.attention(Q, K)
     selected = as_bool(heavy.universal.mask)
     # Outputs come back in the type of the values: one rounding of a sum of at most 9.
-    rounding = (
-        9e-2 if "float16" in impl.name or "bfloat16" in impl.name else 9e-6 * (impl.rtol > 1e-7) + 1e-10
-    )
+    rounding = 9e-2 if "float16" in impl.name or "bfloat16" in impl.name else 9e-6 * (impl.rtol > 1e-7) + 1e-10
     expected = naive.output(dense, V, selected, compensate)
     np.testing.assert_allclose(output, expected, rtol=0, atol=rounding)
     error = np.linalg.norm(dense @ V - output, axis=1)

@@ -67,9 +67,7 @@ def test_import_warns_and_prints_nothing() -> None:
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_program_without_its_extra_says_what_to_install(missing: str) -> None:
-    found = run(
-        f"import sys; sys.modules[{missing!r}] = None\nfrom levattn.cli import main\nsys.exit(main())"
-    )
+    found = run(f"import sys; sys.modules[{missing!r}] = None\nfrom levattn.cli import main\nsys.exit(main())")
     assert found.returncode != 0
     assert "levattn[cli]" in found.stderr
     assert "Traceback" not in found.stderr

@@ -90,9 +90,7 @@ def test_centring_shifts_by_one_over_n() -> None:
     np.testing.assert_allclose(
         naive.leverage_exact(K, center=True) + 1 / n, naive.leverage_exact(extended), rtol=1e-14
     )
-    np.testing.assert_allclose(
-        naive.leverage_svd(K, center=True), naive.leverage_exact(K, center=True), rtol=1e-8
-    )
+    np.testing.assert_allclose(naive.leverage_svd(K, center=True), naive.leverage_exact(K, center=True), rtol=1e-8)
 
 
 @pytest.mark.parametrize("center", [False, True])

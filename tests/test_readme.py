@@ -54,9 +54,7 @@ def run_python(block: Block, page: str, namespace: dict[str, object]) -> None:
 
 def run_console(block: Block, page: str, folder: Path) -> None:
     for command in re.findall(r"^\$ levattn\b((?:.*\\\n)*.*)$", block.text, flags=re.MULTILINE):
-        program = (
-            "import sys; sys.path.insert(0, sys.argv.pop(1)); from levattn.cli import main; sys.exit(main())"
-        )
+        program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from levattn.cli import main; sys.exit(main())"
         arguments = shlex.split(command.replace("\\\n", " "))
         done = subprocess.run(
             [sys.executable, "-c", program, str(ROOT), *arguments],

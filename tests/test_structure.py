@@ -43,9 +43,7 @@ SIDE = {"datasets": 4, "data": 0}
 USERS_OF_SIDE = {"plots", "cli", *SIDE, ""}
 
 ANYWHERE = {"numpy", "scipy", "array_api_compat"}
-FROM_LEVEL_5 = tuple(
-    pattern for name, level in LEVEL.items() if level in (5, 6) for pattern in (name, f"{name}.*")
-)
+FROM_LEVEL_5 = tuple(pattern for name, level in LEVEL.items() if level in (5, 6) for pattern in (name, f"{name}.*"))
 CPU_KERNELS = ("_kernels._cpu*",)
 HOMES = {
     "numba": CPU_KERNELS,
@@ -376,9 +374,7 @@ def undocumented_class(name: str, cls: type) -> Iterator[str]:
     sections = sections_of(inspect.cleandoc(doc))
     described = names_described(sections.get("Parameters", "") + sections.get("Attributes", ""))
     if getattr(cls.__init__, "__module__", "").startswith("levattn"):
-        wanted = [
-            key for key in inspect.signature(cls.__init__).parameters if key != "self" and key[0] != "_"
-        ]
+        wanted = [key for key in inspect.signature(cls.__init__).parameters if key != "self" and key[0] != "_"]
         for missing in sorted(set(wanted) - described):
             yield f"{name}: neither Parameters nor Attributes describes {missing}"
     if ">>>" not in sections.get("Examples", ""):

@@ -72,7 +72,7 @@ def by_gram(K: Array) -> Array:
 
 def by_blocks(K: Array, rows: int, *, triangular: bool) -> Array:
     """The same in row blocks on Python threads, one BLAS thread each, no temporary of K's size."""
-    n, d = K.shape
+    n = len(K)
     out = np.empty(n, K.dtype)
     trmm = scipy.linalg.get_blas_funcs("trmm", (K,))
     starts = range(0, n, rows)

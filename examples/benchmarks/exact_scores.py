@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 from _rivals import blas_routes, by_svd, conditioned, interleaved, once, table, verdict
@@ -38,16 +39,14 @@ def against_blas(n: int, d: int, dtype: str, rounds: int, svd: bool) -> None:
 
 def against_conditioning(n: int, rounds: int) -> None:
     for dtype in ("float32", "float64"):
-        good, bad = conditioned(n, 64, 1.0, dtype), conditioned(n, 64, 1e6, dtype)
-        times = interleaved(
-            {"1": lambda: levattn.leverage_scores(good), "1e6": lambda: levattn.leverage_scores(bad)}, rounds
-        )
-        ratio = times["1e6"] / times["1"]
+        keys = {str(condition): conditioned(n, 64, condition, dtype) for condition in (1.0, 1e6)}
+        times = interleaved({name: partial(levattn.leverage_scores, K) for name, K in keys.items()}, rounds)
+        ratio = times["1000000.0"] / times["1.0"]
         print(f"{dtype}, d = 64: condition 10⁶ / condition 1:", verdict(ratio, 4, at_least=False))
 
 
 def memory(n: int) -> None:
-    """Peak memory of a process that scores K twice the size, less one that scores half of it: no n-independent part."""
+    """Growth of the peak memory of a process that holds K (and has compiled all) when it scores K."""
     code = (
         "import resource, sys, numpy as np, levattn\n"
         "n = int(sys.argv[1]); K = np.ones((n, 64), np.float32)\n"

@@ -65,7 +65,7 @@ def _threads(work: float) -> int:
 def _share(body: Callable[[int, int], None], n: int, work: float) -> None:
     """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
     threads = _threads(work)
-    runs = min(n, 8 * threads) if threads > 1 else min(n, 1)
+    runs = min(n, 32 * threads) if threads > 1 else min(n, 1)
     edges = np.linspace(0, n, runs + 1).astype(int)
     parallel_for(lambda i: body(int(edges[i]), int(edges[i + 1])), runs, threads=threads)
 
@@ -109,10 +109,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             turned_moment_tasks(*arguments, padded, exact, X, BLOCK, pieces, first, last, out)
 
     _share(body, len(pieces), work)
-    upper = np.triu(out[:, :d, :d])
-    lower = np.swapaxes(np.triu(upper, 1), 1, 2)
-    total: Float64 = np.add(upper, lower, out=upper)
-    return total
+    return out[:, :d, :d]
 
 
 def sqnorms(
@@ -132,7 +129,7 @@ def sqnorms(
     X = _scratch(d, arithmetic)
     width = X.shape[1]
     threads = _threads(float(len(items)) * n * d * d)
-    span = n if len(items) >= 4 * threads else max(1, -(-n // (8 * threads)))
+    span = n if len(items) >= 4 * threads else max(1, -(-n // (16 * threads)))
     span = max(1, -(-span // BLOCK) * BLOCK)
     starts = np.arange(0, n, span)
     tasks = np.empty((len(items), len(starts), 4), np.int64)

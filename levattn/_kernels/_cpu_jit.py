@@ -11,7 +11,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 
-__all__ = ["PANEL", "SCORE_ROWS", "SCORE_VECTORS", "TILE_ROWS", "VECTOR_BYTES", "jit"]
+__all__ = ["FULL_ROWS", "LONE_ROWS", "PANEL", "SCORE_ROWS", "SCORE_VECTORS", "TILE_ROWS", "VECTOR_BYTES", "jit"]
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,10 +28,14 @@ def _wide() -> bool:
 if _wide():
     VECTOR_BYTES = 64
     PANEL = 4  # vectors across a tile of the second moment
-    TILE_ROWS = (8, 8, 8, 4)  # rows of a tile that is 1, 2, 3, 4 vectors wide
+    TILE_ROWS = (8, 8, 8, 4)  # rows of a tile that is 1, 2, 3, 4 vectors wide, on and beside the diagonal
+    FULL_ROWS = 6  # rows of a tile of PANEL vectors above it
+    LONE_ROWS = 16  # rows of a tile of one vector, where a vector is long enough
     SCORE_ROWS, SCORE_VECTORS = 12, 2  # keys by vectors of whitened columns
 else:
     VECTOR_BYTES = 32
     PANEL = 3
     TILE_ROWS = (4, 4, 4, 4)
+    FULL_ROWS = 4
+    LONE_ROWS = 8
     SCORE_ROWS, SCORE_VECTORS = 6, 2

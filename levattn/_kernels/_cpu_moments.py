@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from levattn._kernels._cpu_jit import PANEL, TILE_ROWS, VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, jit
 from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
 from levattn._kernels._cpu_simd import as_pointer, moment_tile
@@ -41,10 +41,23 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
     width = PANEL * lanes
     for left in range(0, d, width):
         right = min(left + width, d)
+        panel = x + left // width * panel_step
+        i = 0
+        while i < left and right - left == width:  # whole tiles above the diagonal's panel
+            a = x + i // width * panel_step + i % width * size
+            to = out.ctypes.data + (i * d + left) * 8
+            remaining = width - i % width
+            if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # what is left must be made up of ROWS4
+                moment_tile(X, FULL_ROWS, PANEL, a, stride, panel, stride, n, to, d, ahead, 64)
+                i += FULL_ROWS
+            else:
+                moment_tile(X, ROWS4, PANEL, a, stride, panel, stride, n, to, d, ahead, 64)
+                i += ROWS4
+            ahead = min(ahead + 64 * n, last)
         for j in range(left, right, lanes):
             wide = (right - j) // lanes
-            at = x + left // width * panel_step + (j - left) * size
-            i = 0 if j == left else j
+            at = panel + (j - left) * size
+            i = i if j == left else j
             while i < j + lanes:
                 a = x + i // width * panel_step + i % width * size
                 to = out.ctypes.data + (i * d + j) * 8
@@ -57,6 +70,9 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
                 elif wide == 2:
                     moment_tile(X, ROWS2, 2, a, stride, at, stride, n, to, d, ahead, 64)
                     i += ROWS2
+                elif lanes >= LONE_ROWS:  # one vector alone needs more rows to hide the latency of its sums
+                    moment_tile(X, LONE_ROWS, 1, a, stride, at, stride, n, to, d, ahead, 64)
+                    i += LONE_ROWS
                 else:
                     moment_tile(X, ROWS1, 1, a, stride, at, stride, n, to, d, ahead, 64)
                     i += ROWS1
@@ -113,13 +129,17 @@ def carry(stack, count, term):
 
 @jit
 def fold(stack, count, total):
-    """Write the sum of the `count` blocks on the stack to `total`."""
-    for i in range(total.shape[0]):
-        for j in range(total.shape[1]):
+    """Write the sum of the `count` blocks on the stack to `total`, its lower triangle copied from the upper."""
+    d = total.shape[0]
+    for i in range(d):
+        for j in range(d):
             total[i, j] = 0
     for level in range(stack.shape[0]):
         if count >> level & 1:
             _accumulate(total, stack[level])
+    for i in range(d):
+        for j in range(i):
+            total[i, j] = total[j, i]
 
 
 @jit
@@ -150,7 +170,8 @@ def moment_tasks(view, like, brain, mask, shift, scale, X, block, tasks, first, 
                 if not direct:
                     load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
                     x, stride = rows.ctypes.data, d
-                add_rows(X, x, stride, n, packed, total, ahead, max(ahead, end - 64 * n))
+                last_line = max(ahead, min(ahead + SLAB * step, end) - 64 * n)
+                add_rows(X, x, stride, n, packed, total, ahead, last_line)
             carry(stack, count, total)
             count += 1
         fold(stack, count, total)
