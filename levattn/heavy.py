@@ -118,7 +118,11 @@ class HeavyAttention:
         chosen = to_float64(take(values.data, np.flatnonzero(inside)), values.format)[0]
         light = _Light.of(values, present & ~inside)
         if not (np.isfinite(chosen).all() and np.isfinite(light.spread)):
-            raise NonFiniteError("V holds NaN or infinity; expected finite values for every key that takes part")
+            everything = Rows(values.data, values.format, _as_device_mask(present, values))
+            bad = kernels_for(everything).nonfinite_rows(everything, 0, 5)
+            raise NonFiniteError(
+                f"V holds NaN or infinity, first in rows {bad}; expected finite values for every key that takes part"
+            )
 
         output = np.empty((len(self._queries), values.d))
         for start in range(0, len(output), _QUERY_ROWS):

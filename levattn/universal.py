@@ -175,7 +175,8 @@ def universal_set(
         Keys as in `leverage_scores`, or a file opened with `open_keys`. Use the keys that enter the attention:
         after rotary embedding, one set for each head of keys.
     epsilon : float in (0, 1]
-        Smallest attention score that counts as large. A score within 1e-9 (relative) of ε counts as at least ε.
+        Smallest attention score that counts as large. A score within 1e-9 (relative) of ε, or within four times
+        its estimated error where that is more (condition numbers above about 10⁶), counts as at least ε.
     size : int in [0, n]
         Instead of `epsilon`: take the `size` keys of the largest scores, of equal ones those of lower index. The
         set then tells the ε that it certifies.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FREE = "numpy, array_api_compat"  # dependencies that the import may load
+FREE = "numpy, numpy.typing, array_api_compat"  # dependencies that the import may load
 OPTIONAL = [
     "cupy",
     "dask",
