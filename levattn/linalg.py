@@ -27,6 +27,7 @@ _UNIT = 2.0**-53
 _SINGLE_REACH = 12.0  # of the squared inverse: float32 sums and products
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
 _BASIS_CONDITION = {"float64": 4e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
+_FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SINGLE_FROM = 2048  # rows from which float32 slabs average out
 
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 slabs, once n is large
@@ -304,8 +305,12 @@ def factor_moments(
     bases: dict[int, tuple[Float64, Float64]] = {}
     outside: dict[int, tuple[Float64, Float64]] = {}
     for item in np.flatnonzero(~done).tolist():
-        start = _SINGLE_NOISE if noise[item] > 1e-12 else _UNIT
-        found = _precondition(rows, item, G[item], penalty[item], start, target, cut)
+        if n <= _FEW_ROWS * d:
+            R = _dense(rows.item(item), 0, n)
+            found = _orthogonal(rows, item, R, _column_norms(R), penalty[item], cut)
+        else:
+            start = _SINGLE_NOISE if noise[item] > 1e-12 else _UNIT
+            found = _precondition(rows, item, G[item], penalty[item], start, target, cut)
         W[item], rank[item], error[item] = found.whitening, found.rank, found.error
         if found.outside.shape[1] and rtol is None:
             outside[item] = (found.outside, found.columns)
@@ -345,19 +350,9 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else _dense(one, 0, n)
-        largest = np.max(np.abs(R), axis=0, initial=0.0)
-        largest = np.where(largest > 0, largest, 1.0)
-        norms = largest * np.linalg.norm(R / largest, axis=0)  # no square overflows
-        c = np.where(norms > 0, norms, 1.0)
-        penalty = np.zeros(d)
-        if ridge:
-            penalty = _penalty(ridge, norms[None], np.ones((1, d)))[0]
-            R = np.vstack([R, np.diag(np.sqrt(penalty))])
-        _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
-        live = s > cut * s.max(initial=0.0)
-        found = _finish(
-            rows, item, _upper_form(Vt[live].T / s[live]) / c[:, None], norms, _complement(Vt[live]), penalty
-        )
+        norms = _column_norms(R)
+        penalty = _penalty(ridge, norms[None], np.ones((1, d)))[0] if ridge else np.zeros(d)
+        found = _orthogonal(rows, item, R, norms, penalty, cut)
         W[item], rank[item], error[item] = found.whitening, found.rank, found.error
         routes.append("double" if found.core is None else "compensated")
         if found.outside.shape[1] and rtol is None:
@@ -365,6 +360,23 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         if found.core is not None:
             bases[item] = (found.basis, found.core)
     return _assemble(rows, W, rank, error, routes, bases, outside)
+
+
+def _column_norms(R: Float64) -> Float64:
+    """Return the Euclidean norms of the columns; no square overflows."""
+    largest = np.max(np.abs(R), axis=0, initial=0.0)
+    return np.asarray(largest * np.linalg.norm(R / np.where(largest > 0, largest, 1.0), axis=0))
+
+
+def _orthogonal(rows: Rows, item: int, R: Float64, norms: Float64, penalty: Float64, cut: float) -> _Preconditioned:
+    """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle."""
+    c = np.where(norms > 0, norms, 1.0)
+    if penalty.any():
+        R = np.vstack([R, np.diag(np.sqrt(penalty))])
+    _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
+    live = s > cut * s.max(initial=0.0)
+    W = _upper_form(Vt[live].T / s[live]) / c[:, None]
+    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty)
 
 
 def _complement(V: Float64) -> Float64:
