@@ -137,6 +137,26 @@ def test_ridge(name: str, ridge: float, storage: str) -> None:
     assert relative_error(scores, exact, values.shape[1]) <= (1e-9 if storage == "float64" else 1e-6)
 
 
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_ridge_on_graded_columns(method: str) -> None:
+    # The penalty is of the size of the large columns: the others' directions fade, and no row counts as 1.
+    keys = strategies.graded(_rng("ridge"), 51, 16, 1e-16)
+    scores = levattn.leverage_scores(keys, method=method, ridge=10.0)
+    np.testing.assert_allclose(scores, naive.leverage_exact(keys, ridge=10.0), rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_centred_copies_vanish(method: str) -> None:
+    # The mean of equal numbers is off by an ulp: what is left of them is no direction.
+    for n in (3, 34, 49):
+        keys = np.tile([0.1, 0.7, -0.3, 0.9], (n, 1))
+        np.testing.assert_allclose(levattn.leverage_scores(keys, center=True, method=method), 0, atol=1e-12)
+        assert levattn.universal_set(keys, 0.5, center=True, method=method).rank == 0
+        keys = np.hstack([keys, np.eye(n)[:, :2]])
+        exact = naive.leverage_exact(keys, center=True)
+        np.testing.assert_allclose(levattn.leverage_scores(keys, center=True, method=method), exact, atol=1e-12)
+
+
 @stores("float64", "float32")
 @pytest.mark.parametrize("mean", [0.0, 1.0, 1e3, 1e5])
 def test_centred_keys_with_a_large_mean(mean: float, storage: str) -> None:
@@ -175,6 +195,35 @@ def test_many_rows(storage: str) -> None:
     exact = naive.leverage_svd(as_float64(keys))
     bar = 1e-10 if storage == "float64" else 1e-6
     assert relative_error(levattn.leverage_scores(keys), exact, 12) <= bar
+
+
+def _searched(seed: int) -> Float:
+    """Well-conditioned keys of heavy tails, skew or a common mean, at a random scale."""
+    rng = np.random.default_rng(seed)
+    d = int(rng.choice([1, 2, 3, 5, 8, 16, 33, 65]))
+    n = int(rng.choice([2048, 2500, 3000, 4096, 5000, 20000]))
+    kind = int(rng.integers(0, 5))
+    keys = rng.standard_normal((n, d))
+    if kind == 0:
+        tails = np.abs(rng.standard_cauchy((n, 1)))
+        keys = keys * np.clip(tails, 1e-3, 10.0 ** rng.uniform(0, 4))
+    elif kind == 1:
+        keys = np.abs(keys) ** rng.integers(1, 6)
+    else:
+        keys = keys + rng.uniform(0, 3)
+    return np.asarray(keys * 10.0 ** rng.uniform(-3, 1))
+
+
+# The seeds with the largest errors of 2400 tried: sums and products in float32 must stay within the bar on all.
+@pytest.mark.parametrize(
+    ("storage", "seed"), [("float32", 1714731118), ("float16", 890791257), ("bfloat16", 336347846)]
+)
+def test_sums_in_float32_meet_the_bar(storage: str, seed: int) -> None:
+    if storage not in STORAGE:
+        pytest.skip(f"no package for {storage}")
+    keys = STORAGE[storage](_searched(seed))
+    exact = naive.leverage_exact(as_float64(keys))
+    assert relative_error(levattn.leverage_scores(keys), exact, keys.shape[1]) <= 1e-6
 
 
 # -- scaling --------------------------------------------------------------------------------

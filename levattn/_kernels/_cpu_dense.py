@@ -8,6 +8,70 @@ from levattn._kernels._cpu_jit import jit
 
 __all__ = ["cholesky_tasks"]
 
+_STEP = 8  # inner loops begin and end at multiples of this, so that they are whole vectors
+
+
+@jit
+def _factor(R, c):
+    """Replace the upper triangle of R (d, padded) by its Cholesky factor and return the smallest pivot.
+
+    Columns whose `c` is not positive are left out. The lower triangle holds finite numbers of no meaning.
+    """
+    d, width = R.shape
+    smallest = np.inf
+    for k in range(d):
+        top = R[k]
+        if not c[k] > 0:
+            top[k] = 1.0
+            continue
+        pivot = top[k]
+        smallest = min(smallest, pivot)
+        if not pivot > 0:
+            break
+        scale = 1.0 / np.sqrt(pivot)
+        for j in range(k // _STEP * _STEP, width):
+            top[j] *= scale
+        for i in range(k + 1, d):
+            f = top[i]
+            row = R[i]
+            for j in range(i // _STEP * _STEP, width):
+                row[j] -= f * top[j]
+    return smallest
+
+
+@jit
+def _invert(R, c, inverse, sums):
+    """Write the inverse of the upper triangle of R to `inverse` and return the product of its 1- and ∞-norms."""
+    d, width = R.shape
+    for i in range(d):
+        for j in range(width):
+            inverse[i, j] = 0.0
+        sums[i] = 0.0
+    tallest = 0.0
+    for i in range(d - 1, -1, -1):
+        if not c[i] > 0:
+            continue
+        row = inverse[i]
+        for k in range(i + 1, d):
+            f = R[i, k]
+            other = inverse[k]
+            for j in range(k // _STEP * _STEP, width):
+                row[j] -= f * other[j]
+        row[i] = 1.0
+        scale = 1.0 / R[i, i]
+        total = 0.0
+        for j in range(i // _STEP * _STEP, width):
+            row[j] *= scale
+        for j in range(i, d):
+            size = abs(row[j])
+            total += size
+            sums[j] += size
+        tallest = max(tallest, total)
+    widest = 0.0
+    for j in range(d):
+        widest = max(widest, sums[j])
+    return tallest * widest
+
 
 @jit
 def cholesky_tasks(G, shift, first, last, W, pivot, reach):
@@ -20,62 +84,22 @@ def cholesky_tasks(G, shift, first, last, W, pivot, reach):
     are zero.
     """
     d = G.shape[1]
-    R = np.empty((d, d))
-    c = np.empty(d)
-    sums = np.empty(d)
+    width = (d + _STEP - 1) // _STEP * _STEP
+    R = np.zeros((d, width))
+    inverse = np.empty((d, width))
+    c, scale, sums = np.empty(d), np.empty(d), np.empty(d)
     for s in range(first, last):
         for i in range(d):
             c[i] = np.sqrt(G[s, i, i])
+            scale[i] = 1.0 / c[i] if c[i] > 0 else 0.0
         for i in range(d):
-            for j in range(i, d):
-                R[i, j] = G[s, i, j] / c[i] / c[j] if c[i] > 0 and c[j] > 0 else 0.0
-            R[i, i] += shift
-        smallest = np.inf
-        for k in range(d):
-            if not c[k] > 0:
-                R[k, k] = 1.0
-                continue
-            p = R[k, k]
-            smallest = min(smallest, p)
-            if not p > 0:
-                break
-            root = np.sqrt(p)
-            R[k, k] = root
-            for j in range(k + 1, d):
-                R[k, j] /= root
-            for i in range(k + 1, d):
-                f = R[k, i]
-                for j in range(i, d):
-                    R[i, j] -= f * R[k, j]
-        pivot[s] = smallest
-        if not smallest > 0:
-            reach[s] = np.inf
-            continue
-        inverse = W[s]
-        inverse[:] = 0
-        tallest = 0.0
-        sums[:] = 0
-        for i in range(d - 1, -1, -1):
-            if not c[i] > 0:
-                continue
-            row = inverse[i]
-            for k in range(i + 1, d):
-                f = R[i, k]
-                other = inverse[k]
-                for j in range(k, d):
-                    row[j] -= f * other[j]
-            row[i] = 1.0
-            total = 0.0
-            for j in range(i, d):
-                row[j] /= R[i, i]
-                total += abs(row[j])
-                sums[j] += abs(row[j])
-            tallest = max(tallest, total)
-        for i in range(d):
-            if c[i] > 0:
-                for j in range(i, d):
-                    inverse[i, j] /= c[i]
-        widest = 0.0
-        for j in range(d):
-            widest = max(widest, sums[j])
-        reach[s] = tallest * widest
+            for j in range(d):
+                R[i, j] = G[s, i, j] * scale[i] * scale[j]
+            R[i, i] = 1.0 + shift  # the square of a rounded root may miss it
+        pivot[s] = _factor(R, c)
+        reach[s] = np.inf
+        if pivot[s] > 0:
+            reach[s] = _invert(R, c, inverse, sums)
+            for i in range(d):
+                for j in range(d):
+                    W[s, i, j] = inverse[i, j] * scale[i]
