@@ -24,7 +24,7 @@ __all__ = ["Factor", "factor_moments", "factor_qr", "prepare", "rank_tolerance"]
 _UNIT = 2.0**-53
 
 # Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
-_SINGLE_REACH = 12.0  # of the squared inverse: float32 sums and products
+_SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
 _BASIS_CONDITION = {"float64": 4e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
@@ -212,10 +212,14 @@ def prepare(rows: Rows, *, center: bool) -> Rows:
         return rows
     b, n, _ = rows.shape
     counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
+    divisor = np.maximum(counts, 1)[:, None]
     sums = kernels_for(rows).column_sums(rows)
     if _require_finite(rows, sums):
         raise ValueError("the column sums of K overflow float64, so K cannot be centred; scale K down first")
-    return replace(rows, shift=sums / np.maximum(counts, 1)[:, None])
+    centred = replace(rows, shift=sums / divisor)
+    # once more, so that the rounding of the first mean does not leave a direction of its own
+    rest = kernels_for(rows).column_sums(centred) / divisor
+    return replace(rows, shift=sums / divisor + rest)
 
 
 def _require_finite(rows: Rows, per_item: Float64) -> list[int]:
@@ -307,12 +311,12 @@ def factor_moments(
     for item in np.flatnonzero(~done).tolist():
         if n <= _FEW_ROWS * d:
             R = _dense(rows.item(item), 0, n)
-            found = _orthogonal(rows, item, R, _column_norms(R), penalty[item], cut)
+            found = _orthogonal(rows, item, R, penalty[item], cut)
         else:
             start = _SINGLE_NOISE if noise[item] > 1e-12 else _UNIT
             found = _precondition(rows, item, G[item], penalty[item], start, target, cut)
         W[item], rank[item], error[item] = found.whitening, found.rank, found.error
-        if found.outside.shape[1] and rtol is None:
+        if found.outside.shape[1] and rtol is None and ridge == 0:
             outside[item] = (found.outside, found.columns)
         if found.core is not None:
             routes[item] = "compensated"
@@ -350,12 +354,11 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else _dense(one, 0, n)
-        norms = _column_norms(R)
-        penalty = _penalty(ridge, norms[None], np.ones((1, d)))[0] if ridge else np.zeros(d)
-        found = _orthogonal(rows, item, R, norms, penalty, cut)
+        penalty = _penalty(ridge, _column_norms(R)[None], np.ones((1, d)))[0] if ridge else np.zeros(d)
+        found = _orthogonal(rows, item, R, penalty, cut)
         W[item], rank[item], error[item] = found.whitening, found.rank, found.error
         routes.append("double" if found.core is None else "compensated")
-        if found.outside.shape[1] and rtol is None:
+        if found.outside.shape[1] and rtol is None and ridge == 0:
             outside[item] = (found.outside, found.columns)
         if found.core is not None:
             bases[item] = (found.basis, found.core)
@@ -368,11 +371,12 @@ def _column_norms(R: Float64) -> Float64:
     return np.asarray(largest * np.linalg.norm(R / np.where(largest > 0, largest, 1.0), axis=0))
 
 
-def _orthogonal(rows: Rows, item: int, R: Float64, norms: Float64, penalty: Float64, cut: float) -> _Preconditioned:
+def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float) -> _Preconditioned:
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle."""
-    c = np.where(norms > 0, norms, 1.0)
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
+    norms = _column_norms(R)
+    c = np.where(norms > 0, norms, 1.0)
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
     W = _upper_form(Vt[live].T / s[live]) / c[:, None]

@@ -19,23 +19,32 @@ def _factor(R, c):
     """
     d, width = R.shape
     smallest = np.inf
-    for k in range(d):
-        top = R[k]
-        if not c[k] > 0:
-            top[k] = 1.0
-            continue
-        pivot = top[k]
-        smallest = min(smallest, pivot)
-        if not pivot > 0:
+    for block in range(0, d, 4):  # four rows at a time, so that the long inner loops load and store less
+        end = min(block + 4, d)
+        for k in range(block, end):
+            top = R[k]
+            if not c[k] > 0:
+                top[k] = 1.0
+                continue
+            smallest = min(smallest, top[k])
+            if not top[k] > 0:
+                return smallest
+            scale = 1.0 / np.sqrt(top[k])
+            for j in range(k // _STEP * _STEP, width):
+                top[j] *= scale
+            for i in range(k + 1, end):
+                f = top[i]
+                row = R[i]
+                for j in range(i // _STEP * _STEP, width):
+                    row[j] -= f * top[j]
+        if end == d:
             break
-        scale = 1.0 / np.sqrt(pivot)
-        for j in range(k // _STEP * _STEP, width):
-            top[j] *= scale
-        for i in range(k + 1, d):
-            f = top[i]
+        t, u, v, w = R[block], R[block + 1], R[block + 2], R[block + 3]
+        for i in range(end, d):
+            a, b, e, f = t[i], u[i], v[i], w[i]
             row = R[i]
             for j in range(i // _STEP * _STEP, width):
-                row[j] -= f * top[j]
+                row[j] -= (a * t[j] + b * u[j]) + (e * v[j] + f * w[j])
     return smallest
 
 
@@ -52,11 +61,19 @@ def _invert(R, c, inverse, sums):
         if not c[i] > 0:
             continue
         row = inverse[i]
-        for k in range(i + 1, d):
+        k = i + 1
+        while k + 4 <= d:
+            a, b, e, f = R[i, k], R[i, k + 1], R[i, k + 2], R[i, k + 3]
+            t, u, v, w = inverse[k], inverse[k + 1], inverse[k + 2], inverse[k + 3]
+            for j in range(k // _STEP * _STEP, width):
+                row[j] -= (a * t[j] + b * u[j]) + (e * v[j] + f * w[j])
+            k += 4
+        while k < d:
             f = R[i, k]
             other = inverse[k]
             for j in range(k // _STEP * _STEP, width):
                 row[j] -= f * other[j]
+            k += 1
         row[i] = 1.0
         scale = 1.0 / R[i, i]
         total = 0.0

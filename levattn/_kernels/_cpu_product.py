@@ -21,9 +21,12 @@ def pack_panels(W, X):
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     d, columns = W.shape[0], X.shape[1]
     panels = np.zeros(((columns + width - 1) // width, columns, width), X.dtype)
-    for i in range(d):
-        for j in range(i, d):
-            panels[j // width, i, j % width] = W[i, j]
+    for p in range(panels.shape[0]):
+        low = p * width
+        for i in range(min(low + width, d)):
+            source, target = W[i], panels[p, i]
+            for j in range(max(low, i), min(low + width, d)):
+                target[j - low] = source[j]
     return panels
 
 
