@@ -94,6 +94,10 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
         zero = ir.Constant(vector, [0.0] * count)
         a_step, x_step = b.mul(a_stride, _int(size)), b.mul(x_stride, _int(size))
 
+        for i in range(tall):  # the tile's own lines, which are not needed before the rows are summed
+            at_out = b.add(out, b.mul(out_stride, _int(8 * i)))
+            for byte in range(0, 8 * count * wide, 64):
+                _prefetch(b, b.add(at_out, _int(byte)))
         before = b.block
         loop, after = b.append_basic_block("rows"), b.append_basic_block("flush")
         b.cbranch(b.icmp_signed(">", n, _int(0)), loop, after)
