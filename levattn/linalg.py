@@ -380,7 +380,8 @@ def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float)
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
     W = _upper_form(Vt[live].T / s[live]) / c[:, None]
-    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty)
+    condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
+    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty, condition)
 
 
 def _complement(V: Float64) -> Float64:
@@ -452,7 +453,7 @@ def _precondition(
     H = G + np.diag(penalty)
     norms = np.sqrt(np.diag(H))
     c = np.where(norms > 0, norms, 1.0)
-    largest = np.sqrt(np.linalg.norm(H / c[:, None] / c, 2))  # singular value of the equilibrated keys
+    largest = np.sqrt(_spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
     out = np.zeros((d, 0))
     basis: Float64 | None = None
 
@@ -465,43 +466,80 @@ def _precondition(
             if pivot[0] > 0:
                 break
             shift *= 100
-        turned = np.triu(C[0] if basis is None else basis @ C[0])
+        turned = C[0] if basis is None else _multiply(basis, C[0])
         if basis is not None:  # columns on which the keys vanish although the basis does not
             vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
             if vanished.any():
                 out = _orthonormal(np.hstack([out, c[:, None] * basis[:, vanished]]))
-        U, s, _ = np.linalg.svd(c[:, None] * turned)
-        live = s > 0
-        if not live.any():
+        if not turned.any():
             return _Preconditioned(turned, turned, None, 0, 0.0, out, _divisors(norms))
-        null = live & (s * cut * largest >= 1) & (s >= 1e-3 * s.max())  # smaller ones are not resolved beside larger
-        if null.any():
-            out = _orthonormal(np.hstack([out, U[:, null]]))
+        lost = _lost_directions(c[:, None] * turned, cut * largest)
+        if lost.shape[1]:
+            out = _orthonormal(np.hstack([out, lost]))
             basis = _upper_form(_complement(out.T)) / c[:, None]
         elif good:
             break
         else:
             basis = turned
-        H = second_moments(rows, [item], basis=basis[None])[0] + basis.T @ (penalty[:, None] * basis)
+        H = second_moments(rows, [item], basis=basis[None])[0] + _turned_penalty(basis, penalty)
         noise = _UNIT
-    return _finish(rows, item, turned, norms, out, penalty, float(reach[0]))
+    condition = float(largest * _spectral_norm(c[:, None] * turned))
+    return _finish(rows, item, turned, norms, out, penalty, condition, float(reach[0]))
+
+
+def _lost_directions(W: Float64, cut: float) -> Float64:
+    """Return the left singular vectors of W whose singular value is at least 1/cut (of like size to the largest).
+
+    Where W whitens the equilibrated keys these are the directions in which the keys have next to nothing.
+    """
+    if np.sqrt(np.sum(W * W)) * cut < 1:
+        return np.zeros((len(W), 0))
+    U, s, _ = np.linalg.svd(W)
+    return np.asarray(U[:, (s * cut >= 1) & (s >= 1e-3 * s.max())])  # smaller ones are not resolved beside larger
+
+
+def _multiply(A: Float64, B: Float64) -> Float64:
+    """Return A B; without BLAS where it is small, as the threads of BLAS would go on spinning beside a kernel."""
+    return np.asarray(np.einsum("ij,jk->ik", A, B) if len(A) <= _SMALL else A @ B)
+
+
+def _spectral_norm(A: Float64) -> float:
+    """Return the 2-norm of A to a few per cent, by power iteration."""
+    x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
+    size = 0.0
+    for _ in range(30):
+        y = A.T @ (A @ x)
+        size = float(np.linalg.norm(y))
+        if size == 0:
+            return 0.0
+        x, size = y / size, float(np.sqrt(size / np.linalg.norm(x)))
+    return size
+
+
+def _turned_penalty(basis: Float64, penalty: Float64) -> Float64 | float:
+    """Return what the ridge adds to the moments of the keys in another basis."""
+    return _multiply(basis.T, penalty[:, None] * basis) if penalty.any() else 0.0
 
 
 def _finish(
-    rows: Rows, item: int, W: Float64, norms: Float64, out: Float64, penalty: Float64, reach: float = 1.0
+    rows: Rows,
+    item: int,
+    W: Float64,
+    norms: Float64,
+    out: Float64,
+    penalty: Float64,
+    condition: float,
+    reach: float = 1.0,
 ) -> _Preconditioned:
     """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
-    s = np.linalg.svd(np.where(norms > 0, norms, 1.0)[:, None] * W, compute_uv=False)
-    s = s[s > 0]
-    condition = float(s.max() / s.min()) if len(s) else 1.0
     rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
     error = 2 * _UNIT * (reach + condition)
     if condition <= _BASIS_CONDITION[rows.format]:
         return _Preconditioned(W, W, None, rank, error, out, _divisors(norms))
     G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
-    C, _pivot, again = inverse_cholesky(G + W.T @ (penalty[:, None] * W))
+    C, _pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))
     error = 4 * _UNIT * float(again[0])
-    return _Preconditioned(W @ C[0], W, C[0], rank, error, out, _divisors(norms))
+    return _Preconditioned(_multiply(W, C[0]), W, C[0], rank, error, out, _divisors(norms))
 
 
 def _divisors(norms: Float64) -> Float64:
@@ -509,6 +547,7 @@ def _divisors(norms: Float64) -> Float64:
     return np.where(norms > 0, norms, np.inf)
 
 
+_SMALL = 128  # columns up to which products of small matrices do without BLAS
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 
 
