@@ -317,20 +317,23 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
 def _normalizers(Q: Float64, factor: Factor, keys: Matrices, present: Any) -> Float64:
     """Return ``Σ ⟨q, k⟩²`` for each query; by the factor where that is precise, else summed over the keys."""
     N = factor.normalizer[0]
-    size = np.sqrt(np.sum(N * N, axis=0))  # column norms of the keys
-    out = np.empty(len(Q))
-    for start in range(0, len(Q), _QUERY_ROWS):
-        q = Q[start : start + _QUERY_ROWS]
-        D = np.sum((q @ N.T) ** 2, axis=1)
-        rounding = _UNIT * np.sqrt(q.shape[1]) * np.sqrt(np.sum((np.abs(q) @ np.abs(N).T) ** 2, axis=1))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            error = 2 * rounding / np.sqrt(D) + float(factor.error[0])
-        for i in np.flatnonzero(~(error <= _NORMALIZER_ERROR)).tolist():
-            exact = _summed(q[i], keys, present)
-            floor = (q.shape[1] * _UNIT) ** 2 * q.shape[1] * float(np.sum((q[i] * size) ** 2))
-            D[i] = exact if exact > floor else 0.0
-        out[start : start + _QUERY_ROWS] = D
-    return out
+    D, size = _row_squares(Q, N), _row_squares(np.abs(Q), np.abs(N))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = 2 * _UNIT * np.sqrt(Q.shape[1] * size / D) + float(factor.error[0])
+    norms = np.sum(N * N, axis=0)  # squared column norms of the keys
+    for i in np.flatnonzero(~(error <= _NORMALIZER_ERROR)).tolist():
+        exact = _summed(Q[i], keys, present)
+        floor = (Q.shape[1] * _UNIT) ** 2 * Q.shape[1] * float(np.sum(Q[i] ** 2 * norms))
+        D[i] = exact if exact > floor else 0.0
+    return D
+
+
+def _row_squares(Q: Float64, N: Float64) -> Float64:
+    """Return ``‖N q‖²`` for every row q, with the scores' kernel: both axes reversed, Nᵀ is upper triangular."""
+    rows = Rows(np.ascontiguousarray(Q[None, :, ::-1]), "float64")
+    out = np.zeros((1, len(Q)))
+    kernels_for(rows).sqnorms(rows, np.zeros(1, np.int64), N.T[None, ::-1, ::-1], out)
+    return np.asarray(out[0])
 
 
 def _summed(q: Float64, keys: Matrices, present: Any) -> float:

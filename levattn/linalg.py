@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import to_float64, to_numpy
-from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for
+from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, inverse_upper, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.states import second_moments
 
@@ -144,29 +144,27 @@ class Factor:
 
     @cached_property
     def normalizer(self) -> Float64:
-        """(b, d, d) N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q."""
+        """(b, d, d) upper-triangular N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q."""
         out = np.empty_like(self.whitening)
         for item in range(len(out)):
             out[item] = self._normalizer(item)
         return out
 
     def _normalizer(self, item: int) -> Float64:
-        from scipy.linalg import solve_triangular
-
         W = self.whitening[item]
         d = W.shape[0]
         kept = np.flatnonzero(np.any(W != 0, axis=0))
         N = np.zeros((d, d))
         if len(kept) == d:
             if self.basis is not None and self.core is not None and self.arithmetic[item] == "compensated":
-                inner = solve_triangular(self.core[item], np.eye(d))
-                N = inner @ solve_triangular(self.basis[item], np.eye(d))
+                N = _multiply(inverse_upper(self.core[item]), inverse_upper(self.basis[item]))
             else:
-                N = solve_triangular(W, np.eye(d))
+                N = inverse_upper(W)
         elif len(kept):
             c = self.outside[item][1] if item in self.outside else _row_sizes(W)
             c = np.where(np.isfinite(c), c, 1.0)
             N[kept] = np.linalg.pinv(c[:, None] * W[:, kept], rcond=0.0) * c
+            N = np.asarray(np.linalg.qr(N, mode="r"))
         if self.rows.scale is not None:
             N = N / self.rows.scale[item]
         return N

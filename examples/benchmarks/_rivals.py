@@ -18,10 +18,14 @@ THREADS = len(sched_getaffinity(0))
 
 
 def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each candidate; all take their turn in every round, after one round to warm up."""
+    """Median seconds of each candidate; all take their turn in every round, after one round to warm up.
+
+    A pause before each turn lets the threads go to sleep that a BLAS leaves spinning: they would slow the next one.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_number in range(rounds + 1):
         for name, call in candidates.items():
+            time.sleep(0.1)
             start = time.perf_counter()
             call()
             if round_number:

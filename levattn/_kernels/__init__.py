@@ -49,3 +49,10 @@ def inverse_cholesky(G: Float64, shift: float = 0.0) -> tuple[Float64, Float64, 
     from levattn._kernels import _cpu
 
     return _cpu.inverse_cholesky(G, shift)
+
+
+def inverse_upper(A: Float64) -> Float64:
+    """Return the inverse of an upper-triangular matrix (d, d) with no zero on its diagonal."""
+    from levattn._kernels import _cpu
+
+    return _cpu.inverse_upper(A)

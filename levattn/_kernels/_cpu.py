@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels._cpu_dense import cholesky_tasks
+from levattn._kernels._cpu_dense import cholesky_tasks, invert_upper
 from levattn._kernels._cpu_heavy import count_heavy, fill_heavy
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
@@ -22,6 +22,7 @@ __all__ = [
     "column_maxima",
     "column_sums",
     "inverse_cholesky",
+    "inverse_upper",
     "moments",
     "nonfinite_rows",
     "sqnorms",
@@ -209,3 +210,9 @@ def heavy_entries(
         work,
     )
     return starts, found, values, captured
+
+
+def inverse_upper(A: Float64) -> Float64:
+    """Invert a small matrix; the contract is that of `levattn._kernels.inverse_upper`."""
+    inverse: Float64 = invert_upper(np.ascontiguousarray(A))
+    return inverse
