@@ -18,18 +18,18 @@ THREADS = len(sched_getaffinity(0))
 
 
 def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each candidate; all take their turn in every round, after one round to warm up.
+    """Median seconds of each candidate; all take their turn in every round.
 
-    A pause before each turn lets the threads go to sleep that a BLAS leaves spinning: they would slow the next one.
+    A turn is two calls, of which the second counts: threads that the one before left spinning, and caches and clocks
+    that it left cold, would else be counted against the next.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_number in range(rounds + 1):
+    for _ in range(rounds):
         for name, call in candidates.items():
-            time.sleep(0.1)
+            call()
             start = time.perf_counter()
             call()
-            if round_number:
-                times[name].append(time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
