@@ -21,6 +21,7 @@ __all__ = [
     "capped",
     "column_maxima",
     "column_sums",
+    "heavy_entries",
     "inverse_cholesky",
     "inverse_upper",
     "moments",
