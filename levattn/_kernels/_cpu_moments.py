@@ -8,9 +8,11 @@ from numba import carray
 from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, jit
 from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
-from levattn._kernels._cpu_simd import as_pointer, moment_tile
+from levattn._kernels._cpu_simd import as_pointer, moment_tile, widen_add
 
 __all__ = ["add_rows", "carry", "counter", "fold", "moment_panels", "moment_tasks"]
+
+_NEAR = 512  # bytes between rows up to which the nearest cache holds a slab as it lies
 
 ROWS1, ROWS2, ROWS3, ROWS4 = TILE_ROWS
 
@@ -45,7 +47,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
         i = 0
         while i < left and right - left == width:  # whole tiles above the diagonal's panel
             a = x + i // width * panel_step + i % width * size
-            to = out.ctypes.data + (i * d + left) * 8
+            to = out.ctypes.data + (i * d + left) * size
             remaining = width - i % width
             if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # what is left must be made up of ROWS4
                 moment_tile(X, FULL_ROWS, PANEL, a, stride, panel, stride, n, to, d, ahead, 64)
@@ -60,7 +62,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
             i = i if j == left else j
             while i < j + lanes:
                 a = x + i // width * panel_step + i % width * size
-                to = out.ctypes.data + (i * d + j) * 8
+                to = out.ctypes.data + (i * d + j) * size
                 if wide == 4:
                     moment_tile(X, ROWS4, 4, a, stride, at, stride, n, to, d, ahead, 64)
                     i += ROWS4
@@ -88,13 +90,13 @@ def moment_panels(X):
 
 @jit
 def add_rows(X, x, stride, n, packed, out, ahead, last):
-    """Add the second moment of `n` rows at `x` to `out`, by way of `packed` where it takes several panels."""
-    if packed.shape[0] > 1:
+    """Add the second moment of `n` rows at `x` to `out`, by way of `packed` where they lie far apart."""
+    panel = packed.shape[2]
+    if stride * X.itemsize > _NEAR:
         _pack_slab(X, x, stride, n, packed)
-        step = packed.shape[1] * packed.shape[2] * X.itemsize
-        _add_slab(X, packed.ctypes.data, packed.shape[2], step, n, out, ahead, last)
+        _add_slab(X, packed.ctypes.data, panel, packed.shape[1] * panel * X.itemsize, n, out, ahead, last)
     else:
-        _add_slab(X, x, stride, 0, n, out, ahead, last)
+        _add_slab(X, x, stride, panel * X.itemsize, n, out, ahead, last)
 
 
 @jit
@@ -109,9 +111,13 @@ def counter(tasks, first, last, block, d):
 
 @jit
 def _accumulate(total, term):
-    for i in range(total.shape[0]):
-        for j in range(total.shape[1]):
-            total[i, j] += term[i, j]
+    """Add the upper triangle of `term` to that of `total`, in whole vectors."""
+    d = term.shape[0]
+    lanes = VECTOR_BYTES // term.itemsize
+    for i in range(d):
+        left = i // lanes * lanes
+        at = i * d + left
+        widen_add(term, term.ctypes.data + at * term.itemsize, total.ctypes.data + at * 8, (d - left) // lanes)
 
 
 @jit
@@ -119,25 +125,22 @@ def carry(stack, count, term):
     """Put the sum of block number `count` on the stack, as adding one to a binary counter carries bits."""
     level = 0
     while count >> level & 1:
-        _accumulate(term, stack[level])
         level += 1
     place = stack[level]
-    for i in range(place.shape[0]):
-        for j in range(place.shape[1]):
-            place[i, j] = term[i, j]
+    place[:] = 0
+    _accumulate(place, term)
+    for below in range(level):
+        _accumulate(place, stack[below])
 
 
 @jit
 def fold(stack, count, total):
     """Write the sum of the `count` blocks on the stack to `total`, its lower triangle copied from the upper."""
-    d = total.shape[0]
-    for i in range(d):
-        for j in range(d):
-            total[i, j] = 0
+    total[:] = 0
     for level in range(stack.shape[0]):
         if count >> level & 1:
             _accumulate(total, stack[level])
-    for i in range(d):
+    for i in range(total.shape[0]):
         for j in range(i):
             total[i, j] = total[j, i]
 
@@ -146,22 +149,22 @@ def fold(stack, count, total):
 def moment_tasks(view, like, brain, mask, shift, scale, X, block, tasks, first, last, out):
     """Write the second moments of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
-    A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X slab by
-    slab and added up in float64; blocks are combined like the bits of a binary counter.
+    A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X, slab by
+    slab; blocks are combined in float64 like the bits of a binary counter.
     """
     size, d = X.itemsize, X.shape[1]
     rows = np.zeros((SLAB, d), X.dtype)
     direct = is_direct(view, like, mask, shift, scale, X, VECTOR_BYTES // size)
     step = view[ROW_STEP]
     packed = moment_panels(X)
+    partial = np.empty((d, d), X.dtype)
     stack = counter(tasks, first, last, block, d)
     for t in range(first, last):
         item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
         end = row_address(view, item, stop) - 64
-        total = out[t]
         count = 0
         for low in range(start, stop, block):
-            total[:] = 0
+            partial[:] = 0
             for r in range(low, min(low + block, stop), SLAB):
                 n = min(SLAB, min(low + block, stop) - r)
                 x = row_address(view, item, r)
@@ -171,7 +174,7 @@ def moment_tasks(view, like, brain, mask, shift, scale, X, block, tasks, first, 
                     load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
                     x, stride = rows.ctypes.data, d
                 last_line = max(ahead, min(ahead + SLAB * step, end) - 64 * n)
-                add_rows(X, x, stride, n, packed, total, ahead, last_line)
-            carry(stack, count, total)
+                add_rows(X, x, stride, n, packed, partial, ahead, last_line)
+            carry(stack, count, partial)
             count += 1
-        fold(stack, count, total)
+        fold(stack, count, out[t])

@@ -10,7 +10,7 @@ from levattn._kernels._cpu_simd import lane_sum, product_tile
 
 __all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "sqnorm_tasks"]
 
-SLAB = 128  # rows that stay in the nearest caches while every tile passes over them
+SLAB = 64  # rows that stay in the nearest cache while every tile passes over them
 SCRATCH_ROWS = (SLAB + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS  # a slab in whole groups of rows
 SCORE_SLAB = SLAB // SCORE_ROWS * SCORE_ROWS
 

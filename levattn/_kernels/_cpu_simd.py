@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 
-__all__ = ["as_pointer", "bits_to_float", "fused_multiply_add", "lane_sum", "moment_tile", "product_tile"]
+__all__ = ["as_pointer", "bits_to_float", "fused_multiply_add", "lane_sum", "moment_tile", "product_tile", "widen_add"]
 
 Builder = Any
 Value = Any
@@ -79,10 +79,9 @@ def _prefetch(b: Builder, address: Value) -> None:
 
 @intrinsic(prefer_literal=True)
 def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
-    """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and `vectors` vectors of x to the float64 tile `out`.
+    """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and `vectors` vectors of x to the tile `out`.
 
-    The sum over the `n` rows runs in the precision of the input; only its result is widened. Each row also
-    asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
+    Each row also asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
     """
     signature = types.void(like, rows, vectors, *([types.int64] * 9))
     tall, wide = _literals(rows, vectors)
@@ -95,8 +94,8 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
         a_step, x_step = b.mul(a_stride, _int(size)), b.mul(x_stride, _int(size))
 
         for i in range(tall):  # the tile's own lines, which are not needed before the rows are summed
-            at_out = b.add(out, b.mul(out_stride, _int(8 * i)))
-            for byte in range(0, 8 * count * wide, 64):
+            at_out = b.add(out, b.mul(out_stride, _int(size * i)))
+            for byte in range(0, size * count * wide, 64):
                 _prefetch(b, b.add(at_out, _int(byte)))
         before = b.block
         loop, after = b.append_basic_block("rows"), b.append_basic_block("flush")
@@ -124,17 +123,14 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
 
         b.position_at_end(after)
         results = [[b.phi(vector) for _ in range(wide)] for _ in range(tall)]
-        double = ir.DoubleType()
-        target = _pointer(b, out, double)
-        doubles = ir.VectorType(double, count)
+        target = _pointer(b, out, scalar)
         for i in range(tall):
             line = b.gep(target, [b.mul(out_stride, _int(i))])
             for j in range(wide):
                 results[i][j].add_incoming(zero, before)
                 results[i][j].add_incoming(new[i][j], loop)
-                value = results[i][j] if size == 8 else b.fpext(results[i][j], doubles)
                 place = b.gep(line, [_int(count * j)])
-                _store(b, b.fadd(_load(b, place, doubles, 8), value), place, 8)
+                _store(b, b.fadd(_load(b, place, vector, size), results[i][j]), place, size)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -243,6 +239,27 @@ def lane_sum(typing, like, address):
             high = b.shuffle_vector(value, undefined, ir.Constant(kind, list(range(half, 2 * half))))
             value = b.fadd(low, high)
         return b.extract_element(value, ir.Constant(_I32, 0))
+
+    return signature, codegen
+
+
+@intrinsic
+def widen_add(typing, like, source, target, vectors):
+    """Add vectors of numbers like `like` at `source` to the float64 numbers at `target`."""
+    size, scalar, vector = _vector_type(like)
+    signature = types.void(like, *([types.int64] * 3))
+    double = ir.DoubleType()
+    doubles = ir.VectorType(double, vector.count)
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        source, target, vectors = arguments[1:]
+        with cgutils.for_range(b, vectors) as loop:
+            at = b.mul(loop.index, _int(vector.count))
+            value = _load(b, b.gep(_pointer(b, source, scalar), [at]), vector, size)
+            place = b.gep(_pointer(b, target, double), [at])
+            wide = value if size == 8 else b.fpext(value, doubles)
+            _store(b, b.fadd(_load(b, place, doubles, 8), wide), place, 8)
+        return context.get_dummy_value()
 
     return signature, codegen
 

@@ -67,15 +67,15 @@ def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, 
     low = np.zeros(d)
     panels = np.zeros((1, 1, 1), X.dtype)
     packed = moment_panels(X)
+    partial = np.empty((d, d), X.dtype)
     stack = counter(tasks, first, last, block, d)
     for t in range(first, last):
         slot, item, start, stop = tasks[t, 0], tasks[t, 1], tasks[t, 2], tasks[t, 3]
         if not exact:
             panels = pack_panels(basis[slot], X)
-        total = out[t]
         count = 0
         for at in range(start, stop, block):
-            total[:] = 0
+            partial[:] = 0
             for r in range(at, min(at + block, stop), SLAB):
                 n = min(SLAB, min(at + block, stop) - r)
                 load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
@@ -84,10 +84,10 @@ def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, 
                 else:
                     _turn_rows(rows, n, panels, turned)
                 x = turned.ctypes.data
-                add_rows(X, x, turned.shape[1], n, packed, total, x, x)
-            carry(stack, count, total)
+                add_rows(X, x, turned.shape[1], n, packed, partial, x, x)
+            carry(stack, count, partial)
             count += 1
-        fold(stack, count, total)
+        fold(stack, count, out[t])
 
 
 @jit
