@@ -28,9 +28,9 @@ _SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
 _BASIS_CONDITION = {"float64": 4e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
-_SINGLE_FROM = 2048  # rows from which float32 slabs average out
+_SINGLE_FROM = 2048  # rows from which the rounding of float32 sums averages out
 
-_SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 slabs, once n is large
+_SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
 
 
 def rank_tolerance(d: int) -> float:
@@ -115,7 +115,8 @@ class Factor:
                     self.rows, items, self.core[items], out, basis=self.basis[items], arithmetic=arithmetic
                 )
             else:
-                kernels.sqnorms(self.rows, items, self.whitening[items], out, arithmetic=arithmetic)
+                W = self.whitening if len(items) == len(self.arithmetic) else self.whitening[items]
+                kernels.sqnorms(self.rows, items, W, out, arithmetic=arithmetic)
         out = kernels.capped(out)
         counted = np.zeros(self.rows.shape[0], np.bool_)
         for item in self.outside:

@@ -109,7 +109,7 @@ class Moments:
 
     Notes
     -----
-    Time O(n d²); memory O(d² log n) for the sums and at most 1024 rows that wait for their block to fill.
+    Time O(n d²); memory O(d² log n) for the sums and at most 2048 rows that wait for their block to fill.
 
     Examples
     --------

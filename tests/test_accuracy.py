@@ -170,7 +170,9 @@ def test_centred_keys_with_a_large_mean(mean: float, storage: str) -> None:
 
 
 @stores("float64", "float32")
-@pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize(
+    "n", [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 2047, 2048, 2049, 5000]
+)
 def test_row_counts_around_block_edges(n: int, storage: str) -> None:
     keys = STORAGE[storage](_rng(f"rows {n}").standard_normal((n, 8)))
     exact = naive.leverage_exact(as_float64(keys))

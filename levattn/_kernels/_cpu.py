@@ -57,6 +57,8 @@ def _padded(matrices: Float64 | None, width: int) -> Float64:
     if matrices is None:
         return np.zeros((0, 0, 0))
     extra = width - matrices.shape[-1]
+    if not extra:
+        return np.ascontiguousarray(matrices)
     return np.ascontiguousarray(np.pad(matrices, ((0, 0), (0, extra), (0, extra))))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
+from levattn._kernels._cpu_simd import subtract_rows
 
 __all__ = ["cholesky_tasks", "invert_upper"]
 
 _STEP = 8  # inner loops begin and end at multiples of this, so that they are whole vectors
+_LANES = VECTOR_BYTES // 8
 
 
 @jit
@@ -41,10 +43,10 @@ def _factor(R, c):
             break
         t, u, v, w = R[block], R[block + 1], R[block + 2], R[block + 3]
         for i in range(end, d):
-            a, b, e, f = t[i], u[i], v[i], w[i]
-            row = R[i]
-            for j in range(i // _STEP * _STEP, width):
-                row[j] -= (a * t[j] + b * u[j]) + (e * v[j] + f * w[j])
+            left = i // _STEP * _STEP
+            to = R.ctypes.data + (i * width + left) * 8
+            rows = R.ctypes.data + (block * width + left) * 8
+            subtract_rows(R, to, rows, width, t[i], u[i], v[i], w[i], (width - left) // _LANES)
     return smallest
 
 
@@ -63,10 +65,11 @@ def _invert(R, c, inverse, sums):
         row = inverse[i]
         k = i + 1
         while k + 4 <= d:
-            a, b, e, f = R[i, k], R[i, k + 1], R[i, k + 2], R[i, k + 3]
-            t, u, v, w = inverse[k], inverse[k + 1], inverse[k + 2], inverse[k + 3]
-            for j in range(k // _STEP * _STEP, width):
-                row[j] -= (a * t[j] + b * u[j]) + (e * v[j] + f * w[j])
+            left = k // _STEP * _STEP
+            to = inverse.ctypes.data + (i * width + left) * 8
+            rows = inverse.ctypes.data + (k * width + left) * 8
+            vectors = (width - left) // _LANES
+            subtract_rows(R, to, rows, width, R[i, k], R[i, k + 1], R[i, k + 2], R[i, k + 3], vectors)
             k += 4
         while k < d:
             f = R[i, k]

@@ -8,7 +8,7 @@ from numba import carray
 from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, jit
 from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
-from levattn._kernels._cpu_simd import as_pointer, moment_tile, widen_add
+from levattn._kernels._cpu_simd import as_pointer, moment_tile, widen
 
 __all__ = ["add_rows", "carry", "counter", "fold", "moment_panels", "moment_tasks"]
 
@@ -110,14 +110,19 @@ def counter(tasks, first, last, block, d):
 
 
 @jit
-def _accumulate(total, term):
-    """Add the upper triangle of `term` to that of `total`, in whole vectors."""
+def _put(total, term, added):
+    """Write the upper triangle of `term` to that of `total` in whole vectors, or add it if `added`."""
     d = term.shape[0]
-    lanes = VECTOR_BYTES // term.itemsize
+    size = term.itemsize
+    lanes = VECTOR_BYTES // size
     for i in range(d):
         left = i // lanes * lanes
         at = i * d + left
-        widen_add(term, term.ctypes.data + at * term.itemsize, total.ctypes.data + at * 8, (d - left) // lanes)
+        source, target, vectors = term.ctypes.data + at * size, total.ctypes.data + at * 8, (d - left) // lanes
+        if added:
+            widen(term, source, target, vectors, 1)
+        else:
+            widen(term, source, target, vectors, 0)
 
 
 @jit
@@ -126,11 +131,9 @@ def carry(stack, count, term):
     level = 0
     while count >> level & 1:
         level += 1
-    place = stack[level]
-    place[:] = 0
-    _accumulate(place, term)
+    _put(stack[level], term, False)
     for below in range(level):
-        _accumulate(place, stack[below])
+        _put(stack[level], stack[below], True)
 
 
 @jit
@@ -139,7 +142,7 @@ def fold(stack, count, total):
     total[:] = 0
     for level in range(stack.shape[0]):
         if count >> level & 1:
-            _accumulate(total, stack[level])
+            _put(total, stack[level], True)
     for i in range(total.shape[0]):
         for j in range(i):
             total[i, j] = total[j, i]

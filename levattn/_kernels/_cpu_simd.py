@@ -16,7 +16,16 @@ from numba.extending import intrinsic
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 
-__all__ = ["as_pointer", "bits_to_float", "fused_multiply_add", "lane_sum", "moment_tile", "product_tile", "widen_add"]
+__all__ = [
+    "as_pointer",
+    "bits_to_float",
+    "fused_multiply_add",
+    "lane_sum",
+    "moment_tile",
+    "product_tile",
+    "subtract_rows",
+    "widen",
+]
 
 Builder = Any
 Value = Any
@@ -243,22 +252,49 @@ def lane_sum(typing, like, address):
     return signature, codegen
 
 
-@intrinsic
-def widen_add(typing, like, source, target, vectors):
-    """Add vectors of numbers like `like` at `source` to the float64 numbers at `target`."""
+@intrinsic(prefer_literal=True)
+def widen(typing, like, source, target, vectors, added):
+    """Write vectors of numbers like `like` at `source` to float64 numbers at `target`, or add them if `added`."""
     size, scalar, vector = _vector_type(like)
-    signature = types.void(like, *([types.int64] * 3))
+    signature = types.void(like, *([types.int64] * 3), added)
+    (add,) = _literals(added)
     double = ir.DoubleType()
     doubles = ir.VectorType(double, vector.count)
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        source, target, vectors = arguments[1:]
+        source, target, vectors = arguments[1:4]
         with cgutils.for_range(b, vectors) as loop:
             at = b.mul(loop.index, _int(vector.count))
             value = _load(b, b.gep(_pointer(b, source, scalar), [at]), vector, size)
             place = b.gep(_pointer(b, target, double), [at])
             wide = value if size == 8 else b.fpext(value, doubles)
-            _store(b, b.fadd(_load(b, place, doubles, 8), wide), place, 8)
+            _store(b, b.fadd(_load(b, place, doubles, 8), wide) if add else wide, place, 8)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def subtract_rows(typing, like, target, source, stride, a, b, c, e, vectors):
+    """Subtract the rows at `source`, times a, b, c and e, from that at `target`, as so many whole vectors.
+
+    Numbers are like `like`, and rows are `stride` elements apart.
+    """
+    size, scalar, vector = _vector_type(like)
+    signature = types.void(like, *([types.int64] * 3), *([like.dtype] * 4), types.int64)
+
+    def codegen(context: Any, builder: Builder, _signature: Any, arguments: Any) -> Value:
+        target, source, stride, *factors, vectors = arguments[1:]
+        minus = [_splat(builder, builder.fneg(factor), vector.count) for factor in factors]
+        to, rows = _pointer(builder, target, scalar), _pointer(builder, source, scalar)
+        with cgutils.for_range(builder, vectors) as loop:
+            at = builder.mul(loop.index, _int(vector.count))
+            place = builder.gep(to, [at])
+            total = _load(builder, place, vector, size)
+            for i, factor in enumerate(minus):
+                row = builder.gep(rows, [builder.add(at, builder.mul(stride, _int(i)))])
+                total = _fma(builder, factor, _load(builder, row, vector, size), total)
+            _store(builder, total, place, size)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -13,9 +13,9 @@ __all__ = ["BLOCK", "Arithmetic", "Float64", "Pieces", "Rows"]
 Float64 = npt.NDArray[np.float64]
 Pieces = npt.NDArray[np.int64]  # (t, 4): slot, item, first row, row after the last
 
-BLOCK = 1024  # rows whose moments are summed before they are combined pairwise
+BLOCK = 2048  # rows whose moments are summed before they are combined pairwise
 
-# float32 products and sums within a slab; float64 throughout; float64 with compensated products in a basis
+# float32 products and sums within a block; float64 throughout; float64 with compensated products in a basis
 Arithmetic = Literal["single", "double", "compensated"]
 
 
