@@ -55,7 +55,7 @@ def _pieces(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     """
     blocks = -(-n // BLOCK)
     whole = n // BLOCK
-    largest = max(0, (blocks // (16 * count)).bit_length() - 1) if count > 1 else 63
+    largest = max(0, (blocks // (8 * count)).bit_length() - 1) if count > 1 else 63
     runs, levels, at = [], [], 0
     while at < whole:
         level = min(largest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)

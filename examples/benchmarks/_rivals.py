@@ -15,17 +15,19 @@ from threadpoolctl import threadpool_limits
 
 Array = Any
 THREADS = len(sched_getaffinity(0))
+_PAUSE = 0.2  # seconds after which the threads of a BLAS have gone to sleep
 
 
 def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Median seconds of each candidate; all take their turn in every round.
 
-    A turn is two calls, of which the second counts: threads that the one before left spinning, and caches and clocks
-    that it left cold, would else be counted against the next.
+    A turn is a pause and two calls, of which the second counts: threads that the one before left spinning, and caches
+    and clocks that it left cold, would else be counted against the next.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, call in candidates.items():
+            time.sleep(_PAUSE)
             call()
             start = time.perf_counter()
             call()

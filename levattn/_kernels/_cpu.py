@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _THREAD_WORK = 2_000_000  # multiply-adds below which a second thread costs more than it brings
+_RUN_WORK = 16_000_000  # multiply-adds beside which handing a run to a thread costs little
 
 
 def _arguments(rows: Rows) -> tuple[Any, ...]:
@@ -66,10 +67,15 @@ def _threads(work: float) -> int:
     return num_threads() if work >= _THREAD_WORK else 1
 
 
+def _runs(work: float, threads: int) -> int:
+    """Return into how many runs to split work: enough to balance the threads, few enough to cost little."""
+    return 1 if threads == 1 else max(2 * threads, min(16 * threads, int(work / _RUN_WORK)))
+
+
 def _share(body: Callable[[int, int], None], n: int, work: float) -> None:
     """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
     threads = _threads(work)
-    runs = min(n, 32 * threads) if threads > 1 else min(n, 1)
+    runs = min(n, _runs(work, threads))
     edges = np.linspace(0, n, runs + 1).astype(int)
     parallel_for(lambda i: body(int(edges[i]), int(edges[i + 1])), runs, threads=threads)
 
@@ -132,8 +138,9 @@ def sqnorms(
     _, n, d = rows.shape
     X = _scratch(d, arithmetic)
     width = X.shape[1]
-    threads = _threads(float(len(items)) * n * d * d)
-    span = n if len(items) >= 4 * threads else max(1, -(-n // (16 * threads)))
+    work = float(len(items)) * n * d * d
+    threads = _threads(work)
+    span = n if len(items) >= 4 * threads else max(1, -(-n // _runs(work, threads)))
     span = max(1, -(-span // BLOCK) * BLOCK)
     starts = np.arange(0, n, span)
     tasks = np.empty((len(items), len(starts), 4), np.int64)
@@ -151,7 +158,7 @@ def sqnorms(
         else:
             turned_sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, out)
 
-    _share(body, len(listed), float(len(items)) * n * d * d)
+    _share(body, len(listed), work)
 
 
 def column_sums(rows: Rows) -> Float64:
