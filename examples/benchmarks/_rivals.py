@@ -15,19 +15,19 @@ from threadpoolctl import threadpool_limits
 
 Array = Any
 THREADS = len(sched_getaffinity(0))
-_PAUSE = 0.2  # seconds after which the threads of a BLAS have gone to sleep
 
 
-def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def interleaved(candidates: dict[str, Callable[[], object]], rounds: int, pause: float = 0.0) -> dict[str, float]:
     """Median seconds of each candidate; all take their turn in every round.
 
-    A turn is a pause and two calls, of which the second counts: threads that the one before left spinning, and caches
-    and clocks that it left cold, would else be counted against the next.
+    A turn is two calls, of which the second counts: threads that the one before left spinning, and caches and clocks
+    that it left cold, would else be counted against the next. Calls of a few milliseconds need a `pause` (seconds)
+    before them if a rival uses BLAS, whose threads spin for a tenth of a second.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, call in candidates.items():
-            time.sleep(_PAUSE)
+            time.sleep(pause)
             call()
             start = time.perf_counter()
             call()

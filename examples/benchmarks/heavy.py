@@ -62,7 +62,7 @@ def main() -> None:
         if n <= 131072:
             for block in (1024, 4096, 16384):
                 candidates[f"dense {block}"] = lambda K=K, Q=Q, b=block: dense(Q, K, b)
-        times = interleaved(candidates, rounds if n < 131072 else 3)
+        times = interleaved(candidates, rounds if n < 131072 else 3, pause=0.2)
         brute = min((s for name, s in times.items() if name.startswith("dense")), default=float("nan"))
         per_query[n] = times["queries"]
         found = levattn.heavy_attention(Q, K, EPSILON).entries
