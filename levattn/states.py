@@ -55,7 +55,8 @@ def _pieces(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     """
     blocks = -(-n // BLOCK)
     whole = n // BLOCK
-    largest = max(0, (blocks // (8 * count)).bit_length() - 1) if count > 1 else 63
+    few, many = (max(0, (blocks // (runs * count)).bit_length() - 1) for runs in (4, 8))
+    largest = min(few, max(many, 4)) if count > 1 else 63  # four runs a thread, or eight where runs are long
     runs, levels, at = [], [], 0
     while at < whole:
         level = min(largest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
