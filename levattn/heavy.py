@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from levattn._array import Matrices, as_matrices, to_float64, to_numpy
-from levattn._kernels import Float64, Rows, heavy_entries, kernels_for
+from levattn._kernels import Float64, Rows, heavy_entries, kernels_for, query_norms
 from levattn.exceptions import NonFiniteError
 from levattn.linalg import Factor
 from levattn.states import second_moments
@@ -317,7 +317,7 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
 def _normalizers(Q: Float64, factor: Factor, keys: Matrices, present: Any) -> Float64:
     """Return ``Σ ⟨q, k⟩²`` for each query; by the factor where that is precise, else summed over the keys."""
     N = factor.normalizer[0]
-    D, size = _row_squares(Q, N), _row_squares(np.abs(Q), np.abs(N))
+    D, size = query_norms(Q, N)
     with np.errstate(divide="ignore", invalid="ignore"):
         error = 2 * _UNIT * np.sqrt(Q.shape[1] * size / D) + float(factor.error[0])
     norms = np.sum(N * N, axis=0)  # squared column norms of the keys
@@ -326,14 +326,6 @@ def _normalizers(Q: Float64, factor: Factor, keys: Matrices, present: Any) -> Fl
         floor = (Q.shape[1] * _UNIT) ** 2 * Q.shape[1] * float(np.sum(Q[i] ** 2 * norms))
         D[i] = exact if exact > floor else 0.0
     return D
-
-
-def _row_squares(Q: Float64, N: Float64) -> Float64:
-    """Return ``‖N q‖²`` for every row q, with the scores' kernel: both axes reversed, Nᵀ is upper triangular."""
-    rows = Rows(np.ascontiguousarray(Q[None, :, ::-1]), "float64")
-    out = np.zeros((1, len(Q)))
-    kernels_for(rows).sqnorms(rows, np.zeros(1, np.int64), N.T[None, ::-1, ::-1], out)
-    return np.asarray(out[0])
 
 
 def _summed(q: Float64, keys: Matrices, present: Any) -> float:

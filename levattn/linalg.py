@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import to_float64, to_numpy
-from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, inverse_upper, kernels_for
+from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.states import second_moments
 
@@ -158,9 +158,9 @@ class Factor:
         N = np.zeros((d, d))
         if len(kept) == d:
             if self.basis is not None and self.core is not None and self.arithmetic[item] == "compensated":
-                N = _multiply(inverse_upper(self.core[item]), inverse_upper(self.basis[item]))
+                N = _multiply(np.linalg.inv(self.core[item]), np.linalg.inv(self.basis[item]))
             else:
-                N = inverse_upper(W)
+                N = np.linalg.inv(W)  # of a triangle: back substitution, no pivoting
         elif len(kept):
             c = self.outside[item][1] if item in self.outside else _row_sizes(W)
             c = np.where(np.isfinite(c), c, 1.0)

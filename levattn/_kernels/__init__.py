@@ -13,7 +13,17 @@ import numpy.typing as npt
 
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
-__all__ = ["BLOCK", "Arithmetic", "Float64", "Pieces", "Rows", "heavy_entries", "inverse_cholesky", "kernels_for"]
+__all__ = [
+    "BLOCK",
+    "Arithmetic",
+    "Float64",
+    "Pieces",
+    "Rows",
+    "heavy_entries",
+    "inverse_cholesky",
+    "kernels_for",
+    "query_norms",
+]
 
 
 def kernels_for(rows: Rows) -> ModuleType:
@@ -25,6 +35,13 @@ def kernels_for(rows: Rows) -> ModuleType:
     from levattn._kernels import _generic
 
     return _generic
+
+
+def query_norms(Q: Float64, N: Float64) -> tuple[Float64, Float64]:
+    """Return ``‖N q‖²`` for every row q of Q, and ``‖|N| |q|‖²``, which bounds what cancels in it."""
+    from levattn._kernels import _cpu
+
+    return _cpu.query_norms(Q, N)
 
 
 def heavy_entries(
@@ -49,10 +66,3 @@ def inverse_cholesky(G: Float64, shift: float = 0.0) -> tuple[Float64, Float64, 
     from levattn._kernels import _cpu
 
     return _cpu.inverse_cholesky(G, shift)
-
-
-def inverse_upper(A: Float64) -> Float64:
-    """Return the inverse of an upper-triangular matrix (d, d) with no zero on its diagonal."""
-    from levattn._kernels import _cpu
-
-    return _cpu.inverse_upper(A)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels._cpu_dense import cholesky_tasks, invert_upper
-from levattn._kernels._cpu_heavy import count_heavy, fill_heavy
+from levattn._kernels._cpu_dense import cholesky_tasks
+from levattn._kernels._cpu_heavy import count_heavy, fill_heavy, norm_tasks
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
 from levattn._kernels._cpu_product import sqnorm_tasks
@@ -23,9 +23,9 @@ __all__ = [
     "column_sums",
     "heavy_entries",
     "inverse_cholesky",
-    "inverse_upper",
     "moments",
     "nonfinite_rows",
+    "query_norms",
     "sqnorms",
     "where",
     "wide_zeros",
@@ -203,6 +203,16 @@ def inverse_cholesky(G: Float64, shift: float) -> tuple[Float64, Float64, Float6
     return W, pivot, reach
 
 
+def query_norms(Q: Float64, N: Float64) -> tuple[Float64, Float64]:
+    """Return the normalisers of queries; the contract is that of `levattn._kernels.query_norms`."""
+    columns = np.ascontiguousarray(N.T)
+    sizes = np.abs(columns)
+    squares, bounds = np.empty(len(Q)), np.empty(len(Q))
+    work = 2.0 * len(Q) * N.size
+    _share(lambda first, last: norm_tasks(Q, columns, sizes, first, last, squares, bounds), len(Q), work)
+    return squares, bounds
+
+
 def heavy_entries(
     Q: Float64, keys: Float64, indices: Any, normalizers: Float64, epsilon: float
 ) -> tuple[Any, Any, Float64, Float64]:
@@ -220,9 +230,3 @@ def heavy_entries(
         work,
     )
     return starts, found, values, captured
-
-
-def inverse_upper(A: Float64) -> Float64:
-    """Invert a small matrix; the contract is that of `levattn._kernels.inverse_upper`."""
-    inverse: Float64 = invert_upper(np.ascontiguousarray(A))
-    return inverse

@@ -7,7 +7,7 @@ import numpy as np
 from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
 from levattn._kernels._cpu_simd import subtract_rows
 
-__all__ = ["cholesky_tasks", "invert_upper"]
+__all__ = ["cholesky_tasks"]
 
 _STEP = 8  # inner loops begin and end at multiples of this, so that they are whole vectors
 _LANES = VECTOR_BYTES // 8
@@ -123,16 +123,3 @@ def cholesky_tasks(G, shift, first, last, W, pivot, reach):
             for i in range(d):
                 for j in range(d):
                     W[s, i, j] = inverse[i, j] * scale[i]
-
-
-@jit
-def invert_upper(A):
-    """Return the inverse of an upper-triangular matrix with no zero on its diagonal."""
-    d = A.shape[0]
-    width = (d + _STEP - 1) // _STEP * _STEP
-    R, inverse = np.zeros((d, width)), np.empty((d, width))
-    for i in range(d):
-        for j in range(i, d):
-            R[i, j] = A[i, j]
-    _invert(R, np.ones(d), inverse, np.empty(d))
-    return inverse[:, :d].copy()

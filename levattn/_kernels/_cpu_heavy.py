@@ -1,4 +1,4 @@
-"""Heavy entries of squared attention in two passes: count them, then write them down."""
+"""Squared attention of queries: their normalisers, and heavy entries in two passes (count, then write them down)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import jit
 
-__all__ = ["count_heavy", "fill_heavy"]
+__all__ = ["count_heavy", "fill_heavy", "norm_tasks"]
 
 
 @jit
@@ -24,6 +24,23 @@ def _logits(q, columns, z):
         a, w = q[i], columns[i]
         for j in range(u):
             z[j] += a * w[j]
+
+
+@jit
+def norm_tasks(Q, columns, sizes, first, last, squares, bounds):
+    """Write ``‖N q‖²`` of queries ``first:last``, with ``columns = Nᵀ``, and ``‖|N| |q|‖²`` with ``sizes = |Nᵀ|``."""
+    z = np.empty(columns.shape[1])
+    for i in range(first, last):
+        _logits(Q[i], columns, z)
+        total = 0.0
+        for j in range(len(z)):
+            total += z[j] * z[j]
+        squares[i] = total
+        _logits(np.abs(Q[i]), sizes, z)
+        total = 0.0
+        for j in range(len(z)):
+            total += z[j] * z[j]
+        bounds[i] = total
 
 
 @jit
