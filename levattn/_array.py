@@ -44,8 +44,10 @@ class Matrices:
 
     def wrap(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's kind."""
-        xp = array_api_compat.array_namespace(array)
-        return self.give_back(xp.reshape(array, (*self.batch, *array.shape[1:])))
+        shape = (*self.batch, *array.shape[1:])
+        if isinstance(array, np.ndarray):
+            return self.give_back(array.reshape(shape))
+        return self.give_back(array_api_compat.array_namespace(array).reshape(array, shape))
 
 
 def _is_torch(array: Any) -> bool:
@@ -62,7 +64,7 @@ def _refuse_dtype(name: str, dtype: Any) -> TypeError:
 
 def _numpy_words(array: npt.NDArray[Any], name: str) -> tuple[npt.NDArray[Any], str]:
     """Return a numpy array with 16-bit floats seen as words, and the name of its format."""
-    kind = str(array.dtype.newbyteorder("=")) if array.dtype.kind == "f" else str(array.dtype)
+    kind = array.dtype.name
     if kind not in _FLOATS:
         raise _refuse_dtype(name, array.dtype)
     if not array.dtype.isnative or not array.flags.aligned:

@@ -29,7 +29,8 @@ _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16":
 _BASIS_CONDITION = {"float64": 4e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SINGLE_FROM = 2048  # rows from which the rounding of float32 sums averages out
-
+_SMALL = 128  # columns up to which products of small matrices do without BLAS
+_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
 
 
@@ -111,13 +112,11 @@ class Factor:
         for arithmetic in dict.fromkeys(self.arithmetic):
             items = np.array([i for i, a in enumerate(self.arithmetic) if a == arithmetic], np.int64)
             if arithmetic == "compensated" and self.basis is not None and self.core is not None:
-                kernels.sqnorms(
-                    self.rows, items, self.core[items], out, basis=self.basis[items], arithmetic=arithmetic
-                )
+                W, basis = self.core[items], self.basis[items]
             else:
-                W = self.whitening if len(items) == len(self.arithmetic) else self.whitening[items]
-                kernels.sqnorms(self.rows, items, W, out, arithmetic=arithmetic)
-        out = kernels.capped(out)
+                W, basis = (self.whitening if len(items) == len(self.arithmetic) else self.whitening[items]), None
+            # rounding may lift a score above 1
+            kernels.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=1.0)
         counted = np.zeros(self.rows.shape[0], np.bool_)
         for item in self.outside:
             counted[item] = self._count_outside(item, out)
@@ -242,13 +241,12 @@ def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic) -> tuple[Rows, Flo
     The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys.
     """
     n = rows.shape[1]
-    diagonal = np.diagonal(G, axis1=1, axis2=2)
+    diagonal = np.diagonal(G, axis1=1, axis2=2)  # finite only if the keys are
     low, high = (2.0**-80, 2.0**110) if arithmetic == "single" else (2.0**-900, 2.0**1000)
-    outside = (diagonal < low * max(n, 1)) | (diagonal > high)
-    odd = np.logical_or(np.any(outside, axis=1), ~np.all(np.isfinite(G), axis=(1, 2)))
+    odd = ~np.all((diagonal >= low * max(n, 1)) & (diagonal <= high), axis=1)
     if not odd.any():
         return rows, G
-    _require_finite(rows, np.where(odd[:, None, None], G, 0.0))
+    _require_finite(rows, diagonal)
     largest = kernels_for(rows).column_maxima(rows)
     exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
     limit = 30 if arithmetic == "single" else 400
@@ -260,6 +258,52 @@ def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic) -> tuple[Rows, Flo
     G = G.copy()
     G[items] = second_moments(rows, items.tolist(), arithmetic=arithmetic)
     return rows, G
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The factor of one matrix: its fields are those of `Factor`, with `outside` and `columns` for the pair there."""
+
+    whitening: Float64
+    basis: Float64
+    core: Float64 | None
+    rank: int
+    error: float
+    outside: Float64
+    columns: Float64
+
+
+@dataclass
+class _Batch:
+    """The fields of a `Factor` while its matrices are factored one by one."""
+
+    rows: Rows
+    whitening: Float64
+    rank: npt.NDArray[np.int64]
+    error: Float64
+    arithmetic: list[Arithmetic] = field(default_factory=list)
+    counts_outside: bool = True  # whether rows that reach into directions left out count as 1
+    found: dict[int, _Found] = field(default_factory=dict)
+
+    def put(self, item: int, found: _Found) -> None:
+        """Set what was found for one matrix."""
+        self.whitening[item], self.rank[item], self.error[item] = found.whitening, found.rank, found.error
+        if found.core is not None:
+            self.arithmetic[item] = "compensated"
+        self.found[item] = found
+
+    def factor(self) -> Factor:
+        """Return the factor of the batch."""
+        basis = core = None
+        outside = {}
+        for item, found in self.found.items():
+            if found.core is not None:
+                if basis is None or core is None:
+                    basis, core = np.zeros_like(self.whitening), np.zeros_like(self.whitening)
+                basis[item], core[item] = found.basis, found.core
+            if self.counts_outside and found.outside.shape[1]:
+                outside[item] = (found.outside, found.columns)
+        return Factor(self.rows, self.whitening, self.rank, self.error, tuple(self.arithmetic), basis, core, outside)
 
 
 def factor_moments(
@@ -284,84 +328,53 @@ def factor_moments(
     arithmetic: Arithmetic = "single" if single == "yes" and short and n >= _SINGLE_FROM else "double"
     G = second_moments(rows, range(b), arithmetic=arithmetic)
     rows, G = _in_range(rows, G, arithmetic)
-    scale = np.ones((b, d)) if rows.scale is None else rows.scale
-    diagonal = np.diagonal(G, axis1=1, axis2=2)
-    penalty = np.zeros((b, d)) if ridge == 0 else _penalty(ridge, np.sqrt(diagonal), scale)
+    penalty = np.zeros((b, d))
+    if ridge:
+        scale = np.ones((b, d)) if rows.scale is None else rows.scale
+        penalty = _penalty(ridge, np.sqrt(np.diagonal(G, axis1=1, axis2=2)), scale)
 
-    W, pivot, reach = inverse_cholesky(_penalized(G, penalty))
-    whole: npt.NDArray[np.bool_] = (pivot > 0) & (
-        np.sqrt(reach * d) * cut < 1
-    )  # no singular value can be below the cut
+    W, pivot, reach = inverse_cholesky(_penalized(G, penalty) if ridge else G)
+    whole = (pivot > 0) & (reach * (d * cut * cut) < 1)  # no singular value can be below the cut
     mild = whole & (reach <= _SINGLE_REACH)
-    noise = np.full(b, 2.0**-24 if arithmetic == "single" else 2 * _UNIT)
     if arithmetic == "single":
+        noise, done = np.full(b, 2.0**-24), mild
+    else:
+        noise, done = np.full(b, 2 * _UNIT), whole & (2 * _UNIT * reach <= target)
+    if arithmetic == "single" and not mild.all():
         again = np.flatnonzero(whole & ~mild & (2 * _UNIT * reach <= target))
         if len(again):
             G[again] = second_moments(rows, again.tolist())
             W[again], pivot[again], reach[again] = inverse_cholesky(_penalized(G[again], penalty[again]))
             noise[again] = 2 * _UNIT
-    done = (pivot > 0) & whole & np.where(noise > 1e-12, mild, noise * reach <= target)
-    error = noise * reach
-    routes: list[Arithmetic] = ["single" if short and single != "no" and ok else "double" for ok in mild & done]
-    rank = np.count_nonzero(np.any(W != 0, axis=1), axis=1).astype(np.int64)
-
-    bases: dict[int, tuple[Float64, Float64]] = {}
-    outside: dict[int, tuple[Float64, Float64]] = {}
+            done = mild.copy()
+            done[again] = (pivot[again] > 0) & (2 * _UNIT * reach[again] <= target)
+    batch = _Batch(rows, W, np.count_nonzero(np.diagonal(W, axis1=1, axis2=2), axis=1), noise * reach)
+    batch.arithmetic = ["single" if short and single != "no" and ok else "double" for ok in (mild & done).tolist()]
+    batch.counts_outside = rtol is None and ridge == 0
     for item in np.flatnonzero(~done).tolist():
         if n <= _FEW_ROWS * d:
-            R = _dense(rows.item(item), 0, n)
-            found = _orthogonal(rows, item, R, penalty[item], cut)
+            found = _orthogonal(rows, item, _dense(rows.item(item), 0, n), penalty[item], cut)
         else:
             start = _SINGLE_NOISE if noise[item] > 1e-12 else _UNIT
             found = _precondition(rows, item, G[item], penalty[item], start, target, cut)
-        W[item], rank[item], error[item] = found.whitening, found.rank, found.error
-        if found.outside.shape[1] and rtol is None and ridge == 0:
-            outside[item] = (found.outside, found.columns)
-        if found.core is not None:
-            routes[item] = "compensated"
-            bases[item] = (found.basis, found.core)
-    return _assemble(rows, W, rank, error, routes, bases, outside)
-
-
-def _assemble(
-    rows: Rows,
-    W: Float64,
-    rank: npt.NDArray[np.int64],
-    error: Float64,
-    routes: list[Arithmetic],
-    bases: dict[int, tuple[Float64, Float64]],
-    outside: dict[int, tuple[Float64, Float64]],
-) -> Factor:
-    basis = core = None
-    if bases:
-        basis, core = np.zeros_like(W), np.zeros_like(W)
-        for item, (B, C) in bases.items():
-            basis[item], core[item] = B, C
-    return Factor(rows, W, rank, error, tuple(routes), basis, core, outside)
+        batch.put(item, found)
+    return batch.factor()
 
 
 def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
     """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole)."""
     b, n, d = rows.shape
     cut = rank_tolerance(d) if rtol is None else rtol
-    W = np.zeros((b, d, d))
-    rank, error = np.zeros(b, np.int64), np.zeros(b)
-    routes: list[Arithmetic] = []
-    bases: dict[int, tuple[Float64, Float64]] = {}
-    outside: dict[int, tuple[Float64, Float64]] = {}
+    batch = _Batch(rows, np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b))
+    batch.arithmetic = ["double"] * b
+    batch.counts_outside = rtol is None and ridge == 0
     _require_finite(rows, kernels_for(rows).column_maxima(rows))
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else _dense(one, 0, n)
         penalty = _penalty(ridge, _column_norms(R)[None], np.ones((1, d)))[0] if ridge else np.zeros(d)
-        found = _orthogonal(rows, item, R, penalty, cut)
-        W[item], rank[item], error[item] = found.whitening, found.rank, found.error
-        routes.append("double" if found.core is None else "compensated")
-        if found.outside.shape[1] and rtol is None and ridge == 0:
-            outside[item] = (found.outside, found.columns)
-        if found.core is not None:
-            bases[item] = (found.basis, found.core)
-    return _assemble(rows, W, rank, error, routes, bases, outside)
+        batch.put(item, _orthogonal(rows, item, R, penalty, cut))
+    return batch.factor()
 
 
 def _column_norms(R: Float64) -> Float64:
@@ -370,7 +383,7 @@ def _column_norms(R: Float64) -> Float64:
     return np.asarray(largest * np.linalg.norm(R / np.where(largest > 0, largest, 1.0), axis=0))
 
 
-def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float) -> _Preconditioned:
+def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float) -> _Found:
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle."""
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
@@ -428,20 +441,9 @@ def _penalized(G: Float64, penalty: Float64) -> Float64:
     return out
 
 
-@dataclass(frozen=True)
-class _Preconditioned:
-    whitening: Float64
-    basis: Float64
-    core: Float64 | None
-    rank: int
-    error: float
-    outside: Float64
-    columns: Float64
-
-
 def _precondition(
     rows: Rows, item: int, G: Float64, penalty: Float64, noise: float, target: float, cut: float
-) -> _Preconditioned:
+) -> _Found:
     """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
 
     Each round multiplies the keys by the inverse of a (shifted) Cholesky factor, which divides their condition
@@ -471,7 +473,7 @@ def _precondition(
             if vanished.any():
                 out = _orthonormal(np.hstack([out, c[:, None] * basis[:, vanished]]))
         if not turned.any():
-            return _Preconditioned(turned, turned, None, 0, 0.0, out, _divisors(norms))
+            return _Found(turned, turned, None, 0, 0.0, out, _divisors(norms))
         lost = _lost_directions(c[:, None] * turned, cut * largest)
         if lost.shape[1]:
             out = _orthonormal(np.hstack([out, lost]))
@@ -529,25 +531,21 @@ def _finish(
     penalty: Float64,
     condition: float,
     reach: float = 1.0,
-) -> _Preconditioned:
+) -> _Found:
     """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
     rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
     error = 2 * _UNIT * (reach + condition)
     if condition <= _BASIS_CONDITION[rows.format]:
-        return _Preconditioned(W, W, None, rank, error, out, _divisors(norms))
+        return _Found(W, W, None, rank, error, out, _divisors(norms))
     G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
     C, _pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))
     error = 4 * _UNIT * float(again[0])
-    return _Preconditioned(_multiply(W, C[0]), W, C[0], rank, error, out, _divisors(norms))
+    return _Found(_multiply(W, C[0]), W, C[0], rank, error, out, _divisors(norms))
 
 
 def _divisors(norms: Float64) -> Float64:
     """Return what equilibrates columns of these norms: infinity for a column of zeros, which stays out."""
     return np.where(norms > 0, norms, np.inf)
-
-
-_SMALL = 128  # columns up to which products of small matrices do without BLAS
-_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 
 
 def _orthonormal(A: Float64) -> Float64:

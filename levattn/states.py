@@ -31,12 +31,14 @@ class PairwiseSum:
         self._levels: dict[int, Float64] = {}
 
     def add(self, term: Float64, level: int = 0) -> None:
-        """Add the sum of the next ``2**level`` terms."""
+        """Add the sum of the next ``2**level`` terms; the array is the sum's from now on."""
         if self.count % (1 << level):
             raise ValueError(f"a sum of 2**{level} terms cannot begin at term {self.count}")
         self.count += 1 << level
         while level in self._levels:
-            term = term + self._levels.pop(level)
+            earlier = self._levels.pop(level)
+            earlier += term
+            term = earlier
             level += 1
         self._levels[level] = term
 
@@ -55,7 +57,7 @@ def _pieces(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
     """
     blocks = -(-n // BLOCK)
     whole = n // BLOCK
-    few, many = (max(0, (blocks // (runs * count)).bit_length() - 1) for runs in (4, 8))
+    few, many = (max(0, (blocks // (share * count)).bit_length() - 1) for share in (4, 8))
     largest = min(few, max(many, 4)) if count > 1 else 63  # four runs a thread, or eight where runs are long
     runs, levels, at = [], [], 0
     while at < whole:

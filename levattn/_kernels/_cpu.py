@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,6 @@ from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._threads import num_threads, parallel_for
 
 __all__ = [
-    "capped",
     "column_maxima",
     "column_sums",
     "heavy_entries",
@@ -76,8 +76,7 @@ def _share(body: Callable[[int, int], None], n: int, work: float) -> None:
     """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
     threads = _threads(work)
     runs = min(n, _runs(work, threads))
-    edges = np.linspace(0, n, runs + 1).astype(int)
-    parallel_for(lambda i: body(int(edges[i]), int(edges[i + 1])), runs, threads=threads)
+    parallel_for(lambda i: body(n * i // runs, n * (i + 1) // runs), runs, threads=threads)
 
 
 def zeros(rows: Rows) -> Any:
@@ -91,11 +90,6 @@ def wide_zeros(rows: Rows) -> Any:
 
 
 where = np.where
-
-
-def capped(scores: Any) -> Any:
-    """Return the scores with those that rounding lifted above 1 set to 1; the array itself is used."""
-    return np.minimum(scores, 1, out=scores)
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
@@ -130,10 +124,12 @@ def sqnorms(
     *,
     basis: Float64 | None = None,
     arithmetic: Arithmetic = "double",
+    ceiling: float = math.inf,
 ) -> None:
     """Write ``‖k W‖²`` (or ``‖k basis W‖²``) of every key of the matrices `items` to ``out[item]``.
 
-    W and `basis` hold one upper-triangular matrix for each entry of `items`. Masked keys get 0.
+    W and `basis` hold one upper-triangular matrix for each entry of `items`. Masked keys get 0, and what is more
+    than `ceiling` becomes `ceiling`.
     """
     _, n, d = rows.shape
     X = _scratch(d, arithmetic)
@@ -154,9 +150,9 @@ def sqnorms(
 
     def body(first: int, last: int) -> None:
         if basis is None:
-            sqnorm_tasks(*arguments, padded, X, listed, first, last, out)
+            sqnorm_tasks(*arguments, padded, X, listed, first, last, ceiling, out)
         else:
-            turned_sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, out)
+            turned_sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, ceiling, out)
 
     _share(body, len(listed), work)
 

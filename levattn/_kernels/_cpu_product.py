@@ -55,10 +55,10 @@ def row_squares(X, x, stride, n, panels, squares, ahead, last):
 
 
 @jit
-def sqnorm_tasks(view, like, brain, mask, shift, scale, W, X, tasks, first, last, out):
+def sqnorm_tasks(view, like, brain, mask, shift, scale, W, X, tasks, first, last, ceiling, out):
     """Write ``‖k W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
-    X gives the precision and the padded width.
+    X gives the precision and the padded width. What is more than `ceiling` becomes `ceiling`.
     """
     size = X.itemsize
     lanes = VECTOR_BYTES // size
@@ -87,5 +87,6 @@ def sqnorm_tasks(view, like, brain, mask, shift, scale, W, X, tasks, first, last
             groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
             row_squares(X, x, stride, groups, panels, squares, ahead, max(ahead, end))
             for i in range(n):
-                out[item, r + i] = lane_sum(X, squares.ctypes.data + i * VECTOR_BYTES)
+                square = lane_sum(X, squares.ctypes.data + i * VECTOR_BYTES)
+                out[item, r + i] = ceiling if square > ceiling else square
             r += n

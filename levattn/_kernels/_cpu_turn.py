@@ -91,7 +91,7 @@ def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, 
 
 
 @jit
-def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, tasks, first, last, out):
+def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, tasks, first, last, ceiling, out):
     """Do what `sqnorm_tasks` does, each row multiplied by its slot's basis first in compensated arithmetic."""
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
@@ -109,4 +109,5 @@ def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, task
             x = turned.ctypes.data
             row_squares(X, x, d, SCRATCH_ROWS, panels, squares, x, x)
             for i in range(n):
-                out[item, r + i] = lane_sum(X, squares.ctypes.data + i * VECTOR_BYTES)
+                square = lane_sum(X, squares.ctypes.data + i * VECTOR_BYTES)
+                out[item, r + i] = ceiling if square > ceiling else square

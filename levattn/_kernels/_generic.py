@@ -5,6 +5,7 @@ Arrays of the size of the keys stay on their device; matrices of d by d come bac
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import array_api_compat
@@ -14,7 +15,6 @@ from levattn._array import to_numpy
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
 __all__ = [
-    "capped",
     "column_maxima",
     "column_sums",
     "moments",
@@ -92,11 +92,6 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
 
 
-def capped(scores: Any) -> Any:
-    """Return the scores with those that rounding lifted above 1 set to 1."""
-    return where(scores > 1, 1.0, scores)
-
-
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
     """Return the second moment of each piece's rows; the contract of `_cpu.moments`."""
     out = np.zeros((len(pieces), rows.shape[2], rows.shape[2]))
@@ -127,6 +122,7 @@ def sqnorms(
     *,
     basis: Float64 | None = None,
     arithmetic: Arithmetic = "double",
+    ceiling: float = math.inf,
 ) -> None:
     """Write ``‖k W‖²`` of every key of the matrices `items`; the contract of `_cpu.sqnorms`."""
     xp = array_api_compat.array_namespace(rows.keys)
@@ -140,7 +136,7 @@ def sqnorms(
             if turn is not None:
                 x = _turned(x, turn, arithmetic)
             y = x @ whitening
-            out[item, start:stop] = xp.astype(xp.sum(y * y, axis=1), out.dtype)
+            out[item, start:stop] = xp.astype(xp.clip(xp.sum(y * y, axis=1), max=ceiling), out.dtype)
 
 
 def column_sums(rows: Rows) -> Float64:
