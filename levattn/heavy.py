@@ -10,19 +10,17 @@ import numpy as np
 from levattn._array import Matrices, as_matrices, to_float64, to_numpy
 from levattn._kernels import Float64, Rows, heavy_entries, kernels_for, query_norms
 from levattn.exceptions import NonFiniteError
-from levattn.linalg import Factor
+from levattn.linalg import UNIT, Factor
 from levattn.states import second_moments
-from levattn.universal import UniversalSet, check_epsilon, take, universal_set
+from levattn.universal import TIE, UniversalSet, check_epsilon, take, universal_set
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 __all__ = ["HeavyAttention", "heavy_attention"]
 
-_UNIT = 2.0**-53
-_TIE = 1e-9  # relative slack within which a score counts as equal to ε, as in universal_set
 _QUERY_ROWS = 4096  # queries that are worked on at a time
-_NORMALIZER_ERROR = _TIE / 2  # estimated relative error beyond which a normaliser is summed over all keys
+_NORMALIZER_ERROR = TIE / 2  # estimated relative error beyond which a normaliser is summed over all keys
 
 
 @dataclass(frozen=True)
@@ -140,8 +138,8 @@ class HeavyAttention:
             output += r[:, None] * light.mean
             variance = np.maximum(e * r - r * r / max(light.count, 1), 0.0)
             bound = np.minimum(r * light.spread, np.sqrt(variance) * light.centred_norm)
-        rounding = 16 * _UNIT * max(len(chosen), values.d) * float(np.abs(chosen).max(initial=0.0))
-        return values.give_back(output), bound * (1 + _TIE) + rounding
+        rounding = 16 * UNIT * max(len(chosen), values.d) * float(np.abs(chosen).max(initial=0.0))
+        return values.give_back(output), bound * (1 + TIE) + rounding
 
 
 @dataclass(frozen=True)
@@ -281,7 +279,7 @@ def heavy_attention(
     indices = universal.indices
     selected = to_float64(take(keys.data, indices), keys.format)[0]
     D = _normalizers(Q64, universal.factor, keys, universal.present)
-    starts, columns, values, captured = heavy_entries(Q64, selected, indices, D, epsilon * (1 - _TIE))
+    starts, columns, values, captured = heavy_entries(Q64, selected, indices, D, epsilon * (1 - TIE))
     captured = np.clip(captured, 0.0, 1.0)
     return HeavyAttention(
         entries=csr_array((values, columns, starts), shape=(queries.n, keys.n)),
@@ -319,11 +317,11 @@ def _normalizers(Q: Float64, factor: Factor, keys: Matrices, present: Any) -> Fl
     N = factor.normalizer[0]
     D, size = query_norms(Q, N)
     with np.errstate(divide="ignore", invalid="ignore"):
-        error = 2 * _UNIT * np.sqrt(Q.shape[1] * size / D) + float(factor.error[0])
+        error = 2 * UNIT * np.sqrt(Q.shape[1] * size / D) + float(factor.error[0])
     norms = np.sum(N * N, axis=0)  # squared column norms of the keys
     for i in np.flatnonzero(~(error <= _NORMALIZER_ERROR)).tolist():
         exact = _summed(Q[i], keys, present)
-        floor = (Q.shape[1] * _UNIT) ** 2 * Q.shape[1] * float(np.sum(Q[i] ** 2 * norms))
+        floor = (Q.shape[1] * UNIT) ** 2 * Q.shape[1] * float(np.sum(Q[i] ** 2 * norms))
         D[i] = exact if exact > floor else 0.0
     return D
 

@@ -19,9 +19,9 @@ from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernel
 from levattn.exceptions import NonFiniteError
 from levattn.states import second_moments
 
-__all__ = ["Factor", "factor_moments", "factor_qr", "prepare", "rank_tolerance"]
+__all__ = ["UNIT", "Factor", "factor_moments", "factor_qr", "prepare", "rank_tolerance"]
 
-_UNIT = 2.0**-53
+UNIT = 2.0**-53  # rounding of float64
 
 # Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
 _SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
@@ -39,7 +39,7 @@ def rank_tolerance(d: int) -> float:
 
     It does not grow with n: rounding errors of single rows, like the rows themselves, add up as √n.
     """
-    return 16 * float(np.sqrt(d)) * 2 * _UNIT
+    return 16 * float(np.sqrt(d)) * 2 * UNIT
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Factor:
     def score_error(self) -> Float64:
         """(b,) estimate of the relative error of a score, its rounding included."""
         single = np.array([route == "single" for route in self.arithmetic])
-        stored = _UNIT if self.rows.format == "float64" else 2.0**-24
+        stored = UNIT if self.rows.format == "float64" else 2.0**-24
         return np.asarray(self.error + stored + np.where(single, 2.0**-22 * _SINGLE_REACH, 0.0))
 
     def scores(self, *, wide: bool = False) -> tuple[Any, npt.NDArray[np.bool_]]:
@@ -137,7 +137,7 @@ class Factor:
         if one.shift is not None:
             scale = 1.0 if one.scale is None else one.scale[0]
             offset = float(np.sum((one.shift[0] * scale / c) ** 2))
-        noise = (64 * _UNIT) ** 2 * d
+        noise = (64 * UNIT) ** 2 * d
         beyond: Any = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
         out[item, :] = kernels.where(beyond, 1.0, out[item, :])
         return bool(to_numpy(beyond).any())
@@ -339,15 +339,15 @@ def factor_moments(
     if arithmetic == "single":
         noise, done = np.full(b, 2.0**-24), mild
     else:
-        noise, done = np.full(b, 2 * _UNIT), whole & (2 * _UNIT * reach <= target)
+        noise, done = np.full(b, 2 * UNIT), whole & (2 * UNIT * reach <= target)
     if arithmetic == "single" and not mild.all():
-        again = np.flatnonzero(whole & ~mild & (2 * _UNIT * reach <= target))
+        again = np.flatnonzero(whole & ~mild & (2 * UNIT * reach <= target))
         if len(again):
             G[again] = second_moments(rows, again.tolist())
             W[again], pivot[again], reach[again] = inverse_cholesky(_penalized(G[again], penalty[again]))
-            noise[again] = 2 * _UNIT
+            noise[again] = 2 * UNIT
             done = mild.copy()
-            done[again] = (pivot[again] > 0) & (2 * _UNIT * reach[again] <= target)
+            done[again] = (pivot[again] > 0) & (2 * UNIT * reach[again] <= target)
     batch = _Batch(rows, W, np.count_nonzero(np.diagonal(W, axis1=1, axis2=2), axis=1), noise * reach)
     batch.arithmetic = ["single" if short and single != "no" and ok else "double" for ok in (mild & done).tolist()]
     batch.counts_outside = rtol is None and ridge == 0
@@ -355,7 +355,7 @@ def factor_moments(
         if n <= _FEW_ROWS * d:
             found = _orthogonal(rows, item, _dense(rows.item(item), 0, n), penalty[item], cut)
         else:
-            start = _SINGLE_NOISE if noise[item] > 1e-12 else _UNIT
+            start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
             found = _precondition(rows, item, G[item], penalty[item], start, target, cut)
         batch.put(item, found)
     return batch.factor()
@@ -460,7 +460,7 @@ def _precondition(
 
     for _ in range(_ROUNDS):
         C, pivot, reach = inverse_cholesky(H[None])
-        good = bool(pivot[0] > 0) and noise <= _UNIT and 2 * noise * float(reach[0]) <= target
+        good = bool(pivot[0] > 0) and noise <= UNIT and 2 * noise * float(reach[0]) <= target
         shift = 16 * d * noise
         while not good:
             C, pivot, _reach = inverse_cholesky(H[None], shift)
@@ -483,7 +483,7 @@ def _precondition(
         else:
             basis = turned
         H = second_moments(rows, [item], basis=basis[None])[0] + _turned_penalty(basis, penalty)
-        noise = _UNIT
+        noise = UNIT
     condition = float(largest * _spectral_norm(c[:, None] * turned))
     return _finish(rows, item, turned, norms, out, penalty, condition, float(reach[0]))
 
@@ -534,12 +534,12 @@ def _finish(
 ) -> _Found:
     """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
     rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
-    error = 2 * _UNIT * (reach + condition)
+    error = 2 * UNIT * (reach + condition)
     if condition <= _BASIS_CONDITION[rows.format]:
         return _Found(W, W, None, rank, error, out, _divisors(norms))
     G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
     C, _pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))
-    error = 4 * _UNIT * float(again[0])
+    error = 4 * UNIT * float(again[0])
     return _Found(_multiply(W, C[0]), W, C[0], rank, error, out, _divisors(norms))
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from levattn.universal import TIE
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
@@ -36,7 +38,6 @@ _CURVES = ((_BLUE, "-"), (_PINK, "--"), (_ORANGE, (0, (5, 1))), (_RED, (0, (3, 1
 _CURVE_POINTS = 2000
 _MAP_CELLS = 1024
 # Scores that tie with the threshold are in the set.
-_TIE = 1e-9
 
 
 class LeverageSpectrumDisplay:
@@ -99,7 +100,7 @@ class LeverageSpectrumDisplay:
         self.epsilon = epsilon
         self.sizes: Ints | None = None if sizes is None else np.asarray(sizes, dtype=np.intp).reshape(-1)
         if sizes is None and epsilon is not None:
-            self.sizes = np.asarray(np.count_nonzero(flat >= epsilon * (1 - _TIE), axis=-1))
+            self.sizes = np.asarray(np.count_nonzero(flat >= epsilon * (1 - TIE), axis=-1))
         self.size_bound: float | None = None
         if epsilon is not None and rank is not None:
             self.size_bound = float(np.max(rank, initial=0)) / epsilon

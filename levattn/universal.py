@@ -14,9 +14,9 @@ from levattn.io import KeySource
 from levattn.leverage import Method, factorize, refuse_randomness
 from levattn.linalg import Factor
 
-__all__ = ["UniversalSet", "universal_set"]
+__all__ = ["TIE", "UniversalSet", "universal_set"]
 
-_TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
+TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
 Guarantee = Literal["exact", "superset", "none"]
 
@@ -286,12 +286,12 @@ def check_epsilon(epsilon: Any) -> float:
 
 def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -> npt.NDArray[np.bool_]:
     """Tell which scores are at least ε; those too close to ε for their precision are computed again in float64."""
-    margin = np.maximum(4 * factor.score_error, _TIE)[:, None]
+    margin = np.maximum(4 * factor.score_error, TIE)[:, None]
     chosen: npt.NDArray[np.bool_] = scores >= epsilon * (1 + margin)
     near = (scores >= epsilon * (1 - margin)) & ~chosen
     for item in np.flatnonzero(near.any(axis=1)).tolist():
         rows = np.flatnonzero(near[item])
-        slack = max(_TIE, 4 * float(factor.error[item]))
+        slack = max(TIE, 4 * float(factor.error[item]))
         chosen[item, rows] = _again(factor, matrices, item, rows) >= epsilon * (1 - slack)
     return chosen
 
@@ -308,7 +308,7 @@ def _largest_score(factor: Factor, matrices: Matrices, item: int, scores: Any, a
     """Return the largest of the scores `among` some keys, in float64 whatever the precision of `scores`."""
     if not among.any():
         return 0.0
-    margin = max(4 * float(factor.score_error[item]), _TIE)
+    margin = max(4 * float(factor.score_error[item]), TIE)
     rows = np.flatnonzero(among & (scores >= scores[among].max() * (1 - margin)))
     return float(_again(factor, matrices, item, rows).max())
 

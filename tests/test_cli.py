@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn import cli, plots  # noqa: E402
+from levattn.cli import demo as demonstration  # noqa: E402
 
 Array = npt.NDArray[Any]
 
@@ -338,7 +339,7 @@ def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> 
 
 
 def test_demo_fails_loudly_if_an_entry_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_missed", lambda *_: 1)
+    monkeypatch.setattr(demonstration, "_missed", lambda *_: 1)
     result = run("demo", "--json", "--out", tmp_path)
     assert result.exit_code == 1
     assert "144 heavy entries were missed" in result.stderr
@@ -354,14 +355,14 @@ def test_demo_needs_a_folder_and_a_threshold(tmp_path: Path) -> None:
 def test_misses_are_counted() -> None:
     keys = np.eye(3)
     heavy = levattn.heavy_attention(keys, keys, 0.5)
-    A = cli._x2_attention(keys, keys)
-    assert cli._missed(A, heavy, 0.5) == 0
+    A = demonstration._x2_attention(keys, keys)
+    assert demonstration._missed(A, heavy, 0.5) == 0
     A[0, 1] = A[2, 0] = 0.5
-    assert cli._missed(A, heavy, 0.5) == 2
+    assert demonstration._missed(A, heavy, 0.5) == 2
 
 
 def test_brute_force_gives_a_query_without_attention_an_empty_row() -> None:
-    np.testing.assert_array_equal(cli._x2_attention(np.zeros((1, 2)), np.eye(2)), [[0.0, 0.0]])
+    np.testing.assert_array_equal(demonstration._x2_attention(np.zeros((1, 2)), np.eye(2)), [[0.0, 0.0]])
 
 
 # -- as a program ----------------------------------------------------------------------------------------

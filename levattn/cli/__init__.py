@@ -1,0 +1,130 @@
+"""The ``levattn`` program: universal sets of keys in files, and a demonstration on a real encoder.
+
+Results go to standard output, as tables or (``--json``) as one JSON document; everything else goes to
+standard error. Exit status: 0 done, 1 the data or the machine did not allow it, 2 the command line is wrong.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import levattn
+from levattn.cli import demo as demonstration
+from levattn.cli import sets
+from levattn.cli.output import fail
+from levattn.cli.sets import Method
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["build_app", "main"]
+
+_INSTALL = 'pip install "levattn[cli]"'
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def main() -> None:
+    """Run the program."""
+    try:
+        app = build_app()
+    except ModuleNotFoundError as error:
+        sys.exit(f"levattn: the program needs {error.name}, which is not installed: {_INSTALL}")
+    app()
+
+
+def build_app() -> "typer.Typer":
+    """Return the program as a typer application.
+
+    Returns
+    -------
+    typer.Typer
+        The application.
+    """
+    import rich  # noqa: F401 (so that it is missed here, not half-way)
+    import typer
+
+    app = typer.Typer(
+        add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
+
+    def in_unit_interval(epsilon: float | None) -> float | None:
+        if epsilon is not None and not 0 < epsilon <= 1:
+            raise typer.BadParameter(f"epsilon is {epsilon}, expected a number in (0, 1]")
+        return epsilon
+
+    def ends_in(*suffixes: str) -> Any:
+        def check(path: Path | None) -> Path | None:
+            if path is not None and path.suffix.lower() not in suffixes:
+                raise typer.BadParameter(f"{path} ends in {path.suffix!r}, expected {' or '.join(suffixes)}")
+            return path
+
+        return check
+
+    def show_version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"levattn {levattn.__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def program(
+        _version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version.")
+        ] = False,
+    ) -> None:
+        """Universal sets of attention keys: the few keys that any query can ever attend to heavily."""
+
+    @app.command()
+    def demo(
+        epsilon: Annotated[
+            float, typer.Option(callback=in_unit_interval, help="Threshold of a heavy score, in (0, 1].")
+        ] = demonstration.DEMO_EPSILON,
+        out: Annotated[Path, typer.Option(help="Folder for the pictures; made if missing.")] = Path("levattn-demo"),
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    ) -> None:
+        """Compute and check the universal sets of all 72 heads of a real encoder, and draw them."""
+        with _errors_in_one_line():
+            demonstration.run(epsilon, out, as_json)
+
+    @app.command("universal-set")
+    def universal_set(
+        file: Annotated[Path, typer.Argument(help="Keys (..., n, d) in a .npy, .npz or .safetensors file.")],
+        epsilon: Annotated[
+            float | None,
+            typer.Option(callback=in_unit_interval, help="Keys that can score at least this, in (0, 1]."),
+        ] = None,
+        size: Annotated[int | None, typer.Option(min=0, help="Or: this many keys of highest score.")] = None,
+        tensor: Annotated[str | None, typer.Option(help="Name of the array, if the file holds several.")] = None,
+        center: Annotated[bool, typer.Option("--center", help="Subtract the mean key first.")] = False,
+        method: Annotated[Method, typer.Option(help="How to compute the scores.")] = Method.auto,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+        plot: Annotated[
+            Path | None,
+            typer.Option(callback=ends_in(*_PICTURES), help="Draw the spectrum here (.png, .svg, .pdf)."),
+        ] = None,
+        output: Annotated[
+            Path | None,
+            typer.Option("--output", "-o", callback=ends_in(".npz"), help="Write the sets here (.npz)."),
+        ] = None,
+    ) -> None:
+        """Find the universal set of the keys in a file, one set per matrix."""
+        if (epsilon is None) == (size is None):
+            raise typer.BadParameter("give exactly one of --epsilon and --size")
+        with _errors_in_one_line():
+            sets.run(sets.Request(file, tensor, epsilon, size, center, method), as_json, plot, output)
+
+    return app
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Report in one line what bad data, missing packages or a full disk bring about."""
+    try:
+        yield
+    except MemoryError:
+        fail("not enough memory; split the file by heads or by layers")
+    except PermissionError as error:
+        fail(f"{error.filename}: no permission; choose another place or change its permissions")
+    except (OSError, ValueError, ImportError) as error:
+        fail(str(error))

@@ -1,0 +1,5 @@
+"""``python -m levattn.cli``."""
+
+from levattn.cli import main
+
+main()

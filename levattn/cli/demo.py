@@ -1,0 +1,277 @@
+"""``levattn demo``: the sets of 72 heads of a real encoder, checked against brute force."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import levattn
+from levattn.cli.output import VACUOUS, fail, new_console, new_table, print_json
+from levattn.io import replace_file
+
+__all__ = ["DEMO_EPSILON", "run"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.intp]
+
+DEMO_EPSILON = 0.1
+
+
+@dataclass(frozen=True)
+class _HeadReport:
+    """What the demonstration says of one head."""
+
+    layer: int
+    head: int
+    n: int
+    d: int
+    rank: int
+    condition: float
+    size: int
+    size_bound: float
+    is_vacuous: bool
+    heavy: int  # entries >= epsilon of the queries of the text
+    heavy_worst_case: int  # the same of the n worst-case queries
+    missed: int  # of both, against brute force
+    captured_x2: float
+    captured_softmax: float
+    captured_softmax_row_norm: float  # by as many keys, of largest norm
+    captured_softmax_oracle: float  # by as many keys, of largest softmax mass
+    heavy_softmax: int  # softmax entries >= epsilon, which the theorem does not cover
+    heavy_softmax_in_set: int
+
+
+@dataclass(frozen=True)
+class _Head:
+    report: _HeadReport
+    scores: Floats
+    norms: Floats
+    x2_mass: Floats  # (n,) mean over the queries
+    softmax_mass: Floats
+
+
+def run(epsilon: float, out: Path, as_json: bool) -> None:
+    """Run the command."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from levattn import datasets, plots
+
+    if out.exists() and not out.is_dir():
+        fail(f"{out} is not a folder; name another with --out")
+    figure, axes = plots.new_figure(2, 2)
+    encoder = datasets.minilm()
+    layers, per_layer = encoder.keys.shape[:2]
+    places = list(itertools.product(range(layers), range(per_layer)))
+    errors = Console(stderr=True)
+    shown = track(places, "heads", console=errors, transient=True) if errors.is_terminal else places
+    heads = [_measure(place, encoder, epsilon) for place in shown]
+    reports = [head.report for head in heads]
+    _draw(axes, heads, encoder, epsilon)
+    files = [out / "demo.png", out / "demo.svg"]
+    contents = [plots.figure_bytes(figure, path.suffix) for path in files]
+    out.mkdir(parents=True, exist_ok=True)
+    for path, content in zip(files, contents, strict=True):
+        with replace_file(path) as stream:
+            stream.write(content)
+
+    summary = _summary(reports)
+    if as_json:
+        print_json(
+            {"levattn": levattn.__version__, "data": "all-MiniLM-L6-v2", "epsilon": epsilon, "f": 2}
+            | {
+                "heads": [asdict(report) for report in reports],
+                "summary": summary,
+                "files": list(map(str, files)),
+            }
+        )
+    else:
+        _print_demo(reports, summary, epsilon, files)
+    if summary["missed"]:
+        fail(f"{summary['missed']} heavy entries were missed, which must never happen; please report it")
+
+
+def _measure(place: tuple[int, int], encoder: Any, epsilon: float) -> _Head:
+    Q, K = (np.asarray(array[place], np.float64) for array in (encoder.queries, encoder.keys))
+    heavy = levattn.heavy_attention(encoder.queries[place], encoder.keys[place], epsilon)
+    chosen = heavy.universal
+    worst, A_worst = _worst_case(K)
+    heavy_worst = levattn.heavy_attention(worst, K, epsilon, universal=chosen)
+    A, P = _x2_attention(Q, K), _softmax_attention(Q, K, encoder.scale)
+    norms, mass = (K * K).sum(axis=1), P.mean(axis=0)
+    size = len(chosen)
+    report = _HeadReport(
+        layer=place[0],
+        head=place[1],
+        n=K.shape[0],
+        d=K.shape[1],
+        rank=int(chosen.rank),
+        condition=float(chosen.condition),
+        size=size,
+        size_bound=float(chosen.size_bound),
+        is_vacuous=bool(chosen.is_vacuous),
+        heavy=heavy.entries.nnz,
+        heavy_worst_case=heavy_worst.entries.nnz,
+        missed=_missed(A, heavy, epsilon) + _missed(A_worst, heavy_worst, epsilon),
+        captured_x2=float(heavy.captured_mass.mean()),
+        captured_softmax=float(mass[chosen.mask].sum()),
+        captured_softmax_row_norm=float(mass[_descending(norms)[:size]].sum()),
+        captured_softmax_oracle=float(mass[_descending(mass)[:size]].sum()),
+        heavy_softmax=int(np.count_nonzero(epsilon <= P)),
+        heavy_softmax_in_set=int(np.count_nonzero(epsilon <= P[:, chosen.mask])),
+    )
+    return _Head(report, np.asarray(chosen.scores, np.float64), norms, A.mean(axis=0), mass)
+
+
+def _worst_case(K: Floats) -> tuple[Floats, Floats]:
+    """The query of each key under which it scores highest, and the attention of these queries."""
+    from levattn import datasets
+
+    worst = datasets.adversarial_queries(K)
+    return worst, _x2_attention(worst, K)
+
+
+def _x2_attention(Q: Floats, K: Floats) -> Floats:
+    """Brute force, to judge the library by: every score from its definition, in float64."""
+    squares = np.square(Q @ K.T)
+    totals = squares.sum(axis=1, keepdims=True)
+    return np.asarray(np.divide(squares, totals, out=np.zeros_like(squares), where=totals > 0))
+
+
+def _softmax_attention(Q: Floats, K: Floats, scale: float) -> Floats:
+    logits = scale * (Q @ K.T)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def _missed(A: Floats, heavy: levattn.HeavyAttention, epsilon: float) -> int:
+    return int(np.count_nonzero((epsilon <= A) & (heavy.entries.toarray() == 0)))
+
+
+def _descending(values: Floats) -> Ints:
+    return np.argsort(-values, axis=-1, kind="stable")
+
+
+def _summary(reports: list[_HeadReport]) -> dict[str, Any]:
+    def total(name: str) -> int:
+        return sum(getattr(report, name) for report in reports)
+
+    def mean(name: str) -> float:
+        return math.fsum(getattr(report, name) for report in reports) / len(reports)
+
+    counts = ("n", "size", "heavy", "heavy_worst_case", "missed", "heavy_softmax", "heavy_softmax_in_set")
+    shares = ("captured_x2", "captured_softmax", "captured_softmax_row_norm", "captured_softmax_oracle")
+    return (
+        {"heads": len(reports), "vacuous": total("is_vacuous")}
+        | {name: total(name) for name in counts}
+        | {name: mean(name) for name in shares}
+    )
+
+
+def _print_demo(reports: list[_HeadReport], summary: dict[str, Any], epsilon: float, files: list[Path]) -> None:
+    table = new_table(
+        "layer",
+        "head",
+        "n",
+        "d",
+        "rank",
+        "cond",
+        "|U|",
+        "bound",
+        "vacuous",
+        "heavy",
+        "worst",
+        "missed",
+        "softmax",
+    )
+    for report in reports:
+        table.add_row(
+            str(report.layer),
+            str(report.head),
+            str(report.n),
+            str(report.d),
+            str(report.rank),
+            f"{report.condition:.3g}",
+            str(report.size),
+            f"{report.size_bound:.4g}",
+            "yes" if report.is_vacuous else "no",
+            str(report.heavy),
+            str(report.heavy_worst_case),
+            str(report.missed),
+            f"{report.captured_softmax:.1%}",
+            end_section=report.head == reports[-1].head,
+        )
+    console = new_console()
+    console.print(table)
+    console.print()
+    for sentence in (*_sentences(summary, epsilon, reports[0].n), f"pictures: {', '.join(map(str, files))}"):
+        console.print(sentence, soft_wrap=not console.is_terminal)
+
+
+def _sentences(s: dict[str, Any], epsilon: float, n: int) -> Iterator[str]:
+    """What the table means, and what it does not."""
+    share = s["size"] / s["n"]
+    yield (
+        f"{s['heads']} heads of all-MiniLM-L6-v2, f(x) = x², ε = {epsilon:g}: U holds {s['size']} of "
+        f"{s['n']} keys ({share:.1%}), heavy entries missed: {s['missed']}."
+    )
+    yield (
+        f"heavy: entries of at least ε, of the {n} queries of the text ({s['heavy']} in all); worst: of the "
+        f"{n} worst-case queries of each head, one built against each key ({s['heavy_worst_case']}); missed: "
+        "of both, against brute force over every entry in float64."
+    )
+    if s["vacuous"]:
+        yield f"{VACUOUS} ({s['vacuous']} of {s['heads']} heads); the sets are exact all the same."
+    else:
+        yield "vacuous: no head; every bound rank/ε is below n."
+    yield (
+        "softmax: the guarantee is for f(x) = x² and does not cover softmax. U captures "
+        f"{s['captured_softmax']:.1%} of the softmax mass; as many keys at random {share:.1%}, by row norm "
+        f"{s['captured_softmax_row_norm']:.1%}, the best choice in hindsight "
+        f"{s['captured_softmax_oracle']:.1%}. Of {s['heavy_softmax']} softmax entries of at least ε, "
+        f"{s['heavy_softmax_in_set']} lie in U."
+    )
+
+
+def _draw(axes: Any, heads: list[_Head], encoder: Any, epsilon: float) -> None:
+    from levattn import plots
+
+    (spectrum, heavy_map), (x2, softmax) = axes
+    reports = [head.report for head in heads]
+    scores = np.stack([head.scores for head in heads])
+    plots.LeverageSpectrumDisplay.from_scores(
+        scores,
+        epsilon=epsilon,
+        rank=[report.rank for report in reports],
+        sizes=[report.size for report in reports],
+        ax=spectrum,
+    )
+    spectrum.set_title(f"Leverage scores of {len(heads)} heads, n = {reports[0].n}, d = {reports[0].d}")
+
+    shown = max(reports, key=lambda report: report.heavy + report.heavy_worst_case)
+    place = (shown.layer, shown.head)
+    Q, K = (np.asarray(array[place], np.float64) for array in (encoder.queries, encoder.keys))
+    A = np.concatenate([_x2_attention(Q, K), _worst_case(K)[1]])
+    inside = levattn.universal_set(encoder.keys[place], epsilon)
+    plots.HeavyMapDisplay.from_attention(A, epsilon, inside, ax=heavy_map)
+    heavy_map.axhline(len(Q) - 0.5, color="white", lw=1)
+    heavy_map.set_title(f"x² attention, layer {shown.layer}, head {shown.head}")
+    heavy_map.set_ylabel("queries: of the text, then worst cases")
+
+    orders = {
+        "leverage": _descending(scores),
+        "row norm": _descending(np.stack([head.norms for head in heads])),
+    }
+    size = sum(report.size for report in reports) / len(reports)
+    for ax, name, title in (
+        (x2, "x2_mass", "x² mass, mean over heads and queries"),
+        (softmax, "softmax_mass", "softmax mass: not covered by the theorem"),
+    ):
+        mass = np.stack([getattr(head, name) for head in heads])
+        plots.CapturedMassDisplay.from_attention(mass[:, np.newaxis], orders=orders, size=size, ax=ax)
+        ax.set_title(title)

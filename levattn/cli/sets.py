@@ -1,0 +1,147 @@
+"""``levattn universal-set``: the sets of the keys in a file."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import levattn
+from levattn.cli.output import VACUOUS, fail, new_console, new_table, print_json
+from levattn.io import replace_file
+
+__all__ = ["Method", "Request", "run"]
+
+_INDICES_SHOWN = 12
+
+
+class Method(StrEnum):
+    """The exact routes to leverage scores."""
+
+    auto = "auto"
+    gram = "gram"
+    qr = "qr"
+    svd = "svd"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    file: Path
+    tensor: str | None
+    epsilon: float | None
+    size: int | None
+    center: bool
+    method: Method
+
+
+def run(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
+    """Run the command."""
+    for path in (plot, output):
+        if path is not None and not path.parent.is_dir():
+            fail(f"{path}: there is no folder {path.parent}; make it first")
+    source = levattn.open_keys(request.file, tensor=request.tensor)
+    if request.size is not None and request.size > source.shape[-2]:
+        import typer
+
+        raise typer.BadParameter(f"--size is {request.size}, but {request.file} holds {source.shape[-2]} keys")
+    sets = levattn.universal_set(
+        source, request.epsilon, size=request.size, method=request.method.value, center=request.center
+    )
+    picture = None if plot is None else _spectrum(sets, request, plot.suffix)
+    if output is not None:
+        with replace_file(output) as stream:
+            arrays: dict[str, Any] = _arrays(sets)
+            np.savez(stream, **arrays)
+    if plot is not None and picture is not None:
+        with replace_file(plot) as stream:
+            stream.write(picture)
+    if as_json:
+        print_json(_request_report(request, source) | {"sets": _set_reports(sets)})
+    else:
+        _print_sets(sets, source)
+
+
+def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> bytes:
+    from levattn import plots
+
+    figure, ((ax,),) = plots.new_figure()
+    plots.LeverageSpectrumDisplay.from_scores(
+        sets.scores, epsilon=request.epsilon, rank=sets.rank, sizes=sets.sizes, ax=ax
+    )
+    ax.set_title(request.file.name if request.tensor is None else f"{request.file.name}: {request.tensor}")
+    return plots.figure_bytes(figure, suffix)
+
+
+def _arrays(sets: levattn.UniversalSet) -> dict[str, npt.NDArray[Any]]:
+    """Return what a set says as arrays, none of which needs pickling."""
+    names = (
+        "mask",
+        "scores",
+        "sizes",
+        "epsilon",
+        "guarantee",
+        "rank",
+        "size_bound",
+        "is_vacuous",
+        "condition",
+        "f",
+    )
+    arrays = {name: np.asarray(getattr(sets, name)) for name in names}
+    return arrays | {"indices": sets.indices} if sets.mask.ndim == 1 else arrays
+
+
+def _request_report(request: Request, source: levattn.KeySource) -> dict[str, Any]:
+    return {
+        "levattn": levattn.__version__,
+        "file": str(request.file),
+        "tensor": source.tensor,
+        "shape": source.shape,
+        "dtype": source.dtype.name,
+        "method": request.method.value,
+        "center": request.center,
+    }
+
+
+def _set_reports(sets: levattn.UniversalSet) -> list[dict[str, Any]]:
+    """One report per matrix; `item` is its place in the batch, empty for a single matrix."""
+    names = ("sizes", "epsilon", "rank", "size_bound", "is_vacuous", "condition")
+    lead = sets.mask.shape[:-1]
+    columns = {name: np.broadcast_to(getattr(sets, name), lead) for name in names}
+    return [
+        {"item": item, "size": int(columns["sizes"][item])}
+        | {name: columns[name][item].item() for name in names[1:]}
+        | {"guarantee": sets.guarantee, "f": sets.f, "indices": np.flatnonzero(sets.mask[item]).tolist()}
+        for item in np.ndindex(lead)
+    ]
+
+
+def _print_sets(sets: levattn.UniversalSet, source: levattn.KeySource) -> None:
+    n, d = source.shape[-2:]
+    table = new_table("item", "n", "d", "rank", "condition", "ε", "|U|", "bound", "vacuous", "guarantee")
+    reports = _set_reports(sets)
+    for report in reports:
+        table.add_row(
+            ",".join(map(str, report["item"])) or "-",
+            str(n),
+            str(d),
+            str(report["rank"]),
+            f"{report['condition']:.3g}",
+            f"{report['epsilon']:.4g}",
+            str(report["size"]),
+            f"{report['size_bound']:.4g}",
+            "yes" if report["is_vacuous"] else "no",
+            report["guarantee"],
+        )
+    console = new_console()
+    console.print(table)
+    if len(reports) == 1:
+        indices = reports[0]["indices"]
+        shown = ", ".join(map(str, indices[:_INDICES_SHOWN])) or "none"
+        rest = len(indices) - _INDICES_SHOWN
+        console.print(f"keys: {shown}" + (f" and {rest} more (all with --json or --output)" if rest > 0 else ""))
+    if any(report["is_vacuous"] for report in reports):
+        console.print(VACUOUS)
