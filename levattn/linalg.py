@@ -26,7 +26,9 @@ UNIT = 2.0**-53  # rounding of float64
 # Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
 _SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
+# Condition number up to which products with W keep their digits, and up to which those of LAPACK's factors do
 _BASIS_CONDITION = {"float64": 4e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
+_LAPACK_CONDITION = {"float64": 2e5, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SINGLE_FROM = 2048  # rows from which the rounding of float32 sums averages out
 _SMALL = 128  # columns up to which products of small matrices do without BLAS
@@ -393,7 +395,7 @@ def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float)
     live = s > cut * s.max(initial=0.0)
     W = _upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
-    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty, condition)
+    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty, condition, limits=_LAPACK_CONDITION)
 
 
 def _complement(V: Float64) -> Float64:
@@ -531,11 +533,12 @@ def _finish(
     penalty: Float64,
     condition: float,
     reach: float = 1.0,
+    limits: dict[str, float] = _BASIS_CONDITION,
 ) -> _Found:
     """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
     rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
     error = 2 * UNIT * (reach + condition)
-    if condition <= _BASIS_CONDITION[rows.format]:
+    if condition <= limits[rows.format]:
         return _Found(W, W, None, rank, error, out, _divisors(norms))
     G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
     C, _pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 import naive
 
 N, D = 3000, 24
+METHODS = ("auto", "gram", "qr", "svd")
 CONDITIONS = (1.0, 1e1, 1e2, 1e3, 1e4, 1e6, 1e7, 1e8, 1e10, 1e12)
 
 
@@ -42,7 +43,7 @@ def bar(dtype: str, condition: float) -> float:
 def main() -> None:
     rows = []
     routes = {
-        **{m: lambda K, m=m: levattn.leverage_scores(K, method=m) for m in ("auto", "gram", "qr", "svd")},
+        **{m: lambda K, m=m: levattn.leverage_scores(K, method=m) for m in METHODS},
         "numpy SVD": by_svd,
         "BLAS Gram": lambda K: by_blocks(K, 4096, triangular=False),
     }
@@ -62,9 +63,9 @@ def main() -> None:
                     except np.linalg.LinAlgError:
                         cells.append("fails")
                 limit = bar(dtype, condition)
-                met = "met" if float(cells[0]) <= limit else "MISSED"
+                met = "met" if all(float(cell) <= limit for cell in cells[: len(METHODS)]) else "MISSED"
                 rows.append([f"{dtype} {kind}", f"{condition:.0e}", *cells, f"{limit:.0e}", met])
-    table(["keys", "condition", *routes, "bar", "auto"], rows)
+    table(["keys", "condition", *routes, "bar", "our four"], rows)
 
 
 if __name__ == "__main__":
