@@ -25,13 +25,12 @@ from typing import IO, Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from levattn._kernels import BLOCK
 from levattn.exceptions import KeyFileError
 
 __all__ = ["KeySource", "open_keys"]
 
 _CHUNK_BYTES = 32 * 2**20
-# Chunks that are whole multiples of this many rows never straddle an accumulation block.
-_ROW_MULTIPLE = 1024
 _NAMES_SHOWN = 30
 
 _NPY_MAGIC = b"\x93NUMPY"
@@ -331,7 +330,7 @@ def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def _default_chunk_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     row_bytes = math.prod(shape[:-2]) * shape[-1] * dtype.itemsize
     rows = max(1, _CHUNK_BYTES // max(1, row_bytes))
-    return rows - rows % _ROW_MULTIPLE if rows > _ROW_MULTIPLE else rows
+    return rows - rows % BLOCK if rows > BLOCK else rows  # whole blocks: no chunk straddles a block of a sum
 
 
 def _choose(path: Path, names: Sequence[str], tensor: str | None) -> str:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from levattn._kernels import BLOCK
 from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, open_keys, replace_file
 
@@ -145,6 +146,13 @@ def test_default_chunks_hold_32_mebibytes(tmp_path: Path) -> None:
     assert open_keys(tmp_path / "wide.npy").chunk_rows == 1
     (tmp_path / "tall.npy").unlink()
     (tmp_path / "wide.npy").unlink()
+
+
+@pytest.mark.parametrize("d", [33, 50, 64, 100])
+def test_default_chunks_are_whole_blocks_of_sums(tmp_path: Path, d: int) -> None:
+    rows = open_keys(write("npy", tmp_path, np.zeros((3, d), np.float32))).chunk_rows
+    assert rows > BLOCK
+    assert rows % BLOCK == 0
 
 
 def test_a_source_can_be_pickled(tmp_path: Path) -> None:
