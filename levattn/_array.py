@@ -12,7 +12,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Matrices", "as_mask", "as_matrices", "to_float64", "to_numpy"]
+__all__ = ["Matrices", "as_mask", "as_matrices", "to_device", "to_float64", "to_numpy"]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -55,22 +55,65 @@ def _is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def _refuse_dtype(name: str, dtype: Any) -> TypeError:
-    return TypeError(
-        f"{name} has dtype {dtype}; expected a real floating dtype ({', '.join(_FLOATS)}). "
-        f"Convert it first, e.g. {name}.astype('float64')"
-    )
+def _in_main_memory(tensor: Any) -> bool:
+    """Tell whether the compiled kernels can read a torch tensor; the definitions take the others."""
+    return bool(tensor.device.type == "cpu")
 
 
-def _numpy_words(array: npt.NDArray[Any], name: str) -> tuple[npt.NDArray[Any], str]:
-    """Return a numpy array with 16-bit floats seen as words, and the name of its format."""
-    kind = array.dtype.name
+def _plain_tensor(tensor: Any, name: str) -> Any:
+    """Return a torch tensor as dense numbers without a gradient, or raise where it has none."""
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} is a nested torch tensor; expected a dense one. Convert it first, e.g. "
+            f"torch.nested.to_padded_tensor({name}, 0.0), and leave the padding out by mask="
+        )
+    layout = str(tensor.layout)
+    if layout != "torch.strided":
+        raise TypeError(
+            f"{name} is a torch tensor of layout {layout}; expected a dense one (torch.strided). "
+            f"Convert it first: {name}.to_dense()"
+        )
+    if tensor.is_meta:
+        raise TypeError(
+            f"{name} is a torch tensor on the device meta, which has a shape but no numbers; expected a tensor that "
+            "holds data. Compute it on a real device first, such as device='cpu'"
+        )
+    return tensor.detach().resolve_neg()
+
+
+def _from_list(values: Any, name: str) -> npt.NDArray[Any]:
+    """Return what numpy makes of nested lists, or raise where that is no array."""
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{name} is a {type(values).__name__} that makes no array ({problem}); expected numbers in rows of "
+            "equal length. Pad short rows and leave the padding out by mask=, and stack arrays into one"
+        ) from error
+
+
+def _format_of(dtype: Any, name: str, conversion: str) -> str:
+    """Return the name of the format of real floats, or raise with the `conversion` that helps."""
+    kind = _dtype_name(dtype)
     if kind not in _FLOATS:
-        raise _refuse_dtype(name, array.dtype)
+        raise TypeError(
+            f"{name} has dtype {dtype}; expected a real floating dtype ({', '.join(_FLOATS)}). "
+            f"Convert it first, e.g. {conversion}"
+        )
+    return kind
+
+
+def _dtype_name(dtype: Any) -> str:
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+
+
+def _numpy_words(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a numpy array of floats with 16-bit floats seen as words."""
     if not array.dtype.isnative or not array.flags.aligned:
         array = array.astype(array.dtype.newbyteorder("="))
     array = np.asarray(array)  # a memory map stays one, its subclass does not
-    return (array.view(np.uint16) if array.dtype.itemsize == 2 else array), kind
+    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
 def as_matrices(array: Any, name: str) -> Matrices:
@@ -81,33 +124,32 @@ def as_matrices(array: Any, name: str) -> Matrices:
     """
     give_back: Callable[[Any], Any]
     data: Any
+    conversion = f"{name}.astype('float64')"
     if isinstance(array, list | tuple):
-        array = np.asarray(array)
-    if _is_torch(array) and array.device.type == "cpu":
+        array, conversion = _from_list(array, name), f"numpy.array({name}, 'float64')"
+    elif _is_torch(array):
+        array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
+    if _is_torch(array) and _in_main_memory(array):
         torch = sys.modules["torch"]
-        kind = str(array.dtype).removeprefix("torch.")
-        if kind not in _FLOATS:
-            raise _refuse_dtype(name, array.dtype)
-        tensor = array.detach()
-        data = tensor.view(torch.uint16).numpy() if tensor.element_size() == 2 else tensor.numpy()
+        kind = _format_of(array.dtype, name, conversion)
+        data = array.view(torch.uint16).numpy() if array.element_size() == 2 else array.numpy()
         give_back = torch.from_numpy
     elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        data, kind = _numpy_words(array, name)
+        kind = _format_of(array.dtype, name, conversion)
+        data = _numpy_words(array)
         give_back = np.asarray
     elif (
         not isinstance(array, np.ndarray)
         and array_api_compat.is_array_api_obj(array)
         and not array_api_compat.is_lazy_array(array)
     ):
-        xp = array_api_compat.array_namespace(array)
-        kind = str(array.dtype).rpartition(".")[2]
-        if kind not in _FLOATS:
-            raise _refuse_dtype(name, array.dtype)
-        device = array_api_compat.device(array)
+        if not _is_torch(array):
+            conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
+        kind = _format_of(array.dtype, name, conversion)
         data = array
 
         def give_back(result: Any) -> Any:
-            return xp.asarray(result, device=device)
+            return to_device(result, array) if isinstance(result, np.ndarray) else result
     else:
         raise TypeError(
             f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
@@ -133,8 +175,12 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
     """Check a (..., n) boolean mask that goes with `matrices` and return it as (b, n), or None for None."""
     if mask is None:
         return None
+    if _is_torch(mask):
+        mask = _plain_tensor(mask, name)
+    elif not array_api_compat.is_array_api_obj(mask):
+        mask = _from_list(mask, name)
     expected = (*matrices.batch, matrices.n)
-    shape = tuple(int(size) for size in getattr(mask, "shape", np.shape(mask)))
+    shape = tuple(int(size) for size in mask.shape)
     if len(shape) != len(expected) or any(
         s not in ((1, e) if axis < len(expected) - 1 else (e,))
         for axis, (s, e) in enumerate(zip(shape, expected, strict=True))
@@ -142,16 +188,25 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
         raise ValueError(
             f"{name} has shape {shape}; expected {expected}, one entry a key (leading axes of size 1 are repeated)"
         )
+    if _dtype_name(mask.dtype) != "bool":
+        raise TypeError(f"{name} has dtype {mask.dtype}; expected bool, True for a key that takes part")
     if isinstance(matrices.data, np.ndarray):
-        found = np.asarray(mask.detach() if _is_torch(mask) else mask)
-        if found.dtype != np.bool_:
-            raise TypeError(f"{name} has dtype {found.dtype}; expected bool, True for a key that takes part")
-        return np.array(np.broadcast_to(found, expected).reshape(matrices.data.shape[:2]))
+        return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_api_compat.array_namespace(matrices.data)
-    found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
-    if found.dtype != xp.bool:
-        raise TypeError(f"{name} has dtype {found.dtype}; expected bool, True for a key that takes part")
+    if array_api_compat.array_namespace(mask) is xp:
+        found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
+    else:
+        found = to_device(to_numpy(mask), matrices.data)
     return xp.reshape(xp.broadcast_to(found, expected), tuple(matrices.data.shape[:2]))
+
+
+def to_device(array: npt.NDArray[Any], like: Any) -> Any:
+    """Return a numpy array in the namespace and on the device of `like`; where that is numpy, as it is."""
+    if isinstance(like, np.ndarray):
+        return array
+    xp = array_api_compat.array_namespace(like)
+    # torch takes no negative strides and warns of memory that cannot be written
+    return xp.asarray(np.require(array, requirements=["C", "W"]), device=array_api_compat.device(like))
 
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
+from numbers import Integral
+from typing import SupportsIndex
 
 __all__ = ["num_threads", "parallel_for", "thread_limit"]
 
@@ -38,7 +40,7 @@ def num_threads() -> int:
 
 
 @contextmanager
-def thread_limit(n: int) -> Iterator[None]:
+def thread_limit(n: SupportsIndex) -> Iterator[None]:
     """Limit the CPU kernels to `n` threads inside a ``with`` block.
 
     The limit holds for the current thread (or task) only. Without it the kernels use every core that the
@@ -67,9 +69,9 @@ def thread_limit(n: int) -> Iterator[None]:
     ...     levattn.leverage_scores(K)
     array([1., 1., 1., 1.])
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
         raise ValueError(f"n is {n!r}; expected a whole number of threads, at least 1")
-    token = _limit.set(n)
+    token = _limit.set(int(n))
     try:
         yield
     finally:

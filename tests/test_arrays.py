@@ -10,6 +10,7 @@ import pytest
 import levattn
 import naive
 import strategies
+from levattn import _array
 from strategies import LAYOUTS, STORAGE, as_bool, as_float64, stores
 
 RESULT_DTYPE = {
@@ -130,6 +131,17 @@ def test_torch_details() -> None:
     assert torch.equal(levattn.leverage_scores(expanded)[2], levattn.leverage_scores(expanded)[0])
 
 
+@needs_torch
+def test_a_tensor_with_the_negative_bit_is_resolved() -> None:
+    import torch
+
+    K = torch.complex(torch.zeros(40, 4, dtype=torch.float64), torch.from_numpy(keys())).conj().imag
+    assert K.is_neg()
+    mask = torch.arange(40) % 5 > 0
+    expected = levattn.leverage_scores(keys(), mask=mask.numpy())
+    assert np.array_equal(np.asarray(levattn.leverage_scores(K, mask=mask)), expected)
+
+
 @needs_strict
 def test_the_strict_namespace_in_every_version() -> None:
     import array_api_strict as xp
@@ -152,7 +164,15 @@ def test_a_mask_of_another_library() -> None:
 
     mask = np.arange(40) < 30
     expected = naive.leverage_exact(keys(), mask=mask)
-    for K, its_mask in ((keys(), mask), (xp.asarray(keys()), xp.asarray(mask))):
+    for K, its_mask in (
+        (keys(), mask),
+        (keys(), mask.tolist()),
+        (xp.asarray(keys()), xp.asarray(mask)),
+        (xp.asarray(keys()), mask),
+        (xp.asarray(keys()), mask.tolist()),
+        (xp.asarray(keys()), strategies.read_only(mask[::-1])[::-1]),
+        (keys(), xp.asarray(mask)),
+    ):
         np.testing.assert_allclose(as_float64(levattn.leverage_scores(K, mask=its_mask)), expected, rtol=1e-10)
     with pytest.raises((TypeError, ValueError), match="mask"):
         levattn.leverage_scores(xp.asarray(keys()), mask="all")
@@ -240,6 +260,72 @@ def test_generic_and_compiled_agree(name: str, dtype: Any) -> None:
     assert one.rank == other.rank
     differing = one.mask != as_bool(other.mask)
     assert np.all(np.abs(naive.leverage_exact(as_float64(K))[differing] - 0.05) < bar)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are taken for those of another device, which the compiled kernels cannot read."""
+    monkeypatch.setattr(_array, "_in_main_memory", lambda _: False)
+
+
+@needs_torch
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(("dtype", "bar"), [("float64", 1e-10), ("float32", 1e-6)])
+@pytest.mark.parametrize("options", [{}, {"center": True}, {"mask": True}, {"method": "qr"}], ids=str)
+@pytest.mark.parametrize("name", ["gaussian-tall", "conditioned-1e6", "deficient-exact", "scale-1e15", "no-row"])
+def test_torch_by_the_definitions(name: str, options: dict[str, Any], dtype: Any, bar: float) -> None:
+    import torch
+
+    K = STORAGE[dtype](strategies.case(name))
+    tensor = torch.from_numpy(K.copy())
+    assert isinstance(_array.as_matrices(tensor, "K").data, torch.Tensor)  # the generic route
+    if options.get("mask"):
+        options = {"mask": np.arange(len(K)) % 7 > 0}
+    scores = levattn.leverage_scores(tensor, **options)
+    assert scores.dtype == tensor.dtype
+    np.testing.assert_allclose(np.asarray(scores), levattn.leverage_scores(K, **options), rtol=0, atol=bar)
+    found, expected = (levattn.universal_set(array, 0.05, **options) for array in (tensor, K))
+    assert isinstance(found.mask, torch.Tensor)
+    assert found.rank == expected.rank
+    np.testing.assert_allclose(np.asarray(found.scores), expected.scores, rtol=0, atol=bar)
+    differing = np.asarray(found.mask) != expected.mask
+    assert np.all(np.abs(expected.scores[differing] - 0.05) < bar)
+
+
+@needs_torch
+@pytest.mark.usefixtures("elsewhere")
+def test_gradients_are_not_followed_by_the_definitions() -> None:
+    import torch
+
+    Q, K, V = (torch.from_numpy(keys(seed, shape)) for seed, shape in ((5, (6, 4)), (4, (40, 4)), (6, (40, 3))))
+    expected = levattn.heavy_attention(Q.numpy(), K.numpy(), 0.05)
+    for tensor in (Q, K, V):
+        tensor.requires_grad_(True)
+    scores = levattn.leverage_scores(K)
+    assert not scores.requires_grad
+    np.testing.assert_allclose(scores, naive.leverage_exact(K.detach().numpy()), atol=1e-10)
+    found = levattn.universal_set(K, 0.1, mask=torch.arange(40) % 2 == 0)
+    assert not found.scores.requires_grad
+    heavy = levattn.heavy_attention(Q, K, 0.05)
+    np.testing.assert_allclose(heavy.entries.toarray(), expected.entries.toarray(), atol=1e-10)
+    output, bound = heavy.apply(V, compensate="mean")
+    assert isinstance(output, torch.Tensor)
+    assert not output.requires_grad
+    for one, other in zip((output, bound), expected.apply(V.detach().numpy(), compensate="mean"), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-10)
+
+
+@pytest.mark.parametrize("storage", ["float64", "torch-float64", "strict-float64"])
+@pytest.mark.parametrize("lay", [np.asarray, strategies.read_only, strategies.reversed_rows])
+def test_numpy_arrays_go_where_another_is(storage: str, lay: Any) -> None:
+    if storage not in STORAGE:
+        pytest.skip(f"no package for {storage}")
+    like, array = STORAGE[storage](keys()), lay(keys(1))
+    there = _array.to_device(array, like)
+    assert type(there) is type(like)
+    assert np.array_equal(as_float64(there), array)
+    assert there is array or storage != "float64"
+    assert dtype_name(_array.to_device(np.arange(3) > 1, like)) == "bool"
 
 
 @needs_torch

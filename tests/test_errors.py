@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 import levattn
+import strategies
 from levattn import exceptions
+from levattn._threads import num_threads
 from strategies import STORAGE, as_bool, as_float64, stores
 
+needs_torch = pytest.mark.skipif(not strategies.HAS_TORCH, reason="no torch")
 GOOD = np.random.default_rng(0).standard_normal((12, 3))
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "leverage_scores": levattn.leverage_scores,
@@ -131,6 +134,60 @@ def test_masked_arrays_and_sparse_matrices_are_not_densified_silently() -> None:
     with pytest.raises(TypeError, match=r"\bK\b") as caught:
         levattn.leverage_scores(np.ma.masked_array(GOOD, GOOD > 1))
     check(caught.value, "mask")
+
+
+@pytest.mark.parametrize(
+    ("storage", "remedy"),
+    [
+        ("float64", r"\bK\.astype\('float64'\)"),
+        ("torch-float64", r"\bK\.to\(torch\.float64\)"),
+        ("strict-float64", r"\bxp\.astype\(K, xp\.float64\)"),
+    ],
+)
+def test_the_remedy_for_a_dtype_is_one_of_the_namespace(storage: str, remedy: str) -> None:
+    if storage not in STORAGE:
+        pytest.skip(f"no package for {storage}")
+    with pytest.raises(TypeError, match=r"\bK\b") as caught:
+        levattn.leverage_scores(STORAGE[storage](GOOD) > 0)
+    check(caught.value, "bool", "float", remedy)
+
+
+def test_lists_of_integers() -> None:
+    with pytest.raises(TypeError, match=r"\bK\b") as caught:
+        levattn.leverage_scores([[1, 2], [3, 4]])
+    check(caught.value, "int64", r"numpy\.array\(K, 'float64'\)")
+
+
+@takes_keys
+def test_lists_that_make_no_array(function: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"\bK\b") as caught:
+        function([[1.0, 2.0], [3.0]])
+    check(caught.value, "list", "equal length", "pad")
+    with pytest.raises(ValueError, match=r"\bmask\b") as caught:
+        function(GOOD, mask=[[True], [True, False]])
+    check(caught.value, "list", "equal length", "pad")
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+def test_tensors_without_dense_numbers() -> None:
+    import torch
+
+    K = torch.from_numpy(GOOD)
+    for tensor, words in (
+        (K.to_sparse(), (r"sparse_coo", r"K\.to_dense\(\)")),
+        (K.to("meta"), ("meta", "no numbers", "device")),
+        (torch.nested.nested_tensor([K, K[:5]]), ("nested", "to_padded_tensor", "mask=")),
+    ):
+        with pytest.raises(TypeError, match=r"\bK\b") as caught:
+            levattn.leverage_scores(tensor)
+        check(caught.value, *words)
+    with pytest.raises(TypeError, match=r"\bmask\b") as caught:
+        levattn.leverage_scores(GOOD, mask=(K[:, 0] > 0).to_sparse())
+    check(caught.value, "sparse_coo", r"mask\.to_dense\(\)")
+    with pytest.raises(TypeError, match=r"\bmask\b") as caught:
+        levattn.leverage_scores(GOOD, mask=K[:, 0].bfloat16().requires_grad_())
+    check(caught.value, "bfloat16", "bool")
 
 
 @takes_keys
@@ -322,10 +379,17 @@ def test_a_batch_has_no_indices() -> None:
         len(found)
 
 
-@pytest.mark.parametrize("limit", [0, -1])
-def test_thread_limit_out_of_range(limit: int) -> None:
+@pytest.mark.parametrize("limit", [0, -1, np.int64(0), 1.5, 2.0, "2", True, np.True_, None])
+def test_thread_limit_out_of_range(limit: Any) -> None:
     with pytest.raises(ValueError, match="thread"), levattn.thread_limit(limit):
         pass
+
+
+@pytest.mark.parametrize("limit", [1, np.int64(1), np.uint8(3)])
+def test_whole_numbers_of_numpy_limit_threads(limit: Any) -> None:
+    with levattn.thread_limit(limit):
+        assert num_threads() == int(limit)
+        assert type(num_threads()) is int
 
 
 def test_a_failed_call_leaves_the_input_alone() -> None:
