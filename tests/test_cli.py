@@ -232,6 +232,87 @@ def test_missing_folder_is_noticed_before_the_work(tmp_path: Path, file: Path) -
         assert "make it first" in line
 
 
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is refused is refused before the work starts."""
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the work has started")
+
+    monkeypatch.setattr(levattn, "universal_set", work)
+    monkeypatch.setattr(levattn, "heavy_attention", work)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("how", ["by name", "by another name", "by symbolic link", "by hard link"])
+def test_the_keys_are_not_overwritten(tmp_path: Path, keys: Array, how: str) -> None:
+    own, other = tmp_path / "own.npz", tmp_path / "other.npz"
+    np.savez(own, K=keys)
+    before = own.read_bytes()
+    if how == "by name":
+        other = own
+    elif how == "by another name":
+        (tmp_path / "sub").mkdir()
+        other = tmp_path / "sub" / ".." / "own.npz"
+    elif how == "by symbolic link":
+        other.symlink_to(own)
+    else:
+        other.hardlink_to(own)
+    for file, output in ((own, other), (other, own)):
+        line = refused("universal-set", file, "--epsilon", "0.3", "-o", output)
+        assert f"{output} is the file of the keys, which --output would overwrite; name another" in line
+    picture = tmp_path / "a.png"
+    picture.symlink_to(own)
+    assert "--plot would overwrite" in refused("universal-set", own, "--epsilon", "0.3", "--plot", picture)
+    assert own.read_bytes() == before
+
+
+@pytest.mark.usefixtures("no_work")
+def test_outputs_that_are_folders_are_noticed_before_the_work(tmp_path: Path, file: Path) -> None:
+    for name in ("e.png", "e.npz"):
+        (tmp_path / name).mkdir()
+    options = ("universal-set", file, "--epsilon", "0.3")
+    line = refused(*options, "-o", tmp_path / "out.npz", "--plot", tmp_path / "e.png")
+    assert line == f"levattn: {tmp_path / 'e.png'} is a folder; name another file with --plot\n"
+    line = refused(*options, "-o", tmp_path / "e.npz", "--plot", tmp_path / "out.png")
+    assert line == f"levattn: {tmp_path / 'e.npz'} is a folder; name another file with --output\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"e.png", "e.npz", "keys.npy"}
+    (tmp_path / "demo.svg").mkdir()
+    line = refused("demo", "--out", tmp_path)
+    assert line == f"levattn: {tmp_path / 'demo.svg'} is a folder; name another folder with --out\n"
+
+
+@pytest.mark.usefixtures("no_work")
+def test_outputs_that_are_one_file_or_no_file(tmp_path: Path, file: Path) -> None:
+    (tmp_path / "out.npz").symlink_to(tmp_path / "out.png")  # which does not exist yet
+    options = ("universal-set", file, "--epsilon", "0.3")
+    line = refused(*options, "-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
+    assert "are the same file; name two with --plot and --output" in line
+    (tmp_path / "null.npz").symlink_to("/dev/null")
+    assert "not a regular file; name another" in refused(*options, "-o", tmp_path / "null.npz")
+
+
+def test_an_old_output_is_replaced(tmp_path: Path, file: Path) -> None:
+    (tmp_path / "out.npz").write_bytes(b"the old one")
+    assert run("universal-set", file, "--size", "3", "-o", tmp_path / "out.npz").exit_code == 0
+    with np.load(tmp_path / "out.npz", allow_pickle=False) as stored:
+        assert stored["indices"].tolist() == [3, 50, 120]
+
+
+def test_rows_that_are_not_finite_are_named_with_their_file(tmp_path: Path, keys: Array) -> None:
+    path = tmp_path / "keys.npy"
+    np.save(path, np.where(np.isin(np.arange(200), (7, 90))[:, None], np.nan, keys))
+    line = refused("universal-set", path, "--epsilon", "0.1")
+    assert line == (
+        f"levattn: {path} holds NaN or infinity: first such rows 7, 90; remove these rows and save the file again\n"
+    )
+    np.save(path, np.stack([keys, np.where(np.arange(200)[:, None] == 5, np.inf, keys)]))
+    line = refused("universal-set", path, "--epsilon", "0.1")
+    assert f"{path} holds NaN or infinity: row 5 of matrix 1" in line
+    assert "remove these rows" in line
+    assert "mask" not in line
+
+
 def test_failed_drawing_writes_no_file_at_all(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise OSError("No space left on device")

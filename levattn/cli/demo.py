@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import levattn
-from levattn.cli.output import VACUOUS, fail, new_console, new_table, print_json
+from levattn.cli.output import VACUOUS, check_target, fail, new_console, new_table, print_json
 from levattn.io import replace_file
 
 __all__ = ["DEMO_EPSILON", "run"]
@@ -64,6 +64,9 @@ def run(epsilon: float, out: Path, as_json: bool) -> None:
 
     if out.exists() and not out.is_dir():
         fail(f"{out} is not a folder; name another with --out")
+    files = [out / "demo.png", out / "demo.svg"]
+    for file in files:
+        check_target(file, "name another folder with --out")
     figure, axes = plots.new_figure(2, 2)
     encoder = datasets.minilm()
     layers, per_layer = encoder.keys.shape[:2]
@@ -73,7 +76,6 @@ def run(epsilon: float, out: Path, as_json: bool) -> None:
     heads = [_measure(place, encoder, epsilon) for place in shown]
     reports = [head.report for head in heads]
     _draw(axes, heads, encoder, epsilon)
-    files = [out / "demo.png", out / "demo.svg"]
     contents = [plots.figure_bytes(figure, path.suffix) for path in files]
     out.mkdir(parents=True, exist_ok=True)
     for path, content in zip(files, contents, strict=True):
@@ -101,7 +103,7 @@ def _measure(place: tuple[int, int], encoder: Any, epsilon: float) -> _Head:
     heavy = levattn.heavy_attention(encoder.queries[place], encoder.keys[place], epsilon)
     chosen = heavy.universal
     worst, A_worst = _worst_case(K)
-    heavy_worst = levattn.heavy_attention(worst, K, epsilon, universal=chosen)
+    heavy_worst = levattn.heavy_attention(worst, encoder.keys[place], epsilon, universal=chosen)
     A, P = _x2_attention(Q, K), _softmax_attention(Q, K, encoder.scale)
     norms, mass = (K * K).sum(axis=1), P.mean(axis=0)
     size = len(chosen)

@@ -3,13 +3,14 @@
 import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["VACUOUS", "fail", "new_console", "new_table", "print_json"]
+__all__ = ["VACUOUS", "check_target", "fail", "new_console", "new_table", "print_json"]
 
 VACUOUS = "vacuous: the bound rank/ε is not below n, so the theorem alone does not promise that any key is left out"
 _PIPE_WIDTH = 1000
@@ -19,6 +20,12 @@ def fail(message: str) -> NoReturn:
     """End the program with status 1 and one line that says why."""
     sys.stderr.write(f"levattn: {' '.join(message.split())}\n")
     sys.exit(1)
+
+
+def check_target(path: Path, remedy: str) -> None:
+    """End the program if what stands at `path` is not a file that may be replaced."""
+    if path.exists() and not path.is_file():
+        fail(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}; {remedy}")
 
 
 def new_console() -> "Console":

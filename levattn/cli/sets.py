@@ -1,5 +1,6 @@
 """``levattn universal-set``: the sets of the keys in a file."""
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import levattn
-from levattn.cli.output import VACUOUS, fail, new_console, new_table, print_json
+from levattn.cli.output import VACUOUS, check_target, fail, new_console, new_table, print_json
 from levattn.io import replace_file
 
 __all__ = ["Method", "Request", "run"]
@@ -40,17 +41,19 @@ class Request:
 
 def run(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
     """Run the command."""
-    for path in (plot, output):
-        if path is not None and not path.parent.is_dir():
-            fail(f"{path}: there is no folder {path.parent}; make it first")
+    _check_targets(request.file, plot, output)
     source = levattn.open_keys(request.file, tensor=request.tensor)
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
         raise typer.BadParameter(f"--size is {request.size}, but {request.file} holds {source.shape[-2]} keys")
-    sets = levattn.universal_set(
-        source, request.epsilon, size=request.size, method=request.method.value, center=request.center
-    )
+    try:
+        sets = levattn.universal_set(
+            source, request.epsilon, size=request.size, method=request.method.value, center=request.center
+        )
+    except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
+        problem = str(error).partition(";")[0].removeprefix("K ")
+        fail(f"{request.file} {problem}; remove these rows and save the file again")
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
         with replace_file(output) as stream:
@@ -63,6 +66,20 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
         print_json(_request_report(request, source) | {"sets": _set_reports(sets)})
     else:
         _print_sets(sets, source)
+
+
+def _check_targets(file: Path, plot: Path | None, output: Path | None) -> None:
+    """End the program if a file that it is to write cannot be written, or would replace another that is in use."""
+    for path, option in ((plot, "--plot"), (output, "--output")):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            fail(f"{path}: there is no folder {path.parent}; make it first")
+        check_target(path, f"name another file with {option}")
+        if path.exists() and file.exists() and path.samefile(file):
+            fail(f"{path} is the file of the keys, which {option} would overwrite; name another")
+    if plot is not None and output is not None and os.path.realpath(plot) == os.path.realpath(output):
+        fail(f"{plot} and {output} are the same file; name two with --plot and --output")
 
 
 def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> bytes:
