@@ -5,8 +5,9 @@ Whatever runs on a state runs at once, in chunks and across machines without mat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from levattn._array import as_mask, as_matrices, to_float64, to_numpy
 from levattn._kernels import BLOCK, Arithmetic, Float64, Pieces, Rows, kernels_for
 from levattn._threads import num_threads
+from levattn.exceptions import NonFiniteError
 
 __all__ = ["Moments", "PairwiseSum", "second_moments"]
 
@@ -97,11 +99,27 @@ def second_moments(
     return np.zeros((len(items), d, d)) if total is None else total
 
 
+def _copied(rows: Rows, start: int, stop: int) -> Float64:
+    """Return some of the rows in float64, zero where masked."""
+    part = rows.between(start, stop)
+    keys = to_float64(part.keys, part.format)
+    return keys if part.mask is None else np.where(to_numpy(part.mask)[:, :, None], keys, 0.0)
+
+
+def _joint_moment(parts: list[Float64]) -> Float64:
+    """Return the second moment of the rows of several arrays, of one block at most."""
+    keys = np.concatenate(parts, axis=1)
+    return second_moments(Rows(keys, "float64"), range(keys.shape[0]))
+
+
 class Moments:
     """The second moment ``G = Σ k kᵀ`` of keys that come in chunks, in float64.
 
     The rows are numbered as they come and summed in fixed blocks, so that the result has the same bits whatever
     the sizes of the chunks and the number of threads. Merging two states agrees with one state to rounding.
+
+    The sum of the squares of all keys must stay within float64, so that keys may be as large as about 1e150 in
+    magnitude. A chunk that would lead beyond, or that holds NaN or infinity, is refused and changes nothing.
 
     Parameters
     ----------
@@ -131,6 +149,8 @@ class Moments:
         self._blocks = PairwiseSum()
         self._merged: Float64 | None = None
         self._waiting: list[Float64] = []
+        # Σ ‖k‖² of each matrix: while it is finite, so is every sum of products of any of the keys
+        self._size: Float64 = np.zeros(math.prod(self.batch))
 
     def update(self, K: Any, mask: Any = None) -> Moments:
         """Add a chunk of keys.
@@ -150,7 +170,11 @@ class Moments:
         Raises
         ------
         ValueError
-            If the batch or the number of columns differs from the state's.
+            If the batch or the number of columns differs from the state's, or if the keys are so large that the
+            sum of their squares overflows.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask. The first such rows are named by their number in the
+            stream, counted from the first row that this state was given.
         """
         matrices = as_matrices(K, "K")
         if matrices.d != self.d or matrices.batch != self.batch:
@@ -161,45 +185,67 @@ class Moments:
         present = as_mask(mask, matrices)
         rows = Rows(matrices.data, matrices.format, present)
         counted = matrices.n if present is None else to_numpy(present).sum(axis=1).reshape(self.batch)
-        self.count = self.count + counted
-        self._take(rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            terms, waiting, size = self._terms(rows)
+            size = self._size + size
+        if not np.isfinite(size).all():
+            self._refuse(rows, size)
+        for term, level in terms:
+            self._blocks.add(term, level)
+        self._waiting, self._size, self.count = waiting, size, self.count + counted
         return self
 
-    def _take(self, rows: Rows) -> None:
-        n = rows.shape[1]
-        waiting = sum(part.shape[1] for part in self._waiting)
-        start = 0
-        if waiting:
-            start = min(BLOCK - waiting, n)
-            self._wait(rows, 0, start)
-            if waiting + start < BLOCK:
-                return
-            self._blocks.add(self._tail())
-            self._waiting = []
-        whole = (n - start) // BLOCK
-        stop = start + whole * BLOCK
-        at = start
+    def _terms(self, rows: Rows) -> tuple[list[tuple[Float64, int]], list[Float64], Float64]:
+        """Return what `rows` add: sums of whole blocks with their levels, the rows that wait then, and ``Σ ‖k‖²``."""
+        b, n, _ = rows.shape
+        terms: list[tuple[Float64, int]] = []
+        waiting, size = list(self._waiting), np.zeros(b)
+        first, at = self._blocks.count, 0
+        if waiting and n:
+            at = min(BLOCK - self._held, n)
+            waiting.append(_copied(rows, 0, at))
+            size += np.sum(waiting[-1] ** 2, axis=(1, 2))
+            if self._held + at < BLOCK:
+                return terms, waiting, size
+            terms.append((_joint_moment(waiting), 0))
+            waiting, first = [], first + 1
+        stop = n - (n - at) % BLOCK
         while at < stop:
-            first, left = self._blocks.count, (stop - at) // BLOCK
+            left = (stop - at) // BLOCK
             level = min(left.bit_length() - 1, (first & -first).bit_length() - 1 if first else 63)
-            run = rows.between(at, at + (BLOCK << level))
-            self._blocks.add(second_moments(run, range(rows.shape[0])), level)
-            at += BLOCK << level
+            term = second_moments(rows.between(at, at + (BLOCK << level)), range(b))
+            terms.append((term, level))
+            size += np.trace(term, axis1=1, axis2=2)
+            first, at = first + (1 << level), at + (BLOCK << level)
         if stop < n:
-            self._wait(rows, stop, n)
+            waiting.append(_copied(rows, stop, n))
+            size += np.sum(waiting[-1] ** 2, axis=(1, 2))
+        return terms, waiting, size
 
-    def _wait(self, rows: Rows, start: int, stop: int) -> None:
-        """Keep a copy of rows that do not fill a block yet, zero where masked."""
-        part = rows.between(start, stop)
-        keys = to_float64(part.keys, part.format)
-        if part.mask is not None:
-            keys = np.where(to_numpy(part.mask)[:, :, None], keys, 0.0)
-        self._waiting.append(keys)
+    @property
+    def _held(self) -> int:
+        """Number of rows that wait."""
+        return sum(part.shape[1] for part in self._waiting)
 
-    def _tail(self) -> Float64:
-        """Return the second moment of the rows that wait."""
-        keys = np.concatenate(self._waiting, axis=1)
-        return second_moments(Rows(keys, "float64"), range(keys.shape[0]))
+    def _refuse(self, rows: Rows, size: Float64) -> NoReturn:
+        """Raise the error for a chunk with which the sums of squares `size` are not finite."""
+        kernels = kernels_for(rows)
+        before = self._blocks.count * BLOCK + self._held
+        for item in np.flatnonzero(~np.isfinite(size)).tolist():
+            found = [before + row for row in kernels.nonfinite_rows(rows, item, 5)]
+            if found:
+                where = f" of matrix {item} (leading axes flattened)" if len(size) > 1 else ""
+                more = "first such rows" if len(found) > 1 else "row"
+                raise NonFiniteError(
+                    f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}, counted from the first row "
+                    "that this state was given; expected finite numbers. Remove them, or leave padded rows out with "
+                    "mask=. The state is as it was"
+                )
+        largest = float(kernels.column_maxima(rows).max())
+        raise ValueError(
+            f"K has entries of magnitude {largest:.3g}, with which the sum of squares overflows float64; expected at "
+            "most about 1e150. Scale all keys down by a power of two. The state is as it was"
+        )
 
     def read(self) -> Float64:
         """Return the second moment of all rows so far.
@@ -209,7 +255,7 @@ class Moments:
         array of float64, shape (..., d, d)
             Symmetric, zero where there was no key.
         """
-        total = self._blocks.total(self._tail() if self._waiting else None)
+        total = self._blocks.total(_joint_moment(self._waiting) if self._waiting else None)
         if self._merged is not None:
             total = self._merged if total is None else total + self._merged
         shape = (*self.batch, self.d, self.d)
@@ -231,13 +277,20 @@ class Moments:
         Raises
         ------
         ValueError
-            If the states were made for different shapes.
+            If the states were made for different shapes, or if the sum of the squares of their keys overflows.
         """
         if other.d != self.d or other.batch != self.batch:
             raise ValueError(
                 f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
             )
+        with np.errstate(over="ignore"):
+            size = self._size + other._size
+        if not np.isfinite(size).all():
+            raise ValueError(
+                "other has keys so large that the sum of squares of both states overflows float64; expected keys of "
+                "at most about 1e150 in magnitude. Scale all keys down by a power of two. The state is as it was"
+            )
         seen = other.read().reshape(-1, self.d, self.d)
         self._merged = seen if self._merged is None else self._merged + seen
-        self.count = self.count + other.count
+        self._size, self.count = size, self.count + other.count
         return self

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import levattn
+from levattn.exceptions import NonFiniteError
 from levattn.states import Moments, PairwiseSum
 
 
@@ -116,6 +117,73 @@ def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
         Moments(3).update(np.zeros(shape))
     with pytest.raises(ValueError, match=r"\bother has batch"):
         Moments(3).merge(Moments(shape[-1], shape[:-2]))
+
+
+def fingerprint(state: Moments) -> tuple[object, ...]:
+    return state.count.tolist(), state.read().tobytes()
+
+
+@pytest.mark.parametrize("before", [0, 5, 2048, 5000])
+@pytest.mark.parametrize("m", [3, 2048, 6000])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_chunks_that_are_not_finite_are_refused(before: int, m: int, value: float) -> None:
+    K = np.random.default_rng(before).standard_normal((before + m, 3))
+    state = Moments(3).update(K[:before])
+    seen = fingerprint(state)
+    for bad in ([0], [m - 1], [1, m - 1]):
+        chunk = K[before:].copy()
+        chunk[bad, 1] = value
+        with pytest.raises(NonFiniteError, match=r"\bK\b") as caught:
+            state.update(chunk)
+        rows = ", ".join(str(before + row) for row in bad)
+        assert f"row{'s' if len(bad) > 1 else ''} {rows}, counted from" in str(caught.value)
+        assert "mask=" in str(caught.value)
+        assert fingerprint(state) == seen
+    state.update(K[before:])
+    assert np.array_equal(state.read(), Moments(3).update(K).read())
+
+
+def test_rows_of_a_head_that_are_not_finite_are_named() -> None:
+    K = np.ones((2, 3, 10, 4))
+    state = Moments(4, (2, 3)).update(K)
+    K[1, 1, 7, 2] = np.nan
+    with pytest.raises(NonFiniteError, match="row 17 of matrix 4 "):
+        state.update(K)
+    mask = np.ones((2, 3, 10), bool)
+    mask[..., 7] = False
+    assert np.all(np.isfinite(state.update(K, mask).read()))
+
+
+@pytest.mark.parametrize("m", [1, 100, 2048, 5000])
+def test_chunks_whose_squares_overflow_are_refused(m: int) -> None:
+    state = Moments(2).update(np.ones((7, 2)))
+    seen = fingerprint(state)
+    with pytest.raises(ValueError, match=r"\bK\b") as caught:
+        state.update(np.full((m, 2), 1e200))
+    assert not isinstance(caught.value, NonFiniteError)
+    for word in ("1e+200", "1e150", "Scale", "The state is as it was"):
+        assert word in str(caught.value)
+    assert fingerprint(state) == seen
+
+
+@pytest.mark.parametrize("m", [1, 2048])
+def test_sums_that_overflow_are_refused(m: int) -> None:
+    K = np.full((m, 1), np.sqrt(1.2e308 / m))  # once is still in range
+    state = Moments(1).update(K)
+    seen = fingerprint(state)
+    assert np.isfinite(state.read()).all()
+    with pytest.raises(ValueError, match="overflows"):
+        state.update(K)
+    with pytest.raises(ValueError, match="other has keys so large"):
+        state.merge(Moments(1).update(K))
+    assert fingerprint(state) == seen
+    assert np.isfinite(state.update(np.ones((3000, 1))).read()).all()
+
+
+def test_keys_of_the_documented_range() -> None:
+    K = np.random.default_rng(10).uniform(-1e150, 1e150, (9000, 3))
+    state = in_chunks(K, [5, 3000, 1])
+    np.testing.assert_allclose(state.read() / 1e300, naive_moment(K / 1e150), rtol=1e-12)
 
 
 def test_pairwise_sums_are_one_tree() -> None:
