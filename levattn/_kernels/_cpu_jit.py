@@ -5,7 +5,9 @@ No fast-math: NaN and infinity carry meaning here, and the order of every sum is
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -14,10 +16,30 @@ import numba
 __all__ = ["FULL_ROWS", "LONE_ROWS", "PANEL", "SCORE_ROWS", "SCORE_VECTORS", "TILE_ROWS", "VECTOR_BYTES", "jit"]
 
 
+def _sources() -> str:
+    """Return a hash of the sources of all kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+_SOURCES = _sources()
+
+
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk."""
-    compiled: Callable[..., Any] = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    return compiled
+    """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk.
+
+    Numba takes cached code for current as long as the function's own file is, but code holds what the function calls
+    and the constants that it reads, wherever they stand. So it is stamped with the sources of all kernels.
+    """
+    compiled: Any = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    # no public way leads there; without compiler or cache there is nothing to stamp
+    cached: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(cached, "_source_stamp"):
+        cached._source_stamp = (cached._source_stamp, _SOURCES)
+    kernel: Callable[..., Any] = compiled
+    return kernel
 
 
 def _wide() -> bool:
