@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from levattn._array import Matrices, as_matrices, to_float64, to_numpy
-from levattn._kernels import Float64, Rows, heavy_entries, kernels_for, query_norms
+from levattn._array import Matrices, as_matrices, to_device, to_float64, to_numpy
+from levattn._kernels import (
+    Float64,
+    Rows,
+    heavy_entries,
+    kernels_for,
+    precise_products,
+    precise_solutions,
+    query_norms,
+)
 from levattn.exceptions import NonFiniteError
-from levattn.linalg import UNIT, Factor
+from levattn.linalg import UNIT
 from levattn.states import second_moments
-from levattn.universal import TIE, UniversalSet, check_epsilon, take, universal_set
+from levattn.universal import TIE, UniversalSet, check_epsilon, check_function, rescored, take, universal_set
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 __all__ = ["HeavyAttention", "heavy_attention"]
 
-_QUERY_ROWS = 4096  # queries that are worked on at a time
-_NORMALIZER_ERROR = TIE / 2  # estimated relative error beyond which a normaliser is summed over all keys
+_BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
+_NORMALIZER_ERROR = TIE / 2  # estimated relative error beyond which a normaliser is computed more precisely
+_SAMPLE = 64  # keys outside a set whose scores are compared with those of K
+_PRODUCT_ERROR = TIE / 8  # the same for a product of a query and a key that makes a heavy entry
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeavyAttention:
     """The heavy part of attention with f(x) = x²; the result of `heavy_attention`.
 
@@ -32,7 +44,8 @@ class HeavyAttention:
     entries : scipy.sparse.csr_array, shape (m, n)
         The scores A_ij ≥ ε, exact (of the full softmax-free normaliser), indices sorted.
     normalizers : array of float64, shape (m,)
-        ``Σ ⟨q_i, k_l⟩²`` over all keys; 0 for a query orthogonal to all keys, whose row of A is zero.
+        ``Σ ⟨q_i, k_l⟩²`` over all keys; 0 for a query orthogonal to all keys, whose row of A is zero. Infinite or 0
+        where the sum leaves the range of float64, which spoils none of the other figures.
     captured_mass : array of float64, shape (m,)
         ``Σ A_ij`` over the keys of the universal set.
     residual_mass : array of float64, shape (m,)
@@ -56,8 +69,7 @@ class HeavyAttention:
     captured_mass: Float64
     residual_mass: Float64
     universal: UniversalSet
-    _queries: Float64 = field(repr=False)
-    _keys: Float64 = field(repr=False)
+    _products: _Products = field(repr=False)
 
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
         r"""Multiply the attention on the universal set by the values, with a bound on what is left out.
@@ -92,7 +104,8 @@ class HeavyAttention:
 
         Notes
         -----
-        Time O(m |U| (d + d_v) + n d_v²) and memory O(m d_v + n).
+        Time O(m |U| (d + d_v) + n d_v²) and memory O(m d_v + n), with blocks of at most 32 MB of scores. The bounds
+        hold up to the rounding of the scores, which is estimated and added.
 
         Examples
         --------
@@ -113,33 +126,69 @@ class HeavyAttention:
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
         inside = to_numpy(self.universal.mask)
         present = self.universal.present
-        chosen = to_float64(take(values.data, np.flatnonzero(inside)), values.format)[0]
-        light = _Light.of(values, present & ~inside)
-        if not (np.isfinite(chosen).all() and np.isfinite(light.spread)):
-            everything = Rows(values.data, values.format, _as_device_mask(present, values))
-            bad = kernels_for(everything).nonfinite_rows(everything, 0, 5)
+        everything = Rows(values.data, values.format, to_device(present[None], values.data))
+        kernels = kernels_for(everything)
+        largest = kernels.column_maxima(everything).max(initial=0.0)
+        if not np.isfinite(largest):
+            bad = kernels.nonfinite_rows(everything, 0, 5)
             raise NonFiniteError(
                 f"V holds NaN or infinity, first in rows {bad}; expected finite values for every key that takes part"
             )
+        power = int(np.frexp(largest)[1])  # taken out of the values, so that squares stay in range
+        scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -np.clip(power, -1020, 1020))))
+        chosen = to_float64(take(values.data, np.flatnonzero(inside)), values.format)[0]
+        light = _Light.of(replace(scaled, mask=to_device((present & ~inside)[None], values.data)))
 
-        output = np.empty((len(self._queries), values.d))
-        for start in range(0, len(output), _QUERY_ROWS):
-            part = slice(start, start + _QUERY_ROWS)
-            D = self.normalizers[part, None]
-            scores = (self._queries[part] @ self._keys.T) ** 2 / np.where(D > 0, D, 1.0)
-            output[part] = np.where(D > 0, scores, 0.0) @ chosen
-        r = self.residual_mass
+        output = np.empty((len(self.normalizers), values.d))
+        for part, scores in self._products.scores():
+            output[part] = scores @ chosen
+        error = self._products.error
+        # what rounding of the scores may hide of the residual mass
+        r = np.where(self._products.live, self.residual_mass + error + 4 * UNIT * max(len(chosen), 1), 0.0)
         outside = to_numpy(self.universal.scores)[present & ~inside]
         # the scores may be rounded to float32, and a bound must not be rounded down
         e = float(outside.max(initial=0.0)) * (1 + 4 * float(self.universal.factor.score_error[0]))
         if compensate is None:
             bound = np.minimum(r * light.largest, np.sqrt(e * r) * light.norm)
         else:
-            output += r[:, None] * light.mean
-            variance = np.maximum(e * r - r * r / max(light.count, 1), 0.0)
+            output += self.residual_mass[:, None] * np.ldexp(light.mean, power)
+            least = np.maximum(self.residual_mass - error, 0.0)
+            variance = np.maximum(e * r - least**2 / max(light.count, 1), 0.0)
             bound = np.minimum(r * light.spread, np.sqrt(variance) * light.centred_norm)
-        rounding = 16 * UNIT * max(len(chosen), values.d) * float(np.abs(chosen).max(initial=0.0))
-        return values.give_back(output), bound * (1 + TIE) + rounding
+        rounding = (error + 16 * UNIT * max(len(chosen), values.d)) * _largest_norm(scaled)
+        with np.errstate(over="ignore"):
+            return values.give_back(output), np.ldexp(bound * (1 + TIE) + rounding, power)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Queries and the keys of a universal set, both scaled by powers of two, and the normalisers that go with them.
+
+    precise: the queries whose products with keys cancel so far that they take more than float64.
+    error: estimated relative error of a score in each row.
+    """
+
+    queries: Float64
+    keys: Float64
+    normalizers: Float64
+    precise: npt.NDArray[np.bool_]
+    error: Float64
+
+    @property
+    def live(self) -> npt.NDArray[np.bool_]:
+        """Which queries have a row of A that is not zero."""
+        return self.normalizers > 0
+
+    def scores(self, among: npt.NDArray[np.bool_] | None = None) -> Iterator[tuple[npt.NDArray[np.int64], Float64]]:
+        """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
+        step = max(16, _BLOCK_ENTRIES // max(len(self.keys), 1))
+        for precise in (False, True):
+            rows = np.flatnonzero(self.precise == precise if among is None else among & (self.precise == precise))
+            for start in range(0, len(rows), step):
+                part = rows[start : start + step]
+                Q, D = self.queries[part], self.normalizers[part, None]
+                Z = precise_products(Q, self.keys) if precise else Q @ self.keys.T
+                yield part, np.where(D > 0, Z * Z / np.where(D > 0, D, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -154,24 +203,12 @@ class _Light:
     centred_norm: float
 
     @classmethod
-    def of(cls, values: Matrices, outside: Any) -> _Light:
-        rows = Rows(values.data, values.format, _as_device_mask(outside, values))
-        kernels = kernels_for(rows)
-        count = int(outside.sum())
-        mean = kernels.column_sums(rows)[0] / max(count, 1)
-        if not np.isfinite(mean).all():
-            return cls(count, mean, np.inf, np.inf, np.inf, np.inf)
-        centred = replace(rows, shift=mean[None])
+    def of(cls, rows: Rows) -> _Light:
+        count = int(to_numpy(rows.mask).sum())
+        mean = kernels_for(rows).column_sums(rows)[0] / max(count, 1)
+        scale = 1.0 if rows.scale is None else rows.scale[0]
+        centred = replace(rows, shift=(mean / scale)[None])
         return cls(count, mean, *(_largest_norm(r) for r in (rows, centred)), *map(_spectral_norm, (rows, centred)))
-
-
-def _as_device_mask(mask: Any, matrices: Matrices) -> Any:
-    if isinstance(matrices.data, np.ndarray):
-        return mask[None]
-    import array_api_compat
-
-    xp = array_api_compat.array_namespace(matrices.data)
-    return xp.asarray(mask[None], device=array_api_compat.device(matrices.data))
 
 
 def _largest_norm(rows: Rows) -> float:
@@ -225,7 +262,8 @@ def heavy_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, or `universal` belongs to other keys or does not cover ε.
+        If an argument is wrong, or `universal` does not cover ε or belongs to other keys (its shape, its dtype and
+        the scores of its keys and of a sample of the others are compared).
     NonFiniteError
         If queries or keys hold NaN or infinity.
 
@@ -236,8 +274,10 @@ def heavy_attention(
     Notes
     -----
     Preparation O(n d²); then O(m (d² + |U| d)) with |U| ≤ rank/ε. Memory O(m d + n + |U| d) and the output.
-    Sums run in float64. A query so nearly orthogonal to the keys that ``‖N q‖²`` would lose its digits gets its
-    normaliser summed over the keys, O(n d); one that is orthogonal to them to rounding has a row of zeros.
+    Queries and keys are scaled by powers of two, so that squares neither overflow nor vanish. Sums run in float64; for
+    a query so nearly orthogonal to the keys that its products or its normaliser would lose their digits they run as if
+    in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
+    normaliser summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
 
     References
     ----------
@@ -254,10 +294,7 @@ def heavy_attention(
     >>> found.entries.shape, found.entries.nonzero()[1].tolist()
     ((2, 5000), [7])
     """
-    from scipy.sparse import csr_array
-
-    if isinstance(f, bool) or not isinstance(f, int | float) or f != 2:
-        raise ValueError(f"f is {f!r}; expected 2, for the attention function x²")
+    check_function(f)
     epsilon = check_epsilon(epsilon)
     queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
     for name, matrices in (("Q", queries), ("K", keys)):
@@ -278,18 +315,60 @@ def heavy_attention(
         raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
     indices = universal.indices
     selected = to_float64(take(keys.data, indices), keys.format)[0]
-    D = _normalizers(Q64, universal.factor, keys, universal.present)
-    starts, columns, values, captured = heavy_entries(Q64, selected, indices, D, epsilon * (1 - TIE))
-    captured = np.clip(captured, 0.0, 1.0)
+    N, exponents = universal.factor.even_normalizer(0)
+    even, powers = _even_queries(Q64, exponents)
+    selected = np.ldexp(selected, -exponents)
+    D, error = _normalizers(even, N, exponents, universal, keys)
+    products = _prepared(even, selected, D, error, epsilon)
+    entries, captured = _entries(products, indices, keys.n, epsilon)
+    with np.errstate(over="ignore"):
+        normalizers = np.ldexp(D, 2 * powers)
     return HeavyAttention(
-        entries=csr_array((values, columns, starts), shape=(queries.n, keys.n)),
-        normalizers=D,
+        entries=entries,
+        normalizers=normalizers,
         captured_mass=captured,
         residual_mass=np.where(D > 0, 1 - captured, 0.0),
         universal=universal,
-        _queries=Q64,
-        _keys=selected,
+        _products=products,
     )
+
+
+def _even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64, npt.NDArray[np.int32]]:
+    """Multiply queries by powers of two of the columns, and divide each by one (returned) that makes it of size 1."""
+    fraction, exponent = np.frexp(Q)
+    exponent = exponent + exponents
+    powers = np.max(np.where(fraction != 0, exponent, np.iinfo(np.int32).min // 4), axis=1, initial=-(2**20))
+    return np.ldexp(fraction, exponent - powers[:, None]), powers
+
+
+def _prepared(Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: float) -> _Products:
+    """Decide which queries take more than float64 for the products that make an entry of at least ε."""
+    d = Q.shape[1]
+    largest = np.max(np.abs(keys), axis=0, initial=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cancellation = np.where(D > 0, (np.abs(Q) @ largest) / np.sqrt(epsilon * D), 0.0)
+    precise = d * UNIT * cancellation > _PRODUCT_ERROR
+    product = np.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
+    return _Products(Q, keys, D, precise, error + 2 * product)
+
+
+def _entries(products: _Products, indices: npt.NDArray[np.int64], n: int, epsilon: float) -> tuple[csr_array, Float64]:
+    """Return the scores of at least ε and the mass on the keys of the set."""
+    from scipy.sparse import csr_array
+
+    threshold = epsilon * (1 - TIE)
+    D = np.where(products.precise, 0.0, products.normalizers)
+    starts, columns, values, captured = heavy_entries(products.queries, products.keys, indices, D, threshold)
+    entries = csr_array((values, columns, starts), shape=(len(D), n))
+    if products.precise.any():
+        found = []
+        for part, scores in products.scores(products.precise):
+            captured[part] = scores.sum(axis=1)
+            i, j = np.nonzero(scores >= threshold)
+            found.append((part[i], indices[j], scores[i, j]))
+        rows, places, more = (np.concatenate(each) for each in zip(*found, strict=True))
+        entries = entries + csr_array((more, (rows, places)), shape=entries.shape)
+    return entries, np.clip(captured, 0.0, 1.0)
 
 
 def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
@@ -305,31 +384,61 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
             "universal promises nothing for attention over K (it was made with center=True); "
             "expected a set with guarantee 'exact' or 'superset'"
         )
-    if universal.epsilon > epsilon:
+    if universal.factor.rows.format != keys.format:
         raise ValueError(
-            f"universal holds the scores of at least {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}; "
+            f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which is rounded otherwise; "
+            "expected the set of these very keys"
+        )
+    margin = max(TIE, 4 * float(universal.factor.score_error[0]))
+    if universal.epsilon > epsilon or (universal.by_size and epsilon <= universal.epsilon * (1 + margin)):
+        relation = "more than" if universal.by_size else "at least"
+        raise ValueError(
+            f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}; "
             "make the set with this epsilon, or ask for more"
         )
+    present = np.flatnonzero(universal.present)
+    sample = np.union1d(universal.indices, present[:: max(1, len(present) // _SAMPLE)])
+    scores = to_numpy(universal.scores)[sample].astype(np.float64)
+    again = rescored(universal.factor, keys, 0, sample)
+    bad = sample[~np.isfinite(again)]
+    if len(bad):
+        raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
+    counted = scores == 1  # rows that reach outside the numerical row space among them
+    if not (counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)).all():
+        raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
 
 
-def _normalizers(Q: Float64, factor: Factor, keys: Matrices, present: Any) -> Float64:
-    """Return ``Σ ⟨q, k⟩²`` for each query; by the factor where that is precise, else summed over the keys."""
-    N = factor.normalizer[0]
+def _normalizers(
+    Q: Float64, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
+) -> tuple[Float64, Float64]:
+    """Return ``Σ ⟨q, k⟩²`` for each query, and its estimated relative error."""
+    factor = universal.factor
+    d = Q.shape[1]
     D, size = query_norms(Q, N)
     with np.errstate(divide="ignore", invalid="ignore"):
-        error = 2 * UNIT * np.sqrt(Q.shape[1] * size / D) + float(factor.error[0])
-    norms = np.sum(N * N, axis=0)  # squared column norms of the keys
-    for i in np.flatnonzero(~(error <= _NORMALIZER_ERROR)).tolist():
-        exact = _summed(Q[i], keys, present)
-        floor = (Q.shape[1] * UNIT) ** 2 * Q.shape[1] * float(np.sum(Q[i] ** 2 * norms))
-        D[i] = exact if exact > floor else 0.0
-    return D
+        error = 2 * UNIT * np.sqrt(d * size / D) + float(factor.error[0])
+    doubtful = np.flatnonzero(~(error <= _NORMALIZER_ERROR))
+    if not len(doubtful):
+        return D, error
+    parts = factor.even_basis(0, exponents)
+    if parts is not None and factor.error[0] <= _NORMALIZER_ERROR:
+        B, C = parts
+        D[doubtful] = query_norms(precise_solutions(B, Q[doubtful]), np.asarray(np.linalg.inv(C)))[0]
+        error[doubtful] = float(factor.error[0]) + 8 * d * UNIT
+    else:
+        D[doubtful] = _summed(Q[doubtful], exponents, keys, universal.present)
+        error[doubtful] = 8 * d * UNIT
+    return D, error
 
 
-def _summed(q: Float64, keys: Matrices, present: Any) -> float:
-    total = 0.0
-    for start in range(0, keys.n, _QUERY_ROWS):
-        part = slice(start, min(start + _QUERY_ROWS, keys.n))
+def _summed(Q: Float64, exponents: npt.NDArray[np.int32], keys: Matrices, present: Any) -> Float64:
+    """Sum the squares over all keys; 0 for a query that is orthogonal to them to rounding."""
+    total = np.zeros(len(Q))
+    step = max(16, _BLOCK_ENTRIES // len(Q))
+    for start in range(0, keys.n, step):
+        part = slice(start, min(start + step, keys.n))
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
-        total += float(np.sum((rows @ q) ** 2))
-    return total
+        total += np.sum(precise_products(Q, np.ldexp(rows, -exponents)) ** 2, axis=1)
+    d = Q.shape[1]
+    floor = (d * UNIT) ** 2 * d * np.sum(Q * Q, axis=1)  # columns of the keys have a norm of about 1
+    return np.where(total > floor, total, 0.0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from levattn._array import Matrices, as_mask, as_matrices
 from levattn._kernels import Rows
-from levattn.linalg import Factor, factor_moments, factor_qr, prepare
+from levattn.linalg import Factor, factor_moments, factor_qr, prepare, rank_tolerance
 
 __all__ = ["Method", "factorize", "leverage_scores"]
 
@@ -35,8 +35,12 @@ def factorize(
         raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
     if rtol is not None:
         rtol = _number("rtol", rtol)
-        if not 0 <= rtol < 1:
-            raise ValueError(f"rtol is {rtol!r}; expected a number in [0, 1), relative to the largest singular value")
+        least = rank_tolerance(matrices.d)
+        if not least <= rtol < 1:
+            raise ValueError(
+                f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
+                "to 1, relative to the largest singular value"
+            )
     if not isinstance(center, bool | np.bool_):
         raise TypeError(f"center is {center!r}; expected True or False")
     rows = prepare(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
@@ -79,10 +83,12 @@ def leverage_scores(
     so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
 
     Every method is exact: "auto" and "gram" form the second moment of the keys, "qr" and "svd" factor the keys
-    with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower keys and below
-    1e-10 for float64 keys whatever their condition number, as long as the rank is clear. Stored keys are taken as
-    exact data: the rank is decided in float64 whatever the dtype, and a row that reaches outside the numerical row
-    space is given the score 1, so that a rank decision may over-estimate a score but never hides a key.
+    with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower keys, and for
+    float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as the rank is clear.
+    Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and a row that reaches
+    outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) is given the
+    score 1. So a rank decision may over-estimate a score; it hides a key only if all that sets the key apart is
+    smaller than that.
 
     Parameters
     ----------
@@ -102,10 +108,11 @@ def leverage_scores(
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others are removed: their score is 0 and their values are not read.
         Leading axes of size 1 are repeated.
-    rtol : float in [0, 1), optional
+    rtol : float below 1, optional
         Singular values (of K with columns scaled to unit norm) at or below ``rtol`` times the largest are taken as
-        zero. This *under-estimates* the scores of rows that reach into the directions left out. The default is at
-        the rounding of float64, and there such rows are given the score 1 instead.
+        zero. This *under-estimates* the scores of rows that reach into the directions left out. The default,
+        :math:`16 \sqrt{d} \, 2^{-52}`, is at the rounding of float64 and the least that is allowed; there such
+        rows are given the score 1 instead.
     sketch_size, rng
         Options of randomised methods; a ValueError with the exact methods, which are all there are so far.
 
@@ -129,9 +136,9 @@ def leverage_scores(
 
     Notes
     -----
-    Time O(n d²), two passes over K when it is well-conditioned and up to three more when it is not. Memory beyond K
-    and the scores: O(d² log n) for each thread; method="svd" needs O(n d). Results are the same, to the last bit,
-    for every number of threads, memory layout and batch.
+    Time O(n d²), two passes over K when it is well-conditioned, about five when it is not, and a few more where
+    the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
+    Results are the same, to the last bit, for every number of threads, memory layout and batch.
 
     References
     ----------

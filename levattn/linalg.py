@@ -26,14 +26,20 @@ UNIT = 2.0**-53  # rounding of float64
 # Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
 _SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
-# Condition number up to which products with W keep their digits, and up to which those of LAPACK's factors do
-_BASIS_CONDITION = {"float64": 4e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
-_LAPACK_CONDITION = {"float64": 2e5, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}
+_BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}  # up to which W is one matrix
+_SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
+_SURE_COLUMNS = 48
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SINGLE_FROM = 2048  # rows from which the rounding of float32 sums averages out
 _SMALL = 128  # columns up to which products of small matrices do without BLAS
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
+_SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
+
+
+def _limit(format: str, d: int) -> float:
+    """Return the condition number from which on products with W are formed in more than float64."""
+    return _SURE_CONDITION if format == "float64" and d <= _SURE_COLUMNS else _BASIS_CONDITION[format]
 
 
 def rank_tolerance(d: int) -> float:
@@ -149,10 +155,16 @@ class Factor:
         """(b, d, d) upper-triangular N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q."""
         out = np.empty_like(self.whitening)
         for item in range(len(out)):
-            out[item] = self._normalizer(item)
+            N, exponents = self.even_normalizer(item)
+            out[item] = np.ldexp(N, exponents)
         return out
 
-    def _normalizer(self, item: int) -> Float64:
+    def even_normalizer(self, item: int) -> tuple[Float64, npt.NDArray[np.int32]]:
+        """Return N with columns scaled to a norm of about 1, and the exponents (d,) of the powers of two taken out.
+
+        The keys divided and the queries multiplied by these powers have the same products, and squares of them stay
+        in range whatever the sizes of the columns were.
+        """
         W = self.whitening[item]
         d = W.shape[0]
         kept = np.flatnonzero(np.any(W != 0, axis=0))
@@ -167,9 +179,27 @@ class Factor:
             c = np.where(np.isfinite(c), c, 1.0)
             N[kept] = np.linalg.pinv(c[:, None] * W[:, kept], rcond=0.0) * c
             N = np.asarray(np.linalg.qr(N, mode="r"))
+        exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
+        N = np.ldexp(N, -exponents)
         if self.rows.scale is not None:
-            N = N / self.rows.scale[item]
-        return N
+            exponents = exponents - (np.frexp(self.rows.scale[item])[1] - 1)
+        return N, exponents
+
+    def even_basis(self, item: int, exponents: npt.NDArray[np.int32]) -> tuple[Float64, Float64] | None:
+        """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normaliser of a query so scaled.
+
+        They hold what the inverse, rounded, does not. None for rank-deficient keys, whose normalisers have no such
+        form.
+        """
+        if self.rank[item] < len(exponents):
+            return None
+        compensated = self.arithmetic[item] == "compensated" and self.basis is not None and self.core is not None
+        B = self.basis[item] if compensated and self.basis is not None else self.whitening[item]
+        C = self.core[item] if compensated and self.core is not None else np.eye(len(B))
+        shift = exponents
+        if self.rows.scale is not None:
+            shift = shift + (np.frexp(self.rows.scale[item])[1] - 1)
+        return np.ldexp(B, shift[:, None]), C
 
     @cached_property
     def condition(self) -> Float64:
@@ -237,21 +267,22 @@ def _require_finite(rows: Rows, per_item: Float64) -> list[int]:
     return bad
 
 
-def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic) -> tuple[Rows, Float64]:
+def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic, narrow: bool) -> tuple[Rows, Float64]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
-    The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys.
+    The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys. The range
+    is that of float32 if anything is to be multiplied in it (`narrow`).
     """
     n = rows.shape[1]
     diagonal = np.diagonal(G, axis1=1, axis2=2)  # finite only if the keys are
-    low, high = (2.0**-80, 2.0**110) if arithmetic == "single" else (2.0**-900, 2.0**1000)
+    low, high = (2.0**-80, 2.0**110) if narrow else (2.0**-900, 2.0**1000)
     odd = ~np.all((diagonal >= low * max(n, 1)) & (diagonal <= high), axis=1)
     if not odd.any():
         return rows, G
     _require_finite(rows, diagonal)
     largest = kernels_for(rows).column_maxima(rows)
     exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
-    limit = 30 if arithmetic == "single" else 400
+    limit = 30 if narrow else 400
     odd &= (np.abs(exponent) > limit).any(axis=1)
     if not odd.any():
         return rows, G
@@ -324,12 +355,13 @@ def factor_moments(
     for the moments as well.
     """
     b, n, d = rows.shape
-    target = _DOUBLE_ERROR[rows.format if single == "yes" else "float64"]  # normalisers need more than scores
+    precision = rows.format if single == "yes" else "float64"  # normalisers need more than scores
+    target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
     short = rows.format != "float64"
     arithmetic: Arithmetic = "single" if single == "yes" and short and n >= _SINGLE_FROM else "double"
     G = second_moments(rows, range(b), arithmetic=arithmetic)
-    rows, G = _in_range(rows, G, arithmetic)
+    rows, G = _in_range(rows, G, arithmetic, short and single != "no")
     penalty = np.zeros((b, d))
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
@@ -358,7 +390,7 @@ def factor_moments(
             found = _orthogonal(rows, item, _dense(rows.item(item), 0, n), penalty[item], cut)
         else:
             start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
-            found = _precondition(rows, item, G[item], penalty[item], start, target, cut)
+            found = _precondition(rows, item, G[item], penalty[item], start, target, cut, limit)
         batch.put(item, found)
     return batch.factor()
 
@@ -395,7 +427,7 @@ def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float)
     live = s > cut * s.max(initial=0.0)
     W = _upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
-    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty, condition, limits=_LAPACK_CONDITION)
+    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty, condition, _SURE_CONDITION)
 
 
 def _complement(V: Float64) -> Float64:
@@ -444,7 +476,7 @@ def _penalized(G: Float64, penalty: Float64) -> Float64:
 
 
 def _precondition(
-    rows: Rows, item: int, G: Float64, penalty: Float64, noise: float, target: float, cut: float
+    rows: Rows, item: int, G: Float64, penalty: Float64, noise: float, target: float, cut: float, limit: float
 ) -> _Found:
     """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
 
@@ -487,7 +519,7 @@ def _precondition(
         H = second_moments(rows, [item], basis=basis[None])[0] + _turned_penalty(basis, penalty)
         noise = UNIT
     condition = float(largest * _spectral_norm(c[:, None] * turned))
-    return _finish(rows, item, turned, norms, out, penalty, condition, float(reach[0]))
+    return _finish(rows, item, turned, norms, out, penalty, condition, limit, float(reach[0]))
 
 
 def _lost_directions(W: Float64, cut: float) -> Float64:
@@ -532,17 +564,19 @@ def _finish(
     out: Float64,
     penalty: Float64,
     condition: float,
+    limit: float,
     reach: float = 1.0,
-    limits: dict[str, float] = _BASIS_CONDITION,
 ) -> _Found:
     """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
     rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
     error = 2 * UNIT * (reach + condition)
-    if condition <= limits[rows.format]:
+    if condition <= limit:
         return _Found(W, W, None, rank, error, out, _divisors(norms))
     G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
-    C, _pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))
-    error = 4 * UNIT * float(again[0])
+    C, pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))
+    if not pivot[0] > 0:  # W is no whitening at all; not seen yet
+        return _Found(W, W, None, rank, np.inf, out, _divisors(norms))
+    error = 4 * UNIT * float(again[0]) + _SPLIT_ERROR * condition
     return _Found(_multiply(W, C[0]), W, C[0], rank, error, out, _divisors(norms))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._kernels import Rows
 from levattn.io import KeySource
 from levattn.leverage import Method, factorize, refuse_randomness
@@ -18,10 +18,12 @@ __all__ = ["TIE", "UniversalSet", "universal_set"]
 
 TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
+_SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
+
 Guarantee = Literal["exact", "superset", "none"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class UniversalSet:
     """Keys that hold every large attention score, and what is known of them.
 
@@ -37,16 +39,19 @@ class UniversalSet:
         The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
         outside exceeds it.
     guarantee : {"exact", "superset", "none"}
-        "exact": the smallest set that holds every score of at least ε. "superset": it holds them all, but rows at
+        "exact": the smallest set that holds every score of at least ε (for a set of a given size: every score above
+        it, and ties are cut). "superset": it holds them all, but rows at
         the edge of the numerical rank were kept as well. "none": nothing is promised for attention over K.
     f : float
         The exponent of the attention function |x|^f; 2.
     rank : int or array of int64, shape (...,)
-        Numerical rank of the keys, the sum of their scores.
+        Numerical rank of the keys; the sum of their scores, but for rows counted as 1 in a superset.
     factor : levattn.linalg.Factor
         The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys.
     present : array of bool, shape (..., n)
         The keys that took part (the mask that was given), a numpy array.
+    by_size : bool
+        Whether a size was asked for instead of ε.
 
     Examples
     --------
@@ -63,6 +68,7 @@ class UniversalSet:
     rank: Any
     factor: Factor = field(repr=False)
     present: Any = field(repr=False)
+    by_size: bool = False
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -229,8 +235,7 @@ def universal_set(
     array([10, 20, 30])
     """
     refuse_randomness(method, None, rng)
-    if isinstance(f, bool) or not isinstance(f, int | float) or f != 2:
-        raise ValueError(f"f is {f!r}; expected 2, for the attention function x²")
+    check_function(f)
     if (epsilon is None) == (size is None):
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
@@ -258,7 +263,7 @@ def universal_set(
         chosen = np.zeros((b, n), np.bool_)
         left = np.zeros(b)
         for item in range(b):
-            chosen[item] = _largest(host[item], present[item], int(size or 0))
+            chosen[item] = _largest(factor, matrices, item, host[item], present[item], int(size or 0))
             left[item] = _largest_score(factor, matrices, item, host[item], present[item] & ~chosen[item])
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
     guarantee: Guarantee = "none" if center else "superset" if counted.any() else "exact"
@@ -272,7 +277,14 @@ def universal_set(
         rank=rank,
         factor=factor.forget_keys(),
         present=present.reshape((*matrices.batch, n)),
+        by_size=size is not None,
     )
+
+
+def check_function(f: Any) -> None:
+    """Raise unless f is 2."""
+    if isinstance(f, bool | np.bool_) or not isinstance(f, int | float | np.integer | np.floating) or f != 2:
+        raise ValueError(f"f is {f!r}; expected 2, for the attention function x²")
 
 
 def check_epsilon(epsilon: Any) -> float:
@@ -288,15 +300,16 @@ def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -
     """Tell which scores are at least ε; those too close to ε for their precision are computed again in float64."""
     margin = np.maximum(4 * factor.score_error, TIE)[:, None]
     chosen: npt.NDArray[np.bool_] = scores >= epsilon * (1 + margin)
-    near = (scores >= epsilon * (1 - margin)) & ~chosen
+    least = epsilon * (1 - margin) if epsilon > _SMALL_SCORE else 0.0
+    near = ~(scores < least) & ~chosen
     for item in np.flatnonzero(near.any(axis=1)).tolist():
         rows = np.flatnonzero(near[item])
         slack = max(TIE, 4 * float(factor.error[item]))
-        chosen[item, rows] = _again(factor, matrices, item, rows) >= epsilon * (1 - slack)
+        chosen[item, rows] = ~(rescored(factor, matrices, item, rows) < epsilon * (1 - slack))  # doubt counts as in
     return chosen
 
 
-def _again(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return the scores of some keys of one matrix, computed in float64."""
     keys = take(matrices.data[item : item + 1, :, :], rows)
     scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(wide=True)
@@ -310,7 +323,7 @@ def _largest_score(factor: Factor, matrices: Matrices, item: int, scores: Any, a
         return 0.0
     margin = max(4 * float(factor.score_error[item]), TIE)
     rows = np.flatnonzero(among & (scores >= scores[among].max() * (1 - margin)))
-    return float(_again(factor, matrices, item, rows).max())
+    return float(rescored(factor, matrices, item, rows).max())
 
 
 def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
@@ -319,22 +332,25 @@ def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
         return data[:, rows, :]
     import array_api_compat
 
-    xp = array_api_compat.array_namespace(data)
-    return xp.take(data, xp.asarray(rows, device=array_api_compat.device(data)), axis=1)
+    return array_api_compat.array_namespace(data).take(data, to_device(rows, data), axis=1)
 
 
-def _largest(scores: Any, present: Any, size: int) -> npt.NDArray[np.bool_]:
-    """Choose by score descending, then index ascending."""
+def _largest(
+    factor: Factor, matrices: Matrices, item: int, scores: Any, present: npt.NDArray[np.bool_], size: int
+) -> npt.NDArray[np.bool_]:
+    """Choose by score descending, then index ascending; scores too close to call are computed again in float64."""
     candidates = np.flatnonzero(present)
-    size = min(size, len(candidates))
-    values = scores[candidates]
-    if size < len(candidates):
-        least = np.partition(values, len(values) - size)[len(values) - size] if size else np.inf
-        above = values > least
-        equal = np.flatnonzero(values == least)[: size - int(above.sum())]
-        above[equal] = True
-    else:
-        above = np.ones(len(candidates), np.bool_)
     chosen = np.zeros(len(scores), np.bool_)
-    chosen[candidates[above]] = True
+    if size >= len(candidates):
+        chosen[candidates] = True
+        return chosen
+    if not size:
+        return chosen
+    values = scores[candidates].astype(np.float64)
+    least = np.partition(values, len(values) - size)[len(values) - size]
+    margin = max(4 * float(factor.score_error[item]), TIE)
+    chosen[candidates[values > least * (1 + margin)]] = True
+    close = candidates[(values <= least * (1 + margin)) & ~(values < least * (1 - margin))]
+    again = rescored(factor, matrices, item, close)
+    chosen[close[np.argsort(-again, kind="stable")[: size - int(chosen.sum())]]] = True
     return chosen

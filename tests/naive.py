@@ -238,6 +238,18 @@ def condition_number(K: ArrayLike, *, mask: ArrayLike | None = None) -> float:
     return float(s[0] / s[rank - 1])
 
 
+def attention_exact(Q: ArrayLike, K: ArrayLike) -> Float:
+    """Scores of x² attention in rational arithmetic, each rounded once."""
+    queries = [[Fraction(x) for x in row] for row in np.asarray(Q, dtype=np.float64).tolist()]
+    keys = [[Fraction(x) for x in row] for row in np.asarray(K, dtype=np.float64).tolist()]
+    rows = []
+    for q in queries:
+        squares = [sum(a * b for a, b in zip(q, k, strict=True)) ** 2 for k in keys]
+        total = sum(squares)
+        rows.append([float(square / total) if total else 0.0 for square in squares])
+    return np.array(rows)
+
+
 def adversarial_queries(K: ArrayLike) -> Float:
     """Rows k_jᵀ (KᵀK)⁺: the query on which key j has the attention τ_j."""
     keys = np.asarray(K, dtype=np.float64)

@@ -41,6 +41,16 @@ def check(error: BaseException, *words: str) -> None:
 # -- keys ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("row", [0, 1, 2999])
+def test_every_method_finds_a_single_number_that_is_not_finite(row: int, value: float, method: str) -> None:
+    K = np.random.default_rng(0).standard_normal((3000, 4))
+    K[row, 2] = value
+    with pytest.raises(exceptions.NonFiniteError, match=rf"\b{row}\b"):
+        levattn.leverage_scores(K, method=method)
+
+
 @takes_keys
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_keys_name_their_rows(function: Callable[..., Any], value: Any) -> None:
@@ -313,7 +323,7 @@ def test_ridge_out_of_range(ridge: float) -> None:
     check(caught.value, re.escape(str(ridge)))
 
 
-@pytest.mark.parametrize("rtol", [-1e-3, np.nan, 1.5])
+@pytest.mark.parametrize("rtol", [-1e-3, np.nan, 1.5, 0.0, 1e-17])
 def test_rtol_out_of_range(rtol: float) -> None:
     with pytest.raises(ValueError, match="rtol"):
         levattn.leverage_scores(GOOD, rtol=rtol)

@@ -22,6 +22,8 @@ __all__ = [
     "heavy_entries",
     "inverse_cholesky",
     "kernels_for",
+    "precise_products",
+    "precise_solutions",
     "query_norms",
 ]
 
@@ -66,3 +68,17 @@ def inverse_cholesky(G: Float64, shift: float = 0.0) -> tuple[Float64, Float64, 
     from levattn._kernels import _cpu
 
     return _cpu.inverse_cholesky(G, shift)
+
+
+def precise_products(Q: Float64, keys: Float64) -> Float64:
+    """Return ``⟨q, k⟩`` of all rows q and k, each as if computed in twice the precision and rounded once."""
+    from levattn._kernels import _cpu
+
+    return _cpu.precise_products(Q, keys)
+
+
+def precise_solutions(B: Float64, Q: Float64) -> Float64:
+    """Return ``B⁻¹ q`` for every row q, for an upper-triangular B, as if in twice the precision."""
+    from levattn._kernels import _cpu
+
+    return _cpu.precise_solutions(B, Q)

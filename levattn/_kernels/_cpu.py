@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels._cpu_dense import cholesky_tasks
-from levattn._kernels._cpu_heavy import count_heavy, fill_heavy, norm_tasks
+from levattn._kernels._cpu_heavy import count_heavy, fill_heavy, norm_tasks, product_tasks, solve_tasks
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
 from levattn._kernels._cpu_product import sqnorm_tasks
@@ -25,6 +25,8 @@ __all__ = [
     "inverse_cholesky",
     "moments",
     "nonfinite_rows",
+    "precise_products",
+    "precise_solutions",
     "query_norms",
     "sqnorms",
     "where",
@@ -226,3 +228,19 @@ def heavy_entries(
         work,
     )
     return starts, found, values, captured
+
+
+def precise_products(Q: Float64, keys: Float64) -> Float64:
+    """Multiply queries by keys; the contract is that of `levattn._kernels.precise_products`."""
+    columns = np.ascontiguousarray(keys.T)
+    Z = np.empty((len(Q), len(keys)))
+    _share(lambda first, last: product_tasks(Q, columns, first, last, Z), len(Q), 10.0 * len(Q) * keys.size)
+    return Z
+
+
+def precise_solutions(B: Float64, Q: Float64) -> Float64:
+    """Solve triangular systems; the contract is that of `levattn._kernels.precise_solutions`."""
+    columns = np.ascontiguousarray(B.T)
+    X = np.empty_like(Q)
+    _share(lambda first, last: solve_tasks(columns, Q, first, last, X), len(Q), 5.0 * len(Q) * B.size)
+    return X

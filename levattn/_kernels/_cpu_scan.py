@@ -13,6 +13,12 @@ _SLAB = 128
 
 
 @jit
+def _larger(a, b):
+    """Return the larger number, or NaN where there is one (the built-in maximum may lose it)."""
+    return b if b > a or np.isnan(b) else a
+
+
+@jit
 def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first, last, out):
     """Write the column sums (or largest magnitudes) of the matrices ``first:last`` to `out`.
 
@@ -33,12 +39,12 @@ def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first
                 for r in range(stop - start):
                     for c in range(d):
                         if largest:
-                            part[c] = max(part[c], abs(rows[r, c]))
+                            part[c] = _larger(part[c], abs(rows[r, c]))
                         else:
                             part[c] += rows[r, c]
             if largest:
                 for c in range(d):
-                    total[c] = max(total[c], part[c])
+                    total[c] = _larger(total[c], part[c])
                 continue
             level = 0
             while count >> level & 1:

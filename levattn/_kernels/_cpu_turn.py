@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, jit
 from levattn._kernels._cpu_moments import add_rows, carry, counter, fold, moment_panels
 from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, pack_panels, row_squares
 from levattn._kernels._cpu_rows import load_rows
-from levattn._kernels._cpu_simd import fused_multiply_add, lane_sum, product_tile
+from levattn._kernels._cpu_simd import lane_sum, product_tile
 
 __all__ = ["turned_moment_tasks", "turned_sqnorm_tasks"]
 
@@ -31,48 +33,96 @@ def _turn_rows(rows, n, panels, turned):
 
 
 @jit
-def _turn_compensated(rows, n, basis, low, turned):
-    """Write the first `n` rows times the upper triangle of `basis` to `turned`, each entry rounded about once.
+def _high_bits(values, high, bits):
+    """Write the `bits` leading bits of float64 numbers, counted from those of the largest, to `high`."""
+    largest = 0.0
+    for i in range(len(values)):
+        largest = max(largest, abs(values[i]))
+    magic = 0.0
+    if largest > 0:
+        magic = math.ldexp(1.5, math.frexp(largest)[1] + 53 - bits)  # adding it rounds at a fixed place
+    for i in range(len(values)):
+        high[i] = (values[i] + magic) - magic
 
-    Products are split without error and summed with their rounding errors (Dot2 of Ogita, Rump and Oishi 2005), so
-    that cancellation between large terms costs nothing.
+
+@jit
+def _split_basis(B, X):
+    """Return what `_turn_split` needs of a basis: powers of two for its rows, and panels of B, of high bits, of rest.
+
+    Rows of B are scaled to like size, for which the keys' columns are scaled inversely: nothing is rounded.
     """
-    d = basis.shape[0]
+    d = B.shape[0]
+    scale = np.ones(X.shape[1])
+    even, high = np.zeros((d, d)), np.zeros((d, d))
+    for i in range(d):
+        exponent = math.frexp(np.max(np.abs(B[i])))[1]
+        scale[i] = math.ldexp(1.0, exponent)
+        for j in range(i, d):
+            even[i, j] = math.ldexp(B[i, j], -exponent)
+    bits = _split_bits(d)
+    for j in range(d):
+        _high_bits(even[:, j], high[:, j], bits)
+    return scale, pack_panels(even, X), pack_panels(high, X), pack_panels(even - high, X)
+
+
+@jit
+def _split_bits(d):
+    """Return how many bits of both factors leave a sum of `d` products without rounding in float64."""
+    bits = 53
+    while d > 0:
+        d //= 2
+        bits -= 1
+    return bits // 2
+
+
+@jit
+def _turn_split(rows, n, scale, panels, highs, lows, high, product, turned):
+    """Write the first `n` rows (which change) times a basis split by `_split_basis` to `turned`.
+
+    The leading bits of keys and basis multiply and add up without rounding (Ozaki, Ogita, Oishi and Rump 2012), and
+    what they leave is smaller by their number of bits; so each entry is rounded about once, whatever cancels.
+    """
+    d = rows.shape[1]
+    bits = _split_bits(d)
     for r in range(n):
-        high = turned[r]
-        for j in range(d):
-            high[j] = 0
-            low[j] = 0
-        for i in range(d):
-            x = rows[r, i]
-            w = basis[i]
-            for j in range(i, d):
-                product = x * w[j]
-                error = fused_multiply_add(x, w[j], -product)
-                total = high[j] + product
-                part = total - high[j]
-                low[j] += ((high[j] - (total - part)) + (product - part)) + error
-                high[j] = total
-        for j in range(d):
-            high[j] += low[j]
+        for c in range(d):
+            rows[r, c] *= scale[c]
+        _high_bits(rows[r], high[r], bits)
+        for c in range(d):
+            rows[r, c] -= high[r, c]
+    _turn_rows(rows, n, panels, turned)
+    _turn_rows(high, n, lows, product)
+    for r in range(n):
+        for c in range(turned.shape[1]):
+            turned[r, c] += product[r, c]
+    _turn_rows(high, n, highs, product)
+    for r in range(n):
+        for c in range(turned.shape[1]):
+            turned[r, c] += product[r, c]
 
 
 @jit
 def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, block, tasks, first, last, out):
-    """Do what `moment_tasks` does, each row multiplied by its slot's basis first (compensated if `exact`)."""
+    """Do what `moment_tasks` does, each row multiplied by its slot's basis first (split into bits if `exact`)."""
     d = X.shape[1]
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     rows = np.zeros((SCRATCH_ROWS, d), X.dtype)
     turned = np.zeros((SCRATCH_ROWS, (d + width - 1) // width * width), X.dtype)
-    low = np.zeros(d)
-    panels = np.zeros((1, 1, 1), X.dtype)
+    high, product = np.zeros_like(rows), np.zeros_like(turned)
+    even = np.ones(d)
+    panels = highs = lows = np.zeros((1, 1, 1), X.dtype)
     packed = moment_panels(X)
     partial = np.empty((d, d), X.dtype)
     stack = counter(tasks, first, last, block, d)
+    slot = -1
     for t in range(first, last):
-        slot, item, start, stop = tasks[t, 0], tasks[t, 1], tasks[t, 2], tasks[t, 3]
-        if not exact:
-            panels = pack_panels(basis[slot], X)
+        item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
+        if tasks[t, 0] != slot:
+            slot = tasks[t, 0]
+            if exact:
+                even, panels, highs, lows = _split_basis(basis[slot], X)
+            else:
+                panels = pack_panels(basis[slot], X)
         count = 0
         for at in range(start, stop, block):
             partial[:] = 0
@@ -80,7 +130,7 @@ def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, 
                 n = min(SLAB, min(at + block, stop) - r)
                 load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
                 if exact:
-                    _turn_compensated(rows, n, basis[slot], low, turned)
+                    _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
                 else:
                     _turn_rows(rows, n, panels, turned)
                 x = turned.ctypes.data
@@ -92,22 +142,29 @@ def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, 
 
 @jit
 def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, tasks, first, last, ceiling, out):
-    """Do what `sqnorm_tasks` does, each row multiplied by its slot's basis first in compensated arithmetic."""
+    """Do what `sqnorm_tasks` does, each row multiplied by its slot's basis (split into bits) first."""
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
+    width = SCORE_VECTORS * lanes
     rows = np.zeros((SCRATCH_ROWS, d), X.dtype)
-    turned = np.zeros((SCRATCH_ROWS, d), X.dtype)
+    turned = np.zeros((SCRATCH_ROWS, (d + width - 1) // width * width), X.dtype)
+    high, product = np.zeros_like(rows), np.zeros_like(turned)
     squares = np.empty((SCRATCH_ROWS, lanes), X.dtype)
-    low = np.zeros(d)
+    even = np.ones(d)
+    panels = highs = lows = whitening = np.zeros((1, 1, 1), X.dtype)
+    slot = -1
     for t in range(first, last):
-        slot, item, start, stop = tasks[t, 0], tasks[t, 1], tasks[t, 2], tasks[t, 3]
-        panels = pack_panels(W[slot], X)
+        item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
+        if tasks[t, 0] != slot:
+            slot = tasks[t, 0]
+            even, panels, highs, lows = _split_basis(basis[slot], X)
+            whitening = pack_panels(W[slot], X)
         for r in range(start, stop, SLAB):
             n = min(SLAB, stop - r)
             load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
-            _turn_compensated(rows, n, basis[slot], low, turned)
+            _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
             x = turned.ctypes.data
-            row_squares(X, x, d, SCRATCH_ROWS, panels, squares, x, x)
+            row_squares(X, x, turned.shape[1], SCRATCH_ROWS, whitening, squares, x, x)
             for i in range(n):
                 square = lane_sum(X, squares.ctypes.data + i * VECTOR_BYTES)
                 out[item, r + i] = ceiling if square > ceiling else square
