@@ -1,7 +1,8 @@
 """Cost against n and against the number of threads.
 
-Bars, from n = 65 536 to 4·10⁶: linear in n (the slowest time per row at most twice the fastest), and at least 1.6 times
-faster on two threads than on one. At 10⁴ rows what a call costs apart from its rows still shows; it is told without a bar.
+Bars, from n = 65 536 to 4·10⁶: linear in n (the slowest time per row at most twice the fastest), and at least 1.6
+times faster on two threads than on one. At 10⁴ rows, what a call costs apart from its rows still shows; that ratio is
+told without a bar.
 
     python examples/benchmarks/scaling.py [--rounds 7]
 """
@@ -51,7 +52,7 @@ def main() -> None:
         fastest = min(by_n[n] for n in LONG)
         ratio = max(by_n[n] for n in LONG) / fastest
         print(
-            f"{dtype}, {threads} threads:",
+            f"{dtype}, {threads} thread{'s' * (threads > 1)}:",
             verdict(ratio, 2, at_least=False),
             f"and n = {SHORT} / fastest: {by_n[SHORT] / fastest:.2f}",
         )
