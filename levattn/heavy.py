@@ -346,7 +346,7 @@ def _prepared(Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: fl
     d = Q.shape[1]
     largest = np.max(np.abs(keys), axis=0, initial=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        cancellation = np.where(D > 0, (np.abs(Q) @ largest) / np.sqrt(epsilon * D), 0.0)
+        cancellation = np.where(D > 0, np.einsum("ij,j->i", np.abs(Q), largest) / np.sqrt(epsilon * D), 0.0)
     precise = d * UNIT * cancellation > _PRODUCT_ERROR
     product = np.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
     return _Products(Q, keys, D, precise, error + 2 * product)

@@ -191,8 +191,8 @@ def main() -> int:
     missed = sum(int(count[2]) for count in counts.values())
     seconds = time.perf_counter() - start
     print(
-        f"\n{missed} missed entries in {least:.2e} pairs ({len(types)} storage types), each for {len(METHODS)} methods, "
-        f"of the set and of heavy_attention ({seconds:.0f} s)"
+        f"\n{missed} missed entries in {least:.2e} pairs ({len(types)} storage types), each for {len(METHODS)} methods"
+        f", of the set and of heavy_attention ({seconds:.0f} s)"
     )
     return int(missed > 0)
 
