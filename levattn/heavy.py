@@ -31,6 +31,7 @@ __all__ = ["HeavyAttention", "heavy_attention"]
 
 _BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _NORMALIZER_ERROR = TIE / 2  # estimated relative error beyond which a normaliser is computed more precisely
+_TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
 _SAMPLE = 64  # keys outside a set whose scores are compared with those of K
 _PRODUCT_ERROR = TIE / 8  # the same for a product of a query and a key that makes a heavy entry
 
@@ -334,7 +335,11 @@ def heavy_attention(
 
 
 def _even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64, npt.NDArray[np.int32]]:
-    """Multiply queries by powers of two of the columns, and divide each by one (returned) that makes it of size 1."""
+    """Multiply queries by powers of two of the columns, and divide each by one (returned) that keeps it in range."""
+    if np.max(np.abs(exponents), initial=0) < _TAME:
+        size = np.max(np.abs(Q), axis=1, initial=0.0)
+        if np.all((size == 0) | ((size > 2.0**-_TAME) & (size < 2.0**_TAME))):
+            return Q * np.ldexp(1.0, exponents), np.zeros(len(Q), np.int32)
     fraction, exponent = np.frexp(Q)
     exponent = exponent + exponents
     powers = np.max(np.where(fraction != 0, exponent, np.iinfo(np.int32).min // 4), axis=1, initial=-(2**20))
