@@ -45,7 +45,7 @@ def dense(Q: Array, K: Array, block: int) -> list[tuple[Array, Array, Array]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     rows = []
     per_query: dict[int, float] = {}
@@ -62,7 +62,7 @@ def main() -> None:
         if n <= 131072:
             for block in (1024, 4096, 16384):
                 candidates[f"dense {block}"] = lambda K=K, Q=Q, b=block: dense(Q, K, b)
-        times = interleaved(candidates, rounds if n < 131072 else 3, pause=0.2)
+        times = interleaved(candidates, rounds if n <= 131072 else 3, pause=0.2)
         brute = min((s for name, s in times.items() if name.startswith("dense")), default=float("nan"))
         per_query[n] = times["queries"]
         found = levattn.heavy_attention(Q, K, EPSILON).entries
