@@ -1,0 +1,328 @@
+"""Sensitivities of few keys: against closed forms, other solvers, and queries drawn at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+
+from levattn import NonFiniteError
+from levattn.exact import ExactSensitivities, _by_convex, _by_vertices, _distinct, _reduce, exact_sensitivities
+from levattn.functions import L1L2, Fair, Huber, Power, Softmax, Tukey
+
+POWERS = (0.5, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6)
+OTHERS = (Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0))
+CLOSED = 1e-10  # the width at which the solvers stop is 1e-11
+
+
+class Cauchy:
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.log1p(x * x)
+
+
+class Floor:
+    """A function with f(0) > 0: the limit of growth p → 0 for small x."""
+
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.maximum(np.abs(x), 1.0)
+
+
+def gauss(n: int, d: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, d))
+
+
+def spiky(n: int, d: int, seed: int = 0) -> np.ndarray:
+    return gauss(n, d, seed) * np.random.default_rng(seed + 1).standard_cauchy((n, 1))
+
+
+def drawn(K: np.ndarray, f: Any, count: int = 20_000) -> np.ndarray:
+    """Best ratios that random queries at many scales reach."""
+    rng = np.random.default_rng(7)
+    y = np.concatenate([rng.standard_normal((count, K.shape[1])), K]) * 10 ** rng.uniform(-2, 2, (count + len(K), 1))
+    values = f(y @ K.T)
+    return (values / values.sum(axis=1, keepdims=True)).max(axis=0)
+
+
+def assert_bracket(found: ExactSensitivities, width: float = CLOSED) -> None:
+    assert found.lower.dtype == found.upper.dtype == np.float64
+    assert np.all(found.lower <= found.upper)
+    assert np.all((found.lower >= 0) & (found.upper <= 1))
+    assert np.all(found.upper - found.lower <= width * found.upper)
+
+
+# -- closed forms ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", POWERS)
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_orthogonal_blocks_of_equal_keys(p: float, m: int) -> None:
+    found = exact_sensitivities(np.kron(np.eye(3), np.ones((m, 1))), p)
+    assert_bracket(found)
+    np.testing.assert_allclose(found.lower, 1 / m, rtol=1e-12)
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_two_parallel_keys(p: float) -> None:
+    found = exact_sensitivities(np.array([[1.0], [-0.5]]), p)
+    assert_bracket(found)
+    np.testing.assert_allclose(found.lower, [1 / (1 + 0.5**p), 1 / (1 + 2**p)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("f", [*POWERS, *OTHERS, Softmax(3.0), Cauchy()])
+def test_one_key_has_all_attention(f: Any) -> None:
+    found = exact_sensitivities(np.array([[3.0, -4.0]]), f)
+    np.testing.assert_allclose(found.lower, 1, rtol=1e-12)
+    np.testing.assert_array_equal(found.upper, 1)
+
+
+@pytest.mark.parametrize("f", [*POWERS, *OTHERS, Cauchy()])
+def test_independent_keys_have_all_attention(f: Any) -> None:
+    found = exact_sensitivities(gauss(3, 5), f)
+    np.testing.assert_allclose(found.lower, 1, rtol=1e-9)
+    np.testing.assert_allclose(found.upper, 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_copies_share(p: float) -> None:
+    """m copies of a key whose ratio alone is s/(1 + s) have s/(1 + m s) each."""
+    K = gauss(8, 3)
+    alone = exact_sensitivities(K, p).lower[0]
+    found = exact_sensitivities(np.concatenate([K, -K[:1], K[:1]]), p)
+    assert_bracket(found)
+    odds = alone / (1 - alone)
+    np.testing.assert_allclose(found.lower[[0, 8, 9]], odds / (1 + 3 * odds), rtol=CLOSED)
+
+
+def test_softmax_of_two_keys() -> None:
+    """The best query is radius times the direction of the difference."""
+    found = exact_sensitivities(np.array([[1.0, 2.0], [1.0, 0.0]]), Softmax(0.7))
+    assert_bracket(found)
+    np.testing.assert_allclose(found.lower, 1 / (1 + np.exp(-1.4)), rtol=CLOSED)
+
+
+# -- other solvers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [gauss, spiky])
+@pytest.mark.parametrize(("n", "d"), [(14, 3), (12, 4), (9, 1), (11, 2)])
+def test_linear_programme_equals_the_vertices(make: Any, n: int, d: int) -> None:
+    K = make(n, d)
+    found = exact_sensitivities(K, 1)
+    assert_bracket(found)
+    rows, inverse, counts = _distinct(K)
+    low, high = _by_vertices(_reduce(rows, counts)[0], counts, 1.0)
+    np.testing.assert_allclose(found.lower, low[inverse], rtol=1e-11)
+    np.testing.assert_allclose(found.upper, high[inverse], rtol=1e-11)
+
+
+@pytest.mark.parametrize("make", [gauss, spiky])
+def test_convex_programme_at_two_equals_the_svd(make: Any) -> None:
+    K = make(30, 5)
+    rows, inverse, counts = _distinct(K)
+    low, high = _by_convex(_reduce(rows, counts)[0], counts, 2.0)
+    scores = exact_sensitivities(K, 2)
+    for ours in (low, high):
+        np.testing.assert_allclose(ours[inverse], scores.lower, rtol=1e-12)
+    U = np.linalg.svd(K, full_matrices=False)[0]
+    np.testing.assert_allclose(scores.lower, (U**2).sum(axis=1), rtol=1e-11)
+    np.testing.assert_array_equal(scores.lower, scores.upper)
+
+
+@pytest.mark.parametrize("p", [1.5, 3, 4])
+def test_convex_programme_equals_a_general_solver(p: float) -> None:
+    K = gauss(14, 3)
+    found = exact_sensitivities(K, p)
+    for j in range(3):
+        free = np.linalg.svd(K[j : j + 1])[2][1:].T
+        origin = K[j] / (K[j] @ K[j])
+        result = minimize(lambda z: (np.abs(K @ (origin + free @ z)) ** p).sum(), np.zeros(2), tol=1e-12)  # noqa: B023
+        assert 1 / result.fun <= found.upper[j] * (1 + 1e-12)
+        assert 1 / result.fun >= found.lower[j] * (1 - 1e-6)  # the precision of differences for gradients
+
+
+@pytest.mark.parametrize("radius", [0.5, 4.0, 30.0])
+def test_softmax_equals_a_general_solver(radius: float) -> None:
+    K = gauss(14, 3)
+    found = exact_sensitivities(K, Softmax(radius))
+    assert_bracket(found)
+    for j in range(4):
+        result = minimize(
+            lambda y: logsumexp(K @ y) - K[j] @ y,  # noqa: B023
+            np.zeros(3),
+            jac=lambda y: K.T @ np.exp(K @ y - logsumexp(K @ y)) - K[j],  # noqa: B023
+            method="SLSQP",
+            constraints={"type": "ineq", "fun": lambda y: radius**2 - y @ y, "jac": lambda y: -2 * y},
+            options={"maxiter": 500, "ftol": 1e-14},
+        )
+        assert abs(np.exp(-result.fun) / found.lower[j] - 1) < 1e-6  # the constraint holds to no more
+
+
+def test_line_search_is_no_worse_than_the_general_search() -> None:
+    class Same:
+        growth, monotone = 2.0, True
+        __call__ = staticmethod(L1L2())
+
+    K = spiky(12, 3)
+    line, search = exact_sensitivities(K, L1L2()), exact_sensitivities(K, Same())
+    assert (line.method, search.method) == ("line search", "search")
+    assert np.all(line.lower >= search.lower * (1 - 1e-9))
+    np.testing.assert_allclose(search.lower, line.lower, rtol=1e-3)  # and the general one is no bad one
+
+
+# -- queries at random -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [gauss, spiky])
+@pytest.mark.parametrize("p", POWERS)
+def test_no_query_beats_a_power(make: Any, p: float) -> None:
+    K = make(14, 3)
+    found = exact_sensitivities(K, p)
+    assert_bracket(found)
+    reached = drawn(K, Power(p))
+    assert np.all(reached <= found.upper * (1 + 1e-12))
+    assert np.all(reached >= 0.5 * found.lower)
+
+
+@pytest.mark.parametrize("f", [*OTHERS, Cauchy(), Floor()])
+def test_no_query_beats_the_search(f: Any) -> None:
+    K = spiky(14, 3)
+    found = exact_sensitivities(K, f)
+    assert np.all(drawn(K, f) <= found.lower * (1 + 1e-9))
+    np.testing.assert_array_equal(found.upper, 1)
+
+
+@pytest.mark.parametrize("shape", ["ball", "ellipsoid", "flat"])
+def test_no_query_beats_softmax(shape: str) -> None:
+    K, rng = gauss(14, 3), np.random.default_rng(2)
+    matrix = {"ball": None, "ellipsoid": np.diag([4.0, 1.0, 0.1]), "flat": np.diag([1.0, 1.0, 0.0])}[shape]
+    f = Softmax(2.0, matrix)
+    found = exact_sensitivities(K, f)
+    assert_bracket(found)
+    u = rng.standard_normal((20_000, 3))
+    u *= np.minimum(rng.uniform(0, 3, (20_000, 1)), 1) / np.linalg.norm(u, axis=1, keepdims=True)  # some inside
+    logits = u @ f.root(3).T @ K.T
+    reached = np.exp(logits - logsumexp(logits, axis=1, keepdims=True)).max(axis=0)
+    assert np.all(reached <= found.upper * (1 + 1e-12))
+    assert np.all(reached >= 0.99 * found.lower)
+
+
+@pytest.mark.parametrize("f", [Huber(1.0), L1L2(), Fair(1.4)])
+def test_between_quadratic_and_linear(f: Any) -> None:
+    """For small queries these functions are x², for large ones |x|."""
+    K = gauss(14, 3)
+    found = exact_sensitivities(K, f).lower
+    for p in (1, 2):
+        assert np.all(found >= exact_sensitivities(K, p).lower * (1 - 1e-9))
+
+
+# -- invariance ------------------------------------------------------------------------
+
+
+def same(f: Any, one: np.ndarray, other: np.ndarray, rtol: float = CLOSED) -> None:
+    first, second = exact_sensitivities(one, f), exact_sensitivities(other, f)
+    np.testing.assert_allclose(first.lower, second.lower, rtol=rtol)
+    np.testing.assert_allclose(first.upper, second.upper, rtol=rtol)
+
+
+@pytest.mark.parametrize("f", [*POWERS, Huber(1.0)])
+def test_basis_of_the_queries_does_not_matter(f: Any) -> None:
+    K = gauss(12, 3)
+    rtol = CLOSED if f in POWERS else 1e-6  # of the line search
+    same(f, K, K @ gauss(3, 3, 5), rtol)
+    same(f, K, K @ gauss(3, 5, 6), rtol)  # rank-deficient: d = 5, r = 3
+
+
+@pytest.mark.parametrize("p", POWERS)
+@pytest.mark.parametrize("scale", [1e100, 1e-100, 1e300, 1e-300])
+def test_scale_does_not_matter(p: float, scale: float) -> None:
+    K = gauss(10, 3)
+    same(p, K, scale * K)
+    same(p, K, K * np.array([scale, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_order_and_zero_rows_do_not_matter(p: float) -> None:
+    K = gauss(10, 3)
+    found = exact_sensitivities(np.concatenate([K[::-1], np.zeros((2, 3))]), p)
+    np.testing.assert_allclose(found.lower[:10][::-1], exact_sensitivities(K, p).lower, rtol=CLOSED)
+    assert not found.lower[10:].any()
+    assert not found.upper[10:].any()
+
+
+def test_small_keys_are_known_to_relative_precision() -> None:
+    K = gauss(10, 3)
+    K[0] *= 1e-30
+    rest = exact_sensitivities(np.concatenate([K[:1] * 1e15, K[1:]]), 1).lower[0]
+    np.testing.assert_allclose(exact_sensitivities(K, 1).lower[0], 1e-15 * rest, rtol=1e-9)
+
+
+def test_softmax_does_not_see_a_shift() -> None:
+    K = gauss(12, 3)
+    same(Softmax(3.0), K, K + np.array([5.0, -1.0, 2.0]))
+    same(Softmax(3.0), K, K / 2 @ np.linalg.qr(gauss(3, 3, 9))[0] * 2)
+    same(Softmax(3.0), np.concatenate([K, K]), np.concatenate([K, K])[::-1][np.arange(24)[::-1]])
+
+
+# -- edges -----------------------------------------------------------------------------
+
+
+def test_without_keys() -> None:
+    for f in (0.5, 1, 2, 3, Huber(), Tukey(), Softmax(1.0)):
+        found = exact_sensitivities(np.zeros((0, 3)), f)
+        assert found.lower.shape == found.upper.shape == (0,)
+
+
+def test_zero_keys_where_f_of_zero_is_positive() -> None:
+    np.testing.assert_allclose(exact_sensitivities(np.zeros((4, 2)), Softmax(1.0)).lower, 0.25, rtol=1e-12)
+    np.testing.assert_allclose(exact_sensitivities(np.zeros((4, 2)), Floor()).lower, 0.25, rtol=1e-12)
+    found = exact_sensitivities(np.array([[0.0, 0.0], [1.0, 0.0]]), Floor())
+    assert found.lower[0] == 0.5
+    assert found.lower[1] > 0.999
+
+
+def test_key_outside_the_numerical_row_space() -> None:
+    found = exact_sensitivities(np.array([[1.0, 1.0], [2.0, 2.0], [1e-30, -1e-30]]), 3)
+    assert found.upper[2] == 1
+    assert found.upper[0] < 1
+
+
+def test_methods() -> None:
+    K = gauss(5, 2)
+    names = {f: exact_sensitivities(K, f).method for f in (0.5, 1, 1.5, 2, Huber(), Tukey())}
+    assert list(names.values()) == [
+        "vertices",
+        "linear programme",
+        "convex programme",
+        "svd",
+        "line search",
+        "search",
+    ]
+    assert exact_sensitivities(K, Softmax(1.0)).method == "concave programme"
+    assert exact_sensitivities(K.astype(np.float32)).method == "svd"
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"K has shape \(2, 3, 4\); expected one matrix \(n, d\)"):
+        exact_sensitivities(np.ones((2, 3, 4)))
+    with pytest.raises(ValueError, match=r"K has shape \(3,\)"):
+        exact_sensitivities(np.ones(3))
+    with pytest.raises(ValueError, match="K has n = 2001 keys; expected at most 2000"):
+        exact_sensitivities(np.ones((2001, 2)))
+    with pytest.raises(ValueError, match=r"200 distinct keys of rank 5, so that f = Power\(0.5\) has 64684950 vert"):
+        exact_sensitivities(gauss(200, 5), 0.5)
+    with pytest.raises(TypeError, match="expected a real floating dtype"):
+        exact_sensitivities(np.ones((3, 2), int))
+    with pytest.raises(ValueError, match=r"logits of 1e\+200; expected less than 1e\+100"):
+        exact_sensitivities(np.array([[1e200], [-1e200]]), Softmax(1.0))
+    K = gauss(9, 2)
+    K[[4, 6]] = np.nan, np.inf
+    for f in (2, Softmax(1.0)):
+        with pytest.raises(NonFiniteError, match=r"K holds NaN or infinity, first in rows \[4, 6\]"):
+            exact_sensitivities(K, f)
