@@ -601,9 +601,10 @@ def _ball_step(matrices: Floats, sides: Floats) -> Floats:
     length = np.linalg.norm(c, axis=1)
     # ‖v‖ = ‖(N + μ)⁻¹ c‖ falls with μ, and is at most 1 at μ = ‖c‖
     low, high = np.zeros(len(c)), length.copy()
+    floor = np.maximum(1e-100 * length, 1e-300)[:, None]  # the square of a longer v would overflow
 
     def at(mu: Floats) -> Floats:
-        return np.asarray(c / np.maximum(values + mu[:, None], 1e-300))
+        return np.asarray(c / np.maximum(values + mu[:, None], floor))
 
     inside = np.linalg.norm(at(low), axis=1) <= 1
     for _ in range(100):

@@ -287,6 +287,18 @@ def test_zero_keys_where_f_of_zero_is_positive() -> None:
     assert found.lower[1] > 0.999
 
 
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e12, 1e90])
+def test_softmax_of_large_logits_is_still_bracketed(size: float) -> None:
+    K = size * spiky(10, 3)
+    found = exact_sensitivities(K, Softmax(5.0))
+    assert np.all((found.lower >= 0) & (found.lower <= found.upper) & (found.upper <= 1))
+    corner = K[:, 0].argmax()  # alone at the end of an axis
+    assert found.upper[corner] == 1
+    assert np.all(found.upper >= 0.1 * (1 - 1e-12))  # the query 0
+    if size == 1e3:
+        assert found.lower[corner] > 0.999
+
+
 def test_key_outside_the_numerical_row_space() -> None:
     found = exact_sensitivities(np.array([[1.0, 1.0], [2.0, 2.0], [1e-30, -1e-30]]), 3)
     assert found.upper[2] == 1
