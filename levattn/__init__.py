@@ -11,27 +11,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from levattn._threads import thread_limit
+from levattn.exact import ExactSensitivities, exact_sensitivities
 from levattn.exceptions import KeyFileError, LevattnError, NonFiniteError
+from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy import HeavyAttention, heavy_attention
 from levattn.io import KeySource, open_keys
 from levattn.leverage import leverage_scores
+from levattn.sensitivity import Sensitivities, lewis_weights, sensitivities
 from levattn.universal import UniversalSet, universal_set
 
 if TYPE_CHECKING:
     from levattn import datasets
 
 __all__ = [
+    "L1L2",
+    "AttentionFunction",
+    "ExactSensitivities",
+    "Fair",
     "HeavyAttention",
+    "Huber",
     "KeyFileError",
     "KeySource",
     "LevattnError",
     "NonFiniteError",
+    "Power",
+    "Sensitivities",
+    "Softmax",
+    "Tukey",
     "UniversalSet",
     "__version__",
     "datasets",
+    "exact_sensitivities",
     "heavy_attention",
     "leverage_scores",
+    "lewis_weights",
     "open_keys",
+    "sensitivities",
     "thread_limit",
     "universal_set",
 ]

@@ -20,9 +20,11 @@ from levattn._kernels import (
     query_norms,
 )
 from levattn.exceptions import NonFiniteError
+from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.leverage import check_epsilon
 from levattn.linalg import UNIT
 from levattn.states import second_moments
-from levattn.universal import TIE, UniversalSet, check_epsilon, check_function, rescored, take, universal_set
+from levattn.universal import TIE, UniversalSet, rescored, take, universal_set
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -165,9 +167,13 @@ class HeavyAttention:
 class _Products:
     """Queries and the keys of a universal set, both scaled by powers of two, and the normalisers that go with them.
 
+    f: the attention function.
+    normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
     precise: the queries whose products with keys cancel so far that they take more than float64.
     error: estimated relative error of a score in each row.
     """
+
+    f: AttentionFunction | Softmax
 
     queries: Float64
     keys: Float64
@@ -178,7 +184,7 @@ class _Products:
     @property
     def live(self) -> npt.NDArray[np.bool_]:
         """Which queries have a row of A that is not zero."""
-        return self.normalizers > 0
+        return np.full(len(self.normalizers), True) if isinstance(self.f, Softmax) else self.normalizers > 0
 
     def scores(self, among: npt.NDArray[np.bool_] | None = None) -> Iterator[tuple[npt.NDArray[np.int64], Float64]]:
         """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
@@ -189,7 +195,10 @@ class _Products:
                 part = rows[start : start + step]
                 Q, D = self.queries[part], self.normalizers[part, None]
                 Z = precise_products(Q, self.keys) if precise else Q @ self.keys.T
-                yield part, np.where(D > 0, Z * Z / np.where(D > 0, D, 1.0), 0.0)
+                if isinstance(self.f, Softmax):
+                    yield part, np.exp(Z - D)
+                else:
+                    yield part, np.where(D > 0, self.f(Z) / np.where(D > 0, D, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -229,7 +238,7 @@ def heavy_attention(
     epsilon: float,
     /,
     *,
-    f: float = 2,
+    f: Any = 2,
     universal: UniversalSet | None = None,
     mask: Any = None,
 ) -> HeavyAttention:
@@ -248,8 +257,8 @@ def heavy_attention(
         Keys; kinds and dtypes as in `leverage_scores`.
     epsilon : float in (0, 1]
         Smallest score that counts as heavy. A score within 1e-9 (relative) of ε counts as at least ε.
-    f : float, default 2
-        Attention function |x|^f; 2 is the only one so far.
+    f : float, AttentionFunction or Softmax, default 2
+        Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
         The universal set of the same keys for ε or less, if it is known already: then nothing of size n is touched
         but the rows of K in the set.
@@ -295,7 +304,7 @@ def heavy_attention(
     >>> found.entries.shape, found.entries.nonzero()[1].tolist()
     ((2, 5000), [7])
     """
-    check_function(f)
+    function = as_function(f)
     epsilon = check_epsilon(epsilon)
     queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
     for name, matrices in (("Q", queries), ("K", keys)):
@@ -305,22 +314,24 @@ def heavy_attention(
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
     if universal is None:
-        universal = universal_set(K, epsilon, mask=mask)
+        universal = universal_set(K, epsilon, f=f, mask=mask)
     elif mask is not None:
         raise ValueError("mask and universal: both given; expected the mask in universal_set alone")
     else:
-        _check_universal(universal, keys, epsilon)
+        _check_universal(universal, keys, epsilon, function)
     Q64 = to_float64(queries.data, queries.format)[0]
     if not np.isfinite(Q64).all():
         bad = np.flatnonzero(~np.isfinite(Q64).all(axis=1))[:5]
         raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
     indices = universal.indices
     selected = to_float64(take(keys.data, indices), keys.format)[0]
+    if not (isinstance(function, Power) and function.p == 2):
+        return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
     even, powers = _even_queries(Q64, exponents)
     selected = np.ldexp(selected, -exponents)
     D, error = _normalizers(even, N, exponents, universal, keys)
-    products = _prepared(even, selected, D, error, epsilon)
+    products = _prepared(even, selected, D, error, epsilon, function)
     entries, captured = _entries(products, indices, keys.n, epsilon)
     with np.errstate(over="ignore"):
         normalizers = np.ldexp(D, 2 * powers)
@@ -346,7 +357,9 @@ def _even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64
     return np.ldexp(fraction, exponent - powers[:, None]), powers
 
 
-def _prepared(Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: float) -> _Products:
+def _prepared(
+    Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: float, f: AttentionFunction | Softmax
+) -> _Products:
     """Decide which queries take more than float64 for the products that make an entry of at least ε."""
     d = Q.shape[1]
     largest = np.max(np.abs(keys), axis=0, initial=0.0)
@@ -354,7 +367,109 @@ def _prepared(Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: fl
         cancellation = np.where(D > 0, np.einsum("ij,j->i", np.abs(Q), largest) / np.sqrt(epsilon * D), 0.0)
     precise = d * UNIT * cancellation > _PRODUCT_ERROR
     product = np.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
-    return _Products(Q, keys, D, precise, error + 2 * product)
+    return _Products(f, Q, keys, D, precise, error + 2 * product)
+
+
+def _of_other_function(
+    Q: Float64,
+    selected: Float64,
+    keys: Matrices,
+    universal: UniversalSet,
+    epsilon: float,
+    f: AttentionFunction | Softmax,
+) -> HeavyAttention:
+    """Do what `heavy_attention` does for a function whose normaliser is a sum over all keys."""
+    d = Q.shape[1]
+    if isinstance(f, Softmax):
+        _check_radius(Q, f)
+    powers = np.zeros(len(Q), np.int32)
+    if isinstance(f, Power):  # homogeneous: the scale of a query is taken out, so that powers stay in range
+        N, exponents = universal.factor.even_normalizer(0)
+        even, _ = _even_queries(Q, exponents)
+        powers = np.frexp(np.sqrt(query_norms(even, N)[0]))[1].astype(np.int32)
+        fraction, exponent = np.frexp(Q)
+        largest = np.max(np.abs(even), axis=1, initial=0.0)
+        powers = np.where(largest > 0, powers, 0) + _even_queries(Q, exponents)[1]
+        Q = np.ldexp(fraction, exponent - powers[:, None])
+    D = _sums(Q, keys, universal.present, f)
+    if np.isnan(D).any():
+        raise NonFiniteError("K holds NaN or infinity; expected finite keys, the very ones that universal was made of")
+    size = np.einsum("ij,j->i", np.abs(Q), np.max(np.abs(selected), axis=0, initial=0.0))
+    growth = 1.0 if isinstance(f, Softmax) else f.growth
+    largest = np.ones(len(Q))
+    if not isinstance(f, Softmax):
+        largest = np.max(np.abs(Q @ selected.T), axis=1, initial=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        product = np.where(size > 0, growth * d * UNIT * size / largest, 0.0)
+    precise = product > _PRODUCT_ERROR
+    for part in np.array_split(np.flatnonzero(precise), max(1, int(precise.sum()) // 256)):
+        if len(part):
+            D[part] = _sums(Q[part], keys, universal.present, f, precise=True)
+    products = _Products(f, Q, selected, D, precise, np.where(precise, 8 * UNIT, product) + 8 * UNIT * growth)
+    captured = np.zeros(len(Q))
+    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    for part, scores in products.scores():
+        captured[part] = scores.sum(axis=1)
+        i, j = np.nonzero(scores >= epsilon * (1 - TIE))
+        found.append((part[i], universal.indices[j], scores[i, j]))
+    captured = np.clip(captured, 0.0, 1.0)
+    with np.errstate(over="ignore"):
+        if isinstance(f, Softmax):
+            normalizers = np.exp(D)
+        else:
+            normalizers = D * 2.0 ** (growth * powers) if isinstance(f, Power) else D
+    return HeavyAttention(
+        entries=_csr(found, (len(Q), keys.n)),
+        normalizers=normalizers,
+        captured_mass=captured,
+        residual_mass=np.where(products.live, 1 - captured, 0.0),
+        universal=universal,
+        _products=products,
+    )
+
+
+def _csr(
+    found: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]], shape: tuple[int, int]
+) -> csr_array:
+    """Return the matrix of entries that were found in parts: rows, columns and values."""
+    from scipy.sparse import csr_array
+
+    rows, columns, values = (np.concatenate(each) for each in zip(*found, strict=True))
+    return csr_array((values, (rows, columns)), shape=shape)
+
+
+def _check_radius(Q: Float64, f: Softmax) -> None:
+    """Raise if a query lies outside the ball or ellipsoid for which softmax is certified."""
+    root = f.root(Q.shape[1])
+    inside = Q @ np.linalg.pinv(root).T
+    norms = np.linalg.norm(inside, axis=1)
+    outside = np.linalg.norm(Q - inside @ root.T, axis=1) > 1e-9 * np.linalg.norm(Q, axis=1)
+    bad = np.flatnonzero((norms > 1 + 1e-9) | outside)
+    if len(bad):
+        raise ValueError(
+            f"Q has {len(bad)} queries outside the set of f = {f!r}, first in rows {bad[:5].tolist()}; "
+            "expected queries within the radius. Give a larger radius (with the scale of the logits multiplied in)"
+        )
+
+
+def _sums(
+    Q: Float64, keys: Matrices, present: Any, f: AttentionFunction | Softmax, *, precise: bool = False
+) -> Float64:
+    """Return Σ f(⟨q, k⟩) over all keys for each query, or its logarithm for softmax."""
+    total = np.full(len(Q), -np.inf) if isinstance(f, Softmax) else np.zeros(len(Q))
+    step = max(16, _BLOCK_ENTRIES // max(len(Q), 1))
+    for start in range(0, keys.n, step):
+        part = slice(start, min(start + step, keys.n))
+        rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
+        if not len(rows):
+            continue
+        Z = precise_products(Q, rows) if precise else Q @ rows.T
+        if isinstance(f, Softmax):
+            largest = np.maximum(Z.max(axis=1), total)
+            total = largest + np.log(np.exp(Z - largest[:, None]).sum(axis=1) + np.exp(total - largest))
+        else:
+            total += f(Z).sum(axis=1)
+    return total
 
 
 def _entries(products: _Products, indices: npt.NDArray[np.int64], n: int, epsilon: float) -> tuple[csr_array, Float64]:
@@ -371,12 +486,11 @@ def _entries(products: _Products, indices: npt.NDArray[np.int64], n: int, epsilo
             captured[part] = scores.sum(axis=1)
             i, j = np.nonzero(scores >= threshold)
             found.append((part[i], indices[j], scores[i, j]))
-        rows, places, more = (np.concatenate(each) for each in zip(*found, strict=True))
-        entries = entries + csr_array((more, (rows, places)), shape=entries.shape)
+        entries = entries + _csr(found, entries.shape)
     return entries, np.clip(captured, 0.0, 1.0)
 
 
-def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
+def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax) -> None:
     if not isinstance(universal, UniversalSet):
         raise TypeError(f"universal is of type {type(universal).__name__}; expected the result of universal_set")
     shape = tuple(universal.mask.shape)
@@ -384,6 +498,8 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
         raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
     if universal.factor.rows.shape[2] != keys.d:
         raise ValueError(f"universal is of keys with d = {universal.factor.rows.shape[2]}; K has d = {keys.d}")
+    if as_function(universal.f) != f:
+        raise ValueError(f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function")
     if universal.guarantee == "none":
         raise ValueError(
             "universal promises nothing for attention over K (it was made with center=True); "
@@ -401,6 +517,8 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float) -> None:
             f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}; "
             "make the set with this epsilon, or ask for more"
         )
+    if universal.f != 2:  # certified bounds, not the scores of the factor
+        return
     present = np.flatnonzero(universal.present)
     sample = np.union1d(universal.indices, present[:: max(1, len(present) // _SAMPLE)])
     scores = to_numpy(universal.scores)[sample].astype(np.float64)

@@ -55,6 +55,15 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_epsilon(epsilon: Any) -> float:
+    """Return ε as a float in (0, 1], or raise."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float | np.integer | np.floating):
+        raise TypeError(f"epsilon is {epsilon!r}; expected a real number in (0, 1]")
+    if not 0 < epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
+    return float(epsilon)
+
+
 def refuse_randomness(method: str, sketch_size: Any, rng: Any) -> None:
     """Raise if an option of the randomised methods is given to an exact one."""
     for name, value in (("sketch_size", sketch_size), ("rng", rng)):

@@ -100,7 +100,7 @@ class Factor:
     def forget_keys(self) -> Factor:
         """Return the factor without its hold on the keys."""
         b, _, d = self.rows.shape
-        return replace(self, rows=replace(self.rows, keys=np.empty((b, 0, d)), mask=None))
+        return replace(self, rows=replace(self.rows, keys=np.empty((b, 0, d)), mask=None, weights=None))
 
     @property
     def score_error(self) -> Float64:
@@ -109,12 +109,14 @@ class Factor:
         stored = UNIT if self.rows.format == "float64" else 2.0**-24
         return np.asarray(self.error + stored + np.where(single, 2.0**-22 * _SINGLE_REACH, 0.0))
 
-    def scores(self, *, wide: bool = False) -> tuple[Any, npt.NDArray[np.bool_]]:
-        """Return the leverage scores of the factored keys, (b, n), and which matrices have rows counted as 1.
+    def scores(self, *, wide: bool = False, member: bool = True) -> tuple[Any, npt.NDArray[np.bool_]]:
+        """Return the leverage scores of the rows, (b, n), and which matrices have rows counted as 1.
 
         Scores are float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; masked rows
-        get 0.
+        get 0. If the rows are not among the keys that were factored (`member` is false), ``k G⁺ k`` may be more than
+        1, and is infinite for a row outside the row space.
         """
+        ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
         kernels = kernels_for(self.rows)
         out = kernels.wide_zeros(self.rows) if wide else kernels.zeros(self.rows)
         for arithmetic in dict.fromkeys(self.arithmetic):
@@ -123,15 +125,27 @@ class Factor:
                 W, basis = self.core[items], self.basis[items]
             else:
                 W, basis = (self.whitening if len(items) == len(self.arithmetic) else self.whitening[items]), None
-            # rounding may lift a score above 1
-            kernels.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=1.0)
+            kernels.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=ceiling)
+        if not member:
+            self._mark_dead_columns(out)
         counted = np.zeros(self.rows.shape[0], np.bool_)
         for item in self.outside:
-            counted[item] = self._count_outside(item, out)
+            counted[item] = self._count_outside(item, out, ceiling)
         return out, counted
 
-    def _count_outside(self, item: int, out: Any) -> bool:
-        """Set the scores of rows that reach outside the kept directions by more than rounding to 1."""
+    def _mark_dead_columns(self, out: Any) -> None:
+        """Set the figures of rows with an entry in a column that the factored keys do not reach to infinity."""
+        kernels = kernels_for(self.rows)
+        for item in range(len(self.rank)):
+            dead = ~np.any(self.whitening[item] != 0, axis=1)
+            if dead.any():
+                one = self.rows.item(item)
+                size = kernels.wide_zeros(one)
+                kernels.sqnorms(one, np.array([0]), np.diag(dead.astype(np.float64))[None], size)
+                out[item, :] = kernels.where(size[0, :] > 0, np.inf, out[item, :])
+
+    def _count_outside(self, item: int, out: Any, value: float) -> bool:
+        """Set the scores of rows that reach outside the kept directions by more than rounding to `value`."""
         kernels = kernels_for(self.rows)
         Z, c = self.outside[item]
         d = len(c)
@@ -147,7 +161,7 @@ class Factor:
             offset = float(np.sum((one.shift[0] * scale / c) ** 2))
         noise = (64 * UNIT) ** 2 * d
         beyond: Any = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
-        out[item, :] = kernels.where(beyond, 1.0, out[item, :])
+        out[item, :] = kernels.where(beyond, value, out[item, :])
         return bool(to_numpy(beyond).any())
 
     @cached_property
@@ -444,6 +458,8 @@ def _dense(rows: Rows, start: int, stop: int) -> Float64:
         X = X - part.shift[0]
     if part.scale is not None:
         X = X * part.scale[0]
+    if part.weights is not None:
+        X = X * part.weights[0][:, None]
     return X if part.mask is None else np.where(to_numpy(part.mask)[0][:, None], X, 0.0)
 
 

@@ -10,14 +10,17 @@ import numpy.typing as npt
 
 from levattn._array import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._kernels import Rows
+from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.io import KeySource
-from levattn.leverage import Method, factorize, refuse_randomness
+from levattn.leverage import check_epsilon, factorize, refuse_randomness
 from levattn.linalg import Factor
+from levattn.sensitivity import certify
 
 __all__ = ["TIE", "UniversalSet", "universal_set"]
 
 TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
+_BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
 _SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
 
 Guarantee = Literal["exact", "superset", "none"]
@@ -34,24 +37,27 @@ class UniversalSet:
     mask : array of bool, shape (..., n)
         True for the keys of the set.
     scores : array of shape (..., n)
-        The leverage scores of all keys.
+        The leverage scores of all keys for f(x) = x², else certified upper bounds of their sensitivities.
     epsilon : float or array of shape (...,)
         The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
         outside exceeds it.
     guarantee : {"exact", "superset", "none"}
         "exact": the smallest set that holds every score of at least ε (for a set of a given size: every score above
-        it, and ties are cut). "superset": it holds them all, but rows at
-        the edge of the numerical rank were kept as well. "none": nothing is promised for attention over K.
-    f : float
-        The exponent of the attention function |x|^f; 2.
+        it, and ties are cut). "superset": it holds them all, but other keys as well: rows at the edge of the
+        numerical rank, or whatever a certified bound does not tell apart. "none": nothing is promised for attention
+        over K.
+    f : float, AttentionFunction or Softmax
+        The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
-        Numerical rank of the keys; the sum of their scores, but for rows counted as 1 in a superset.
+        Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
     factor : levattn.linalg.Factor
         The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys.
     present : array of bool, shape (..., n)
         The keys that took part (the mask that was given), a numpy array.
     by_size : bool
         Whether a size was asked for instead of ε.
+    total_bound : float or array of shape (...,)
+        What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
 
     Examples
     --------
@@ -64,11 +70,12 @@ class UniversalSet:
     scores: Any
     epsilon: Any
     guarantee: Guarantee
-    f: float
+    f: Any
     rank: Any
     factor: Factor = field(repr=False)
     present: Any = field(repr=False)
-    by_size: bool = False
+    by_size: bool
+    total_bound: Any
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -102,14 +109,14 @@ class UniversalSet:
 
     @property
     def size_bound(self) -> Any:
-        """The theorem's bound on the size: rank/ε, infinite for ε = 0.
+        """The theorem's bound on the size: `total_bound`/ε (rank/ε for f(x) = x²), infinite for ε = 0.
 
         Returns
         -------
         float or array of shape (...,)
         """
         with np.errstate(divide="ignore", invalid="ignore"):
-            bound = np.where(np.asarray(self.rank) == 0, 0.0, np.asarray(self.rank, float) / self.epsilon)
+            bound = np.where(np.asarray(self.rank) == 0, 0.0, np.asarray(self.total_bound, float) / self.epsilon)
         return bound if self.batch else float(bound)
 
     @property
@@ -158,8 +165,8 @@ def universal_set(
     /,
     *,
     size: int | None = None,
-    f: float = 2,
-    method: Method = "auto",
+    f: Any = 2,
+    method: str = "auto",
     center: bool = False,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
@@ -173,7 +180,7 @@ def universal_set(
     with the leverage scores τ. For *every* query, whichever it is, each key with :math:`A_{ij} \ge \varepsilon` lies
     in the set; and each key in it has a query that gives it at least ε, so no smaller set would do. It depends on
     neither the queries nor, in size, on n. Where the bound is not below n the theorem says nothing (`is_vacuous`).
-    It does not cover softmax.
+    For other functions f the set is that of the keys whose sensitivity is certified to be below ε left out.
 
     Parameters
     ----------
@@ -186,10 +193,11 @@ def universal_set(
     size : int in [0, n]
         Instead of `epsilon`: take the `size` keys of the largest scores, of equal ones those of lower index. The
         set then tells the ε that it certifies.
-    f : float, default 2
-        Attention function |x|^f; 2 is the only one so far.
-    method : {"auto", "gram", "qr", "svd"}
-        See `leverage_scores`.
+    f : float, AttentionFunction or Softmax, default 2
+        Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
+        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
+    method : str, default "auto"
+        For x² "gram", "qr" or "svd", see `leverage_scores`; else a certificate of `sensitivities`.
     center : bool, default False
         Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
         centred keys and promises nothing over K itself: ``guarantee`` is "none".
@@ -235,7 +243,12 @@ def universal_set(
     array([10, 20, 30])
     """
     refuse_randomness(method, None, rng)
-    check_function(f)
+    function = as_function(f)
+    square = isinstance(function, Power) and function.p == 2
+    if center and not square:
+        raise ValueError(
+            "center is True; expected False for all functions but x² (the bound of softmax centres by itself)"
+        )
     if (epsilon is None) == (size is None):
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
@@ -250,6 +263,8 @@ def universal_set(
     if size is not None and not 0 <= size <= n:
         raise ValueError(f"size is {size}; expected at most the number of keys, 0 <= size <= {n}")
 
+    if not square:
+        return _certified(matrices, function, epsilon, size, method, mask)
     factor = factorize(matrices, method=method, center=center, mask=mask, single="scores")
     scores, counted = factor.scores()
     host = to_numpy(scores)
@@ -278,22 +293,42 @@ def universal_set(
         factor=factor.forget_keys(),
         present=present.reshape((*matrices.batch, n)),
         by_size=size is not None,
+        total_bound=rank,
     )
 
 
-def check_function(f: Any) -> None:
-    """Raise unless f is 2."""
-    if isinstance(f, bool | np.bool_) or not isinstance(f, int | float | np.integer | np.floating) or f != 2:
-        raise ValueError(f"f is {f!r}; expected 2, for the attention function x²")
-
-
-def check_epsilon(epsilon: Any) -> float:
-    """Return ε as a float in (0, 1], or raise."""
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float | np.integer | np.floating):
-        raise TypeError(f"epsilon is {epsilon!r}; expected a real number in (0, 1]")
-    if not 0 < epsilon <= 1:
-        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
-    return float(epsilon)
+def _certified(
+    matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float | None, size: int | None, method: str, mask: Any
+) -> UniversalSet:
+    """Return the set of the keys with the largest certified bounds."""
+    bounds = certify(matrices, f, method=method, mask=mask, epsilon=_BLOCK_EPSILON if epsilon is None else epsilon)
+    b, n = bounds.upper.shape
+    given = as_mask(mask, matrices)
+    present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
+    certified: Any = epsilon
+    if epsilon is not None:
+        chosen = (bounds.upper >= epsilon * (1 - TIE)) & present
+    else:
+        chosen = np.zeros((b, n), np.bool_)
+        for item in range(b):
+            order = np.argsort(-np.where(present[item], bounds.upper[item], -1.0), kind="stable")[: int(size or 0)]
+            chosen[item, order] = present[item, order]
+        left = np.max(np.where(present & ~chosen, bounds.upper, 0.0), axis=1, initial=0.0)
+        certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
+    batch = matrices.batch
+    rank = bounds.factor.rank.reshape(batch) if batch else int(bounds.factor.rank[0])
+    return UniversalSet(
+        mask=matrices.wrap(to_device(chosen, matrices.data)),
+        scores=matrices.wrap(to_device(bounds.upper, matrices.data)),
+        epsilon=certified,
+        guarantee="superset",
+        f=f.p if isinstance(f, Power) else f,
+        rank=rank,
+        factor=bounds.factor.forget_keys(),
+        present=present.reshape((*batch, n)),
+        by_size=size is not None,
+        total_bound=bounds.total_bound.reshape(batch) if batch else float(bounds.total_bound[0]),
+    )
 
 
 def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -> npt.NDArray[np.bool_]:

@@ -346,7 +346,7 @@ def test_options_are_keyword_only() -> None:
         levattn.leverage_scores(K=GOOD)
 
 
-@pytest.mark.parametrize("f", [1, 3, 0, "softmax", None])
+@pytest.mark.parametrize("f", [-1, 0, np.nan, "softmax", None, True])
 def test_other_attention_functions(f: Any) -> None:
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=r"\bf\b"):
         levattn.universal_set(GOOD, 0.1, f=f)

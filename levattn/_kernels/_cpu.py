@@ -46,7 +46,8 @@ def _arguments(rows: Rows) -> tuple[Any, ...]:
     mask = np.zeros((0, 0), np.bool_) if rows.mask is None else np.require(rows.mask, np.bool_, ["C", "W"])
     shift = np.zeros((0, 0)) if rows.shift is None else rows.shift
     scale = np.zeros((0, 0)) if rows.scale is None else rows.scale
-    return view, like, rows.format == "bfloat16", mask, shift, scale
+    weights = np.zeros((0, 0)) if rows.weights is None else rows.weights
+    return view, like, rows.format == "bfloat16", mask, shift, scale, weights
 
 
 def _scratch(d: int, arithmetic: Arithmetic) -> Any:

@@ -149,7 +149,7 @@ def fold(stack, count, total):
 
 
 @jit
-def moment_tasks(view, like, brain, mask, shift, scale, X, block, tasks, first, last, out):
+def moment_tasks(view, like, brain, mask, shift, scale, weights, X, block, tasks, first, last, out):
     """Write the second moments of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X, slab by
@@ -157,7 +157,7 @@ def moment_tasks(view, like, brain, mask, shift, scale, X, block, tasks, first, 
     """
     size, d = X.itemsize, X.shape[1]
     rows = np.zeros((SLAB, d), X.dtype)
-    direct = is_direct(view, like, mask, shift, scale, X, VECTOR_BYTES // size)
+    direct = is_direct(view, like, mask, shift, scale, weights, X, VECTOR_BYTES // size)
     step = view[ROW_STEP]
     packed = moment_panels(X)
     partial = np.empty((d, d), X.dtype)
@@ -174,7 +174,7 @@ def moment_tasks(view, like, brain, mask, shift, scale, X, block, tasks, first, 
                 stride = step // size
                 ahead = max(x, min(x + SLAB * step, end))
                 if not direct:
-                    load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
+                    load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
                     x, stride = rows.ctypes.data, d
                 last_line = max(ahead, min(ahead + SLAB * step, end) - 64 * n)
                 add_rows(X, x, stride, n, packed, partial, ahead, last_line)

@@ -55,7 +55,7 @@ def row_squares(X, x, stride, n, panels, squares, ahead, last):
 
 
 @jit
-def sqnorm_tasks(view, like, brain, mask, shift, scale, W, X, tasks, first, last, ceiling, out):
+def sqnorm_tasks(view, like, brain, mask, shift, scale, weights, W, X, tasks, first, last, ceiling, out):
     """Write ``‖k W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     X gives the precision and the padded width. What is more than `ceiling` becomes `ceiling`.
@@ -64,7 +64,7 @@ def sqnorm_tasks(view, like, brain, mask, shift, scale, W, X, tasks, first, last
     lanes = VECTOR_BYTES // size
     rows = np.zeros((SCRATCH_ROWS, X.shape[1]), X.dtype)
     squares = np.empty((SCRATCH_ROWS, lanes), X.dtype)
-    direct = is_direct(view, like, mask, shift, scale, X, lanes)
+    direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
     step = view[ROW_STEP]
     slot = -1
     panels = np.zeros((1, 1, 1), X.dtype)
@@ -82,7 +82,7 @@ def sqnorm_tasks(view, like, brain, mask, shift, scale, W, X, tasks, first, last
                 n = n // SCORE_ROWS * SCORE_ROWS
                 ahead = max(x, min(x + SCORE_SLAB * step, end))
             else:
-                load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
+                load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
                 x, stride, ahead = rows.ctypes.data, X.shape[1], end
             groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
             row_squares(X, x, stride, groups, panels, squares, ahead, max(ahead, end))

@@ -46,7 +46,7 @@ def _overload_value(x, brain):
 
 
 @jit
-def is_direct(view, like, mask, shift, scale, X, lanes):
+def is_direct(view, like, mask, shift, scale, weights, X, lanes):
     """Tell whether the tiles can read the keys where they lie, instead of from a scratch like X."""
     return (
         like.itemsize == X.itemsize
@@ -56,6 +56,7 @@ def is_direct(view, like, mask, shift, scale, X, lanes):
         and mask.size == 0
         and shift.size == 0
         and scale.size == 0
+        and weights.size == 0
     )
 
 
@@ -66,8 +67,8 @@ def row_address(view, item, r):
 
 
 @jit
-def load_rows(view, like, brain, item, start, stop, mask, shift, scale, X):
-    """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale``, 0 where masked.
+def load_rows(view, like, brain, item, start, stop, mask, shift, scale, weights, X):
+    """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale * weight``, 0 where masked.
 
     The columns of X past the keys' own are left as they are (zero).
     """
@@ -93,3 +94,6 @@ def load_rows(view, like, brain, item, start, stop, mask, shift, scale, X):
         if scale.size:
             for c in range(d):
                 to[c] *= scale[item, c]
+        if weights.size:
+            for c in range(d):
+                to[c] *= weights[item, r]

@@ -19,7 +19,7 @@ def _larger(a, b):
 
 
 @jit
-def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first, last, out):
+def column_tasks(view, like, brain, mask, shift, scale, weights, n, block, largest, first, last, out):
     """Write the column sums (or largest magnitudes) of the matrices ``first:last`` to `out`.
 
     Sums are formed block by block and the blocks are combined like the bits of a binary counter.
@@ -35,7 +35,7 @@ def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first
             part[:] = 0
             for start in range(low, min(low + block, n), _SLAB):
                 stop = min(start + _SLAB, min(low + block, n))
-                load_rows(view, like, brain, item, start, stop, mask, shift, scale, rows)
+                load_rows(view, like, brain, item, start, stop, mask, shift, scale, weights, rows)
                 for r in range(stop - start):
                     for c in range(d):
                         if largest:
@@ -58,13 +58,13 @@ def column_tasks(view, like, brain, mask, shift, scale, n, block, largest, first
 
 
 @jit
-def nonfinite_scan(view, like, brain, mask, shift, scale, n, item, found):
+def nonfinite_scan(view, like, brain, mask, shift, scale, weights, n, item, found):
     """Write the first rows that hold NaN or infinity to `found` and return how many were found."""
     d = view[4]
     row = np.zeros((1, d))
     count = 0
     for r in range(n):
-        load_rows(view, like, brain, item, r, r + 1, mask, shift, scale, row)
+        load_rows(view, like, brain, item, r, r + 1, mask, shift, scale, weights, row)
         for c in range(d):
             if not np.isfinite(row[0, c]):
                 found[count] = r

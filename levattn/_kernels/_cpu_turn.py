@@ -102,7 +102,9 @@ def _turn_split(rows, n, scale, panels, highs, lows, high, product, turned):
 
 
 @jit
-def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, block, tasks, first, last, out):
+def turned_moment_tasks(
+    view, like, brain, mask, shift, scale, weights, basis, exact, X, block, tasks, first, last, out
+):
     """Do what `moment_tasks` does, each row multiplied by its slot's basis first (split into bits if `exact`)."""
     d = X.shape[1]
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
@@ -128,7 +130,7 @@ def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, 
             partial[:] = 0
             for r in range(at, min(at + block, stop), SLAB):
                 n = min(SLAB, min(at + block, stop) - r)
-                load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
+                load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
                 if exact:
                     _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
                 else:
@@ -141,7 +143,7 @@ def turned_moment_tasks(view, like, brain, mask, shift, scale, basis, exact, X, 
 
 
 @jit
-def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, tasks, first, last, ceiling, out):
+def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, weights, basis, W, X, tasks, first, last, ceiling, out):
     """Do what `sqnorm_tasks` does, each row multiplied by its slot's basis (split into bits) first."""
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
@@ -161,7 +163,7 @@ def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, basis, W, X, task
             whitening = pack_panels(W[slot], X)
         for r in range(start, stop, SLAB):
             n = min(SLAB, stop - r)
-            load_rows(view, like, brain, item, r, r + n, mask, shift, scale, rows)
+            load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
             _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
             x = turned.ctypes.data
             row_squares(X, x, turned.shape[1], SCRATCH_ROWS, whitening, squares, x, x)

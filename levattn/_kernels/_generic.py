@@ -33,6 +33,8 @@ def _load(rows: Rows, item: int, start: int, stop: int) -> Any:
     for vector, operation in ((rows.shift, xp.subtract), (rows.scale, xp.multiply)):
         if vector is not None:
             x = operation(x, _send(vector[item], rows)[None, :])
+    if rows.weights is not None:
+        x = x * _send(rows.weights[item, start:stop], rows)[:, None]
     if rows.mask is not None:
         x = xp.where(rows.mask[item, start:stop][:, None], x, xp.zeros_like(x))
     return x

@@ -21,12 +21,13 @@ Arithmetic = Literal["single", "double", "compensated"]
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of key matrices whose rows are read as ``(k - shift) * scale``, or as zero where masked.
+    """A batch of key matrices whose rows are read as ``(k - shift) * scale * weight``, or as zero where masked.
 
     keys: (b, n, d). On the CPU a numpy array in which a 16-bit float is a uint16 word; else an array of `xp`.
     format: what the stored numbers are.
     mask: (b, n) bool, True where a key takes part.
-    shift, scale: (b, d) float64; the scale is a power of two.
+    shift, scale: (b, d) float64, for each column; the scale is a power of two.
+    weights: (b, n) float64, for each row.
     """
 
     keys: Any
@@ -34,6 +35,7 @@ class Rows:
     mask: Any | None = None
     shift: Float64 | None = None
     scale: Float64 | None = None
+    weights: Float64 | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -44,7 +46,8 @@ class Rows:
     def between(self, start: int, stop: int) -> Rows:
         """Return the rows ``start:stop`` of every matrix, without a copy."""
         mask = None if self.mask is None else self.mask[:, start:stop]
-        return replace(self, keys=self.keys[:, start:stop, :], mask=mask)
+        weights = None if self.weights is None else self.weights[:, start:stop]
+        return replace(self, keys=self.keys[:, start:stop, :], mask=mask, weights=weights)
 
     def item(self, index: int) -> Rows:
         """Return one matrix as a batch of one, without a copy."""
@@ -55,4 +58,5 @@ class Rows:
             mask=None if self.mask is None else self.mask[one, :],
             shift=None if self.shift is None else self.shift[one],
             scale=None if self.scale is None else self.scale[one],
+            weights=None if self.weights is None else self.weights[one],
         )

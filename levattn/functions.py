@@ -1,0 +1,326 @@
+"""Attention functions f: what a score ``f(⟨q, k⟩) / Σ f(⟨q, k_l⟩)`` is made of, and how fast it may grow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["L1L2", "AttentionFunction", "Fair", "Huber", "Power", "Softmax", "Tukey", "as_function"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@runtime_checkable
+class AttentionFunction(Protocol):
+    """What must be known of an attention function of one's own.
+
+    f must be even, finite, not negative, not constantly zero, not decreasing in |x|, and of growth p:
+    ``f(x) ≤ |x/y|^p f(y)`` for |x| ≥ |y| > 0. For these functions, and no others, there is a certificate that needs
+    nothing else of f. They are checked on a grid when they are used, which finds most mistakes but proves nothing.
+
+    Attributes
+    ----------
+    growth : float
+        The exponent p > 0.
+    monotone : bool
+        True if f does not decrease in |x|; a function that says otherwise is refused.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> class Cauchy:
+    ...     growth, monotone = 2.0, True
+    ...
+    ...     def __call__(self, x):
+    ...         return np.log1p(x * x)
+    >>> K = np.random.default_rng(0).standard_normal((2000, 2))
+    >>> len(levattn.universal_set(K, 0.1, f=Cauchy()))
+    0
+    """
+
+    @property
+    def growth(self) -> float:
+        """The exponent p."""
+
+    @property
+    def monotone(self) -> bool:
+        """Whether f does not decrease in |x|."""
+
+    def __call__(self, x: Floats, /) -> Floats:
+        """Evaluate f at every entry of an array of float64."""
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {value!r}; expected a real number")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Power:
+    """The power f(x) = abs(x)^p, for any p > 0.
+
+    Parameters
+    ----------
+    p : float
+        The exponent. p = 2 has exact universal sets at the cost of leverage scores.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.Power(3)(np.array([-2.0, 1.0]))
+    array([8., 1.])
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        """Check the exponent."""
+        object.__setattr__(self, "p", _positive("p", self.p))
+
+    @property
+    def growth(self) -> float:
+        """The exponent p."""
+        return self.p
+
+    @property
+    def monotone(self) -> bool:
+        """True: f does not decrease in |x|."""
+        return True
+
+    def __call__(self, x: Floats, /) -> Floats:
+        """Evaluate f at every entry of an array."""
+        return np.asarray(x * x if self.p == 2 else np.abs(x) ** self.p)
+
+
+class _Quadratic:
+    """A function that is even, monotone and of at most quadratic growth."""
+
+    @property
+    def growth(self) -> float:
+        """The exponent of growth, 2."""
+        return 2.0
+
+    @property
+    def monotone(self) -> bool:
+        """True: f does not decrease in |x|."""
+        return True
+
+
+@dataclass(frozen=True)
+class Huber(_Quadratic):
+    """Huber's function: x²/2 up to abs(x) = delta, and from there the tangent delta (abs(x) − delta/2).
+
+    Parameters
+    ----------
+    delta : float, default 1
+        Where it becomes linear; of the size of ⟨q, k⟩.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.Huber(1.0)(np.array([-1.0, 3.0]))
+    array([0.5, 2.5])
+    """
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the parameter."""
+        object.__setattr__(self, "delta", _positive("delta", self.delta))
+
+    def __call__(self, x: Floats, /) -> Floats:
+        """Evaluate f at every entry of an array."""
+        size = np.abs(x)
+        near = np.minimum(size, self.delta)
+        return np.asarray(near * (size - near / 2))
+
+
+@dataclass(frozen=True)
+class Tukey(_Quadratic):
+    """Tukey's biweight: (c²/6)(1 − (1 − (x/c)²)³) up to abs(x) = c, and constant from there.
+
+    Parameters
+    ----------
+    c : float, default 4.685
+        Where it becomes constant; of the size of ⟨q, k⟩.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.Tukey(6.0)(np.array([6.0, 100.0]))
+    array([6., 6.])
+    """
+
+    c: float = 4.685
+
+    def __post_init__(self) -> None:
+        """Check the parameter."""
+        object.__setattr__(self, "c", _positive("c", self.c))
+
+    def __call__(self, x: Floats, /) -> Floats:
+        """Evaluate f at every entry of an array."""
+        u = np.minimum(np.abs(x) / self.c, 1.0) ** 2
+        return np.asarray(self.c**2 / 6 * (u * (3 - u * (3 - u))))  # without the cancellation of 1 − (1 − u)³
+
+
+@dataclass(frozen=True)
+class L1L2(_Quadratic):
+    """The function 2 (√(1 + x²/2) − 1): quadratic near 0, linear far off.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.L1L2()(np.array([4.0]))
+    array([4.])
+    """
+
+    def __call__(self, x: Floats, /) -> Floats:
+        """Evaluate f at every entry of an array."""
+        root = np.hypot(1.0, x / math.sqrt(2))
+        return np.asarray(np.abs(x) * (np.abs(x) / (root + 1)))
+
+
+@dataclass(frozen=True)
+class Fair(_Quadratic):
+    """The Fair function: c² (u − log(1 + u)) with u = abs(x)/c.
+
+    Parameters
+    ----------
+    c : float, default 1.4
+        Where it turns from quadratic to linear; of the size of ⟨q, k⟩.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.Fair(1.0)(np.array([0.0, 1.0])).round(4)
+    array([0.    , 0.3069])
+    """
+
+    c: float = 1.4
+
+    def __post_init__(self) -> None:
+        """Check the parameter."""
+        object.__setattr__(self, "c", _positive("c", self.c))
+
+    def __call__(self, x: Floats, /) -> Floats:
+        """Evaluate f at every entry of an array."""
+        u = np.abs(x) / self.c
+        series = u * u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u / 6))))
+        return np.asarray(self.c**2 * np.where(u < 1e-3, series, u - np.log1p(u)))
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    r"""The exponential function of softmax attention, for queries of bounded size.
+
+    For unbounded queries softmax has no small universal set: every extreme point of the keys would be in it. With
+    :math:`\|q\| \le` `radius`, or :math:`q^T \Sigma^{-1} q \le` `radius`\ ² for a given Σ, it may have one.
+
+    Parameters
+    ----------
+    radius : float
+        Largest norm of a query, with the scale of the logits (1/√d) multiplied in.
+    matrix : array of shape (d, d), optional
+        Σ, symmetric and positive semi-definite: queries lie in an ellipsoid of its shape. The identity if left out.
+
+    Notes
+    -----
+    exp is neither even nor of polynomial growth, so no certificate of the other functions covers it.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.Softmax(3.0)(np.array([0.0, 1.0])).round(4)
+    array([1.    , 2.7183])
+    """
+
+    radius: float
+    matrix: Floats | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        object.__setattr__(self, "radius", _positive("radius", self.radius))
+        if self.matrix is None:
+            return
+        given = np.asarray(self.matrix)
+        if given.dtype.kind not in "fiu" or given.ndim != 2 or given.shape[0] != given.shape[1]:
+            raise ValueError(f"matrix has shape {given.shape} and dtype {given.dtype}; expected real numbers (d, d)")
+        matrix = given.astype(np.float64)
+        size = np.abs(matrix).max(initial=0.0)
+        if not np.isfinite(size) or np.abs(matrix - matrix.T).max(initial=0.0) > 1e-12 * size:
+            raise ValueError("matrix is not symmetric or not finite; expected Σ of the queries' ellipsoid")
+        if np.linalg.eigvalsh(matrix).min(initial=0.0) < -1e-12 * size * len(matrix):
+            raise ValueError("matrix has a negative eigenvalue; expected a positive semi-definite Σ")
+        object.__setattr__(self, "matrix", matrix)
+
+    def root(self, d: int) -> Floats:
+        """Return a matrix L with ``L Lᵀ = radius² Σ``: queries are L times a vector of norm at most 1.
+
+        Parameters
+        ----------
+        d : int
+            Number of columns of the keys.
+
+        Returns
+        -------
+        array of float64, shape (d, d)
+
+        Raises
+        ------
+        ValueError
+            If Σ has another number of rows.
+        """
+        if self.matrix is None:
+            return self.radius * np.eye(d)
+        if len(self.matrix) != d:
+            raise ValueError(f"f has a matrix of {len(self.matrix)} rows, but the keys have d = {d} columns")
+        values, vectors = np.linalg.eigh(self.matrix)
+        return np.asarray(self.radius * vectors * np.sqrt(np.maximum(values, 0.0)))
+
+    def __call__(self, x: Floats, /) -> Floats:
+        """Evaluate exp at every entry of an array."""
+        return np.exp(x)
+
+
+_GRID = np.geomspace(1e-6, 1e6, 193)
+
+
+def as_function(f: Any) -> AttentionFunction | Softmax:
+    """Return f, or `Power` of it if it is a number; raise if the theory does not admit it."""
+    if isinstance(f, Power | Huber | Tukey | L1L2 | Fair | Softmax):
+        return f
+    if isinstance(f, int | float | np.integer | np.floating) and not isinstance(f, bool):
+        return Power(_positive("f", f))
+    if not isinstance(f, AttentionFunction):
+        raise TypeError(
+            f"f is {f!r}; expected an exponent, one of levattn's functions, or an object that can be called and has "
+            "the attributes growth and monotone (see AttentionFunction)"
+        )
+    growth = _positive("f.growth", f.growth)
+    if not f.monotone:
+        raise ValueError("f.monotone is not True; expected a function that does not decrease in |x|")
+    with np.errstate(over="ignore", invalid="ignore"):
+        values, mirrored = (np.asarray(f(x), np.float64) for x in (_GRID, -_GRID))
+    if values.shape != _GRID.shape or not np.isfinite(values).all() or values.min() < 0 or not values.any():
+        raise ValueError("f does not return a finite number of at least 0 for each entry, or is constantly 0")
+    if float(np.asarray(f(np.zeros(1)), np.float64)[0]) > values[0]:
+        raise ValueError("f(0) is larger than f near 0; expected a function that does not decrease in |x|")
+    slack = 1 + 1e-9
+    if np.any(np.abs(values - mirrored) > 1e-9 * values):
+        raise ValueError("f is not even: f(-x) differs from f(x); expected an even function")
+    if np.any(values[:-1] > values[1:] * slack):
+        raise ValueError("f decreases in |x| somewhere between 1e-6 and 1e6; expected that it does not")
+    ratio = (_GRID[1:] / _GRID[:-1]) ** growth
+    if np.any(values[1:] > values[:-1] * ratio * slack):
+        raise ValueError(
+            f"f grows faster than |x|^{growth:g} somewhere between 1e-6 and 1e6; expected f(x) <= |x/y|^p f(y) for "
+            "|x| >= |y| > 0 with p = f.growth. Give a larger growth"
+        )
+    return f

@@ -1,0 +1,475 @@
+"""Certified upper bounds of f-sensitivities: Lewis weights, direct leverage bounds, lifts, blocks, and Jensen's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._array import Matrices, as_mask, as_matrices, to_device, to_float64, to_numpy
+from levattn._kernels import Float64, Rows, kernels_for
+from levattn._threads import parallel_for
+from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.leverage import check_epsilon, factorize
+from levattn.linalg import UNIT, Factor, factor_moments
+
+__all__ = ["Sensitivities", "certify", "lewis_weights", "sensitivities"]
+
+Certificate = Literal["auto", "leverage", "lewis", "lift", "block", "jensen"]
+
+_ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any weights certify
+_LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
+_LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
+_LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
+_CHUNK = 1 << 15  # keys whose figures are worked on at a time
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Sensitivities:
+    """Certified upper bounds of sensitivities; the result of `sensitivities`.
+
+    Attributes
+    ----------
+    upper : array of shape (..., n)
+        For each key a number that no attention score of it exceeds, whatever the query.
+    certificate : tuple of str
+        The certificates whose element-wise minimum `upper` is.
+    total : float or array of shape (...,)
+        The sum of `upper`.
+    total_bound : float or array of shape (...,)
+        What theory bounds the sum of the sensitivities by: ``rank^max(1, p/2)`` for abs(x)^p; for other functions of
+        growth p the expected number of kept keys times ε, 8 rank (of the lift, if p > 2); infinite for softmax.
+    f : AttentionFunction or Softmax
+        The attention function.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.sensitivities(np.eye(3), 1)
+    Sensitivities(3 keys, total=3, total_bound=3, f=Power(p=1.0), certificate=('leverage', 'lewis'))
+    """
+
+    upper: Any
+    certificate: tuple[str, ...]
+    total: Any
+    total_bound: Any
+    f: AttentionFunction | Softmax
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        shape = tuple(self.upper.shape)
+        keys = f"{shape[-1]} keys" + (f" in each of {shape[:-1]}" if len(shape) > 1 else "")
+        figures = "" if len(shape) > 1 else f", total={self.total:.6g}, total_bound={self.total_bound:.6g}"
+        return f"Sensitivities({keys}{figures}, f={self.f!r}, certificate={self.certificate!r})"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Certified bounds before they go back to the caller: (b, n) upper, their names, and (b,) bounds of the totals."""
+
+    upper: Float64
+    names: tuple[str, ...]
+    total_bound: Float64
+    factor: Factor
+
+
+def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: Any = None) -> Any:
+    r"""Approximate ℓp Lewis weights: leverage scores of the keys reweighted by themselves.
+
+    The Lewis weights are the fixed point :math:`w_j = (k_j^T (K^T W^{1-2/p} K)^+ k_j)^{p/2}`; they sum to the rank.
+    For p = 2 they are the leverage scores.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys, as in `leverage_scores`.
+    p : float
+        The exponent, above 0.
+    iterations : int, default 5
+        Number of iterations, at least 0: of the fixed point for p < 4, which draws nearer by the factor abs(p/2 −
+        1) each time, and of the running mean of leverage scores for p ≥ 4, which converges slowly.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part; the others have weight 0.
+
+    Returns
+    -------
+    array of float64, shape (..., n)
+        Weights, 0 for keys of zeros. They are approximate; `sensitivities` makes a bound of any weights.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask.
+
+    Notes
+    -----
+    Time O(iterations · n d²), memory O(n) beyond K.
+
+    References
+    ----------
+    Cohen and Peng, ℓp row sampling by Lewis weights, STOC 2015 (arXiv:1412.0588): the fixed point for p < 4. Lee, PhD
+    thesis, MIT 2016: the running mean.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((500, 4))
+    >>> float(levattn.lewis_weights(K, 1, iterations=20).sum().round(6))
+    4.0
+    """
+    function = as_function(p)
+    if not isinstance(function, Power):
+        raise TypeError(f"p is {p!r}; expected a number, the exponent")
+    matrices = as_matrices(K, "K")
+    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+    exponent = function.p
+    tau = _scores(factor_moments(rows))
+    v, tau = _iterated(rows, tau, exponent, _count("iterations", iterations)) if exponent != 2 else (1.0, tau)
+    weights = (tau / v**2) ** (exponent / 2)
+    return matrices.wrap(to_device(np.asarray(weights), matrices.data))
+
+
+def sensitivities(
+    K: Any,
+    f: Any = 2,
+    /,
+    *,
+    method: Certificate = "auto",
+    mask: Any = None,
+    epsilon: float = 0.05,
+    iterations: int = _ITERATIONS,
+    rng: int | np.random.Generator | None = None,
+) -> Sensitivities:
+    r"""Bound the largest attention score that any query can give each key.
+
+    The sensitivity of key j is :math:`\sigma_j = \sup_q f(\langle q, k_j\rangle) / \sum_l f(\langle q,
+    k_l\rangle)`. The result never lies below it (up to 1e-9, relative), so keys whose bound is below ε have no
+    score of ε or more.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys, as in `leverage_scores`.
+    f : float, AttentionFunction or Softmax, default 2
+        The attention function; a number p is abs(x)^p.
+    method : {"auto", "leverage", "lewis", "lift", "block", "jensen"}
+        "leverage": for abs(x)^p from the leverage scores τ alone, :math:`\tau_{\max}^{1-p/2} \tau_j^{p/2}` for p ≤
+        2 and :math:`n^{p/2-1} \tau_j^{p/2}` for p ≥ 2; exact for p = 2. "lewis": for abs(x)^p from Lewis weights,
+        converged or not. "lift": for even p the leverage scores of all products of p/2 coordinates. "block": for
+        every function of the protocol, from the leverage scores against the blocks of a random partition; of growth
+        above 2 with the lift. "jensen": for `Softmax`. "auto": the element-wise minimum of those that apply and are
+        not too large.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part; the others have bound 0.
+    epsilon : float in (0, 1], default 0.05
+        For "block": the threshold for which the bounds are made, with ⌈2/ε⌉ blocks. Bounds below it are not made
+        smaller.
+    iterations : int, default 5
+        For "lewis": see `lewis_weights`. Any number gives valid bounds.
+    rng : int or numpy.random.Generator, optional
+        For "block": the seed of the partition, 0 if left out. Every partition gives valid bounds.
+
+    Returns
+    -------
+    Sensitivities
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, or the method does not apply to f.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask.
+
+    See Also
+    --------
+    universal_set : The keys whose bound is at least ε.
+    exact_sensitivities : The sensitivities themselves, for few keys.
+
+    Notes
+    -----
+    Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift"
+    with D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block", which leaves keys aside as soon as their bound is below ε.
+    The bounds are raised by the estimated rounding error.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462): sensitivities and universal
+    sets (Theorem 1). Cohen and Peng, STOC 2015: Lewis weights bound sensitivities. That any weights do, and the
+    block bound, are shown in docs/design.md.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((1000, 4))
+    >>> K[0] *= 100
+    >>> found = levattn.sensitivities(K, levattn.Huber(1.0), epsilon=0.1)
+    >>> int(found.upper.argmax()), bool(found.upper[1:].max() < 0.1)
+    (0, True)
+    """
+    function = as_function(f)
+    matrices = as_matrices(K, "K")
+    bounds = certify(matrices, function, method=method, mask=mask, epsilon=epsilon, iterations=iterations, rng=rng)
+    batch = matrices.batch
+    total, total_bound = (
+        x.reshape(batch) if batch else float(x[0]) for x in (bounds.upper.sum(axis=1), bounds.total_bound)
+    )
+    upper = matrices.wrap(to_device(bounds.upper, matrices.data))
+    return Sensitivities(upper, bounds.names, total, total_bound, function)
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}; expected a whole number")
+    if value < 0:
+        raise ValueError(f"{name} is {value}; expected at least 0")
+    return int(value)
+
+
+def certify(
+    matrices: Matrices,
+    f: AttentionFunction | Softmax,
+    *,
+    method: str = "auto",
+    mask: Any = None,
+    epsilon: float = 0.05,
+    iterations: int = _ITERATIONS,
+    rng: int | np.random.Generator | None = None,
+) -> Bounds:
+    """Return the bounds that apply to f, and the factor of the keys."""
+    applying = _applying(f)
+    if method != "auto" and method not in applying:
+        raise ValueError(
+            f"method is {method!r}; expected 'auto' or, for f = {f!r}, one of {', '.join(map(repr, applying))}"
+        )
+    epsilon = check_epsilon(epsilon)
+    iterations = _count("iterations", iterations)
+    exact = isinstance(f, Power) and f.p == 2
+    factor = factorize(matrices, method="gram" if exact else "auto", mask=mask)
+    rows = factor.rows
+    tau = _scores(factor)
+    rank = factor.rank.astype(np.float64)
+    d = matrices.d
+    growth = 0.0 if isinstance(f, Softmax) else f.growth
+    if method == "auto":
+        names = [name for name in applying if name != "lift" or _lift_is_small(rows, growth)]
+        if isinstance(f, Power) and "block" in names:
+            names.remove("block")  # it takes as long as all the others together
+    else:
+        names = [method]
+    upper = np.ones(tau.shape)
+    for name in names:
+        if name == "leverage":
+            bound = _direct(tau, growth, rows)
+        elif name == "lewis":
+            bound = _lewis(rows, tau, growth, iterations)
+        elif name == "lift":
+            bound = _scores(factor_moments(_lifted(rows, round(growth / 2)), single="no"))
+        elif name == "block":
+            source = rows if growth <= 2 else _lifted(rows, math.ceil(growth / 2))
+            bound = np.stack([_block(source.item(i), epsilon, rng) for i in range(len(tau))])
+        else:
+            bound = _jensen(rows, f.root(d) if isinstance(f, Softmax) else np.eye(d))
+        upper = np.minimum(upper, bound)
+    if not isinstance(f, Softmax):
+        upper = np.where(tau > 0, upper, 0.0)
+    if rows.mask is not None:
+        upper = np.where(to_numpy(rows.mask), upper, 0.0)
+    if isinstance(f, Softmax):
+        total = np.full(len(rank), np.inf)
+    elif isinstance(f, Power):
+        total = rank ** max(1.0, growth / 2)
+    else:
+        total = 8 * np.array(
+            [math.comb(int(r) + max(1, math.ceil(growth / 2)) - 1, max(1, math.ceil(growth / 2))) for r in rank]
+        )
+    return Bounds(upper, tuple(names), np.asarray(total, np.float64), factor)
+
+
+def _applying(f: AttentionFunction | Softmax) -> tuple[str, ...]:
+    """Return the names of the certificates that hold for f."""
+    if isinstance(f, Softmax):
+        return ("jensen",)
+    if not isinstance(f, Power):
+        return ("block",)
+    if f.p == 2:
+        return ("leverage",)
+    even = f.p > 2 and f.p % 2 == 0
+    return ("leverage", "lewis", *(("lift",) if even else ()), "block")
+
+
+def _scores(factor: Factor) -> Float64:
+    """Return leverage scores in float64, raised by their estimated rounding error; they stay at most 1."""
+    scores = to_numpy(factor.scores()[0]).astype(np.float64)
+    scores *= 1 + 4 * factor.score_error[:, None]
+    return np.minimum(scores, 1.0, out=scores)
+
+
+def _by_chunks(body: Callable[[slice], None], n: int) -> None:
+    """Call `body` on slices of n keys that stay in the cache, on all threads."""
+    parallel_for(lambda i: body(slice(i * _CHUNK, min((i + 1) * _CHUNK, n))), -(-n // _CHUNK))
+
+
+def _direct(tau: Float64, p: float, rows: Rows) -> Float64:
+    """Bound by comparing ‖Ky‖₂ with ‖Ky‖_p."""
+    if p <= 2:
+        return np.asarray(np.max(tau, axis=1, keepdims=True, initial=0.0) ** (1 - p / 2) * tau ** (p / 2))
+    n = np.full((len(tau), 1), tau.shape[1]) if rows.mask is None else to_numpy(rows.mask).sum(axis=1, keepdims=True)
+    return np.asarray(np.minimum(np.maximum(n, 1) ** (p / 2 - 1) * tau ** (p / 2), 1.0))
+
+
+def _iterated(rows: Rows, tau: Float64, p: float, iterations: int) -> tuple[Float64, Float64]:
+    """Iterate towards Lewis weights w from equal ones, whose leverage scores are `tau`.
+
+    Returned are the row weights v = w^{1/2 − 1/p}, and the leverage scores of the rows weighted by them.
+    """
+    v: Float64 = np.ones(tau.shape)
+    mean: Float64 = np.zeros(tau.shape)
+    for step in range(iterations):
+
+        def body(part: slice, v: Float64 = v, tau: Float64 = tau, step: int = step) -> None:
+            t = tau[:, part]
+            if p < 4:  # w = (τ/v²)^{p/2}
+                new = (t / v[:, part] ** 2) ** (p / 4 - 0.5)
+            else:
+                mean[:, part] += (t - mean[:, part]) / (step + 1)
+                new = mean[:, part] ** (0.5 - 1 / p)
+            v[:, part] = new
+
+        with np.errstate(divide="ignore"):
+            _by_chunks(body, v.shape[1])
+        live = tau > 0
+        largest = np.max(v, axis=1, keepdims=True, initial=0.0, where=live & np.isfinite(v))
+        np.clip(v, _LEAST_WEIGHT * largest, largest, out=v)
+        v[~live] = 1.0
+        tau = _scores(factor_moments(replace(rows, weights=v)))
+    return v, tau
+
+
+def _lewis(rows: Rows, tau: Float64, p: float, iterations: int) -> Float64:
+    r"""Bound by weights, whichever they are.
+
+    With v = w^{1/2−1/p}, M = Σ v² k kᵀ, h = (kᵀM⁺k)^{p/2} and z = Ky: \|z_j\|^p ≤ h_j (yᵀMy)^{p/2}, and
+    (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder), and at most c^{2/p−1} ‖z‖_p^p with c = max h/w
+    for p ≤ 2.
+    """
+    v, tau = _iterated(rows, tau, p, iterations)
+    h, w = np.empty(v.shape), np.empty(v.shape)
+
+    def body(part: slice) -> None:
+        h[:, part] = (tau[:, part] / v[:, part] ** 2) ** (p / 2)
+        w[:, part] = np.where(tau[:, part] > 0, v[:, part] ** (2 * p / (p - 2)), 0.0)
+
+    _by_chunks(body, v.shape[1])
+    if p >= 2:
+        constant = w.sum(axis=1, keepdims=True) ** (p / 2 - 1)
+    else:
+        ratio = np.divide(h, w, out=np.zeros(h.shape), where=w > 0)
+        constant = np.max(ratio, axis=1, keepdims=True, initial=0.0) ** (2 / p - 1)
+    # rounding of the powers, whose bases lie within 10^±40
+    slack = 1 + 2000 * UNIT * (p + 2 / p + 2 * p / abs(p - 2))
+    return np.asarray(np.minimum(constant * h * slack, 1.0))
+
+
+def _lift_is_small(rows: Rows, p: float) -> bool:
+    b, n, d = rows.shape
+    columns = math.comb(d + round(p / 2) - 1, round(p / 2))
+    return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
+
+
+def _lifted(rows: Rows, m: int) -> Rows:
+    """Return the keys' products of m coordinates, so weighted that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``."""
+    keys = to_float64(rows.keys, rows.format)
+    if rows.mask is not None:
+        keys = np.where(to_numpy(rows.mask)[:, :, None], keys, 0.0)
+    largest = np.max(np.abs(keys), axis=(1,), keepdims=True, initial=0.0)
+    keys = np.ldexp(
+        keys, -np.frexp(largest)[1]
+    )  # columns of like size: scores do not see it, and products stay in range
+    indices = np.array(list(combinations_with_replacement(range(rows.shape[2]), m)))
+    orders = [math.prod(math.factorial(int(np.count_nonzero(index == i))) for i in set(index)) for index in indices]
+    factors = np.sqrt(math.factorial(m) / np.array(orders, np.float64))
+    lifted: Float64 = np.empty((*keys.shape[:2], len(indices)))
+    columns: list[npt.NDArray[np.int64]] = list(indices.T)
+
+    def body(part: slice) -> None:
+        products = keys[:, part][:, :, columns[0]] * factors
+        for column in range(1, m):
+            products *= keys[:, part][:, :, columns[column]]
+        lifted[:, part] = products
+
+    parallel_for(lambda i: body(slice(512 * i, 512 * (i + 1))), -(-keys.shape[1] // 512))
+    return Rows(lifted, "float64", None if rows.mask is None else to_numpy(rows.mask))
+
+
+def _block(rows: Rows, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
+    """Bound the sensitivity of all even monotone functions of at most quadratic growth, for a batch of one.
+
+    Where ⟨k_j, y⟩ = 1, a block of rows with generalised leverage t = k_jᵀ(K_bᵀK_b)⁺k_j adds at least min(1, 1/t) to
+    Σ min(1, ⟨k_l, y⟩²): one of its entries is at least 1, or the sum of squares is at least 1/t. In its own block j
+    adds 1 itself, and the others at least min(1, 1/t − 1).
+    """
+    n = rows.shape[1]
+    present = np.arange(n) if rows.mask is None else np.flatnonzero(to_numpy(rows.mask)[0])
+    generator = rng if isinstance(rng, np.random.Generator) else np.random.default_rng(0 if rng is None else rng)
+    order = generator.permutation(present)
+    sums = np.zeros(n)
+    undecided = np.sort(present)
+    left = _taken(rows, undecided)
+    for members in np.array_split(order, math.ceil(2 / epsilon)):
+        if not len(members) or not len(undecided):
+            continue
+        factor = factor_moments(_taken(rows, np.sort(members)), single="yes")
+        t = to_numpy(factor.on(left).scores(member=False)[0])[0]
+        most = np.ones(n, np.float32)
+        most[members] = 2.0
+        shrink = 1 / (1 + 4 * float(factor.score_error[0]))
+
+        def body(part: slice, t: Any = t, most: Any = most, shrink: float = shrink, at: Any = undecided) -> None:
+            with np.errstate(divide="ignore"):
+                sums[at[part]] += np.minimum(most[at[part]], shrink / t[part])
+
+        _by_chunks(body, len(undecided))
+        still = np.flatnonzero(sums[undecided] * epsilon <= 1 + 1e-6)
+        if len(still) < 0.8 * len(undecided):  # a copy of the rest costs less than to go on with all
+            undecided = undecided[still]
+            left = _taken(rows, undecided)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.minimum((1 + 1e-6) / sums, 1.0))
+
+
+def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
+    """Return some rows of a batch of one."""
+    if isinstance(rows.keys, np.ndarray):
+        keys = rows.keys if len(indices) == rows.shape[1] else rows.keys[:, indices, :]
+    else:
+        import array_api_compat
+
+        keys = array_api_compat.array_namespace(rows.keys).take(rows.keys, to_device(indices, rows.keys), axis=1)
+    weights = None if rows.weights is None else rows.weights[:, indices]
+    return replace(rows, keys=keys, mask=None, weights=weights)
+
+
+def _jensen(rows: Rows, root: Float64) -> Float64:
+    """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖."""
+    b, n, d = rows.shape
+    kernels = kernels_for(rows)
+    counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
+    mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
+    R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
+    flipped = np.ascontiguousarray(R[::-1, ::-1])
+    turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
+    squares = kernels.wide_zeros(rows)
+    kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+    # rounding of k − mean, relative to the largest key
+    norms = np.sqrt(to_numpy(squares)) * (1 + 16 * d * UNIT) + 16 * d * UNIT * np.abs(mean).max(
+        initial=0.0
+    ) * np.linalg.norm(R)
+    with np.errstate(over="ignore"):
+        return np.asarray(np.minimum(np.exp(norms) / np.maximum(counts, 1)[:, None], 1.0))

@@ -1,0 +1,110 @@
+"""Attention functions: their values, what is known of their growth, and which functions are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+from levattn.functions import as_function
+
+FUNCTIONS = [
+    *(levattn.Power(p) for p in (0.5, 1, 2, 3, 6)),
+    levattn.Huber(2.0),
+    levattn.Tukey(3.0),
+    levattn.L1L2(),
+    levattn.Fair(0.7),
+]
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=repr)
+def test_functions_are_even_monotone_and_of_their_growth(f: Any) -> None:
+    x = np.geomspace(1e-7, 1e7, 2000)
+    values = f(x)
+    assert f.monotone
+    assert np.all(values > 0)
+    np.testing.assert_array_equal(f(-x), values)
+    assert np.all(values[1:] >= values[:-1] * (1 - 1e-12))
+    for step in (1, 100, 1000):
+        ratio = (x[step:] / x[:-step]) ** f.growth
+        assert np.all(values[step:] <= values[:-step] * ratio * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("x", [1e-4, 0.3, 1.0, 2.5, 40.0])
+def test_functions_are_their_formulas(x: float) -> None:
+    at = np.array([x])
+    expected = {
+        levattn.Power(1.5): x**1.5,
+        levattn.Huber(2.0): x * x / 2 if x <= 2 else 2 * (x - 1),
+        levattn.Tukey(3.0): 1.5 * (1 - (1 - min(x / 3, 1) ** 2) ** 3),
+        levattn.L1L2(): 2 * (math.sqrt(1 + x * x / 2) - 1),
+        levattn.Fair(0.7): 0.49 * (x / 0.7 - math.log1p(x / 0.7)),
+        levattn.Softmax(1.0): math.exp(x),
+    }
+    for f, value in expected.items():
+        assert f(at)[0] == pytest.approx(value, rel=1e-7 if x < 1e-3 else 1e-13)
+
+
+class Given:
+    """A function of the user's."""
+
+    def __init__(self, function: Any, growth: Any = 2.0, monotone: bool = True) -> None:
+        self.function, self.growth, self.monotone = function, growth, monotone
+
+    def __call__(self, x: Any) -> Any:
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (Given(lambda x: x**2, 1.5), "grows faster"),
+        (Given(np.exp), "finite"),
+        (Given(lambda x: np.exp(-x * x)), "decreases|constantly|larger"),
+        (Given(lambda x: 1 / (1 + np.abs(x))), "decreases|larger"),
+        (Given(lambda x: x**2, monotone=False), "monotone"),
+        (Given(lambda x: x**2, -1), "growth"),
+        (Given(lambda x: x * np.nan), "finite"),
+        (Given(lambda x: np.where(x > 0, x, 0)), "even"),
+        (Given(lambda x: 0 * x), "constantly"),
+        (Given(lambda x: x.sum()), "each entry"),
+        (Given(lambda x: -(x**2)), "at least 0"),
+    ],
+)
+def test_functions_that_the_theory_does_not_admit(f: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        as_function(f)
+
+
+@pytest.mark.parametrize("f", ["softmax", None, True, np.ones(3), lambda x: x, [2]])
+def test_what_is_no_function(f: Any) -> None:
+    with pytest.raises(TypeError, match=r"\bf\b"):
+        as_function(f)
+
+
+@pytest.mark.parametrize("make", [levattn.Power, levattn.Huber, levattn.Tukey, levattn.Fair, levattn.Softmax])
+@pytest.mark.parametrize("value", [0, -1.0, np.nan, np.inf, "1", True])
+def test_parameters_out_of_range(make: Any, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="expected"):
+        make(value)
+
+
+@pytest.mark.parametrize(
+    "matrix", [np.ones((2, 3)), np.array([[1.0, 2], [0, 1]]), -np.eye(2), np.full((2, 2), np.nan)]
+)
+def test_ellipsoids_that_are_none(matrix: Any) -> None:
+    with pytest.raises(ValueError, match="matrix"):
+        levattn.Softmax(1.0, matrix)
+
+
+def test_the_root_of_an_ellipsoid() -> None:
+    rng = np.random.default_rng(0)
+    A = rng.standard_normal((4, 3))
+    L = levattn.Softmax(2.0, A @ A.T).root(4)
+    np.testing.assert_allclose(L @ L.T, 4 * A @ A.T, atol=1e-12)
+    np.testing.assert_array_equal(levattn.Softmax(2.0).root(3), 2 * np.eye(3))
+    with pytest.raises(ValueError, match="matrix of 4 rows"):
+        levattn.Softmax(2.0, A @ A.T).root(5)
