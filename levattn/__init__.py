@@ -2,7 +2,8 @@
 
 Given keys K there is a small set of them, the same for every query, that holds every large attention score:
 `universal_set` finds it, `leverage_scores` are what it is made of, and `heavy_attention` returns the large scores
-themselves. The kind of array that comes in decides where the work is done and what comes back.
+themselves; `sensitivities` bound what other attention functions can do. The kind of array that comes in decides where
+the work is done and what comes back.
 """
 
 from __future__ import annotations

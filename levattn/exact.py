@@ -44,6 +44,13 @@ class ExactSensitivities:
     method : str
         "svd", "linear programme", "convex programme", "vertices" or "concave programme", which bracket the
         sensitivity on both sides; "line search" or "search", of which only `lower` means anything.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> found = levattn.exact_sensitivities(np.array([[1.0], [0.5]]), 1)
+    >>> found.lower.round(6), found.method
+    (array([0.666667, 0.333333]), 'linear programme')
     """
 
     lower: Floats
