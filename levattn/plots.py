@@ -41,23 +41,27 @@ _MAP_CELLS = 1024
 
 
 class LeverageSpectrumDisplay:
-    """Leverage scores in descending order, with the threshold and the bound on the universal set.
+    """Scores in descending order, with the threshold and the bound on the universal set.
 
-    Both axes are logarithmic, and scores of zero are left out. For a batch the line is the median over the
-    items, place by place, and the band reaches from their minimum to their maximum.
+    The scores are leverage scores, or certified bounds where the attention function is not x². Both axes are
+    logarithmic, and scores of zero are left out. For a batch the line is the median over the items, place by
+    place, and the band reaches from their minimum to their maximum.
 
     Parameters
     ----------
     scores : array_like, shape (..., n)
-        Leverage scores of n keys.
+        Scores of n keys.
     epsilon : float, optional
         Threshold, a horizontal line; the keys above it are the universal set.
-    rank : int or array_like of int, optional
-        Rank of the keys. With `epsilon`, a vertical line shows the bound rank/epsilon (of a batch: the
-        largest).
+    rank : number or array_like of numbers, optional
+        Rank of the keys, or for certified bounds what the sum of the sensitivities is bounded by
+        (`UniversalSet.total_bound`). With `epsilon`, a vertical line shows the bound rank/epsilon (of a batch:
+        the largest), if it is finite.
     sizes : int or array_like of int, shape (...,), optional
         Sizes of the sets. With `epsilon` they are counted if left out (scores within 1e-9 of it, relative,
         are inside); without it, for sets of a given size, a vertical line shows them.
+    certified : bool, default False
+        Whether the scores are certified bounds, which the labels then say.
 
     Attributes
     ----------
@@ -93,11 +97,13 @@ class LeverageSpectrumDisplay:
         epsilon: float | None = None,
         rank: npt.ArrayLike | None = None,
         sizes: npt.ArrayLike | None = None,
+        certified: bool = False,
     ) -> None:
         values = np.atleast_1d(np.asarray(scores, dtype=np.float64))
         flat = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         self.scores: Floats = -np.sort(-flat, axis=-1)
         self.epsilon = epsilon
+        self.certified = certified
         self.sizes: Ints | None = None if sizes is None else np.asarray(sizes, dtype=np.intp).reshape(-1)
         if sizes is None and epsilon is not None:
             self.sizes = np.asarray(np.count_nonzero(flat >= epsilon * (1 - TIE), axis=-1))
@@ -113,13 +119,14 @@ class LeverageSpectrumDisplay:
         epsilon: float | None = None,
         rank: npt.ArrayLike | None = None,
         sizes: npt.ArrayLike | None = None,
+        certified: bool = False,
         ax: Axes | None = None,
     ) -> LeverageSpectrumDisplay:
-        """Draw leverage scores.
+        """Draw scores.
 
         Parameters
         ----------
-        scores, epsilon, rank, sizes
+        scores, epsilon, rank, sizes, certified
             As of the class.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default on a new figure.
@@ -129,7 +136,7 @@ class LeverageSpectrumDisplay:
         LeverageSpectrumDisplay
             The display, drawn.
         """
-        return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes).plot(ax)
+        return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes, certified=certified).plot(ax)
 
     def plot(self, ax: Axes | None = None) -> LeverageSpectrumDisplay:
         """Draw the display.
@@ -150,7 +157,8 @@ class LeverageSpectrumDisplay:
         self._plot_threshold(ax)
         if not self.scores.any():  # a logarithmic axis cannot find its limits without a positive value
             ax.set(xlim=(0.8, self.scores.shape[-1] + 2), ylim=(1e-3, 1.0))
-        ax.set(xscale="log", yscale="log", xlabel="keys, by descending score", ylabel="leverage score")
+        ylabel = "certified bound" if self.certified else "leverage score"
+        ax.set(xscale="log", yscale="log", xlabel="keys, by descending score", ylabel=ylabel)
         ax.grid(alpha=0.25, lw=0.5)
         ax.legend(loc="best", fontsize="small")
         return self
@@ -162,7 +170,8 @@ class LeverageSpectrumDisplay:
         at = _spread(n)
         values = np.where(self.scores[:, at] > 0, self.scores[:, at], np.nan)
         if items == 1:
-            ax.plot(at + 1, values[0], color=_BLUE, lw=2, label="leverage scores")
+            label = "certified bounds" if self.certified else "leverage scores"
+            ax.plot(at + 1, values[0], color=_BLUE, lw=2, label=label)
             return
         middle, highest = np.median(self.scores[:, at], axis=0), self.scores[:, at].max(axis=0)
         lowest = np.maximum(self.scores[:, at].min(axis=0), np.nanmin(values, initial=1.0))
@@ -185,14 +194,15 @@ class LeverageSpectrumDisplay:
             ax.axhline(self.epsilon, color=_RED, lw=1.2, ls="--", label=label)
         elif self.sizes is not None and size:
             ax.axvline(float(np.median(self.sizes)), color=_RED, lw=1.2, ls="--", label=size)
-        if self.size_bound:
+        if self.size_bound and math.isfinite(self.size_bound):
+            what = "bound" if self.certified else "bound rank/ε"
             vacuous = " ≥ n: vacuous" if self.size_bound >= self.scores.shape[-1] else ""
             ax.axvline(
                 self.size_bound,
                 color=_GREY,
                 lw=1.5,
                 ls=":",
-                label=f"bound rank/ε = {self.size_bound:.4g}{vacuous}",
+                label=f"{what} = {self.size_bound:.4g}{vacuous}",
             )
 
 

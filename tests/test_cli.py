@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result  # noqa: E402
 import levattn  # noqa: E402
 from levattn import cli, plots  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
+from levattn.cli.function import ALLOWED, parse_function  # noqa: E402
 
 Array = npt.NDArray[Any]
 
@@ -85,12 +86,13 @@ def test_json_says_what_the_library_says(tmp_path: Path, keys: Array, kind: str,
         "tensor": None if kind == "npy" else "K",
         "shape": [200, 6],
         "dtype": "float32",
+        "function": "2",
         "method": "auto",
         "center": False,
     }
     assert found["indices"] == expected.indices.tolist()
     assert found["item"] == []
-    assert (found["size"], found["rank"], found["f"]) == (len(expected), 6, 2)
+    assert (found["size"], found["rank"], found["f"]) == (len(expected), 6, "2")
     assert found["guarantee"] == expected.guarantee
     assert found["is_vacuous"] is bool(expected.is_vacuous)
     assert found["epsilon"] == pytest.approx(float(np.asarray(expected.epsilon)), rel=1e-6)
@@ -181,6 +183,114 @@ def test_pictures(tmp_path: Path, file: Path, name: str, selection: tuple[str, s
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
+FUNCTIONS = {
+    "2": 2,
+    "2.0": 2,
+    "1.5": 1.5,
+    "4": 4,
+    "huber": levattn.Huber(),
+    "huber:0.5": levattn.Huber(0.5),
+    "tukey": levattn.Tukey(),
+    "tukey:3": levattn.Tukey(3),
+    "l1l2": levattn.L1L2(),
+    "fair": levattn.Fair(),
+    "fair:0.7": levattn.Fair(0.7),
+    "softmax:0.01": levattn.Softmax(0.01),
+}
+
+
+@pytest.mark.parametrize("text", FUNCTIONS)
+def test_the_text_of_a_function_is_read(text: str) -> None:
+    f, expected = parse_function(text).f, FUNCTIONS[text]
+    if isinstance(f, levattn.Softmax):  # which compare by identity
+        assert (f.radius, f.matrix) == (0.01, None)
+    else:
+        assert f == expected
+
+
+@pytest.mark.parametrize("selection", [("--epsilon", "0.1"), ("--size", "9")])
+@pytest.mark.parametrize("text", FUNCTIONS)
+def test_functions(tmp_path: Path, file: Path, keys: Array, text: str, selection: tuple[str, str]) -> None:
+    outputs = ("-o", tmp_path / "set.npz")
+    result = run("universal-set", file, *selection, "--function", text, "--json", *outputs)
+    assert (result.exit_code, result.stderr) == (0, "")
+    document = json.loads(result.stdout)
+    name, value = selection
+    expected = levattn.universal_set(
+        keys,
+        float(value) if name == "--epsilon" else None,
+        size=int(value) if name == "--size" else None,
+        f=FUNCTIONS[text],
+    )
+    (found,) = document["sets"]
+    assert document["function"] == found["f"] == text
+    assert found["indices"] == expected.indices.tolist()
+    assert (found["guarantee"], found["epsilon"]) == (expected.guarantee, expected.epsilon)
+    assert found["is_vacuous"] is expected.is_vacuous
+    assert found["size_bound"] == (expected.size_bound if np.isfinite(expected.size_bound) else None)
+    with np.load(tmp_path / "set.npz", allow_pickle=False) as stored:
+        assert stored["indices"].tolist() == found["indices"]
+        np.testing.assert_array_equal(stored["scores"], expected.scores)
+        assert stored["f"].item() == (FUNCTIONS[text] if text[0].isdigit() else text)
+        assert stored["size_bound"] == expected.size_bound
+
+
+def test_functions_of_a_batch(tmp_path: Path, keys: Array) -> None:
+    heads = np.stack([keys, keys[::-1]])
+    np.save(tmp_path / "heads.npy", heads)
+    options = ("--epsilon", "0.1", "--function", "huber", "--json", "-o", tmp_path / "sets.npz")
+    document = json.loads(run("universal-set", tmp_path / "heads.npy", *options).stdout)
+    expected = levattn.universal_set(heads, 0.1, f=levattn.Huber())
+    assert [found["f"] for found in document["sets"]] == ["huber", "huber"]
+    assert [found["indices"] for found in document["sets"]] == [
+        np.flatnonzero(mask).tolist() for mask in expected.mask
+    ]
+    with np.load(tmp_path / "sets.npz", allow_pickle=False) as stored:
+        np.testing.assert_array_equal(stored["mask"], expected.mask)
+
+
+def test_table_says_the_function_unless_it_is_the_square(file: Path) -> None:
+    shown = run("universal-set", file, "--epsilon", "0.1", "--function", "softmax:4").stdout
+    heads, _, row, *rest = (line.split() for line in shown.splitlines())
+    assert dict(zip(heads, row, strict=True))["bound"] == "inf"
+    assert " ".join(rest[0]) == "function: softmax:4; scores are certified bounds"
+    assert "vacuous: the bound is not below n" in shown
+    assert "rank/ε" not in shown
+    square = run("universal-set", file, "--epsilon", "0.1").stdout
+    assert square == run("universal-set", file, "--epsilon", "0.1", "--function", "2.0").stdout
+    assert "function" not in square
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("2", {"leverage scores", "bound rank/ε = 60"}),
+        ("1", {"certified bounds", "bound = 60"}),
+        ("huber:0.5", {"certified bounds", "bound = 480 ≥ n: vacuous"}),
+        ("softmax:4", {"certified bounds"}),
+    ],
+)
+def test_picture_says_what_the_scores_are(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, text: str, drawn: set[str]
+) -> None:
+    figures: list[Any] = []
+    draw = plots.figure_bytes
+
+    def seen(figure: Any, suffix: str) -> bytes:
+        figures.append(figure)
+        return draw(figure, suffix)
+
+    monkeypatch.setattr(plots, "figure_bytes", seen)
+    picture = tmp_path / "a.svg"
+    result = run("universal-set", file, "--epsilon", "0.1", "--function", text, "--plot", picture)
+    assert result.exit_code == 0
+    (ax,) = figures[0].axes
+    labels = {line.get_label() for line in ax.lines}
+    assert {label for label in labels if "|U|" not in label} == drawn
+    assert ax.get_ylabel() == ("leverage score" if text == "2" else "certified bound")
+    assert ax.get_title() == ("keys.npy" if text == "2" else f"keys.npy ({text})")
+
+
 # -- how it says no --------------------------------------------------------------------------------------
 
 
@@ -199,6 +309,26 @@ def test_pictures(tmp_path: Path, file: Path, name: str, selection: tuple[str, s
         (("--size", "3", "--plot", "a.jpg"), "a.jpg ends in '.jpg', expected .png or .svg or .pdf"),
         (("--size", "3", "-o", "a.npy"), "a.npy ends in '.npy', expected .npz"),
         (("--unknown",), "--unknown"),
+        (("--size", "3", "--function", "gauss"), f"'gauss': there is no such function. Allowed are {ALLOWED}"),
+        (("--size", "3", "--function", "gauss:1"), "'gauss:1': there is no such function. Allowed are"),
+        (("--size", "3", "--function", ""), "'': there is no such function. Allowed are"),
+        (("--size", "3", "--function", "0"), "'0': the number is 0, expected a finite number above 0. Allowed are"),
+        (("--size", "3", "--function", "-1"), "the number is -1, expected a finite number above 0"),
+        (("--size", "3", "--function", "nan"), "the number is nan, expected a finite number above 0"),
+        (("--size", "3", "--function", "inf"), "the number is inf, expected a finite number above 0"),
+        (("--size", "3", "--function", "huber:0"), "the number is 0, expected a finite number above 0"),
+        (("--size", "3", "--function", "tukey:-1"), "the number is -1, expected a finite number above 0"),
+        (("--size", "3", "--function", "fair:nan"), "the number is nan, expected a finite number above 0"),
+        (("--size", "3", "--function", "huber:"), "'huber:': '' is not a number. Allowed are"),
+        (("--size", "3", "--function", "huber:x"), "'huber:x': 'x' is not a number. Allowed are"),
+        (("--size", "3", "--function", "l1l2:1"), "l1l2 takes no number"),
+        (("--size", "3", "--function", "softmax"), "softmax needs the largest norm of a query, as in softmax:4"),
+        (("--size", "3", "--function", "softmax:0"), "the number is 0, expected a finite number above 0"),
+        (
+            ("--size", "3", "--function", "1", "--method", "qr"),
+            "--method qr is for --function 2; others take only auto",
+        ),
+        (("--size", "3", "--function", "huber", "--center"), "--center is for --function 2"),
     ],
 )
 def test_wrong_command_lines(file: Path, arguments: tuple[str, ...], reason: str) -> None:

@@ -97,6 +97,19 @@ def test_spectrum_of_a_selection_by_size(ax: Any) -> None:
     assert lines(ax)["|U| = 4"].get_xdata()[0] == 4
 
 
+def test_spectrum_of_certified_bounds(ax: Any) -> None:
+    LeverageSpectrumDisplay.from_scores([0.5, 0.2, 0.1, 0.1], epsilon=0.2, rank=0.5, certified=True, ax=ax)
+    assert legend(ax) == ["certified bounds", "ε = 0.2: |U| = 2", "bound = 2.5"]
+    assert ax.get_ylabel() == "certified bound"
+
+
+def test_an_infinite_bound_is_not_drawn(ax: Any) -> None:
+    display = LeverageSpectrumDisplay.from_scores([0.5, 0.2], epsilon=0.2, rank=np.inf, certified=True, ax=ax)
+    assert display.size_bound == np.inf
+    assert legend(ax) == ["certified bounds", "ε = 0.2: |U| = 2"]
+    assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
+
+
 def test_long_spectra_are_thinned_but_keep_both_ends(ax: Any) -> None:
     scores = np.geomspace(1, 1e-6, 300_000)
     LeverageSpectrumDisplay.from_scores(scores, ax=ax)

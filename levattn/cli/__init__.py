@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import levattn
 from levattn.cli import demo as demonstration
 from levattn.cli import sets
+from levattn.cli.function import ALLOWED, parse_function
 from levattn.cli.output import fail
 from levattn.cli.sets import Method
 
@@ -96,6 +97,7 @@ def build_app() -> "typer.Typer":
         ] = None,
         size: Annotated[int | None, typer.Option(min=0, help="Or: this many keys of highest score.")] = None,
         tensor: Annotated[str | None, typer.Option(help="Name of the array, if the file holds several.")] = None,
+        function: Annotated[str, typer.Option(help=f"Attention function: {ALLOWED}.")] = "2",
         center: Annotated[bool, typer.Option("--center", help="Subtract the mean key first.")] = False,
         method: Annotated[Method, typer.Option(help="How to compute the scores.")] = Method.auto,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
@@ -111,8 +113,13 @@ def build_app() -> "typer.Typer":
         """Find the universal set of the keys in a file, one set per matrix."""
         if (epsilon is None) == (size is None):
             raise typer.BadParameter("give exactly one of --epsilon and --size")
+        f = parse_function(function)
+        if method is not Method.auto and not f.is_square:
+            raise typer.BadParameter(f"--method {method.value} is for --function 2; others take only auto")
+        if center and not f.is_square:
+            raise typer.BadParameter("--center is for --function 2 (the bound of softmax centres by itself)")
         with _errors_in_one_line():
-            sets.run(sets.Request(file, tensor, epsilon, size, center, method), as_json, plot, output)
+            sets.run(sets.Request(file, tensor, epsilon, size, f, center, method), as_json, plot, output)
 
     return app
 

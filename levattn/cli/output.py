@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["VACUOUS", "check_target", "fail", "new_console", "new_table", "print_json"]
+__all__ = ["VACUOUS", "VACUOUS_IN_GENERAL", "check_target", "fail", "new_console", "new_table", "print_json"]
 
-VACUOUS = "vacuous: the bound rank/ε is not below n, so the theorem alone does not promise that any key is left out"
+_VACUOUS = "vacuous: the bound{} is not below n, so the theorem alone does not promise that any key is left out"
+VACUOUS = _VACUOUS.format(" rank/ε")
+VACUOUS_IN_GENERAL = _VACUOUS.format("")
 _PIPE_WIDTH = 1000
 
 

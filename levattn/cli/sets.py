@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 import levattn
-from levattn.cli.output import VACUOUS, check_target, fail, new_console, new_table, print_json
+from levattn.cli.function import Function
+from levattn.cli.output import (
+    VACUOUS,
+    VACUOUS_IN_GENERAL,
+    check_target,
+    fail,
+    new_console,
+    new_table,
+    print_json,
+)
 from levattn.io import replace_file
 
 __all__ = ["Method", "Request", "run"]
@@ -35,6 +44,7 @@ class Request:
     tensor: str | None
     epsilon: float | None
     size: int | None
+    function: Function
     center: bool
     method: Method
 
@@ -49,7 +59,12 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
         raise typer.BadParameter(f"--size is {request.size}, but {request.file} holds {source.shape[-2]} keys")
     try:
         sets = levattn.universal_set(
-            source, request.epsilon, size=request.size, method=request.method.value, center=request.center
+            source,
+            request.epsilon,
+            size=request.size,
+            f=request.function.f,
+            method=request.method.value,
+            center=request.center,
         )
     except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
         problem = str(error).partition(";")[0].removeprefix("K ")
@@ -57,15 +72,15 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
         with replace_file(output) as stream:
-            arrays: dict[str, Any] = _arrays(sets)
+            arrays: dict[str, Any] = _arrays(sets, request.function)
             np.savez(stream, **arrays)
     if plot is not None and picture is not None:
         with replace_file(plot) as stream:
             stream.write(picture)
     if as_json:
-        print_json(_request_report(request, source) | {"sets": _set_reports(sets)})
+        print_json(_request_report(request, source) | {"sets": _set_reports(sets, request.function)})
     else:
-        _print_sets(sets, source)
+        _print_sets(sets, source, request.function)
 
 
 def _check_targets(file: Path, plot: Path | None, output: Path | None) -> None:
@@ -87,13 +102,19 @@ def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> byte
 
     figure, ((ax,),) = plots.new_figure()
     plots.LeverageSpectrumDisplay.from_scores(
-        sets.scores, epsilon=request.epsilon, rank=sets.rank, sizes=sets.sizes, ax=ax
+        sets.scores,
+        epsilon=request.epsilon,
+        rank=sets.total_bound,
+        sizes=sets.sizes,
+        certified=not request.function.is_square,
+        ax=ax,
     )
-    ax.set_title(request.file.name if request.tensor is None else f"{request.file.name}: {request.tensor}")
+    title = request.file.name if request.tensor is None else f"{request.file.name}: {request.tensor}"
+    ax.set_title(title if request.function.is_square else f"{title} ({request.function.text})")
     return plots.figure_bytes(figure, suffix)
 
 
-def _arrays(sets: levattn.UniversalSet) -> dict[str, npt.NDArray[Any]]:
+def _arrays(sets: levattn.UniversalSet, function: Function) -> dict[str, npt.NDArray[Any]]:
     """Return what a set says as arrays, none of which needs pickling."""
     names = (
         "mask",
@@ -105,9 +126,9 @@ def _arrays(sets: levattn.UniversalSet) -> dict[str, npt.NDArray[Any]]:
         "size_bound",
         "is_vacuous",
         "condition",
-        "f",
     )
     arrays = {name: np.asarray(getattr(sets, name)) for name in names}
+    arrays["f"] = np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)
     return arrays | {"indices": sets.indices} if sets.mask.ndim == 1 else arrays
 
 
@@ -118,12 +139,13 @@ def _request_report(request: Request, source: levattn.KeySource) -> dict[str, An
         "tensor": source.tensor,
         "shape": source.shape,
         "dtype": source.dtype.name,
+        "function": request.function.text,
         "method": request.method.value,
         "center": request.center,
     }
 
 
-def _set_reports(sets: levattn.UniversalSet) -> list[dict[str, Any]]:
+def _set_reports(sets: levattn.UniversalSet, function: Function) -> list[dict[str, Any]]:
     """One report per matrix; `item` is its place in the batch, empty for a single matrix."""
     names = ("sizes", "epsilon", "rank", "size_bound", "is_vacuous", "condition")
     lead = sets.mask.shape[:-1]
@@ -131,15 +153,15 @@ def _set_reports(sets: levattn.UniversalSet) -> list[dict[str, Any]]:
     return [
         {"item": item, "size": int(columns["sizes"][item])}
         | {name: columns[name][item].item() for name in names[1:]}
-        | {"guarantee": sets.guarantee, "f": sets.f, "indices": np.flatnonzero(sets.mask[item]).tolist()}
+        | {"guarantee": sets.guarantee, "f": function.text, "indices": np.flatnonzero(sets.mask[item]).tolist()}
         for item in np.ndindex(lead)
     ]
 
 
-def _print_sets(sets: levattn.UniversalSet, source: levattn.KeySource) -> None:
+def _print_sets(sets: levattn.UniversalSet, source: levattn.KeySource, function: Function) -> None:
     n, d = source.shape[-2:]
     table = new_table("item", "n", "d", "rank", "condition", "ε", "|U|", "bound", "vacuous", "guarantee")
-    reports = _set_reports(sets)
+    reports = _set_reports(sets, function)
     for report in reports:
         table.add_row(
             ",".join(map(str, report["item"])) or "-",
@@ -155,10 +177,12 @@ def _print_sets(sets: levattn.UniversalSet, source: levattn.KeySource) -> None:
         )
     console = new_console()
     console.print(table)
+    if not function.is_square:
+        console.print(f"function: {function.text}; scores are certified bounds")
     if len(reports) == 1:
         indices = reports[0]["indices"]
         shown = ", ".join(map(str, indices[:_INDICES_SHOWN])) or "none"
         rest = len(indices) - _INDICES_SHOWN
         console.print(f"keys: {shown}" + (f" and {rest} more (all with --json or --output)" if rest > 0 else ""))
     if any(report["is_vacuous"] for report in reports):
-        console.print(VACUOUS)
+        console.print(VACUOUS if function.is_square else VACUOUS_IN_GENERAL)

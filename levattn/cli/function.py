@@ -1,0 +1,62 @@
+"""Attention functions as text: what ``--function`` takes."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import levattn
+
+__all__ = ["ALLOWED", "Function", "parse_function"]
+
+ALLOWED = "a number p for |x|^p, huber[:delta], tukey[:c], l1l2, fair[:c] or softmax:radius"
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "huber": levattn.Huber,
+    "tukey": levattn.Tukey,
+    "l1l2": levattn.L1L2,
+    "fair": levattn.Fair,
+    "softmax": levattn.Softmax,
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """An attention function and the text that named it."""
+
+    text: str
+    f: Any
+
+    @property
+    def is_square(self) -> bool:
+        """Whether it is x², whose scores are leverage scores."""
+        return bool(self.f == 2)
+
+
+def parse_function(text: str) -> Function:
+    """Return the function that `text` names; what is wrong with it is an error of the command line."""
+    import typer
+
+    name, colon, parameter = text.partition(":")
+    try:
+        if name not in _BY_NAME:
+            return Function(text, _number(text, "there is no such function"))
+        if colon and name == "l1l2":
+            raise ValueError("l1l2 takes no number")
+        if not colon and name == "softmax":
+            raise ValueError("softmax needs the largest norm of a query, as in softmax:4")
+        return Function(
+            text, _BY_NAME[name](*([_number(parameter, f"{parameter!r} is not a number")] if colon else []))
+        )
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: {error}. Allowed are {ALLOWED}", param_hint="--function") from None
+
+
+def _number(text: str, otherwise: str) -> float:
+    """Return the number that `text` is; if it is none, raise an error that says `otherwise`."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(otherwise) from None
+    if not math.isfinite(number) or number <= 0:
+        raise ValueError(f"the number is {number:g}, expected a finite number above 0")
+    return number
