@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, as_mask, as_matrices, to_device, to_float64, to_numpy
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._kernels import Float64, Rows, kernels_for, precise_products
 from levattn._threads import parallel_for
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon, factorize
@@ -26,6 +26,8 @@ _ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any
 _LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
 _LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
+_MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
+_LOG_ERROR = 1e-12  # of a logarithm, by which bounds are raised
 _CHUNK = 1 << 15  # keys whose figures are worked on at a time
 
 
@@ -264,19 +266,20 @@ def certify(
     else:
         names = [method]
     upper = np.ones(tau.shape)
-    for name in names:
-        if name == "leverage":
-            bound = _direct(tau, growth, rows)
-        elif name == "lewis":
-            bound = _lewis(rows, tau, growth, iterations)
-        elif name == "lift":
-            bound = _scores(factor_moments(_lifted(rows, round(growth / 2)), single="no"))
-        elif name == "block":
-            source = rows if growth <= 2 else _lifted(rows, math.ceil(growth / 2))
-            bound = np.stack([_block(source.item(i), epsilon, rng) for i in range(len(tau))])
-        else:
-            bound = _jensen(rows, f.root(d) if isinstance(f, Softmax) else np.eye(d))
-        upper = np.minimum(upper, bound)
+    with np.errstate(over="ignore", invalid="ignore"):  # a bound beyond the range of float64 is no bound
+        for name in names:
+            if name == "leverage":
+                bound = _direct(tau, growth, rows)
+            elif name == "lewis":
+                bound = _lewis(rows, tau, growth, iterations)
+            elif name == "lift":
+                bound = _lift(factor, tau, round(growth / 2))
+            elif name == "block":
+                source = rows if growth <= 2 else _lifted(factor, math.ceil(growth / 2))
+                bound = np.stack([_block(source.item(i), epsilon, rng) for i in range(len(tau))])
+            else:
+                bound = _jensen(rows, f.root(d) if isinstance(f, Softmax) else np.eye(d))
+            upper = np.fmin(upper, bound)  # not a number where it is infinity times zero
     if not isinstance(f, Softmax):
         upper = np.where(tau > 0, upper, 0.0)
     if rows.mask is not None:
@@ -284,7 +287,8 @@ def certify(
     if isinstance(f, Softmax):
         total = np.full(len(rank), np.inf)
     elif isinstance(f, Power):
-        total = rank ** max(1.0, growth / 2)
+        with np.errstate(over="ignore"):
+            total = rank ** max(1.0, growth / 2)
     else:
         total = 8 * np.array(
             [math.comb(int(r) + max(1, math.ceil(growth / 2)) - 1, max(1, math.ceil(growth / 2))) for r in rank]
@@ -304,10 +308,20 @@ def _applying(f: AttentionFunction | Softmax) -> tuple[str, ...]:
     return ("leverage", "lewis", *(("lift",) if even else ()), "block")
 
 
-def _scores(factor: Factor) -> Float64:
-    """Return leverage scores in float64, raised by their estimated rounding error; they stay at most 1."""
+def _scores(factor: Factor, rounding: float = 0.0) -> Float64:
+    """Return leverage scores in float64, raised by their estimated error; they stay at most 1.
+
+    `rounding` is the relative error of the entries of the rows, which were not given but computed: it moves the root
+    of a score by at most as much times the condition number.
+    """
     scores = to_numpy(factor.scores()[0]).astype(np.float64)
     scores *= 1 + 4 * factor.score_error[:, None]
+    if rounding:
+        for item, rank in enumerate(factor.rank):
+            if rank:
+                s = np.linalg.svd(factor.even_normalizer(item)[0], compute_uv=False)
+                shift = 4 * rounding * s[0] / max(s[rank - 1], 1e-300)
+                scores[item] = np.where(scores[item] > 0, (np.sqrt(scores[item]) + shift) ** 2, 0.0)
     return np.minimum(scores, 1.0, out=scores)
 
 
@@ -317,11 +331,16 @@ def _by_chunks(body: Callable[[slice], None], n: int) -> None:
 
 
 def _direct(tau: Float64, p: float, rows: Rows) -> Float64:
-    """Bound by comparing ‖Ky‖₂ with ‖Ky‖_p."""
+    """Bound by comparing ‖Ky‖₂ with ‖Ky‖_p; in logarithms, as large powers of small numbers leave the range."""
+    with np.errstate(divide="ignore"):
+        logs = np.log(tau)
     if p <= 2:
-        return np.asarray(np.max(tau, axis=1, keepdims=True, initial=0.0) ** (1 - p / 2) * tau ** (p / 2))
-    n = np.full((len(tau), 1), tau.shape[1]) if rows.mask is None else to_numpy(rows.mask).sum(axis=1, keepdims=True)
-    return np.asarray(np.minimum(np.maximum(n, 1) ** (p / 2 - 1) * tau ** (p / 2), 1.0))
+        constant = np.max(logs, axis=1, keepdims=True, initial=-np.inf)
+        constant = np.where(np.isfinite(constant), constant, 0.0) * (1 - p / 2)
+    else:
+        n = np.full((len(tau), 1), tau.shape[1]) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)[:, None]
+        constant = (p / 2 - 1) * np.log(np.maximum(n, 1))
+    return np.asarray(np.exp(np.minimum(constant + p / 2 * logs + _LOG_ERROR * (1 + p), 0.0)))
 
 
 def _iterated(rows: Rows, tau: Float64, p: float, iterations: int) -> tuple[Float64, Float64]:
@@ -348,7 +367,7 @@ def _iterated(rows: Rows, tau: Float64, p: float, iterations: int) -> tuple[Floa
         largest = np.max(v, axis=1, keepdims=True, initial=0.0, where=live & np.isfinite(v))
         np.clip(v, _LEAST_WEIGHT * largest, largest, out=v)
         v[~live] = 1.0
-        tau = _scores(factor_moments(replace(rows, weights=v)))
+        tau = _scores(factor_moments(replace(rows, weights=v)), UNIT)
     return v, tau
 
 
@@ -360,21 +379,25 @@ def _lewis(rows: Rows, tau: Float64, p: float, iterations: int) -> Float64:
     for p ≤ 2.
     """
     v, tau = _iterated(rows, tau, p, iterations)
-    h, w = np.empty(v.shape), np.empty(v.shape)
+    log_h, log_w = np.empty(v.shape), np.empty(v.shape)
 
     def body(part: slice) -> None:
-        h[:, part] = (tau[:, part] / v[:, part] ** 2) ** (p / 2)
-        w[:, part] = np.where(tau[:, part] > 0, v[:, part] ** (2 * p / (p - 2)), 0.0)
+        with np.errstate(divide="ignore"):
+            logs = np.log(v[:, part])
+            log_h[:, part] = p / 2 * (np.log(tau[:, part]) - 2 * logs)
+        log_w[:, part] = 2 * p / (p - 2) * logs
 
     _by_chunks(body, v.shape[1])
+    live = tau > 0
     if p >= 2:
-        constant = w.sum(axis=1, keepdims=True) ** (p / 2 - 1)
+        top = np.max(log_w, axis=1, keepdims=True, initial=-np.inf, where=live)
+        top = np.where(np.isfinite(top), top, 0.0)
+        total = np.sum(np.exp(log_w - top, where=live, out=np.zeros(live.shape)), axis=1, keepdims=True)
+        constant = (p / 2 - 1) * (top + np.log(np.maximum(total, 1.0)))
     else:
-        ratio = np.divide(h, w, out=np.zeros(h.shape), where=w > 0)
-        constant = np.max(ratio, axis=1, keepdims=True, initial=0.0) ** (2 / p - 1)
-    # rounding of the powers, whose bases lie within 10^±40
-    slack = 1 + 2000 * UNIT * (p + 2 / p + 2 * p / abs(p - 2))
-    return np.asarray(np.minimum(constant * h * slack, 1.0))
+        ratio = np.max(log_h - log_w, axis=1, keepdims=True, initial=-np.inf, where=live)
+        constant = (2 / p - 1) * np.where(np.isfinite(ratio), ratio, 0.0)
+    return np.asarray(np.exp(np.minimum(constant + log_h + _LOG_ERROR * (1 + p + 1 / p + p / abs(p - 2)), 0.0)))
 
 
 def _lift_is_small(rows: Rows, p: float) -> bool:
@@ -383,16 +406,35 @@ def _lift_is_small(rows: Rows, p: float) -> bool:
     return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
 
 
-def _lifted(rows: Rows, m: int) -> Rows:
-    """Return the keys' products of m coordinates, so weighted that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``."""
-    keys = to_float64(rows.keys, rows.format)
-    if rows.mask is not None:
-        keys = np.where(to_numpy(rows.mask)[:, :, None], keys, 0.0)
-    largest = np.max(np.abs(keys), axis=(1,), keepdims=True, initial=0.0)
-    keys = np.ldexp(
-        keys, -np.frexp(largest)[1]
-    )  # columns of like size: scores do not see it, and products stay in range
-    indices = np.array(list(combinations_with_replacement(range(rows.shape[2]), m)))
+def _lift(factor: Factor, tau: Float64, m: int) -> Float64:
+    """Bound by the leverage scores of the lift."""
+    scores = _scores(factor_moments(_lifted(factor, m), single="no"), 4 * m * UNIT)
+    return np.where(tau < 1, scores, 1.0)  # a key alone in a direction, or outside what is lifted
+
+
+def _lifted(factor: Factor, m: int) -> Rows:
+    """Return products of m coordinates of the whitened keys, so weighted that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``.
+
+    The scores of a lift do not depend on the basis of the keys, but its condition number is the m-th power of theirs.
+    """
+    rows = factor.rows
+    b, n, _ = rows.shape
+    r = int(factor.rank.max(initial=1))
+    keys: Float64 = np.zeros((b, n, max(r, 1)))
+    for item in range(b):
+        one = rows.item(item)
+        K = to_float64(one.keys, one.format)[0]
+        if one.mask is not None:
+            K = np.where(to_numpy(one.mask)[0][:, None], K, 0.0)
+        W = factor.whitening[item]
+        live = np.any(W != 0, axis=0)
+        N, exponents = factor.even_normalizer(item)
+        W = np.ldexp(W if one.scale is None else W * one.scale[0][:, None], exponents[:, None])[:, live]
+        K = np.ldexp(K, -exponents)
+        s = np.linalg.svd(N, compute_uv=False)
+        mild = live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
+        keys[item, :, : W.shape[1]] = K @ W if mild else precise_products(K, np.ascontiguousarray(W.T))
+    indices = np.array(list(combinations_with_replacement(range(keys.shape[2]), m)))
     orders = [math.prod(math.factorial(int(np.count_nonzero(index == i))) for i in set(index)) for index in indices]
     factors = np.sqrt(math.factorial(m) / np.array(orders, np.float64))
     lifted: Float64 = np.empty((*keys.shape[:2], len(indices)))

@@ -111,6 +111,9 @@ class UniversalSet:
     def size_bound(self) -> Any:
         """The theorem's bound on the size: `total_bound`/ε (rank/ε for f(x) = x²), infinite for ε = 0.
 
+        For other functions it bounds the smallest such set, and the expected size of one made of blocks; a set made of
+        other certified bounds may be larger.
+
         Returns
         -------
         float or array of shape (...,)

@@ -201,11 +201,33 @@ def test_masked_keys_take_no_part(f: Any) -> None:
 def test_the_scale_of_keys_changes_no_power(p: float, scale: float) -> None:
     K = strategies.case("coherent")[:, :5]
     plain = levattn.sensitivities(K, p)
-    np.testing.assert_allclose(levattn.sensitivities(K * scale, p).upper, plain.upper, rtol=1e-9)
+    np.testing.assert_allclose(levattn.sensitivities(K * scale, p).upper, plain.upper, rtol=1e-9, atol=1e-12)
     Q = queries(p, K, 0, 50)
     entries = levattn.heavy_attention(Q, K, 0.1, f=p).entries
     scaled = levattn.heavy_attention(Q / scale, K * scale, 0.1, f=p).entries
     np.testing.assert_allclose(scaled.toarray(), entries.toarray(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("p", [1e-3, 30, 300, 1000])
+def test_extreme_exponents(p: float) -> None:
+    K = np.random.default_rng(0).standard_normal((200, 3))
+    found = levattn.sensitivities(K, p)
+    assert np.all((found.upper >= 0) & (found.upper <= 1))
+    assert found.upper.max() > 1 / 200
+    reached = attention(p, naive.adversarial_queries(K), K) if p < 100 else np.zeros((1, 200))
+    assert np.all(reached.max(axis=0) <= found.upper * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("p", [4, 6])
+def test_the_lift_of_ill_conditioned_keys(p: int) -> None:
+    """The lift has a power of their condition number; rounding it must not lower a bound."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        n = int(rng.integers(4, 20))
+        K = rng.standard_normal((n, 2)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-2, 1e2)
+        K = K * np.array([1, 1e-4]) @ np.linalg.qr(rng.standard_normal((2, 2)))[0]
+        exact = levattn.exact_sensitivities(K, p).lower
+        assert np.all(levattn.sensitivities(K, p, method="lift").upper >= exact * (1 - 1e-9))
 
 
 def test_softmax_fails_without_a_radius() -> None:
