@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_matrices, to_device, to_float64, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, to_device, to_float64, to_numpy
+from levattn._causal import CausalChunk, causal_chunks
 from levattn._kernels import (
     Float64,
     Rows,
@@ -50,11 +51,14 @@ class HeavyAttention:
         ``Σ ⟨q_i, k_l⟩²`` over all keys; 0 for a query orthogonal to all keys, whose row of A is zero. Infinite or 0
         where the sum leaves the range of float64, which spoils none of the other figures.
     captured_mass : array of float64, shape (m,)
-        ``Σ A_ij`` over the keys of the universal set.
+        ``Σ A_ij`` over the keys of the universal set; for causal attention over the keys that were kept and those of
+        the row's own chunk.
     residual_mass : array of float64, shape (m,)
         ``Σ A_ij`` over the other keys.
-    universal : UniversalSet
-        The set that the entries were taken from.
+    universal : UniversalSet or None
+        The set that the entries were taken from; None for causal attention.
+    alive : array of int64 or None
+        For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε.
 
     Examples
     --------
@@ -71,8 +75,9 @@ class HeavyAttention:
     normalizers: Float64
     captured_mass: Float64
     residual_mass: Float64
-    universal: UniversalSet
-    _products: _Products = field(repr=False)
+    universal: UniversalSet | None
+    _products: _Products | _Causal = field(repr=False)
+    alive: npt.NDArray[np.int64] | None = None
 
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
         r"""Multiply the attention on the universal set by the values, with a bound on what is left out.
@@ -127,6 +132,8 @@ class HeavyAttention:
         if values.batch or values.n != n:
             shape = (*values.batch, values.n, values.d)
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
+        if self.universal is None or isinstance(self._products, _Causal):
+            return self._apply_causal(values, compensate, self._products)
         inside = to_numpy(self.universal.mask)
         present = self.universal.present
         everything = Rows(values.data, values.format, to_device(present[None], values.data))
@@ -161,6 +168,48 @@ class HeavyAttention:
         rounding = (error + 16 * UNIT * max(len(chosen), values.d)) * _largest_norm(scaled)
         with np.errstate(over="ignore"):
             return values.give_back(output), np.ldexp(bound * (1 + TIE) + rounding, power)
+
+    def _apply_causal(self, values: Matrices, compensate: str | None, causal: Any) -> tuple[Any, Float64]:
+        if compensate is not None:
+            raise ValueError(f"compensate is {compensate!r}; expected None for causal attention")
+        V = to_float64(values.data, values.format)[0]
+        if causal.rows.mask is not None:
+            V = np.where(to_numpy(causal.rows.mask)[0][:, None], V, 0.0)
+        bad = np.flatnonzero(~np.isfinite(V).all(axis=1))[:5]
+        if len(bad):
+            raise NonFiniteError(
+                f"V holds NaN or infinity, first in rows {bad.tolist()}; expected finite values for every key that "
+                "takes part"
+            )
+        power = int(np.frexp(np.abs(V).max(initial=0.0))[1])
+        V = np.ldexp(V, -power)
+        output = np.empty((len(self.normalizers), values.d))
+        error = np.empty(len(output))
+        for chunk in causal.chunks():
+            part = slice(*chunk.rows)
+            output[part] = chunk.scores @ V[chunk.keys]
+            error[part] = chunk.error + 4 * UNIT * len(chunk.keys)
+        error[~(self.normalizers > 0)] = 0.0
+        largest = float(np.linalg.norm(V, axis=1).max(initial=0.0))
+        r = np.where(self.normalizers > 0, self.residual_mass + error, 0.0)
+        spectral = float(np.linalg.norm(V, 2)) if V.size else 0.0
+        bound = np.minimum(r * largest, np.sqrt(causal.epsilon * r) * spectral) * (1 + TIE)
+        bound += (error + 16 * UNIT * values.d) * largest
+        with np.errstate(over="ignore"):
+            return values.give_back(np.ldexp(output, power)), np.ldexp(bound, power)
+
+
+@dataclass(frozen=True)
+class _Causal:
+    """What it takes to run through the chunks of causal attention again."""
+
+    queries: Float64
+    rows: Rows
+    exponents: npt.NDArray[np.int32]
+    epsilon: float
+
+    def chunks(self) -> Iterator[CausalChunk]:
+        return causal_chunks(self.queries, self.rows, self.exponents, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -240,6 +289,7 @@ def heavy_attention(
     *,
     f: Any = 2,
     universal: UniversalSet | None = None,
+    causal: bool = False,
     mask: Any = None,
 ) -> HeavyAttention:
     r"""Find every attention score of at least ε, without forming the attention matrix.
@@ -262,6 +312,9 @@ def heavy_attention(
     universal : UniversalSet, optional
         The universal set of the same keys for ε or less, if it is known already: then nothing of size n is touched
         but the rows of K in the set.
+    causal : bool, default False
+        Query t attends to the keys up to t alone, and its normaliser is the sum over these; m = n. For x² only, and
+        without `universal`: the set of keys changes from row to row.
     mask : array of bool, shape (n,), optional
         True for a key that takes part. Not with `universal`, which has its own.
 
@@ -306,6 +359,8 @@ def heavy_attention(
     """
     function = as_function(f)
     epsilon = check_epsilon(epsilon)
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal is {causal!r}; expected True or False")
     queries, keys = as_matrices(Q, "Q"), as_matrices(K, "K")
     for name, matrices in (("Q", queries), ("K", keys)):
         if matrices.batch:
@@ -313,6 +368,8 @@ def heavy_attention(
             raise ValueError(f"{name} has shape {shape}; expected one matrix. Call heavy_attention for each head")
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
+    if causal:
+        return _causal_attention(queries, keys, epsilon, function, universal, mask)
     if universal is None:
         universal = universal_set(K, epsilon, f=f, mask=mask)
     elif mask is not None:
@@ -368,6 +425,58 @@ def _prepared(
     precise = d * UNIT * cancellation > _PRODUCT_ERROR
     product = np.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
     return _Products(f, Q, keys, D, precise, error + 2 * product)
+
+
+def _causal_attention(
+    queries: Matrices,
+    keys: Matrices,
+    epsilon: float,
+    f: AttentionFunction | Softmax,
+    universal: UniversalSet | None,
+    mask: Any,
+) -> HeavyAttention:
+    """Do what `heavy_attention` does where each query attends to the keys up to its own."""
+    if not (isinstance(f, Power) and f.p == 2):
+        raise ValueError(f"f is {f!r}; expected 2 for causal attention")
+    if universal is not None:
+        raise ValueError("universal and causal: both given; expected no set, as it changes from row to row")
+    if queries.n != keys.n:
+        raise ValueError(
+            f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys where causal=True"
+        )
+    rows = Rows(keys.data, keys.format, as_mask(mask, keys))
+    kernels = kernels_for(rows)
+    largest = kernels.column_maxima(rows)[0]
+    Q = to_float64(queries.data, queries.format)[0]
+    for name, finite in (("K", np.isfinite(largest).all()), ("Q", np.isfinite(Q).all())):
+        if not finite:
+            of_queries = np.flatnonzero(~np.isfinite(Q).all(axis=1))[:5].tolist()
+            bad = kernels.nonfinite_rows(rows, 0, 5) if name == "K" else of_queries
+            raise NonFiniteError(f"{name} holds NaN or infinity, first in rows {bad}; expected finite numbers")
+    exponents = np.frexp(largest)[1].astype(np.int32)
+    even, powers = _even_queries(Q, exponents)
+    causal = _Causal(even, rows, exponents, epsilon)
+    D, captured = np.zeros(keys.n), np.zeros(keys.n)
+    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    alive = []
+    for chunk in causal.chunks():
+        part = slice(*chunk.rows)
+        D[part], captured[part] = chunk.normalizers, chunk.scores.sum(axis=1)
+        i, j = np.nonzero(chunk.scores >= epsilon * (1 - TIE))
+        found.append((chunk.rows[0] + i, chunk.keys[j], chunk.scores[i, j]))
+        alive.append(chunk.alive)
+    captured = np.clip(captured, 0.0, 1.0)
+    with np.errstate(over="ignore"):
+        normalizers = np.ldexp(D, 2 * powers)
+    return HeavyAttention(
+        entries=_csr(found, (keys.n, keys.n)),
+        normalizers=normalizers,
+        captured_mass=captured,
+        residual_mass=np.where(D > 0, 1 - captured, 0.0),
+        universal=None,
+        _products=causal,
+        alive=np.array(alive, np.int64),
+    )
 
 
 def _of_other_function(

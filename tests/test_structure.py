@@ -31,7 +31,7 @@ LAYERS = {
     1: ("_kernels",),
     2: ("linalg", "states", "functions", "sketch"),
     3: ("leverage", "sensitivity", "exact"),
-    4: ("universal", "heavy", "streaming", "io"),
+    4: ("universal", "heavy", "_causal", "streaming", "io"),
     5: ("distributed", "attention"),
     6: ("nn", "integrations", "plots", "cli"),
     7: ("",),  # levattn/__init__.py: the public names

@@ -100,8 +100,8 @@ def run(epsilon: float, out: Path, as_json: bool) -> None:
 
 def _measure(place: tuple[int, int], encoder: Any, epsilon: float) -> _Head:
     Q, K = (np.asarray(array[place], np.float64) for array in (encoder.queries, encoder.keys))
-    heavy = levattn.heavy_attention(encoder.queries[place], encoder.keys[place], epsilon)
-    chosen = heavy.universal
+    chosen = levattn.universal_set(encoder.keys[place], epsilon)
+    heavy = levattn.heavy_attention(encoder.queries[place], encoder.keys[place], epsilon, universal=chosen)
     worst, A_worst = _worst_case(K)
     heavy_worst = levattn.heavy_attention(worst, encoder.keys[place], epsilon, universal=chosen)
     A, P = _x2_attention(Q, K), _softmax_attention(Q, K, encoder.scale)
