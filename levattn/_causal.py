@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ class CausalChunk:
     rows: the first row and the one after the last.
     keys: ascending indices of the keys: those kept from before, and the chunk's own.
     scores: (rows, keys), zero for keys after the row.
-    normalizers: of the rows, in the units of the queries given.
+    normalizers: of the rows, in the units of the queries as they were read.
     error: estimated relative error of a score of each row.
     alive: number of keys kept after the chunk.
     """
@@ -41,8 +41,12 @@ class CausalChunk:
     alive: int
 
 
-def causal_chunks(Q: Float64, rows: Rows, exponents: npt.NDArray[np.int32], epsilon: float) -> Iterator[CausalChunk]:
-    """Give the chunks of causal attention of queries Q (n, d) over a batch of one, divided by powers of two.
+def causal_chunks(
+    queries: Callable[[int, int], Float64], rows: Rows, exponents: npt.NDArray[np.int32], epsilon: float
+) -> Iterator[CausalChunk]:
+    """Give the chunks of causal attention over a batch of one, whose columns are divided by powers of two.
+
+    `queries` returns some rows of queries in float64, multiplied by these powers.
 
     A key is kept while its leverage score among the keys so far is at least ε. It never rises again, so no row after
     can give a key that was let go a score of ε. At most rank/ε keys are kept after a chunk, where the moments resolve
@@ -58,7 +62,7 @@ def causal_chunks(Q: Float64, rows: Rows, exponents: npt.NDArray[np.int32], epsi
     for start in range(0, n, _CHUNK):
         stop = min(start + _CHUNK, n)
         K = _read(rows, present, start, stop, exponents)
-        q = Q[start:stop]
+        q = queries(start, stop)
         count = stop - start
         Z = np.hstack([q @ kept_keys.T, q @ K.T])
         squares = Z * Z

@@ -184,14 +184,15 @@ class HeavyAttention:
         power = int(np.frexp(np.abs(V).max(initial=0.0))[1])
         V = np.ldexp(V, -power)
         output = np.empty((len(self.normalizers), values.d))
-        error = np.empty(len(output))
+        error, live = np.empty(len(output)), np.empty(len(output), np.bool_)
         for chunk in causal.chunks():
             part = slice(*chunk.rows)
             output[part] = chunk.scores @ V[chunk.keys]
             error[part] = chunk.error + 4 * UNIT * len(chunk.keys)
-        error[~(self.normalizers > 0)] = 0.0
+            live[part] = chunk.normalizers > 0
+        error[~live] = 0.0
         largest = float(np.linalg.norm(V, axis=1).max(initial=0.0))
-        r = np.where(self.normalizers > 0, self.residual_mass + error, 0.0)
+        r = np.where(live, self.residual_mass + error, 0.0)
         spectral = float(np.linalg.norm(V, 2)) if V.size else 0.0
         bound = np.minimum(r * largest, np.sqrt(causal.epsilon * r) * spectral) * (1 + TIE)
         bound += (error + 16 * UNIT * values.d) * largest
@@ -203,13 +204,21 @@ class HeavyAttention:
 class _Causal:
     """What it takes to run through the chunks of causal attention again."""
 
-    queries: Float64
+    queries: Matrices
     rows: Rows
     exponents: npt.NDArray[np.int32]
     epsilon: float
 
+    def read(self, start: int, stop: int) -> tuple[Float64, npt.NDArray[np.int32]]:
+        """Return some queries multiplied by powers of two, and those that were taken out of each."""
+        Q = to_float64(self.queries.data[:, start:stop, :], self.queries.format)[0]
+        bad = np.flatnonzero(~np.isfinite(Q).all(axis=1))[:5] + start
+        if len(bad):
+            raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
+        return _even_queries(Q, self.exponents)
+
     def chunks(self) -> Iterator[CausalChunk]:
-        return causal_chunks(self.queries, self.rows, self.exponents, self.epsilon)
+        return causal_chunks(lambda start, stop: self.read(start, stop)[0], self.rows, self.exponents, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -447,32 +456,27 @@ def _causal_attention(
     rows = Rows(keys.data, keys.format, as_mask(mask, keys))
     kernels = kernels_for(rows)
     largest = kernels.column_maxima(rows)[0]
-    Q = to_float64(queries.data, queries.format)[0]
-    for name, finite in (("K", np.isfinite(largest).all()), ("Q", np.isfinite(Q).all())):
-        if not finite:
-            of_queries = np.flatnonzero(~np.isfinite(Q).all(axis=1))[:5].tolist()
-            bad = kernels.nonfinite_rows(rows, 0, 5) if name == "K" else of_queries
-            raise NonFiniteError(f"{name} holds NaN or infinity, first in rows {bad}; expected finite numbers")
-    exponents = np.frexp(largest)[1].astype(np.int32)
-    even, powers = _even_queries(Q, exponents)
-    causal = _Causal(even, rows, exponents, epsilon)
-    D, captured = np.zeros(keys.n), np.zeros(keys.n)
+    if not np.isfinite(largest).all():
+        bad = kernels.nonfinite_rows(rows, 0, 5)
+        raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")
+    causal = _Causal(queries, rows, np.frexp(largest)[1].astype(np.int32), epsilon)
+    D, captured, live = np.zeros(keys.n), np.zeros(keys.n), np.zeros(keys.n, np.bool_)
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     alive = []
     for chunk in causal.chunks():
         part = slice(*chunk.rows)
-        D[part], captured[part] = chunk.normalizers, chunk.scores.sum(axis=1)
+        with np.errstate(over="ignore"):
+            D[part] = np.ldexp(chunk.normalizers, 2 * causal.read(*chunk.rows)[1])
+        captured[part], live[part] = chunk.scores.sum(axis=1), chunk.normalizers > 0
         i, j = np.nonzero(chunk.scores >= epsilon * (1 - TIE))
         found.append((chunk.rows[0] + i, chunk.keys[j], chunk.scores[i, j]))
         alive.append(chunk.alive)
     captured = np.clip(captured, 0.0, 1.0)
-    with np.errstate(over="ignore"):
-        normalizers = np.ldexp(D, 2 * powers)
     return HeavyAttention(
         entries=_csr(found, (keys.n, keys.n)),
-        normalizers=normalizers,
+        normalizers=D,
         captured_mass=captured,
-        residual_mass=np.where(D > 0, 1 - captured, 0.0),
+        residual_mass=np.where(live, 1 - captured, 0.0),
         universal=None,
         _products=causal,
         alive=np.array(alive, np.int64),
