@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, as_mask, as_matrices, to_device, to_float64, to_numpy
-from levattn._kernels import Float64, Rows, kernels_for, precise_products
+from levattn._kernels import Float64, Rows, precise_products
+from levattn._softmax import ball, jensen
 from levattn._threads import parallel_for
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon, factorize
@@ -20,13 +21,15 @@ from levattn.linalg import UNIT, Factor, factor_moments
 
 __all__ = ["Sensitivities", "certify", "lewis_weights", "sensitivities"]
 
-Certificate = Literal["auto", "leverage", "lewis", "lift", "block", "jensen"]
+Certificate = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
 
 _ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any weights certify
 _LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
 _LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
 _MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
+_STEPS = 20  # towards the exact softmax sensitivity of each key that is undecided
+_PAIRS = 10**9  # pairs of keys up to which "auto" takes these steps
 _LOG_ERROR = 1e-12  # of a logarithm, by which bounds are raised
 _CHUNK = 1 << 15  # keys whose figures are worked on at a time
 
@@ -161,18 +164,19 @@ def sensitivities(
         Keys, as in `leverage_scores`.
     f : float, AttentionFunction or Softmax, default 2
         The attention function; a number p is abs(x)^p.
-    method : {"auto", "leverage", "lewis", "lift", "block", "jensen"}
+    method : {"auto", "leverage", "lewis", "lift", "block", "jensen", "ball"}
         "leverage": for abs(x)^p from the leverage scores τ alone, :math:`\tau_{\max}^{1-p/2} \tau_j^{p/2}` for p ≤
         2 and :math:`n^{p/2-1} \tau_j^{p/2}` for p ≥ 2; exact for p = 2. "lewis": for abs(x)^p from Lewis weights,
         converged or not. "lift": for even p the leverage scores of all products of p/2 coordinates. "block": for
         every function of the protocol, from the leverage scores against the blocks of a random partition; of growth
-        above 2 with the lift. "jensen": for `Softmax`. "auto": the element-wise minimum of those that apply and are
-        not too large.
+        above 2 with the lift. "jensen": for `Softmax` from the distances of the keys to their mean. "ball": the same,
+        and steps of a concave programme for the keys whose bound is still at least ε. "auto": the element-wise
+        minimum of those that apply and are not too large.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have bound 0.
     epsilon : float in (0, 1], default 0.05
-        For "block": the threshold for which the bounds are made, with ⌈2/ε⌉ blocks. Bounds below it are not made
-        smaller.
+        For "block" and "ball": the threshold for which the bounds are made, with ⌈2/ε⌉ blocks. Bounds below it are
+        not made smaller.
     iterations : int, default 5
         For "lewis": see `lewis_weights`. Any number gives valid bounds.
     rng : int or numpy.random.Generator, optional
@@ -197,8 +201,9 @@ def sensitivities(
     Notes
     -----
     Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift"
-    with D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block", which leaves keys aside as soon as their bound is below ε.
-    The bounds are raised by the estimated rounding error.
+    with D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block", which leaves keys aside as soon as their bound is below ε;
+    O(n² d) for "ball", which "auto" takes up to some 30 000 keys. The bounds are raised by the estimated rounding
+    error.
 
     References
     ----------
@@ -261,6 +266,8 @@ def certify(
     growth = 0.0 if isinstance(f, Softmax) else f.growth
     if method == "auto":
         names = [name for name in applying if name != "lift" or _lift_is_small(rows, growth)]
+        if "ball" in names and rows.shape[0] * rows.shape[1] ** 2 > _PAIRS:
+            names.remove("ball")
         if isinstance(f, Power) and "block" in names:
             names.remove("block")  # it takes as long as all the others together
     else:
@@ -278,7 +285,10 @@ def certify(
                 source = rows if growth <= 2 else _lifted(factor, math.ceil(growth / 2))
                 bound = np.stack([_block(source.item(i), epsilon, rng) for i in range(len(tau))])
             else:
-                bound = _jensen(rows, f.root(d) if isinstance(f, Softmax) else np.eye(d))
+                root = f.root(d) if isinstance(f, Softmax) else np.eye(d)
+                bound = jensen(rows, root)
+                if name == "ball":
+                    bound = ball(rows, root, bound, epsilon, _STEPS)
             upper = np.fmin(upper, bound)  # not a number where it is infinity times zero
     if not isinstance(f, Softmax):
         upper = np.where(tau > 0, upper, 0.0)
@@ -299,7 +309,7 @@ def certify(
 def _applying(f: AttentionFunction | Softmax) -> tuple[str, ...]:
     """Return the names of the certificates that hold for f."""
     if isinstance(f, Softmax):
-        return ("jensen",)
+        return ("jensen", "ball")
     if not isinstance(f, Power):
         return ("block",)
     if f.p == 2:
@@ -496,22 +506,3 @@ def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
         keys = array_api_compat.array_namespace(rows.keys).take(rows.keys, to_device(indices, rows.keys), axis=1)
     weights = None if rows.weights is None else rows.weights[:, indices]
     return replace(rows, keys=keys, mask=None, weights=weights)
-
-
-def _jensen(rows: Rows, root: Float64) -> Float64:
-    """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖."""
-    b, n, d = rows.shape
-    kernels = kernels_for(rows)
-    counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
-    mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
-    R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
-    flipped = np.ascontiguousarray(R[::-1, ::-1])
-    turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
-    squares = kernels.wide_zeros(rows)
-    kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
-    # rounding of k − mean, relative to the largest key
-    norms = np.sqrt(to_numpy(squares)) * (1 + 16 * d * UNIT) + 16 * d * UNIT * np.abs(mean).max(
-        initial=0.0
-    ) * np.linalg.norm(R)
-    with np.errstate(over="ignore"):
-        return np.asarray(np.minimum(np.exp(norms) / np.maximum(counts, 1)[:, None], 1.0))

@@ -25,7 +25,7 @@ METHODS = [
     (6, "lift"),
     (2, "leverage"),
     *((f, "block") for f in OTHERS),
-    (levattn.Softmax(3.0), "jensen"),
+    *((levattn.Softmax(3.0), method) for method in ("jensen", "ball")),
 ]
 
 
@@ -228,6 +228,20 @@ def test_the_lift_of_ill_conditioned_keys(p: int) -> None:
         K = K * np.array([1, 1e-4]) @ np.linalg.qr(rng.standard_normal((2, 2)))[0]
         exact = levattn.exact_sensitivities(K, p).lower
         assert np.all(levattn.sensitivities(K, p, method="lift").upper >= exact * (1 - 1e-9))
+
+
+def test_steps_bring_softmax_near_its_exact_sensitivity() -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((150, 4))
+    A = rng.standard_normal((4, 4))
+    for f in (levattn.Softmax(4.0), levattn.Softmax(2.0, A @ A.T)):
+        exact = levattn.exact_sensitivities(K, f)
+        jensen = levattn.sensitivities(K, f, method="jensen").upper
+        found = levattn.sensitivities(K, f, method="ball", epsilon=0.1).upper
+        assert np.all(found >= exact.lower * (1 - 1e-9))
+        assert np.all(found <= jensen)
+        assert np.count_nonzero(found >= 0.1) <= 1.1 * np.count_nonzero(exact.upper >= 0.1)
+        assert np.count_nonzero(jensen >= 0.1) > 1.3 * np.count_nonzero(exact.upper >= 0.1)
 
 
 def test_softmax_fails_without_a_radius() -> None:

@@ -30,7 +30,7 @@ LAYERS = {
     0: ("exceptions", "_array", "_random", "_threads"),
     1: ("_kernels",),
     2: ("linalg", "states", "functions", "sketch"),
-    3: ("leverage", "sensitivity", "exact"),
+    3: ("leverage", "sensitivity", "_softmax", "exact"),
     4: ("universal", "heavy", "_causal", "streaming", "io"),
     5: ("distributed", "attention"),
     6: ("nn", "integrations", "plots", "cli"),
