@@ -2,7 +2,7 @@
 
 For each of 72 heads the queries lie in a ball (of their largest norm) and in an ellipsoid (of their second moment,
 wide enough for all of them). A key is kept if its certified sensitivity is at least ε; "heavy" keys really receive a
-softmax score of at least ε.
+softmax score of at least ε from a query of the text, so no certified set has fewer keys than these.
 
     python examples/benchmarks/softmax_sets.py [--epsilon 0.05]
 """
