@@ -12,7 +12,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Matrices", "as_mask", "as_matrices", "to_device", "to_float64", "to_numpy"]
+__all__ = ["Matrices", "as_mask", "as_matrices", "take", "to_device", "to_float64", "to_numpy"]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -207,6 +207,13 @@ def to_device(array: npt.NDArray[Any], like: Any) -> Any:
     xp = array_api_compat.array_namespace(like)
     # torch takes no negative strides and warns of memory that cannot be written
     return xp.asarray(np.require(array, requirements=["C", "W"]), device=array_api_compat.device(like))
+
+
+def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
+    """Return some rows of every matrix of a batch (b, n, d)."""
+    if isinstance(data, np.ndarray):
+        return data[:, rows, :]
+    return array_api_compat.array_namespace(data).take(data, to_device(rows, data), axis=1)
 
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:

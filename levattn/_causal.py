@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_float64, to_numpy
+from levattn._array import to_numpy
 from levattn._kernels import Float64, Rows, inverse_cholesky, precise_products
-from levattn.linalg import UNIT, factor_moments
+from levattn.linalg import UNIT, dense, factor_moments
+from levattn.universal import TIE
 
-__all__ = ["CausalChunk", "causal_chunks"]
+__all__ = ["NORMALIZER_ERROR", "PRODUCT_ERROR", "CausalChunk", "causal_chunks"]
 
 _CHUNK = 256  # rows that are worked on at a time
-_TIE = 1e-9
-_NORMALIZER_ERROR = _TIE / 2
-_PRODUCT_ERROR = _TIE / 8
+NORMALIZER_ERROR = TIE / 2  # estimated relative error beyond which a normaliser is computed more precisely
+PRODUCT_ERROR = TIE / 8  # the same for a product of a query and a key that makes a heavy entry
 _SCORE_ERROR = 1e-3  # estimated relative error of a score up to which keys are let go by it
 
 
@@ -54,14 +54,13 @@ def causal_chunks(
     made when there are too many.
     """
     n, d = rows.shape[1:]
-    present = None if rows.mask is None else to_numpy(rows.mask)[0]
     G = np.zeros((d, d))
     kept, kept_keys = np.zeros(0, np.int64), np.zeros((0, d))
     limit = 2 * d / epsilon
     below = np.tri(_CHUNK)
     for start in range(0, n, _CHUNK):
         stop = min(start + _CHUNK, n)
-        K = _read(rows, present, start, stop, exponents)
+        K = _read(rows, start, stop, exponents)
         q = queries(start, stop)
         count = stop - start
         Z = np.hstack([q @ kept_keys.T, q @ K.T])
@@ -76,14 +75,14 @@ def causal_chunks(
         with np.errstate(divide="ignore", invalid="ignore"):
             error = (8 + start / _CHUNK) * UNIT * size / D
             product = d * UNIT * (np.abs(q) @ largest) / np.sqrt(epsilon * D)
-        exact = np.flatnonzero(~(error <= _NORMALIZER_ERROR) | ~(product <= _PRODUCT_ERROR))
+        exact = np.flatnonzero(~(error <= NORMALIZER_ERROR) | ~(product <= PRODUCT_ERROR))
         if len(exact):
             Z = precise_products(q[exact], np.vstack([kept_keys, K])) ** 2
             Z[:, len(kept) :] *= below[exact, :count]
             squares[exact] = Z
             total = Z[:, len(kept) :].sum(axis=1)
             for low in range(0, start, 16 * _CHUNK):
-                part = _read(rows, present, low, min(low + 16 * _CHUNK, start), exponents)
+                part = _read(rows, low, min(low + 16 * _CHUNK, start), exponents)
                 total += (precise_products(q[exact], part) ** 2).sum(axis=1)
             floor = (d * UNIT) ** 2 * d * np.einsum("ij,ij->i", q[exact], q[exact]) * np.max(np.diag(G), initial=1.0)
             D[exact] = np.where(total > floor, total, 0.0)
@@ -103,13 +102,9 @@ def causal_chunks(
         yield CausalChunk((start, stop), kept_now, scores, D, error + 2 * product, len(kept))
 
 
-def _read(
-    rows: Rows, present: npt.NDArray[np.bool_] | None, start: int, stop: int, exponents: npt.NDArray[np.int32]
-) -> Float64:
+def _read(rows: Rows, start: int, stop: int, exponents: npt.NDArray[np.int32]) -> Float64:
     """Return some keys in float64, divided by powers of two, zero where masked."""
-    part = rows.between(start, stop)
-    keys = np.ldexp(to_float64(part.keys, part.format)[0], -exponents)
-    return keys if present is None else np.where(present[start:stop, None], keys, 0.0)
+    return np.ldexp(dense(rows, start, stop), -exponents)
 
 
 def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> tuple[npt.NDArray[np.bool_], bool]:
@@ -120,11 +115,11 @@ def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> tuple[npt.
         return np.any(keys != 0, axis=1), False
     turned = keys @ W[0]
     scores = np.einsum("ij,ij->i", turned, turned)
-    return scores * (1 + 4 * error) >= epsilon * (1 - _TIE), True
+    return scores * (1 + 4 * error) >= epsilon * (1 - TIE), True
 
 
 def _still_by_factor(rows: Rows, stop: int, indices: npt.NDArray[np.int64], epsilon: float) -> npt.NDArray[np.bool_]:
     """Tell the same by a stable factorisation of all keys so far."""
     factor = factor_moments(rows.between(0, stop), single="no")
     scores = to_numpy(factor.scores(wide=True)[0])[0][indices]
-    return np.asarray(scores * (1 + 4 * float(factor.score_error[0])) >= epsilon * (1 - _TIE))
+    return np.asarray(scores * (1 + 4 * float(factor.score_error[0])) >= epsilon * (1 - TIE))

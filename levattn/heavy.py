@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, to_device, to_float64, to_numpy
-from levattn._causal import CausalChunk, causal_chunks
+from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
+from levattn._causal import NORMALIZER_ERROR, PRODUCT_ERROR, CausalChunk, causal_chunks
 from levattn._kernels import (
     Float64,
     Rows,
@@ -25,7 +25,7 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon
 from levattn.linalg import UNIT
 from levattn.states import second_moments
-from levattn.universal import TIE, UniversalSet, rescored, take, universal_set
+from levattn.universal import TIE, UniversalSet, rescored, universal_set
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["HeavyAttention", "heavy_attention"]
 
 _BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
-_NORMALIZER_ERROR = TIE / 2  # estimated relative error beyond which a normaliser is computed more precisely
 _TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
 _SAMPLE = 64  # keys outside a set whose scores are compared with those of K
-_PRODUCT_ERROR = TIE / 8  # the same for a product of a query and a key that makes a heavy entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +230,6 @@ class _Products:
     """
 
     f: AttentionFunction | Softmax
-
     queries: Float64
     keys: Float64
     normalizers: Float64
@@ -431,7 +428,7 @@ def _prepared(
     largest = np.max(np.abs(keys), axis=0, initial=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         cancellation = np.where(D > 0, np.einsum("ij,j->i", np.abs(Q), largest) / np.sqrt(epsilon * D), 0.0)
-    precise = d * UNIT * cancellation > _PRODUCT_ERROR
+    precise = d * UNIT * cancellation > PRODUCT_ERROR
     product = np.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
     return _Products(f, Q, keys, D, precise, error + 2 * product)
 
@@ -514,7 +511,7 @@ def _of_other_function(
         largest = np.max(np.abs(Q @ selected.T), axis=1, initial=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         product = np.where(size > 0, growth * d * UNIT * size / largest, 0.0)
-    precise = product > _PRODUCT_ERROR
+    precise = product > PRODUCT_ERROR
     for part in np.array_split(np.flatnonzero(precise), max(1, int(precise.sum()) // 256)):
         if len(part):
             D[part] = _sums(Q[part], keys, universal.present, f, precise=True)
@@ -653,11 +650,11 @@ def _normalizers(
     D, size = query_norms(Q, N)
     with np.errstate(divide="ignore", invalid="ignore"):
         error = 2 * UNIT * np.sqrt(d * size / D) + float(factor.error[0])
-    doubtful = np.flatnonzero(~(error <= _NORMALIZER_ERROR))
+    doubtful = np.flatnonzero(~(error <= NORMALIZER_ERROR))
     if not len(doubtful):
         return D, error
     parts = factor.even_basis(0, exponents)
-    if parts is not None and factor.error[0] <= _NORMALIZER_ERROR:
+    if parts is not None and factor.error[0] <= NORMALIZER_ERROR:
         B, C = parts
         D[doubtful] = query_norms(precise_solutions(B, Q[doubtful]), np.asarray(np.linalg.inv(C)))[0]
         error[doubtful] = float(factor.error[0]) + 8 * d * UNIT

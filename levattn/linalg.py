@@ -19,7 +19,7 @@ from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernel
 from levattn.exceptions import NonFiniteError
 from levattn.states import second_moments
 
-__all__ = ["UNIT", "Factor", "factor_moments", "factor_qr", "prepare", "rank_tolerance"]
+__all__ = ["UNIT", "Factor", "dense", "factor_moments", "factor_qr", "prepare", "rank_tolerance"]
 
 UNIT = 2.0**-53  # rounding of float64
 
@@ -401,7 +401,7 @@ def factor_moments(
     batch.counts_outside = rtol is None and ridge == 0
     for item in np.flatnonzero(~done).tolist():
         if n <= _FEW_ROWS * d:
-            found = _orthogonal(rows, item, _dense(rows.item(item), 0, n), penalty[item], cut)
+            found = _orthogonal(rows, item, dense(rows.item(item), 0, n), penalty[item], cut)
         else:
             start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
             found = _precondition(rows, item, G[item], penalty[item], start, target, cut, limit)
@@ -419,7 +419,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     _require_finite(rows, kernels_for(rows).column_maxima(rows))
     for item in range(b):
         one = rows.item(item)
-        R = _triangle(one) if method == "qr" else _dense(one, 0, n)
+        R = _triangle(one) if method == "qr" else dense(one, 0, n)
         penalty = _penalty(ridge, _column_norms(R)[None], np.ones((1, d)))[0] if ridge else np.zeros(d)
         batch.put(item, _orthogonal(rows, item, R, penalty, cut))
     return batch.factor()
@@ -450,7 +450,7 @@ def _complement(V: Float64) -> Float64:
     return np.asarray(np.linalg.svd(V)[2][r:].T if r else np.eye(d))
 
 
-def _dense(rows: Rows, start: int, stop: int) -> Float64:
+def dense(rows: Rows, start: int, stop: int) -> Float64:
     """Return some rows of a batch of one in float64, as they are read."""
     part = rows.between(start, stop)
     X = to_float64(part.keys, part.format)[0]
@@ -469,7 +469,7 @@ def _triangle(rows: Rows) -> Float64:
     step = max(4096, 4 * d)
     R = np.zeros((0, d))
     for start in range(0, n, step):
-        stacked = np.vstack([R, _dense(rows, start, min(start + step, n))])
+        stacked = np.vstack([R, dense(rows, start, min(start + step, n))])
         R = np.asarray(np.linalg.qr(stacked, mode="r"))
     return R
 

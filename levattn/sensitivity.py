@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, to_device, to_float64, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
 from levattn._kernels import Float64, Rows, precise_products
 from levattn._softmax import ball, jensen
 from levattn._threads import parallel_for
@@ -262,7 +262,6 @@ def certify(
     rows = factor.rows
     tau = _scores(factor)
     rank = factor.rank.astype(np.float64)
-    d = matrices.d
     growth = 0.0 if isinstance(f, Softmax) else f.growth
     if method == "auto":
         names = [name for name in applying if name != "lift" or _lift_is_small(rows, growth)]
@@ -284,8 +283,8 @@ def certify(
             elif name == "block":
                 source = rows if growth <= 2 else _lifted(factor, math.ceil(growth / 2))
                 bound = np.stack([_block(source.item(i), epsilon, rng) for i in range(len(tau))])
-            else:
-                root = f.root(d) if isinstance(f, Softmax) else np.eye(d)
+            elif isinstance(f, Softmax):
+                root = f.root(matrices.d)
                 bound = jensen(rows, root)
                 if name == "ball":
                     bound = ball(rows, root, bound, epsilon, _STEPS)
@@ -300,9 +299,8 @@ def certify(
         with np.errstate(over="ignore"):
             total = rank ** max(1.0, growth / 2)
     else:
-        total = 8 * np.array(
-            [math.comb(int(r) + max(1, math.ceil(growth / 2)) - 1, max(1, math.ceil(growth / 2))) for r in rank]
-        )
+        m = max(1, math.ceil(growth / 2))
+        total = 8 * np.array([math.comb(int(r) + m - 1, m) for r in rank])
     return Bounds(upper, tuple(names), np.asarray(total, np.float64), factor)
 
 
@@ -497,12 +495,6 @@ def _block(rows: Rows, epsilon: float, rng: int | np.random.Generator | None) ->
 
 
 def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
-    """Return some rows of a batch of one."""
-    if isinstance(rows.keys, np.ndarray):
-        keys = rows.keys if len(indices) == rows.shape[1] else rows.keys[:, indices, :]
-    else:
-        import array_api_compat
-
-        keys = array_api_compat.array_namespace(rows.keys).take(rows.keys, to_device(indices, rows.keys), axis=1)
-    weights = None if rows.weights is None else rows.weights[:, indices]
-    return replace(rows, keys=keys, mask=None, weights=weights)
+    """Return some rows of a batch of one, none of them masked; all of them without a copy."""
+    keys = rows.keys if len(indices) == rows.shape[1] else take(rows.keys, indices)
+    return replace(rows, keys=keys, mask=None)

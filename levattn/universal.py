@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, to_device, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_numpy
 from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.io import KeySource
@@ -362,15 +362,6 @@ def _largest_score(factor: Factor, matrices: Matrices, item: int, scores: Any, a
     margin = max(4 * float(factor.score_error[item]), TIE)
     rows = np.flatnonzero(among & (scores >= scores[among].max() * (1 - margin)))
     return float(rescored(factor, matrices, item, rows).max())
-
-
-def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
-    """Return some rows of every matrix of a batch."""
-    if isinstance(data, np.ndarray):
-        return data[:, rows, :]
-    import array_api_compat
-
-    return array_api_compat.array_namespace(data).take(data, to_device(rows, data), axis=1)
 
 
 def _largest(
