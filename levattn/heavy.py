@@ -56,7 +56,8 @@ class HeavyAttention:
     universal : UniversalSet or None
         The set that the entries were taken from; None for causal attention.
     alive : array of int64 or None
-        For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε.
+        For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε, but for
+        prefixes so ill-conditioned or rank-deficient that their moments do not tell the scores.
 
     Examples
     --------
@@ -331,8 +332,8 @@ def heavy_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, or `universal` does not cover ε or belongs to other keys (its shape, its dtype and
-        the scores of its keys and of a sample of the others are compared).
+        If an argument is wrong, or `universal` does not cover ε or belongs to other keys (its shape and dtype
+        are compared, and for x² the scores of its keys and of a sample of the others).
     NonFiniteError
         If queries or keys hold NaN or infinity.
 
