@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from levattn._array import to_float64, to_numpy
 from levattn._kernels import Float64, Rows, kernels_for
+from levattn._threads import parallel_for
 from levattn.linalg import UNIT
 
 __all__ = ["ball", "jensen"]
 
-_NUMBERS = 1 << 21  # logits in a block
+_NUMBERS = 1 << 18  # logits in a block
+_UNGROUPED = 4096  # keys up to which each stands for itself from the beginning
+_LINE_STEPS = 6
+_GROUPS = 128
+_ALONE = 128  # keys that are in no group
+_PAIRS = 3 * 10**8  # of undecided keys and all keys, up to which each stands for itself after all
 
 
 def jensen(rows: Rows, root: Float64) -> Float64:
@@ -36,7 +44,8 @@ def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int)
     """Lower the bounds of a batch that are at least ε by steps of Frank and Wolfe; what falls below is left alone.
 
     log σ_j is the maximum over ‖u‖ ≤ 1 of the concave g(u) = ⟨k_j, u⟩ − log Σ exp⟨k_l, u⟩, with keys multiplied by
-    Lᵀ. So the tangent plane at any u bounds it: log σ_j ≤ g + ‖∇g‖ − ⟨∇g, u⟩, and so does the least of several.
+    Lᵀ. So the tangent plane at any u bounds it: log σ_j ≤ g + ‖∇g‖ − ⟨∇g, u⟩, and so does the least of several. Of
+    many keys the sum is first bounded from below group by group: m keys of mean c add at least m exp⟨c, u⟩ (Jensen).
     """
     out = bounds.copy()
     for item in range(len(bounds)):
@@ -44,20 +53,65 @@ def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int)
         present = np.arange(rows.shape[1]) if one.mask is None else np.flatnonzero(to_numpy(one.mask)[0])
         keys = to_float64(one.keys, one.format)[0][present]
         keys = (keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys) @ root
-        open_ = np.flatnonzero(bounds[item, present] >= epsilon)
-        step = max(1, _NUMBERS // max(len(keys), 1))
-        for low in range(0, len(open_), step):
-            chosen = open_[low : low + step]
-            out[item, present[chosen]] = np.minimum(
-                bounds[item, present[chosen]], _climb(keys, keys[chosen], epsilon, steps)
-            )
+        least = bounds[item, present]
+        if len(keys) > _UNGROUPED and np.isfinite(keys).all():
+            _lower(least, keys, _groups(keys), epsilon, steps)
+        if np.count_nonzero(least >= epsilon) * len(keys) <= _PAIRS:  # else the groups have said what can be said
+            _lower(least, keys, _Terms(keys, np.zeros(len(keys))), epsilon, steps)
+        out[item, present] = least
     return out
 
 
-def _climb(keys: Float64, own: Float64, epsilon: float, steps: int) -> Float64:
-    """Return upper bounds of the sensitivities of some of the keys, for queries in the unit ball."""
+@dataclass(frozen=True)
+class _Terms:
+    """What is summed: exp(⟨mean, u⟩ + log); and what rounding moves a product with a mean."""
+
+    means: Float64
+    logs: Float64
+    error: float = 0.0
+
+
+def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float, steps: int) -> None:
+    """Lower the bounds that are at least ε, on all threads."""
+    open_ = np.flatnonzero(bounds >= epsilon)
+    step = max(1, _NUMBERS // max(len(terms.means), 1))
+
+    def body(i: int) -> None:
+        part = open_[i * step : (i + 1) * step]
+        bounds[part] = np.minimum(bounds[part], _climb(terms, keys[part], epsilon, steps))
+
+    parallel_for(body, -(-len(open_) // step))
+
+
+def _groups(keys: Float64) -> _Terms:
+    """Partition keys; return the means of the groups and the logarithms of their sizes.
+
+    Every partition gives valid bounds. The keys far out, which rule the sum for some queries, stand for themselves,
+    and the others are grouped by k-means.
+    """
+    from scipy.cluster.vq import kmeans, vq
+
+    rng = np.random.default_rng(0)
+    order = np.argsort(-np.einsum("ij,ij->i", keys, keys), kind="stable")
+    alone, rest = keys[order[:_ALONE]], keys[order[_ALONE:]]
+    sample = rest[rng.choice(len(rest), min(len(rest), 8 * _GROUPS), replace=False)]
+    first = np.unique(sample, axis=0)
+    first = first[rng.choice(len(first), min(_GROUPS, len(first)), replace=False)]
+    spread = float(np.sqrt(np.mean(np.sum(sample**2, axis=1))))
+    centres = kmeans(sample, first, thresh=1e-3 * spread)[0] if spread > 0 else first
+    labels = vq(rest, centres)[0]
+    sizes = np.bincount(labels, minlength=len(centres))
+    sums = np.stack([np.bincount(labels, column, len(centres)) for column in rest.T], axis=1)
+    live = sizes > 0
+    error = UNIT * int(sizes.max()) * float(np.abs(rest).max()) * keys.shape[1] ** 0.5
+    means = np.vstack([alone, sums[live] / sizes[live, None]])
+    return _Terms(means, np.log(np.concatenate([np.ones(len(alone)), sizes[live]])), error)
+
+
+def _climb(terms: _Terms, own: Float64, epsilon: float, steps: int) -> Float64:
+    """Return upper bounds of exp⟨k, u⟩ divided by the sum of the terms, over the unit ball, for some keys k."""
     u = np.zeros_like(own)
-    Z = np.zeros((len(own), len(keys)))
+    Z = np.tile(terms.logs, (len(own), 1))
     best = np.full(len(own), np.inf)
     live = np.arange(len(own))
     for _ in range(steps):
@@ -66,9 +120,9 @@ def _climb(keys: Float64, own: Float64, epsilon: float, steps: int) -> Float64:
         total = P.sum(axis=1, keepdims=True)
         P /= total
         g = np.einsum("ij,ij->i", own[live], u) - (top + np.log(total))[:, 0]
-        gradient = own[live] - P @ keys
+        gradient = own[live] - P @ terms.means
         size = np.linalg.norm(gradient, axis=1)
-        slack = 64 * UNIT * (1 + np.abs(Z).max(axis=1, initial=0.0)) * len(keys) ** 0.5
+        slack = 64 * UNIT * (1 + np.abs(Z).max(axis=1, initial=0.0)) * len(terms.means) ** 0.5 + 4 * terms.error
         best[live] = np.minimum(best[live], g + size - np.einsum("ij,ij->i", gradient, u) + slack)
         # a key is settled where its bound is below ε, or where a query already gives it ε
         still = (best[live] >= np.log(epsilon)) & (g < np.log(epsilon))
@@ -77,17 +131,26 @@ def _climb(keys: Float64, own: Float64, epsilon: float, steps: int) -> Float64:
             break
         corner = gradient / np.where(size > 0, size, 1.0)[:, None]
         direction = corner - u
-        change = direction @ keys.T
+        change = direction @ terms.means.T
         slope = np.einsum("ij,ij->i", own[live], direction)
-        gamma = np.zeros(len(live))
-        for _ in range(4):  # Newton's method for the best point between u and the corner
-            W = Z + gamma[:, None] * change
-            W = np.exp(W - W.max(axis=1, keepdims=True))
-            W /= W.sum(axis=1, keepdims=True)
-            mean = np.einsum("ij,ij->i", W, change)
-            variance = np.einsum("ij,ij,ij->i", W, change, change) - mean**2
-            gamma = np.clip(gamma + (slope - mean) / np.maximum(variance, 1e-300), 0.0, 1.0)
+        gamma = _best_step(Z, change, slope)
         u = u + gamma[:, None] * direction
         Z = Z + gamma[:, None] * change
     with np.errstate(over="ignore"):
         return np.asarray(np.minimum(np.exp(best), 1.0))
+
+
+def _best_step(Z: Float64, change: Float64, slope: Float64) -> Float64:
+    """Return the γ in [0, 1] with the largest γ slope − log Σ exp(Z + γ change): Newton's method, or bisection."""
+    low, high, gamma = np.zeros(len(Z)), np.ones(len(Z)), np.zeros(len(Z))
+    for _ in range(_LINE_STEPS):
+        W = Z + gamma[:, None] * change
+        W = np.exp(W - W.max(axis=1, keepdims=True))
+        W /= W.sum(axis=1, keepdims=True)
+        mean = np.einsum("ij,ij->i", W, change)
+        variance = np.einsum("ij,ij,ij->i", W, change, change) - mean**2
+        rising = slope > mean
+        low, high = np.where(rising, gamma, low), np.where(rising, high, gamma)
+        gamma = np.minimum(gamma + (slope - mean) / np.maximum(variance, 1e-300), 1.0)
+        gamma = np.where((gamma >= low) & (gamma <= high), gamma, (low + high) / 2)
+    return gamma

@@ -20,10 +20,11 @@ from levattn._kernels import (
     precise_solutions,
     query_norms,
 )
+from levattn._lift import lifted_sums
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon
-from levattn.linalg import UNIT
+from levattn.linalg import UNIT, dense
 from levattn.states import second_moments
 from levattn.universal import TIE, UniversalSet, rescored, universal_set
 
@@ -131,10 +132,7 @@ class HeavyAttention:
         if values.batch or values.n != n:
             shape = (*values.batch, values.n, values.d)
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
-        if self.universal is None or isinstance(self._products, _Causal):
-            return self._apply_causal(values, compensate, self._products)
-        inside = to_numpy(self.universal.mask)
-        present = self.universal.present
+        present = self._products.present
         everything = Rows(values.data, values.format, to_device(present[None], values.data))
         kernels = kernels_for(everything)
         largest = kernels.column_maxima(everything).max(initial=0.0)
@@ -145,58 +143,77 @@ class HeavyAttention:
             )
         power = int(np.frexp(largest)[1])  # taken out of the values, so that squares stay in range
         scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -np.clip(power, -1020, 1020))))
-        chosen = to_float64(take(values.data, np.flatnonzero(inside)), values.format)[0]
-        light = _Light.of(replace(scaled, mask=to_device((present & ~inside)[None], values.data)))
-
-        output = np.empty((len(self.normalizers), values.d))
-        for part, scores in self._products.scores():
-            output[part] = scores @ chosen
-        error = self._products.error
-        # what rounding of the scores may hide of the residual mass
-        r = np.where(self._products.live, self.residual_mass + error + 4 * UNIT * max(len(chosen), 1), 0.0)
-        outside = to_numpy(self.universal.scores)[present & ~inside]
-        # the scores may be rounded to float32, and a bound must not be rounded down
-        e = float(outside.max(initial=0.0)) * (1 + 4 * float(self.universal.factor.score_error[0]))
-        if compensate is None:
-            bound = np.minimum(r * light.largest, np.sqrt(e * r) * light.norm)
+        if isinstance(self._products, _Causal):
+            output, bound, error = self._causal_output(self._products, scaled, compensate is not None)
         else:
-            output += self.residual_mass[:, None] * np.ldexp(light.mean, power)
-            least = np.maximum(self.residual_mass - error, 0.0)
-            variance = np.maximum(e * r - least**2 / max(light.count, 1), 0.0)
-            bound = np.minimum(r * light.spread, np.sqrt(variance) * light.centred_norm)
-        rounding = (error + 16 * UNIT * max(len(chosen), values.d)) * _largest_norm(scaled)
+            output, bound, error = self._output(self._products, scaled, compensate is not None)
+        rounding = (error + 16 * UNIT * values.d) * _largest_norm(scaled)
         with np.errstate(over="ignore"):
-            return values.give_back(output), np.ldexp(bound * (1 + TIE) + rounding, power)
+            return values.give_back(np.ldexp(output, power)), np.ldexp(bound * (1 + TIE) + rounding, power)
 
-    def _apply_causal(self, values: Matrices, compensate: str | None, causal: Any) -> tuple[Any, Float64]:
-        if compensate is not None:
-            raise ValueError(f"compensate is {compensate!r}; expected None for causal attention")
-        V = to_float64(values.data, values.format)[0]
-        if causal.rows.mask is not None:
-            V = np.where(to_numpy(causal.rows.mask)[0][:, None], V, 0.0)
-        bad = np.flatnonzero(~np.isfinite(V).all(axis=1))[:5]
-        if len(bad):
-            raise NonFiniteError(
-                f"V holds NaN or infinity, first in rows {bad.tolist()}; expected finite values for every key that "
-                "takes part"
-            )
-        power = int(np.frexp(np.abs(V).max(initial=0.0))[1])
-        V = np.ldexp(V, -power)
-        output = np.empty((len(self.normalizers), values.d))
-        error, live = np.empty(len(output)), np.empty(len(output), np.bool_)
+    def _output(self, products: _Products, values: Rows, compensate: bool) -> tuple[Float64, Float64, Float64]:
+        """Return the output, its bound, and the relative error of the scores, for values in a tame range."""
+        universal, present = products.universal, products.present
+        inside = to_numpy(universal.mask)
+        light = _Light.of(replace(values, mask=to_device((present & ~inside)[None], values.keys)))
+        chosen = dense(replace(values, keys=take(values.keys, universal.indices), mask=None), 0, len(universal))
+        output = np.empty((len(self.normalizers), values.shape[2]))
+        for part, scores in products.scores():
+            output[part] = scores @ chosen
+        error = products.error + 16 * UNIT * len(chosen)
+        # what rounding of the scores may hide of the residual mass
+        r = np.where(products.live, self.residual_mass + error, 0.0)
+        outside = to_numpy(universal.scores)[present & ~inside]
+        # the scores may be rounded to float32, and a bound must not be rounded down
+        e = float(outside.max(initial=0.0)) * (1 + 4 * float(universal.factor.score_error[0]))
+        if not compensate:
+            return output, np.minimum(r * light.largest, np.sqrt(e * r) * light.norm), error
+        output += self.residual_mass[:, None] * light.mean
+        variance = _variance(e, r, self.residual_mass - error, light.count)
+        return output, np.minimum(r * light.spread, np.sqrt(variance) * light.centred_norm), error
+
+    def _causal_output(self, causal: _Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64, Float64]:
+        """Do the same chunk by chunk; what is left out, and so its mean, is the same for all rows of a chunk.
+
+        The keys left out are some of all keys, so that the bounds of all hold for them. About their own mean they are
+        no wider, in the 2-norm, than about that of all, and no value is farther from it than from that of all and
+        then on to it.
+        """
+        everything = _Light.of(values)
+        m, d = len(self.normalizers), values.shape[2]
+        output, error, bound = np.empty((m, d)), np.empty(m), np.empty(m)
+        before, count = np.zeros(d), 0  # of the keys before the chunk
         for chunk in causal.chunks():
             part = slice(*chunk.rows)
-            output[part] = chunk.scores @ V[chunk.keys]
-            error[part] = chunk.error + 4 * UNIT * len(chunk.keys)
-            live[part] = chunk.normalizers > 0
-        error[~live] = 0.0
-        largest = float(np.linalg.norm(V, axis=1).max(initial=0.0))
-        r = np.where(live, self.residual_mass + error, 0.0)
-        spectral = float(np.linalg.norm(V, 2)) if V.size else 0.0
-        bound = np.minimum(r * largest, np.sqrt(causal.epsilon * r) * spectral) * (1 + TIE)
-        bound += (error + 16 * UNIT * values.d) * largest
-        with np.errstate(over="ignore"):
-            return values.give_back(np.ldexp(output, power)), np.ldexp(bound, power)
+            here = dense(values, *chunk.rows)
+            kept = chunk.keys[chunk.keys < chunk.rows[0]]
+            chosen = np.vstack([dense(_rows(values, kept), 0, len(kept)), here])
+            output[part] = chunk.scores @ chosen
+            error[part] = np.where(chunk.normalizers > 0, chunk.error + 16 * UNIT * len(chosen), 0.0)
+            r = np.where(chunk.normalizers > 0, self.residual_mass[part] + error[part], 0.0)
+            if compensate:
+                left = count - int(causal.present[kept].sum())
+                mean = (before - chosen[: len(kept)].sum(axis=0)) / max(left, 1)
+                output[part] += self.residual_mass[part, None] * mean
+                variance = _variance(causal.epsilon, r, self.residual_mass[part] - error[part], left)
+                spread = everything.spread + float(np.linalg.norm(mean - everything.mean))
+                bound[part] = np.minimum(r * spread, np.sqrt(variance) * everything.centred_norm)
+            else:
+                bound[part] = np.minimum(r * everything.largest, np.sqrt(causal.epsilon * r) * everything.norm)
+            before += here.sum(axis=0)
+            count += int(causal.present[part].sum())
+        return output, bound, error
+
+
+def _rows(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
+    """Return some rows of a batch of one."""
+    mask = None if rows.mask is None else to_device(to_numpy(rows.mask)[:, indices], rows.keys)
+    return replace(rows, keys=take(rows.keys, indices), mask=mask)
+
+
+def _variance(e: float, r: Float64, least: Float64, count: int) -> Float64:
+    """Return a bound of the squared norm of light scores about their mean: each at most e, their sum r."""
+    return np.asarray(np.maximum(e * r - np.maximum(least, 0.0) ** 2 / max(count, 1), 0.0))
 
 
 @dataclass(frozen=True)
@@ -207,6 +224,12 @@ class _Causal:
     rows: Rows
     exponents: npt.NDArray[np.int32]
     epsilon: float
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """The keys that take part."""
+        mask = self.rows.mask
+        return np.full(self.rows.shape[1], True) if mask is None else np.asarray(to_numpy(mask)[0])
 
     def read(self, start: int, stop: int) -> tuple[Float64, npt.NDArray[np.int32]]:
         """Return some queries multiplied by powers of two, and those that were taken out of each."""
@@ -224,18 +247,25 @@ class _Causal:
 class _Products:
     """Queries and the keys of a universal set, both scaled by powers of two, and the normalisers that go with them.
 
+    universal: the set.
     f: the attention function.
     normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
     precise: the queries whose products with keys cancel so far that they take more than float64.
     error: estimated relative error of a score in each row.
     """
 
+    universal: UniversalSet
     f: AttentionFunction | Softmax
     queries: Float64
     keys: Float64
     normalizers: Float64
     precise: npt.NDArray[np.bool_]
     error: Float64
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """The keys that take part."""
+        return np.asarray(self.universal.present)
 
     @property
     def live(self) -> npt.NDArray[np.bool_]:
@@ -333,7 +363,7 @@ def heavy_attention(
     ------
     TypeError, ValueError
         If an argument is wrong, or `universal` does not cover ε or belongs to other keys (its shape and dtype
-        are compared, and for x² the scores of its keys and of a sample of the others).
+        are compared, and the leverage scores of its keys and of a sample of the others).
     NonFiniteError
         If queries or keys hold NaN or infinity.
 
@@ -348,6 +378,10 @@ def heavy_attention(
     a query so nearly orthogonal to the keys that its products or its normaliser would lose their digits they run as if
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
     normaliser summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
+
+    For other functions the normaliser of a query is summed over all keys, O(n d); for an even power p > 2 it comes from
+    the D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up to D =
+    1024 by itself) and that is less.
 
     References
     ----------
@@ -395,7 +429,7 @@ def heavy_attention(
     even, powers = _even_queries(Q64, exponents)
     selected = np.ldexp(selected, -exponents)
     D, error = _normalizers(even, N, exponents, universal, keys)
-    products = _prepared(even, selected, D, error, epsilon, function)
+    products = _prepared(universal, even, selected, D, error, epsilon)
     entries, captured = _entries(products, indices, keys.n, epsilon)
     with np.errstate(over="ignore"):
         normalizers = np.ldexp(D, 2 * powers)
@@ -422,7 +456,7 @@ def _even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64
 
 
 def _prepared(
-    Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: float, f: AttentionFunction | Softmax
+    universal: UniversalSet, Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: float
 ) -> _Products:
     """Decide which queries take more than float64 for the products that make an entry of at least ε."""
     d = Q.shape[1]
@@ -431,7 +465,7 @@ def _prepared(
         cancellation = np.where(D > 0, np.einsum("ij,j->i", np.abs(Q), largest) / np.sqrt(epsilon * D), 0.0)
     precise = d * UNIT * cancellation > PRODUCT_ERROR
     product = np.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
-    return _Products(f, Q, keys, D, precise, error + 2 * product)
+    return _Products(universal, Power(2.0), Q, keys, D, precise, error + 2 * product)
 
 
 def _causal_attention(
@@ -502,7 +536,7 @@ def _of_other_function(
         largest = np.max(np.abs(even), axis=1, initial=0.0)
         powers = np.where(largest > 0, powers, 0) + _even_queries(Q, exponents)[1]
         Q = np.ldexp(fraction, exponent - powers[:, None])
-    D = _sums(Q, keys, universal.present, f)
+    D, sum_error = _other_sums(Q, keys, universal, f)
     if np.isnan(D).any():
         raise NonFiniteError("K holds NaN or infinity; expected finite keys, the very ones that universal was made of")
     size = np.einsum("ij,j->i", np.abs(Q), np.max(np.abs(selected), axis=0, initial=0.0))
@@ -516,7 +550,8 @@ def _of_other_function(
     for part in np.array_split(np.flatnonzero(precise), max(1, int(precise.sum()) // 256)):
         if len(part):
             D[part] = _sums(Q[part], keys, universal.present, f, precise=True)
-    products = _Products(f, Q, selected, D, precise, np.where(precise, 8 * UNIT, product) + 8 * UNIT * growth)
+    error = np.where(precise, 8 * UNIT, product + sum_error) + 8 * UNIT * growth
+    products = _Products(universal, f, Q, selected, D, precise, error)
     captured = np.zeros(len(Q))
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for part, scores in products.scores():
@@ -561,6 +596,25 @@ def _check_radius(Q: Float64, f: Softmax) -> None:
             f"Q has {len(bad)} queries outside the set of f = {f!r}, first in rows {bad[:5].tolist()}; "
             "expected queries within the radius. Give a larger radius (with the scale of the logits multiplied in)"
         )
+
+
+def _other_sums(
+    Q: Float64, keys: Matrices, universal: UniversalSet, f: AttentionFunction | Softmax
+) -> tuple[Float64, Float64]:
+    """Return Σ f(⟨q, k⟩) for each query, and its error: from lifted moments where they are known and cost less."""
+    lift = universal._lift
+    if (
+        lift is None
+        or universal.rank < keys.d
+        or lift.rows.shape[2] ** 2 > keys.n * keys.d
+        or not isinstance(f, Power)
+    ):
+        return _sums(Q, keys, universal.present, f), np.zeros(len(Q))
+    D, error = lifted_sums(Q, universal.factor, lift, round(f.p / 2))
+    doubtful = np.flatnonzero(~(error <= NORMALIZER_ERROR))
+    if len(doubtful):
+        D[doubtful], error[doubtful] = _sums(Q[doubtful], keys, universal.present, f), 0.0
+    return D, error
 
 
 def _sums(
@@ -628,11 +682,9 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
             f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}; "
             "make the set with this epsilon, or ask for more"
         )
-    if universal.f != 2:  # certified bounds, not the scores of the factor
-        return
     present = np.flatnonzero(universal.present)
     sample = np.union1d(universal.indices, present[:: max(1, len(present) // _SAMPLE)])
-    scores = to_numpy(universal.scores)[sample].astype(np.float64)
+    scores = universal._leverage[sample].astype(np.float64)
     again = rescored(universal.factor, keys, 0, sample)
     bad = sample[~np.isfinite(again)]
     if len(bad):

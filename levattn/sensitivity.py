@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
-from levattn._kernels import Float64, Rows, precise_products
+from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_numpy
+from levattn._kernels import Float64, Rows
+from levattn._lift import lift_columns, lifted_keys
 from levattn._softmax import ball, jensen
 from levattn._threads import parallel_for
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
@@ -24,12 +24,12 @@ __all__ = ["Sensitivities", "certify", "lewis_weights", "sensitivities"]
 Certificate = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
 
 _ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any weights certify
+_BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
 _LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
 _LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
-_MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
 _STEPS = 20  # towards the exact softmax sensitivity of each key that is undecided
-_PAIRS = 10**9  # pairs of keys up to which "auto" takes these steps
+_BALL_KEYS = 50_000  # up to which "auto" takes these steps
 _LOG_ERROR = 1e-12  # of a logarithm, by which bounds are raised
 _CHUNK = 1 << 15  # keys whose figures are worked on at a time
 
@@ -47,8 +47,9 @@ class Sensitivities:
     total : float or array of shape (...,)
         The sum of `upper`.
     total_bound : float or array of shape (...,)
-        What theory bounds the sum of the sensitivities by: ``rank^max(1, p/2)`` for abs(x)^p; for other functions of
-        growth p the expected number of kept keys times ε, 8 rank (of the lift, if p > 2); infinite for softmax.
+        What theory bounds the sum of the sensitivities by: ``rank^max(1, p/2)`` for abs(x)^p; infinite for softmax.
+        For other functions of growth p it is ``8 rank^max(1, p/2)``: divided by ε, a bound of the number of keys
+        that some such function can give a score of ε.
     f : AttentionFunction or Softmax
         The attention function.
 
@@ -75,12 +76,22 @@ class Sensitivities:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Certified bounds before they go back to the caller: (b, n) upper, their names, and (b,) bounds of the totals."""
+    """Certified bounds before they go back to the caller.
+
+    upper: (b, n).
+    names: of the certificates.
+    total_bound: (b,) what theory bounds the sums of the sensitivities by.
+    factor: of the keys.
+    leverage: (b, n) leverage scores of the keys, raised by their error.
+    lift: the factor of the lifted keys, where it was made.
+    """
 
     upper: Float64
     names: tuple[str, ...]
     total_bound: Float64
     factor: Factor
+    leverage: Float64
+    lift: Factor | None
 
 
 def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: Any = None) -> Any:
@@ -169,9 +180,9 @@ def sensitivities(
         2 and :math:`n^{p/2-1} \tau_j^{p/2}` for p ≥ 2; exact for p = 2. "lewis": for abs(x)^p from Lewis weights,
         converged or not. "lift": for even p the leverage scores of all products of p/2 coordinates. "block": for
         every function of the protocol, from the leverage scores against the blocks of a random partition; of growth
-        above 2 with the lift. "jensen": for `Softmax` from the distances of the keys to their mean. "ball": the same,
-        and steps of a concave programme for the keys whose bound is still at least ε. "auto": the element-wise
-        minimum of those that apply and are not too large.
+        above 2 from Lewis weights of the blocks. "jensen": for `Softmax` from the distances of the keys to their
+        mean. "ball": the same, and steps of a concave programme for the keys whose bound is still at least ε.
+        "auto": the element-wise minimum of those that apply and are not too large.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have bound 0.
     epsilon : float in (0, 1], default 0.05
@@ -202,8 +213,9 @@ def sensitivities(
     -----
     Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift"
     with D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block", which leaves keys aside as soon as their bound is below ε;
-    O(n² d) for "ball", which "auto" takes up to some 30 000 keys. The bounds are raised by the estimated rounding
-    error.
+    O(n (n' + 256) d) for "ball", where n' keys are undecided after a pass in which most keys are taken together in 128
+    groups, and n' is taken as 0 if n n' is above 3·10⁸; "auto" takes it up to 50 000 keys. The bounds are raised by the
+    estimated rounding error.
 
     References
     ----------
@@ -265,13 +277,14 @@ def certify(
     growth = 0.0 if isinstance(f, Softmax) else f.growth
     if method == "auto":
         names = [name for name in applying if name != "lift" or _lift_is_small(rows, growth)]
-        if "ball" in names and rows.shape[0] * rows.shape[1] ** 2 > _PAIRS:
+        if "ball" in names and rows.shape[0] * rows.shape[1] > _BALL_KEYS:
             names.remove("ball")
         if isinstance(f, Power) and "block" in names:
             names.remove("block")  # it takes as long as all the others together
     else:
         names = [method]
     upper = np.ones(tau.shape)
+    lift: Factor | None = None
     with np.errstate(over="ignore", invalid="ignore"):  # a bound beyond the range of float64 is no bound
         for name in names:
             if name == "leverage":
@@ -279,10 +292,9 @@ def certify(
             elif name == "lewis":
                 bound = _lewis(rows, tau, growth, iterations)
             elif name == "lift":
-                bound = _lift(factor, tau, round(growth / 2))
+                bound, lift = _lift(factor, tau, round(growth / 2))
             elif name == "block":
-                source = rows if growth <= 2 else _lifted(factor, math.ceil(growth / 2))
-                bound = np.stack([_block(source.item(i), epsilon, rng) for i in range(len(tau))])
+                bound = np.stack([_block(rows.item(i), max(2.0, growth), epsilon, rng) for i in range(len(tau))])
             elif isinstance(f, Softmax):
                 root = f.root(matrices.d)
                 bound = jensen(rows, root)
@@ -299,9 +311,9 @@ def certify(
         with np.errstate(over="ignore"):
             total = rank ** max(1.0, growth / 2)
     else:
-        m = max(1, math.ceil(growth / 2))
-        total = 8 * np.array([math.comb(int(r) + m - 1, m) for r in rank])
-    return Bounds(upper, tuple(names), np.asarray(total, np.float64), factor)
+        with np.errstate(over="ignore"):
+            total = 8 * rank ** max(1.0, growth / 2)
+    return Bounds(upper, tuple(names), np.asarray(total, np.float64), factor, tau, lift)
 
 
 def _applying(f: AttentionFunction | Softmax) -> tuple[str, ...]:
@@ -410,60 +422,23 @@ def _lewis(rows: Rows, tau: Float64, p: float, iterations: int) -> Float64:
 
 def _lift_is_small(rows: Rows, p: float) -> bool:
     b, n, d = rows.shape
-    columns = math.comb(d + round(p / 2) - 1, round(p / 2))
+    columns = lift_columns(d, math.ceil(p / 2))
     return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
 
 
-def _lift(factor: Factor, tau: Float64, m: int) -> Float64:
-    """Bound by the leverage scores of the lift."""
-    scores = _scores(factor_moments(_lifted(factor, m), single="no"), 4 * m * UNIT)
-    return np.where(tau < 1, scores, 1.0)  # a key alone in a direction, or outside what is lifted
+def _lift(factor: Factor, tau: Float64, m: int) -> tuple[Float64, Factor]:
+    """Bound by the leverage scores of the lift, whose factor is returned too."""
+    lift = factor_moments(lifted_keys(factor, m), single="no")
+    # a key alone in a direction, or outside what is lifted, has 1
+    return np.where(tau < 1, _scores(lift, 4 * m * UNIT), 1.0), lift.forget_keys()
 
 
-def _lifted(factor: Factor, m: int) -> Rows:
-    """Return products of m coordinates of the whitened keys, so weighted that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``.
+def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
+    """Bound the sensitivity of all even monotone functions of growth p ≥ 2, for a batch of one.
 
-    The scores of a lift do not depend on the basis of the keys, but its condition number is the m-th power of theirs.
-    """
-    rows = factor.rows
-    b, n, _ = rows.shape
-    r = int(factor.rank.max(initial=1))
-    keys: Float64 = np.zeros((b, n, max(r, 1)))
-    for item in range(b):
-        one = rows.item(item)
-        K = to_float64(one.keys, one.format)[0]
-        if one.mask is not None:
-            K = np.where(to_numpy(one.mask)[0][:, None], K, 0.0)
-        W = factor.whitening[item]
-        live = np.any(W != 0, axis=0)
-        N, exponents = factor.even_normalizer(item)
-        W = np.ldexp(W if one.scale is None else W * one.scale[0][:, None], exponents[:, None])[:, live]
-        K = np.ldexp(K, -exponents)
-        s = np.linalg.svd(N, compute_uv=False)
-        mild = live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
-        keys[item, :, : W.shape[1]] = K @ W if mild else precise_products(K, np.ascontiguousarray(W.T))
-    indices = np.array(list(combinations_with_replacement(range(keys.shape[2]), m)))
-    orders = [math.prod(math.factorial(int(np.count_nonzero(index == i))) for i in set(index)) for index in indices]
-    factors = np.sqrt(math.factorial(m) / np.array(orders, np.float64))
-    lifted: Float64 = np.empty((*keys.shape[:2], len(indices)))
-    columns: list[npt.NDArray[np.int64]] = list(indices.T)
-
-    def body(part: slice) -> None:
-        products = keys[:, part][:, :, columns[0]] * factors
-        for column in range(1, m):
-            products *= keys[:, part][:, :, columns[column]]
-        lifted[:, part] = products
-
-    parallel_for(lambda i: body(slice(512 * i, 512 * (i + 1))), -(-keys.shape[1] // 512))
-    return Rows(lifted, "float64", None if rows.mask is None else to_numpy(rows.mask))
-
-
-def _block(rows: Rows, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
-    """Bound the sensitivity of all even monotone functions of at most quadratic growth, for a batch of one.
-
-    Where ⟨k_j, y⟩ = 1, a block of rows with generalised leverage t = k_jᵀ(K_bᵀK_b)⁺k_j adds at least min(1, 1/t) to
-    Σ min(1, ⟨k_l, y⟩²): one of its entries is at least 1, or the sum of squares is at least 1/t. In its own block j
-    adds 1 itself, and the others at least min(1, 1/t − 1).
+    Where ⟨k_j, y⟩ = 1, a block b of rows adds at least min(1, 1/t) to Σ min(1, |⟨k_l, y⟩|^p) with 1/t the least
+    ‖K_b y‖_p^p: one of its entries is at least 1, or the sum of powers is at least 1/t. In its own block j adds 1
+    itself, and the others at least min(1, 1/t − 1).
     """
     n = rows.shape[1]
     present = np.arange(n) if rows.mask is None else np.flatnonzero(to_numpy(rows.mask)[0])
@@ -475,15 +450,17 @@ def _block(rows: Rows, epsilon: float, rng: int | np.random.Generator | None) ->
     for members in np.array_split(order, math.ceil(2 / epsilon)):
         if not len(members) or not len(undecided):
             continue
-        factor = factor_moments(_taken(rows, np.sort(members)), single="yes")
+        factor, constant = _of_block(_taken(rows, np.sort(members)), p)
         t = to_numpy(factor.on(left).scores(member=False)[0])[0]
-        most = np.ones(n, np.float32)
-        most[members] = 2.0
-        shrink = 1 / (1 + 4 * float(factor.score_error[0]))
+        own = np.zeros(n, np.float32)
+        own[members] = 1.0
+        shrink = (1 + 4 * float(factor.score_error[0])) ** (-p / 2) / constant
 
-        def body(part: slice, t: Any = t, most: Any = most, shrink: float = shrink, at: Any = undecided) -> None:
-            with np.errstate(divide="ignore"):
-                sums[at[part]] += np.minimum(most[at[part]], shrink / t[part])
+        def body(part: slice, t: Any = t, own: Any = own, shrink: float = shrink, at: Any = undecided) -> None:
+            mine = own[at[part]]
+            with np.errstate(divide="ignore", over="ignore"):
+                each = shrink / (t[part] if p == 2 else t[part].astype(np.float64) ** (p / 2))
+            sums[at[part]] += np.clip(each, mine, 1 + mine)
 
         _by_chunks(body, len(undecided))
         still = np.flatnonzero(sums[undecided] * epsilon <= 1 + 1e-6)
@@ -492,6 +469,19 @@ def _block(rows: Rows, epsilon: float, rng: int | np.random.Generator | None) ->
             left = _taken(rows, undecided)
     with np.errstate(divide="ignore"):
         return np.asarray(np.minimum((1 + 1e-6) / sums, 1.0))
+
+
+def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
+    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `_lewis`."""
+    factor = factor_moments(members, single="yes")
+    if p == 2:
+        return factor, 1.0
+    v, tau = _iterated(members, _scores(factor), p, _BLOCK_ITERATIONS)
+    live = tau > 0
+    v = np.where(live, v / v[live].max(initial=1e-300), 1.0)  # bounds do not see the scale
+    total = float(np.sum(v ** (2 * p / (p - 2)), where=live))
+    constant = max(total, 1.0) ** (p / 2 - 1) * (1 + 1e-9)
+    return factor_moments(replace(members, weights=v), single="yes"), constant
 
 
 def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:

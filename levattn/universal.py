@@ -56,6 +56,9 @@ class UniversalSet:
         The keys that took part (the mask that was given), a numpy array.
     by_size : bool
         Whether a size was asked for instead of ε.
+    certificate : tuple of str
+        What the guarantee rests on: the certificates of `sensitivities` whose minimum `scores` is. For f(x) = x² it is
+        "leverage", which is exact.
     total_bound : float or array of shape (...,)
         What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
 
@@ -75,7 +78,10 @@ class UniversalSet:
     factor: Factor = field(repr=False)
     present: Any = field(repr=False)
     by_size: bool
+    certificate: tuple[str, ...]
     total_bound: Any
+    _leverage: Any = field(repr=False)  # of all keys, to be compared with those of keys that come with the set
+    _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, where it was made
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -111,8 +117,8 @@ class UniversalSet:
     def size_bound(self) -> Any:
         """The theorem's bound on the size: `total_bound`/ε (rank/ε for f(x) = x²), infinite for ε = 0.
 
-        For other functions it bounds the smallest such set, and the expected size of one made of blocks; a set made of
-        other certified bounds may be larger.
+        For other functions it bounds the smallest such set, and up to quadratic growth the expected size of one made
+        of blocks; a set made of other certified bounds may be larger.
 
         Returns
         -------
@@ -296,7 +302,9 @@ def universal_set(
         factor=factor.forget_keys(),
         present=present.reshape((*matrices.batch, n)),
         by_size=size is not None,
+        certificate=("leverage",),
         total_bound=rank,
+        _leverage=host.reshape((*matrices.batch, n)),
     )
 
 
@@ -330,7 +338,10 @@ def _certified(
         factor=bounds.factor.forget_keys(),
         present=present.reshape((*batch, n)),
         by_size=size is not None,
+        certificate=bounds.names,
         total_bound=bounds.total_bound.reshape(batch) if batch else float(bounds.total_bound[0]),
+        _leverage=bounds.leverage.reshape((*batch, n)),
+        _lift=bounds.lift,
     )
 
 

@@ -79,17 +79,32 @@ def test_figures_and_output() -> None:
     rng = np.random.default_rng(0)
     K = heavy_tailed(rng)
     Q = queries(rng, K)
-    V = rng.standard_normal((N, 3)) * 1e200
-    A = dense(Q, K)
     found = levattn.heavy_attention(Q, K, 0.1, causal=True)
     np.testing.assert_allclose(found.normalizers, np.tril((Q @ K.T) ** 2).sum(axis=1), rtol=1e-6)
     np.testing.assert_allclose(found.captured_mass + found.residual_mass, 1, rtol=1e-12)
-    output, bound = found.apply(V)
-    error = np.linalg.norm((output - A @ V) / 1e200, axis=1)
-    assert np.all(error <= bound / 1e200)
     assert found.universal is None
     scaled = levattn.heavy_attention(Q * 1e150, K * 1e-140, 0.1, causal=True)
     np.testing.assert_allclose(scaled.entries.toarray(), found.entries.toarray(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("compensate", [None, "mean"])
+@pytest.mark.parametrize("shift", [0.0, 5.0])
+def test_output_within_its_bound(compensate: Any, shift: float) -> None:
+    rng = np.random.default_rng(3)
+    K = heavy_tailed(rng)
+    K[N // 2 :] = rng.standard_normal((N - N // 2, D))
+    Q = queries(rng, K)
+    V = (rng.standard_normal((N, 3)) + shift) * 1e200
+    mask = rng.random(N) < 0.8
+    V[~mask] = np.nan
+    A = dense(Q, np.where(mask[:, None], K, 0))
+    found = levattn.heavy_attention(Q, K, 0.1, causal=True, mask=mask)
+    output, bound = found.apply(V, compensate=compensate)
+    error = np.linalg.norm((output - A[:, mask] @ V[mask]) / 1e200, axis=1)
+    assert np.all(error <= bound / 1e200)
+    if compensate and shift:
+        plain = np.linalg.norm((found.apply(V)[0] - A[:, mask] @ V[mask]) / 1e200, axis=1)
+        assert np.median(error) <= np.median(plain) / 3
 
 
 def test_masked_keys_take_no_part() -> None:
@@ -122,8 +137,6 @@ def test_wrong_arguments() -> None:
         levattn.heavy_attention(K, K, 0.1, causal=True, universal=levattn.universal_set(K, 0.1))
     with pytest.raises(TypeError, match="causal"):
         levattn.heavy_attention(K, K, 0.1, causal="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="compensate"):
-        levattn.heavy_attention(K, K, 0.1, causal=True).apply(K, compensate="mean")
     bad = K.copy()
     bad[7, 1] = np.inf
     with pytest.raises(NonFiniteError, match=r"K holds.*7"):

@@ -94,6 +94,9 @@ def test_a_set_of_other_keys_is_refused() -> None:
             levattn.heavy_attention(K, other, 0.1, universal=universal)
     with pytest.raises(ValueError, match="float32"):
         levattn.heavy_attention(K, K.astype(np.float32), 0.1, universal=universal)
+    huber = levattn.universal_set(K, 0.05, f=levattn.Huber(1.0))
+    with pytest.raises(ValueError, match="other keys"):
+        levattn.heavy_attention(K, K[::-1], 0.1, f=levattn.Huber(1.0), universal=huber)
     K[universal.indices[0]] = np.nan
     with pytest.raises(NonFiniteError, match=str(universal.indices[0])):
         levattn.heavy_attention(np.ones((1, 5)), K, 0.1, universal=universal)
@@ -149,3 +152,32 @@ def test_queries_orthogonal_to_most_keys_of_a_deficient_matrix() -> None:
     np.testing.assert_allclose(heavy.entries.toarray(), np.where(A >= 0.01, A, 0), rtol=1e-9)
     assert heavy.entries.nnz == 2
     assert heavy.normalizers[1] == 0
+
+
+@pytest.mark.parametrize("p", [4, 6])
+@pytest.mark.parametrize("kind", ["coherent", "turned", "ill-conditioned", "deficient"])
+def test_normalizers_of_even_powers_from_lifted_moments(kind: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    K = rng.standard_normal((3000, 4)) * np.clip(np.abs(rng.standard_cauchy((3000, 1))), 0.1, 300)
+    if kind == "turned":
+        K = K @ rng.standard_normal((4, 4)) * np.geomspace(1e-40, 1e40, 4)
+    if kind == "ill-conditioned":
+        K = K * np.geomspace(1, 1e-7, 4) @ np.linalg.qr(rng.standard_normal((4, 4)))[0]
+    if kind == "deficient":
+        K[:, 3] = K[:, 0]
+    universal = levattn.universal_set(K, 0.02, f=p)
+    if kind in ("coherent", "turned"):  # nothing of size n is summed
+
+        def refuse(*_: object) -> None:
+            raise AssertionError
+
+        monkeypatch.setattr("levattn.heavy._sums", refuse)
+    assert universal.certificate == ("leverage", "lewis", "lift")
+    Q = np.vstack([universal.factor.witness(K[:200]), K[:5] / np.max(K**2, axis=0)])
+    found = levattn.heavy_attention(Q, K, 0.02, f=p, universal=universal)
+    A = (Q.astype(np.longdouble) @ K.T.astype(np.longdouble)) ** p
+    total = A.sum(axis=1, keepdims=True)
+    A = np.asarray(A / total, np.float64)
+    assert (A >= 0.02).sum() > 100
+    np.testing.assert_allclose(found.entries.toarray()[A >= 0.02], A[A >= 0.02], rtol=1e-8)
+    np.testing.assert_allclose(found.normalizers, np.asarray(total[:, 0], np.float64), rtol=1e-8)

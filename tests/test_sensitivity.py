@@ -244,6 +244,29 @@ def test_steps_bring_softmax_near_its_exact_sensitivity() -> None:
         assert np.count_nonzero(jensen >= 0.1) > 1.3 * np.count_nonzero(exact.upper >= 0.1)
 
 
+@pytest.mark.parametrize("radius", [1.5, 4.0])
+def test_groups_of_many_keys_give_bounds_between_the_exact_ones_and_those_of_one_group(
+    radius: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    K = rng.standard_normal((6000, 2)) * np.where(rng.random((6000, 1)) < 0.01, 3, 1)
+    K[3000:4000] = K[0]
+    f, epsilon = levattn.Softmax(radius), 0.002
+    exactly = levattn.sensitivities(K, f, method="ball", epsilon=epsilon).upper
+    monkeypatch.setattr("levattn._softmax._PAIRS", 0)
+    grouped = levattn.sensitivities(K, f, method="ball", epsilon=epsilon).upper
+    jensen = levattn.sensitivities(K, f, method="jensen").upper
+    angles = np.linspace(0, 2 * np.pi, 500)
+    sphere = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    reached = np.max([attention(f, r * sphere, K).max(axis=0) for r in np.linspace(0, radius, 12)], axis=0)
+    counts = [int((bound >= epsilon).sum()) for bound in (reached, exactly, grouped, jensen)]
+    assert np.all(reached <= grouped * (1 + 1e-9))
+    assert np.all(reached <= exactly * (1 + 1e-9))
+    assert np.all(exactly <= grouped)
+    assert counts[2] < 1.1 * counts[0]
+    assert counts[3] > 5 * counts[2]
+
+
 def test_softmax_fails_without_a_radius() -> None:
     """Random signs: softmax is the identity, every key is heavy for its own query, and leverage sees none of it."""
     K = np.random.default_rng(0).choice([-1.0, 1.0], (512, 49))
