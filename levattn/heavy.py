@@ -379,9 +379,9 @@ def heavy_attention(
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
     normaliser summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
 
-    For other functions the normaliser of a query is summed over all keys, O(n d); for an even power p > 2 it comes from
-    the D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up to D =
-    1024 by itself) and that is less.
+    For other functions the normaliser of a query is summed over all keys, O(n d); for an even power p > 2 it comes
+    from the D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
+    to D = 1024 by itself) and that is less.
 
     References
     ----------
