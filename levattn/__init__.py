@@ -18,6 +18,7 @@ from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softm
 from levattn.heavy import HeavyAttention, heavy_attention
 from levattn.io import KeySource, open_keys
 from levattn.leverage import leverage_scores
+from levattn.mass import SoftmaxMass, softmax_mass
 from levattn.sensitivity import Sensitivities, lewis_weights, sensitivities
 from levattn.universal import UniversalSet, universal_set
 
@@ -38,6 +39,7 @@ __all__ = [
     "Power",
     "Sensitivities",
     "Softmax",
+    "SoftmaxMass",
     "Tukey",
     "UniversalSet",
     "__version__",
@@ -48,6 +50,7 @@ __all__ = [
     "lewis_weights",
     "open_keys",
     "sensitivities",
+    "softmax_mass",
     "thread_limit",
     "universal_set",
 ]

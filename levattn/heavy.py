@@ -26,16 +26,15 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon
 from levattn.linalg import UNIT, dense
 from levattn.states import second_moments
-from levattn.universal import TIE, UniversalSet, rescored, universal_set
+from levattn.universal import TIE, UniversalSet, require_set_of, universal_set
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["HeavyAttention", "heavy_attention"]
+__all__ = ["BLOCK_ENTRIES", "HeavyAttention", "even_queries", "heavy_attention"]
 
-_BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
+BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
-_SAMPLE = 64  # keys outside a set whose scores are compared with those of K
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +236,7 @@ class _Causal:
         bad = np.flatnonzero(~np.isfinite(Q).all(axis=1))[:5] + start
         if len(bad):
             raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
-        return _even_queries(Q, self.exponents)
+        return even_queries(Q, self.exponents)
 
     def chunks(self) -> Iterator[CausalChunk]:
         return causal_chunks(lambda start, stop: self.read(start, stop)[0], self.rows, self.exponents, self.epsilon)
@@ -274,7 +273,7 @@ class _Products:
 
     def scores(self, among: npt.NDArray[np.bool_] | None = None) -> Iterator[tuple[npt.NDArray[np.int64], Float64]]:
         """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
-        step = max(16, _BLOCK_ENTRIES // max(len(self.keys), 1))
+        step = max(16, BLOCK_ENTRIES // max(len(self.keys), 1))
         for precise in (False, True):
             rows = np.flatnonzero(self.precise == precise if among is None else among & (self.precise == precise))
             for start in range(0, len(rows), step):
@@ -426,7 +425,7 @@ def heavy_attention(
     if not (isinstance(function, Power) and function.p == 2):
         return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
-    even, powers = _even_queries(Q64, exponents)
+    even, powers = even_queries(Q64, exponents)
     selected = np.ldexp(selected, -exponents)
     D, error = _normalizers(even, N, exponents, universal, keys)
     products = _prepared(universal, even, selected, D, error, epsilon)
@@ -443,7 +442,7 @@ def heavy_attention(
     )
 
 
-def _even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64, npt.NDArray[np.int32]]:
+def even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64, npt.NDArray[np.int32]]:
     """Multiply queries by powers of two of the columns, and divide each by one (returned) that keeps it in range."""
     if np.max(np.abs(exponents), initial=0) < _TAME:
         size = np.max(np.abs(Q), axis=1, initial=0.0)
@@ -530,11 +529,11 @@ def _of_other_function(
     powers = np.zeros(len(Q), np.int32)
     if isinstance(f, Power):  # homogeneous: the scale of a query is taken out, so that powers stay in range
         N, exponents = universal.factor.even_normalizer(0)
-        even, _ = _even_queries(Q, exponents)
+        even, _ = even_queries(Q, exponents)
         powers = np.frexp(np.sqrt(query_norms(even, N)[0]))[1].astype(np.int32)
         fraction, exponent = np.frexp(Q)
         largest = np.max(np.abs(even), axis=1, initial=0.0)
-        powers = np.where(largest > 0, powers, 0) + _even_queries(Q, exponents)[1]
+        powers = np.where(largest > 0, powers, 0) + even_queries(Q, exponents)[1]
         Q = np.ldexp(fraction, exponent - powers[:, None])
     D, sum_error = _other_sums(Q, keys, universal, f)
     if np.isnan(D).any():
@@ -622,7 +621,7 @@ def _sums(
 ) -> Float64:
     """Return Σ f(⟨q, k⟩) over all keys for each query, or its logarithm for softmax."""
     total = np.full(len(Q), -np.inf) if isinstance(f, Softmax) else np.zeros(len(Q))
-    step = max(16, _BLOCK_ENTRIES // max(len(Q), 1))
+    step = max(16, BLOCK_ENTRIES // max(len(Q), 1))
     for start in range(0, keys.n, step):
         part = slice(start, min(start + step, keys.n))
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
@@ -656,25 +655,17 @@ def _entries(products: _Products, indices: npt.NDArray[np.int64], n: int, epsilo
 
 
 def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax) -> None:
-    if not isinstance(universal, UniversalSet):
-        raise TypeError(f"universal is of type {type(universal).__name__}; expected the result of universal_set")
-    shape = tuple(universal.mask.shape)
-    if shape != (keys.n,):
-        raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
-    if universal.factor.rows.shape[2] != keys.d:
-        raise ValueError(f"universal is of keys with d = {universal.factor.rows.shape[2]}; K has d = {keys.d}")
-    if as_function(universal.f) != f:
-        raise ValueError(f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function")
-    if universal.guarantee == "none":
-        raise ValueError(
-            "universal promises nothing for attention over K (it was made with center=True); "
-            "expected a set with guarantee 'exact' or 'superset'"
-        )
-    if universal.factor.rows.format != keys.format:
-        raise ValueError(
-            f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which is rounded otherwise; "
-            "expected the set of these very keys"
-        )
+    if isinstance(universal, UniversalSet):
+        if as_function(universal.f) != f:
+            raise ValueError(
+                f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function"
+            )
+        if universal.guarantee == "none":
+            raise ValueError(
+                "universal promises nothing for attention over K (it was made with center=True); "
+                "expected a set with guarantee 'exact' or 'superset'"
+            )
+    require_set_of(keys, universal)
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
     if universal.epsilon > epsilon or (universal.by_size and epsilon <= universal.epsilon * (1 + margin)):
         relation = "more than" if universal.by_size else "at least"
@@ -682,16 +673,6 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
             f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}; "
             "make the set with this epsilon, or ask for more"
         )
-    present = np.flatnonzero(universal.present)
-    sample = np.union1d(universal.indices, present[:: max(1, len(present) // _SAMPLE)])
-    scores = universal._leverage[sample].astype(np.float64)
-    again = rescored(universal.factor, keys, 0, sample)
-    bad = sample[~np.isfinite(again)]
-    if len(bad):
-        raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
-    counted = scores == 1  # rows that reach outside the numerical row space among them
-    if not (counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)).all():
-        raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
 
 
 def _normalizers(
@@ -720,7 +701,7 @@ def _normalizers(
 def _summed(Q: Float64, exponents: npt.NDArray[np.int32], keys: Matrices, present: Any) -> Float64:
     """Sum the squares over all keys; 0 for a query that is orthogonal to them to rounding."""
     total = np.zeros(len(Q))
-    step = max(16, _BLOCK_ENTRIES // len(Q))
+    step = max(16, BLOCK_ENTRIES // len(Q))
     for start in range(0, keys.n, step):
         part = slice(start, min(start + step, keys.n))
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]

@@ -10,17 +10,19 @@ import numpy.typing as npt
 
 from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_numpy
 from levattn._kernels import Rows
+from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.io import KeySource
 from levattn.leverage import check_epsilon, factorize, refuse_randomness
 from levattn.linalg import Factor
 from levattn.sensitivity import certify
 
-__all__ = ["TIE", "UniversalSet", "universal_set"]
+__all__ = ["TIE", "UniversalSet", "require_set_of", "universal_set"]
 
 TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
 _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
+_SAMPLE = 64  # keys outside a set whose scores are compared with those of K
 _SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
 
 Guarantee = Literal["exact", "superset", "none"]
@@ -364,6 +366,33 @@ def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np
     scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(wide=True)
     found: npt.NDArray[np.float64] = to_numpy(scores)[0]
     return found
+
+
+def require_set_of(keys: Matrices, universal: Any) -> None:
+    """Raise if `universal` is not the set of these keys, as far as shape, storage and a sample of scores tell."""
+    if not isinstance(universal, UniversalSet):
+        raise TypeError(f"universal is of type {type(universal).__name__}; expected the result of universal_set")
+    shape = tuple(universal.mask.shape)
+    if shape != (keys.n,):
+        raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
+    if universal.factor.rows.shape[2] != keys.d:
+        raise ValueError(f"universal is of keys with d = {universal.factor.rows.shape[2]}; K has d = {keys.d}")
+    if universal.factor.rows.format != keys.format:
+        raise ValueError(
+            f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which is rounded otherwise; "
+            "expected the set of these very keys"
+        )
+    margin = max(TIE, 4 * float(universal.factor.score_error[0]))
+    present = np.flatnonzero(universal.present)
+    sample = np.union1d(universal.indices, present[:: max(1, len(present) // _SAMPLE)])
+    scores = universal._leverage[sample].astype(np.float64)
+    again = rescored(universal.factor, keys, 0, sample)
+    bad = sample[~np.isfinite(again)]
+    if len(bad):
+        raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
+    counted = scores == 1  # rows that reach outside the numerical row space among them
+    if not (counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)).all():
+        raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
 
 
 def _largest_score(factor: Factor, matrices: Matrices, item: int, scores: Any, among: npt.NDArray[np.bool_]) -> float:
