@@ -15,6 +15,7 @@ from levattn._threads import thread_limit
 from levattn.exact import ExactSensitivities, exact_sensitivities
 from levattn.exceptions import KeyFileError, LevattnError, NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
+from levattn.groups import group_leverage, near_duplicates
 from levattn.heavy import HeavyAttention, heavy_attention
 from levattn.io import KeySource, open_keys
 from levattn.leverage import leverage_scores
@@ -45,9 +46,11 @@ __all__ = [
     "__version__",
     "datasets",
     "exact_sensitivities",
+    "group_leverage",
     "heavy_attention",
     "leverage_scores",
     "lewis_weights",
+    "near_duplicates",
     "open_keys",
     "sensitivities",
     "softmax_mass",

@@ -12,6 +12,7 @@ from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_n
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.groups import as_labels, group_scores
 from levattn.io import KeySource
 from levattn.leverage import check_epsilon, factorize, refuse_randomness
 from levattn.linalg import Factor
@@ -63,6 +64,10 @@ class UniversalSet:
         "leverage", which is exact.
     total_bound : float or array of shape (...,)
         What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
+    groups : array of int64, shape (..., n), or None
+        The groups of keys that were given, -1 for a key in none.
+    group_scores : array of float64, shape (..., g), or None
+        The largest attention that a query can give to each group as a whole; see `group_leverage`.
 
     Examples
     --------
@@ -83,6 +88,8 @@ class UniversalSet:
     certificate: tuple[str, ...]
     total_bound: Any
     _leverage: Any = field(repr=False)  # of all keys, to be compared with those of keys that come with the set
+    groups: Any = field(default=None, repr=False)
+    group_scores: Any = field(default=None, repr=False)
     _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, where it was made
 
     @property
@@ -114,6 +121,24 @@ class UniversalSet:
         array of int64, shape (...,)
         """
         return np.asarray(to_numpy(self.mask).sum(axis=-1, dtype=np.int64))
+
+    @property
+    def hidden_groups(self) -> npt.NDArray[np.bool_]:
+        """Which groups can receive at least ε as a whole, though none of their keys can by itself.
+
+        Returns
+        -------
+        array of bool, shape (..., g)
+            With no groups where none were given.
+        """
+        if self.groups is None:
+            return np.zeros((*self.batch, 0), np.bool_)
+        scores = to_numpy(self.group_scores)
+        largest = np.zeros(scores.shape)
+        for item in np.ndindex(self.batch):
+            labels = to_numpy(self.groups)[item]
+            np.maximum.at(largest[item], labels[labels >= 0], self._leverage[item][labels >= 0])
+        return _reach(scores, self.epsilon) & ~_reach(largest, self.epsilon)
 
     @property
     def size_bound(self) -> Any:
@@ -164,9 +189,10 @@ class UniversalSet:
             span = f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
             return f"UniversalSet({span} of {n} keys in each of {self.batch}, guarantee={self.guarantee!r})"
         vacuous = ", vacuous" if self.is_vacuous else ""
+        hidden = f", {self.hidden_groups.sum()} hidden groups" if self.groups is not None else ""
         return (
             f"UniversalSet({len(self)} of {n} keys, epsilon={self.epsilon:.6g}, guarantee={self.guarantee!r}, "
-            f"rank={self.rank}, bound={self.size_bound:.6g}{vacuous})"
+            f"rank={self.rank}, bound={self.size_bound:.6g}{vacuous}{hidden})"
         )
 
 
@@ -179,6 +205,7 @@ def universal_set(
     f: Any = 2,
     method: str = "auto",
     center: bool = False,
+    groups: Any = None,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
 ) -> UniversalSet:
@@ -212,6 +239,11 @@ def universal_set(
     center : bool, default False
         Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
         centred keys and promises nothing over K itself: ``guarantee`` is "none".
+    groups : array of int, shape (..., n), optional
+        Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none. The set then also holds
+        every group that some query can give at least ε as a whole: more than 1/ε copies of a key hide from a set of
+        single keys, whatever attention they receive together. At most rank/ε groups are added. For x² and by
+        `epsilon`.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
     rng
@@ -231,6 +263,7 @@ def universal_set(
     See Also
     --------
     heavy_attention : The large attention scores themselves.
+    near_duplicates : Groups of keys in which attention may hide.
 
     Notes
     -----
@@ -267,6 +300,9 @@ def universal_set(
         K = K.load()
     matrices = as_matrices(K, "K")
     b, n = matrices.data.shape[0], matrices.n
+    labels = None if groups is None else as_labels(groups, matrices)
+    if labels is not None and (not square or epsilon is None):
+        raise ValueError("groups are given; expected f = 2 and epsilon, as only then groups have a score to compare")
     if epsilon is not None:
         epsilon = check_epsilon(epsilon)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
@@ -292,7 +328,13 @@ def universal_set(
             chosen[item] = _largest(factor, matrices, item, host[item], present[item], int(size or 0))
             left[item] = _largest_score(factor, matrices, item, host[item], present[item] & ~chosen[item])
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
-    guarantee: Guarantee = "none" if center else "superset" if counted.any() else "exact"
+    together = None if labels is None else group_scores(factor, labels)
+    more = np.zeros((b, n), np.bool_)
+    if labels is not None and together is not None and together.size:
+        heavy = np.take_along_axis(_reach(together, epsilon), np.maximum(labels, 0), axis=1)
+        more = heavy & (labels >= 0) & present & ~chosen
+    chosen |= more
+    guarantee: Guarantee = "none" if center else "superset" if counted.any() or more.any() else "exact"
     rank = factor.rank.reshape(matrices.batch) if matrices.batch else int(factor.rank[0])
     return UniversalSet(
         mask=matrices.wrap(chosen),
@@ -307,6 +349,8 @@ def universal_set(
         certificate=("leverage",),
         total_bound=rank,
         _leverage=host.reshape((*matrices.batch, n)),
+        groups=None if labels is None else matrices.wrap(to_device(labels, matrices.data)),
+        group_scores=None if together is None else matrices.wrap(to_device(together, matrices.data)),
     )
 
 
@@ -345,6 +389,10 @@ def _certified(
         _leverage=bounds.leverage.reshape((*batch, n)),
         _lift=bounds.lift,
     )
+
+
+def _reach(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
+    return np.asarray(scores >= epsilon * (1 - TIE))
 
 
 def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -> npt.NDArray[np.bool_]:

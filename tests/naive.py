@@ -377,3 +377,73 @@ def _scale(x: Float) -> float:
     """A power of two near the largest entry: dividing by it is exact."""
     largest = float(np.max(np.abs(x), initial=0.0))
     return float(2.0 ** np.frexp(largest)[1]) if largest > 0 else 1.0
+
+
+# -- groups --------------------------------------------------------------------------
+
+
+def group_leverage(K: ArrayLike, labels: ArrayLike, *, mask: ArrayLike | None = None) -> Float:
+    """λ_max(K_S (KᵀK)⁺ K_Sᵀ) for the keys S of each label; these matrices are exact but for one rounding."""
+    names = np.asarray(labels)
+    keep = np.ones(len(names), bool) if mask is None else np.asarray(mask, bool)
+    kept, _ = _take_part(K, mask)
+    M = to_integers(kept)
+    M = M[:, independent_columns(M)]
+    scores = np.zeros(int(names.max(initial=-1)) + 1)
+    for label in range(len(scores)):
+        members = [int(i) for i in np.flatnonzero(names[keep] == label)]
+        if members and M.shape[1]:
+            scores[label] = np.linalg.eigvalsh(_gram_of_whitened(M, members))[-1]
+    return scores
+
+
+def _gram_of_whitened(M: Exact, members: list[int]) -> Float:
+    """The matrix of m_iᵀ(MᵀM)⁻¹m_j, by polarisation; in so many digits that all scores add up to the rank."""
+    ends = [(i, j) for i in members for j in members if i < j]
+    rows = np.array([*M, *(M[i] + M[j] for i, j in ends)], dtype=object).reshape(-1, M.shape[1])
+    digits = 100 + 2 * _digits(M)
+    for _ in range(7):
+        q = quadratic_exact(rows, M.T @ M, digits)
+        with decimal.localcontext(prec=100):
+            if abs(sum(q[: len(M)], Decimal(0)) - M.shape[1]) < Decimal("1e-40"):
+                products = {(i, j): (s - q[i] - q[j]) / 2 for (i, j), s in zip(ends, q[len(M) :], strict=True)}
+                products |= {(i, i): q[i] for i in members}
+                return np.array([[float(products[min(i, j), max(i, j)]) for j in members] for i in members])
+        digits *= 2
+    raise ArithmeticError("the scores do not add up to the rank")
+
+
+def whitened(K: ArrayLike, *, mask: ArrayLike | None = None) -> Float:
+    """Left singular vectors of tame keys: row j has the leverage score of key j as its squared norm."""
+    kept, _ = _take_part(K, mask)
+    U, s, _ = np.linalg.svd(kept, full_matrices=False)
+    result = np.zeros((len(np.asarray(K)), U.shape[1]))
+    result[np.ones(len(result), bool) if mask is None else np.asarray(mask, bool)] = U * (s > 1e-12 * s.max(initial=0))
+    return result
+
+
+def angles(X: Float) -> Float:
+    """Angles between all rows up to sign; a row of zeros is at π/2 to all others."""
+    result = np.full((len(X), len(X)), np.pi / 2)
+    for i, x in enumerate(X):
+        for j, y in enumerate(X):
+            if np.any(x) and np.any(y):
+                u, v = x / np.linalg.norm(x), y / np.linalg.norm(y)
+                chord = min(np.linalg.norm(u - v), np.linalg.norm(u + v))
+                result[i, j] = 2 * np.arcsin(min(chord / 2, 1.0))
+    return result
+
+
+def components(linked: Bool) -> NDArray[np.int64]:
+    """The component of each node of a graph, by its first node; a node alone has its own number."""
+    result = np.full(len(linked), -1)
+    for start in range(len(linked)):
+        if result[start] >= 0:
+            continue
+        waiting = [start]
+        while waiting:
+            node = waiting.pop()
+            if result[node] < 0:
+                result[node] = start
+                waiting += [int(other) for other in np.flatnonzero(linked[node] | linked[:, node])]
+    return result

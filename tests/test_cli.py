@@ -89,7 +89,9 @@ def test_json_says_what_the_library_says(tmp_path: Path, keys: Array, kind: str,
         "function": "2",
         "method": "auto",
         "center": False,
+        "duplicates": None,
     }
+    assert found["hidden_groups"] == []
     assert found["indices"] == expected.indices.tolist()
     assert found["item"] == []
     assert (found["size"], found["rank"], found["f"]) == (len(expected), 6, "2")
@@ -163,6 +165,23 @@ def test_options_reach_the_library(file: Path, keys: Array) -> None:
     assert (document["center"], document["method"]) == (True, "qr")
     assert document["sets"][0]["indices"] == levattn.universal_set(keys + 100, 0.02, center=True).indices.tolist()
     assert document["sets"][0]["indices"] != levattn.universal_set(keys + 100, 0.02).indices.tolist()
+
+
+def test_groups_of_near_duplicates_are_reported(tmp_path: Path, keys: Array) -> None:
+    keys = np.concatenate([keys, np.tile(np.float32([0, 0, 9, 0, 0, 0]), (50, 1))])
+    np.save(tmp_path / "keys.npy", np.stack([keys, keys]))
+    arguments = ("universal-set", tmp_path / "keys.npy", "--epsilon", "0.5", "--duplicates", "0.01")
+    for found in json.loads(run(*arguments, "--json", "-o", tmp_path / "sets.npz").stdout)["sets"]:
+        (group,) = found["hidden_groups"]
+        assert group["indices"] == list(range(200, 250))
+        assert 0.5 < group["score"] <= 1
+        assert found["guarantee"] == "superset"
+        assert found["indices"][-50:] == group["indices"]
+    with np.load(tmp_path / "sets.npz", allow_pickle=False) as stored:
+        assert stored["groups"].shape == (2, 250)
+        assert stored["group_scores"].shape == (2, 1)
+    assert "hidden in near-duplicates: 2 groups of 100 keys" in run(*arguments).stdout
+    assert "angle" in refused("universal-set", tmp_path / "keys.npy", "--epsilon", "0.5", "--duplicates", "3")
 
 
 def test_one_of_several_tensors(tmp_path: Path, keys: Array) -> None:
@@ -329,6 +348,8 @@ def test_picture_says_what_the_scores_are(
             "--method qr is for --function 2; others take only auto",
         ),
         (("--size", "3", "--function", "huber", "--center"), "--center is for --function 2"),
+        (("--size", "3", "--duplicates", "0.1"), "--duplicates is for --epsilon and --function 2"),
+        (("--epsilon", "0.1", "--function", "1", "--duplicates", "0.1"), "--duplicates is for --epsilon"),
     ],
 )
 def test_wrong_command_lines(file: Path, arguments: tuple[str, ...], reason: str) -> None:

@@ -99,6 +99,10 @@ def build_app() -> "typer.Typer":
         tensor: Annotated[str | None, typer.Option(help="Name of the array, if the file holds several.")] = None,
         function: Annotated[str, typer.Option(help=f"Attention function: {ALLOWED}.")] = "2",
         center: Annotated[bool, typer.Option("--center", help="Subtract the mean key first.")] = False,
+        duplicates: Annotated[
+            float | None,
+            typer.Option(help="Also groups of near-duplicate keys, within this angle (0.1), that score as a whole."),
+        ] = None,
         method: Annotated[Method, typer.Option(help="How to compute the scores.")] = Method.auto,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
         plot: Annotated[
@@ -118,8 +122,11 @@ def build_app() -> "typer.Typer":
             raise typer.BadParameter(f"--method {method.value} is for --function 2; others take only auto")
         if center and not f.is_square:
             raise typer.BadParameter("--center is for --function 2 (the bound of softmax centres by itself)")
+        if duplicates is not None and (epsilon is None or not f.is_square):
+            raise typer.BadParameter("--duplicates is for --epsilon and --function 2")
+        request = sets.Request(file, tensor, epsilon, size, f, center, duplicates, method)
         with _errors_in_one_line():
-            sets.run(sets.Request(file, tensor, epsilon, size, f, center, method), as_json, plot, output)
+            sets.run(request, as_json, plot, output)
 
     return app
 

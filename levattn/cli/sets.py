@@ -46,6 +46,7 @@ class Request:
     size: int | None
     function: Function
     center: bool
+    duplicates: float | None
     method: Method
 
 
@@ -58,13 +59,16 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
 
         raise typer.BadParameter(f"--size is {request.size}, but {request.file} holds {source.shape[-2]} keys")
     try:
+        keys = source.load()
+        groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
         sets = levattn.universal_set(
-            source,
+            keys,
             request.epsilon,
             size=request.size,
             f=request.function.f,
             method=request.method.value,
             center=request.center,
+            groups=groups,
         )
     except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
         problem = str(error).partition(";")[0].removeprefix("K ")
@@ -129,6 +133,8 @@ def _arrays(sets: levattn.UniversalSet, function: Function) -> dict[str, npt.NDA
     )
     arrays = {name: np.asarray(getattr(sets, name)) for name in names}
     arrays["f"] = np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)
+    if sets.groups is not None:
+        arrays |= {"groups": np.asarray(sets.groups), "group_scores": np.asarray(sets.group_scores)}
     return arrays | {"indices": sets.indices} if sets.mask.ndim == 1 else arrays
 
 
@@ -142,6 +148,7 @@ def _request_report(request: Request, source: levattn.KeySource) -> dict[str, An
         "function": request.function.text,
         "method": request.method.value,
         "center": request.center,
+        "duplicates": request.duplicates,
     }
 
 
@@ -154,7 +161,19 @@ def _set_reports(sets: levattn.UniversalSet, function: Function) -> list[dict[st
         {"item": item, "size": int(columns["sizes"][item])}
         | {name: columns[name][item].item() for name in names[1:]}
         | {"guarantee": sets.guarantee, "f": function.text, "indices": np.flatnonzero(sets.mask[item]).tolist()}
+        | {"hidden_groups": _group_reports(sets, item)}
         for item in np.ndindex(lead)
+    ]
+
+
+def _group_reports(sets: levattn.UniversalSet, item: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return score and keys of each group that can receive ε although none of its keys can."""
+    return [
+        {
+            "score": float(sets.group_scores[item][group]),
+            "indices": np.flatnonzero(sets.groups[item] == group).tolist(),
+        }
+        for group in np.flatnonzero(sets.hidden_groups[item])
     ]
 
 
@@ -184,5 +203,9 @@ def _print_sets(sets: levattn.UniversalSet, source: levattn.KeySource, function:
         shown = ", ".join(map(str, indices[:_INDICES_SHOWN])) or "none"
         rest = len(indices) - _INDICES_SHOWN
         console.print(f"keys: {shown}" + (f" and {rest} more (all with --json or --output)" if rest > 0 else ""))
+    hidden = [group for report in reports for group in report["hidden_groups"]]
+    if hidden:
+        count, keys = len(hidden), sum(len(group["indices"]) for group in hidden)
+        console.print(f"hidden in near-duplicates: {count} groups of {keys} keys, in the set only as groups")
     if any(report["is_vacuous"] for report in reports):
         console.print(VACUOUS if function.is_square else VACUOUS_IN_GENERAL)
