@@ -212,7 +212,8 @@ class Fair(_Quadratic):
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate f at every entry of an array."""
         u = np.abs(x) / self.c
-        series = u * u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u / 6))))
+        near = np.minimum(u, 1e-3)
+        series = near * near * (1 / 2 - near * (1 / 3 - near * (1 / 4 - near * (1 / 5 - near / 6))))
         return np.asarray(self.c**2 * np.where(u < 1e-3, series, u - np.log1p(u)))
 
 

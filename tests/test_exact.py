@@ -117,7 +117,7 @@ def test_linear_programme_equals_the_vertices(make: Any, n: int, d: int) -> None
     found = exact_sensitivities(K, 1)
     assert_bracket(found)
     rows, inverse, counts = _distinct(K)
-    low, high = _by_vertices(_reduce(rows, counts)[0], counts, 1.0)
+    low, high, _ = _by_vertices(_reduce(rows, counts)[0], counts, 1.0)
     np.testing.assert_allclose(found.lower, low[inverse], rtol=1e-11)
     np.testing.assert_allclose(found.upper, high[inverse], rtol=1e-11)
 
@@ -126,7 +126,7 @@ def test_linear_programme_equals_the_vertices(make: Any, n: int, d: int) -> None
 def test_convex_programme_at_two_equals_the_svd(make: Any) -> None:
     K = make(30, 5)
     rows, inverse, counts = _distinct(K)
-    low, high = _by_convex(_reduce(rows, counts)[0], counts, 2.0)
+    low, high, _ = _by_convex(_reduce(rows, counts)[0], counts, 2.0)
     scores = exact_sensitivities(K, 2)
     for ours in (low, high):
         np.testing.assert_allclose(ours[inverse], scores.lower, rtol=1e-12)
@@ -222,6 +222,106 @@ def test_between_quadratic_and_linear(f: Any) -> None:
         assert np.all(found >= exact_sensitivities(K, p).lower * (1 - 1e-9))
 
 
+# -- queries that reach the lower ends -------------------------------------------------
+
+REACHED = {
+    "gauss": gauss(8, 3),
+    "spiky": spiky(8, 3),
+    "one key": gauss(1, 3),
+    "one column": gauss(8, 1),
+    "independent": gauss(3, 5),
+    "rank-deficient": gauss(8, 3) @ gauss(3, 5, 6),
+    "copies and zeros": np.concatenate([gauss(5, 3), -gauss(5, 3)[:3], gauss(5, 3)[2:5], np.zeros((3, 3))]),
+    "orthogonal": np.kron(np.eye(3), [[1.0], [-3.0]]),
+    "tiny row": np.concatenate([1e-30 * gauss(1, 3), gauss(7, 3, 1)]),
+    "fainter row": np.concatenate([1e-200 * gauss(1, 3), gauss(7, 3, 1)]),
+    "huge row": np.concatenate([1e6 * gauss(1, 3), gauss(7, 3, 1)]),
+    "graded columns": gauss(8, 3) * [1e30, 1.0, 1e-30],
+    "turned": gauss(8, 3) * [1.0, 1e-3, 1e-6] @ np.linalg.qr(gauss(3, 3, 5))[0],
+    "outside": np.array([[1.0, 1.0], [2.0, 2.0], [1e-30, -1e-30]]),
+    "zeros": np.zeros((4, 2)),
+}
+
+
+def at_their_queries(K: np.ndarray, f: Any, queries: np.ndarray) -> np.ndarray:
+    """The score of each key at its query, by the definition."""
+    Z = queries @ K.T
+    if isinstance(f, Softmax):
+        Z = Z - Z.max(axis=1, keepdims=True)
+    values = f(Z)
+    total = values.sum(axis=1)
+    return np.asarray(np.divide(np.diagonal(values), total, out=np.zeros(len(K)), where=total > 0))
+
+
+def rounding(K: np.ndarray) -> float:
+    """Rounding of a score ⟨q, k⟩ relative to the largest: q is as large as the inverse of the scaled columns."""
+    s = np.linalg.svd(K / np.maximum(np.abs(K).max(axis=0), 1e-300), compute_uv=False)
+    return float(8 * K.shape[1] * np.finfo(float).eps * s[0] / s[s > 1e-13 * s[0]].min(initial=s[0])) if s[0] else 0.0
+
+
+@pytest.mark.parametrize("f", [*map(Power, POWERS), *OTHERS, Floor()])
+@pytest.mark.parametrize("name", REACHED)
+def test_queries_reach_the_lower_ends(name: str, f: Any) -> None:
+    K = REACHED[name]
+    found = exact_sensitivities(K, f)
+    assert found.queries.shape == K.shape
+    assert found.queries.dtype == np.float64
+    with np.errstate(over="ignore"):  # Fair, far off
+        reached = at_their_queries(K, f, found.queries)
+    rtol = 1e-14 + rounding(K)
+    if isinstance(f, Power):
+        rtol *= max(f.p, 1)
+        if f.p < 1:  # the keys that should score 0 score |rounding|^p
+            rtol = K.shape[1] * rtol**f.p
+    np.testing.assert_allclose(reached, found.lower, rtol=rtol, atol=1e-250)
+    live = K.any(axis=1)
+    assert not found.queries[~live].any() or isinstance(f, Floor)
+    assert np.all(np.abs(found.queries @ K.T)[:, live] < 1e100)  # far from the end of the range
+
+
+@pytest.mark.parametrize("scale", [1e250, 1e-250])
+@pytest.mark.parametrize("f", [*map(Power, POWERS), *OTHERS])
+def test_queries_of_very_large_and_very_small_keys(scale: float, f: Any) -> None:
+    for K in (scale * gauss(6, 3), gauss(6, 3) * [scale, 1.0, 1 / scale]):
+        found = exact_sensitivities(K, f)
+        with np.errstate(over="ignore"):  # Fair, far off
+            reached = at_their_queries(K, f, found.queries)
+        np.testing.assert_allclose(reached, found.lower, rtol=1e-7 if f == Power(0.5) else 1e-13)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_queries_are_finite_where_float64_ends(p: float) -> None:
+    K = gauss(10, 3) * [1e-318, 1.0, 1e-312]
+    found = exact_sensitivities(K, p)
+    np.testing.assert_allclose(at_their_queries(K, Power(p), found.queries), found.lower, rtol=1e-12)
+    assert np.isfinite(exact_sensitivities(K, Huber()).queries).all()
+
+
+def test_queries_of_a_slow_function_are_no_lucky_rounding() -> None:
+    """The best queries have no bound: log(1 + x²) of huge scores, and of the rounding of those that should be 0."""
+    for K in (gauss(8, 3), spiky(12, 3)):
+        found = exact_sensitivities(K, Cauchy())
+        for dtype in (np.float64, np.longdouble):
+            reached = at_their_queries(K.astype(dtype), Cauchy(), found.queries.astype(dtype))
+            np.testing.assert_allclose(reached.astype(float), found.lower, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in REACHED if name != "graded columns"])
+@pytest.mark.parametrize("matrix", ["ball", "ellipsoid", "flat"])
+def test_queries_of_softmax_reach_the_lower_ends_and_are_admitted(name: str, matrix: str) -> None:
+    K = REACHED[name]
+    shape = {"ball": 1.0, "ellipsoid": 0.1 ** np.arange(K.shape[1]), "flat": np.arange(K.shape[1]) < 1}[matrix]
+    axes = shape * np.ones(K.shape[1])
+    f = Softmax(3.0, None if matrix == "ball" else np.diag(axes))
+    found = exact_sensitivities(K, f)
+    largest = np.abs(K).max() * 3.0 * np.sqrt(K.shape[1])
+    rtol = 1e-12 + 1e-14 * K.shape[1] * (K.shape[1] + 4) * largest
+    np.testing.assert_allclose(at_their_queries(K, f, found.queries), found.lower, rtol=rtol)
+    assert not found.queries[:, axes == 0].any()
+    sizes = (found.queries[:, axes > 0] ** 2 / axes[axes > 0]).sum(axis=1)
+    assert np.all(sizes <= 9 * (1 + 1e-14))
+
+
 # -- invariance ------------------------------------------------------------------------
 
 
@@ -277,6 +377,7 @@ def test_without_keys() -> None:
     for f in (0.5, 1, 2, 3, Huber(), Tukey(), Softmax(1.0)):
         found = exact_sensitivities(np.zeros((0, 3)), f)
         assert found.lower.shape == found.upper.shape == (0,)
+        assert found.queries.shape == (0, 3)
 
 
 def test_zero_keys_where_f_of_zero_is_positive() -> None:
@@ -303,6 +404,29 @@ def test_key_outside_the_numerical_row_space() -> None:
     found = exact_sensitivities(np.array([[1.0, 1.0], [2.0, 2.0], [1e-30, -1e-30]]), 3)
     assert found.upper[2] == 1
     assert found.upper[0] < 1
+
+
+def test_keys_too_small_to_be_seen() -> None:
+    """Their products with queries underflow when they are squared: no warning, and no claim that they score 0."""
+    K = gauss(6, 3)
+    K[0] *= 1e-200
+    for f in (*POWERS, *OTHERS):
+        found = exact_sensitivities(K, f)
+        assert (found.lower[0], found.upper[0]) == (0, 1)
+        np.testing.assert_allclose(found.lower[1:], exact_sensitivities(K[1:], f).lower, rtol=1e-9)
+    found = exact_sensitivities(np.array([[1e300, 1e300], [1e-300, -1e-300]]), 2)  # the second alone can have all
+    assert found.upper[1] == 1
+
+
+def test_vertices_where_most_keys_lie_in_a_plane() -> None:
+    """Subsets are taken in chunks, and all subsets of a chunk can be dependent."""
+    K = np.zeros((100, 4))
+    K[:10] = gauss(10, 4)
+    K[:10, 0] = -np.abs(K[:10, 0]) - 5  # the first in order
+    K[10:, :2] = gauss(90, 2, 1)
+    K[10:, 0] = np.abs(K[10:, 0])
+    found = exact_sensitivities(K, 0.5)
+    assert np.all((found.lower > 0) & (found.lower <= found.upper))
 
 
 def test_methods() -> None:
