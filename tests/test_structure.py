@@ -27,7 +27,7 @@ API = ROOT.parent / "docs" / "api.md"
 
 # A module imports from its own level or below. A sub-package stands for all of its modules.
 LAYERS = {
-    0: ("exceptions", "_array", "_random", "_threads"),
+    0: ("exceptions", "_array", "_bytes", "_random", "_threads"),
     1: ("_kernels",),
     2: ("linalg", "states", "functions", "sketch"),
     3: ("leverage", "sensitivity", "_lift", "_softmax", "exact", "groups"),

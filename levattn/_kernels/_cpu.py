@@ -13,12 +13,14 @@ from levattn._kernels._cpu_heavy import count_heavy, fill_heavy, norm_tasks, pro
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
 from levattn._kernels._cpu_product import sqnorm_tasks
-from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan
+from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan, read_rows
+from levattn._kernels._cpu_sketch import hadamard_blocks, scatter_rows
 from levattn._kernels._cpu_turn import turned_moment_tasks, turned_sqnorm_tasks
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._threads import num_threads, parallel_for
 
 __all__ = [
+    "add_products",
     "column_maxima",
     "column_sums",
     "heavy_entries",
@@ -28,7 +30,9 @@ __all__ = [
     "precise_products",
     "precise_solutions",
     "query_norms",
+    "scatter",
     "sqnorms",
+    "subsampled_hadamard",
     "where",
     "wide_zeros",
     "zeros",
@@ -158,6 +162,88 @@ def sqnorms(
             turned_sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, ceiling, out)
 
     _share(body, len(listed), work)
+
+
+def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
+    """Add sparse sketches of the matrices to `out`, (b, blocks · size, d), float32 or float64.
+
+    Row r, whose number is offset + r, is added to one place in each block of `size` rows of the sketch, by the word of
+    its number and the block: the lowest bit set stands for −1, the others choose the place (see `levattn._random`).
+    """
+    b, n, d = rows.shape
+    X = _scratch(d, "double" if rows.format == "float64" else "single")
+    width = X.shape[1]
+    parts = _partial_sketches(n * rows.keys.itemsize, blocks * size * out.itemsize)
+    starts = [n * i // parts for i in range(parts + 1)]
+    sums = np.zeros((b, parts, blocks * size, width), out.dtype)
+    arguments = _arguments(rows)
+    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+
+    def body(task: int) -> None:
+        item, part = divmod(task, parts)
+        run = starts[part], starts[part + 1]
+        scatter_rows(*arguments, item, *run, *keys, stream, offset, blocks, size, X, sums[item, part])
+
+    parallel_for(body, b * parts, threads=_threads(float(b) * n * d * blocks))
+    out += _halved(sums)[:, :, :d]
+
+
+def add_products(rows: Rows, S: Float64, out: Any) -> None:
+    """Add S (size, n) times the rows of each matrix to `out`, (b, size, d)."""
+    _, n, d = rows.shape
+    X = np.zeros((n, d))
+    for item in range(rows.shape[0]):
+        read_rows(*_arguments(rows), item, n, X)
+        out[item] += S @ X
+
+
+def _partial_sketches(read: int, held: int) -> int:
+    """Return how many sketches of parts of the rows are made and then added up, whatever the number of threads.
+
+    There are enough of them for the threads, and few enough that adding them costs little beside reading the keys.
+    """
+    parts = 1
+    while parts < 64 and (16 if parts == 1 else 64) * parts * held <= read:
+        parts *= 2
+    return parts
+
+
+def _halved(sums: Any) -> Any:
+    """Return the sum over axis 1, whose length is a power of two, in pairs."""
+    while sums.shape[1] > 1:
+        sums = sums[:, 0::2] + sums[:, 1::2]
+    return sums[:, 0]
+
+
+def subsampled_hadamard(
+    rows: Rows, seed: int, stream: int, offset: int, block: int, chosen: Any, flips: Any, out: Any
+) -> None:
+    """Add subsampled Hadamard transforms of the matrices to `out`, (b, size, d) float64.
+
+    Rows are numbered from `offset` on and lie in blocks of `block` (a power of two) by their numbers. Each gets the
+    sign of the word of its number, each block is transformed, and its rows `chosen`, with the signs of its row of
+    `flips` (of the blocks from that of `offset` on), are added up.
+    """
+    b, n, d = rows.shape
+    if not n:
+        return
+    first, last = offset // block, (offset + n - 1) // block + 1
+    parts = _partial_sketches(n * 8, len(chosen) * 8)
+    parts = min(parts, 1 << (last - first).bit_length() - 1)
+    edges = [first + (last - first) * i // parts for i in range(parts + 1)]
+    sums = np.zeros((b, parts, len(chosen), d))
+    arguments = _arguments(rows)
+    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+
+    def body(task: int) -> None:
+        item, part = divmod(task, parts)
+        X = np.empty((block, min(16, d)))
+        low, high = edges[part], edges[part + 1]
+        signs = flips[low - first : high - first]
+        hadamard_blocks(*arguments, item, n, low, high, *keys, stream, offset, chosen, signs, X, sums[item, part])
+
+    parallel_for(body, b * parts, threads=_threads(float(b) * n * d * block.bit_length()))
+    out += _halved(sums)
 
 
 def column_sums(rows: Rows) -> Float64:

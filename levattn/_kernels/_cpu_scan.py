@@ -1,4 +1,4 @@
-"""One look at every entry: sums and maxima of columns, and the rows that are not finite."""
+"""One look at every entry: sums and maxima of columns, the rows that are not finite, and the rows themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from levattn._kernels._cpu_jit import jit
 from levattn._kernels._cpu_rows import load_rows
 
-__all__ = ["column_tasks", "nonfinite_scan"]
+__all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
 
 _SLAB = 128
 
@@ -55,6 +55,12 @@ def column_tasks(view, like, brain, mask, shift, scale, weights, n, block, large
         for level in range(64):
             if count >> level & 1:
                 total += stack[level]
+
+
+@jit
+def read_rows(view, like, brain, mask, shift, scale, weights, item, n, out):
+    """Write the rows of one matrix to `out`, as they are read."""
+    load_rows(view, like, brain, item, 0, n, mask, shift, scale, weights, out)
 
 
 @jit

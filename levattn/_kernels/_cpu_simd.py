@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 
 __all__ = [
+    "add_signed",
     "as_pointer",
     "bits_to_float",
     "fused_multiply_add",
@@ -269,6 +270,35 @@ def widen(typing, like, source, target, vectors, added):
             place = b.gep(_pointer(b, target, double), [at])
             wide = value if size == 8 else b.fpext(value, doubles)
             _store(b, b.fadd(_load(b, place, doubles, 8), wide) if add else wide, place, 8)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def add_signed(typing, like, total, source, target, sign, vectors, ahead, next_target):
+    """Add vectors of numbers like `like` at `source`, times `sign`, to numbers like `total` at `target`.
+
+    Meanwhile as many numbers `ahead` bytes after the source, and at `next_target`, are fetched into the cache.
+    """
+    size, scalar, vector = _vector_type(like)
+    wider, sums, _ = _vector_type(total)
+    signature = types.void(like, total, types.int64, types.int64, total.dtype, types.int64, types.int64, types.int64)
+    wide = ir.VectorType(sums, vector.count)
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        source, target, sign, vectors, ahead, next_target = arguments[2:]
+        factor = _splat(b, sign, vector.count)
+        with cgutils.for_range(b, vectors) as loop:
+            at = b.mul(loop.index, _int(vector.count))
+            from_ = b.add(source, b.mul(at, _int(size)))
+            value = _load(b, _pointer(b, from_, scalar), vector, size)
+            place = b.gep(_pointer(b, target, sums), [at])
+            _prefetch(b, b.add(from_, ahead))
+            for line in range(0, wider * vector.count, 64):
+                _prefetch(b, b.add(next_target, b.add(b.mul(at, _int(wider)), _int(line))))
+            value = b.fpext(value, wide) if wider > size else value
+            _store(b, _fma(b, factor, value, _load(b, place, wide, wider)), place, wider)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -13,17 +13,22 @@ import numpy as np
 
 from levattn._array import to_numpy
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._random import below, signs, words
 
 __all__ = [
+    "add_products",
     "column_maxima",
     "column_sums",
     "moments",
     "nonfinite_rows",
+    "scatter",
     "sqnorms",
     "where",
     "wide_zeros",
     "zeros",
 ]
+
+_SKETCHED = 256  # rows for which a dense piece of a sparse sketch is formed
 
 
 def _load(rows: Rows, item: int, start: int, stop: int) -> Any:
@@ -114,6 +119,23 @@ def _pairwise(terms: list[Float64]) -> Float64 | float:
         return terms[0] if terms else 0.0
     half = 1 << (len(terms) - 1).bit_length() - 1
     return _pairwise(terms[:half]) + _pairwise(terms[half:])
+
+
+def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
+    """Add sparse sketches of the matrices to `out`; the contract of `_cpu.scatter`."""
+    for low in range(0, rows.shape[1], _SKETCHED):
+        part = rows.between(low, min(low + _SKETCHED, rows.shape[1]))
+        drawn = words(seed, stream, offset + low, part.shape[1], blocks)
+        columns = np.zeros((blocks * size, part.shape[1]))
+        columns[below(drawn, size) + size * np.arange(blocks), np.arange(part.shape[1])[:, None]] = signs(drawn)
+        add_products(part, columns, out)
+
+
+def add_products(rows: Rows, S: Float64, out: Any) -> None:
+    """Add S times the rows of each matrix to `out`, (b, size, d); the contract of `_cpu.add_products`."""
+    S_here = _send(S, rows)
+    for item in range(rows.shape[0]):
+        out[item] += to_numpy(S_here @ _load(rows, item, 0, rows.shape[1]))
 
 
 def sqnorms(

@@ -1,0 +1,64 @@
+r"""States as bytes: a header in JSON, arrays as they lie in memory, and a checksum. Nothing is ever unpickled.
+
+The layout, all numbers little-endian: the eight bytes ``LEVATTN\0``; the length of the header, eight bytes; the
+header, UTF-8 text of a JSON object with ``kind``, ``version``, ``fields`` and ``arrays`` (a list of name, dtype and
+shape); the arrays one after the other in C order; a BLAKE2b digest of 32 bytes of all before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["pack", "unpack"]
+
+_MAGIC = b"LEVATTN\0"
+_DIGEST = 32
+_DTYPES = ("<f8", "<f4", "<i8", "<u8", "|b1", "|u1")
+
+
+def pack(kind: str, version: int, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
+    """Return the bytes of a state of this kind, with fields that JSON holds and arrays."""
+    ready = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in arrays.items()}
+    listed = [[name, a.dtype.str, list(a.shape)] for name, a in ready.items()]
+    header = json.dumps(
+        {"kind": kind, "version": version, "fields": fields, "arrays": listed}, allow_nan=False
+    ).encode()
+    parts = [_MAGIC, len(header).to_bytes(8, "little"), header, *(a.tobytes() for a in ready.values())]
+    body = b"".join(parts)
+    return body + hashlib.blake2b(body, digest_size=_DIGEST).digest()
+
+
+def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Return the fields and arrays of a state of this kind and version; raise ValueError if the data are no such."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"data is of type {type(data).__name__}; expected bytes, as to_bytes returns them")
+    data = bytes(data)
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("data does not begin as a state of levattn does; expected the bytes that to_bytes returned")
+    body, digest = data[:-_DIGEST], data[-_DIGEST:]
+    if len(data) < len(_MAGIC) + 8 + _DIGEST or hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
+        raise ValueError("data is damaged or cut short: its checksum differs; save the state again")
+    length = int.from_bytes(body[8:16], "little")
+    header = json.loads(body[16 : 16 + length])
+    if header["kind"] != kind:
+        raise ValueError(f"data holds a {header['kind']}; expected a {kind}")
+    if header["version"] != version:
+        raise ValueError(f"data is of version {header['version']}, which this levattn cannot read; expected {version}")
+    arrays, at = {}, 16 + length
+    for name, dtype, shape in header["arrays"]:
+        if dtype not in _DTYPES:
+            raise ValueError(f"data holds an array of dtype {dtype}; expected one of {', '.join(_DTYPES)}")
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        arrays[name] = (
+            np.frombuffer(body[at : at + size], dtype).reshape(shape).astype(np.dtype(dtype).newbyteorder("="))
+        )
+        at += size
+    if at != len(body):
+        raise ValueError("data is longer than its header says; expected the bytes that to_bytes returned")
+    return header["fields"], arrays
