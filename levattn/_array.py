@@ -12,16 +12,72 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Matrices", "as_mask", "as_matrices", "take", "to_device", "to_float64", "to_numpy"]
+__all__ = ["Csr", "Matrices", "as_mask", "as_matrices", "take", "to_device", "to_float64", "to_numpy"]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
+_CHUNK = 1 << 20  # entries whose order is looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class Csr:
+    """One sparse matrix in the form that the kernels read: rows of (column, value), columns ascending, none twice.
+
+    It stands where a (1, n, d) array does, and is cut like one.
+
+    indptr: (n + 1,) int64, ascending; row r has the entries ``indptr[r]:indptr[r + 1]``. It need not begin at 0.
+    indices: int32 or int64 columns, checked to be in ``range(d)``.
+    values: float32 or float64, of native byte order.
+    d: number of columns.
+    """
+
+    indptr: npt.NDArray[np.int64]
+    indices: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    d: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(1, n, d)."""
+        return 1, len(self.indptr) - 1, self.d
+
+    def __getitem__(self, key: tuple[slice, slice, slice]) -> Csr:
+        """Return some consecutive rows of the one matrix; the entries are not copied."""
+        start, stop, step = key[1].indices(len(self.indptr) - 1)
+        if key[0].indices(1) != (0, 1, 1) or step != 1 or key[2] != slice(None):
+            raise IndexError(f"[{key}] of sparse keys; expected consecutive rows of matrix 0")
+        return Csr(self.indptr[start : max(start, stop) + 1], self.indices, self.values, self.d)
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """(n,) number of entries of each row."""
+        return np.diff(self.indptr)
+
+    def entries(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return columns and values of all entries of these rows, without a copy."""
+        held = slice(int(self.indptr[0]), int(self.indptr[-1]))
+        return self.indices[held], self.values[held]
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Csr:
+        """Return some rows."""
+        counts = self.counts[rows]
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        places = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
+        return Csr(indptr, self.indices[places], self.values[places], self.d)
+
+    def to_dense(self) -> npt.NDArray[Any]:
+        """Return (1, n, d) with the zeros written out: for a block of rows."""
+        columns, values = self.entries()
+        out = np.zeros(self.shape, self.values.dtype)
+        out[0, np.repeat(np.arange(len(self.indptr) - 1), self.counts), columns] = values
+        return out
 
 
 @dataclass(frozen=True)
 class Matrices:
     """A checked stack of matrices in the form that the kernels read.
 
-    data: (b, n, d); on the CPU a numpy array in which 16-bit floats are uint16 words, else an array-API array.
+    data: (b, n, d); on the CPU a numpy array in which 16-bit floats are uint16 words, else an array-API array. Or
+        one sparse matrix, a `Csr`.
     batch: the leading axes, whose product is b.
     format: what the numbers are ("float64", "float32", "float16", "bfloat16").
     give_back: turns a numpy array (or an array of the namespace) into the caller's kind, on its device.
@@ -116,15 +172,93 @@ def _numpy_words(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
-def as_matrices(array: Any, name: str) -> Matrices:
+def _is_scipy_sparse(array: Any) -> bool:
+    sparse = sys.modules.get("scipy.sparse")  # a sparse matrix can only come from a module that is loaded
+    return sparse is not None and bool(sparse.issparse(array))
+
+
+def _from_csr(K: Any, name: str) -> Csr:
+    """Return a scipy CSR matrix or array as `Csr`, or raise; entries in order are not copied."""
+    if K.format != "csr":
+        raise TypeError(
+            f"{name} is a scipy sparse matrix in {K.format} format; expected csr, which is read row by row. "
+            f"Convert it first: {name}.tocsr()"
+        )
+    if K.ndim != 2:
+        raise ValueError(
+            f"{name} is a sparse array of shape {tuple(K.shape)}; expected one matrix (n, d). "
+            f"Give one row as {name}.reshape(1, -1).tocsr()"
+        )
+    kind = _format_of(np.dtype(K.dtype), name, f"{name}.astype('float64')")
+    n, d = (int(size) for size in K.shape)
+    if d == 0:
+        raise ValueError(f"{name} has shape {(n, d)}; expected at least one column (d >= 1)")
+    indptr, indices, values = (np.asarray(part) for part in (K.indptr, K.indices, K.data))
+    problem = _csr_problem(indptr, indices, values, n, d)
+    if problem:
+        raise ValueError(
+            f"{name} is a corrupted sparse matrix: {problem}. Build it anew, e.g. from (data, (row, column)) "
+            f"with scipy.sparse.coo_array, and see {name}.check_format()"
+        )
+    indptr = indptr.astype(np.int64)
+    indices, values = indices[: indptr[-1]], values[: indptr[-1]]  # there may be room for more
+    if not _in_order(indptr, indices):
+        again = type(K)((values.astype(kind), indices.copy(), indptr.copy()), shape=(n, d))
+        again.has_sorted_indices = again.has_canonical_format = False  # newly looked at, not taken over
+        again.sum_duplicates()
+        indptr, indices, values = again.indptr.astype(np.int64), again.indices, again.data
+    if indices.dtype != np.int32:
+        indices = indices.astype(np.int64, copy=False)
+    values = np.ascontiguousarray(values, kind)
+    return Csr(indptr, np.require(indices, requirements=["C", "A"]), np.require(values, requirements=["C", "A"]), d)
+
+
+def _csr_problem(
+    indptr: npt.NDArray[Any], indices: npt.NDArray[Any], values: npt.NDArray[Any], n: int, d: int
+) -> str | None:
+    """Return what is wrong with the three arrays of a CSR matrix: the kernels would read and write out of bounds."""
+    for label, array in (("indptr", indptr), ("indices", indices), ("data", values)):
+        if array.ndim != 1 or (label != "data" and array.dtype.kind not in "iu"):
+            return f"{label} is an array of {array.dtype} of shape {array.shape}"
+    if len(indptr) != n + 1:
+        return f"indptr has {len(indptr)} entries, which should be {n + 1}"
+    if indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+        return "indptr does not ascend from 0"
+    if indptr[-1] > min(len(indices), len(values)):
+        return f"indptr ends at {indptr[-1]}, with {len(indices)} indices and {len(values)} data"
+    used = indices[: indptr[-1]]
+    if len(used) and not (used.min() >= 0 and used.max() < d):
+        return f"indices run from {used.min()} to {used.max()}, which should be in [0, {d})"
+    return None
+
+
+def _in_order(indptr: npt.NDArray[np.int64], indices: npt.NDArray[Any]) -> bool:
+    """Tell whether the columns of each row ascend, none of them twice."""
+    begins = np.zeros(len(indices) + 1, np.bool_)
+    begins[indptr] = True
+    before, after, begins = indices[:-1], indices[1:], begins[1:-1]
+    parts = (slice(low, low + _CHUNK) for low in range(0, len(after), _CHUNK))
+    return all(bool(np.all((after[part] > before[part]) | begins[part])) for part in parts)
+
+
+def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     """Check that `array` is a (..., n, d) array of real floats with d ≥ 1 and return it as `Matrices`.
 
     numpy arrays and torch tensors in main memory are not copied (unless their leading axes cannot be merged, or
-    they are unaligned or in foreign byte order). Gradients are not followed.
+    they are unaligned or in foreign byte order). Gradients are not followed. A scipy CSR matrix (n, d) is taken
+    where `sparse` allows it; results then are numpy arrays.
     """
     give_back: Callable[[Any], Any]
     data: Any
     conversion = f"{name}.astype('float64')"
+    if _is_scipy_sparse(array):
+        if not sparse:
+            raise TypeError(
+                f"{name} is a scipy sparse matrix; expected a dense array here. leverage_scores and universal_set, by "
+                f"their exact methods and for f = 2, take sparse keys (csr). Convert it first: {name}.toarray()"
+            )
+        held = _from_csr(array, name)
+        return Matrices(held, (), held.values.dtype.name, np.asarray)
     if isinstance(array, list | tuple):
         array, conversion = _from_list(array, name), f"numpy.array({name}, 'float64')"
     elif _is_torch(array):
@@ -190,7 +324,7 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
         )
     if _dtype_name(mask.dtype) != "bool":
         raise TypeError(f"{name} has dtype {mask.dtype}; expected bool, True for a key that takes part")
-    if isinstance(matrices.data, np.ndarray):
+    if isinstance(matrices.data, np.ndarray | Csr):
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_api_compat.array_namespace(matrices.data)
     if array_api_compat.array_namespace(mask) is xp:
@@ -202,7 +336,7 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
 
 def to_device(array: npt.NDArray[Any], like: Any) -> Any:
     """Return a numpy array in the namespace and on the device of `like`; where that is numpy, as it is."""
-    if isinstance(like, np.ndarray):
+    if isinstance(like, np.ndarray | Csr):
         return array
     xp = array_api_compat.array_namespace(like)
     # torch takes no negative strides and warns of memory that cannot be written
@@ -211,6 +345,8 @@ def to_device(array: npt.NDArray[Any], like: Any) -> Any:
 
 def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Return some rows of every matrix of a batch (b, n, d)."""
+    if isinstance(data, Csr):
+        return data.take(rows)
     if isinstance(data, np.ndarray):
         return data[:, rows, :]
     return array_api_compat.array_namespace(data).take(data, to_device(rows, data), axis=1)
@@ -225,6 +361,8 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
 
 def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
     """Return a new numpy array of float64 with the numbers of `data`, whose format is `kind`."""
+    if isinstance(data, Csr):
+        data = data.to_dense()
     if isinstance(data, np.ndarray):
         if kind == "float16":
             data = data.view(np.float16)

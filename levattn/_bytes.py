@@ -44,21 +44,33 @@ def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
     if len(data) < len(_MAGIC) + 8 + _DIGEST or hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
         raise ValueError("data is damaged or cut short: its checksum differs; save the state again")
-    length = int.from_bytes(body[8:16], "little")
-    header = json.loads(body[16 : 16 + length])
-    if header["kind"] != kind:
-        raise ValueError(f"data holds a {header['kind']}; expected a {kind}")
-    if header["version"] != version:
-        raise ValueError(f"data is of version {header['version']}, which this levattn cannot read; expected {version}")
-    arrays, at = {}, 16 + length
-    for name, dtype, shape in header["arrays"]:
+    end = 16 + int.from_bytes(body[8:16], "little")
+    try:
+        header = json.loads(body[16:end])
+        found, its_version, fields, listed = (header[key] for key in ("kind", "version", "fields", "arrays"))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError("data has no header that can be read; expected the bytes that to_bytes returned") from error
+    if found != kind:
+        raise ValueError(f"data holds a {found}; expected a {kind}")
+    if its_version != version:
+        raise ValueError(f"data is of version {its_version}, which this levattn cannot read; expected {version}")
+    try:
+        return fields, _arrays(body, end, listed)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"data does not fit its header: {error}; expected the bytes that to_bytes returned"
+        ) from error
+
+
+def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays that lie from place `at` of the body on, or raise where it does not hold exactly these."""
+    arrays = {}
+    for name, dtype, shape in listed:
         if dtype not in _DTYPES:
-            raise ValueError(f"data holds an array of dtype {dtype}; expected one of {', '.join(_DTYPES)}")
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        arrays[name] = (
-            np.frombuffer(body[at : at + size], dtype).reshape(shape).astype(np.dtype(dtype).newbyteorder("="))
-        )
-        at += size
+            raise ValueError(f"{name} has dtype {dtype}, not one of {', '.join(_DTYPES)}")
+        found = np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape)
+        arrays[name] = found.astype(np.dtype(dtype).newbyteorder("="))
+        at += found.nbytes
     if at != len(body):
-        raise ValueError("data is longer than its header says; expected the bytes that to_bytes returned")
-    return header["fields"], arrays
+        raise ValueError(f"{len(body) - at} bytes are left over")
+    return arrays

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from levattn._approximate import FAILURE
 from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
 from levattn._causal import NORMALIZER_ERROR, PRODUCT_ERROR, CausalChunk, causal_chunks
 from levattn._kernels import (
@@ -21,10 +22,13 @@ from levattn._kernels import (
     query_norms,
 )
 from levattn._lift import lifted_sums
+from levattn._random import as_seed
+from levattn._recovery import estimated_normalizers, recovered_entries, recovery_size
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
-from levattn.leverage import check_epsilon
+from levattn.leverage import check_epsilon, refuse_randomness
 from levattn.linalg import UNIT, dense
+from levattn.sketch import jl_size
 from levattn.states import second_moments
 from levattn.universal import TIE, UniversalSet, require_set_of, universal_set
 
@@ -58,6 +62,9 @@ class HeavyAttention:
     alive : array of int64 or None
         For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε, but for
         prefixes so ill-conditioned or rank-deficient that their moments do not tell the scores.
+    distortion : float
+        For method="jl" the relative error that normalisers may have (but for a probability of 1e-6), and with them
+        scores and masses; else 0.
 
     Examples
     --------
@@ -77,6 +84,7 @@ class HeavyAttention:
     universal: UniversalSet | None
     _products: _Products | _Causal = field(repr=False)
     alive: npt.NDArray[np.int64] | None = None
+    distortion: float = 0.0
 
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
         r"""Multiply the attention on the universal set by the values, with a bound on what is left out.
@@ -326,7 +334,10 @@ def heavy_attention(
     f: Any = 2,
     universal: UniversalSet | None = None,
     causal: bool = False,
+    method: Literal["auto", "countsketch", "jl"] = "auto",
+    sketch_size: int | tuple[int, int] | None = None,
     mask: Any = None,
+    rng: int | np.random.Generator | None = None,
 ) -> HeavyAttention:
     r"""Find every attention score of at least ε, without forming the attention matrix.
 
@@ -351,8 +362,16 @@ def heavy_attention(
     causal : bool, default False
         Query t attends to the keys up to t alone, and its normaliser is the sum over these; m = n. For x² only, and
         without `universal`: the set of keys changes from row to row.
+    method : {"auto", "countsketch", "jl"}
+        "auto": exact. For x² without `causal` also "countsketch": entries are recovered from a CountSketch of the
+        keys of the set, and those that may be heavy are computed; "jl": normalisers are estimated by a projection.
+        See Notes.
+    sketch_size : int or (int, int), optional
+        Buckets and repetitions of "countsketch", columns of the projection of "jl".
     mask : array of bool, shape (n,), optional
         True for a key that takes part. Not with `universal`, which has its own.
+    rng : int or numpy.random.Generator, optional
+        Seed of "countsketch" and "jl", 0 if left out.
 
     Returns
     -------
@@ -408,6 +427,13 @@ def heavy_attention(
             raise ValueError(f"{name} has shape {shape}; expected one matrix. Call heavy_attention for each head")
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
+    square = isinstance(function, Power) and function.p == 2
+    if method not in ("auto", "countsketch", "jl"):
+        raise ValueError(f"method is {method!r}; expected 'auto', 'countsketch' or 'jl'")
+    if method == "auto":
+        refuse_randomness("auto", sketch_size, rng)
+    elif causal or not square:
+        raise ValueError(f"method is {method!r}; expected 'auto' for causal attention and for functions other than x²")
     if causal:
         return _causal_attention(queries, keys, epsilon, function, universal, mask)
     if universal is None:
@@ -422,14 +448,31 @@ def heavy_attention(
         raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
     indices = universal.indices
     selected = to_float64(take(keys.data, indices), keys.format)[0]
-    if not (isinstance(function, Power) and function.p == 2):
+    if not square:
         return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
     even, powers = even_queries(Q64, exponents)
     selected = np.ldexp(selected, -exponents)
-    D, error = _normalizers(even, N, exponents, universal, keys)
+    distortion = 0.0
+    if method == "jl":
+        columns = _sketch_size(sketch_size, 1, (jl_size(max(len(Q64), 1), 0.5, FAILURE),))[0]
+        D, (short, more) = estimated_normalizers(even, N, columns, as_seed(rng))
+        distortion = max(short, more)
+        if distortion >= 1:
+            raise ValueError(
+                f"sketch_size is {columns}, which leaves normalisers of {len(Q64)} queries without a bound; expected "
+                f"more, such as the default {jl_size(max(len(Q64), 1), 0.5, FAILURE)}"
+            )
+        error = np.full(len(D), distortion / (1 - distortion))
+        epsilon = epsilon / (1 + more)
+    else:
+        D, error = _normalizers(even, N, exponents, universal, keys)
     products = _prepared(universal, even, selected, D, error, epsilon)
-    entries, captured = _entries(products, indices, keys.n, epsilon)
+    if method == "countsketch":
+        sizes = _sketch_size(sketch_size, 2, recovery_size(len(Q64), epsilon))
+        entries, captured = _recovered(products, indices, keys.n, epsilon, sizes, as_seed(rng))
+    else:
+        entries, captured = _entries(products, indices, keys.n, epsilon)
     with np.errstate(over="ignore"):
         normalizers = np.ldexp(D, 2 * powers)
     return HeavyAttention(
@@ -439,7 +482,36 @@ def heavy_attention(
         residual_mass=np.where(D > 0, 1 - captured, 0.0),
         universal=universal,
         _products=products,
+        distortion=distortion,
     )
+
+
+def _sketch_size(given: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a sketch size of so many numbers."""
+    sizes = default if given is None else given if isinstance(given, tuple) else (given,)
+    whole = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in sizes)
+    if len(sizes) != count or not whole:
+        form = "a whole number" if count == 1 else "a pair of whole numbers, buckets and repetitions,"
+        raise ValueError(f"sketch_size is {given!r}; expected {form} of at least 1")
+    return tuple(int(size) for size in sizes)
+
+
+def _recovered(
+    products: _Products, indices: npt.NDArray[np.int64], n: int, epsilon: float, sizes: tuple[int, ...], seed: int
+) -> tuple[csr_array, Float64]:
+    """Return the heavy entries that a CountSketch gives away, and the mass on the keys of the set by their moments."""
+    threshold = epsilon * (1 - TIE)
+    Q, keys, D = products.queries, products.keys, products.normalizers
+    plain = np.where(products.precise, 0.0, D)
+    i, j, scores = recovered_entries(Q, keys, plain, threshold, sizes[0], sizes[1], seed)
+    found = [(i, indices[j], scores)]
+    inside = np.einsum("ij,ij->i", Q @ (keys.T @ keys), Q)
+    captured = np.divide(inside, D, out=np.zeros(len(D)), where=D > 0)
+    for part, some in products.scores(products.precise):
+        captured[part] = some.sum(axis=1)
+        i, j = np.nonzero(some >= threshold)
+        found.append((part[i], indices[j], some[i, j]))
+    return _csr(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
 
 
 def even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64, npt.NDArray[np.int32]]:

@@ -7,14 +7,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levattn._array import Matrices, as_mask, as_matrices
+from levattn._approximate import APPROXIMATE, check_sketch_size, halved_scores, projected, sketched_factor
+from levattn._array import Matrices, as_mask, as_matrices, to_device
 from levattn._kernels import Rows
+from levattn._random import as_seed
 from levattn.linalg import Factor, factor_moments, factor_qr, prepare, rank_tolerance
 
-__all__ = ["Method", "factorize", "leverage_scores"]
+__all__ = ["Method", "check_epsilon", "check_method", "factorize", "leverage_scores", "prepared", "refuse_randomness"]
 
-Method = Literal["auto", "gram", "qr", "svd"]
-_METHODS = ("auto", "gram", "qr", "svd")
+Method = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"]
+_EXACT = ("auto", "gram", "qr", "svd")
 
 
 def factorize(
@@ -28,8 +30,7 @@ def factorize(
     single: Literal["no", "scores", "yes"] = "yes",
 ) -> Factor:
     """Check the options and factor the keys by the method; `single` is what "auto" may do in float32."""
-    if method not in _METHODS:
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, _METHODS))}")
+    check_method(method)
     ridge = _number("ridge", ridge)
     if not 0 <= ridge < math.inf:
         raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
@@ -41,12 +42,17 @@ def factorize(
                 f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
                 "to 1, relative to the largest singular value"
             )
-    if not isinstance(center, bool | np.bool_):
-        raise TypeError(f"center is {center!r}; expected True or False")
-    rows = prepare(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
+    rows = prepared(matrices, center, mask)
     if method in ("qr", "svd"):
         return factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     return factor_moments(rows, ridge=ridge, rtol=rtol, single=single if method == "auto" else "no")
+
+
+def prepared(matrices: Matrices, center: Any, mask: Any) -> Rows:
+    """Return the keys that take part, less their mean if asked for."""
+    if not isinstance(center, bool | np.bool_):
+        raise TypeError(f"center is {center!r}; expected True or False")
+    return prepare(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
 
 
 def _number(name: str, value: Any) -> float:
@@ -62,6 +68,13 @@ def check_epsilon(epsilon: Any) -> float:
     if not 0 < epsilon <= 1:
         raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
     return float(epsilon)
+
+
+def check_method(method: Any) -> bool:
+    """Raise for an unknown method of leverage scores; return whether it is an approximate one."""
+    if method not in (*_EXACT, *APPROXIMATE):
+        raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, (*_EXACT, *APPROXIMATE)))}")
+    return method in APPROXIMATE
 
 
 def refuse_randomness(method: str, sketch_size: Any, rng: Any) -> None:
@@ -80,7 +93,7 @@ def leverage_scores(
     center: bool = False,
     mask: Any = None,
     rtol: float | None = None,
-    sketch_size: int | None = None,
+    sketch_size: int | tuple[int, int] | None = None,
     rng: int | np.random.Generator | None = None,
 ) -> Any:
     r"""Leverage scores of keys: the largest attention that any query can give each of them.
@@ -91,23 +104,26 @@ def leverage_scores(
 
     so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
 
-    Every method is exact: "auto" and "gram" form the second moment of the keys, "qr" and "svd" factor the keys
-    with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower keys, and for
-    float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as the rank is clear.
-    Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and a row that reaches
-    outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) is given the
-    score 1. So a rank decision may over-estimate a score; it hides a key only if all that sets the key apart is
-    smaller than that.
+    Methods "auto", "gram", "qr" and "svd" are exact: the first two form the second moment of the keys, the others
+    factor the keys with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower
+    keys, and for float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as the rank
+    is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and a row that
+    reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) is
+    given the score 1. So a rank decision may over-estimate a score; it hides a key only if all that sets the key
+    apart is smaller than that.
 
     Parameters
     ----------
     K : array of shape (..., n, d)
         Keys, one a row; leading axes are batches (heads). float64, float32, float16 or bfloat16, as a numpy array,
-        a torch tensor, or an array of another namespace of the array-API standard.
-    method : {"auto", "gram", "qr", "svd"}
+        a torch tensor, or an array of another namespace of the array-API standard. Or one sparse matrix (n, d) in
+        scipy's CSR format, float64 or float32, which is never written out (method "svd" refuses it, and "srht"
+        takes as long as for dense keys).
+    method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"}
         "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
         precision. "auto": the same, in float32 where that is as good as float32 scores. "qr": Householder QR of row
-        blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory.
+        blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory. The others are
+        approximate, see Notes; "auto" never takes them.
     ridge : float, default 0
         Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score: thresholding
         ridge scores may miss keys. The sum of the scores is then the effective dimension.
@@ -122,8 +138,13 @@ def leverage_scores(
         zero. This *under-estimates* the scores of rows that reach into the directions left out. The default,
         :math:`16 \sqrt{d} \, 2^{-52}`, is at the rounding of float64 and the least that is allowed; there such
         rows are given the score 1 instead.
-    sketch_size, rng
-        Options of randomised methods; a ValueError with the exact methods, which are all there are so far.
+    sketch_size : int or (int, int), optional
+        Rows of the sketch of "countsketch", "osnap" (rounded up to a multiple of 4) and "srht", and with a pair also
+        the columns of a projection from the right; columns of the projection of "jl"; rows of the sample of "halving".
+        Default: 8 d for "osnap" and "srht"; 4 d² for "countsketch", but no more than n/8 or 16 d; 8 ln n for "jl";
+        n/8, but at least 8 d, for "halving". A ValueError with the exact methods.
+    rng : int or numpy.random.Generator, optional
+        Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
 
     Returns
     -------
@@ -149,6 +170,21 @@ def leverage_scores(
     the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
     Results are the same, to the last bit, for every number of threads, memory layout and batch.
 
+    *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K. Centred,
+    ill-conditioned or hardly sparse keys cost O(n d²).
+
+    *Approximate methods.* "countsketch", "osnap" and "srht" factor a sketch SK of the keys instead of K. If S
+    changes squared norms of the column space by a factor within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η):
+    `levattn.sketch` has the sizes that are proven for that, far above the defaults, with which η is about 0.5 for
+    keys without coherent rows. (CountSketch takes about d² rows where keys are coherent; with fewer it fails
+    there.) They take one pass less over K, of n d² operations, than the exact methods: nothing is won up to d of
+    about 256. "jl" projects the keys, whitened exactly, to `sketch_size` k columns, and a second number of
+    `sketch_size` does so with sketched ones: each score is then multiplied by χ²_k/k, whose standard deviation is
+    √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help. "halving"
+    compares the keys with some of their rows: fewer rows have a smaller second moment, so that it *over-estimates*
+    every score, with no failure probability; by about the share of the rows for keys without coherent rows.
+    Directions may err both ways for all others; `universal_set` turns them into upper bounds.
+
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
@@ -163,8 +199,24 @@ def leverage_scores(
     >>> levattn.leverage_scores(K).round(6)
     array([1. , 1. , 0.5, 0.5])
     """
+    approximate = check_method(method)
+    matrices = as_matrices(K, "K", sparse=True)
+    if approximate:
+        if ridge or rtol is not None:
+            raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
+        return matrices.wrap(_approximated(matrices, method, center, mask, sketch_size, as_seed(rng)))
     refuse_randomness(method, sketch_size, rng)
-    matrices = as_matrices(K, "K")
     factor = factorize(matrices, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
     scores, _ = factor.scores()
     return matrices.wrap(scores)
+
+
+def _approximated(matrices: Matrices, method: str, center: Any, mask: Any, sketch_size: Any, seed: int) -> Any:
+    """Return approximate scores, (b, n)."""
+    left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
+    rows = prepared(matrices, center, mask)
+    if method == "halving":
+        scores = halved_scores(rows, left, seed)
+        return to_device(scores if rows.format == "float64" else scores.astype(np.float32), rows.keys)
+    factor = factor_moments(rows) if method == "jl" else sketched_factor(rows, method, left, seed)
+    return (projected(factor, right, seed) if right else factor).scores()[0]

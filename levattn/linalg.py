@@ -7,6 +7,7 @@ and ``W Wᵀ k`` the query that gives k its leverage score.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_float64, to_numpy
+from levattn._array import Csr, to_float64, to_numpy
 from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.states import second_moments
@@ -62,6 +63,7 @@ class Factor:
     basis, core: (b, d, d) with ``W = basis core``, where the arithmetic is compensated.
     outside: for rank-deficient matrices, an orthonormal basis (d, k) of the equilibrated directions left out and
         the column norms (d,) that equilibrate; rows that reach into it are counted as 1.
+    projection: (b, d, k), where scores are those of a random projection of the whitened rows.
     """
 
     rows: Rows
@@ -72,6 +74,7 @@ class Factor:
     basis: Float64 | None = None
     core: Float64 | None = None
     outside: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
+    projection: Float64 | None = None
 
     def on(self, rows: Rows) -> Factor:
         """Return the same factor for other rows (of the same batch), read with the same shift and scale."""
@@ -91,6 +94,7 @@ class Factor:
             basis=None if self.basis is None else self.basis[one],
             core=None if self.core is None else self.core[one],
             outside={} if pair is None else {0: pair},
+            projection=None if self.projection is None else self.projection[one],
         )
 
     def exactly(self) -> Factor:
@@ -125,6 +129,9 @@ class Factor:
                 W, basis = self.core[items], self.basis[items]
             else:
                 W, basis = (self.whitening if len(items) == len(self.arithmetic) else self.whitening[items]), None
+            if self.projection is not None:
+                kernels.projected_sqnorms(self.rows, items, self.projection[items], out, arithmetic, ceiling)
+                continue
             kernels.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=ceiling)
         if not member:
             self._mark_dead_columns(out)
@@ -281,6 +288,16 @@ def _require_finite(rows: Rows, per_item: Float64) -> list[int]:
     return bad
 
 
+def _moments(
+    rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
+) -> Float64:
+    """Return what `second_moments` does; the threads share sparse keys by columns, so their rows stay in one piece."""
+    if isinstance(rows.keys, Csr):
+        whole = np.array([[0, 0, 0, rows.shape[1]]])
+        return np.asarray(kernels_for(rows).moments(rows, whole, basis=basis, arithmetic=arithmetic))
+    return second_moments(rows, items, basis=basis, arithmetic=arithmetic)
+
+
 def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic, narrow: bool) -> tuple[Rows, Float64]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
@@ -303,7 +320,7 @@ def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic, narrow: bool) -> t
     rows = replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
     items = np.flatnonzero(odd)
     G = G.copy()
-    G[items] = second_moments(rows, items.tolist(), arithmetic=arithmetic)
+    G[items] = _moments(rows, items.tolist(), arithmetic=arithmetic)
     return rows, G
 
 
@@ -373,8 +390,10 @@ def factor_moments(
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
     short = rows.format != "float64"
-    arithmetic: Arithmetic = "single" if single == "yes" and short and n >= _SINGLE_FROM else "double"
-    G = second_moments(rows, range(b), arithmetic=arithmetic)
+    sparse = isinstance(rows.keys, Csr)  # sums of entries cost the same in float64
+    quick = single == "yes" and short and n >= _SINGLE_FROM and not sparse
+    arithmetic: Arithmetic = "single" if quick else "double"
+    G = _moments(rows, range(b), arithmetic=arithmetic)
     rows, G = _in_range(rows, G, arithmetic, short and single != "no")
     penalty = np.zeros((b, d))
     if ridge:
@@ -391,7 +410,7 @@ def factor_moments(
     if arithmetic == "single" and not mild.all():
         again = np.flatnonzero(whole & ~mild & (2 * UNIT * reach <= target))
         if len(again):
-            G[again] = second_moments(rows, again.tolist())
+            G[again] = _moments(rows, again.tolist())
             W[again], pivot[again], reach[again] = inverse_cholesky(_penalized(G[again], penalty[again]))
             noise[again] = 2 * UNIT
             done = mild.copy()
@@ -411,6 +430,10 @@ def factor_moments(
 
 def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
     """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole)."""
+    if method == "svd" and isinstance(rows.keys, Csr):
+        raise ValueError(
+            "method is 'svd', which writes out all zeros of sparse K; expected 'auto', 'gram' or 'qr', which do not"
+        )
     b, n, d = rows.shape
     cut = rank_tolerance(d) if rtol is None else rtol
     batch = _Batch(rows, np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b))
@@ -532,7 +555,7 @@ def _precondition(
             break
         else:
             basis = turned
-        H = second_moments(rows, [item], basis=basis[None])[0] + _turned_penalty(basis, penalty)
+        H = _moments(rows, [item], basis=basis[None])[0] + _turned_penalty(basis, penalty)
         noise = UNIT
     condition = float(largest * _spectral_norm(c[:, None] * turned))
     return _finish(rows, item, turned, norms, out, penalty, condition, limit, float(reach[0]))
@@ -588,7 +611,7 @@ def _finish(
     error = 2 * UNIT * (reach + condition)
     if condition <= limit:
         return _Found(W, W, None, rank, error, out, _divisors(norms))
-    G = second_moments(rows, [item], basis=W[None], arithmetic="compensated")
+    G = _moments(rows, [item], basis=W[None], arithmetic="compensated")
     C, pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))
     if not pivot[0] > 0:  # W is no whitening at all; not seen yet
         return _Found(W, W, None, rank, np.inf, out, _divisors(norms))

@@ -8,15 +8,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from levattn._approximate import check_sketch_size, screen
 from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_numpy
 from levattn._kernels import Rows
+from levattn._random import as_seed
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.groups import as_labels, group_scores
 from levattn.io import KeySource
-from levattn.leverage import check_epsilon, factorize, refuse_randomness
+from levattn.leverage import check_epsilon, check_method, factorize, prepared, refuse_randomness
 from levattn.linalg import Factor
-from levattn.sensitivity import certify
+from levattn.sensitivity import Bounds, certify
 
 __all__ = ["TIE", "UniversalSet", "require_set_of", "universal_set"]
 
@@ -64,6 +66,8 @@ class UniversalSet:
         "leverage", which is exact.
     total_bound : float or array of shape (...,)
         What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
+    exact_factor : bool
+        Whether `factor` is that of the keys; False where it is that of a sketch, whose normalisers are approximate.
     groups : array of int64, shape (..., n), or None
         The groups of keys that were given, -1 for a key in none.
     group_scores : array of float64, shape (..., g), or None
@@ -87,6 +91,7 @@ class UniversalSet:
     by_size: bool
     certificate: tuple[str, ...]
     total_bound: Any
+    exact_factor: bool
     _leverage: Any = field(repr=False)  # of all keys, to be compared with those of keys that come with the set
     groups: Any = field(default=None, repr=False)
     group_scores: Any = field(default=None, repr=False)
@@ -206,6 +211,8 @@ def universal_set(
     method: str = "auto",
     center: bool = False,
     groups: Any = None,
+    sketch_size: int | tuple[int, int] | None = None,
+    recheck: bool = False,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
 ) -> UniversalSet:
@@ -223,8 +230,8 @@ def universal_set(
     Parameters
     ----------
     K : array of shape (..., n, d), or KeySource
-        Keys as in `leverage_scores`, or a file opened with `open_keys`. Use the keys that enter the attention:
-        after rotary embedding, one set for each head of keys.
+        Keys as in `leverage_scores` (sparse ones for x² only), or a file opened with `open_keys`. Use the keys that
+        enter the attention: after rotary embedding, one set for each head of keys.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large. A score within 1e-9 (relative) of ε, or within four times
         its estimated error where that is more (condition numbers above about 10⁶), counts as at least ε.
@@ -235,7 +242,10 @@ def universal_set(
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
     method : str, default "auto"
-        For x² "gram", "qr" or "svd", see `leverage_scores`; else a certificate of `sensitivities`.
+        For x² "gram", "qr" or "svd", see `leverage_scores`; else a certificate of `sensitivities`. The approximate
+        methods of `leverage_scores` make a superset: their scores are raised by the distortion that they have,
+        which is measured, and so bound the true ones from above, but for a probability of 1e-6 (none for
+        "halving").
     center : bool, default False
         Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
         centred keys and promises nothing over K itself: ``guarantee`` is "none".
@@ -244,10 +254,15 @@ def universal_set(
         every group that some query can give at least ε as a whole: more than 1/ε copies of a key hide from a set of
         single keys, whatever attention they receive together. At most rank/ε groups are added. For x² and by
         `epsilon`.
+    sketch_size : int or (int, int), optional
+        For the approximate methods, see `leverage_scores`.
+    recheck : bool, default False
+        For the approximate methods by `epsilon`: compute the exact second moment, and the exact scores of the keys
+        that are left, so that the set is exact again (but for the probability above).
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
-    rng
-        Option of randomised methods; a ValueError with the exact methods.
+    rng : int or numpy.random.Generator, optional
+        Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
 
     Returns
     -------
@@ -286,9 +301,13 @@ def universal_set(
     >>> levattn.universal_set(K, 0.1).indices
     array([10, 20, 30])
     """
-    refuse_randomness(method, None, rng)
     function = as_function(f)
     square = isinstance(function, Power) and function.p == 2
+    approximate = square and check_method(method)
+    if not approximate:
+        refuse_randomness(method, sketch_size, rng)
+    if recheck and (not approximate or epsilon is None):
+        raise ValueError(f"recheck is {recheck!r}; expected False but for approximate methods with epsilon")
     if center and not square:
         raise ValueError(
             "center is True; expected False for all functions but x² (the bound of softmax centres by itself)"
@@ -298,11 +317,11 @@ def universal_set(
         raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
     if isinstance(K, KeySource):
         K = K.load()
-    matrices = as_matrices(K, "K")
+    matrices = as_matrices(K, "K", sparse=square)
     b, n = matrices.data.shape[0], matrices.n
     labels = None if groups is None else as_labels(groups, matrices)
-    if labels is not None and (not square or epsilon is None):
-        raise ValueError("groups are given; expected f = 2 and epsilon, as only then groups have a score to compare")
+    if labels is not None and (not square or approximate or epsilon is None):
+        raise ValueError("groups are given; expected f = 2, an exact method and epsilon, so that groups have scores")
     if epsilon is not None:
         epsilon = check_epsilon(epsilon)
     if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
@@ -311,7 +330,11 @@ def universal_set(
         raise ValueError(f"size is {size}; expected at most the number of keys, 0 <= size <= {n}")
 
     if not square:
-        return _certified(matrices, function, epsilon, size, method, mask)
+        bounded = _BLOCK_EPSILON if epsilon is None else epsilon
+        bounds = certify(matrices, function, method=method, mask=mask, epsilon=bounded)
+        return _certified(matrices, function, epsilon, size, mask, bounds, "superset")
+    if approximate:
+        return _from_sketch(matrices, epsilon, size, method, center, mask, sketch_size, rng, recheck)
     factor = factorize(matrices, method=method, center=center, mask=mask, single="scores")
     scores, counted = factor.scores()
     host = to_numpy(scores)
@@ -348,17 +371,59 @@ def universal_set(
         by_size=size is not None,
         certificate=("leverage",),
         total_bound=rank,
+        exact_factor=True,
         _leverage=host.reshape((*matrices.batch, n)),
         groups=None if labels is None else matrices.wrap(to_device(labels, matrices.data)),
         group_scores=None if together is None else matrices.wrap(to_device(together, matrices.data)),
     )
 
 
+def _from_sketch(
+    matrices: Matrices,
+    epsilon: float | None,
+    size: int | None,
+    method: str,
+    center: bool,
+    mask: Any,
+    sketch_size: Any,
+    rng: Any,
+    recheck: bool,
+) -> UniversalSet:
+    """Return the set of the keys with the largest bounds from a sketch."""
+    left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
+    screened = screen(prepared(matrices, center, mask), method, left, right, as_seed(rng), recheck)
+    ranks = screened.factor.rank.astype(np.float64)
+    bounds = Bounds(screened.upper, (method,), ranks, screened.factor, screened.upper.copy(), None)
+    guarantee: Guarantee = "superset"
+    if recheck and epsilon is not None and not _recheck(bounds, matrices, epsilon):
+        guarantee = "exact"
+    guarantee = "none" if center else guarantee
+    return _certified(matrices, Power(2.0), epsilon, size, mask, bounds, guarantee, exact_factor=screened.exact)
+
+
+def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
+    """Replace the bounds of at least ε by the scores themselves; return whether one of the keys counts as 1."""
+    counted = False
+    for item in range(len(bounds.upper)):
+        rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
+        keys = Rows(take(matrices.data[item : item + 1, :, :], rows), matrices.format)
+        scores, outside = bounds.factor.item(item).exactly().on(keys).scores(wide=True)
+        bounds.upper[item, rows] = to_numpy(scores)[0]
+        counted |= bool(outside.any())
+    return counted
+
+
 def _certified(
-    matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float | None, size: int | None, method: str, mask: Any
+    matrices: Matrices,
+    f: AttentionFunction | Softmax,
+    epsilon: float | None,
+    size: int | None,
+    mask: Any,
+    bounds: Bounds,
+    guarantee: Guarantee,
+    exact_factor: bool = True,
 ) -> UniversalSet:
     """Return the set of the keys with the largest certified bounds."""
-    bounds = certify(matrices, f, method=method, mask=mask, epsilon=_BLOCK_EPSILON if epsilon is None else epsilon)
     b, n = bounds.upper.shape
     given = as_mask(mask, matrices)
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
@@ -373,12 +438,15 @@ def _certified(
         left = np.max(np.where(present & ~chosen, bounds.upper, 0.0), axis=1, initial=0.0)
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
     batch = matrices.batch
+    for item in range(b):  # to tell these keys from others later
+        sample = _sample(chosen[item], present[item])
+        bounds.leverage[item, sample] = rescored(bounds.factor, matrices, item, sample)
     rank = bounds.factor.rank.reshape(batch) if batch else int(bounds.factor.rank[0])
     return UniversalSet(
         mask=matrices.wrap(to_device(chosen, matrices.data)),
         scores=matrices.wrap(to_device(bounds.upper, matrices.data)),
         epsilon=certified,
-        guarantee="superset",
+        guarantee=guarantee,
         f=f.p if isinstance(f, Power) else f,
         rank=rank,
         factor=bounds.factor.forget_keys(),
@@ -386,6 +454,7 @@ def _certified(
         by_size=size is not None,
         certificate=bounds.names,
         total_bound=bounds.total_bound.reshape(batch) if batch else float(bounds.total_bound[0]),
+        exact_factor=exact_factor,
         _leverage=bounds.leverage.reshape((*batch, n)),
         _lift=bounds.lift,
     )
@@ -416,6 +485,12 @@ def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np
     return found
 
 
+def _sample(chosen: npt.NDArray[np.bool_], present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Return the keys of the set and some of the others, by whose scores the keys of a set are known again."""
+    others = np.flatnonzero(present)
+    return np.union1d(np.flatnonzero(chosen), others[:: max(1, len(others) // _SAMPLE)])
+
+
 def require_set_of(keys: Matrices, universal: Any) -> None:
     """Raise if `universal` is not the set of these keys, as far as shape, storage and a sample of scores tell."""
     if not isinstance(universal, UniversalSet):
@@ -425,14 +500,18 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
     if universal.factor.rows.shape[2] != keys.d:
         raise ValueError(f"universal is of keys with d = {universal.factor.rows.shape[2]}; K has d = {keys.d}")
+    if not universal.exact_factor:
+        raise ValueError(
+            f"universal was made by method {universal.certificate[0]!r} and knows no exact normalisers; expected a "
+            "set of an exact method, or one made with recheck=True"
+        )
     if universal.factor.rows.format != keys.format:
         raise ValueError(
             f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which is rounded otherwise; "
             "expected the set of these very keys"
         )
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
-    present = np.flatnonzero(universal.present)
-    sample = np.union1d(universal.indices, present[:: max(1, len(present) // _SAMPLE)])
+    sample = _sample(to_numpy(universal.mask), universal.present)
     scores = universal._leverage[sample].astype(np.float64)
     again = rescored(universal.factor, keys, 0, sample)
     bad = sample[~np.isfinite(again)]

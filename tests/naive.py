@@ -13,6 +13,7 @@ matrix of keys (n, d); `mask` marks the keys that take part.
 from __future__ import annotations
 
 import decimal
+import math
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -447,3 +448,45 @@ def components(linked: Bool) -> NDArray[np.int64]:
                 result[node] = start
                 waiting += [int(other) for other in np.flatnonzero(linked[node] | linked[:, node])]
     return result
+
+
+# -- random words and sketches -----------------------------------------------------------
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10, as printed by Salmon, Moraes, Dror and Shaw (SC 2011), on plain integers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = right >> 32 ^ c1 ^ k0, right & 0xFFFFFFFF, left >> 32 ^ c3 ^ k1, left & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def random_word(seed: int, stream: int, row: int, column: int) -> int:
+    """The word of one row and column: four rows share a counter."""
+    group = row // 4
+    counter = (group % 2**32, group // 2**32, column, stream)
+    return philox(counter, (seed % 2**32, seed // 2**32))[row % 4]
+
+
+def random_normal(seed: int, stream: int, row: int, column: int) -> float:
+    """One of the two normals that Box and Muller make of the words of a pair of columns."""
+    u, v = ((random_word(seed, stream, row, column - column % 2 + i) + 0.5) / 2**32 for i in (0, 1))
+    turn = math.sin if column % 2 else math.cos
+    return math.sqrt(-2 * math.log(u)) * turn(2 * math.pi * v)
+
+
+def hadamard(size: int) -> Float:
+    """Sylvester's Hadamard matrix."""
+    H = np.ones((1, 1))
+    while len(H) < size:
+        H = np.block([[H, H], [H, -H]])
+    return H
+
+
+def distortion(SU: ArrayLike) -> float:
+    """By how much a sketch SU of an orthonormal basis U changes squared norms at most, relatively."""
+    X = np.asarray(SU, dtype=np.float64)
+    return float(np.max(np.abs(np.linalg.eigvalsh(X.T @ X) - 1)))

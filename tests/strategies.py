@@ -372,3 +372,40 @@ def epsilons() -> st.SearchStrategy[float]:
 
 def seeds() -> st.SearchStrategy[int]:
     return st.integers(0, 2**32 - 1)
+
+
+# -- sparse keys ---------------------------------------------------------------------
+
+
+def csr(values: Any, dtype: Any = None) -> Any:
+    """The entries that are not zero, as a scipy CSR array."""
+    from scipy.sparse import csr_array
+
+    return csr_array(values if dtype is None else values.astype(dtype))
+
+
+def csr_with_duplicates(values: Float) -> Any:
+    """Every entry in three parts, the columns of each row in falling order; exact for small integers."""
+    from scipy.sparse import csr_array
+
+    K = csr_array(values)
+    indptr = K.indptr * 3
+    rows = [slice(a, b) for a, b in zip(K.indptr[:-1], K.indptr[1:], strict=True)]
+    indices = np.concatenate([np.tile(K.indices[r][::-1], 3) for r in rows] or [K.indices])
+    data = np.concatenate([np.outer([1, 2, -2], K.data[r][::-1]).ravel() for r in rows] or [K.data])
+    return csr_array((data, indices, indptr), shape=values.shape)
+
+
+@st.composite
+def sparse_keys(draw: st.DrawFn, *, columns: tuple[int, ...] = (1, 3, 8, 20), max_rows: int = 40) -> Float:
+    """Small integers, most of them zero: deficient ranks, empty rows and columns, copies and n < d are common."""
+    d = draw(st.sampled_from(columns))
+    n = draw(st.integers(0, max_rows))
+    density = draw(st.sampled_from([0.0, 0.05, 0.2, 0.5, 1.0]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    keys = rng.integers(-4, 5, (n, d)) * (rng.random((n, d)) < density)
+    if n > 0 and draw(st.booleans()):
+        keys = keys[rng.integers(0, n, n)]
+    if draw(st.booleans()):
+        keys = keys @ np.diag(rng.random(d) < 0.7)
+    return keys.astype(np.float64)

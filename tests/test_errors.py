@@ -140,7 +140,7 @@ def test_masked_arrays_and_sparse_matrices_are_not_densified_silently() -> None:
     import scipy.sparse
 
     with pytest.raises(TypeError, match=r"\bK\b"):
-        levattn.leverage_scores(scipy.sparse.csr_matrix(GOOD))
+        levattn.leverage_scores(scipy.sparse.csc_matrix(GOOD))
     with pytest.raises(TypeError, match=r"\bK\b") as caught:
         levattn.leverage_scores(np.ma.masked_array(GOOD, GOOD > 1))
     check(caught.value, "mask")

@@ -30,8 +30,8 @@ LAYERS = {
     0: ("exceptions", "_array", "_bytes", "_random", "_threads"),
     1: ("_kernels",),
     2: ("linalg", "states", "functions", "sketch"),
-    3: ("leverage", "sensitivity", "_lift", "_softmax", "exact", "groups"),
-    4: ("universal", "heavy", "_causal", "mass", "streaming", "io"),
+    3: ("leverage", "_approximate", "sensitivity", "_lift", "_softmax", "exact", "groups"),
+    4: ("universal", "heavy", "_causal", "_recovery", "mass", "streaming", "io"),
     5: ("distributed", "attention"),
     6: ("nn", "integrations", "plots", "cli"),
     7: ("",),  # levattn/__init__.py: the public names

@@ -1,7 +1,8 @@
 """The kernels: the only place that knows a device.
 
-Each table is a module with the same functions and contracts: `_cpu` (Numba) and `_generic` (any namespace of the
-array-API standard, which is also the readable definition). Small matrices (d by d) are numpy arrays in both.
+Each table is a module with the same functions and contracts: `_cpu` (Numba), `_csr` (Numba, sparse keys) and
+`_generic` (any namespace of the array-API standard, which is also the readable definition). Small matrices (d by d)
+are numpy arrays in all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
+from levattn._array import Csr
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
 __all__ = [
@@ -30,6 +32,10 @@ __all__ = [
 
 def kernels_for(rows: Rows) -> ModuleType:
     """Return the table of kernels for the array that holds the keys."""
+    if isinstance(rows.keys, Csr):
+        from levattn._kernels import _csr
+
+        return _csr
     if isinstance(rows.keys, np.ndarray):
         from levattn._kernels import _cpu  # imports Numba, so only when a kernel is about to run
 

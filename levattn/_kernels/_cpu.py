@@ -10,11 +10,11 @@ import numpy as np
 
 from levattn._kernels._cpu_dense import cholesky_tasks
 from levattn._kernels._cpu_heavy import count_heavy, fill_heavy, norm_tasks, product_tasks, solve_tasks
-from levattn._kernels._cpu_jit import VECTOR_BYTES
+from levattn._kernels._cpu_jit import FULL_ROWS, VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
 from levattn._kernels._cpu_product import sqnorm_tasks
 from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan, read_rows
-from levattn._kernels._cpu_sketch import hadamard_blocks, scatter_rows
+from levattn._kernels._cpu_sketch import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
 from levattn._kernels._cpu_turn import turned_moment_tasks, turned_sqnorm_tasks
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._threads import num_threads, parallel_for
@@ -23,12 +23,14 @@ __all__ = [
     "add_products",
     "column_maxima",
     "column_sums",
+    "dense_sketch",
     "heavy_entries",
     "inverse_cholesky",
     "moments",
     "nonfinite_rows",
     "precise_products",
     "precise_solutions",
+    "projected_sqnorms",
     "query_norms",
     "scatter",
     "sqnorms",
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 _THREAD_WORK = 2_000_000  # multiply-adds below which a second thread costs more than it brings
+_PROJECTED = 1 << 22  # numbers of keys that are projected at a time
+_TRANSFORMED = 1 << 16  # numbers of a block that are transformed at a time, in the second cache
 _RUN_WORK = 16_000_000  # multiply-adds beside which handing a run to a thread costs little
 
 
@@ -164,6 +168,27 @@ def sqnorms(
     _share(body, len(listed), work)
 
 
+def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
+    """Write ``‖k P‖²`` of every key of the matrices `items` to ``out[item]``, for a P (d, k) for each of them.
+
+    Products are those of BLAS, in float32 where the arithmetic is "single".
+    """
+    _, n, d = rows.shape
+    kind = np.float32 if arithmetic == "single" else np.float64
+    step = max(256, _PROJECTED // max(d, P.shape[2]))
+    plain = rows.keys.dtype == kind and all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights))
+    for slot, item in enumerate(items.tolist()):
+        right = np.ascontiguousarray(P[slot], kind)
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            X = rows.keys[item, start:stop]
+            if not plain:
+                X = np.zeros((stop - start, d), kind)
+                read_rows(*_arguments(rows.between(start, stop)), item, stop - start, X)
+            Y = X @ right
+            out[item, start:stop] = np.minimum(np.einsum("ij,ij->i", Y, Y), ceiling)
+
+
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
     """Add sparse sketches of the matrices to `out`, (b, blocks · size, d), float32 or float64.
 
@@ -216,34 +241,61 @@ def _halved(sums: Any) -> Any:
 
 
 def subsampled_hadamard(
-    rows: Rows, seed: int, stream: int, offset: int, block: int, chosen: Any, flips: Any, out: Any
+    rows: Rows, seed: int, streams: tuple[int, int], offset: int, block: int, chosen: Any, out: Any
 ) -> None:
-    """Add subsampled Hadamard transforms of the matrices to `out`, (b, size, d) float64.
+    """Add subsampled Hadamard transforms of the matrices to `out`, (b, size, d), float32 or float64.
 
     Rows are numbered from `offset` on and lie in blocks of `block` (a power of two) by their numbers. Each gets the
-    sign of the word of its number, each block is transformed, and its rows `chosen`, with the signs of its row of
-    `flips` (of the blocks from that of `offset` on), are added up.
+    sign of the word of its number, in the first stream, and each block is transformed. Of the result the rows `chosen`
+    are added up, with the signs of the words of the block's number, a column for each, in the second stream.
     """
     b, n, d = rows.shape
     if not n:
         return
     first, last = offset // block, (offset + n - 1) // block + 1
-    parts = _partial_sketches(n * 8, len(chosen) * 8)
+    parts = _partial_sketches(n * out.itemsize, len(chosen) * out.itemsize)
     parts = min(parts, 1 << (last - first).bit_length() - 1)
     edges = [first + (last - first) * i // parts for i in range(parts + 1)]
-    sums = np.zeros((b, parts, len(chosen), d))
+    lanes = VECTOR_BYTES // out.itemsize
+    width = -(-d // lanes) * lanes
+    sums = np.zeros((b, parts, len(chosen), width), out.dtype)
     arguments = _arguments(rows)
     keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+    panel = min(width, max(lanes, _TRANSFORMED // block // lanes * lanes))
 
     def body(task: int) -> None:
         item, part = divmod(task, parts)
-        X = np.empty((block, min(16, d)))
-        low, high = edges[part], edges[part + 1]
-        signs = flips[low - first : high - first]
-        hadamard_blocks(*arguments, item, n, low, high, *keys, stream, offset, chosen, signs, X, sums[item, part])
+        X = np.empty((block, panel), out.dtype)
+        read = np.zeros((FIRST_ROWS, panel), np.float64 if rows.format == "float64" else np.float32)
+        run = edges[part], edges[part + 1]
+        hadamard_blocks(*arguments, item, n, *run, *keys, streams, offset, chosen, read, X, sums[item, part])
 
     parallel_for(body, b * parts, threads=_threads(float(b) * n * d * block.bit_length()))
-    out += _halved(sums)
+    out += _halved(sums)[:, :, :d]
+
+
+def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, out: Any) -> None:
+    """Add dense sketches of the matrices to `out`, (b, size, d), in the precision of which rows are added up.
+
+    Row r, whose number is offset + r, has as coefficients the normals of its number, or else the bits of its words as
+    signs (see `levattn._random`).
+    """
+    b, n, d = rows.shape
+    size = out.shape[1]
+    X = _scratch(d, "double" if out.dtype == np.float64 else "single")
+    parts = 1
+    while parts < 64 and parts * max(128, 2 * size) <= n:
+        parts *= 2
+    starts = [n * i // parts for i in range(parts + 1)]
+    sums = np.zeros((b, parts, -(-size // FULL_ROWS) * FULL_ROWS, X.shape[1]), out.dtype)
+    arguments = _arguments(rows)
+    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+
+    def body(part: int) -> None:
+        dense_rows(*arguments, starts[part], starts[part + 1], *keys, stream, offset, normal, X, part, sums)
+
+    parallel_for(body, parts, threads=_threads(float(b) * n * d * size))
+    out += _halved(sums)[:, :size, :d]
 
 
 def column_sums(rows: Rows) -> Float64:

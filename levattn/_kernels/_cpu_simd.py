@@ -20,7 +20,9 @@ __all__ = [
     "add_signed",
     "as_pointer",
     "bits_to_float",
+    "entry_tile",
     "fused_multiply_add",
+    "hadamard_tile",
     "lane_sum",
     "moment_tile",
     "product_tile",
@@ -299,6 +301,96 @@ def add_signed(typing, like, total, source, target, sign, vectors, ahead, next_t
                 _prefetch(b, b.add(next_target, b.add(b.mul(at, _int(wider)), _int(line))))
             value = b.fpext(value, wide) if wider > size else value
             _store(b, _fma(b, factor, value, _load(b, place, wide, wider)), place, wider)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def hadamard_tile(typing, like, total, rows, signed, source, step, signs, target, target_step, vectors):
+    """Write the Hadamard transform of `rows` rows at `source` to rows at `target`, which may be the same.
+
+    Rows are `step` and `target_step` bytes apart. Numbers like `like` become numbers like `total`, and if `signed`
+    are first multiplied by those at `signs`.
+    """
+    signature = types.void(like, total, rows, signed, *([types.int64] * 6))
+    count, with_signs = _literals(rows, signed)
+    size, scalar, _ = _vector_type(like)
+    wider, sums, vector = _vector_type(total)
+    loaded = ir.VectorType(scalar, vector.count)
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        source, step, signs, target, target_step, vectors = arguments[4:]
+        with cgutils.for_range(b, vectors) as loop:
+            at = b.mul(loop.index, _int(vector.count))
+            from_, to = b.add(source, b.mul(at, _int(size))), b.add(target, b.mul(at, _int(wider)))
+            values = []
+            for i in range(count):
+                place = b.add(from_, b.mul(step, _int(i)))
+                value = _load(b, _pointer(b, place, scalar), loaded, size)
+                value = b.fpext(value, vector) if wider > size else value
+                if with_signs:
+                    at_sign = _pointer(b, b.add(signs, _int(i * wider)), sums)
+                    value = b.fmul(value, _splat(b, _load(b, at_sign, sums, wider), vector.count))
+                values.append(value)
+            half = 1
+            while half < count:
+                values = [
+                    b.fsub(values[i - half], values[i]) if i & half else b.fadd(values[i], values[i + half])
+                    for i in range(count)
+                ]
+                half *= 2
+            for i, value in enumerate(values):
+                place = b.add(to, b.mul(target_step, _int(i)))
+                _store(b, value, _pointer(b, place, sums), wider)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def entry_tile(typing, like, vectors, values, offsets, n, panel, to):
+    """Add the squares of ``sum_e values[e] * panel[offsets[e]:]``, over so many vectors, to the vector at `to`.
+
+    Addresses are in bytes and offsets int64 numbers of elements; values and panel are like `like`.
+    """
+    signature = types.void(like, vectors, *([types.int64] * 5))
+    (wide,) = _literals(vectors)
+    size, scalar, vector = _vector_type(like)
+    count = vector.count
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        values, offsets, n, panel, to = arguments[2:]
+        zero = ir.Constant(vector, [0.0] * count)
+        value_at, offset_at = _pointer(b, values, scalar), _pointer(b, offsets, _I64)
+        base = _pointer(b, panel, scalar)
+        before = b.block
+        loop, after = b.append_basic_block("entries"), b.append_basic_block("square")
+        b.cbranch(b.icmp_signed(">", n, _int(0)), loop, after)
+        b.position_at_end(loop)
+        e = b.phi(_I64)
+        sums = [b.phi(vector) for _ in range(wide)]
+        value = _splat(b, _load(b, b.gep(value_at, [e]), scalar, size), count)
+        row = b.gep(base, [b.load(b.gep(offset_at, [e]))])
+        new = [_fma(b, value, _load(b, b.gep(row, [_int(count * j)]), vector, size), sums[j]) for j in range(wide)]
+        following = b.add(e, _int(1))
+        e.add_incoming(_int(0), before)
+        e.add_incoming(following, loop)
+        for j in range(wide):
+            sums[j].add_incoming(zero, before)
+            sums[j].add_incoming(new[j], loop)
+        b.cbranch(b.icmp_signed("<", following, n), loop, after)
+
+        b.position_at_end(after)
+        results = [b.phi(vector) for _ in range(wide)]
+        for j in range(wide):
+            results[j].add_incoming(zero, before)
+            results[j].add_incoming(new[j], loop)
+        place = _pointer(b, to, scalar)
+        total = _load(b, place, vector, size)
+        for j in range(wide):
+            total = _fma(b, results[j], results[j], total)
+        _store(b, total, place, size)
         return context.get_dummy_value()
 
     return signature, codegen

@@ -1,20 +1,25 @@
-"""Sketches of tall matrices: rows added with signs to a few places, and Hadamard transforms of blocks of rows."""
+"""Sketches of tall matrices: rows added with signs to a few places, Hadamard transforms of blocks, dense products."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
-from levattn._kernels._cpu_random import GROUP, fill_words
-from levattn._kernels._cpu_rows import is_direct, load_rows, row_address
-from levattn._kernels._cpu_simd import add_signed
+from levattn._kernels._cpu_jit import FULL_ROWS, PANEL, VECTOR_BYTES, jit
+from levattn._kernels._cpu_random import GROUP, fill_group, fill_normals, fill_signs, fill_words
+from levattn._kernels._cpu_rows import ADDRESS, COLUMN_STEP, COLUMNS, ROW_STEP, is_direct, load_rows, row_address
+from levattn._kernels._cpu_simd import add_signed, hadamard_tile, moment_tile
 
-__all__ = ["hadamard_blocks", "scatter_rows"]
+__all__ = ["DRAWN", "FIRST_ROWS", "SLAB", "dense_rows", "hadamard_blocks", "scatter_rows"]
 
 _SLAB = 512  # rows whose places are drawn at a time, a multiple of GROUP
 _LOADED = 32  # rows that are widened at a time
 _AHEAD = 8  # rows by which a place of the sketch is fetched before its turn
 _FETCHED = 8192  # bytes by which keys are fetched before their turn
+
+FIRST_ROWS = 16 if VECTOR_BYTES == 64 else 8  # that registers hold in the first step of a Hadamard transform
+
+SLAB = 64  # rows for which a dense sketch is drawn at a time, a multiple of GROUP
+DRAWN = 480  # columns that are drawn at a time: a multiple of 32 (signs) and of the rows of a tile, 6 or 4
 
 
 @jit
@@ -67,6 +72,26 @@ def scatter_rows(
 
 
 @jit
+def _combine_groups(X, group, vectors):
+    """Finish the Hadamard transform of the rows of X, in which each `group` of neighbours is transformed already."""
+    row_bytes = X.strides[0]
+    half = group
+    while half < X.shape[0]:
+        rows = min(8, X.shape[0] // half)
+        for low in range(0, X.shape[0], half * rows):
+            for r in range(low, low + half):
+                x = X.ctypes.data + r * row_bytes
+                step = half * row_bytes
+                if rows == 8:
+                    hadamard_tile(X, X, 8, 0, x, step, 0, x, step, vectors)
+                elif rows == 4:
+                    hadamard_tile(X, X, 4, 0, x, step, 0, x, step, vectors)
+                else:
+                    hadamard_tile(X, X, 2, 0, x, step, 0, x, step, vectors)
+        half *= rows
+
+
+@jit
 def hadamard_blocks(
     view,
     like,
@@ -81,48 +106,127 @@ def hadamard_blocks(
     end,
     key0,
     key1,
-    stream,
+    streams,
     offset,
     chosen,
-    flips,
+    rows,
     X,
     out,
 ):
     """Add what the blocks ``begin:end`` of the rows of one matrix give to a subsampled Hadamard transform.
 
     Blocks are numbered from the row numbers, of which the first row has `offset`, and X has as many rows as a block,
-    and a few columns. Rows get random signs, are transformed, and the rows `chosen` of the result are added to `out`
-    with the signs ``flips[block - begin]``.
+    and some whole vectors of columns. Rows get random signs, are transformed, and the rows `chosen` of the result are
+    added to `out` with random signs; `streams` are those of both. `rows` has FIRST_ROWS rows in the precision in
+    which keys are read, and the width of X; `out` has the padded width.
     """
     size, width = X.shape
-    d = out.shape[1]
+    lanes = VECTOR_BYTES // X.itemsize
+    d = view[COLUMNS]
+    group = min(FIRST_ROWS, size)
+    if group < FIRST_ROWS:
+        group = 4
+    direct = is_direct(view, like, mask, shift, scale, weights, rows, lanes)
     drawn = np.empty(size, np.uint32)
-    row = np.zeros((1, view[4]), X.dtype)
+    signs = np.empty(size, X.dtype)
+    flips = np.empty((GROUP, chosen.size), np.uint32)
+    part = view.copy()
+    loaded = rows.ctypes.data
     for block in range(begin, end):
-        low = max(block * size - offset, 0)
-        high = min((block + 1) * size - offset, n)
-        first = low + offset - block * size
-        fill_words(key0, key1, stream, 0, block * size // GROUP, drawn)
-        for left in range(0, d, width):
+        first = block * size - offset  # the row of this matrix that begins the block, if there is one
+        low, high = max(first, 0), min(first + size, n)
+        fill_words(key0, key1, streams[0], 0, block * size // GROUP, drawn)
+        for r in range(size):
+            signs[r] = 1 - 2 * np.int32(drawn[r] & np.uint32(1))
+        if block == begin or block % GROUP == 0:
+            fill_group(key0, key1, streams[1], block // GROUP, 0, chosen.size, flips)
+        flip = flips[block % GROUP]
+        for left in range(0, out.shape[1], width):
+            vectors = min(width, out.shape[1] - left) // lanes
             right = min(left + width, d)
-            X[:] = 0
-            for r in range(low, high):
-                load_rows(view, like, brain, item, r, r + 1, mask, shift, scale, weights, row)
-                to = X[first + r - low]
-                sign = X.dtype.type(1 - 2 * np.int32(drawn[first + r - low] & np.uint32(1)))
-                for c in range(right - left):
-                    to[c] = sign * row[0, left + c]
-            half = 1
-            while half < size:
-                for at in range(0, size, 2 * half):
-                    for r in range(at, at + half):
-                        a, b = X[r], X[r + half]
-                        for c in range(width):
-                            u, v = a[c], b[c]
-                            a[c] = u + v
-                            b[c] = u - v
-                half *= 2
+            part[ADDRESS], part[COLUMNS] = view[ADDRESS] + left * view[COLUMN_STEP], right - left
+            if not direct:
+                rows[:] = 0
+            for g in range(0, size, group):
+                r = first + g
+                to, at_sign = X[g].ctypes.data, signs.ctypes.data + g * signs.itemsize
+                x, step = loaded, rows.strides[0]
+                if direct and r >= low and r + group <= high:
+                    x, step = row_address(part, item, r), view[ROW_STEP]
+                else:
+                    start, stop = min(max(r, low), high), max(min(r + group, high), low)
+                    if stop - start < group:
+                        rows[:] = 0
+                    if stop > start:
+                        load_rows(
+                            part,
+                            like,
+                            brain,
+                            item,
+                            start,
+                            stop,
+                            mask,
+                            shift[:, left:right],
+                            scale[:, left:right],
+                            weights,
+                            rows[start - r :],
+                        )
+                if group == FIRST_ROWS:
+                    hadamard_tile(rows, X, FIRST_ROWS, 1, x, step, at_sign, to, X.strides[0], vectors)
+                else:
+                    hadamard_tile(rows, X, 4, 1, x, step, at_sign, to, X.strides[0], vectors)
+            _combine_groups(X, group, vectors)
             for h in range(chosen.size):
-                source, target, flip = X[chosen[h]], out[h], flips[block - begin, h]
-                for c in range(right - left):
-                    target[left + c] += flip * source[c]
+                x, to = X[chosen[h]].ctypes.data, out[h].ctypes.data + left * out.itemsize
+                sign = X.dtype.type(1 - 2 * np.int32(flip[h] & np.uint32(1)))
+                add_signed(X, out, x, to, sign, vectors, 0, to)
+
+
+@jit
+def dense_rows(
+    view, like, brain, mask, shift, scale, weights, begin, end, key0, key1, stream, offset, normal, X, part, out
+):
+    """Add random combinations of the rows ``begin:end`` of all matrices, of which row 0 has the number `offset`.
+
+    They go to ``out[:, part]``. Coefficients are normals, or else signs, and drawn once for all matrices. X gives the
+    precision and the padded width, which is that of `out`, whose rows are padded to a multiple of FULL_ROWS.
+    """
+    lanes = VECTOR_BYTES // X.itemsize
+    items, _, size, width = out.shape
+    direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
+    rows = np.zeros((SLAB, width), X.dtype)
+    drawn = np.empty((GROUP, DRAWN), np.uint32)
+    S = np.empty((SLAB, DRAWN + 64 // X.itemsize), X.dtype)  # rows an odd number of cache lines apart
+    s_stride = S.shape[1]
+    start = begin
+    while start < end:
+        skipped = (offset + start) % GROUP
+        count = min(SLAB - skipped, end - start)
+        for first in range(0, size, DRAWN):
+            columns = min(DRAWN, size - first)
+            for k in range(0, skipped + count, GROUP):
+                group = (offset + start + k) // GROUP
+                if normal:
+                    fill_normals(key0, key1, stream, group, first, columns, drawn, S[k : k + GROUP])
+                else:
+                    fill_signs(key0, key1, stream, group, first, (columns + 31) // 32 * 32, drawn, S[k : k + GROUP])
+            s = S[skipped].ctypes.data
+            for item in range(items):
+                x, x_stride = row_address(view, item, start), view[ROW_STEP] // X.itemsize
+                if not direct:
+                    load_rows(view, like, brain, item, start, start + count, mask, shift, scale, weights, rows)
+                    x, x_stride = rows.ctypes.data, width
+                for left in range(0, width, PANEL * lanes):
+                    wide = min(PANEL, (width - left) // lanes)
+                    at = x + left * X.itemsize
+                    for i in range(0, columns, FULL_ROWS):
+                        a, to = s + i * X.itemsize, out[item, part, first + i].ctypes.data + left * out.itemsize
+                        if wide == 4:
+                            moment_tile(X, FULL_ROWS, 4, a, s_stride, at, x_stride, count, to, width, s, 0)
+                        elif wide == 3:
+                            moment_tile(X, FULL_ROWS, 3, a, s_stride, at, x_stride, count, to, width, s, 0)
+                        elif wide == 2:
+                            moment_tile(X, FULL_ROWS, 2, a, s_stride, at, x_stride, count, to, width, s, 0)
+                        else:
+                            moment_tile(X, FULL_ROWS, 1, a, s_stride, at, x_stride, count, to, width, s, 0)
+        start += count

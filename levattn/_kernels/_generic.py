@@ -21,6 +21,7 @@ __all__ = [
     "column_sums",
     "moments",
     "nonfinite_rows",
+    "projected_sqnorms",
     "scatter",
     "sqnorms",
     "where",
@@ -119,6 +120,19 @@ def _pairwise(terms: list[Float64]) -> Float64 | float:
         return terms[0] if terms else 0.0
     half = 1 << (len(terms) - 1).bit_length() - 1
     return _pairwise(terms[:half]) + _pairwise(terms[half:])
+
+
+def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
+    """Write ``‖k P‖²`` of every key; the contract of `_cpu.projected_sqnorms`."""
+    xp = array_api_compat.array_namespace(rows.keys)
+    kind = xp.float32 if arithmetic == "single" else xp.float64
+    for slot, item in enumerate(items.tolist()):
+        right = xp.astype(_send(P[slot], rows), kind)
+        for start in range(0, rows.shape[1], BLOCK):
+            stop = min(start + BLOCK, rows.shape[1])
+            y = xp.astype(_load(rows, item, start, stop), kind) @ right
+            squares = xp.clip(xp.sum(y * y, axis=1), max=ceiling)
+            out[item, start:stop] = xp.astype(squares, out.dtype)
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

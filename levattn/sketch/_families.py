@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn._random import below, normals, signs, words
 
-__all__ = ["FAMILIES", "OSNAP", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL"]
+__all__ = ["FAMILIES", "OSNAP", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL", "whole"]
 
 # Streams of the generator, so that no two things share their words
 _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
@@ -25,7 +25,8 @@ _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
 _ENTRIES = 1 << 20  # of a dense S that are drawn at a time
 
 
-def _whole(name: str, value: Any, least: int = 1) -> int:
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least `least`, or raise."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} is {value!r}; expected a whole number")
     if value < least:
@@ -47,7 +48,7 @@ class Distribution(ABC):
 
     def __post_init__(self) -> None:
         """Check the size."""
-        size = _whole("size", self.size)
+        size = whole("size", self.size)
         if size >= 2**31:
             raise ValueError(f"size is {size}; expected fewer than 2**31 rows")
         object.__setattr__(self, "size", size)
@@ -188,7 +189,7 @@ class OSNAP(_Sparse):
     def __post_init__(self) -> None:
         """Check the size and the number of nonzeros."""
         super().__post_init__()
-        object.__setattr__(self, "nonzeros", _whole("nonzeros", self.nonzeros))
+        object.__setattr__(self, "nonzeros", whole("nonzeros", self.nonzeros))
         if self.size % self.nonzeros:
             raise ValueError(
                 f"size is {self.size}; expected a multiple of nonzeros = {self.nonzeros}, as the sketch has so many "
@@ -199,8 +200,27 @@ class OSNAP(_Sparse):
         return self.nonzeros
 
 
+class _Dense(Distribution):
+    """A sketch whose entries are drawn one by one, or as bits of words, from a stream of its own."""
+
+    _stream: ClassVar[int]
+
+    @property
+    def scale(self) -> float:
+        """1/√size."""
+        return 1 / math.sqrt(self.size)
+
+    def add(self, rows: Rows, seed: int, start: int, out: npt.NDArray[Any]) -> None:
+        """Add the unscaled sketch of rows to `out`; see `Distribution`."""
+        kernels = kernels_for(rows)
+        if hasattr(kernels, "dense_sketch"):
+            kernels.dense_sketch(rows, seed, self._stream, start, self._stream == _NORMALS, out)
+        else:
+            super().add(rows, seed, start, out)
+
+
 @dataclass(frozen=True)
-class GaussianJL(Distribution):
+class GaussianJL(_Dense):
     r"""A dense sketch with independent normal entries of variance 1/size.
 
     Parameters
@@ -224,10 +244,7 @@ class GaussianJL(Distribution):
     (3, 2)
     """
 
-    @property
-    def scale(self) -> float:
-        """1/√size."""
-        return 1 / math.sqrt(self.size)
+    _stream = _NORMALS
 
     def columns(self, seed: int, start: int, count: int) -> Float64:
         """Return the unscaled columns of S for some rows of K; see `Distribution`."""
@@ -235,7 +252,7 @@ class GaussianJL(Distribution):
 
 
 @dataclass(frozen=True)
-class SignJL(Distribution):
+class SignJL(_Dense):
     r"""A dense sketch with independent entries :math:`\pm 1/\sqrt{\mathrm{size}}`.
 
     Parameters
@@ -259,16 +276,13 @@ class SignJL(Distribution):
     [0.5]
     """
 
-    @property
-    def scale(self) -> float:
-        """1/√size."""
-        return 1 / math.sqrt(self.size)
+    _stream = _SIGNS
 
     def columns(self, seed: int, start: int, count: int) -> Float64:
         """Return the unscaled columns of S for some rows of K; see `Distribution`."""
         drawn = words(seed, _SIGNS, start, count, -(-self.size // 32))
         bits = drawn[:, :, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
-        return np.asarray(1 - 2 * bits.reshape(count, -1)[:, : self.size].astype(np.float64)).T
+        return np.asarray(1 - 2 * bits.reshape(count, 32 * drawn.shape[1])[:, : self.size].astype(np.float64)).T
 
 
 @dataclass(frozen=True)
@@ -310,7 +324,7 @@ class SRHT(Distribution):
     def __post_init__(self) -> None:
         """Check the size and the block."""
         super().__post_init__()
-        block = _whole("block", self.block, 0) or max(256, 1 << (2 * self.size - 1).bit_length())
+        block = whole("block", self.block, 0) or max(256, 1 << (2 * self.size - 1).bit_length())
         if block & (block - 1) or block < max(4, self.size):
             raise ValueError(
                 f"block is {block}; expected a power of two of at least 4 and of at least size = {self.size}"
@@ -348,9 +362,8 @@ class SRHT(Distribution):
         if not hasattr(kernels, "subsampled_hadamard"):
             super().add(rows, seed, start, out)
             return
-        first, n = start // self.block, rows.shape[1]
-        flips = self._flips(seed, first, (start + n - 1) // self.block + 1 - first if n else 0)
-        kernels.subsampled_hadamard(rows, seed, _ROW_SIGNS, start, self.block, self._chosen(seed), flips, out)
+        streams = _ROW_SIGNS, _BLOCK_SIGNS
+        kernels.subsampled_hadamard(rows, seed, streams, start, self.block, self._chosen(seed), out)
 
 
 FAMILIES = {family.__name__: family for family in (CountSketch, OSNAP, GaussianJL, SignJL, SRHT)}

@@ -14,11 +14,12 @@ from levattn._bytes import pack, unpack
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn._random import as_seed
 from levattn.exceptions import NonFiniteError
-from levattn.sketch._families import FAMILIES, Distribution
+from levattn.sketch._families import FAMILIES, Distribution, whole
 
 __all__ = ["Sketch", "SketchedRows"]
 
 _VERSION = 1  # of the bytes of SketchedRows
+_ROWS = 2**62  # numbers of rows are below
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,12 @@ class Sketch:
 
         Raises
         ------
-        ValueError
-            If the numbers are not ``0 <= start <= stop``.
+        TypeError, ValueError
+            If the numbers are not whole, or not ``0 <= start <= stop <= 2**62``.
         """
-        if not 0 <= start <= stop:
-            raise ValueError(f"start and stop are {start} and {stop}; expected 0 <= start <= stop")
+        start, stop = whole("start", start, 0), whole("stop", stop, 0)
+        if not start <= stop <= _ROWS:
+            raise ValueError(f"start and stop are {start} and {stop}; expected 0 <= start <= stop <= 2**62")
         return self.distribution.columns(self.seed, start, stop - start) * self.distribution.scale
 
     def apply(self, K: Any, /, *, row_start: int = 0, mask: Any = None, dtype: npt.DTypeLike = np.float64) -> Any:
@@ -79,7 +81,7 @@ class Sketch:
         Parameters
         ----------
         K : array of shape (..., n, d)
-            Rows; kinds and dtypes as in `leverage_scores`. All matrices of a batch get the same S.
+            Rows; kinds and dtypes as in `leverage_scores`, sparse ones too. All matrices of a batch get the same S.
         row_start : int, default 0
             Number of the first row.
         mask : array of bool, shape (..., n), optional
@@ -100,7 +102,7 @@ class Sketch:
         NonFiniteError
             If the rows hold NaN or infinity outside the mask.
         """
-        matrices = as_matrices(K, "K")
+        matrices = as_matrices(K, "K", sparse=True)
         kind = np.dtype(dtype)
         if kind not in (np.float64, np.float32) or (kind == np.float32 and matrices.format == "float64"):
             raise ValueError(
@@ -131,11 +133,11 @@ class Sketch:
         NonFiniteError
             If the rows hold NaN or infinity outside the mask.
         """
-        if isinstance(row_start, bool) or not isinstance(row_start, int | np.integer):
-            raise TypeError(f"row_start is {row_start!r}; expected a whole number")
-        if not 0 <= row_start <= 2**62 - rows.shape[1]:
-            raise ValueError(f"row_start is {row_start}; expected at least 0, and numbers of rows below 2**62")
-        self.distribution.add(rows, self.seed, int(row_start), out)
+        row_start = whole("row_start", row_start, 0)
+        if row_start > _ROWS - rows.shape[1]:
+            raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below, and named
+            self.distribution.add(rows, self.seed, row_start, out)
         if not np.isfinite(out).all():
             for item in range(rows.shape[0]):
                 bad = kernels_for(rows).nonfinite_rows(rows, item, 5)
@@ -160,6 +162,18 @@ class SketchedRows:
     batch : tuple of int
         Leading axes (batch, heads) of the rows.
 
+    Attributes
+    ----------
+    count : int
+        How many rows came so far, masked ones included.
+    next_row : int
+        The number of the row after the last of the highest chunk so far.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong.
+
     Notes
     -----
     Memory O(size · d) for each matrix, whatever the number of rows.
@@ -177,12 +191,14 @@ class SketchedRows:
     """
 
     def __init__(self, sketch: Sketch, d: int, batch: tuple[int, ...] = ()) -> None:
+        if not isinstance(sketch, Sketch):
+            raise TypeError(f"sketch is {sketch!r}; expected one such as Sketch(CountSketch(1000))")
         self.sketch = sketch
-        self.d = d
-        self.batch = tuple(batch)
+        self.d = whole("d", d)
+        self.batch = tuple(whole("batch", axis, 0) for axis in batch)
         self.count = 0
         self.next_row = 0
-        self._sums: Float64 = np.zeros((math.prod(self.batch), sketch.distribution.size, d))
+        self._sums: Float64 = np.zeros((math.prod(self.batch), sketch.distribution.size, self.d))
 
     def update(self, K: Any, row_start: int | None = None, mask: Any = None) -> SketchedRows:
         """Add a chunk of rows.
@@ -209,7 +225,7 @@ class SketchedRows:
         NonFiniteError
             If the rows hold NaN or infinity outside the mask. The state is as it was.
         """
-        matrices = as_matrices(K, "K")
+        matrices = as_matrices(K, "K", sparse=True)
         if matrices.d != self.d or matrices.batch != self.batch:
             raise ValueError(
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
@@ -272,8 +288,15 @@ class SketchedRows:
         -------
         bytes
             A header in JSON, the sums, and a checksum.
+
+        Raises
+        ------
+        TypeError
+            If the distribution is none of this module.
         """
         distribution = self.sketch.distribution
+        if FAMILIES.get(type(distribution).__name__) is not type(distribution):
+            raise TypeError(f"the distribution is {distribution!r}; only those of levattn.sketch can be saved")
         fields = {
             "distribution": type(distribution).__name__,
             "parameters": asdict(distribution),
@@ -306,11 +329,17 @@ class SketchedRows:
             If they are damaged, of another kind, or of a version that is not known.
         """
         fields, arrays = unpack(data, "SketchedRows", _VERSION)
-        parameters = fields["parameters"]
-        if fields["distribution"] == "CountSketch":
-            parameters = {"size": parameters["size"]}
-        state = cls(
-            Sketch(FAMILIES[fields["distribution"]](**parameters), fields["seed"]), fields["d"], fields["batch"]
-        )
-        state.count, state.next_row, state._sums = fields["count"], fields["next_row"], arrays["sums"]
+        try:
+            distribution = FAMILIES[fields["distribution"]](**fields["parameters"])
+            state = cls(Sketch(distribution, fields["seed"]), fields["d"], fields["batch"])
+            state.count, state.next_row = whole("count", fields["count"], 0), whole("next_row", fields["next_row"], 0)
+            sums = arrays["sums"]
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
+        if sums.dtype != np.float64 or sums.shape != state._sums.shape or not np.isfinite(sums).all():
+            raise ValueError(
+                f"data holds sums of dtype {sums.dtype} and shape {sums.shape}; expected finite float64 numbers and "
+                f"{state._sums.shape}"
+            )
+        state._sums = sums
         return state

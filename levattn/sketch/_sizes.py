@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from levattn.sketch._families import whole
+
 __all__ = ["countsketch_size", "gaussian_size", "jl_size", "osnap_size", "sign_size", "srht_size"]
 
 
@@ -98,9 +100,8 @@ def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros:
     >>> osnap_size(8, 0.5, 0.1)
     2880
     """
-    if isinstance(nonzeros, bool) or not isinstance(nonzeros, int | np.integer) or nonzeros < 1:
-        raise ValueError(f"nonzeros is {nonzeros!r}; expected a whole number of at least 1")
-    return -(-countsketch_size(d, distortion, failure) // int(nonzeros)) * int(nonzeros)
+    nonzeros = whole("nonzeros", nonzeros)
+    return -(-countsketch_size(d, distortion, failure) // nonzeros) * nonzeros
 
 
 def gaussian_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
@@ -183,16 +184,17 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     return math.ceil(float(sizes.min()))
 
 
-def srht_size(n: int, d: int, /, distortion: float, failure: float = 0.01) -> int:
-    r"""Rows of an `SRHT` sketch of n rows, in one block, that embeds a subspace of dimension d.
+def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -> int:
+    r"""Rows of an `SRHT` sketch with a block of B rows, which holds all of K, that embeds a subspace of dimension d.
 
-    .. math:: m = \Bigl\lceil \bigl(\sqrt d + \sqrt{8 \ln(2n/\delta)}\bigr)^2
+    .. math:: m = \Bigl\lceil \bigl(\sqrt d + \sqrt{8 \ln(2B/\delta)}\bigr)^2
         \frac{\ln(4d/\delta)}{(1+\eta)\ln(1+\eta) - \eta} \Bigr\rceil
 
     Parameters
     ----------
-    n : int
-        Number of rows of K, at most the block of the sketch; see Notes for more.
+    block : int
+        B, the `block` of the sketch, and at least the number of rows of K; see Notes for more rows. A size above it
+        says that no sketch with this block is known to do, and a larger block is to be tried.
     d : int
         Dimension of the subspace: the number of columns of K.
     distortion : float in (0, 1)
@@ -211,7 +213,7 @@ def srht_size(n: int, d: int, /, distortion: float, failure: float = 0.01) -> in
 
     Notes
     -----
-    The transformed rows have squared norms of at most (√d + √(8 ln(2n/δ)))²/n but for a probability of δ/2, and m of
+    The transformed rows have squared norms of at most (√d + √(8 ln(2B/δ)))²/B but for a probability of δ/2, and m of
     them, sampled without replacement, obey the matrix Chernoff bound. For K of several blocks a size of the same order
     is proven (Balabanov and others, ICML 2023), with other constants.
 
@@ -223,12 +225,12 @@ def srht_size(n: int, d: int, /, distortion: float, failure: float = 0.01) -> in
     Examples
     --------
     >>> from levattn.sketch import srht_size
-    >>> srht_size(4096, 16, 0.5)
-    16883
+    >>> srht_size(2**15, 16, 0.5)
+    18728
     """
     d, eta, delta = _checked(d, distortion, failure)
-    n = _dimension("n", n)
-    rows = (math.sqrt(d) + math.sqrt(8 * math.log(2 * n / delta))) ** 2
+    block = whole("block", block)
+    rows = (math.sqrt(d) + math.sqrt(8 * math.log(2 * block / delta))) ** 2
     return math.ceil(rows * math.log(4 * d / delta) / ((1 + eta) * math.log1p(eta) - eta))
 
 
@@ -272,14 +274,6 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
     return math.ceil(math.log(2 * count / delta) / (eta**2 / 4 - eta**3 / 6))
 
 
-def _dimension(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}; expected a whole number")
-    if value < 1:
-        raise ValueError(f"{name} is {value}; expected at least 1")
-    return int(value)
-
-
 def _checked(d: Any, distortion: Any, failure: Any, name: str = "d") -> tuple[int, float, float]:
     numbers = []
     for what, value in (("distortion", distortion), ("failure", failure)):
@@ -288,4 +282,4 @@ def _checked(d: Any, distortion: Any, failure: Any, name: str = "d") -> tuple[in
         if not 0 < value < 1:
             raise ValueError(f"{what} is {value!r}; expected a number between 0 and 1")
         numbers.append(float(value))
-    return _dimension(name, d), numbers[0], numbers[1]
+    return whole(name, d), numbers[0], numbers[1]

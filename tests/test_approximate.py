@@ -1,0 +1,228 @@
+"""Approximate leverage scores against exact ones, and the supersets made of them against every key that is heavy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import strategies
+from levattn.sketch import gaussian_size
+from strategies import STORAGE, as_bool, as_float64
+
+# method, and the sketch size for d columns
+METHODS: dict[str, Any] = {
+    "countsketch": lambda d: 4 * d * d + 8,
+    "osnap": lambda d: 16 * d,
+    "srht": lambda d: 16 * d,
+    "jl": lambda _: 64,
+    "halving": lambda d: 16 * d,
+    "osnap, jl": lambda d: (16 * d, 64),
+    "srht, jl": lambda d: (16 * d, 64),
+}
+EVERY = pytest.mark.parametrize("method", METHODS)
+
+
+def options(method: str, d: int, **more: Any) -> dict[str, Any]:
+    return {"method": method.split(",")[0], "sketch_size": METHODS[method](d), **more}
+
+
+@st.composite
+def keys(draw: st.DrawFn) -> naive.Float:
+    """Keys of every kind: coherent, heavy-tailed, ill-conditioned, duplicated, rank-deficient, zero; n < d as well."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    n, d = draw(st.integers(1, 60)), draw(st.integers(1, 5))
+    K = rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-3, 1e3)
+    if draw(st.booleans()):
+        K = K * np.geomspace(1, 1e-5, d) @ np.linalg.qr(rng.standard_normal((d, d)))[0]
+    if draw(st.booleans()):
+        K = K[rng.integers(0, max(1, n // 3), n)]
+    if draw(st.booleans()):
+        K[:, -1] = K[:, 0]
+    if draw(st.booleans()):
+        K[rng.integers(0, n)] = 0
+    if draw(st.booleans()):
+        K *= 10.0 ** draw(st.integers(-140, 140))
+    return np.asarray(K)
+
+
+@EVERY
+@settings(max_examples=60, deadline=None)
+@given(K=keys(), seed=st.integers(0, 2**64 - 1), epsilon=st.sampled_from([0.02, 0.1, 0.5, 1.0]), recheck=st.booleans())
+def test_sets_miss_nothing(method: str, K: naive.Float, seed: int, epsilon: float, recheck: bool) -> None:
+    found = levattn.universal_set(K, epsilon, recheck=recheck, rng=seed, **options(method, K.shape[1]))
+    exact = levattn.universal_set(K, epsilon)
+    assert not np.any(exact.mask & ~found.mask)
+    assert np.all(found.scores >= levattn.leverage_scores(K) * (1 - 1e-9))
+    assert found.certificate == (method.split(",")[0],)
+    if recheck:
+        assert found.guarantee == exact.guarantee
+        np.testing.assert_array_equal(found.mask, exact.mask)
+    else:
+        assert found.guarantee == "superset"
+
+
+@EVERY
+@settings(max_examples=20, deadline=None)
+@given(K=keys(), seed=st.integers(0, 2**64 - 1), share=st.floats(0, 1))
+def test_sets_by_size_certify_their_epsilon(method: str, K: naive.Float, seed: int, share: float) -> None:
+    size = round(share * len(K))
+    found = levattn.universal_set(K, size=size, rng=seed, **options(method, K.shape[1]))
+    assert len(found) == size
+    assert levattn.leverage_scores(K)[~found.mask].max(initial=0.0) <= found.epsilon * (1 + 1e-9)
+
+
+@EVERY
+@pytest.mark.parametrize("storage", STORAGE)
+def test_every_storage_gives_the_scores_of_its_kind(method: str, storage: str) -> None:
+    K = STORAGE[storage](strategies.case("coherent").copy())
+    scores = levattn.leverage_scores(K, **options(method, K.shape[1]))
+    exact = levattn.leverage_scores(K)
+    assert type(scores) is type(exact)
+    assert scores.dtype == exact.dtype
+    ratio = as_float64(scores)[as_float64(exact) > 0] / as_float64(exact)[as_float64(exact) > 0]
+    assert 0.3 < np.median(ratio) < 2
+    assert np.all(as_float64(scores) <= 1)
+    again = levattn.leverage_scores(K, **options(method, K.shape[1]))
+    np.testing.assert_array_equal(as_float64(again), as_float64(scores))
+    found = levattn.universal_set(K, 0.1, **options(method, K.shape[1]))
+    assert not np.any(as_bool(levattn.universal_set(K, 0.1).mask) & ~as_bool(found.mask))
+
+
+@EVERY
+def test_a_batch_is_its_matrices(method: str) -> None:
+    K = np.random.default_rng(0).standard_normal((2, 3, 300, 4))
+    scores = levattn.leverage_scores(K, rng=5, **options(method, 4))
+    assert scores.shape == (2, 3, 300)
+    for item in np.ndindex(2, 3):
+        np.testing.assert_allclose(
+            scores[item], levattn.leverage_scores(K[item], rng=5, **options(method, 4)), rtol=1e-9
+        )
+    found = levattn.universal_set(K, 0.1, **options(method, 4))
+    assert not np.any(levattn.universal_set(K, 0.1).mask & ~found.mask)
+
+
+@EVERY
+def test_masked_and_centred_keys(method: str) -> None:
+    rng = np.random.default_rng(1)
+    K = rng.standard_normal((500, 4)) + 5
+    mask = rng.random(500) < 0.6
+    K[~mask] = np.nan
+    centred = levattn.leverage_scores(K, mask=mask, center=True, **options(method, 4))
+    exact = levattn.leverage_scores(K, mask=mask, center=True)
+    assert np.all(centred[~mask] == 0)
+    assert 0.4 < np.median(centred[mask] / exact[mask]) < (10 if method == "halving" else 2)
+    found = levattn.universal_set(K, 0.02, mask=mask, center=True, **options(method, 4))
+    assert found.guarantee == "none"
+    assert not np.any((exact >= 0.02) & ~found.mask)
+
+
+@pytest.mark.parametrize(("method", "share"), [("countsketch", 0.99), ("osnap", 0.9), ("srht", 0.9)])
+def test_measured_distortion_keeps_few_keys(method: str, share: float) -> None:
+    rng = np.random.default_rng(2)
+    K = rng.standard_normal((20_000, 8)) * np.clip(np.abs(rng.standard_cauchy((20_000, 1))), 0.1, 100)
+    exact = levattn.universal_set(K, 0.02)
+    found = levattn.universal_set(K, 0.02, **options(method, 8))
+    assert len(exact) <= len(found) <= len(exact) / share * 2
+
+
+def test_steps_of_lanczos_bound_the_distortion_of_many_columns() -> None:
+    """d is large enough for the distortion to be estimated: chance comes in, at one in a million."""
+    rng = np.random.default_rng(3)
+    K = rng.standard_normal((4000, 330)) * np.clip(np.abs(rng.standard_cauchy((4000, 1))), 0.1, 100)
+    exact = levattn.leverage_scores(K)
+    for method in ("osnap", "srht"):
+        found = levattn.universal_set(K, 0.9, method=method, sketch_size=330 * 12)
+        assert np.all(found.scores >= exact * (1 - 1e-9))
+        assert len(found) < 0.5 * len(K)
+        assert not found.exact_factor
+        with pytest.raises(ValueError, match="recheck=True"):
+            levattn.heavy_attention(K[:2], K, 0.95, universal=found)
+    again = levattn.universal_set(K, 0.9, method="osnap", recheck=True)
+    np.testing.assert_array_equal(again.mask, levattn.universal_set(K, 0.9).mask)
+    assert levattn.heavy_attention(K[:2], K, 0.95, universal=again).universal is again
+
+
+def test_projections_are_unbiased_and_spread_as_they_should() -> None:
+    K = np.random.default_rng(4).standard_normal((3000, 6))
+    exact = levattn.leverage_scores(K)
+    ratios = np.stack(
+        [levattn.leverage_scores(K, method="jl", sketch_size=50, rng=seed) / exact for seed in range(40)]
+    )
+    # means of 40 · 6 independent directions of χ²₅₀/50, whose standard deviation is √(2/50)
+    assert abs(ratios.mean() - 1) < 5 * np.sqrt(2 / 50 / 240)
+    assert ratios.std() == pytest.approx(np.sqrt(2 / 50), rel=0.1)
+
+
+def test_halving_never_under_estimates() -> None:
+    rng = np.random.default_rng(5)
+    for seed in range(50):
+        K = rng.standard_normal((400, 5)) * np.clip(np.abs(rng.standard_cauchy((400, 1))), 1e-3, 1e3)
+        scores = levattn.leverage_scores(K, method="halving", sketch_size=int(rng.integers(5, 400)), rng=seed)
+        assert np.all(scores >= levattn.leverage_scores(K) * (1 - 1e-9))
+    uniform = rng.standard_normal((2000, 5))
+    assert levattn.leverage_scores(uniform, method="halving", sketch_size=500).sum() <= 2 * 5 * 2000 / 500
+
+
+def test_a_row_outside_the_sketch_counts_as_one() -> None:
+    K = np.zeros((1000, 3))
+    K[:, 0] = 1
+    K[5, 2] = 1e-9
+    for method in METHODS:
+        assert levattn.leverage_scores(K, **options(method, 3))[5] > 0.4, method
+        assert levattn.universal_set(K, 0.9, **options(method, 3)).mask[5], method
+
+
+def test_default_sizes_are_those_of_the_docstring() -> None:
+    K = np.random.default_rng(6).standard_normal((4000, 4))
+    for method, size in (("osnap", 32), ("srht", 32), ("countsketch", 64), ("jl", 72), ("halving", 500)):
+        np.testing.assert_array_equal(
+            levattn.leverage_scores(K, method=method), levattn.leverage_scores(K, method=method, sketch_size=size)
+        )
+    assert gaussian_size(4, 0.5) > 32  # the defaults are far below what is proven
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"method": "osnap", "sketch_size": 3}, "at least d = 4"),
+        ({"method": "osnap", "sketch_size": (32, 0)}, "at least 1"),
+        ({"method": "osnap", "sketch_size": (32, 8, 2)}, "pair"),
+        ({"method": "halving", "sketch_size": (32, 8)}, "one number"),
+        ({"method": "jl", "sketch_size": 0}, "at least 1"),
+        ({"method": "osnap", "ridge": 0.1}, "ridge"),
+        ({"method": "jl", "rtol": 1e-3}, "rtol"),
+        ({"method": "srht", "rng": -1}, "seed"),
+        ({"method": "gram", "sketch_size": 30}, "exact"),
+        ({"method": "sketch"}, "expected one of"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        levattn.leverage_scores(np.random.default_rng(0).standard_normal((50, 4)), **wrong)
+
+
+def test_wrong_options_of_sets() -> None:
+    K = np.random.default_rng(0).standard_normal((50, 4))
+    wrong: list[dict[str, Any]] = [{"recheck": True}, {"f": 1, "recheck": True}, {"sketch_size": 30}]
+    for each in wrong:
+        with pytest.raises(ValueError, match=r"recheck|sketch_size"):
+            levattn.universal_set(K, 0.1, **each)
+    with pytest.raises(ValueError, match="recheck"):
+        levattn.universal_set(K, size=3, method="osnap", recheck=True)
+    with pytest.raises(ValueError, match="groups"):
+        levattn.universal_set(K, 0.1, method="osnap", groups=np.zeros(50, np.int64))
+    with pytest.raises(TypeError, match="sketch_size"):
+        levattn.leverage_scores(K, method="osnap", sketch_size=8.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rng"):
+        levattn.leverage_scores(K, method="osnap", rng="seed")  # type: ignore[arg-type]
+    bad = K.copy()
+    bad[7] = np.nan
+    for method in METHODS:
+        with pytest.raises(levattn.NonFiniteError, match="7"):
+            levattn.leverage_scores(bad, **options(method, 4))
