@@ -37,6 +37,7 @@ FAILURE = 1e-6  # probability with which a bound that rests on chance may fail
 _NONZEROS = 4  # of OSNAP
 _SAMPLED, _START = 100, 101  # streams of the words by which rows are sampled and Lanczos' method begins
 _SINGLE_ERROR = 1e-9  # of a factor in float64, up to which float32 products are as good as a sketch
+_SINGLE_SUMS = 1e-12  # of a factor, up to which float32 sums of a sketch are as good
 _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
 _STEPS = 40  # of Lanczos' method
 _BLOCK = 1 << 22  # numbers of keys that are multiplied at a time
@@ -81,23 +82,41 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int) -> Factor:
     """Return the factor of a sketch of the keys, for the keys."""
     families: dict[str, Any] = {"countsketch": CountSketch, "osnap": OSNAP, "srht": SRHT}
     sketch = Sketch(families[method](size), seed)
-    out: Float64 = np.zeros((rows.shape[0], size, rows.shape[2]))
-    sketch.add(rows, 0, out)
-    out *= sketch.distribution.scale
-    factor = factor_moments(Rows(out, "float64"), single="no")
-    short = rows.format != "float64"
+    factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
+    if factor is None:
+        out: Float64 = np.zeros((rows.shape[0], size, rows.shape[2]))
+        sketch.add(rows, 0, out)
+        factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
+    return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale)))
+
+
+def _in_single(factor: Factor) -> Factor:
+    """Return the factor with float32 products where these are as good as approximate scores need them."""
+    short = factor.rows.format != "float64"
     arithmetic = tuple(
         "single" if short and route == "double" and error <= _SINGLE_ERROR else route
         for route, error in zip(factor.arithmetic, factor.error, strict=True)
     )
-    return replace(factor, rows=replace(rows, scale=factor.rows.scale), arithmetic=arithmetic)
+    return replace(factor, arithmetic=arithmetic)
+
+
+def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
+    """Return the factor of a sketch that is summed in float32, or None where that may not hold what it is to."""
+    out = np.zeros((rows.shape[0], sketch.distribution.size, rows.shape[2]), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sketch.distribution.add(rows, sketch.seed, 0, out)
+        out *= np.float32(sketch.distribution.scale)
+    if not np.isfinite(out).all():
+        return None
+    factor = factor_moments(Rows(out, "float32"), single="no")
+    return factor if np.all(factor.error <= _SINGLE_SUMS) else None
 
 
 def projected(factor: Factor, columns: int, seed: int) -> Factor:
     """Return the factor with scores computed from so many random combinations of the whitened columns."""
     family = GaussianJL(columns)
     directions = family.columns(seed, 0, factor.whitening.shape[-1]).T * family.scale
-    return replace(factor, projection=factor.whitening @ directions)
+    return _in_single(replace(factor, projection=factor.whitening @ directions))
 
 
 def halved_scores(rows: Rows, size: int, seed: int) -> Float64:

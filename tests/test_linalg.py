@@ -77,3 +77,27 @@ def test_the_rank_tolerance_does_not_grow_with_n() -> None:
         found = levattn.universal_set(keys, 0.5)
         assert found.indices.tolist() == [17]
         assert found.rank == d
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "coherent", "graded", "ill-conditioned", "deficient"])
+def test_wide_matrices_take_blas(kind: str) -> None:
+    """From 512 columns on moments and Cholesky factors are those of BLAS and LAPACK."""
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((5000, 520))
+    if kind == "coherent":
+        K[:600] *= np.exp(rng.uniform(0, 6, (600, 1)))
+    if kind == "graded":
+        K *= np.geomspace(1e-90, 1e90, 520)
+        K[:, 7] = 0
+    if kind == "ill-conditioned":
+        K = K * np.geomspace(1, 1e-7, 520) @ np.linalg.qr(rng.standard_normal((520, 520)))[0]
+    if kind == "deficient":
+        K[:, 500:] = K[:, :20]
+    scaled = K / np.maximum(np.abs(K).max(axis=0), 1e-300)
+    U, s, _ = np.linalg.svd(scaled, full_matrices=False)
+    exact = np.sum(U[:, s > 1e-12 * s[0]] ** 2, axis=1)
+    found = levattn.leverage_scores(K)
+    np.testing.assert_allclose(found, exact, rtol=1e-6 if kind == "ill-conditioned" else 1e-9)
+    assert levattn.universal_set(K, 0.5).rank == np.count_nonzero(s > 1e-12 * s[0])
+    with levattn.thread_limit(1):
+        np.testing.assert_array_equal(levattn.leverage_scores(K), found)

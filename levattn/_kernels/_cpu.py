@@ -16,6 +16,7 @@ from levattn._kernels._cpu_product import sqnorm_tasks
 from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan, read_rows
 from levattn._kernels._cpu_sketch import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
 from levattn._kernels._cpu_turn import turned_moment_tasks, turned_sqnorm_tasks
+from levattn._kernels._cpu_wide import WIDE, wide_cholesky, wide_moments
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._threads import num_threads, parallel_for
 
@@ -103,12 +104,25 @@ def wide_zeros(rows: Rows) -> Any:
 where = np.where
 
 
+def _read(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
+    """Return some rows of one matrix as they are read, without a copy where they are stored so."""
+    if rows.keys.dtype == kind and all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights)):
+        return rows.keys[item, start:stop]
+    X = np.zeros((stop - start, rows.shape[2]), kind)
+    read_rows(*_arguments(rows.between(start, stop)), item, stop - start, X)
+    return X
+
+
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
     """Return the second moment of each piece's rows, (t, d, d), each row multiplied by its slot's `basis` first.
 
     A piece starts at a multiple of `BLOCK`; its blocks are summed in pairs, pairs of pairs, and so on.
     """
     d = rows.shape[2]
+    if d >= WIDE and basis is None and arithmetic == "double":
+        whole: Float64 = np.empty((len(pieces), d, d))
+        wide_moments(lambda item, start, stop: _read(rows, item, start, stop, np.float64), pieces, whole)
+        return whole
     X = _scratch(d, arithmetic)
     width = X.shape[1]
     out = np.empty((len(pieces), width, width))
@@ -176,16 +190,11 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmeti
     _, n, d = rows.shape
     kind = np.float32 if arithmetic == "single" else np.float64
     step = max(256, _PROJECTED // max(d, P.shape[2]))
-    plain = rows.keys.dtype == kind and all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights))
     for slot, item in enumerate(items.tolist()):
         right = np.ascontiguousarray(P[slot], kind)
         for start in range(0, n, step):
             stop = min(start + step, n)
-            X = rows.keys[item, start:stop]
-            if not plain:
-                X = np.zeros((stop - start, d), kind)
-                read_rows(*_arguments(rows.between(start, stop)), item, stop - start, X)
-            Y = X @ right
+            Y = _read(rows, item, start, stop, kind) @ right
             out[item, start:stop] = np.minimum(np.einsum("ij,ij->i", Y, Y), ceiling)
 
 
@@ -215,11 +224,8 @@ def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: 
 
 def add_products(rows: Rows, S: Float64, out: Any) -> None:
     """Add S (size, n) times the rows of each matrix to `out`, (b, size, d)."""
-    _, n, d = rows.shape
-    X = np.zeros((n, d))
     for item in range(rows.shape[0]):
-        read_rows(*_arguments(rows), item, n, X)
-        out[item] += S @ X
+        out[item] += S @ _read(rows, item, 0, rows.shape[1], np.float64)
 
 
 def _partial_sketches(read: int, held: int) -> int:
@@ -332,6 +338,9 @@ def inverse_cholesky(G: Float64, shift: float) -> tuple[Float64, Float64, Float6
     G = np.ascontiguousarray(G)
     W = np.zeros_like(G)
     pivot, reach = np.empty(len(G)), np.empty(len(G))
+    if G.shape[1] >= WIDE:
+        wide_cholesky(G, shift, W, pivot, reach)
+        return W, pivot, reach
     _share(
         lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, reach),
         len(G),
