@@ -105,9 +105,11 @@ where = np.where
 
 
 def _read(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
-    """Return some rows of one matrix as they are read, without a copy where they are stored so."""
-    if rows.keys.dtype == kind and all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights)):
-        return rows.keys[item, start:stop]
+    """Return some rows of one matrix as they are read, row after row; without a copy where they are stored so."""
+    stored = rows.keys[item, start:stop]
+    plain = all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights))
+    if plain and stored.dtype == kind and stored.flags.c_contiguous:  # BLAS sums otherwise in another order
+        return stored
     X = np.zeros((stop - start, rows.shape[2]), kind)
     read_rows(*_arguments(rows.between(start, stop)), item, stop - start, X)
     return X
