@@ -179,7 +179,10 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
         factor, least = exact, np.ones(b)
     else:
         factor = sketched_factor(rows, method, left, seed)
-        least = np.array([_least(factor, i, seed) if exact is None else _compared(factor, exact, i) for i in range(b)])
+        chance = FAILURE / (2 * max(b, 1))  # the other half is the projection's
+        least = np.array(
+            [_least(factor, i, seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
+        )
     # not as members, whose scores would be cut at 1 before they are divided
     found, _ = (projected(factor, right, seed) if right else factor).scores(wide=True, member=False)
     scores = to_numpy(found).astype(np.float64)
@@ -224,8 +227,8 @@ def _compared(factor: Factor, exact: Factor, item: int) -> float:
     return max(least, 0.0) ** 2 * (1 - 4 * float(exact.error[item]))
 
 
-def _least(factor: Factor, item: int, seed: int) -> float:
-    """Return a lower bound of the least eigenvalue of WᵀGW, by Lanczos' method from a random start.
+def _least(factor: Factor, item: int, seed: int, chance: float) -> float:
+    """Return a lower bound of the least eigenvalue of WᵀGW but for the chance: Lanczos' method, a random start.
 
     With k steps and r dimensions, each end of the spectrum is missed by more than ε times its width with a probability
     of at most 1.648 √r exp(−√ε (2k − 1)) (Kuczyński and Woźniakowski 1992, Theorem 4.2; Krylov spaces do not see
@@ -237,7 +240,7 @@ def _least(factor: Factor, item: int, seed: int) -> float:
     if not r:
         return 1.0
     steps = min(_STEPS, r)
-    epsilon = (math.log(2 * 1.648 * math.sqrt(r) / FAILURE) / (2 * steps - 1)) ** 2
+    epsilon = (math.log(2 * 1.648 * math.sqrt(r) / chance) / (2 * steps - 1)) ** 2
     q = normals(seed, _START, 0, r, 1)[:, 0]
     basis = [q / np.linalg.norm(q)]
     alpha, beta = [], []

@@ -14,7 +14,7 @@ from levattn.sketch import GaussianJL
 
 __all__ = ["estimated_normalizers", "recovered_entries", "recovery_size"]
 
-_PLACES, _DIRECTIONS = 102, 103  # streams
+_PLACES = 102  # stream
 _ENTRIES = 1 << 22  # estimates that are held at a time
 
 Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]
@@ -41,8 +41,9 @@ def recovered_entries(
     What could be heavy by its estimate is computed. Rows with D = 0 have no entries.
     """
     n, d = keys.shape
-    buckets_of = below(words(seed, _PLACES, 0, n, repetitions), buckets) + buckets * np.arange(repetitions)
-    sign = signs(words(seed, _PLACES, 0, n, repetitions)).astype(np.float64)
+    drawn = words(seed, _PLACES, 0, n, repetitions)
+    buckets_of = below(drawn, buckets) + buckets * np.arange(repetitions)
+    sign = signs(drawn).astype(np.float64)
     sketched = np.zeros((1, buckets * repetitions, d))
     rows = Rows(keys[None], "float64")
     kernels_for(rows).scatter(rows, seed, _PLACES, 0, repetitions, buckets, sketched)

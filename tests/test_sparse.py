@@ -289,6 +289,17 @@ def test_thread_count_changes_no_bit(name: str, dtype: str) -> None:
             assert np.array_equal(levattn.leverage_scores(K), scores)
 
 
+def test_threads_change_no_bit_of_blocks_that_are_written_out() -> None:
+    """39 blocks: one thread takes 7 of them in one run, two take them in runs of 4 and 3."""
+    K = csr(sparsified(_rng("blocks"), 39 * BLOCK, 3, 0.5) + 0.1, "float64")
+    found = []
+    for threads in (1, 2, 3):
+        with levattn.thread_limit(threads):
+            found.append(levattn.leverage_scores(K, center=True))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
 def test_equal_rows_have_equal_bits() -> None:
     for d in (3, 17, 300):
         distinct = sparsified(_rng("equal"), 40, d, 0.2)

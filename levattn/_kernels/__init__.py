@@ -14,11 +14,13 @@ import numpy.typing as npt
 
 from levattn._array import Csr
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._kernels._sums import PairwiseSum
 
 __all__ = [
     "BLOCK",
     "Arithmetic",
     "Float64",
+    "PairwiseSum",
     "Pieces",
     "Rows",
     "heavy_entries",

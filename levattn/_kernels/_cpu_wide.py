@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from levattn._kernels._rows import BLOCK, Float64, Pieces
+from levattn._kernels._sums import PairwiseSum
 
 __all__ = ["WIDE", "wide_cholesky", "wide_moments"]
 
@@ -19,18 +20,12 @@ def wide_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: 
     Blocks are summed in pairs, pairs of pairs, and so on, as in narrow matrices.
     """
     for t, (_, item, start, stop) in enumerate(pieces.tolist()):
-        sums: dict[int, Float64] = {}
-        for count, low in enumerate(range(start, stop, BLOCK)):
+        sums = PairwiseSum()
+        for low in range(start, stop, BLOCK):
             X = read(item, low, min(low + BLOCK, stop))
-            term, level = np.asarray(X.T @ X), 0
-            while count >> level & 1:
-                earlier = sums.pop(level)
-                earlier += term
-                term, level = earlier, level + 1
-            sums[level] = term
-        out[t] = 0
-        for level in sorted(sums):
-            out[t] += sums[level]
+            sums.add(np.asarray(X.T @ X))
+        total = sums.total()
+        out[t] = 0.0 if total is None else total
 
 
 def wide_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, reach: Float64) -> None:

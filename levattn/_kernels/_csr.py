@@ -32,6 +32,7 @@ from levattn._kernels._cpu_csr import (
 )
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._kernels._sums import PairwiseSum
 from levattn._threads import num_threads, parallel_for
 
 __all__ = [
@@ -143,17 +144,12 @@ def _dense_moment(rows: Rows, basis: Float64 | None, arithmetic: Arithmetic) -> 
     parts: list[Any] = [None] * len(runs)
 
     def body(run: int) -> None:
-        sums: dict[int, Any] = {}  # of blocks, by level: at most one at each
-        for count, start in enumerate(range(*runs[run], BLOCK)):
+        sums = PairwiseSum()
+        for start in range(*runs[run], BLOCK):
             block = _written_out(rows, start, min(start + BLOCK, runs[run][1]))
             whole = np.array([[0, 0, 0, block.shape[1]]])
-            term, level = _cpu.moments(block, whole, basis=basis, arithmetic=arithmetic)[0], 0
-            while count >> level & 1:
-                earlier = sums.pop(level)
-                earlier += term
-                term, level = earlier, level + 1
-            sums[level] = term
-        parts[run] = _pairwise([sums[level] for level in sorted(sums, reverse=True)])
+            sums.add(_cpu.moments(block, whole, basis=basis, arithmetic=arithmetic)[0])
+        parts[run] = sums.total()
 
     parallel_for(body, len(runs))
     return _pairwise(parts)
