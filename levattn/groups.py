@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from levattn._array import Matrices, as_matrices, take, to_device, to_numpy
 from levattn._kernels import Float64, precise_products
+from levattn._random import as_seed
 from levattn._threads import parallel_for
 from levattn.leverage import factorize
 from levattn.linalg import Factor, dense
@@ -306,13 +307,9 @@ def near_duplicates(
     (array([  0,   1,   2, 100]), array([  3, 150]), np.int64(1))
     """
     angle = _check_angle(angle)
-    if rng is not None and (isinstance(rng, bool) or not isinstance(rng, int | np.integer | np.random.Generator)):
-        raise TypeError(f"rng is {rng!r}; expected a seed, a numpy.random.Generator, or None for the seed 0")
+    seed = as_seed(rng)
     matrices = as_matrices(K, "K")
     factor = factorize(matrices, method="auto", mask=mask, single="no")
-    seed = int(rng.integers(2**63)) if isinstance(rng, np.random.Generator) else 0 if rng is None else int(rng)
-    if seed < 0:
-        raise ValueError(f"rng is {seed}; expected a seed of at least 0")
     labels: Int64 = np.full((factor.rows.shape[0], matrices.n), -1)
     for item in range(len(labels)):
         directions = _directions(factor.item(item))
