@@ -22,6 +22,7 @@ from levattn._kernels import (
     query_norms,
 )
 from levattn._lift import lifted_sums
+from levattn._moments import second_moments
 from levattn._random import as_seed
 from levattn._recovery import estimated_normalizers, recovered_entries, recovery_size
 from levattn.exceptions import NonFiniteError
@@ -29,7 +30,6 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon, refuse_randomness
 from levattn.linalg import UNIT, dense
 from levattn.sketch import jl_size
-from levattn.states import second_moments
 from levattn.universal import TIE, UniversalSet, require_set_of, universal_set
 
 if TYPE_CHECKING:

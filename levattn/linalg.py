@@ -7,7 +7,7 @@ and ``W Wᵀ k`` the query that gives k its leverage score.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -15,14 +15,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Csr, to_float64, to_numpy
+from levattn._array import Csr, to_numpy
 from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for
+from levattn._moments import PLAIN_ERROR, UNIT, Twofold, as_read, second_moments, spectral_norm
 from levattn.exceptions import NonFiniteError
-from levattn.states import second_moments
 
-__all__ = ["UNIT", "Factor", "dense", "factor_moments", "factor_qr", "prepare", "rank_tolerance"]
-
-UNIT = 2.0**-53  # rounding of float64
+__all__ = ["UNIT", "Factor", "dense", "factor_moments", "factor_qr", "factor_sum", "prepare", "rank_tolerance"]
 
 # Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
 _SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
@@ -37,6 +35,9 @@ _SMALL = 128  # columns up to which products of small matrices do without BLAS
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 _SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
+_TWOFOLD_ERROR = 2.0**-98  # the same in twofold arithmetic
+
+_Turn = Callable[[Float64, Arithmetic], Float64]  # gives the moments of the keys of one matrix in another basis
 
 
 def _limit(format: str, d: int) -> float:
@@ -421,12 +422,46 @@ def factor_moments(
     batch.counts_outside = rtol is None and ridge == 0
     for item in np.flatnonzero(~done).tolist():
         if n <= _FEW_ROWS * d:
-            found = _orthogonal(rows, item, dense(rows.item(item), 0, n), penalty[item], cut)
+            found = _orthogonal(_turn_rows(rows, item), dense(rows.item(item), 0, n), penalty[item], cut)
         else:
             start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
-            found = _precondition(rows, item, G[item], penalty[item], start, target, cut, limit)
+            found = _precondition(_turn_rows(rows, item), G[item], penalty[item], start, target, cut, limit)
         batch.put(item, found)
     return batch.factor()
+
+
+def factor_sum(moments: Twofold, like: Rows) -> Factor:
+    """Factor keys of which only the sum of their second moments is left.
+
+    `like` tells how keys are read: their format, and the scale under which the moments were summed. Where these are
+    sums of float64 they hold the digits; where they do not, the moments are twofold, and their factor is found as by
+    `factor_moments`, with turned moments in place of the moments of turned keys.
+    """
+    d = moments.high.shape[2]
+    cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
+    W, pivot, reach = inverse_cholesky(moments.high)
+    whole = (pivot > 0) & (reach * (d * cut * cut) < 1)
+    done = whole & ((2 * UNIT * reach <= target) | ~moments.wide)
+    error = np.minimum(2 * UNIT * reach, PLAIN_ERROR)
+    batch = _Batch(like, W, np.count_nonzero(np.diagonal(W, axis1=1, axis2=2), axis=1), error)
+    mild = done & (reach <= _SINGLE_REACH) & (like.format != "float64")
+    batch.arithmetic = ["single" if ok else "double" for ok in mild.tolist()]
+    for item in np.flatnonzero(~done).tolist():
+
+        def turn(basis: Float64, _: Arithmetic, item: int = item) -> Float64:
+            return _semidefinite(moments.turned(item, basis))
+
+        found = _precondition(turn, moments.high[item], np.zeros(d), UNIT, target, cut, limit)
+        sizes = np.sqrt(np.diagonal(moments.high[item]))
+        spread = spectral_norm(sizes[:, None] * found.whitening) ** 2
+        batch.put(item, replace(found, error=found.error + _TWOFOLD_ERROR * spread + PLAIN_ERROR))
+    return batch.factor()
+
+
+def _semidefinite(H: Float64) -> Float64:
+    """Return moments in which rows and columns of no size, whose square is rounding noise, are zero."""
+    live = np.diagonal(H) > 0
+    return np.where(live[:, None] & live, H, 0.0)
 
 
 def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
@@ -445,7 +480,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else dense(one, 0, n)
         penalty = _penalty(ridge, _column_norms(R)[None], np.ones((1, d)))[0] if ridge else np.zeros(d)
-        batch.put(item, _orthogonal(rows, item, R, penalty, cut))
+        batch.put(item, _orthogonal(_turn_rows(rows, item), R, penalty, cut))
     return batch.factor()
 
 
@@ -455,7 +490,12 @@ def _column_norms(R: Float64) -> Float64:
     return np.asarray(largest * np.linalg.norm(R / np.where(largest > 0, largest, 1.0), axis=0))
 
 
-def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float) -> _Found:
+def _turn_rows(rows: Rows, item: int) -> _Turn:
+    """Return what gives the moments of the rows of one item in another basis."""
+    return lambda basis, arithmetic: _moments(rows, [item], basis=basis[None], arithmetic=arithmetic)[0]
+
+
+def _orthogonal(turn: _Turn, R: Float64, penalty: Float64, cut: float) -> _Found:
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle."""
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
@@ -465,7 +505,7 @@ def _orthogonal(rows: Rows, item: int, R: Float64, penalty: Float64, cut: float)
     live = s > cut * s.max(initial=0.0)
     W = _upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
-    return _finish(rows, item, W, norms, _complement(Vt[live]), penalty, condition, _SURE_CONDITION)
+    return _finish(turn, W, norms, _complement(Vt[live]), penalty, condition, _SURE_CONDITION)
 
 
 def _complement(V: Float64) -> Float64:
@@ -476,15 +516,7 @@ def _complement(V: Float64) -> Float64:
 
 def dense(rows: Rows, start: int, stop: int) -> Float64:
     """Return some rows of a batch of one in float64, as they are read."""
-    part = rows.between(start, stop)
-    X = to_float64(part.keys, part.format)[0]
-    if part.shift is not None:
-        X = X - part.shift[0]
-    if part.scale is not None:
-        X = X * part.scale[0]
-    if part.weights is not None:
-        X = X * part.weights[0][:, None]
-    return X if part.mask is None else np.where(to_numpy(part.mask)[0][:, None], X, 0.0)
+    return as_read(rows.between(start, stop))
 
 
 def _triangle(rows: Rows) -> Float64:
@@ -516,7 +548,7 @@ def _penalized(G: Float64, penalty: Float64) -> Float64:
 
 
 def _precondition(
-    rows: Rows, item: int, G: Float64, penalty: Float64, noise: float, target: float, cut: float, limit: float
+    turn: _Turn, G: Float64, penalty: Float64, noise: float, target: float, cut: float, limit: float
 ) -> _Found:
     """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
 
@@ -528,7 +560,7 @@ def _precondition(
     H = G + np.diag(penalty)
     norms = np.sqrt(np.diag(H))
     c = np.where(norms > 0, norms, 1.0)
-    largest = np.sqrt(_spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
+    largest = np.sqrt(spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
     out = np.zeros((d, 0))
     basis: Float64 | None = None
 
@@ -556,10 +588,10 @@ def _precondition(
             break
         else:
             basis = turned
-        H = _moments(rows, [item], basis=basis[None])[0] + _turned_penalty(basis, penalty)
+        H = turn(basis, "double") + _turned_penalty(basis, penalty)
         noise = UNIT
-    condition = float(largest * _spectral_norm(c[:, None] * turned))
-    return _finish(rows, item, turned, norms, out, penalty, condition, limit, float(reach[0]))
+    condition = float(largest * spectral_norm(c[:, None] * turned))
+    return _finish(turn, turned, norms, out, penalty, condition, limit, float(reach[0]))
 
 
 def _lost_directions(W: Float64, cut: float) -> Float64:
@@ -578,27 +610,13 @@ def _multiply(A: Float64, B: Float64) -> Float64:
     return np.asarray(np.einsum("ij,jk->ik", A, B) if len(A) <= _SMALL else A @ B)
 
 
-def _spectral_norm(A: Float64) -> float:
-    """Return the 2-norm of A to a few per cent, by power iteration."""
-    x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
-    size = 0.0
-    for _ in range(30):
-        y = A.T @ (A @ x)
-        size = float(np.linalg.norm(y))
-        if size == 0:
-            return 0.0
-        x, size = y / size, float(np.sqrt(size / np.linalg.norm(x)))
-    return size
-
-
 def _turned_penalty(basis: Float64, penalty: Float64) -> Float64 | float:
     """Return what the ridge adds to the moments of the keys in another basis."""
     return _multiply(basis.T, penalty[:, None] * basis) if penalty.any() else 0.0
 
 
 def _finish(
-    rows: Rows,
-    item: int,
+    turn: _Turn,
     W: Float64,
     norms: Float64,
     out: Float64,
@@ -612,8 +630,8 @@ def _finish(
     error = 2 * UNIT * (reach + condition)
     if condition <= limit:
         return _Found(W, W, None, rank, error, out, _divisors(norms))
-    G = _moments(rows, [item], basis=W[None], arithmetic="compensated")
-    C, pivot, again = inverse_cholesky(G + _turned_penalty(W, penalty))
+    G = turn(W, "compensated")
+    C, pivot, again = inverse_cholesky((G + _turned_penalty(W, penalty))[None])
     if not pivot[0] > 0:  # W is no whitening at all; not seen yet
         return _Found(W, W, None, rank, np.inf, out, _divisors(norms))
     error = 4 * UNIT * float(again[0]) + _SPLIT_ERROR * condition

@@ -6,89 +6,121 @@ Whatever runs on a state runs at once, in chunks and across machines without mat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import as_mask, as_matrices, to_float64, to_numpy
-from levattn._kernels import BLOCK, Arithmetic, Float64, PairwiseSum, Pieces, Rows, kernels_for
-from levattn._threads import num_threads
-from levattn.exceptions import NonFiniteError
+from levattn._array import Matrices, as_mask, as_matrices, to_numpy
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn._moments import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite
+from levattn.linalg import Factor, factor_moments, factor_sum
 
-__all__ = ["Moments", "PairwiseSum", "second_moments"]
-
-
-def _pieces(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Split `n` rows into runs of whole powers of two of blocks, enough to keep `count` threads busy.
-
-    Returned are the runs (first row, row after the last) and their levels; the last, if its block is
-    incomplete, has level −1.
-    """
-    blocks = -(-n // BLOCK)
-    whole = n // BLOCK
-    few, many = (max(0, (blocks // (share * count)).bit_length() - 1) for share in (4, 8))
-    largest = min(few, max(many, 4)) if count > 1 else 63  # four runs a thread, or eight where runs are long
-    runs, levels, at = [], [], 0
-    while at < whole:
-        level = min(largest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
-        runs.append((at * BLOCK, (at + (1 << level)) * BLOCK))
-        levels.append(level)
-        at += 1 << level
-    if n % BLOCK:
-        runs.append((whole * BLOCK, n))
-        levels.append(-1)
-    return runs, levels
+__all__ = ["Moments", "Tail", "factor_of", "in_main_memory", "present_rows"]
 
 
-def second_moments(
-    rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
-) -> Float64:
-    """Return ``Σ xᵀx`` over the rows x of each matrix of `items`, (s, d, d), in the one order of design rule 8.
-
-    With `basis` (s, d, d), upper triangular, each row is multiplied by it first.
-    """
-    _, n, d = rows.shape
-    runs, levels = _pieces(n, 1 if len(items) >= 4 * num_threads() else num_threads())
-    pieces: Pieces = np.empty((len(items), len(runs), 4), np.int64)
-    pieces[:, :, 0] = np.arange(len(items))[:, None]
-    pieces[:, :, 1] = np.asarray(items, np.int64)[:, None]
-    pieces[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
-    parts = kernels_for(rows).moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
-    parts = parts.reshape(len(items), len(runs), d, d)
-    whole = PairwiseSum()
-    tail = None
-    for index, level in enumerate(levels):
-        if level < 0:
-            tail = parts[:, index]
-        else:
-            whole.add(parts[:, index], level)
-    total = whole.total(tail)
-    return np.zeros((len(items), d, d)) if total is None else total
+def in_main_memory(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
+    """Return a chunk of keys of any kind where compiled code can read it."""
+    matrices = as_matrices(K, "K")
+    present = as_mask(mask, matrices)
+    if not isinstance(matrices.data, np.ndarray):
+        batch, data = matrices.batch, matrices.data
+        matrices = as_matrices(array_api_compat.to_device(data, "cpu"), "K")
+        if not isinstance(matrices.data, np.ndarray):
+            matrices = as_matrices(to_numpy(data), "K")
+        matrices = replace(matrices, batch=batch)
+    if present is not None:
+        present = to_numpy(present)
+    return matrices, Rows(matrices.data, matrices.format, present)
 
 
-def _copied(rows: Rows, start: int, stop: int) -> Float64:
-    """Return some of the rows in float64, zero where masked."""
-    part = rows.between(start, stop)
-    keys = to_float64(part.keys, part.format)
-    return keys if part.mask is None else np.where(to_numpy(part.mask)[:, :, None], keys, 0.0)
+class Tail:
+    """Rows that wait for their block of 2048 to fill; masked ones are held as zeros."""
+
+    def __init__(self, b: int, d: int, format: Any) -> None:
+        self.count = 0
+        dtype = {"float64": np.float64, "float32": np.float32}.get(format, np.uint16)
+        self._held = Rows(np.zeros((b, 0, d), dtype), format)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that wait; they change with the next that come."""
+        return self._held.between(0, self.count)
+
+    def push(self, rows: Rows, take: Callable[[Rows], None]) -> None:
+        """Give all blocks that are whole with these rows to `take`, and keep the others.
+
+        Nothing is kept if the rows are not finite or `take` raises.
+        """
+        if rows.format != self._held.format:
+            raise TypeError(
+                f"K has dtype {rows.format}; the chunks before had {self._held.format}. Expected one dtype in all "
+                "chunks: convert them alike"
+            )
+        before = self.count
+        try:
+            at = self._fill(rows) if self.count else 0
+            if self.count == BLOCK:
+                take(self.rows)
+                self.count = 0
+            whole = (rows.shape[1] - at) // BLOCK * BLOCK
+            if whole:
+                take(rows.between(at, at + whole))
+            rest = rows.between(at + whole, rows.shape[1])
+            waiting = rest if rest.shape[1] else rows.between(0, at)
+            with np.errstate(over="ignore", invalid="ignore"):
+                check_finite(waiting, kernels_for(waiting).column_sums(waiting))
+        except BaseException:
+            self.count = before
+            raise
+        self._fill(rest)
+
+    def _fill(self, rows: Rows) -> int:
+        """Take rows up to the end of the block and return their number; what was held before is not touched."""
+        taken = min(BLOCK - self.count, rows.shape[1])
+        stop = self.count + taken
+        if stop > self._held.shape[1]:
+            b, size, d = self._held.shape
+            keys = np.zeros((b, min(max(stop, 2 * size, 64), BLOCK), d), self._held.keys.dtype)
+            keys[:, : self.count] = self.rows.keys
+            self._held = replace(self._held, keys=keys)
+        part = rows.between(0, taken)
+        place = self._held.keys[:, self.count : stop]
+        place[...] = part.keys
+        if part.mask is not None:
+            place[~part.mask] = 0
+        self.count = stop
+        return taken
 
 
-def _joint_moment(parts: list[Float64]) -> Float64:
-    """Return the second moment of the rows of several arrays, of one block at most."""
-    keys = np.concatenate(parts, axis=1)
-    return second_moments(Rows(keys, "float64"), range(keys.shape[0]))
+def present_rows(rows: Rows) -> npt.NDArray[np.int64]:
+    """Return how many rows of each matrix take part."""
+    if rows.mask is None:
+        return np.full(rows.shape[0], rows.shape[1], np.int64)
+    return np.asarray(rows.mask.sum(axis=1, dtype=np.int64))
+
+
+def factor_of(sums: MomentSum, tail: Rows) -> Factor:
+    """Return the factor of the keys of a sum and of the rows that wait, and forget these."""
+    if sums.merged is None and not sums.blocks.count:
+        return factor_moments(tail, single="scores").forget_keys()
+    moments, exponents = sums.total(tail)
+    b, _, d = tail.shape
+    scale = np.ldexp(1.0, -exponents) if exponents.any() else None
+    return factor_sum(moments, Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format, scale=scale))
 
 
 class Moments:
-    """The second moment ``G = Σ k kᵀ`` of keys that come in chunks, in float64.
+    """The second moment ``G = Σ k kᵀ`` of keys that come in chunks, and the factor that leverage scores come from.
 
     The rows are numbered as they come and summed in fixed blocks, so that the result has the same bits whatever
     the sizes of the chunks and the number of threads. Merging two states agrees with one state to rounding.
 
-    The sum of the squares of all keys must stay within float64, so that keys may be as large as about 1e150 in
-    magnitude. A chunk that would lead beyond, or that holds NaN or infinity, is refused and changes nothing.
+    Sums are in float64 while that holds what the scores of the keys need, and else as pairs of float64, of about 100
+    bits; this is decided block by block. So keys may be ill-conditioned, of any size, or rank-deficient.
 
     Parameters
     ----------
@@ -97,9 +129,15 @@ class Moments:
     batch : tuple of int
         Leading axes (batch, heads) of the keys.
 
+    Attributes
+    ----------
+    count : array of int64, shape (...,)
+        Number of keys so far, masked ones not among them.
+
     Notes
     -----
-    Time O(n d²); memory O(d² log n) for the sums and at most 2048 rows that wait for their block to fill.
+    Time O(n d²), for ill-conditioned keys about ten times that of well-conditioned ones; memory O(d² log n) for the
+    sums and at most 2048 rows that wait for their block to fill.
 
     Examples
     --------
@@ -115,11 +153,8 @@ class Moments:
         self.d = d
         self.batch = tuple(batch)
         self.count: npt.NDArray[np.int64] = np.zeros(self.batch, np.int64)
-        self._blocks = PairwiseSum()
-        self._merged: Float64 | None = None
-        self._waiting: list[Float64] = []
-        # Σ ‖k‖² of each matrix: while it is finite, so is every sum of products of any of the keys
-        self._size: Float64 = np.zeros(math.prod(self.batch))
+        self._sum = MomentSum(math.prod(self.batch), d)
+        self._tail: Tail | None = None
 
     def update(self, K: Any, mask: Any = None) -> Moments:
         """Add a chunk of keys.
@@ -127,7 +162,7 @@ class Moments:
         Parameters
         ----------
         K : array of shape (..., m, d)
-            Keys, m ≥ 0 of them for each matrix of the batch.
+            Keys, m ≥ 0 of them for each matrix of the batch, of the same dtype in all chunks.
         mask : array of bool, shape (..., m), optional
             True for a key that takes part.
 
@@ -138,83 +173,37 @@ class Moments:
 
         Raises
         ------
+        TypeError
+            If the dtype is another than that of the chunks before.
         ValueError
-            If the batch or the number of columns differs from the state's, or if the keys are so large that the
-            sum of their squares overflows.
+            If the batch or the number of columns differs from the state's.
         NonFiniteError
             If the keys hold NaN or infinity outside the mask. The first such rows are named by their number in the
-            stream, counted from the first row that this state was given.
+            stream, counted from the first row that this state was given. The state is as it was.
         """
-        matrices = as_matrices(K, "K")
+        matrices, rows = in_main_memory(K, mask)
         if matrices.d != self.d or matrices.batch != self.batch:
             raise ValueError(
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
                 f"and d = {self.d}"
             )
-        present = as_mask(mask, matrices)
-        rows = Rows(matrices.data, matrices.format, present)
-        counted = matrices.n if present is None else to_numpy(present).sum(axis=1).reshape(self.batch)
-        with np.errstate(over="ignore", invalid="ignore"):
-            terms, waiting, size = self._terms(rows)
-            size = self._size + size
-        if not np.isfinite(size).all():
-            self._refuse(rows, size)
-        for term, level in terms:
-            self._blocks.add(term, level)
-        self._waiting, self._size, self.count = waiting, size, self.count + counted
+        tail = self._tail or Tail(rows.shape[0], self.d, matrices.format)
+        before = self._sum.copy()
+        try:
+            tail.push(rows, self._sum.add)
+        except FloatingPointError:
+            self._sum = before
+            refuse_nonfinite(rows, before.blocks.count * BLOCK + tail.count)
+        except BaseException:
+            self._sum = before
+            raise
+        self._tail = tail
+        self.count = self.count + present_rows(rows).reshape(self.batch)
         return self
 
-    def _terms(self, rows: Rows) -> tuple[list[tuple[Float64, int]], list[Float64], Float64]:
-        """Return what `rows` add: sums of whole blocks with their levels, the rows that wait then, and ``Σ ‖k‖²``."""
-        b, n, _ = rows.shape
-        terms: list[tuple[Float64, int]] = []
-        waiting, size = list(self._waiting), np.zeros(b)
-        first, at = self._blocks.count, 0
-        if waiting and n:
-            at = min(BLOCK - self._held, n)
-            waiting.append(_copied(rows, 0, at))
-            size += np.sum(waiting[-1] ** 2, axis=(1, 2))
-            if self._held + at < BLOCK:
-                return terms, waiting, size
-            terms.append((_joint_moment(waiting), 0))
-            waiting, first = [], first + 1
-        stop = n - (n - at) % BLOCK
-        while at < stop:
-            left = (stop - at) // BLOCK
-            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1 if first else 63)
-            term = second_moments(rows.between(at, at + (BLOCK << level)), range(b))
-            terms.append((term, level))
-            size += np.trace(term, axis1=1, axis2=2)
-            first, at = first + (1 << level), at + (BLOCK << level)
-        if stop < n:
-            waiting.append(_copied(rows, stop, n))
-            size += np.sum(waiting[-1] ** 2, axis=(1, 2))
-        return terms, waiting, size
-
-    @property
-    def _held(self) -> int:
-        """Number of rows that wait."""
-        return sum(part.shape[1] for part in self._waiting)
-
-    def _refuse(self, rows: Rows, size: Float64) -> NoReturn:
-        """Raise the error for a chunk with which the sums of squares `size` are not finite."""
-        kernels = kernels_for(rows)
-        before = self._blocks.count * BLOCK + self._held
-        for item in np.flatnonzero(~np.isfinite(size)).tolist():
-            found = [before + row for row in kernels.nonfinite_rows(rows, item, 5)]
-            if found:
-                where = f" of matrix {item} (leading axes flattened)" if len(size) > 1 else ""
-                more = "first such rows" if len(found) > 1 else "row"
-                raise NonFiniteError(
-                    f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}, counted from the first row "
-                    "that this state was given; expected finite numbers. Remove them, or leave padded rows out with "
-                    "mask=. The state is as it was"
-                )
-        largest = float(kernels.column_maxima(rows).max())
-        raise ValueError(
-            f"K has entries of magnitude {largest:.3g}, with which the sum of squares overflows float64; expected at "
-            "most about 1e150. Scale all keys down by a power of two. The state is as it was"
-        )
+    def _total(self) -> tuple[Twofold, Exponents]:
+        tail = self._tail or Tail(math.prod(self.batch), self.d, "float64")
+        return self._sum.total(tail.rows)
 
     def read(self) -> Float64:
         """Return the second moment of all rows so far.
@@ -222,13 +211,22 @@ class Moments:
         Returns
         -------
         array of float64, shape (..., d, d)
-            Symmetric, zero where there was no key.
+            Symmetric, zero where there was no key. Infinite where the square of a column's norm is beyond float64.
         """
-        total = self._blocks.total(_joint_moment(self._waiting) if self._waiting else None)
-        if self._merged is not None:
-            total = self._merged if total is None else total + self._merged
-        shape = (*self.batch, self.d, self.d)
-        return np.zeros(shape) if total is None else np.array(total).reshape(shape)
+        moments, exponents = self._total()
+        with np.errstate(over="ignore"):
+            return moments.scaled(-exponents).high.reshape(*self.batch, self.d, self.d)
+
+    def factor(self) -> Factor:
+        """Return the factor of the second moment: scores of rows, exact normalisers, and witness queries.
+
+        Returns
+        -------
+        levattn.linalg.Factor
+            For all matrices of the batch, in order.
+        """
+        tail = self._tail or Tail(math.prod(self.batch), self.d, "float64")
+        return factor_of(self._sum, tail.rows)
 
     def merge(self, other: Moments) -> Moments:
         """Add what another state has seen.
@@ -246,20 +244,12 @@ class Moments:
         Raises
         ------
         ValueError
-            If the states were made for different shapes, or if the sum of the squares of their keys overflows.
+            If the states were made for different shapes.
         """
         if other.d != self.d or other.batch != self.batch:
             raise ValueError(
                 f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
             )
-        with np.errstate(over="ignore"):
-            size = self._size + other._size
-        if not np.isfinite(size).all():
-            raise ValueError(
-                "other has keys so large that the sum of squares of both states overflows float64; expected keys of "
-                "at most about 1e150 in magnitude. Scale all keys down by a power of two. The state is as it was"
-            )
-        seen = other.read().reshape(-1, self.d, self.d)
-        self._merged = seen if self._merged is None else self._merged + seen
-        self._size, self.count = size, self.count + other.count
+        self._sum.merge(*other._total())
+        self.count = self.count + other.count
         return self

@@ -29,7 +29,7 @@ API = ROOT.parent / "docs" / "api.md"
 LAYERS = {
     0: ("exceptions", "_array", "_bytes", "_random", "_threads"),
     1: ("_kernels",),
-    2: ("linalg", "states", "functions", "sketch"),
+    2: ("_moments", "linalg", "states", "functions", "sketch"),
     3: ("leverage", "_approximate", "sensitivity", "_lift", "_softmax", "exact", "groups"),
     4: ("universal", "heavy", "_causal", "_recovery", "mass", "streaming", "io"),
     5: ("distributed", "attention"),

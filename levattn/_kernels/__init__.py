@@ -7,6 +7,7 @@ are numpy arrays in all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "precise_products",
     "precise_solutions",
     "query_norms",
+    "twofold_product",
 ]
 
 
@@ -90,3 +92,14 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
     from levattn._kernels import _cpu
 
     return _cpu.precise_solutions(B, Q)
+
+
+def twofold_product(pairs: Sequence[tuple[Float64, Float64]], *, symmetric: bool) -> tuple[Float64, Float64]:
+    """Return ``Σ AᵀX`` over pairs of (n, d) matrices as two (d, d) matrices: the sum, and its rounding error.
+
+    Together they hold the sum to about 2⁻¹⁰⁰ of ``Σ |A|ᵀ|X|``. If `symmetric`, the sum is taken to be, and half of
+    the work is saved.
+    """
+    from levattn._kernels import _cpu
+
+    return _cpu.twofold_product(pairs, symmetric=symmetric)

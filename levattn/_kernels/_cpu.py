@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from levattn._kernels._cpu_product import sqnorm_tasks
 from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan, read_rows
 from levattn._kernels._cpu_sketch import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
 from levattn._kernels._cpu_turn import turned_moment_tasks, turned_sqnorm_tasks
+from levattn._kernels._cpu_twofold import TALL, WIDTH, product_rows
 from levattn._kernels._cpu_wide import WIDE, wide_cholesky, wide_moments
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._threads import num_threads, parallel_for
@@ -36,6 +37,7 @@ __all__ = [
     "scatter",
     "sqnorms",
     "subsampled_hadamard",
+    "twofold_product",
     "where",
     "wide_zeros",
     "zeros",
@@ -394,3 +396,33 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
     X = np.empty_like(Q)
     _share(lambda first, last: solve_tasks(columns, Q, first, last, X), len(Q), 5.0 * len(Q) * B.size)
     return X
+
+
+def twofold_product(pairs: Sequence[tuple[Float64, Float64]], *, symmetric: bool) -> tuple[Float64, Float64]:
+    """Sum up products in twofold arithmetic; the contract is that of `levattn._kernels.twofold_product`."""
+    d = pairs[0][0].shape[1]
+    width = -(-d // WIDTH) * WIDTH
+    high, low = np.zeros((width, width)), np.zeros((width, width))
+    for A, X in pairs:
+        right = _wider(X, width)
+        left = right if A is X else _wider(A, width)
+        work = 10.0 * len(X) * width * width / (2 if symmetric else 1)
+        parts = 4 * _threads(work) if symmetric else _threads(work)  # the first rows of a triangle are longer
+        edges = np.linspace(0, width // TALL, parts + 1).astype(int) * TALL
+
+        def body(part: int, left: Float64 = left, right: Float64 = right, edges: Any = edges) -> None:
+            product_rows(left, right, edges[part], edges[part + 1], symmetric, high, low)
+
+        if len(X):
+            parallel_for(body, parts)
+    high, low = high[:d, :d], low[:d, :d]
+    if symmetric:
+        high, low = (np.triu(a) + np.triu(a, 1).T for a in (high, low))
+    return np.ascontiguousarray(high), np.ascontiguousarray(low)
+
+
+def _wider(X: Float64, width: int) -> Float64:
+    """Return a C array of X with columns of zeros on the right."""
+    out = np.zeros((len(X), width))
+    out[:, : X.shape[1]] = X
+    return out

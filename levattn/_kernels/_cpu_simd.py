@@ -27,6 +27,7 @@ __all__ = [
     "moment_tile",
     "product_tile",
     "subtract_rows",
+    "twofold_tile",
     "widen",
 ]
 
@@ -143,6 +144,63 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
                 results[i][j].add_incoming(new[i][j], loop)
                 place = b.gep(line, [_int(count * j)])
                 _store(b, b.fadd(_load(b, place, vector, size), results[i][j]), place, size)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def twofold_tile(typing, like, rows, vectors, a, x, stride, n, high, low, out_stride):
+    """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` to the tile of twofold numbers ``high + low``.
+
+    Products and sums keep their rounding errors, which are added up in `low`. Rows of a and x are `stride` elements
+    apart.
+    """
+    signature = types.void(like, rows, vectors, *([types.int64] * 7))
+    tall, wide = _literals(rows, vectors)
+    size, scalar, vector = _vector_type(like)
+    count = vector.count
+    cells = [(i, j) for i in range(tall) for j in range(wide)]
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        a, x, stride, n, high, low, out_stride = arguments[3:]
+        step = b.mul(stride, _int(size))
+        targets = [
+            [b.gep(_pointer(b, out, scalar), [b.add(b.mul(out_stride, _int(i)), _int(count * j))]) for i, j in cells]
+            for out in (high, low)
+        ]
+        held = [[_load(b, place, vector, size) for place in places] for places in targets]
+        before = b.block
+        loop, after = b.append_basic_block("rows"), b.append_basic_block("store")
+        b.branch(loop)
+        b.position_at_end(loop)
+        left, at_a, at_x = (b.phi(_I64) for _ in range(3))
+        sums, errors = ([b.phi(vector) for _ in cells] for _ in range(2))
+        row, head = _pointer(b, at_x, scalar), _pointer(b, at_a, scalar)
+        xs = [_load(b, b.gep(row, [_int(count * j)]), vector, size) for j in range(wide)]
+        factors = [_splat(b, _load(b, b.gep(head, [_int(i)]), scalar, size), count) for i in range(tall)]
+        new_sums, new_errors = [], []
+        for cell, (i, j) in enumerate(cells):
+            product = b.fmul(factors[i], xs[j])
+            lost = _fma(b, factors[i], xs[j], b.fneg(product))
+            total = b.fadd(sums[cell], product)
+            part = b.fsub(total, sums[cell])
+            rounding = b.fadd(b.fsub(sums[cell], b.fsub(total, part)), b.fsub(product, part))
+            new_sums.append(total)
+            new_errors.append(b.fadd(errors[cell], b.fadd(rounding, lost)))
+        moved = (b.sub(left, _int(1)), b.add(at_a, step), b.add(at_x, step))
+        for phi, start, following in zip((left, at_a, at_x), (n, a, x), moved, strict=True):
+            phi.add_incoming(start, before)
+            phi.add_incoming(following, loop)
+        for phis, starts, followings in zip((sums, errors), held, (new_sums, new_errors), strict=True):
+            for phi, start, following in zip(phis, starts, followings, strict=True):
+                phi.add_incoming(start, before)
+                phi.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed(">", moved[0], _int(0)), loop, after)
+        b.position_at_end(after)
+        for places, values in zip(targets, (new_sums, new_errors), strict=True):
+            for place, value in zip(places, values, strict=True):
+                _store(b, value, place, size)
         return context.get_dummy_value()
 
     return signature, codegen

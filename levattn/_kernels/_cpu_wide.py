@@ -20,7 +20,7 @@ def wide_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: 
     Blocks are summed in pairs, pairs of pairs, and so on, as in narrow matrices.
     """
     for t, (_, item, start, stop) in enumerate(pieces.tolist()):
-        sums = PairwiseSum()
+        sums: PairwiseSum[Float64] = PairwiseSum()
         for low in range(start, stop, BLOCK):
             X = read(item, low, min(low + BLOCK, stop))
             sums.add(np.asarray(X.T @ X))

@@ -144,7 +144,7 @@ def _dense_moment(rows: Rows, basis: Float64 | None, arithmetic: Arithmetic) -> 
     parts: list[Any] = [None] * len(runs)
 
     def body(run: int) -> None:
-        sums = PairwiseSum()
+        sums: PairwiseSum[Float64] = PairwiseSum()
         for start in range(*runs[run], BLOCK):
             block = _written_out(rows, start, min(start + BLOCK, runs[run][1]))
             whole = np.array([[0, 0, 0, block.shape[1]]])

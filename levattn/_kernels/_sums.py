@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from levattn._kernels._rows import Float64
+from typing import Generic, Protocol, TypeVar
 
 __all__ = ["PairwiseSum"]
 
 
-class PairwiseSum:
+class _Addable(Protocol):
+    def __add__(self: _T, other: _T, /) -> _T: ...
+
+
+_T = TypeVar("_T", bound=_Addable)
+
+
+class PairwiseSum(Generic[_T]):
     """A sum whose terms are combined like the bits of a binary counter, always in the same order.
 
     Terms are numbered; 2^level of them that begin at a multiple of 2^level may come as one. The result does not
     depend on how they came, its rounding error grows with the logarithm of their number, and at most one partial
-    sum is held for each level.
+    sum is held for each level. Terms are never written to.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._levels: dict[int, Float64] = {}
+    def __init__(self, count: int = 0, levels: dict[int, _T] | None = None) -> None:
+        self.count = count
+        self.levels: dict[int, _T] = dict(levels or {})
 
-    def add(self, term: Float64, level: int = 0) -> None:
-        """Add the sum of the next ``2**level`` terms; the array is the sum's from now on."""
+    def copy(self) -> PairwiseSum[_T]:
+        """Return a sum that goes on from here by itself."""
+        return PairwiseSum(self.count, self.levels)
+
+    def add(self, term: _T, level: int = 0) -> None:
+        """Add the sum of the next ``2**level`` terms."""
         if self.count % (1 << level):
             raise ValueError(f"a sum of 2**{level} terms cannot begin at term {self.count}")
         self.count += 1 << level
-        while level in self._levels:
-            earlier = self._levels.pop(level)
-            earlier += term
-            term = earlier
+        while level in self.levels:
+            term = self.levels.pop(level) + term
             level += 1
-        self._levels[level] = term
+        self.levels[level] = term
 
-    def total(self, tail: Float64 | None = None) -> Float64 | None:
+    def total(self, tail: _T | None = None) -> _T | None:
         """Return the sum with `tail` (a last, incomplete term) added, or None where there was no term."""
-        for level in sorted(self._levels):
-            tail = self._levels[level] if tail is None else tail + self._levels[level]
+        for level in sorted(self.levels):
+            tail = self.levels[level] if tail is None else tail + self.levels[level]
         return tail

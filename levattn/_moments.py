@@ -1,0 +1,364 @@
+"""Second moments of keys: of all rows at once, and of blocks of rows that come one after the other.
+
+The blocks are numbered and summed in fixed order, so that it does not matter how they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._array import to_float64, to_numpy
+from levattn._kernels import (
+    BLOCK,
+    Arithmetic,
+    Float64,
+    PairwiseSum,
+    Pieces,
+    Rows,
+    inverse_cholesky,
+    kernels_for,
+    twofold_product,
+)
+from levattn._threads import num_threads
+from levattn.exceptions import NonFiniteError
+
+__all__ = [
+    "PLAIN_ERROR",
+    "UNIT",
+    "MomentSum",
+    "Twofold",
+    "as_read",
+    "check_finite",
+    "refuse_nonfinite",
+    "second_moments",
+    "spectral_norm",
+]
+
+UNIT = 2.0**-53  # rounding of float64
+PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
+
+_SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
+_LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
+_FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
+
+Flags = npt.NDArray[np.bool_]
+Exponents = npt.NDArray[np.int32]
+
+
+def _pieces(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Split `n` rows into runs of whole powers of two of blocks, enough to keep `count` threads busy.
+
+    Returned are the runs (first row, row after the last) and their levels; the last, if its block is
+    incomplete, has level −1.
+    """
+    blocks = -(-n // BLOCK)
+    whole = n // BLOCK
+    few, many = (max(0, (blocks // (share * count)).bit_length() - 1) for share in (4, 8))
+    largest = min(few, max(many, 4)) if count > 1 else 63  # four runs a thread, or eight where runs are long
+    runs, levels, at = [], [], 0
+    while at < whole:
+        level = min(largest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
+        runs.append((at * BLOCK, (at + (1 << level)) * BLOCK))
+        levels.append(level)
+        at += 1 << level
+    if n % BLOCK:
+        runs.append((whole * BLOCK, n))
+        levels.append(-1)
+    return runs, levels
+
+
+def second_moments(
+    rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
+) -> Float64:
+    """Return ``Σ xᵀx`` over the rows x of each matrix of `items`, (s, d, d), in the one order of design rule 8.
+
+    With `basis` (s, d, d), upper triangular, each row is multiplied by it first.
+    """
+    _, n, d = rows.shape
+    runs, levels = _pieces(n, 1 if len(items) >= 4 * num_threads() else num_threads())
+    pieces: Pieces = np.empty((len(items), len(runs), 4), np.int64)
+    pieces[:, :, 0] = np.arange(len(items))[:, None]
+    pieces[:, :, 1] = np.asarray(items, np.int64)[:, None]
+    pieces[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
+    parts = kernels_for(rows).moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
+    parts = parts.reshape(len(items), len(runs), d, d)
+    whole: PairwiseSum[Float64] = PairwiseSum()
+    tail = None
+    for index, level in enumerate(levels):
+        if level < 0:
+            tail = parts[:, index]
+        else:
+            whole.add(parts[:, index], level)
+    total = whole.total(tail)
+    return np.zeros((len(items), d, d)) if total is None else total
+
+
+def spectral_norm(A: Float64) -> float:
+    """Return the 2-norm of A to a few per cent, by power iteration."""
+    x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
+    size = 0.0
+    for _ in range(30):
+        y = A.T @ (A @ x)
+        size = float(np.linalg.norm(y))
+        if size == 0:
+            return 0.0
+        x, size = y / size, float(np.sqrt(size / np.linalg.norm(x)))
+    return size
+
+
+def _diagonal(G: Float64) -> Float64:
+    return np.diagonal(G, axis1=1, axis2=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Twofold:
+    """A batch of second moments, those of ill-conditioned keys as the sum of two matrices.
+
+    high: (b, d, d) the moments.
+    low: (b, d, d) what `high` lacks; None stands for zeros.
+    wide: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
+    """
+
+    high: Float64
+    low: Float64 | None
+    wide: Flags
+
+    @classmethod
+    def plain(cls, moments: Float64) -> Twofold:
+        """Return moments that have no second part."""
+        return cls(moments, None, np.zeros(len(moments), np.bool_))
+
+    def __add__(self, other: Twofold) -> Twofold:
+        """Return the sum, in twofold arithmetic for items of which either moment is wide."""
+        wide = self.wide | other.wide
+        total = self.high + other.high
+        if not wide.any():
+            return Twofold(total, None, wide)
+        part = total - self.high
+        low = (self.high - (total - part)) + (other.high - part)
+        for term in (self.low, other.low):
+            if term is not None:
+                low += term
+        low[~wide] = 0.0
+        high = total + low
+        return Twofold(high, low - (high - total), wide)
+
+    def scaled(self, change: Exponents) -> Twofold:
+        """Return the moments of columns divided by powers of two (b, d)."""
+        powers = -(change[:, :, None] + change[:, None, :])
+        low = None if self.low is None else np.ldexp(self.low, powers)
+        return Twofold(np.ldexp(self.high, powers), low, self.wide)
+
+    def turned(self, item: int, B: Float64) -> Float64:
+        """Return ``BᵀGB`` of one item, rounded at the end."""
+        parts = (self.high[item],) if self.low is None else (self.high[item], self.low[item])
+        Y = twofold_product([(part, B) for part in parts], symmetric=False)
+        high, low = twofold_product([(B, part) for part in Y], symmetric=True)
+        return np.asarray(high + low)
+
+    def errors(self, items: Flags) -> Float64:
+        """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
+        errors = np.zeros(len(items))
+        noise = 4 * UNIT  # more than was seen; without a mean the tenth of it
+        chosen = np.flatnonzero(items)
+        W, pivot, reach = inverse_cholesky(self.high[chosen])
+        errors[chosen] = np.where(pivot > 0, noise * reach, np.inf)
+        for place in np.flatnonzero((errors[chosen] > _SETTLED) & (pivot > 0)).tolist():
+            sizes = np.sqrt(_diagonal(self.high)[chosen[place]])
+            errors[chosen[place]] = noise * spectral_norm(sizes[:, None] * W[place]) ** 2
+        return errors
+
+
+class MomentSum:
+    """The second moments of blocks of keys, precise enough for the scores of keys of any condition number.
+
+    Sums are in float64 as long as that holds their digits: an error of a sum is relative to the sizes of the columns,
+    and so of a score relative to the squared condition number of the columns scaled to equal size. That can grow, and
+    then what was summed is still good by itself; from there on sums are twofold. Decisions fall after each block, by
+    figures of the blocks so far, and so do not depend on how many come together.
+
+    Columns are divided by powers of two, `exponents` (b, d), where squares would leave the range.
+    """
+
+    def __init__(self, b: int, d: int) -> None:
+        self.blocks: PairwiseSum[Twofold] = PairwiseSum()
+        self.merged: Twofold | None = None
+        self.exponents: Exponents = np.zeros((b, d), np.int32)
+        self.wide: Flags = np.zeros(b, np.bool_)  # of which matrices the next block is summed in twofold arithmetic
+        self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
+        self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
+
+    def copy(self) -> MomentSum:
+        """Return a sum that goes on from here by itself."""
+        other = MomentSum(*self.exponents.shape)
+        other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
+        return other
+
+    def add(self, rows: Rows) -> None:
+        """Add whole blocks of rows. If it raises, the sum is void."""
+        at, n = 0, rows.shape[1]
+        while at < n:
+            first, left = self.blocks.count, (n - at) // BLOCK
+            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1) if first else 0
+            if self.wide.any():
+                level = 0
+            while not self._take(rows.between(at, at + (BLOCK << level)), level):
+                level -= 1
+            at += BLOCK << level
+
+    def scaled(self, rows: Rows) -> Rows:
+        """Return the rows as the sum reads them."""
+        return replace(rows, scale=np.ldexp(1.0, -self.exponents)) if self.exponents.any() else rows
+
+    def _take(self, run: Rows, level: int) -> bool:
+        """Add a run of 2^level blocks, or return False where they must be looked at in smaller runs."""
+        term = self._term(run)
+        far = self._far(run, term)
+        if far is not None:
+            if level:
+                return False
+            self._rescale(far)
+            term = self._term(run)
+        if self.wide.any():
+            term = self._widened(term, run, self.wide)
+        blocks = self.blocks.copy()
+        blocks.add(term, level)
+        diagonal = sum(_diagonal(part.high) for _, part in sorted(blocks.levels.items()))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
+        due = self.wide | ~(growth <= self.room)
+        if due.any():
+            if level:
+                return False
+            self._settle(blocks, term, run, due)
+        else:
+            self.blocks = blocks
+        return True
+
+    def _settle(self, blocks: PairwiseSum[Twofold], term: Twofold, run: Rows, due: Flags) -> None:
+        """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due."""
+        total = blocks.total()
+        if total is None:
+            raise AssertionError("a sum of no blocks")
+        errors = total.errors(due)
+        widening = (errors > _SETTLED) & ~self.wide
+        if widening.any():
+            blocks = self.blocks.copy()
+            blocks.add(self._widened(term, run, widening))
+        settled = due & (errors <= _SETTLED)
+        with np.errstate(divide="ignore"):
+            self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
+        self.settled = np.where(settled[:, None], _diagonal(total.high), self.settled)
+        self.wide = (self.wide | widening) & ~settled
+        self.blocks = blocks
+
+    def _term(self, run: Rows) -> Twofold:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Twofold.plain(second_moments(self.scaled(run), range(run.shape[0])))
+
+    def _widened(self, term: Twofold, run: Rows, items: Flags) -> Twofold:
+        """Return the term with the moments of some items summed in twofold arithmetic."""
+        high = term.high.copy()
+        low = np.zeros_like(high) if term.low is None else term.low.copy()
+        for item in np.flatnonzero(items).tolist():
+            X = as_read(self.scaled(run).item(item))
+            high[item], low[item] = twofold_product([(X, X)], symmetric=True)
+        return Twofold(high, low, term.wide | items)
+
+    def _far(self, run: Rows, term: Twofold) -> Exponents | None:
+        """Return other exponents if squares of this run leave the range, else None."""
+        diagonal = _diagonal(term.high)
+        if ((diagonal >= _LEAST) & (diagonal <= _LARGEST)).all():
+            return None
+        check_finite(run, diagonal)
+        largest = kernels_for(run).column_maxima(run)
+        found = np.clip(np.frexp(largest)[1], -1020, 1020).astype(np.int32)
+        total = self.blocks.total()
+        seen = np.zeros(found.shape, np.bool_) if total is None else _diagonal(total.high) > 0
+        above = found - self.exponents
+        far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~seen))
+        return np.where(far, found, self.exponents) if far.any() else None
+
+    def _rescale(self, exponents: Exponents) -> None:
+        change = exponents - self.exponents
+        self.blocks = PairwiseSum(self.blocks.count, {k: v.scaled(change) for k, v in self.blocks.levels.items()})
+        self.merged = None if self.merged is None else self.merged.scaled(change)
+        self.settled = np.ldexp(self.settled, -2 * change)
+        self.exponents = exponents
+
+    def total(self, tail: Rows) -> tuple[Twofold, Exponents]:
+        """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
+
+        Where a sum of float64 would not hold the digits, it is twofold.
+        """
+        whole = self.copy()
+        term = whole._term(tail)
+        far = whole._far(tail, term)
+        if far is not None:
+            whole._rescale(far)
+            term = whole._term(tail)
+        parts = [part for part in (whole.blocks.total(), whole.merged) if part is not None]
+        moments = sum(parts, start=term)
+        if tail.shape[1]:
+            bad = moments.errors(np.ones(len(term.wide), np.bool_)) > PLAIN_ERROR
+            if bad.any():
+                moments = sum(parts, start=whole._widened(term, tail, bad))
+        return moments, whole.exponents
+
+    def merge(self, other: Twofold, exponents: Exponents) -> None:
+        """Add the total of another sum."""
+        both = np.where(self._seen() & (self.exponents > exponents), self.exponents, exponents)
+        both = np.where(_diagonal(other.high) > 0, both, self.exponents).astype(np.int32)
+        self._rescale(both)
+        other = other.scaled(both - exponents)
+        low = np.zeros_like(other.high) if other.low is None else other.low
+        other = Twofold(other.high, low, np.ones(len(other.wide), np.bool_))
+        self.merged = other if self.merged is None else self.merged + other
+
+    def _seen(self) -> Flags:
+        """Return which columns have had an entry that is not zero, (b, d)."""
+        seen = np.zeros(self.exponents.shape, np.bool_)
+        for part in (self.blocks.total(), self.merged):
+            if part is not None:
+                seen |= _diagonal(part.high) > 0
+        return seen
+
+
+def as_read(rows: Rows) -> Float64:
+    """Return the rows of a batch of one in float64, after shift, scale and weights, zero where masked."""
+    X = to_float64(rows.keys, rows.format)[0]
+    if rows.shift is not None:
+        X = X - rows.shift[0]
+    if rows.scale is not None:
+        X = X * rows.scale[0]
+    if rows.weights is not None:
+        X = X * rows.weights[0][:, None]
+    return X if rows.mask is None else np.where(to_numpy(rows.mask)[0][:, None], X, 0.0)
+
+
+def check_finite(rows: Rows, figures: Float64) -> None:
+    """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
+    for item in np.flatnonzero(~np.isfinite(figures.reshape(len(figures), -1)).all(axis=1)).tolist():
+        if kernels_for(rows).nonfinite_rows(rows, item, 1):
+            raise FloatingPointError("rows are not finite")
+
+
+def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
+    """Raise for rows that hold NaN or infinity, which are numbered from `before` on."""
+    kernels = kernels_for(rows)
+    for item in range(rows.shape[0]):
+        found = [before + row for row in kernels.nonfinite_rows(rows, item, 5)]
+        if found:
+            where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
+            more = "first such rows" if len(found) > 1 else "row"
+            raise NonFiniteError(
+                f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}, counted from the first row "
+                "that this state was given; expected finite numbers. Remove them, or leave padded rows out with "
+                "mask=. The state is as it was"
+            )
+    raise AssertionError("all rows are finite")
