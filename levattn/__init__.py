@@ -21,6 +21,7 @@ from levattn.io import KeySource, open_keys
 from levattn.leverage import leverage_scores
 from levattn.mass import SoftmaxMass, softmax_mass
 from levattn.sensitivity import Sensitivities, lewis_weights, sensitivities
+from levattn.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.universal import UniversalSet, universal_set
 
 if TYPE_CHECKING:
@@ -38,9 +39,12 @@ __all__ = [
     "LevattnError",
     "NonFiniteError",
     "Power",
+    "SelectedKeys",
     "Sensitivities",
     "Softmax",
     "SoftmaxMass",
+    "StreamedSet",
+    "StreamingUniversalSet",
     "Tukey",
     "UniversalSet",
     "__version__",

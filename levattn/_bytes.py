@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "shaped", "unpack", "whole"]
 
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32
-_DTYPES = ("<f8", "<f4", "<i8", "<u8", "|b1", "|u1")
+_DTYPES = (
+    *("<f8", "<f4", "<f2", "<c8", "<c16", "|b1"),
+    *("<i8", "<i4", "<i2", "|i1", "<u8", "<u4", "<u2", "|u1"),
+)
 
 
 def pack(kind: str, version: int, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
@@ -74,3 +77,19 @@ def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes are left over")
     return arrays
+
+
+def shaped(array: npt.NDArray[Any], dtype: Any, shape: tuple[int, ...], finite: bool = True) -> npt.NDArray[Any]:
+    """Return the array if it has this dtype and shape, and finite entries if asked for; else raise ValueError."""
+    if array.dtype != dtype or array.shape != shape:
+        raise ValueError(f"an array has dtype {array.dtype} and shape {array.shape}; expected {dtype} and {shape}")
+    if finite and array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError("an array of finite numbers holds others")
+    return array
+
+
+def whole(value: Any, least: int = 0) -> int:
+    """Return a whole number of at least `least`, or raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{value!r} stands where a whole number of at least {least} should")
+    return value

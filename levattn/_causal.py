@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from levattn._array import to_numpy
 from levattn._kernels import Float64, Rows, inverse_cholesky, precise_products
+from levattn.leverage import TIE
 from levattn.linalg import UNIT, dense, factor_moments
-from levattn.universal import TIE
 
 __all__ = ["NORMALIZER_ERROR", "PRODUCT_ERROR", "CausalChunk", "causal_chunks"]
 

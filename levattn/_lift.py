@@ -14,7 +14,7 @@ from levattn._kernels import Float64, Rows, precise_products, query_norms
 from levattn._threads import parallel_for
 from levattn.linalg import UNIT, Factor, dense
 
-__all__ = ["lift_columns", "lifted_keys", "lifted_sums"]
+__all__ = ["lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
 
 _MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
 _ROWS = 512  # that are lifted at a time
@@ -47,6 +47,15 @@ def lifted_keys(factor: Factor, m: int) -> Rows:
     for item in range(b):
         _lift(keys[item], m, lifted[item])
     return Rows(lifted, "float64", None if rows.mask is None else to_numpy(rows.mask))
+
+
+def lifted_rows(rows: Rows, m: int) -> Rows:
+    """Return products of m coordinates of the rows as they are, so weighted that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``."""
+    b, n, d = rows.shape
+    lifted: Float64 = np.empty((b, n, lift_columns(d, m)))
+    for item in range(b):
+        _lift(dense(rows.item(item), 0, n), m, lifted[item])
+    return Rows(lifted, "float64")
 
 
 def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float64, Float64]:

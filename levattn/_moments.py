@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._array import to_float64, to_numpy
+from levattn._bytes import shaped, whole
 from levattn._kernels import (
     BLOCK,
     Arithmetic,
@@ -147,6 +148,16 @@ class Twofold:
         low[~wide] = 0.0
         high = total + low
         return Twofold(high, low - (high - total), wide)
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Twofold:
+        """Return the moments whose parts are held under this name."""
+        low = arrays.get(f"{name}.low")
+        return cls(
+            shaped(arrays[f"{name}.high"], np.float64, (b, d, d)),
+            None if low is None else shaped(low, np.float64, (b, d, d)),
+            shaped(arrays[f"{name}.wide"], np.bool_, (b,)),
+        )
 
     def scaled(self, change: Exponents) -> Twofold:
         """Return the moments of columns divided by powers of two (b, d)."""
@@ -319,6 +330,31 @@ class MomentSum:
         low = np.zeros_like(other.high) if other.low is None else other.low
         other = Twofold(other.high, low, np.ones(len(other.wide), np.bool_))
         self.merged = other if self.merged is None else self.merged + other
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return what the sum consists of as fields and arrays; `from_parts` makes it again."""
+        arrays = {"exponents": self.exponents, "wide": self.wide, "settled": self.settled, "room": self.room}
+        held = {str(level): part for level, part in sorted(self.blocks.levels.items())}
+        if self.merged is not None:
+            held["merged"] = self.merged
+        for name, part in held.items():
+            arrays |= {f"{name}.{key}": value for key, value in vars(part).items() if value is not None}
+        return {"blocks": self.blocks.count, "terms": list(held)}, arrays
+
+    @classmethod
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int) -> MomentSum:
+        """Return the sum that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        self, blocks = cls(b, d), whole(fields["blocks"])
+        for name, like in (("exponents", self.exponents), ("wide", self.wide), ("settled", self.settled)):
+            setattr(self, name, shaped(arrays[name], like.dtype, like.shape))
+        self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
+        terms = {name: Twofold.from_arrays(arrays, name, b, d) for name in fields["terms"]}
+        self.merged = terms.pop("merged", None)
+        levels = {int(name): part for name, part in terms.items()}
+        if sum(1 << level for level in levels) != blocks:
+            raise ValueError(f"{blocks} blocks are not the sum of the levels {sorted(levels)}")
+        self.blocks = PairwiseSum(blocks, levels)
+        return self
 
     def _seen(self) -> Flags:
         """Return which columns have had an entry that is not zero, (b, d)."""

@@ -27,10 +27,10 @@ from levattn._random import as_seed
 from levattn._recovery import estimated_normalizers, recovered_entries, recovery_size
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
-from levattn.leverage import check_epsilon, refuse_randomness
+from levattn.leverage import TIE, check_epsilon, refuse_randomness
 from levattn.linalg import UNIT, dense
 from levattn.sketch import jl_size
-from levattn.universal import TIE, UniversalSet, require_set_of, universal_set
+from levattn.universal import UniversalSet, require_set_of, universal_set
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

@@ -13,9 +13,20 @@ from levattn._kernels import Rows
 from levattn._random import as_seed
 from levattn.linalg import Factor, factor_moments, factor_qr, prepare, rank_tolerance
 
-__all__ = ["Method", "check_epsilon", "check_method", "factorize", "leverage_scores", "prepared", "refuse_randomness"]
+__all__ = [
+    "TIE",
+    "Method",
+    "check_epsilon",
+    "check_method",
+    "factorize",
+    "leverage_scores",
+    "prepared",
+    "refuse_randomness",
+]
 
 Method = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"]
+TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
+
 _EXACT = ("auto", "gram", "qr", "svd")
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from levattn.universal import TIE
+from levattn.leverage import TIE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,111 +6,31 @@ Whatever runs on a state runs at once, in chunks and across machines without mat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, to_numpy
-from levattn._kernels import BLOCK, Float64, Rows, kernels_for
-from levattn._moments import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite
+from levattn._kernels import BLOCK, Float64, Rows
+from levattn._moments import Exponents, MomentSum, Twofold, refuse_nonfinite
+from levattn._tail import Tail, in_main_memory, present_rows
 from levattn.linalg import Factor, factor_moments, factor_sum
 
-__all__ = ["Moments", "Tail", "factor_of", "in_main_memory", "present_rows"]
-
-
-def in_main_memory(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
-    """Return a chunk of keys of any kind where compiled code can read it."""
-    matrices = as_matrices(K, "K")
-    present = as_mask(mask, matrices)
-    if not isinstance(matrices.data, np.ndarray):
-        batch, data = matrices.batch, matrices.data
-        matrices = as_matrices(array_api_compat.to_device(data, "cpu"), "K")
-        if not isinstance(matrices.data, np.ndarray):
-            matrices = as_matrices(to_numpy(data), "K")
-        matrices = replace(matrices, batch=batch)
-    if present is not None:
-        present = to_numpy(present)
-    return matrices, Rows(matrices.data, matrices.format, present)
-
-
-class Tail:
-    """Rows that wait for their block of 2048 to fill; masked ones are held as zeros."""
-
-    def __init__(self, b: int, d: int, format: Any) -> None:
-        self.count = 0
-        dtype = {"float64": np.float64, "float32": np.float32}.get(format, np.uint16)
-        self._held = Rows(np.zeros((b, 0, d), dtype), format)
-
-    @property
-    def rows(self) -> Rows:
-        """The rows that wait; they change with the next that come."""
-        return self._held.between(0, self.count)
-
-    def push(self, rows: Rows, take: Callable[[Rows], None]) -> None:
-        """Give all blocks that are whole with these rows to `take`, and keep the others.
-
-        Nothing is kept if the rows are not finite or `take` raises.
-        """
-        if rows.format != self._held.format:
-            raise TypeError(
-                f"K has dtype {rows.format}; the chunks before had {self._held.format}. Expected one dtype in all "
-                "chunks: convert them alike"
-            )
-        before = self.count
-        try:
-            at = self._fill(rows) if self.count else 0
-            if self.count == BLOCK:
-                take(self.rows)
-                self.count = 0
-            whole = (rows.shape[1] - at) // BLOCK * BLOCK
-            if whole:
-                take(rows.between(at, at + whole))
-            rest = rows.between(at + whole, rows.shape[1])
-            waiting = rest if rest.shape[1] else rows.between(0, at)
-            with np.errstate(over="ignore", invalid="ignore"):
-                check_finite(waiting, kernels_for(waiting).column_sums(waiting))
-        except BaseException:
-            self.count = before
-            raise
-        self._fill(rest)
-
-    def _fill(self, rows: Rows) -> int:
-        """Take rows up to the end of the block and return their number; what was held before is not touched."""
-        taken = min(BLOCK - self.count, rows.shape[1])
-        stop = self.count + taken
-        if stop > self._held.shape[1]:
-            b, size, d = self._held.shape
-            keys = np.zeros((b, min(max(stop, 2 * size, 64), BLOCK), d), self._held.keys.dtype)
-            keys[:, : self.count] = self.rows.keys
-            self._held = replace(self._held, keys=keys)
-        part = rows.between(0, taken)
-        place = self._held.keys[:, self.count : stop]
-        place[...] = part.keys
-        if part.mask is not None:
-            place[~part.mask] = 0
-        self.count = stop
-        return taken
-
-
-def present_rows(rows: Rows) -> npt.NDArray[np.int64]:
-    """Return how many rows of each matrix take part."""
-    if rows.mask is None:
-        return np.full(rows.shape[0], rows.shape[1], np.int64)
-    return np.asarray(rows.mask.sum(axis=1, dtype=np.int64))
+__all__ = ["Moments", "factor_of", "factor_of_sum"]
 
 
 def factor_of(sums: MomentSum, tail: Rows) -> Factor:
     """Return the factor of the keys of a sum and of the rows that wait, and forget these."""
     if sums.merged is None and not sums.blocks.count:
         return factor_moments(tail, single="scores").forget_keys()
-    moments, exponents = sums.total(tail)
-    b, _, d = tail.shape
+    return factor_of_sum(*sums.total(tail), tail.between(0, 0))
+
+
+def factor_of_sum(moments: Twofold, exponents: Exponents, like: Rows) -> Factor:
+    """Return the factor of moments whose columns were divided by powers of two, for keys as `like` has none of."""
     scale = np.ldexp(1.0, -exponents) if exponents.any() else None
-    return factor_sum(moments, Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format, scale=scale))
+    return factor_sum(moments, replace(like, mask=None, scale=scale))
 
 
 class Moments:

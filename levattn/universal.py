@@ -16,13 +16,11 @@ from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.groups import as_labels, group_scores
 from levattn.io import KeySource
-from levattn.leverage import check_epsilon, check_method, factorize, prepared, refuse_randomness
+from levattn.leverage import TIE, check_epsilon, check_method, factorize, prepared, refuse_randomness
 from levattn.linalg import Factor
 from levattn.sensitivity import Bounds, certify
 
-__all__ = ["TIE", "UniversalSet", "require_set_of", "universal_set"]
-
-TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
+__all__ = ["UniversalSet", "require_set_of", "universal_set"]
 
 _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
 _SAMPLE = 64  # keys outside a set whose scores are compared with those of K

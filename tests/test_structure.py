@@ -29,9 +29,9 @@ API = ROOT.parent / "docs" / "api.md"
 LAYERS = {
     0: ("exceptions", "_array", "_bytes", "_random", "_threads"),
     1: ("_kernels",),
-    2: ("_moments", "linalg", "states", "functions", "sketch"),
+    2: ("_moments", "_tail", "linalg", "states", "functions", "sketch"),
     3: ("leverage", "_approximate", "sensitivity", "_lift", "_softmax", "exact", "groups"),
-    4: ("universal", "heavy", "_causal", "_recovery", "mass", "streaming", "io"),
+    4: ("universal", "heavy", "_causal", "_recovery", "_running", "_stream", "mass", "streaming", "io"),
     5: ("distributed", "attention"),
     6: ("nn", "integrations", "plots", "cli"),
     7: ("",),  # levattn/__init__.py: the public names

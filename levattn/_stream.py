@@ -1,0 +1,280 @@
+"""What a stream of keys holds: sums of what it has seen, and the keys that may still be of the universal set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._array import to_float64
+from levattn._bytes import shaped, whole
+from levattn._kernels import BLOCK, Float64, Rows
+from levattn._running import RunningSquares
+from levattn._tail import Tail
+from levattn.linalg import Factor
+
+__all__ = ["SelectedKeys", "Stream"]
+
+_RUN = 64  # blocks that are screened together
+_RUN_NUMBERS = 1 << 22  # numbers that are made of keys to screen them, at most, but for one block
+_DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedKeys:
+    """Some keys of one matrix of a stream.
+
+    Attributes
+    ----------
+    indices : array of int64, shape (k,)
+        Ascending row numbers in the stream.
+    keys : array of shape (k, d)
+        The keys, in the dtype in which they came (float32 for bfloat16, whose numbers it holds).
+    scores : array of float64, shape (k,)
+        Their leverage scores for f(x) = x², else certified upper bounds of their sensitivities.
+    payload : array of shape (k, ...) or None
+        What came beside them.
+    """
+
+    indices: npt.NDArray[np.int64]
+    keys: npt.NDArray[Any]
+    scores: Float64
+    payload: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Keys of one matrix that are held: row numbers, the keys as stored, and what came beside them."""
+
+    indices: npt.NDArray[np.int64]
+    keys: npt.NDArray[Any]
+    beside: tuple[npt.NDArray[Any], ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def take(self, which: npt.NDArray[Any]) -> _Held:
+        return _Held(self.indices[which], self.keys[which], tuple(array[which] for array in self.beside))
+
+    def __add__(self, other: _Held) -> _Held:
+        beside = zip(self.beside, other.beside, strict=True)
+        return _Held(
+            np.concatenate([self.indices, other.indices]),
+            np.concatenate([self.keys, other.keys]),
+            tuple(np.concatenate(pair) for pair in beside),
+        )
+
+
+class Stream:
+    """The state of a stream of keys whose shape is known.
+
+    Blocks are screened by the keys up to the last block whose number is a power of two, and those that may have a
+    bound of at least ε are held. Once twice as many are held as the theorem lets be, they are judged again by all
+    keys so far. When that happens depends on the blocks alone, not on the chunks in which they came.
+    """
+
+    def __init__(
+        self, epsilon: float, m: int, batch: tuple[int, ...], d: int, format: Any, beside: Sequence[npt.NDArray[Any]]
+    ) -> None:
+        b = math.prod(batch)
+        self.epsilon, self.batch, self.d, self.format = epsilon, batch, d, format
+        self.running = RunningSquares(b, d, m)
+        self.tail = Tail(b, d, format, np.zeros((1, 0), np.int64), *beside)
+        self.present = np.zeros(b, np.int64)
+        empty = np.zeros((0, d), _DTYPES[format])
+        self.held = [_Held(np.zeros(0, np.int64), empty, tuple(a[0, :0] for a in beside)) for _ in range(b)]
+        self.limits = np.full(b, self._least_limit)
+        self._span = _RUN
+
+    @property
+    def _least_limit(self) -> int:
+        return math.ceil(2 * self.running.columns / self.epsilon)
+
+    @property
+    def blocks(self) -> int:
+        """Number of whole blocks so far."""
+        return self.running.sums.blocks.count
+
+    @property
+    def beside(self) -> list[npt.NDArray[Any]]:
+        """Arrays like those that come beside the keys, without rows."""
+        return [array[:, :0] for array in self.tail.beside[1:]]
+
+    def copy(self) -> Stream:
+        """Return a state that goes on from here by itself; until then they share the rows that wait."""
+        other = Stream.__new__(Stream)
+        other.__dict__.update(self.__dict__, running=self.running.copy(), held=list(self.held))
+        other.limits = self.limits.copy()
+        return other
+
+    def require(
+        self, batch: tuple[int, ...], d: int, format: Any, beside: Sequence[npt.NDArray[Any]], name: str
+    ) -> None:
+        """Raise if keys of this shape cannot be added."""
+        if (batch, d) != (self.batch, self.d):
+            raise ValueError(f"{name} has batch {batch} and d = {d}; expected {self.batch} and d = {self.d} as before")
+        if format != self.format:
+            raise TypeError(
+                f"{name} has dtype {format}; the chunks before had {self.format}. Expected one dtype in all chunks: "
+                "convert them alike"
+            )
+        mine, theirs = ([(a.shape[2:], a.dtype) for a in arrays] for arrays in (self.beside, beside))
+        if mine != theirs:
+            shapes = [f"{dtype} of shape (..., m{''.join(f', {size}' for size in shape)})" for shape, dtype in mine]
+            raise ValueError(f"payload of {name} differs from that before; expected {shapes[0] if shapes else 'none'}")
+
+    def take(self, rows: Rows, index: npt.NDArray[np.int64], *beside: npt.NDArray[Any]) -> None:
+        """Add whole blocks; if it raises, the state is void."""
+        at, left = 0, rows.shape[1] // BLOCK
+        while left:
+            number = self.blocks + 1
+            milestone = number & (number - 1) == 0
+            count = 1 if milestone else self._run(left)
+            part = slice(at * BLOCK, (at + count) * BLOCK)
+            run = rows.between(part.start, part.stop)
+            if milestone:
+                self.running.add(run)
+                self.running.freeze()
+                kept = self.running.screened(run, self.epsilon, member=True)
+                full = np.arange(len(self.held))
+            else:
+                kept = self.running.screened(run, self.epsilon, member=False)
+                counts = np.cumsum(kept.reshape(len(kept), count, BLOCK).sum(axis=2), axis=1)
+                counts += np.array([len(held) for held in self.held], np.int64)[:, None]
+                beyond = counts > self.limits[:, None]
+                if beyond.any():
+                    count = int(np.flatnonzero(beyond.any(axis=0))[0]) + 1
+                    self._span = count
+                else:
+                    self._span = min(2 * self._span, _RUN)
+                part = slice(part.start, part.start + count * BLOCK)
+                run, kept = run.between(0, count * BLOCK), kept[:, : count * BLOCK]
+                full = np.flatnonzero(beyond[:, count - 1])
+                self.running.add(run)
+            for item in np.flatnonzero(kept.any(axis=1)).tolist():
+                which = np.flatnonzero(kept[item])
+                there = part.start + which
+                new = _Held(index[0, there], run.keys[item, which], tuple(a[item, there] for a in beside))
+                self.held[item] = self.held[item] + new
+            if len(full):
+                self._prune(full.tolist(), rows.between(0, 0))
+            at, left = at + count, left - count
+
+    def _run(self, left: int) -> int:
+        """Return how many of the blocks that are left to screen together: up to the next milestone."""
+        done = self.blocks
+        milestone = 1 << done.bit_length()
+        fit = max(1, _RUN_NUMBERS // (BLOCK * len(self.held) * self.running.columns)) if self.running.m > 1 else _RUN
+        return min(left, milestone - 1 - done, _RUN - done % _RUN, self._span, fit)
+
+    def _prune(self, items: Sequence[int], tail: Rows) -> None:
+        """Judge the held keys of some matrices by all keys so far."""
+        items = [item for item in items if len(self.held[item])]
+        if not items:
+            return
+        factor = self.running.factor(tail)
+        for item in items:
+            held = self.held[item]
+            keys = Rows(held.keys[None], self.format)
+            kept = self.running.judge(factor, item, keys, self.epsilon).kept
+            self.held[item] = held.take(kept)
+            self.limits[item] = max(self._least_limit, 2 * int(kept.sum()))
+
+    def judge(self) -> tuple[Factor, list[SelectedKeys], bool]:
+        """Return the factor of all keys so far, those that may have a score of at least ε, and if one counts as 1."""
+        factor = self.running.factor(self.tail.rows)
+        selected, counted = [], False
+        for item in range(len(self.held)):
+            held = self._with_tail(item)
+            judged = self.running.judge(factor, item, Rows(held.keys[None], self.format), self.epsilon)
+            found = held.take(judged.kept)
+            order = np.argsort(found.indices)
+            found, scores = found.take(order), judged.upper[judged.kept][order]
+            counted |= judged.counted
+            payload = found.beside[0] if found.beside else None
+            selected.append(SelectedKeys(found.indices, self._as_given(found.keys), scores, payload))
+        return factor, selected, counted
+
+    def _with_tail(self, item: int) -> _Held:
+        """Return the held keys of one matrix and the rows that wait."""
+        index, *beside = self.tail.beside
+        return self.held[item] + _Held(index[0], self.tail.rows.keys[item], tuple(array[item] for array in beside))
+
+    def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.format == "bfloat16":
+            return to_float64(keys, self.format).astype(np.float32)
+        return keys.view(np.float16) if self.format == "float16" else keys
+
+    def merge(self, other: Stream, shift: int) -> None:
+        """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
+        factor = other.running.factor(other.tail.rows)
+        self.running.merge(other.running, other.tail.rows)
+        self.present = self.present + other.present
+        full = []
+        for item in range(len(self.held)):
+            new = other._with_tail(item)
+            judged = self.running.judge(factor, item, Rows(new.keys[None], self.format), self.epsilon)
+            new = new.take(judged.kept)
+            self.held[item] = self.held[item] + _Held(new.indices + shift, new.keys, new.beside)
+            if len(self.held[item]) > self.limits[item]:
+                full.append(item)
+        self._prune(full, self.tail.rows)
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return fields and arrays from which `from_parts` makes the state again."""
+        fields, arrays = self.running.parts()
+        fields |= {"batch": list(self.batch), "d": self.d, "format": self.format, "tail": self.tail.count}
+        fields |= {"beside": len(self.beside), "span": self._span}
+        arrays |= {"present": self.present, "limits": self.limits}
+        arrays |= {"counts": np.array([len(held) for held in self.held], np.int64)}
+        arrays |= {"tail.keys": self.tail.rows.keys}
+        arrays |= {f"tail.beside{i}": array for i, array in enumerate(self.tail.beside)}
+        everything = sum(self.held[1:], start=self.held[0]) if self.held else None
+        if everything is not None:
+            arrays |= {"held.indices": everything.indices, "held.keys": everything.keys}
+            arrays |= {f"held.beside{i}": array for i, array in enumerate(everything.beside)}
+        return fields, arrays
+
+    @classmethod
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], epsilon: float, m: int) -> Stream:
+        """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        batch, d, format = tuple(whole(size) for size in fields["batch"]), whole(fields["d"], 1), fields["format"]
+        b, waiting = math.prod(batch), whole(fields["tail"])
+        dtype = np.dtype(_DTYPES[format])
+        if waiting >= BLOCK:
+            raise ValueError(f"{waiting} rows wait; expected fewer than {BLOCK}")
+        likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]
+        for like in likes:
+            shaped(like, like.dtype, (b, waiting, *like.shape[2:]), finite=False)
+        self = cls(epsilon, m, batch, d, format, likes)
+        self.running = RunningSquares.from_parts(fields, arrays, b, d, m)
+        self._span = whole(fields["span"], 1)
+        index = shaped(arrays["tail.beside0"], np.int64, (1, waiting))
+        tail = Rows(shaped(arrays["tail.keys"], dtype, (b, waiting, d)), format)
+        self.tail.push(tail, self.take, index, *likes)
+        self.present = shaped(arrays["present"], np.int64, (b,))
+        self.limits = shaped(arrays["limits"], np.int64, (b,))
+        counts = shaped(arrays["counts"], np.int64, (b,))
+        if (counts < 0).any():
+            raise ValueError("a number of held keys is negative")
+        edges, total = np.cumsum(counts)[:-1], int(counts.sum())
+        if b:
+            indices = np.split(shaped(arrays["held.indices"], np.int64, (total,)), edges)
+            keys = np.split(shaped(arrays["held.keys"], dtype, (total, d)), edges)
+            pieces = [arrays[f"held.beside{i}"] for i in range(len(likes))]
+            for piece, like in zip(pieces, likes, strict=True):
+                shaped(piece, like.dtype, (total, *like.shape[2:]), finite=False)
+            beside = [np.split(piece, edges) for piece in pieces]
+            self.held = [
+                _Held(i, k, tuple(part[at] for part in beside))
+                for at, (i, k) in enumerate(zip(indices, keys, strict=True))
+            ]
+        return self

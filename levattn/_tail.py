@@ -1,0 +1,115 @@
+"""Rows of a stream on their way: where compiled code can read them, and in whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+from levattn._array import Matrices, as_mask, as_matrices, to_numpy
+from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._moments import check_finite
+
+__all__ = ["Tail", "in_main_memory", "present_rows"]
+
+
+def in_main_memory(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
+    """Return a chunk of keys of any kind where compiled code can read it."""
+    matrices = as_matrices(K, "K")
+    present = as_mask(mask, matrices)
+    if not isinstance(matrices.data, np.ndarray):
+        batch, data = matrices.batch, matrices.data
+        matrices = as_matrices(array_api_compat.to_device(data, "cpu"), "K")
+        if not isinstance(matrices.data, np.ndarray):
+            matrices = as_matrices(to_numpy(data), "K")
+        matrices = replace(matrices, batch=batch)
+    if present is not None:
+        present = to_numpy(present)
+    return matrices, Rows(matrices.data, matrices.format, present)
+
+
+class Tail:
+    """Rows that wait for their block of 2048 to fill; masked ones are held as zeros.
+
+    `beside` are arrays like those that come with the rows, (b or 1, m, ...), and wait with them.
+    """
+
+    def __init__(self, b: int, d: int, format: Any, *beside: npt.NDArray[Any]) -> None:
+        self.count = 0
+        dtype = {"float64": np.float64, "float32": np.float32}.get(format, np.uint16)
+        self._held = Rows(np.zeros((b, 0, d), dtype), format)
+        self._beside = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in beside]
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that wait; they change with the next that come."""
+        return self._held.between(0, self.count)
+
+    @property
+    def beside(self) -> list[npt.NDArray[Any]]:
+        """What waits with them."""
+        return [array[:, : self.count] for array in self._beside]
+
+    def push(self, rows: Rows, take: Callable[..., None], *beside: npt.NDArray[Any]) -> None:
+        """Give all blocks that are whole with these rows to `take`, and keep the others.
+
+        Nothing is kept if the rows are not finite, which raises FloatingPointError, or if `take` raises.
+        """
+        if rows.format != self._held.format:
+            raise TypeError(
+                f"K has dtype {rows.format}; the chunks before had {self._held.format}. Expected one dtype in all "
+                "chunks: convert them alike"
+            )
+        before = self.count
+        try:
+            at = self._fill(rows, *beside) if self.count else 0
+            if self.count == BLOCK:
+                take(self.rows, *self.beside)
+                self.count = 0
+            whole = (rows.shape[1] - at) // BLOCK * BLOCK
+            if whole:
+                take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in beside))
+            rest = rows.between(at + whole, rows.shape[1])
+            waiting = rest if rest.shape[1] else rows.between(0, at)
+            with np.errstate(over="ignore", invalid="ignore"):
+                check_finite(waiting, kernels_for(waiting).column_sums(waiting))
+        except BaseException:
+            self.count = before
+            raise
+        self._fill(rest, *(array[:, at + whole :] for array in beside))
+
+    def _fill(self, rows: Rows, *beside: npt.NDArray[Any]) -> int:
+        """Take rows up to the end of the block and return their number; what was held before is not touched."""
+        taken = min(BLOCK - self.count, rows.shape[1])
+        stop = self.count + taken
+        if stop > self._held.shape[1]:
+            size = min(max(stop, 2 * self._held.shape[1], 64), BLOCK)
+            self._held = replace(self._held, keys=_longer(self._held.keys, size))
+            self._beside = [_longer(array, size) for array in self._beside]
+        part = rows.between(0, taken)
+        place = self._held.keys[:, self.count : stop]
+        place[...] = part.keys
+        if part.mask is not None:
+            place[~part.mask] = 0
+        for held, array in zip(self._beside, beside, strict=True):
+            held[:, self.count : stop] = array[:, :taken]
+        self.count = stop
+        return taken
+
+
+def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """Return the array with room for more rows."""
+    out = np.zeros((array.shape[0], size, *array.shape[2:]), array.dtype)
+    out[:, : array.shape[1]] = array
+    return out
+
+
+def present_rows(rows: Rows) -> npt.NDArray[np.int64]:
+    """Return how many rows of each matrix take part."""
+    if rows.mask is None:
+        return np.full(rows.shape[0], rows.shape[1], np.int64)
+    return np.asarray(rows.mask.sum(axis=1, dtype=np.int64))
