@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from levattn._threads import thread_limit
+from levattn.decoding import CausalUniversalSet, HeavyKeys
 from levattn.exact import ExactSensitivities, exact_sensitivities
 from levattn.exceptions import KeyFileError, LevattnError, NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
 __all__ = [
     "L1L2",
     "AttentionFunction",
+    "CausalUniversalSet",
     "ExactSensitivities",
     "Fair",
     "HeavyAttention",
+    "HeavyKeys",
     "Huber",
     "KeyFileError",
     "KeySource",

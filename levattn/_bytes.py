@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["pack", "shaped", "unpack", "whole"]
+__all__ = ["as_damage", "pack", "shaped", "unpack", "whole"]
 
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32
@@ -77,6 +79,15 @@ def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes are left over")
     return arrays
+
+
+@contextmanager
+def as_damage() -> Iterator[None]:
+    """Raise errors of the block, in which a state is made of what `unpack` returned, as those of the data."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
 
 
 def shaped(array: npt.NDArray[Any], dtype: Any, shape: tuple[int, ...], finite: bool = True) -> npt.NDArray[Any]:

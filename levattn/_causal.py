@@ -10,14 +10,13 @@ import numpy.typing as npt
 
 from levattn._array import to_numpy
 from levattn._kernels import Float64, Rows, inverse_cholesky, precise_products
+from levattn._normalizers import NORMALIZER_ERROR, PRODUCT_ERROR
 from levattn.leverage import TIE
 from levattn.linalg import UNIT, dense, factor_moments
 
-__all__ = ["NORMALIZER_ERROR", "PRODUCT_ERROR", "CausalChunk", "causal_chunks"]
+__all__ = ["CausalChunk", "causal_chunks"]
 
 _CHUNK = 256  # rows that are worked on at a time
-NORMALIZER_ERROR = TIE / 2  # estimated relative error beyond which a normaliser is computed more precisely
-PRODUCT_ERROR = TIE / 8  # the same for a product of a query and a key that makes a heavy entry
 _SCORE_ERROR = 1e-3  # estimated relative error of a score up to which keys are let go by it
 
 

@@ -17,7 +17,7 @@ from levattn._running import RunningSquares
 from levattn._tail import Tail
 from levattn.linalg import Factor
 
-__all__ = ["SelectedKeys", "Stream"]
+__all__ = ["HeldKeys", "SelectedKeys", "Stream"]
 
 _RUN = 64  # blocks that are screened together
 _RUN_NUMBERS = 1 << 22  # numbers that are made of keys to screen them, at most, but for one block
@@ -51,7 +51,7 @@ class SelectedKeys:
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class HeldKeys:
     """Keys of one matrix that are held: row numbers, the keys as stored, and what came beside them."""
 
     indices: npt.NDArray[np.int64]
@@ -61,12 +61,19 @@ class _Held:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def take(self, which: npt.NDArray[Any]) -> _Held:
-        return _Held(self.indices[which], self.keys[which], tuple(array[which] for array in self.beside))
+    @classmethod
+    def empty(cls, d: int, format: str, beside: Sequence[npt.NDArray[Any]]) -> HeldKeys:
+        """Return no keys, and nothing of each kind that comes beside them."""
+        keys = np.zeros((0, d), _DTYPES[format])
+        return cls(np.zeros(0, np.int64), keys, tuple(array[:0] for array in beside))
 
-    def __add__(self, other: _Held) -> _Held:
+    def take(self, which: npt.NDArray[Any]) -> HeldKeys:
+        """Return some of the keys."""
+        return HeldKeys(self.indices[which], self.keys[which], tuple(array[which] for array in self.beside))
+
+    def __add__(self, other: HeldKeys) -> HeldKeys:
         beside = zip(self.beside, other.beside, strict=True)
-        return _Held(
+        return HeldKeys(
             np.concatenate([self.indices, other.indices]),
             np.concatenate([self.keys, other.keys]),
             tuple(np.concatenate(pair) for pair in beside),
@@ -89,8 +96,7 @@ class Stream:
         self.running = RunningSquares(b, d, m)
         self.tail = Tail(b, d, format, np.zeros((1, 0), np.int64), *beside)
         self.present = np.zeros(b, np.int64)
-        empty = np.zeros((0, d), _DTYPES[format])
-        self.held = [_Held(np.zeros(0, np.int64), empty, tuple(a[0, :0] for a in beside)) for _ in range(b)]
+        self.held = [HeldKeys.empty(d, format, [array[0] for array in beside]) for _ in range(b)]
         self.limits = np.full(b, self._least_limit)
         self._span = _RUN
 
@@ -162,7 +168,7 @@ class Stream:
             for item in np.flatnonzero(kept.any(axis=1)).tolist():
                 which = np.flatnonzero(kept[item])
                 there = part.start + which
-                new = _Held(index[0, there], run.keys[item, which], tuple(a[item, there] for a in beside))
+                new = HeldKeys(index[0, there], run.keys[item, which], tuple(a[item, there] for a in beside))
                 self.held[item] = self.held[item] + new
             if len(full):
                 self._prune(full.tolist(), rows.between(0, 0))
@@ -203,10 +209,10 @@ class Stream:
             selected.append(SelectedKeys(found.indices, self._as_given(found.keys), scores, payload))
         return factor, selected, counted
 
-    def _with_tail(self, item: int) -> _Held:
+    def _with_tail(self, item: int) -> HeldKeys:
         """Return the held keys of one matrix and the rows that wait."""
         index, *beside = self.tail.beside
-        return self.held[item] + _Held(index[0], self.tail.rows.keys[item], tuple(array[item] for array in beside))
+        return self.held[item] + HeldKeys(index[0], self.tail.rows.keys[item], tuple(array[item] for array in beside))
 
     def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.format == "bfloat16":
@@ -223,7 +229,7 @@ class Stream:
             new = other._with_tail(item)
             judged = self.running.judge(factor, item, Rows(new.keys[None], self.format), self.epsilon)
             new = new.take(judged.kept)
-            self.held[item] = self.held[item] + _Held(new.indices + shift, new.keys, new.beside)
+            self.held[item] = self.held[item] + HeldKeys(new.indices + shift, new.keys, new.beside)
             if len(self.held[item]) > self.limits[item]:
                 full.append(item)
         self._prune(full, self.tail.rows)
@@ -231,7 +237,7 @@ class Stream:
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays from which `from_parts` makes the state again."""
         fields, arrays = self.running.parts()
-        fields |= {"batch": list(self.batch), "d": self.d, "format": self.format, "tail": self.tail.count}
+        fields |= {"batch": list(self.batch), "d": self.d, "format": self.format}
         fields |= {"beside": len(self.beside), "span": self._span}
         arrays |= {"present": self.present, "limits": self.limits}
         arrays |= {"counts": np.array([len(held) for held in self.held], np.int64)}
@@ -247,19 +253,12 @@ class Stream:
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], epsilon: float, m: int) -> Stream:
         """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         batch, d, format = tuple(whole(size) for size in fields["batch"]), whole(fields["d"], 1), fields["format"]
-        b, waiting = math.prod(batch), whole(fields["tail"])
-        dtype = np.dtype(_DTYPES[format])
-        if waiting >= BLOCK:
-            raise ValueError(f"{waiting} rows wait; expected fewer than {BLOCK}")
+        b, dtype = math.prod(batch), np.dtype(_DTYPES[format])
         likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]
-        for like in likes:
-            shaped(like, like.dtype, (b, waiting, *like.shape[2:]), finite=False)
-        self = cls(epsilon, m, batch, d, format, likes)
+        self = cls(epsilon, m, batch, d, format, [like[:, :0] for like in likes])
         self.running = RunningSquares.from_parts(fields, arrays, b, d, m)
         self._span = whole(fields["span"], 1)
-        index = shaped(arrays["tail.beside0"], np.int64, (1, waiting))
-        tail = Rows(shaped(arrays["tail.keys"], dtype, (b, waiting, d)), format)
-        self.tail.push(tail, self.take, index, *likes)
+        self.tail.hold(arrays["tail.keys"], arrays["tail.beside0"], *likes)
         self.present = shaped(arrays["present"], np.int64, (b,))
         self.limits = shaped(arrays["limits"], np.int64, (b,))
         counts = shaped(arrays["counts"], np.int64, (b,))
@@ -274,7 +273,7 @@ class Stream:
                 shaped(piece, like.dtype, (total, *like.shape[2:]), finite=False)
             beside = [np.split(piece, edges) for piece in pieces]
             self.held = [
-                _Held(i, k, tuple(part[at] for part in beside))
+                HeldKeys(i, k, tuple(part[at] for part in beside))
                 for at, (i, k) in enumerate(zip(indices, keys, strict=True))
             ]
         return self

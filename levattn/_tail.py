@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, as_mask, as_matrices, to_numpy
+from levattn._bytes import shaped
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn._moments import check_finite
 
-__all__ = ["Tail", "in_main_memory", "present_rows"]
+__all__ = ["Tail", "in_main_memory", "payload_of", "present_rows"]
 
 
 def in_main_memory(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -53,6 +54,17 @@ class Tail:
     def beside(self) -> list[npt.NDArray[Any]]:
         """What waits with them."""
         return [array[:, : self.count] for array in self._beside]
+
+    def hold(self, keys: npt.NDArray[Any], *beside: npt.NDArray[Any]) -> None:
+        """Hold these rows, as they are stored, and no others; raise ValueError if they are of another kind."""
+        b, _, d = self._held.shape
+        if keys.ndim != 3 or keys.shape[1] >= BLOCK:
+            raise ValueError(f"rows of shape {keys.shape} wait; expected fewer than {BLOCK} of each matrix")
+        shaped(keys, self._held.keys.dtype, (b, keys.shape[1], d))
+        for array, like in zip(beside, self._beside, strict=True):
+            shaped(array, like.dtype, (like.shape[0], keys.shape[1], *like.shape[2:]), finite=False)
+        self.count = 0
+        self._fill(replace(self._held, keys=keys), *beside)
 
     def push(self, rows: Rows, take: Callable[..., None], *beside: npt.NDArray[Any]) -> None:
         """Give all blocks that are whole with these rows to `take`, and keep the others.
@@ -113,3 +125,15 @@ def present_rows(rows: Rows) -> npt.NDArray[np.int64]:
     if rows.mask is None:
         return np.full(rows.shape[0], rows.shape[1], np.int64)
     return np.asarray(rows.mask.sum(axis=1, dtype=np.int64))
+
+
+def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> npt.NDArray[Any]:
+    """Return what comes beside n keys as a numpy array (b, n, ...), or raise."""
+    array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
+    if array.shape[: len(batch) + 1] != (*batch, n):
+        raise ValueError(
+            f"payload has shape {array.shape}; expected {(*batch, n)} and further axes, one entry for each key"
+        )
+    if array.dtype.kind not in "fiubc" or array.dtype.itemsize > 16:
+        raise TypeError(f"payload has dtype {array.dtype}; expected numbers. Give the row numbers of other objects")
+    return array.astype(array.dtype.newbyteorder("="), copy=False).reshape(-1, *array.shape[len(batch) :])

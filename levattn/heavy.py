@@ -11,18 +11,18 @@ import numpy.typing as npt
 
 from levattn._approximate import FAILURE
 from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
-from levattn._causal import NORMALIZER_ERROR, PRODUCT_ERROR, CausalChunk, causal_chunks
+from levattn._causal import CausalChunk, causal_chunks
 from levattn._kernels import (
     Float64,
     Rows,
     heavy_entries,
     kernels_for,
     precise_products,
-    precise_solutions,
     query_norms,
 )
 from levattn._lift import lifted_sums
 from levattn._moments import second_moments
+from levattn._normalizers import NORMALIZER_ERROR, PRODUCT_ERROR, even_queries, normalizers_by
 from levattn._random import as_seed
 from levattn._recovery import estimated_normalizers, recovered_entries, recovery_size
 from levattn.exceptions import NonFiniteError
@@ -35,10 +35,9 @@ from levattn.universal import UniversalSet, require_set_of, universal_set
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["BLOCK_ENTRIES", "HeavyAttention", "even_queries", "heavy_attention"]
+__all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 
 BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
-_TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -514,18 +513,6 @@ def _recovered(
     return _csr(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
 
 
-def even_queries(Q: Float64, exponents: npt.NDArray[np.int32]) -> tuple[Float64, npt.NDArray[np.int32]]:
-    """Multiply queries by powers of two of the columns, and divide each by one (returned) that keeps it in range."""
-    if np.max(np.abs(exponents), initial=0) < _TAME:
-        size = np.max(np.abs(Q), axis=1, initial=0.0)
-        if np.all((size == 0) | ((size > 2.0**-_TAME) & (size < 2.0**_TAME))):
-            return Q * np.ldexp(1.0, exponents), np.zeros(len(Q), np.int32)
-    fraction, exponent = np.frexp(Q)
-    exponent = exponent + exponents
-    powers = np.max(np.where(fraction != 0, exponent, np.iinfo(np.int32).min // 4), axis=1, initial=-(2**20))
-    return np.ldexp(fraction, exponent - powers[:, None]), powers
-
-
 def _prepared(
     universal: UniversalSet, Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: float
 ) -> _Products:
@@ -751,22 +738,11 @@ def _normalizers(
     Q: Float64, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
 ) -> tuple[Float64, Float64]:
     """Return ``Σ ⟨q, k⟩²`` for each query, and its estimated relative error."""
-    factor = universal.factor
-    d = Q.shape[1]
-    D, size = query_norms(Q, N)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        error = 2 * UNIT * np.sqrt(d * size / D) + float(factor.error[0])
+    D, error = normalizers_by(universal.factor, Q, N, exponents)
     doubtful = np.flatnonzero(~(error <= NORMALIZER_ERROR))
-    if not len(doubtful):
-        return D, error
-    parts = factor.even_basis(0, exponents)
-    if parts is not None and factor.error[0] <= NORMALIZER_ERROR:
-        B, C = parts
-        D[doubtful] = query_norms(precise_solutions(B, Q[doubtful]), np.asarray(np.linalg.inv(C)))[0]
-        error[doubtful] = float(factor.error[0]) + 8 * d * UNIT
-    else:
+    if len(doubtful):
         D[doubtful] = _summed(Q[doubtful], exponents, keys, universal.present)
-        error[doubtful] = 8 * d * UNIT
+        error[doubtful] = 8 * Q.shape[1] * UNIT
     return D, error
 
 

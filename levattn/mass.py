@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from levattn._array import Matrices, as_matrices, take, to_device, to_float64, to_numpy
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for, query_norms
+from levattn._normalizers import even_queries
 from levattn.exceptions import NonFiniteError
-from levattn.heavy import BLOCK_ENTRIES, even_queries
+from levattn.heavy import BLOCK_ENTRIES
 from levattn.linalg import UNIT
 from levattn.universal import UniversalSet, require_set_of
 

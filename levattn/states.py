@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from levattn._array import Matrices
+from levattn._bytes import as_damage, pack, shaped, unpack, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn._moments import Exponents, MomentSum, Twofold, refuse_nonfinite
 from levattn._tail import Tail, in_main_memory, present_rows
 from levattn.linalg import Factor, factor_moments, factor_sum
 
 __all__ = ["Moments", "factor_of", "factor_of_sum"]
+
+_VERSION = 1
 
 
 def factor_of(sums: MomentSum, tail: Rows) -> Factor:
@@ -102,24 +106,24 @@ class Moments:
             stream, counted from the first row that this state was given. The state is as it was.
         """
         matrices, rows = in_main_memory(K, mask)
+        self.add(matrices, rows)
+        return self
+
+    def add(self, matrices: Matrices, rows: Rows) -> None:
+        """Add a chunk that is checked and where compiled code can read it; see `update`."""
         if matrices.d != self.d or matrices.batch != self.batch:
             raise ValueError(
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
                 f"and d = {self.d}"
             )
         tail = self._tail or Tail(rows.shape[0], self.d, matrices.format)
-        before = self._sum.copy()
+        sums = self._sum.copy()
         try:
-            tail.push(rows, self._sum.add)
+            tail.push(rows, sums.add)
         except FloatingPointError:
-            self._sum = before
-            refuse_nonfinite(rows, before.blocks.count * BLOCK + tail.count)
-        except BaseException:
-            self._sum = before
-            raise
-        self._tail = tail
+            refuse_nonfinite(rows, self._sum.blocks.count * BLOCK + tail.count)
+        self._tail, self._sum = tail, sums
         self.count = self.count + present_rows(rows).reshape(self.batch)
-        return self
 
     def _total(self) -> tuple[Twofold, Exponents]:
         tail = self._tail or Tail(math.prod(self.batch), self.d, "float64")
@@ -173,3 +177,59 @@ class Moments:
         self._sum.merge(*other._total())
         self.count = self.count + other.count
         return self
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return the fields and arrays from which `from_parts` makes the state again."""
+        fields, arrays = self._sum.parts()
+        arrays |= {"count": self.count}
+        if self._tail is not None:
+            arrays |= {"tail": self._tail.rows.keys}
+        format = None if self._tail is None else self._tail.rows.format
+        return fields | {"d": self.d, "batch": list(self.batch), "format": format}, arrays
+
+    @classmethod
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Moments:
+        """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        self = cls(whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"]))
+        b = math.prod(self.batch)
+        self._sum = MomentSum.from_parts(fields, arrays, b, self.d)
+        self.count = shaped(arrays["count"], np.int64, self.batch)
+        if fields["format"] is not None:
+            self._tail = Tail(b, self.d, fields["format"])
+            self._tail.hold(arrays["tail"])
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
+
+        Returns
+        -------
+        bytes
+            A header in JSON, the sums, the rows that wait, and a checksum.
+        """
+        return pack("Moments", _VERSION, *self.parts())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Moments:
+        """Return the state that `to_bytes` made bytes of.
+
+        Parameters
+        ----------
+        data : bytes
+            What `to_bytes` returned.
+
+        Returns
+        -------
+        Moments
+            It goes on exactly as the other would have.
+
+        Raises
+        ------
+        TypeError
+            If the data are no bytes.
+        ValueError
+            If they are damaged, of another kind, or of a version that is not known.
+        """
+        fields, arrays = unpack(data, "Moments", _VERSION)
+        with as_damage():
+            return cls.from_parts(fields, arrays)

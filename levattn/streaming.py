@@ -10,12 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_numpy
-from levattn._bytes import pack, unpack, whole
+from levattn._bytes import as_damage, pack, unpack, whole
 from levattn._kernels import BLOCK, Float64
 from levattn._moments import refuse_nonfinite
 from levattn._stream import SelectedKeys, Stream
-from levattn._tail import in_main_memory, present_rows
+from levattn._tail import in_main_memory, payload_of, present_rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
 from levattn.leverage import check_epsilon
@@ -195,7 +194,7 @@ class StreamingUniversalSet:
 
     Notes
     -----
-    For each matrix of a batch memory is O(d²/ε), independent of n: at most 2d/ε keys and one block of 2048 rows that are
+    For each matrix of a batch memory is O(d²/ε), independent of n: at most 2d/ε keys and one block of 2048 rows are
     held, d² numbers for each of log₂(n/2048) partial sums, and d² for the scores that keys are screened by. Time O(n
     d²), as for `universal_set`; keys of a condition number above about 10³ (after scaling columns alike) cost several
     times that of others. D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
@@ -279,7 +278,7 @@ class StreamingUniversalSet:
             the state was made. After any error the state is as it was.
         """
         matrices, rows = in_main_memory(K, mask)
-        beside = () if payload is None else (_payload(payload, matrices.batch, matrices.n),)
+        beside = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
             stream = Stream(self.epsilon, self._m, matrices.batch, matrices.d, matrices.format, beside)
         else:
@@ -424,15 +423,13 @@ class StreamingUniversalSet:
             If they are damaged, of another kind, or of a version that is not known.
         """
         fields, arrays = unpack(data, "StreamingUniversalSet", _VERSION)
-        try:
+        with as_damage():
             self = cls(fields["epsilon"], f=fields["power"])
             self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
             for start, stop in fields["spans"]:
                 self._spans = _with_span(self._spans, (whole(start), whole(stop, start + 1)))
             if fields["begun"]:
                 self._stream = Stream.from_parts(fields, arrays, self.epsilon, self._m)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -485,18 +482,6 @@ def _lifted(f: AttentionFunction | Softmax) -> int:
         f"f is {f!r}; expected an even power such as 2 or 4, whose bound never rises as keys are added. For other "
         "functions use universal_set on all keys"
     )
-
-
-def _payload(payload: Any, batch: tuple[int, ...], n: int) -> npt.NDArray[Any]:
-    """Return what comes beside n keys as a numpy array (b, n, ...), or raise."""
-    array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
-    if array.shape[: len(batch) + 1] != (*batch, n):
-        raise ValueError(
-            f"payload has shape {array.shape}; expected {(*batch, n)} and further axes, one entry for each key"
-        )
-    if array.dtype.kind not in "fiubc" or array.dtype.itemsize > 16:
-        raise TypeError(f"payload has dtype {array.dtype}; expected numbers. Give the row numbers of other objects")
-    return array.astype(array.dtype.newbyteorder("="), copy=False).reshape(-1, *array.shape[len(batch) :])
 
 
 def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:

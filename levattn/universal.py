@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +14,7 @@ import numpy.typing as npt
 from levattn._approximate import check_sketch_size, screen
 from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_numpy
 from levattn._kernels import Rows
+from levattn._passes import Checkpoint, Source, as_source, two_passes
 from levattn._random import as_seed
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
@@ -27,6 +31,7 @@ _SAMPLE = 64  # keys outside a set whose scores are compared with those of K
 _SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
 
 Guarantee = Literal["exact", "superset", "none"]
+_Rescore = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]  # scores of some rows in float64
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -213,6 +218,9 @@ def universal_set(
     recheck: bool = False,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
+    progress: bool | Callable[[int, int | None], Any] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_rows: int | None = None,
 ) -> UniversalSet:
     r"""Find the keys that can receive an attention score of at least ε from some query.
 
@@ -227,9 +235,12 @@ def universal_set(
 
     Parameters
     ----------
-    K : array of shape (..., n, d), or KeySource
-        Keys as in `leverage_scores` (sparse ones for x² only), or a file opened with `open_keys`. Use the keys that
-        enter the attention: after rotary embedding, one set for each head of keys.
+    K : array of shape (..., n, d), or chunks of one
+        Keys as in `leverage_scores` (sparse ones for x² only). Or chunks (..., m, d) of them, in order: files opened
+        with `open_keys`, any other object that can be iterated again and again (but a list, which is an array), or a
+        function that returns an iterator. These are read twice for x², by the exact methods "auto" and "gram",
+        and never held together. For all else files are loaded, and other chunks refused. Use the keys that enter the
+        attention: after rotary embedding, one set for each head of keys.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large. A score within 1e-9 (relative) of ε, or within four times
         its estimated error where that is more (condition numbers above about 10⁶), counts as at least ε.
@@ -261,6 +272,15 @@ def universal_set(
         True for a key that takes part; the others are removed and never in the set.
     rng : int or numpy.random.Generator, optional
         Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
+    progress : bool or function, optional
+        For chunks: True for a bar (of rich), or a function of the rows done and their total (None where it is not
+        known), both passes together.
+    checkpoint : path-like, optional
+        For chunks: a file in which to write down, now and then, how far the passes came. If it is there already, they
+        go on from it, to the same result, and refuse it if it is of another run or other keys. It is removed
+        in the end.
+    checkpoint_rows : int, optional
+        Rows from one checkpoint to the next, about; 2²² if left out. The second pass writes down the scores so far.
 
     Returns
     -------
@@ -280,8 +300,8 @@ def universal_set(
 
     Notes
     -----
-    Time O(n d²) and memory O(n + d² log n) beyond K. Scores are computed in float32 for keys of at most that
-    precision; those near ε are computed again in float64, so that the set is exact.
+    Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it. Scores are computed in float32 for keys
+    of at most that precision; those near ε are computed again in float64, so that the set is exact.
 
     References
     ----------
@@ -313,7 +333,18 @@ def universal_set(
     if (epsilon is None) == (size is None):
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
-    if isinstance(K, KeySource):
+    source = as_source(K)
+    extras = any(option is not None for option in (progress, checkpoint, checkpoint_rows))
+    if source is None and extras:
+        raise ValueError("progress or checkpoint is given for keys in an array; expected them for chunks of keys only")
+    if source is not None:
+        if square and method in ("auto", "gram") and not center and groups is None and mask is None:
+            return _of_chunks(source, epsilon, size, progress, checkpoint, checkpoint_rows)
+        if extras or not isinstance(K, KeySource):
+            raise ValueError(
+                "K gives chunks, of which two passes make sets for f = 2, method 'auto' or 'gram', without center, "
+                "groups or mask; expected these options, or keys in an array or a file, and no progress or checkpoint"
+            )
         K = K.load()
     matrices = as_matrices(K, "K", sparse=square)
     b, n = matrices.data.shape[0], matrices.n
@@ -322,10 +353,7 @@ def universal_set(
         raise ValueError("groups are given; expected f = 2, an exact method and epsilon, so that groups have scores")
     if epsilon is not None:
         epsilon = check_epsilon(epsilon)
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
-        raise TypeError(f"size is {size!r}; expected a whole number of keys")
-    if size is not None and not 0 <= size <= n:
-        raise ValueError(f"size is {size}; expected at most the number of keys, 0 <= size <= {n}")
+    _check_size(size, n)
 
     if not square:
         bounded = _BLOCK_EPSILON if epsilon is None else epsilon
@@ -346,8 +374,10 @@ def universal_set(
         chosen = np.zeros((b, n), np.bool_)
         left = np.zeros(b)
         for item in range(b):
-            chosen[item] = _largest(factor, matrices, item, host[item], present[item], int(size or 0))
-            left[item] = _largest_score(factor, matrices, item, host[item], present[item] & ~chosen[item])
+            rescore = partial(rescored, factor, matrices, item)
+            margin = _margin(factor, item)
+            chosen[item] = _largest(host[item], present[item], int(size or 0), margin, rescore)
+            left[item] = _largest_score(host[item], present[item] & ~chosen[item], margin, rescore)
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
     together = None if labels is None else group_scores(factor, labels)
     more = np.zeros((b, n), np.bool_)
@@ -374,6 +404,61 @@ def universal_set(
         groups=None if labels is None else matrices.wrap(to_device(labels, matrices.data)),
         group_scores=None if together is None else matrices.wrap(to_device(together, matrices.data)),
     )
+
+
+def _of_chunks(source: Source, epsilon: Any, size: Any, progress: Any, path: Any, every: Any) -> UniversalSet:
+    """Return the set of keys that are read in chunks, in two passes (for a size with ties a few rows once more)."""
+    if epsilon is not None:
+        epsilon = check_epsilon(epsilon)
+    _check_size(size, source.n)
+    job = {"epsilon": epsilon, "size": None if size is None else int(size)}
+
+    def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        if epsilon is None:
+            return np.zeros(scores.shape, np.bool_)
+        return _at_least(factor, matrices, scores, epsilon)
+
+    found = two_passes(source, choose, progress, Checkpoint.checked(path, every, job))
+    factor, scores, chosen, batch = found.factor, found.scores, found.chosen, found.example.batch
+    b, n = scores.shape
+    certified = epsilon
+    if size is not None:
+        _check_size(size, n)
+        left = np.zeros(b)
+        for item in range(b):
+
+            def rescore(rows: npt.NDArray[np.int64], item: int = item) -> npt.NDArray[np.float64]:
+                keys = source.rows(item, rows, found.example)
+                return np.asarray(factor.item(item).exactly().on(keys).scores(wide=True)[0][0])
+
+            present, margin = np.ones(n, np.bool_), _margin(factor, item)
+            chosen[item] = _largest(scores[item], present, int(size), margin, rescore)
+            left[item] = _largest_score(scores[item], ~chosen[item], margin, rescore)
+        certified = left.reshape(batch) if batch else float(left[0])
+    rank = factor.rank.reshape(batch) if batch else int(factor.rank[0])
+    return UniversalSet(
+        mask=found.example.wrap(chosen),
+        scores=found.example.wrap(scores),
+        epsilon=certified,
+        guarantee="superset" if found.counted.any() else "exact",
+        f=2,
+        rank=rank,
+        factor=factor,
+        present=np.ones((*batch, n), np.bool_),
+        by_size=size is not None,
+        certificate=("leverage",),
+        total_bound=rank,
+        exact_factor=True,
+        _leverage=scores.reshape((*batch, n)),
+    )
+
+
+def _check_size(size: Any, n: int | None) -> None:
+    """Raise if a size is no number of keys, of which there are n if that is known."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
+        raise TypeError(f"size is {size!r}; expected a whole number of keys")
+    if size is not None and not (size >= 0 and (n is None or size <= n)):
+        raise ValueError(f"size is {size}; expected at most the number of keys, 0 <= size <= {n}")
 
 
 def _from_sketch(
@@ -520,17 +605,21 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
 
 
-def _largest_score(factor: Factor, matrices: Matrices, item: int, scores: Any, among: npt.NDArray[np.bool_]) -> float:
+def _margin(factor: Factor, item: int) -> float:
+    """Return the relative difference below which scores of one matrix are too close to call."""
+    return max(4 * float(factor.score_error[item]), TIE)
+
+
+def _largest_score(scores: Any, among: npt.NDArray[np.bool_], margin: float, rescore: _Rescore) -> float:
     """Return the largest of the scores `among` some keys, in float64 whatever the precision of `scores`."""
     if not among.any():
         return 0.0
-    margin = max(4 * float(factor.score_error[item]), TIE)
     rows = np.flatnonzero(among & (scores >= scores[among].max() * (1 - margin)))
-    return float(rescored(factor, matrices, item, rows).max())
+    return float(rescore(rows).max())
 
 
 def _largest(
-    factor: Factor, matrices: Matrices, item: int, scores: Any, present: npt.NDArray[np.bool_], size: int
+    scores: Any, present: npt.NDArray[np.bool_], size: int, margin: float, rescore: _Rescore
 ) -> npt.NDArray[np.bool_]:
     """Choose by score descending, then index ascending; scores too close to call are computed again in float64."""
     candidates = np.flatnonzero(present)
@@ -542,9 +631,8 @@ def _largest(
         return chosen
     values = scores[candidates].astype(np.float64)
     least = np.partition(values, len(values) - size)[len(values) - size]
-    margin = max(4 * float(factor.score_error[item]), TIE)
     chosen[candidates[values > least * (1 + margin)]] = True
     close = candidates[(values <= least * (1 + margin)) & ~(values < least * (1 - margin))]
-    again = rescored(factor, matrices, item, close)
+    again = rescore(close)
     chosen[close[np.argsort(-again, kind="stable")[: size - int(chosen.sum())]]] = True
     return chosen

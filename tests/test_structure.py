@@ -27,11 +27,22 @@ API = ROOT.parent / "docs" / "api.md"
 
 # A module imports from its own level or below. A sub-package stands for all of its modules.
 LAYERS = {
-    0: ("exceptions", "_array", "_bytes", "_random", "_threads"),
+    0: ("exceptions", "_array", "_bytes", "_progress", "_random", "_threads"),
     1: ("_kernels",),
-    2: ("_moments", "_tail", "linalg", "states", "functions", "sketch"),
-    3: ("leverage", "_approximate", "sensitivity", "_lift", "_softmax", "exact", "groups"),
-    4: ("universal", "heavy", "_causal", "_recovery", "_running", "_stream", "mass", "streaming", "io"),
+    2: ("_moments", "_tail", "linalg", "states", "functions", "sketch", "io"),
+    3: (
+        "leverage",
+        "_approximate",
+        "_normalizers",
+        "_passes",
+        "_running",
+        "sensitivity",
+        "_lift",
+        "_softmax",
+        "exact",
+        "groups",
+    ),
+    4: ("universal", "heavy", "_causal", "_recovery", "_stream", "decoding", "mass", "streaming"),
     5: ("distributed", "attention"),
     6: ("nn", "integrations", "plots", "cli"),
     7: ("",),  # levattn/__init__.py: the public names
@@ -61,13 +72,14 @@ HOMES = {
     "matplotlib": ("plots",),
     "typer": ("cli", "cli.*"),
     "click": ("cli", "cli.*"),
-    "rich": ("cli", "cli.*"),
+    "rich": ("_progress", "cli", "cli.*"),
 }
 # Whoever imports these modules has asked for the package: everything else optional waits inside functions.
 EAGER = {
     "numba": CPU_KERNELS,
     "llvmlite": CPU_KERNELS,
-    **{name: HOMES[name] for name in ("typer", "click", "rich")},
+    **{name: HOMES[name] for name in ("typer", "click")},
+    "rich": ("cli", "cli.*"),
 }
 
 # The compiler's flags are chosen in one module; the rest of the kernels uses its decorators.

@@ -1,0 +1,52 @@
+"""Progress of long work, for whoever asks: a function of one's own, or a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["reported"]
+
+
+@contextmanager
+def reported(progress: Any, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Give a function to call with the number of rows that were worked on since the last call.
+
+    `progress` is None, True for a bar on the terminal, or a function of the rows done and their total (None where it
+    is not known).
+    """
+    if progress is None or progress is False:
+        yield _ignore
+        return
+    done = 0
+    if progress is True:
+        with _bar(total) as advance:
+            yield advance
+        return
+    if not callable(progress):
+        raise TypeError(
+            f"progress is {progress!r}; expected None, True for a bar, or a function of the rows done and their total"
+        )
+
+    def call(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(done, total)
+
+    yield call
+
+
+def _ignore(rows: int) -> None:
+    """Report to nobody."""
+
+
+@contextmanager
+def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
+    try:
+        from rich.progress import Progress
+    except ModuleNotFoundError as error:
+        raise ImportError('a progress bar needs rich: pip install "levattn[cli]"') from error
+    with Progress(transient=True) as bar:
+        task = bar.add_task("rows of keys", total=total)
+        yield lambda rows: bar.advance(task, rows)
