@@ -6,24 +6,44 @@ here do not rise either, so what is left in the end does not depend on when that
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._array import to_numpy
-from levattn._bytes import shaped
-from levattn._kernels import Float64, Rows
+from levattn._bytes import shaped, whole
+from levattn._kernels import BLOCK, Float64, Rows
 from levattn._lift import lift_columns, lifted_rows
 from levattn._moments import MomentSum, Twofold
+from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.leverage import TIE
 from levattn.linalg import Factor
 from levattn.states import factor_of, factor_of_sum
 
-__all__ = ["Judged", "RunningSquares"]
+__all__ = ["Judged", "Running", "RunningBlocks", "RunningSquares", "running_bounds"]
+
+_SUBBLOCKS = 16  # of a block of rows, that go to different groups
 
 Flags = npt.NDArray[np.bool_]
+Labels = npt.NDArray[np.int64]
+Frozen = tuple[Twofold, npt.NDArray[np.int32]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What keys are judged by.
+
+    factor: of all keys so far.
+    groups: factors of the groups of keys, where there are such.
+    """
+
+    factor: Factor
+    groups: tuple[Factor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,11 +67,15 @@ class RunningSquares:
     `screen`; the key itself counted in.
     """
 
+    labelled = False  # whether keys come with labels that tell what they were summed up with
+    certificate: Literal["leverage", "lift"]
+
     def __init__(self, b: int, d: int, m: int = 1) -> None:
+        self.certificate = "leverage" if m == 1 else "lift"
         self.m = m
         self.columns = lift_columns(d, m)
         self.sums = MomentSum(b, self.columns)
-        self.frozen: tuple[Twofold, npt.NDArray[np.int32]] | None = None
+        self.frozen: Frozen | None = None
         self._screen: Factor | None = None
 
     def copy(self) -> RunningSquares:
@@ -59,6 +83,21 @@ class RunningSquares:
         other = RunningSquares.__new__(RunningSquares)
         other.__dict__.update(self.__dict__, sums=self.sums.copy())
         return other
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks so far."""
+        return self.sums.blocks.count
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are made of a key to screen it; none are where it is read as it is."""
+        return 0 if self.m == 1 else self.columns
+
+    @property
+    def expected(self) -> float:
+        """ε times the number of keys whose bound is at least ε, at most."""
+        return float(self.columns)
 
     def read(self, rows: Rows) -> Rows:
         """Return the rows whose leverage scores are the bounds."""
@@ -74,7 +113,7 @@ class RunningSquares:
         self.frozen = self.sums.total(Rows(np.zeros((b, 0, d)), "float64"))
         self._screen = None
 
-    def screened(self, rows: Rows, epsilon: float, member: bool) -> Flags:
+    def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Flags:
         """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
@@ -88,39 +127,192 @@ class RunningSquares:
             least = least / (1 - least)  # x/(1 + x) with the key itself, x without
         return np.asarray(~(scores < np.maximum(least, 0.0)[:, None].astype(scores.dtype)))
 
-    def factor(self, tail: Rows) -> Factor:
-        """Return the factor of all keys so far, with fewer than a block that wait."""
-        return factor_of(self.sums, self.read(tail))
+    def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
+        """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
+        return Reference(factor_of(self.sums, self.read(tail)))
 
-    def judge(self, factor: Factor, item: int, keys: Rows, epsilon: float) -> Judged:
-        """Bound keys (1, k, d) of one matrix that are among the factored ones."""
-        one = factor.item(item).exactly()
+    def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
+        """Bound keys (1, k, d) of one matrix that are among those of the reference."""
+        one = by.factor.item(item).exactly()
         upper, counted = one.on(self.read(keys)).scores(wide=True)
         upper = to_numpy(upper)[0]
         slack = max(TIE, 4 * float(one.error[0]))
-        return Judged(upper, ~(upper < epsilon * (1 - slack)), bool(counted[0]))
+        return Judged(upper, ~(upper < epsilon * (1 - slack)) & ~(upper <= 0), bool(counted[0]))
 
-    def merge(self, other: RunningSquares, tail: Rows) -> None:
+    def merge(self, other: RunningSquares, tail: Rows, _labels: Labels | None) -> None:
         """Add what another has seen, with the rows that wait there."""
         self.sums.merge(*other.sums.total(other.read(tail)))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays from which `from_parts` makes it again."""
         fields, arrays = self.sums.parts()
-        if self.frozen is not None:
-            moments, exponents = self.frozen
-            held = {f"frozen.{key}": value for key, value in vars(moments).items() if value is not None}
-            arrays |= held | {"frozen.exponents": exponents}
-        return fields, arrays
+        return fields, arrays | _frozen_arrays("frozen", self.frozen)
 
-    @classmethod
-    def from_parts(
-        cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int, m: int
-    ) -> RunningSquares:
-        """Return the bounds that `parts` took apart, or raise ValueError, TypeError or LookupError."""
-        self = cls(b, d, m)
-        self.sums = MomentSum.from_parts(fields, arrays, b, self.columns)
-        if "frozen.high" in arrays:
-            exponents = shaped(arrays["frozen.exponents"], np.int32, (b, self.columns))
-            self.frozen = Twofold.from_arrays(arrays, "frozen", b, self.columns), exponents
-        return self
+    def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        b, columns = self.sums.exponents.shape
+        self.sums = MomentSum.from_parts(fields, arrays, b, columns)
+        self.frozen = _frozen(arrays, "frozen", b, columns)
+
+
+class RunningBlocks:
+    """Bounds for all functions of at most quadratic growth, from the scores of a key against groups of keys.
+
+    Where ⟨k, y⟩ = 1 a group of keys, whose least ‖K_g y‖² is 1/t, adds at least min(1, 1/t) to Σ min(1, ⟨k_l, y⟩²); in
+    the group of k itself that adds 1, and the others min(1, 1/t − 1). A group that grows only adds more. Rows go
+    to the groups in turn, a part of a block at a time.
+    """
+
+    labelled = True
+    certificate: Literal["block"] = "block"
+
+    def __init__(self, b: int, d: int, epsilon: float) -> None:
+        self.columns, self.blocks = d, 0
+        self.merged = 0  # parts of blocks that came by merging
+        self.groups = [MomentSum(b, d) for _ in range(math.ceil(2 / epsilon))]
+        self.frozen: list[Frozen] = []
+        self._screen: tuple[Factor, ...] = ()
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are made of a key to screen it."""
+        return len(self.groups)
+
+    @property
+    def expected(self) -> float:
+        """ε times the number of keys whose bound is at least ε, at most, where rows come in random order."""
+        return 8.0 * self.columns
+
+    def copy(self) -> RunningBlocks:
+        """Return bounds that go on from here by themselves."""
+        other = RunningBlocks.__new__(RunningBlocks)
+        other.__dict__.update(self.__dict__, groups=[sums.copy() for sums in self.groups])
+        return other
+
+    def label(self, first: int, n: int) -> Labels:
+        """Return the groups (1, n) of the rows from the number `first` on."""
+        size = BLOCK // _SUBBLOCKS
+        return np.arange(first, first + n, dtype=np.int64)[None] // size % len(self.groups)
+
+    def add(self, rows: Rows) -> None:
+        """Add whole blocks."""
+        self._count(self.groups, rows, self.label(self.blocks * BLOCK, rows.shape[1])[0])
+        self.blocks += rows.shape[1] // BLOCK
+
+    @staticmethod
+    def _count(groups: list[MomentSum], rows: Rows, labels: Labels) -> None:
+        """Add runs of rows of one label each to their groups."""
+        b, n, d = rows.shape
+        edges = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), n]
+        for low, high in pairwise(edges if n else []):
+            groups[labels[low]].merge(*MomentSum(b, d).total(rows.between(low, high)))
+
+    def freeze(self) -> None:
+        """Take all blocks so far for the screen."""
+        b, d = self.groups[0].exponents.shape
+        nothing = Rows(np.zeros((b, 0, d)), "float64")
+        self.frozen = [sums.total(nothing) for sums in self.groups]
+        self._screen = ()
+
+    def screened(self, rows: Rows, labels: Labels | None, epsilon: float, member: bool) -> Flags:
+        """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
+        if not self._screen:
+            like = rows.between(0, 0)
+            self._screen = tuple(factor_of_sum(*frozen, like) for frozen in self.frozen)
+        return np.asarray(~(self._sums(self._screen, rows, labels, member) * (epsilon * (1 - TIE)) > 1))
+
+    @staticmethod
+    def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Float64:
+        """Return what the groups add up to at least, (b, m)."""
+        total = np.zeros(rows.shape[:2])
+        for group, factor in enumerate(groups):
+            t = to_numpy(factor.on(rows).scores(member=False)[0]).astype(np.float64)
+            with np.errstate(divide="ignore", over="ignore"):
+                each = 1 / (t * (1 + 4 * factor.score_error[:, None] + TIE))
+            mine = np.zeros(rows.shape[1], np.bool_) if labels is None else labels[0] == group
+            own = np.clip(each, 1.0, 2.0) if member else 1 + np.minimum(each, 1.0)
+            total += np.where(mine, own, np.minimum(each, 1.0))
+        return total
+
+    def reference(self, tail: Rows, labels: Labels | None) -> Reference:
+        """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
+        groups = [sums.copy() for sums in self.groups]
+        if labels is not None:
+            self._count(groups, tail, labels[0])
+        b, _, d = tail.shape
+        everything, nothing = MomentSum(b, d), tail.between(0, 0)
+        totals = [sums.total(nothing) for sums in groups]
+        for total in totals:
+            everything.merge(*total)
+        factor = factor_of_sum(*everything.total(nothing), nothing)
+        return Reference(factor, tuple(factor_of_sum(*total, nothing) for total in totals))
+
+    def judge(self, by: Reference, item: int, keys: Rows, labels: Labels | None, epsilon: float) -> Judged:
+        """Bound keys (1, k, d) of one matrix that are among those of the reference."""
+        groups = [factor.item(item).exactly() for factor in by.groups]
+        upper = np.minimum(1 / np.maximum(self._sums(groups, keys, labels, member=True)[0], 1e-300), 1.0)
+        upper = np.where(np.any(keys.keys[0] != 0, axis=1), upper, 0.0)
+        return Judged(upper, (upper >= epsilon * (1 - TIE)), False)
+
+    @property
+    def turn(self) -> int:
+        """By how many groups those of another are moved on when it is merged, so that no group stays small."""
+        return self.blocks * _SUBBLOCKS + self.merged
+
+    def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None) -> None:
+        """Add what another has seen, with the rows that wait there."""
+        turn, count, nothing = self.turn, len(self.groups), tail.between(0, 0)
+        for g, its in enumerate(other.groups):
+            self.groups[(g + turn) % count].merge(*its.total(nothing))
+        if labels is not None:
+            self._count(self.groups, tail, (labels[0] + turn) % count)
+        self.merged += other.turn + -(-tail.shape[1] * _SUBBLOCKS // BLOCK)
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return fields and arrays from which `restore` makes it again."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for g, sums in enumerate(self.groups):
+            arrays |= {f"group{g}.{name}": array for name, array in sums.parts()[1].items()}
+            arrays |= _frozen_arrays(f"frozen{g}", self.frozen[g] if self.frozen else None)
+        return {"blocks": self.blocks, "merged": self.merged}, arrays
+
+    def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        b, d = self.groups[0].exponents.shape
+        self.blocks, self.merged = whole(fields["blocks"]), whole(fields["merged"])
+        for g in range(len(self.groups)):
+            start = f"group{g}."
+            own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+            terms = ["merged"] if "merged.high" in own else []
+            self.groups[g] = MomentSum.from_parts({"blocks": 0, "terms": terms}, own, b, d)
+        frozen = [_frozen(arrays, f"frozen{g}", b, d) for g in range(len(self.groups))]
+        self.frozen = [each for each in frozen if each is not None]
+
+
+Running = RunningSquares | RunningBlocks
+
+
+def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
+    """Return the bounds for f, of b matrices with d columns; raise for functions without one that never rises."""
+    if isinstance(f, Power) and f.p % 2 == 0:
+        return RunningSquares(b, d, int(f.p) // 2)
+    if isinstance(f, Softmax) or f.growth > 2:
+        raise ValueError(
+            f"f is {f!r}; expected an even power, or a function of at most quadratic growth: for others no bound is "
+            "known that never rises as keys are added. Use universal_set on all keys"
+        )
+    return RunningBlocks(b, d, epsilon)
+
+
+def _frozen_arrays(name: str, frozen: Frozen | None) -> dict[str, npt.NDArray[Any]]:
+    if frozen is None:
+        return {}
+    moments, exponents = frozen
+    held = {f"{name}.{key}": value for key, value in vars(moments).items() if value is not None}
+    return held | {f"{name}.exponents": exponents}
+
+
+def _frozen(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Frozen | None:
+    if f"{name}.high" not in arrays:
+        return None
+    return Twofold.from_arrays(arrays, name, b, d), shaped(arrays[f"{name}.exponents"], np.int32, (b, d))

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from levattn._array import to_float64
 from levattn._bytes import shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
-from levattn._running import RunningSquares
+from levattn._running import Judged, Reference, Running, RunningBlocks, running_bounds
 from levattn._tail import Tail
+from levattn.functions import AttentionFunction, Softmax
 from levattn.linalg import Factor
 
 __all__ = ["HeldKeys", "SelectedKeys", "Stream"]
@@ -89,12 +90,21 @@ class Stream:
     """
 
     def __init__(
-        self, epsilon: float, m: int, batch: tuple[int, ...], d: int, format: Any, beside: Sequence[npt.NDArray[Any]]
+        self,
+        epsilon: float,
+        f: AttentionFunction | Softmax,
+        batch: tuple[int, ...],
+        d: int,
+        format: Any,
+        beside: Sequence[npt.NDArray[Any]],
     ) -> None:
         b = math.prod(batch)
         self.epsilon, self.batch, self.d, self.format = epsilon, batch, d, format
-        self.running = RunningSquares(b, d, m)
-        self.tail = Tail(b, d, format, np.zeros((1, 0), np.int64), *beside)
+        self.running: Running = running_bounds(f, epsilon, b, d)
+        numbers = np.zeros((1, 0), np.int64)
+        if self.running.labelled:
+            beside = [numbers, *beside]
+        self.tail = Tail(b, d, format, numbers, *beside)
         self.present = np.zeros(b, np.int64)
         self.held = [HeldKeys.empty(d, format, [array[0] for array in beside]) for _ in range(b)]
         self.limits = np.full(b, self._least_limit)
@@ -102,17 +112,25 @@ class Stream:
 
     @property
     def _least_limit(self) -> int:
-        return math.ceil(2 * self.running.columns / self.epsilon)
+        return math.ceil(2 * self.running.expected / self.epsilon)
 
     @property
     def blocks(self) -> int:
         """Number of whole blocks so far."""
-        return self.running.sums.blocks.count
+        return self.running.blocks
 
     @property
     def beside(self) -> list[npt.NDArray[Any]]:
         """Arrays like those that come beside the keys, without rows."""
-        return [array[:, :0] for array in self.tail.beside[1:]]
+        return [array[:, :0] for array in self.tail.beside[1 + self.running.labelled :]]
+
+    def push(self, rows: Rows, index: npt.NDArray[np.int64], *beside: npt.NDArray[Any]) -> None:
+        """Add a chunk; FloatingPointError if it is not finite. If it raises, the state is void."""
+        if isinstance(self.running, RunningBlocks):
+            labels = self.running.label(self.blocks * BLOCK + self.tail.count, rows.shape[1])
+            self.tail.push(rows, self._take, index, labels, *beside)
+        else:
+            self.tail.push(rows, self._take, index, *beside)
 
     def copy(self) -> Stream:
         """Return a state that goes on from here by itself; until then they share the rows that wait."""
@@ -137,7 +155,11 @@ class Stream:
             shapes = [f"{dtype} of shape (..., m{''.join(f', {size}' for size in shape)})" for shape, dtype in mine]
             raise ValueError(f"payload of {name} differs from that before; expected {shapes[0] if shapes else 'none'}")
 
-    def take(self, rows: Rows, index: npt.NDArray[np.int64], *beside: npt.NDArray[Any]) -> None:
+    def _labels(self, beside: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
+        """Return the labels among what comes beside keys, (1, k)."""
+        return beside[0].reshape(1, -1) if self.running.labelled else None
+
+    def _take(self, rows: Rows, index: npt.NDArray[np.int64], *beside: npt.NDArray[Any]) -> None:
         """Add whole blocks; if it raises, the state is void."""
         at, left = 0, rows.shape[1] // BLOCK
         while left:
@@ -146,13 +168,14 @@ class Stream:
             count = 1 if milestone else self._run(left)
             part = slice(at * BLOCK, (at + count) * BLOCK)
             run = rows.between(part.start, part.stop)
+            labels = self._labels([array[:, part] for array in beside])
             if milestone:
                 self.running.add(run)
                 self.running.freeze()
-                kept = self.running.screened(run, self.epsilon, member=True)
-                full = np.arange(len(self.held))
+                kept = self.running.screened(run, labels, self.epsilon, member=True)
+                over = np.arange(len(self.held))
             else:
-                kept = self.running.screened(run, self.epsilon, member=False)
+                kept = self.running.screened(run, labels, self.epsilon, member=False)
                 counts = np.cumsum(kept.reshape(len(kept), count, BLOCK).sum(axis=2), axis=1)
                 counts += np.array([len(held) for held in self.held], np.int64)[:, None]
                 beyond = counts > self.limits[:, None]
@@ -163,56 +186,61 @@ class Stream:
                     self._span = min(2 * self._span, _RUN)
                 part = slice(part.start, part.start + count * BLOCK)
                 run, kept = run.between(0, count * BLOCK), kept[:, : count * BLOCK]
-                full = np.flatnonzero(beyond[:, count - 1])
+                over = np.flatnonzero(beyond[:, count - 1])
                 self.running.add(run)
             for item in np.flatnonzero(kept.any(axis=1)).tolist():
                 which = np.flatnonzero(kept[item])
                 there = part.start + which
-                new = HeldKeys(index[0, there], run.keys[item, which], tuple(a[item, there] for a in beside))
+                more = tuple(a[item if len(a) == len(kept) else 0, there] for a in beside)
+                new = HeldKeys(index[0, there], run.keys[item, which], more)
                 self.held[item] = self.held[item] + new
-            if len(full):
-                self._prune(full.tolist(), rows.between(0, 0))
+            full = [item for item in over.tolist() if len(self.held[item])]
+            if full:
+                self._prune(full, self.running.reference(rows.between(0, 0), None))
             at, left = at + count, left - count
 
     def _run(self, left: int) -> int:
         """Return how many of the blocks that are left to screen together: up to the next milestone."""
         done = self.blocks
         milestone = 1 << done.bit_length()
-        fit = max(1, _RUN_NUMBERS // (BLOCK * len(self.held) * self.running.columns)) if self.running.m > 1 else _RUN
+        fit = max(1, _RUN_NUMBERS // max(1, BLOCK * len(self.held) * self.running.numbers))
         return min(left, milestone - 1 - done, _RUN - done % _RUN, self._span, fit)
 
-    def _prune(self, items: Sequence[int], tail: Rows) -> None:
+    def _judged(self, by: Reference, item: int, held: HeldKeys) -> Judged:
+        keys = Rows(held.keys[None], self.format)
+        return self.running.judge(by, item, keys, self._labels(held.beside), self.epsilon)
+
+    def _prune(self, items: Sequence[int], by: Reference) -> None:
         """Judge the held keys of some matrices by all keys so far."""
-        items = [item for item in items if len(self.held[item])]
-        if not items:
-            return
-        factor = self.running.factor(tail)
         for item in items:
             held = self.held[item]
-            keys = Rows(held.keys[None], self.format)
-            kept = self.running.judge(factor, item, keys, self.epsilon).kept
+            kept = self._judged(by, item, held).kept
             self.held[item] = held.take(kept)
             self.limits[item] = max(self._least_limit, 2 * int(kept.sum()))
 
     def judge(self) -> tuple[Factor, list[SelectedKeys], bool]:
         """Return the factor of all keys so far, those that may have a score of at least ε, and if one counts as 1."""
-        factor = self.running.factor(self.tail.rows)
+        by = self._reference()
         selected, counted = [], False
         for item in range(len(self.held)):
             held = self._with_tail(item)
-            judged = self.running.judge(factor, item, Rows(held.keys[None], self.format), self.epsilon)
+            judged = self._judged(by, item, held)
             found = held.take(judged.kept)
             order = np.argsort(found.indices)
             found, scores = found.take(order), judged.upper[judged.kept][order]
             counted |= judged.counted
-            payload = found.beside[0] if found.beside else None
+            payload = found.beside[-1] if self.beside else None
             selected.append(SelectedKeys(found.indices, self._as_given(found.keys), scores, payload))
-        return factor, selected, counted
+        return by.factor, selected, counted
+
+    def _reference(self) -> Reference:
+        return self.running.reference(self.tail.rows, self._labels(self.tail.beside[1:]))
 
     def _with_tail(self, item: int) -> HeldKeys:
         """Return the held keys of one matrix and the rows that wait."""
         index, *beside = self.tail.beside
-        return self.held[item] + HeldKeys(index[0], self.tail.rows.keys[item], tuple(array[item] for array in beside))
+        waiting = tuple(array[item if len(array) == len(self.held) else 0] for array in beside)
+        return self.held[item] + HeldKeys(index[0], self.tail.rows.keys[item].copy(), waiting)
 
     def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.format == "bfloat16":
@@ -221,24 +249,29 @@ class Stream:
 
     def merge(self, other: Stream, shift: int) -> None:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
-        factor = other.running.factor(other.tail.rows)
-        self.running.merge(other.running, other.tail.rows)
+        by = other._reference()
+        labels = other._labels(other.tail.beside[1:])
+        turn = self.running.turn if isinstance(self.running, RunningBlocks) else 0
+        self.running.merge(other.running, other.tail.rows, labels)  # type: ignore[arg-type]  # made for the same f
         self.present = self.present + other.present
         full = []
         for item in range(len(self.held)):
             new = other._with_tail(item)
-            judged = self.running.judge(factor, item, Rows(new.keys[None], self.format), self.epsilon)
-            new = new.take(judged.kept)
-            self.held[item] = self.held[item] + HeldKeys(new.indices + shift, new.keys, new.beside)
+            new = new.take(other._judged(by, item, new).kept)
+            beside = new.beside
+            if isinstance(self.running, RunningBlocks):
+                beside = ((beside[0] + turn) % len(self.running.groups), *beside[1:])
+            self.held[item] = self.held[item] + HeldKeys(new.indices + shift, new.keys, beside)
             if len(self.held[item]) > self.limits[item]:
                 full.append(item)
-        self._prune(full, self.tail.rows)
+        if full:
+            self._prune(full, self._reference())
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays from which `from_parts` makes the state again."""
         fields, arrays = self.running.parts()
         fields |= {"batch": list(self.batch), "d": self.d, "format": self.format}
-        fields |= {"beside": len(self.beside), "span": self._span}
+        fields |= {"beside": len(self.tail.beside) - 1}
         arrays |= {"present": self.present, "limits": self.limits}
         arrays |= {"counts": np.array([len(held) for held in self.held], np.int64)}
         arrays |= {"tail.keys": self.tail.rows.keys}
@@ -250,14 +283,20 @@ class Stream:
         return fields, arrays
 
     @classmethod
-    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], epsilon: float, m: int) -> Stream:
+    def from_parts(
+        cls,
+        fields: dict[str, Any],
+        arrays: dict[str, npt.NDArray[Any]],
+        epsilon: float,
+        f: AttentionFunction | Softmax,
+    ) -> Stream:
         """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         batch, d, format = tuple(whole(size) for size in fields["batch"]), whole(fields["d"], 1), fields["format"]
         b, dtype = math.prod(batch), np.dtype(_DTYPES[format])
         likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]
-        self = cls(epsilon, m, batch, d, format, [like[:, :0] for like in likes])
-        self.running = RunningSquares.from_parts(fields, arrays, b, d, m)
-        self._span = whole(fields["span"], 1)
+        labelled = running_bounds(f, epsilon, b, d).labelled
+        self = cls(epsilon, f, batch, d, format, [like[:, :0] for like in likes[labelled:]])
+        self.running.restore(fields, arrays)
         self.tail.hold(arrays["tail.keys"], arrays["tail.beside0"], *likes)
         self.present = shaped(arrays["present"], np.int64, (b,))
         self.limits = shaped(arrays["limits"], np.int64, (b,))

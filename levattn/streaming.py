@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +13,10 @@ import numpy.typing as npt
 from levattn._bytes import as_damage, pack, unpack, whole
 from levattn._kernels import BLOCK, Float64
 from levattn._moments import refuse_nonfinite
+from levattn._running import running_bounds
 from levattn._stream import SelectedKeys, Stream
 from levattn._tail import in_main_memory, payload_of, present_rows
-from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, as_function
 from levattn.io import replace_file
 from levattn.leverage import check_epsilon
 from levattn.linalg import Factor
@@ -124,13 +125,13 @@ class StreamedSet:
 
     @property
     def size_bound(self) -> Any:
-        """The bound on the size of the set: for f(x) = x² rank/ε.
+        """The bound on the size of the set: rank/ε, and 8 rank/ε for the block bound of rows in random order.
 
         Returns
         -------
         float or array of shape (...,)
         """
-        bound = np.asarray(self.rank, np.float64) / self.epsilon
+        bound = (8.0 if self.certificate == ("block",) else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
         return bound if self.batch else float(bound)
 
     @property
@@ -177,8 +178,9 @@ class StreamingUniversalSet:
     epsilon : float in (0, 1]
         Smallest attention score that counts as large.
     f : float, AttentionFunction, default 2
-        Attention function with a bound that never rises as keys are added: x² (exact) and even powers (the leverage
-        scores of the products of p/2 coordinates; a superset). Others are refused.
+        Attention function with a bound that never rises as keys are added: x² (exact), even powers (the leverage
+        scores of the products of p/2 coordinates; a superset), and functions of at most quadratic growth (their
+        block bound, see `sensitivities`; a superset, which depends on the order of the rows). Others are refused.
     row_start : int, optional
         Number of the first row. Give it where states of several parts of the keys are to be merged in any order;
         without it the rows of a state that is merged come after those that are there.
@@ -219,7 +221,7 @@ class StreamingUniversalSet:
     def __init__(self, epsilon: float, *, f: Any = 2, row_start: int | None = None) -> None:
         self.epsilon = check_epsilon(epsilon)
         self.f = as_function(f)
-        self._m = _lifted(self.f)
+        self._saved_as = _check(self.f, self.epsilon)
         if row_start is not None and (isinstance(row_start, bool) or not isinstance(row_start, int | np.integer)):
             raise TypeError(f"row_start is {row_start!r}; expected a whole number")
         if row_start is not None and row_start < 0:
@@ -280,14 +282,14 @@ class StreamingUniversalSet:
         matrices, rows = in_main_memory(K, mask)
         beside = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
-            stream = Stream(self.epsilon, self._m, matrices.batch, matrices.d, matrices.format, beside)
+            stream = Stream(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, beside)
         else:
             stream = self._stream.copy()
             stream.require(matrices.batch, matrices.d, matrices.format, beside, "K")
         index = np.arange(self._next_row, self._next_row + matrices.n, dtype=np.int64)[None]
         before = stream.blocks * BLOCK + stream.tail.count
         try:
-            stream.tail.push(rows, stream.take, index, *beside)
+            stream.push(rows, index, *beside)
         except FloatingPointError:
             refuse_nonfinite(rows, before)
         stream.present = stream.present + present_rows(rows)
@@ -333,7 +335,7 @@ class StreamingUniversalSet:
             spans = _with_span(spans, (start + shift, stop + shift))
         if self._stream is None:
             theirs = other._stream
-            stream = Stream(self.epsilon, self._m, theirs.batch, theirs.d, theirs.format, theirs.beside)
+            stream = Stream(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.beside)
         else:
             stream, theirs = self._stream.copy(), other._stream
             stream.require(theirs.batch, theirs.d, theirs.format, theirs.beside, "other")
@@ -370,7 +372,7 @@ class StreamingUniversalSet:
             raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
         stream = self._stream
         factor, selected, counted = stream.judge()
-        square = self._m == 1
+        square = stream.running.certificate == "leverage"
         rank = factor.rank.reshape(stream.batch) if stream.batch else int(factor.rank[0])
         return StreamedSet(
             items=tuple(selected),
@@ -382,7 +384,7 @@ class StreamingUniversalSet:
             f=self.f.p if isinstance(self.f, Power) else self.f,
             rank=rank,
             factor=factor,
-            certificate=("leverage",) if square else ("lift",),
+            certificate=(stream.running.certificate,),
         )
 
     def to_bytes(self) -> bytes:
@@ -392,8 +394,15 @@ class StreamingUniversalSet:
         -------
         bytes
             A header in JSON, the arrays of the state, and a checksum; docs/design.md describes them.
+
+        Raises
+        ------
+        TypeError
+            If f is a function of one's own, which has no name to be saved by.
         """
-        fields: dict[str, Any] = {"epsilon": self.epsilon, "power": 2 * self._m, "placed": self._placed}
+        if not self._saved_as:
+            raise TypeError(f"f is {self.f!r}; only states of the functions of levattn can be saved")
+        fields: dict[str, Any] = {"epsilon": self.epsilon, "f": self._saved_as, "placed": self._placed}
         fields |= {"next_row": self._next_row, "spans": self._spans, "begun": self._stream is not None}
         arrays: dict[str, npt.NDArray[Any]] = {}
         if self._stream is not None:
@@ -424,12 +433,13 @@ class StreamingUniversalSet:
         """
         fields, arrays = unpack(data, "StreamingUniversalSet", _VERSION)
         with as_damage():
-            self = cls(fields["epsilon"], f=fields["power"])
+            name, parameters = fields["f"]
+            self = cls(fields["epsilon"], f=_FAMILIES[name](**parameters))
             self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
             for start, stop in fields["spans"]:
                 self._spans = _with_span(self._spans, (whole(start), whole(stop, start + 1)))
             if fields["begun"]:
-                self._stream = Stream.from_parts(fields, arrays, self.epsilon, self._m)
+                self._stream = Stream.from_parts(fields, arrays, self.epsilon, self.f)
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -474,14 +484,14 @@ class StreamingUniversalSet:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _lifted(f: AttentionFunction | Softmax) -> int:
-    """Return p/2 of an even power, or raise for functions without a bound that never rises."""
-    if isinstance(f, Power) and f.p % 2 == 0:
-        return int(f.p) // 2
-    raise ValueError(
-        f"f is {f!r}; expected an even power such as 2 or 4, whose bound never rises as keys are added. For other "
-        "functions use universal_set on all keys"
-    )
+_FAMILIES = {family.__name__: family for family in (Power, Huber, Tukey, L1L2, Fair)}
+
+
+def _check(f: AttentionFunction | Softmax, epsilon: float) -> list[Any]:
+    """Raise for functions without a bound that never rises; return how a state names f, empty if it cannot."""
+    running_bounds(f, epsilon, 0, 1)
+    name = type(f).__name__
+    return [name, asdict(f)] if _FAMILIES.get(name) is type(f) and is_dataclass(f) else []
 
 
 def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
