@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, as_matrices, take, to_device, to_numpy
-from levattn._kernels import Float64, precise_products
+from levattn._kernels import Float64
 from levattn._random import as_seed
 from levattn._threads import parallel_for
 from levattn.leverage import factorize
-from levattn.linalg import Factor, dense
+from levattn.linalg import Factor, blockwise_product, dense
 
 __all__ = ["as_labels", "group_leverage", "group_scores", "near_duplicates"]
 
@@ -24,8 +24,6 @@ Int64 = npt.NDArray[np.int64]
 
 _CHUNK = 1 << 11  # rows that are whitened, compared or given signatures at a time
 _LEAST_ANGLE = 1e-8  # finer ones are below the rounding of whitened keys
-_ONE_THREAD = 1 << 18  # multiplications of a product up to which OpenBLAS takes one thread
-_LEAST_BLOCK = 8  # rows of such a product; with fewer BLAS is slow
 _TINY = 2.0**-500  # squared norms below which a whitened key is computed anew from the key scaled up
 _SINGLE_CHORD = 2e-6  # error of the distance of two unit vectors in float32, rounded up
 _MISS = 1e-4  # probability that a pair at half the angle shares no signature in any round
@@ -186,33 +184,7 @@ def _whitened(factor: Factor, rows: Int64, *, even: bool = False) -> Float64:
     X = dense(taken, 0, len(rows))
     if even:  # so that no tiny row loses its digits
         X = np.ldexp(X, -np.frexp(np.max(np.abs(X), axis=1, keepdims=True))[1])
-    return _turned(factor, X, _columns(factor))
-
-
-def _columns(factor: Factor) -> Float64:
-    """Return the columns of W that are not zero, or those of its last factor where products are compensated."""
-    W = factor.core[0] if _is_compensated(factor) and factor.core is not None else factor.whitening[0]
-    return np.asarray(W[:, np.any(W != 0, axis=0)])
-
-
-def _turned(factor: Factor, X: Float64, W: Float64) -> Float64:
-    """Return the whitened rows, for rows of keys as they are read and W from `_columns`."""
-    if _is_compensated(factor) and factor.basis is not None:
-        X = precise_products(X, np.ascontiguousarray(factor.basis[0].T))
-    return np.asarray(_product(X, W))
-
-
-def _product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return X W in blocks that BLAS leaves to one thread: its other threads would go on spinning beside ours."""
-    m, d = X.shape
-    step = _ONE_THREAD // max(W.size, 1)
-    if step < _LEAST_BLOCK or step >= m:
-        return np.asarray(X @ W)
-    whole = m // step * step
-    out = np.empty((m, W.shape[1]), X.dtype)
-    np.matmul(X[:whole].reshape(-1, step, d), W, out=out[:whole].reshape(-1, step, W.shape[1]))
-    out[whole:] = X[whole:] @ W
-    return out
+    return factor.whitened(X)
 
 
 def _is_compensated(factor: Factor) -> bool:
@@ -369,12 +341,11 @@ def _directions(factor: Factor) -> _Directions:
     if factor.outside:
         plain, counted = (to_numpy(f.scores(wide=True)[0])[0] for f in (replace(factor, outside={}), factor))
         live &= plain == counted
-    W = _columns(factor)
 
     def body(index: int) -> None:
         part = slice(_CHUNK * index, min(_CHUNK * (index + 1), n))
         with np.errstate(over="ignore", invalid="ignore"):  # of masked keys, which become zeros
-            X = _turned(factor, dense(factor.rows, part.start, part.stop), W)
+            X = factor.whitened(dense(factor.rows, part.start, part.stop))
         squares = np.einsum("ij,ij->i", X, X)
         tiny = np.flatnonzero(squares < _TINY)
         tiny = tiny[live[part][tiny]]
@@ -437,7 +408,7 @@ def _signatures(X: npt.NDArray[np.float32], planes: npt.NDArray[np.float32]) -> 
 
     def body(index: int) -> None:
         part = slice(_CHUNK * index, _CHUNK * (index + 1))
-        products = _product(X[part], columns).reshape(-1, rounds, bits)
+        products = blockwise_product(X[part], columns).reshape(-1, rounds, bits)
         sides = np.zeros((len(products), rounds, 32), np.bool_)
         np.less(products, 0, out=sides[:, :, :bits])
         words = np.packbits(sides, axis=-1).view(np.uint32)[:, :, 0]

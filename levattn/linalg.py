@@ -16,11 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Csr, to_numpy
-from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for
+from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for, precise_products
 from levattn._moments import PLAIN_ERROR, UNIT, Twofold, as_read, second_moments, spectral_norm
 from levattn.exceptions import NonFiniteError
 
-__all__ = ["UNIT", "Factor", "dense", "factor_moments", "factor_qr", "factor_sum", "prepare", "rank_tolerance"]
+__all__ = [
+    "UNIT",
+    "Factor",
+    "blockwise_product",
+    "dense",
+    "factor_moments",
+    "factor_qr",
+    "factor_sum",
+    "prepare",
+    "rank_tolerance",
+]
 
 # Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
 _SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
@@ -35,6 +45,8 @@ _SMALL = 128  # columns up to which products of small matrices do without BLAS
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 _SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
+_ONE_THREAD = 1 << 18  # multiplications of a product up to which OpenBLAS takes one thread
+_LEAST_BLOCK = 8  # rows of such a product; with fewer BLAS is slow
 _TWOFOLD_ERROR = 2.0**-98  # the same in twofold arithmetic
 
 _Turn = Callable[[Float64, Arithmetic], Float64]  # gives the moments of the keys of one matrix in another basis
@@ -234,6 +246,13 @@ class Factor:
                 out[item] = s[0] / s[rank - 1] if s[rank - 1] > 0 else np.inf
         return out
 
+    def whitened(self, X: Float64) -> Float64:
+        """Return ``x = Wᵀk`` of rows k as they are read (`dense`), (m, rank), for a batch of one."""
+        W = self.whitening[0]
+        if self.arithmetic[0] == "compensated" and self.basis is not None and self.core is not None:
+            W, X = self.core[0], precise_products(X, np.ascontiguousarray(self.basis[0].T))
+        return blockwise_product(X, np.asarray(W[:, np.any(W != 0, axis=0)]))
+
     def witness(self, k: Float64, item: int = 0) -> Float64:
         """Return the query ``G⁺ k`` for a key (or rows of keys): no query gives k a larger attention score."""
         W = self.whitening[item]
@@ -241,6 +260,19 @@ class Factor:
             W = W * self.rows.scale[item][:, None]
         q: Float64 = k @ W @ W.T
         return q
+
+
+def blockwise_product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return X W in blocks that BLAS leaves to one thread: its other threads would go on spinning beside ours."""
+    m, d = X.shape
+    step = _ONE_THREAD // max(W.size, 1)
+    if step < _LEAST_BLOCK or step >= m:
+        return np.asarray(X @ W)
+    whole = m // step * step
+    out = np.empty((m, W.shape[1]), X.dtype)
+    np.matmul(X[:whole].reshape(-1, step, d), W, out=out[:whole].reshape(-1, step, W.shape[1]))
+    out[whole:] = X[whole:] @ W
+    return out
 
 
 def _row_sizes(W: Float64) -> Float64:

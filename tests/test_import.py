@@ -22,6 +22,7 @@ OPTIONAL = [
     "pyarrow",
     "rich",
     "safetensors",
+    "sklearn",
     "timm",
     "torch",
     "transformers",

@@ -70,6 +70,7 @@ HOMES = {
     "zarr": ("io",),
     "pyarrow": ("io",),
     "matplotlib": ("plots",),
+    "sklearn": ("integrations.sklearn",),
     "typer": ("cli", "cli.*"),
     "click": ("cli", "cli.*"),
     "rich": ("_progress", "cli", "cli.*"),
@@ -78,7 +79,7 @@ HOMES = {
 EAGER = {
     "numba": CPU_KERNELS,
     "llvmlite": CPU_KERNELS,
-    **{name: HOMES[name] for name in ("typer", "click")},
+    **{name: HOMES[name] for name in ("typer", "click", "sklearn")},
     "rich": ("cli", "cli.*"),
 }
 

@@ -1,0 +1,358 @@
+"""Leverage scores as a scikit-learn estimator. Needs the extra ``sklearn``."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._tail import in_main_memory
+from levattn.linalg import Factor, dense
+from levattn.streaming import StreamedSet, StreamingUniversalSet
+
+try:
+    from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    raise ImportError('LeverageScorer needs scikit-learn: pip install "levattn[sklearn]"') from error
+
+__all__ = ["LeverageScorer"]
+
+_DTYPES = (np.float64, np.float32)
+_ROWS = 8192  # that are whitened at once, so that little is held besides the result
+
+
+class _Seen:
+    """The rows so far, and what is read from them once it is asked for."""
+
+    def __init__(self, stream: StreamingUniversalSet, dtype: np.dtype[Any]) -> None:
+        self.stream = stream
+        self.dtype = dtype
+
+    @cached_property
+    def result(self) -> StreamedSet:
+        return self.stream.result()
+
+    def __getstate__(self) -> tuple[bytes, str]:
+        return self.stream.to_bytes(), self.dtype.name
+
+    def __setstate__(self, state: tuple[bytes, str]) -> None:
+        self.stream, self.dtype = StreamingUniversalSet.from_bytes(state[0]), np.dtype(state[1])
+
+
+class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
+    r"""Leverage scores of rows that come at once or in chunks, their universal set, and whitened rows.
+
+    The leverage of a row x against the fitted rows X is
+
+    .. math:: \tau(x) = x^T (X^T X)^+ x = \max_q \langle q, x\rangle^2 / \sum_l \langle q, x_l\rangle^2.
+
+    For a row of X it is its leverage score, in [0, 1]; these scores sum to the rank of X. Rows are taken as they
+    are: for the scores of least squares with an intercept, centre them first or add a column of ones.
+
+    The universal set is that of `universal_set`, and scores are those of `leverage_scores` to rounding. All have the
+    same bits for the same rows in any chunks.
+
+    Parameters
+    ----------
+    epsilon : float in (0, 1], default 0.05
+        Smallest leverage score of the rows in the universal set.
+
+    Attributes
+    ----------
+    universal_set_ : array of int64, shape (size,)
+        Ascending numbers of the rows whose leverage score is at least `epsilon`, counted from the first row of the
+        fit. There are at most rank/ε of them.
+    result_ : levattn.StreamedSet
+        The universal set with all that is known of it: these rows, their scores, and what is guaranteed.
+    rank_ : int
+        Numerical rank of the rows, the number of columns that `transform` returns.
+    factor_ : levattn.linalg.Factor
+        The factor of the second moment of the rows; `error` there estimates the relative error of a score.
+    n_samples_seen_ : int
+        Number of rows so far.
+    n_features_in_ : int
+        Number of columns.
+    feature_names_in_ : array of str, shape (n_features_in_,)
+        Names of the columns, where the rows of the fit had some.
+
+    See Also
+    --------
+    levattn.leverage_scores, levattn.universal_set : The same for batches, more dtypes and kinds of arrays.
+    levattn.StreamingUniversalSet : The state behind it.
+
+    Notes
+    -----
+    Time O(n d²), and memory O(d²/ε) whatever the number of rows; see `StreamingUniversalSet`. What the attributes
+    hold is computed when it is first asked for, so that chunks may be small.
+
+    The rank is decided in float64 whatever the dtype. Sparse rows and sample weights are not supported; a row with
+    weight w is the row times √w.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 and the streaming
+    algorithm.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.integrations.sklearn import LeverageScorer
+    >>> X = np.random.default_rng(0).standard_normal((5000, 4))
+    >>> X[[10, 4000], 3] = 300, -400
+    >>> scorer = LeverageScorer(epsilon=0.2)
+    >>> for chunk in np.array_split(X, 7):
+    ...     scorer = scorer.partial_fit(chunk)
+    >>> scorer.universal_set_
+    array([  10, 4000])
+    >>> scorer.score_samples(X[[10, 4000]]).round(2)
+    array([0.35, 0.63])
+    >>> float((scorer.transform(X[[10]]) ** 2).sum().round(2))
+    0.35
+    """
+
+    n_features_in_: int
+    _seen: _Seen
+
+    def __init__(self, epsilon: float = 0.05) -> None:
+        self.epsilon = epsilon
+
+    def fit(self, X: Any, y: Any = None) -> LeverageScorer:  # noqa: ARG002
+        """Take these rows, and forget those before.
+
+        Parameters
+        ----------
+        X : array of shape (n, d)
+            Rows, n ≥ 1; float64 or float32, others are converted to float64.
+        y : ignored
+            There for pipelines.
+
+        Returns
+        -------
+        LeverageScorer
+            The estimator itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `epsilon` is no number in (0, 1], or X is not a dense array of finite numbers.
+        """
+        return self._take(X, StreamingUniversalSet(self.epsilon), least=1, reset=True)
+
+    def partial_fit(self, X: Any, y: Any = None) -> LeverageScorer:  # noqa: ARG002
+        """Add a chunk of rows.
+
+        Parameters
+        ----------
+        X : array of shape (m, d)
+            Rows, m ≥ 0 of them, of the dtype of the first chunk or, after float64, of one that float64 holds.
+        y : ignored
+            There for pipelines.
+
+        Returns
+        -------
+        LeverageScorer
+            The estimator itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `fit`, or if X or `epsilon` does not go with the chunks before. The estimator is as it was.
+        """
+        if not self.__sklearn_is_fitted__():
+            return self._take(X, StreamingUniversalSet(self.epsilon), least=0, reset=True)
+        stream = self._seen.stream
+        if self.epsilon != stream.epsilon:
+            raise ValueError(
+                f"epsilon is {self.epsilon!r}; the chunks before were taken with {stream.epsilon!r}. Expected the "
+                "same: set it back, or start anew with fit"
+            )
+        return self._take(X, stream, least=0, reset=False)
+
+    def _take(self, X: Any, stream: StreamingUniversalSet, *, least: int, reset: bool) -> LeverageScorer:
+        """Add rows, at least so many, to a stream, which is a new one if `reset`."""
+        X = validate_data(self, X, reset=reset, dtype=_DTYPES, ensure_min_samples=least)
+        dtype = X.dtype if reset else self._seen.dtype
+        if not np.can_cast(X.dtype, dtype):
+            raise TypeError(
+                f"X has dtype {X.dtype}; the chunks before had {dtype}. Expected {dtype} in all chunks: convert this "
+                f"one, or make the first one {X.dtype}"
+            )
+        self._seen = _Seen(stream.update(X.astype(dtype, copy=False)), dtype)
+        return self
+
+    def merge(self, other: LeverageScorer) -> LeverageScorer:
+        """Add what another estimator has been fitted to, as if its rows came after those of this one.
+
+        Parameters
+        ----------
+        other : LeverageScorer
+            An estimator of the same `epsilon`, number of columns and dtype. It is not changed. One that is not fitted
+            stands for no rows.
+
+        Returns
+        -------
+        LeverageScorer
+            This estimator, which now stands for the rows of both; to rounding the same as if it had seen them all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the estimators do not go together. This one is then as it was.
+
+        Notes
+        -----
+        Time O(d³ + d³/ε), whatever the number of rows.
+        """
+        if not isinstance(other, LeverageScorer):
+            raise TypeError(f"other is of type {type(other).__name__}; expected LeverageScorer")
+        if not other.__sklearn_is_fitted__():
+            return self
+        fitted = self.__sklearn_is_fitted__()
+        mine, theirs = (getattr(each, "feature_names_in_", None) for each in (self, other))
+        if fitted and mine is not None and theirs is not None and not np.array_equal(mine, theirs):
+            raise ValueError(f"other has the columns {list(theirs)}; expected {list(mine)} in this order")
+        stream = self._seen.stream if fitted else StreamingUniversalSet(self.epsilon)
+        self._seen = _Seen(stream.merge(other._seen.stream), other._seen.dtype)
+        if not fitted:
+            self.n_features_in_ = other.n_features_in_
+            if theirs is not None:
+                self.feature_names_in_ = theirs
+        return self
+
+    def score_samples(self, X: Any) -> npt.NDArray[Any]:
+        """Return the leverage of rows against the fitted ones.
+
+        For rows of the fit this is their leverage score. Another row may have more than 1, and has infinity if it
+        reaches outside the row space of the fit by more than rounding. So has a row of the fit that is on the edge of
+        the numerical rank, where `leverage_scores` gives 1: a score may err upwards there, never downwards.
+
+        Unlike those of scikit-learn's outlier detectors, large scores are the unusual ones; where a larger score must
+        mean a more usual row, take the negative.
+
+        Parameters
+        ----------
+        X : array of shape (m, d)
+            Rows.
+
+        Returns
+        -------
+        array of shape (m,)
+            At least 0; float32 for float32 rows, else float64.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            If the estimator is not fitted.
+        TypeError, ValueError
+            If X is not a dense array of finite numbers with the columns of the fit.
+        """
+        scores, _ = self._factor_on(X).scores(member=False)
+        return np.asarray(scores[0])
+
+    def transform(self, X: Any) -> npt.NDArray[Any]:
+        """Return the rows in the basis in which the columns of the fitted rows are orthonormal.
+
+        The squared norm of a row so whitened is its leverage, but for what of it is outside the row space of the fit,
+        which is dropped.
+
+        Parameters
+        ----------
+        X : array of shape (m, d)
+            Rows.
+
+        Returns
+        -------
+        array of shape (m, rank_)
+            X W for a matrix W, upper triangular if the rank is d; float32 for float32 rows, else float64.
+
+        Raises
+        ------
+        sklearn.exceptions.NotFittedError
+            If the estimator is not fitted.
+        TypeError, ValueError
+            If X is not a dense array of finite numbers with the columns of the fit.
+        """
+        factor = self._factor_on(X)
+        m = factor.rows.shape[1]
+        out = np.empty((m, int(factor.rank[0])), factor.rows.format)
+        for start in range(0, m, _ROWS):
+            out[start : start + _ROWS] = factor.whitened(dense(factor.rows, start, start + _ROWS))
+        return out
+
+    def _factor_on(self, X: Any) -> Factor:
+        """Return the factor of the fitted rows for these."""
+        factor = self.factor_.exactly()
+        _, rows = in_main_memory(validate_data(self, X, reset=False, dtype=_DTYPES))
+        return factor.on(rows)
+
+    @property
+    def result_(self) -> StreamedSet:
+        """The universal set of the rows so far, with its rows, their scores and the guarantee.
+
+        Returns
+        -------
+        StreamedSet
+        """
+        return self._fitted.result
+
+    @property
+    def universal_set_(self) -> npt.NDArray[np.int64]:
+        """Ascending numbers of the rows whose leverage score is at least ε.
+
+        Returns
+        -------
+        array of int64, shape (size,)
+        """
+        return self.result_.indices
+
+    @property
+    def rank_(self) -> int:
+        """Numerical rank of the rows so far.
+
+        Returns
+        -------
+        int
+        """
+        return int(self.result_.rank)
+
+    @property
+    def factor_(self) -> Factor:
+        """The factor of the second moment of the rows so far.
+
+        Returns
+        -------
+        levattn.linalg.Factor
+        """
+        return self.result_.factor
+
+    @property
+    def n_samples_seen_(self) -> int:
+        """Number of rows so far.
+
+        Returns
+        -------
+        int
+        """
+        return self._fitted.stream.n
+
+    @property
+    def _fitted(self) -> _Seen:
+        check_is_fitted(self)
+        return self._seen
+
+    @property
+    def _n_features_out(self) -> int:
+        return self.rank_
+
+    def __sklearn_is_fitted__(self) -> bool:
+        """Tell whether there were rows yet."""
+        return hasattr(self, "_seen")
+
+    def __sklearn_tags__(self) -> Any:
+        """Return what scikit-learn needs to know of the estimator."""
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
