@@ -62,6 +62,11 @@ def as_source(K: Any) -> Source | None:
     """Return what gives the chunks of K, None where K is an array; raise where it gives them only once."""
     if isinstance(K, KeySource):
         return Source(lambda start: K.between(start, K.n), K.n)
+    if type(K).__module__.startswith("dask."):
+        raise TypeError(
+            f"K is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers use "
+            "levattn.distributed.dask.universal_set"
+        )
     if isinstance(K, list | tuple | str | bytes | dict) or hasattr(K, "shape"):
         return None
     if isinstance(K, Iterator):

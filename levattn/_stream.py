@@ -39,6 +39,13 @@ class SelectedKeys:
         Their leverage scores for f(x) = x², else certified upper bounds of their sensitivities.
     payload : array of shape (k, ...) or None
         What came beside them.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> found = levattn.StreamingUniversalSet(0.9).update(np.eye(2), payload=np.array([7, 8])).result()
+    >>> found.items[0].indices, found.items[0].payload
+    (array([0, 1]), array([7, 8]))
     """
 
     indices: npt.NDArray[np.int64]

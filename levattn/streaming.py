@@ -54,6 +54,12 @@ class StreamedSet:
         The factor of the second moment of the keys, or of these products.
     certificate : tuple of str
         What the guarantee rests on; see `UniversalSet`.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.StreamingUniversalSet(0.5).update(np.eye(3)).result()
+    StreamedSet(3 of 3 keys, epsilon=0.5, guarantee='exact', rank=3, bound=6, vacuous)
     """
 
     items: tuple[SelectedKeys, ...]
