@@ -242,7 +242,7 @@ class MomentSum:
         diagonal = sum(_diagonal(part.high) for _, part in sorted(blocks.levels.items()))
         with np.errstate(divide="ignore", invalid="ignore"):
             growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
-        due = self.wide | ~(growth <= self.room)
+        due = self.wide | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
         if due.any():
             if level:
                 return False

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import levattn
+from levattn import leverage_scores
 from levattn._kernels import PairwiseSum, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
-from naive import leverage_svd
+from naive import leverage_exact, leverage_svd
 
 
 def naive_moment(K: np.ndarray) -> np.ndarray:
@@ -166,6 +167,29 @@ def test_keys_whose_squares_leave_the_range_have_scores(m: int, sizes: tuple[flo
     rows = Rows(K[None], "float64")
     scores = state.factor().on(rows).scores()[0][0]
     np.testing.assert_allclose(scores, leverage_svd(K / np.abs(K).max(axis=0)), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("prefix", ["zeros", "one column", "well-conditioned", "small"])
+@pytest.mark.parametrize("condition", [1e5, 1e9])
+def test_keys_that_turn_ill_conditioned_have_scores(prefix: str, condition: float) -> None:
+    rng = np.random.default_rng(11)
+    K = rng.standard_normal((9000, 5)) @ np.linalg.qr(rng.standard_normal((5, 5)))[0]
+    late = (K[4096:] * np.geomspace(1, 1 / condition, 5)) @ np.linalg.qr(rng.standard_normal((5, 5)))[0]
+    if prefix == "zeros":
+        K[:4096] = 0
+    elif prefix == "one column":
+        K[:4096, 1:] = 0
+    elif prefix == "small":
+        K[:4096] *= 1e-12
+    K[4096:] = late
+    if prefix == "well-conditioned":
+        K[4096:] *= 1e6
+    scores = Moments(5).update(K).factor().on(Rows(K[None], "float64")).scores()[0][0]
+    np.testing.assert_allclose(scores, leverage_scores(K, method="svd"), rtol=1e-7)
+    exact = leverage_exact(K[:: len(K) // 40])
+    few = Moments(5).update(np.repeat(K[:: len(K) // 40], 60, axis=0)).factor()
+    shares = few.on(Rows(K[None, :: len(K) // 40], "float64")).scores()[0][0]
+    np.testing.assert_allclose(60 * shares, exact, rtol=1e-6)
 
 
 def test_keys_of_the_documented_range() -> None:
