@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
+import shutil
 import stat
 import sys
 import zipfile
@@ -23,25 +25,55 @@ from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, open_keys, replace_file
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
+zarr = pytest.importorskip("zarr")
+zarr_codecs = pytest.importorskip("zarr.codecs")
 
 Array = npt.NDArray[Any]
 Writer = Callable[[Path, Array], Path]
 
 WRITERS = ["npy", "npz", "npz-compressed", "safetensors"]
+ALL = [*WRITERS, "parquet", "zarr", "zarr-group", "zarr-shards"]
 
 
-def write(kind: str, folder: Path, K: Array) -> Path:
-    path = folder / f"keys.{kind.removesuffix('-compressed')}"
+def write(kind: str, folder: Path, K: Array, name: str = "keys") -> Path:
+    path = folder / f"{name}.{kind.partition('-')[0]}"
     if kind == "npy":
         np.save(path, K)
     elif kind == "npz":
         np.savez(path, K=K)
     elif kind == "npz-compressed":
         np.savez_compressed(path, K=K)
-    else:
+    elif kind == "safetensors":
         safetensors_numpy.save_file({"K": np.ascontiguousarray(K)}, path)
+    elif kind == "parquet":
+        parquet.write_table(pa.table({"K": lists_of(K), "token": range(len(K))}), path, row_group_size=30)
+    else:
+        write_zarr(path, K, kind)
     return path
+
+
+def lists_of(K: Array) -> Any:
+    return pa.FixedSizeListArray.from_arrays(pa.array(K.ravel()), K.shape[1])
+
+
+def write_zarr(path: Path, K: Array, kind: str = "zarr", **options: Any) -> None:
+    if kind == "zarr-group":
+        zarr.create_group(path, overwrite=True)
+    options = {"chunks": (*(1,) * (K.ndim - 2), 24, max(1, K.shape[-1])), **options}
+    if kind == "zarr-shards":
+        options["shards"] = (*options["chunks"][:-2], 48, options["chunks"][-1])
+    array = zarr.create_array(
+        path, name="K" if kind == "zarr-group" else None, shape=K.shape, dtype=K.dtype, overwrite=True, **options
+    )
+    array[...] = K
+
+
+def shapes_of_kinds(*shapes: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """All kinds with all shapes that they can have: a column of lists is a matrix."""
+    return [(kind, shape) for kind in ALL for shape in shapes if kind != "parquet" or len(shape) == 2]
 
 
 def some_keys(shape: tuple[int, ...] = (100, 8), dtype: Any = np.float32) -> Array:
@@ -51,15 +83,15 @@ def some_keys(shape: tuple[int, ...] = (100, 8), dtype: Any = np.float32) -> Arr
 # -- what comes back -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-@pytest.mark.parametrize("shape", [(100, 8), (2, 3, 101, 5), (1, 1)])
+@pytest.mark.parametrize(("kind", "shape"), shapes_of_kinds((100, 8), (2, 3, 101, 5), (1, 1)))
 def test_chunks_and_load_return_what_was_stored(tmp_path: Path, kind: str, dtype: Any, shape: tuple[int, ...]) -> None:
     K = some_keys(shape, dtype)
     source = open_keys(write(kind, tmp_path, K), chunk_rows=17)
     assert isinstance(source, KeySource)
     assert (source.shape, source.dtype) == (K.shape, K.dtype)
-    assert source.tensor == (None if kind == "npy" else "K")
+    assert (source.n, source.d) == K.shape[-2:]
+    assert source.tensor == (None if kind in ("npy", "zarr", "zarr-shards") else "K")
     for _ in range(2):  # as many passes as one likes
         chunks = list(source)
         assert all(chunk.shape[-2] == 17 for chunk in chunks[:-1])
@@ -68,7 +100,39 @@ def test_chunks_and_load_return_what_was_stored(tmp_path: Path, kind: str, dtype
     np.testing.assert_array_equal(source.load(), K)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize(("kind", "shape"), shapes_of_kinds((100, 8), (2, 3, 101, 5)))
+def test_any_range_of_rows(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    K = some_keys(shape)
+    source = open_keys(write(kind, tmp_path, K), chunk_rows=17)
+    for start, stop in [(0, 0), (0, 1), (3, 60), (29, 31), (np.int64(97), 100), (100, 100), (0, source.n)]:
+        rows = source.read(start, stop)
+        assert (type(rows), rows.dtype) == (np.ndarray, K.dtype)
+        np.testing.assert_array_equal(rows, K[..., start:stop, :])
+        part = source.between(start, stop)
+        assert part.shape == part.load().shape == rows.shape
+        assert part.chunk_rows == 17
+        np.testing.assert_array_equal(part.load(), rows)
+        chunks = list(part)
+        assert all(chunk.shape[-2] == 17 for chunk in chunks[:-1])
+        np.testing.assert_array_equal(np.concatenate([rows[..., :0, :], *chunks], axis=-2), rows)
+    inner = source.between(20, 80).between(5, 25)
+    np.testing.assert_array_equal(inner.load(), K[..., 25:45, :])
+    np.testing.assert_array_equal(inner.read(2, 3), K[..., 27:28, :])
+    with pytest.raises(ValueError, match=r"rows 5 to 21 are asked for; expected 0 <= start <= stop <= n = 20"):
+        inner.read(5, 21)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (3, 2), (0, 101)])
+def test_ranges_are_within_the_rows(tmp_path: Path, start: int, stop: int) -> None:
+    source = open_keys(write("npy", tmp_path, some_keys()))
+    for method in (source.read, source.between):
+        with pytest.raises(ValueError, match=rf"rows {start} to {stop} are asked for; expected .* n = 100"):
+            method(start, stop)
+        with pytest.raises(TypeError, match="float"):
+            method(0.0, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors", "zarr"])
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (2, 0, 4), (0, 7, 3)])
 def test_empty_arrays(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
     source = open_keys(write(kind, tmp_path, some_keys(shape)), chunk_rows=3)
@@ -155,9 +219,468 @@ def test_default_chunks_are_whole_blocks_of_sums(tmp_path: Path, d: int) -> None
     assert rows % BLOCK == 0
 
 
-def test_a_source_can_be_pickled(tmp_path: Path) -> None:
-    source = open_keys(write("npy", tmp_path, some_keys()))
+def test_memory_of_a_chunk(tmp_path: Path) -> None:
+    path = write("npy", tmp_path, np.zeros((2, 10_000, 8), np.float32))
+    for memory, rows in [
+        (1, 1),
+        (63, 1),
+        (128, 2),
+        (2**16, 1024),
+        (2**18, 4096),
+        (2**18 + 2**17, 6144),
+        (2**20, 16384),
+    ]:
+        assert open_keys(path, memory=memory).chunk_rows == rows
+    assert open_keys(path, memory=2**25) == open_keys(path)
+    with pytest.raises(ValueError, match="chunk_rows and memory: both given; expected at most one"):
+        open_keys(path, memory=1, chunk_rows=1)
+    with pytest.raises(ValueError, match="memory must be at least 1, got -1"):
+        open_keys(path, memory=-1)
+    with pytest.raises(TypeError, match="memory must be a positive integer, got str"):
+        open_keys(path, memory="1 GB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_source_can_be_pickled(tmp_path: Path, kind: str) -> None:
+    source = open_keys(write(kind, tmp_path, some_keys())).between(10, 30)
+    again = pickle.loads(pickle.dumps(source))
+    assert again == source
+    np.testing.assert_array_equal(again.load(), source.load())
+    assert len(pickle.dumps(source)) < 1000
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "parquet"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    K = np.random.default_rng(0).random((2**19, 32), np.float32)
+    if kind == "parquet":  # in one row group
+        path = tmp_path / "keys.parquet"
+        parquet.write_table(pa.table({"K": lists_of(K)}), path, use_dictionary=False)
+    else:
+        path = write(kind, tmp_path, K)
+    del K
+    source = open_keys(path, memory=2**20)
+    sum(float(chunk[0, 0]) for chunk in source.between(0, 2**16))  # what pyarrow takes once
+    before, most = resident(), 0
+    for chunk in source:
+        chunk.sum()
+        most = max(most, resident() - before)
+    assert path.stat().st_size > 64 * 2**20
+    assert most < 32 * 2**20
+    path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "parquet"])
+def test_a_file_cut_while_it_is_read(tmp_path: Path, kind: str) -> None:
+    path = write(kind, tmp_path, some_keys((5000, 64)))
+    chunks = iter(open_keys(path, chunk_rows=10))
+    next(chunks)
+    with path.open("r+b") as stream:
+        stream.truncate(100_000)
+    with pytest.raises(KeyFileError, match=r"truncated or damaged \(it was cut while it was read\)"):
+        next(chunks)
+
+
+@pytest.mark.parametrize("shape", ["(3L, 4L)", "(3, 4)", "( 3 ,4 , )", "(3,4)"])
+def test_headers_of_other_writers(tmp_path: Path, shape: str) -> None:
+    for version, size in ((1, 2), (2, 4), (3, 4)):
+        header = f'  {{"shape": {shape} , \'fortran_order\':False,"descr":"<f4"}} \n'.encode()
+        start = b"\x93NUMPY" + bytes([version, 0]) + len(header).to_bytes(size, "little")
+        K = some_keys((3, 4))
+        (tmp_path / "a.npy").write_bytes(start + header + K.tobytes())
+        np.testing.assert_array_equal(open_keys(tmp_path / "a.npy").load(), K)
+
+
+# -- several files ---------------------------------------------------------------------------------------
+
+
+def write_shards(folder: Path, K: Array, kinds: list[str], names: list[str]) -> list[Path]:
+    parts = np.array_split(K, len(kinds), axis=-2)
+    return [write(kind, folder, part, name) for kind, part, name in zip(kinds, parts, names, strict=True)]
+
+
+def test_a_folder_is_read_in_natural_order(tmp_path: Path) -> None:
+    K = some_keys((103, 8))
+    kinds = ["npz", "npz-compressed", "safetensors", "parquet", "zarr-group", "npz"]
+    write_shards(tmp_path, K, kinds, ["Keys", "keys-2", "keys-9", "keys-10", "keys-10b", "layer-1"])
+    for name in (".keys-3.npy", "notes.txt", "config.json", "readme.md", "keys-4.npy.part"):
+        (tmp_path / name).write_bytes(b"no keys")
+    (tmp_path / "logs").mkdir()
+    source = open_keys(tmp_path, tensor="K", chunk_rows=20)
+    assert (source.path, source.tensor, source.shape, source.dtype) == (tmp_path, "K", K.shape, K.dtype)
+    np.testing.assert_array_equal(source.load(), K)
+    assert [chunk.shape[0] for chunk in source] == [20, 20, 20, 20, 20, 3]  # whatever the files
+    np.testing.assert_array_equal(np.concatenate(list(source)), K)
+    for start, stop in [(0, 18), (17, 19), (30, 100), (50, 50), (103, 103)]:
+        np.testing.assert_array_equal(source.read(start, stop), K[start:stop])
+        np.testing.assert_array_equal(source.between(start, stop).load(), K[start:stop])
+        np.testing.assert_array_equal(np.concatenate([K[:0], *source.between(start, stop)]), K[start:stop])
     assert pickle.loads(pickle.dumps(source)) == source
+
+
+def test_several_paths_are_read_in_their_order(tmp_path: Path) -> None:
+    K = some_keys((2, 3, 100, 4))
+    shards = write_shards(tmp_path, K, ["npy", "zarr", "npy"], ["b", "c", "a"])
+    source = open_keys([str(shards[0]), *shards[1:]], chunk_rows=30)
+    assert (source.path, source.tensor, source.shape) == (tuple(shards), None, K.shape)
+    np.testing.assert_array_equal(source.load(), K)
+    np.testing.assert_array_equal(np.concatenate(list(source), axis=-2), K)
+    with pytest.raises(ValueError, match="path is an empty sequence"):
+        open_keys([])
+    with pytest.raises(FileNotFoundError, match=r"d\.npy: no such file"):
+        open_keys([shards[0], tmp_path / "d.npy"])
+
+
+def test_empty_shards(tmp_path: Path) -> None:
+    K = some_keys((10, 4))
+    paths = [write("npy", tmp_path, part, f"{i}") for i, part in enumerate([K[:0], K[:5], K[5:5], K[5:], K[:0]])]
+    source = open_keys(paths, chunk_rows=4)
+    np.testing.assert_array_equal(np.concatenate(list(source)), K)
+    np.testing.assert_array_equal(source.load(), K)
+    np.testing.assert_array_equal(source.read(4, 6), K[4:6])
+    nothing = open_keys(paths[:1] * 3)
+    assert nothing.load().shape == nothing.read(0, 0).shape == (0, 4)
+    assert list(nothing) == []
+
+
+def test_a_folder_without_keys(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"the folder holds no file of keys \(\.npy, .*zarr store\); check"):
+        open_keys(tmp_path)
+    for name in (".hidden.npy", "notes.txt"):
+        (tmp_path / name).write_bytes(b"no keys")
+    with pytest.raises(KeyFileError, match="holds no file of keys"):
+        open_keys(tmp_path)
+
+
+@pytest.mark.parametrize("other", [np.zeros((5, 3), np.float32), np.zeros((5, 4)), np.zeros((1, 5, 4), np.float32)])
+def test_shards_that_do_not_fit(tmp_path: Path, other: Array) -> None:
+    write("npy", tmp_path, some_keys((7, 4)), "a")
+    write("npy", tmp_path, other, "b")
+    with pytest.raises(
+        KeyFileError, match=r"b\.npy: holds float.*cannot follow those of float32 \(7, 4\) in .*a\.npy"
+    ):
+        open_keys(tmp_path)
+
+
+def test_a_missing_part_is_noticed(tmp_path: Path) -> None:
+    K = some_keys((30, 4))
+    shards = write_shards(tmp_path, K, ["npy"] * 3, [f"keys-0000{i}-of-00003" for i in (1, 2, 3)])
+    np.testing.assert_array_equal(open_keys(tmp_path).load(), K)
+    shards[1].unlink()
+    with pytest.raises(KeyFileError, match=r"the folder holds 2 of 3 files keys-\.\.\.-of-00003\.npy; copy"):
+        open_keys(tmp_path)
+
+
+def test_a_bad_shard_is_named(tmp_path: Path) -> None:
+    write("npy", tmp_path, some_keys(), "a")
+    (tmp_path / "b.npz").write_bytes(b"PK\x03\x04")
+    with pytest.raises(KeyFileError, match=r"b\.npz: the file is truncated"):
+        open_keys(tmp_path)
+    (tmp_path / "b.npz").unlink()
+    (tmp_path / "c.npy").mkdir()
+    with pytest.raises(KeyFileError, match=r"c\.npy: not a regular file"):
+        open_keys(tmp_path)
+    (tmp_path / "c.npy").rmdir()
+    (tmp_path / "d.npy").symlink_to("nothing.npy")
+    with pytest.raises(KeyFileError, match=r"d\.npy: not a regular file"):
+        open_keys(tmp_path)
+
+
+def test_changes_of_a_folder_are_noticed(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path, some_keys((30, 4)), ["npy"] * 3, ["1", "2", "3"])
+    source = open_keys(tmp_path, chunk_rows=5)
+    write("npy", tmp_path, some_keys((3, 4)), "4")
+    with pytest.raises(KeyFileError, match=r"changed since it was opened, from 3 files to 4; open it again"):
+        source.load()
+    (tmp_path / "4.npy").unlink()
+    write("npy", tmp_path, some_keys((11, 4)), "2")
+    with pytest.raises(KeyFileError, match=r"2\.npy: changed since it was opened, from float32 \(10, 4\) to"):
+        list(source)
+    assert source.read(0, 9).shape == (9, 4)  # the others are as they were
+    shards[2].unlink()
+    with pytest.raises(KeyFileError, match=r"from 3 files to 2"):
+        source.between(0, 5).load()
+
+
+# -- the index of a model --------------------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_model(folder: Path) -> dict[str, Array]:
+    tensors = {"a.k": some_keys((7, 4)), "b.k": some_keys((9, 4)).astype(ml_dtypes.bfloat16), "b.v": some_keys((9, 2))}
+    files = {name: f"model-0000{1 + (name[0] == 'b')}-of-00002.safetensors" for name in tensors}
+    for file in set(files.values()):
+        safetensors_numpy.save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
+    (folder / "config.json").write_text("{}")
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["", INDEX])
+def test_an_index_finds_the_file_of_a_tensor(tmp_path: Path, name: str) -> None:
+    tensors = write_model(tmp_path)
+    for tensor, K in tensors.items():
+        source = open_keys(tmp_path / name, tensor=tensor, chunk_rows=4)
+        assert (source.tensor, source.shape, source.dtype) == (tensor, K.shape, K.dtype)
+        np.testing.assert_array_equal(np.concatenate(list(source)), K)
+    with pytest.raises(KeyFileError, match=r"holds 3 arrays \('a.k', 'b.k', 'b.v'\); say which one"):
+        open_keys(tmp_path / name)
+    with pytest.raises(KeyFileError, match=r"no tensor 'c.k', .*did you mean"):
+        open_keys(tmp_path / name, tensor="c.k")
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert open_keys(tmp_path / name, tensor="a.k").shape == (7, 4)
+    with pytest.raises(FileNotFoundError, match=r"tensor 'b.k' is in 'model-00002.*not beside it; copy it there"):
+        open_keys(tmp_path / name, tensor="b.k")
+
+
+def test_an_index_stands_alone_in_a_folder(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    write("npy", tmp_path, some_keys())
+    with pytest.raises(KeyFileError, match=r"holds both 'model\.safetensors\.index\.json', 'keys\.npy'; open one"):
+        open_keys(tmp_path, tensor="a.k")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "the file is truncated or damaged"),
+        ("[" * 100_000, "truncated or damaged"),
+        ("\udcff", "truncated or damaged"),
+        ("[]", "no weight_map"),
+        ('{"weight_map": ["a.k"]}', "no weight_map"),
+        ('{"weight_map": {}}', "holds no array"),
+        ('{"weight_map": {"a.k": 3}}', "said to be in 3"),
+        ('{"weight_map": {"a.k": "config.json"}}', r"said to be in 'config\.json'"),
+        ('{"weight_map": {"a.k": "model-00002-of-00002.safetensors"}}', r"has no tensor 'a\.k', it holds"),
+    ],
+)
+def test_a_damaged_index(tmp_path: Path, content: str, message: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / INDEX).write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(KeyFileError, match=message):
+        open_keys(tmp_path / INDEX, tensor="a.k")
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/x.safetensors", "x\0.safetensors", "x" * 300 + ".safetensors"]
+)
+def test_an_index_leads_nowhere_else(tmp_path: Path, file: str) -> None:
+    safetensors_numpy.save_file({"a.k": some_keys((7, 4))}, tmp_path / "x.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a.k": file}}))
+    with pytest.raises(FileNotFoundError, match="not beside it"):
+        open_keys(folder / INDEX, tensor="a.k")
+
+
+# -- zarr ------------------------------------------------------------------------------------------------
+
+
+def edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+CODECS = {
+    "none": {"compressors": None},
+    "zstd": {"compressors": [zarr_codecs.ZstdCodec(checksum=True)]},
+    "blosc": {"compressors": [zarr_codecs.BloscCodec()]},
+    "gzip": {"compressors": [zarr_codecs.GzipCodec(), zarr_codecs.Crc32cCodec()]},
+    "big-endian": {"serializer": zarr_codecs.BytesCodec(endian="big")},
+    "transposed": {"filters": [zarr_codecs.TransposeCodec(order=(1, 0))]},
+    "dotted": {"chunk_key_encoding": {"name": "v2", "separator": "."}},
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_zarr_codecs(tmp_path: Path, codec: str) -> None:
+    K = some_keys((101, 6))
+    write_zarr(tmp_path / "keys.zarr", K, chunks=(17, 4), **CODECS[codec])
+    source = open_keys(tmp_path / "keys.zarr", chunk_rows=20)
+    assert all(chunk.dtype.isnative for chunk in source)
+    np.testing.assert_array_equal(np.concatenate(list(source)), K)
+
+
+def test_zarr_groups(tmp_path: Path) -> None:
+    group = zarr.create_group(tmp_path / "model")  # a store needs no suffix
+    for name in ("layer/K", "layer/V", "layer/rope/angles"):
+        group.create_array(name, shape=(9, 4), chunks=(2, 4), dtype="float32")[:] = some_keys((9, 4))
+    (tmp_path / "model" / ".cache").mkdir()
+    source = open_keys(tmp_path / "model", tensor="layer/K")
+    assert source.tensor == "layer/K"
+    np.testing.assert_array_equal(source.load(), some_keys((9, 4)))
+    with pytest.raises(KeyFileError, match=r"holds 3 arrays \('layer/K', 'layer/V', 'layer/rope/angles'\)"):
+        open_keys(tmp_path / "model")
+    with pytest.raises(KeyFileError, match=r"no tensor '\.\./model/layer/K', it holds"):
+        open_keys(tmp_path / "model", tensor="../model/layer/K")
+    (tmp_path / "model/layer/V/zarr.json").unlink()
+    with pytest.raises(KeyFileError, match=r"damaged \(there is no layer/V/zarr\.json\)"):
+        open_keys(tmp_path / "model", tensor="layer/K")
+    zarr.create_group(tmp_path / "empty.zarr")
+    with pytest.raises(KeyFileError, match="holds no array"):
+        open_keys(tmp_path / "empty.zarr")
+
+
+def test_other_zarr_stores(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "old.zarr", shape=(3, 4), dtype="float32", zarr_format=2)
+    with pytest.raises(KeyFileError, match=r"is a zarr store of version 2; write it again with zarr_format=3"):
+        open_keys(tmp_path / "old.zarr")
+    (tmp_path / "none.zarr").mkdir()
+    with pytest.raises(KeyFileError, match=r"the store is truncated or damaged \(there is no zarr\.json\)"):
+        open_keys(tmp_path / "none.zarr")
+    (tmp_path / "file.zarr").write_bytes(b"PK")
+    with pytest.raises(KeyFileError, match=r"suffix '\.zarr' is none of"):
+        open_keys(tmp_path / "file.zarr")
+    write_zarr(tmp_path / "int.zarr", np.arange(12).reshape(3, 4))
+    with pytest.raises(KeyFileError, match=r"dtype int64, expected float64, float32 or float16"):
+        open_keys(tmp_path / "int.zarr")
+    write_zarr(tmp_path / "keys.zarr", some_keys())
+    with pytest.raises(KeyFileError, match=r"a zarr array holds one array without a name.*leave tensor out"):
+        open_keys(tmp_path / "keys.zarr", tensor="K")
+
+
+def test_zarr_chunks_that_are_missing_or_too_many(tmp_path: Path) -> None:
+    K = some_keys((100, 8))
+    path = write("zarr", tmp_path, K)
+    K[24:48] = 0
+    write_zarr(path, K)  # zarr does not write this chunk
+    source = open_keys(path, chunk_rows=24)
+    np.testing.assert_array_equal(source.read(48, 100), K[48:])
+    with pytest.raises(KeyFileError, match=r"the array lacks chunk c/1/0, .*'write_empty_chunks': True"):
+        source.load()
+    write_zarr(path, K, config={"write_empty_chunks": True})
+    np.testing.assert_array_equal(source.load(), K)
+    shutil.copytree(path / "c/4", path / "c/5")
+    with pytest.raises(KeyFileError, match=r"shape \(100, 8\), but there is the chunk c/5/0"):
+        open_keys(path)
+    shutil.rmtree(path / "c/5")
+    shutil.rmtree(path / "c/4")
+    with pytest.raises(KeyFileError, match=r"the array lacks chunk c/4/0"):
+        open_keys(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda node: node.update(shape=[10**15, 8]), "lacks chunk c/41666666666666/0"),
+        (lambda node: node.update(shape=[100, 10**15]), "lacks chunk"),
+        (lambda node: node.update(shape=[40, 8]), "but there is the chunk c/2/0"),
+        (lambda node: node.update(shape=[0, 8]), "but there is the chunk c/0/0"),
+        (lambda node: node.update(shape=[100]), "in chunks of"),
+        (lambda node: node.update(shape=[True, 8]), "impossible shape"),
+        (lambda node: node.update(shape=None), "impossible shape"),
+        (
+            lambda node: node["chunk_grid"]["configuration"].update(chunk_shape=[10**12, 8]),
+            "there is the chunk|reshape",
+        ),
+        (lambda node: node["chunk_grid"].update(name="rectilinear"), "chunk grid 'rectilinear', expected regular"),
+        (lambda node: node["chunk_key_encoding"].update(name="x"), "chunk key encoding 'x', expected default, v2"),
+        (lambda node: node["codecs"].append({"name": "numcodecs.pickle"}), "codec 'numcodecs.pickle', expected bytes"),
+        (lambda node: node["codecs"].insert(0, {"name": "blosc"}), "codec 'blosc', expected bytes"),
+        (lambda node: node["codecs"].insert(0, {"name": "sharding_indexed"}), "'bytes', expected sharding_indexed"),
+        (lambda node: node["codecs"].clear(), "truncated or damaged"),
+        (lambda node: node.update(codecs=[{"name": ["bytes"]}]), "truncated or damaged"),
+        (lambda node: node.update(data_type="bfloat16"), "dtype bfloat16, expected float64, float32 or float16"),
+        (lambda node: node.update(data_type={"name": "x"}), r"dtype \{'name': 'x'\}, expected"),
+        (lambda node: node.update(zarr_format=2), "neither an array nor a group of zarr v3"),
+        (lambda node: node.update(storage_transformers=[{"name": "x"}]), "truncated or damaged"),
+        (lambda node: node.pop("fill_value"), "truncated or damaged"),
+    ],
+)
+def test_damaged_zarr_metadata(tmp_path: Path, edit: Callable[[dict[str, Any]], object], message: str) -> None:
+    path = write("zarr", tmp_path, some_keys())
+    edit_json(path / "zarr.json", edit)
+    with pytest.raises(KeyFileError, match=message):
+        open_keys(path).load()
+
+
+def test_absurd_shards_cost_nothing(tmp_path: Path) -> None:
+    path = write("zarr-shards", tmp_path, some_keys((40, 8)))
+
+    def edit(node: dict[str, Any]) -> None:
+        node["shape"] = node["chunk_grid"]["configuration"]["chunk_shape"] = [24 * 10**10, 8]
+
+    edit_json(path / "zarr.json", edit)
+    with pytest.raises(KeyFileError, match=r"chunk c/0/0 of the array is .*, its index alone needs 160000000000"):
+        open_keys(path)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", "blosc", "gzip"])
+def test_damaged_zarr_chunks(tmp_path: Path, codec: str) -> None:
+    path = tmp_path / "keys.zarr"
+    write_zarr(path, some_keys(), **CODECS[codec])
+    chunk = path / "c/2/0"
+    content = chunk.read_bytes()
+    for damage in (b"", content[:10], content[:-1], content + b"x"):
+        chunk.write_bytes(damage)
+        with pytest.raises(KeyFileError, match="truncated or damaged"):
+            open_keys(path).load()
+
+
+# -- parquet ---------------------------------------------------------------------------------------------
+
+
+def test_parquet_columns(tmp_path: Path) -> None:
+    K, V = some_keys((10, 4)), some_keys((10, 2), np.float64)
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"layer.0.K": lists_of(K), "V": lists_of(V), "text": ["x"] * 10}), path)
+    np.testing.assert_array_equal(open_keys(path, tensor="layer.0.K").load(), K)
+    np.testing.assert_array_equal(open_keys(path, tensor="V").load(), V)
+    with pytest.raises(KeyFileError, match=r"holds 2 arrays \('layer\.0\.K', 'V'\); say which one"):
+        open_keys(path)
+    with pytest.raises(KeyFileError, match=r"no tensor 'layer\.0', it holds"):
+        open_keys(path, tensor="layer.0")
+    with pytest.raises(KeyFileError, match=r"column 'text' holds string, expected fixed-size lists of double"):
+        open_keys(path, tensor="text")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 30, 31])
+def test_parquet_row_groups(tmp_path: Path, rows: int) -> None:
+    K = some_keys((rows, 3))
+    source = open_keys(write("parquet", tmp_path, K), chunk_rows=4)
+    assert source.shape == K.shape
+    np.testing.assert_array_equal(np.concatenate([K[:0], *source]), K)
+    np.testing.assert_array_equal(source.load(), K)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (
+            lambda: pa.array([[1.0, 2.0]] * 3),
+            r"no column of fixed-size lists of .*; cast the column to pyarrow\.list_",
+        ),
+        (lambda: pa.array([[1, 2]], pa.list_(pa.int32(), 2)), "no column of fixed-size lists"),
+        (lambda: pa.array([1.0, 2.0]), "no column of fixed-size lists"),
+        (
+            lambda: pa.array([[1, 2], None], pa.list_(pa.float32(), 2)),
+            "tensor 'K' has nulls|all lists to be of size=2",
+        ),
+        (lambda: pa.array([[1, 2], [3, None]], pa.list_(pa.float32(), 2)), "tensor 'K' has nulls"),
+    ],
+)
+def test_other_parquet_columns(tmp_path: Path, column: Callable[[], Any], message: str) -> None:
+    parquet.write_table(pa.table({"K": column()}), tmp_path / "a.parquet")
+    with pytest.raises(KeyFileError, match=message):
+        open_keys(tmp_path / "a.parquet").load()
+
+
+def test_parquet_checksums_are_compared(tmp_path: Path) -> None:
+    K = some_keys((1000, 4))
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pa.table({"K": lists_of(K)}), path, write_page_checksum=True, compression="none", use_dictionary=False
+    )
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(KeyFileError, match=r"truncated or damaged \(.*(?i:crc|checksum)"):
+        open_keys(path).load()
 
 
 # -- what is refused -------------------------------------------------------------------------------------
@@ -166,8 +689,14 @@ def test_a_source_can_be_pickled(tmp_path: Path) -> None:
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nothing\.npy: no such file; check the path"):
         open_keys(tmp_path / "nothing.npy")
-    with pytest.raises(KeyFileError, match="not a regular file"):
-        open_keys(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.npy")
+    for path in (tmp_path, tmp_path / "pipe.npy"):
+        with pytest.raises(KeyFileError, match=r"pipe\.npy: not a regular file"):
+            open_keys(path)
 
 
 def test_unknown_suffix(tmp_path: Path) -> None:
@@ -182,7 +711,7 @@ def test_unknown_suffix(tmp_path: Path) -> None:
         open_keys(tmp_path / "keys.csv")
 
 
-@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "parquet"])
 @pytest.mark.parametrize(
     "content",
     [b"", b"\n", b"one two three\n" * 9, b"\x93NUMP", b"\x93NUMPX" * 30, b"PK\x03\x04", b"{}", b"\0" * 99],
@@ -263,7 +792,7 @@ def test_impossible_shapes(tmp_path: Path, shape: str) -> None:
             open_keys(tmp_path / name)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", [*WRITERS, "parquet"])
 def test_truncated_anywhere(tmp_path: Path, kind: str) -> None:
     whole = write(kind, tmp_path, some_keys((30, 4)))
     content = whole.read_bytes()
@@ -272,6 +801,63 @@ def test_truncated_anywhere(tmp_path: Path, kind: str) -> None:
         cut.write_bytes(content[:size])
         with pytest.raises(KeyFileError):
             open_keys(cut)
+
+
+def npy_of(header: str) -> bytes:
+    text = header.encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+@pytest.mark.parametrize("shape", [(2**25, 0), (0, 2**25), (2**25, 0, 4), (10**18, 0, 10**18)])
+def test_many_rows_of_nothing(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    (tmp_path / "a.npy").write_bytes(npy_of(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}"))
+    with pytest.raises(KeyFileError, match=r"has shape \(.*\), but holds no number"):
+        open_keys(tmp_path / "a.npy")
+
+
+def test_more_axes_than_arrays_have(tmp_path: Path) -> None:
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({'1, ' * 65})}}"
+    (tmp_path / "a.npy").write_bytes(npy_of(header) + b"\0" * 4)
+    with pytest.raises(KeyFileError, match="has shape of 65 axes, expected"):
+        open_keys(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("{'descr': '<b4', 'fortran_order': False, 'shape': (1, 1)}", "dtype <b4, expected"),
+        ("{'descr': 'f4,f4', 'fortran_order': False, 'shape': (1, 1)}", "dtype f4,f4, expected"),
+        ("{'descr': [('O', '<f4')], 'fortran_order': False, 'shape': (1, 1)}", r"dtype \[\('O', '<f4'\)\], expected"),
+        ("{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (1, 1)}", "pickled"),
+        ("{'descr': '<f4', 'fortran_order': 0, 'shape': (1, 1)}", "header cannot be read"),
+        ("{'descr': '<f4', 'fortran_order': False}", "header cannot be read"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1), 'x': print()}", "header cannot be read"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1)} or 1", "header cannot be read"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 1)}" + " " * 10_000, "header is cut off"),
+    ],
+)
+def test_other_headers(tmp_path: Path, header: str, message: str) -> None:
+    (tmp_path / "a.npy").write_bytes(npy_of(header) + b"\0" * 4)
+    with pytest.raises(KeyFileError, match=message):
+        open_keys(tmp_path / "a.npy")
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x09\x09" + header.encode())
+    with pytest.raises(KeyFileError, match=r"unknown version \(9, 9\)"):
+        open_keys(tmp_path / "a.npy")
+
+
+def test_safetensors_that_are_not_aligned(tmp_path: Path) -> None:
+    K = some_keys((5, 4))
+    header = json.dumps({"K": {"dtype": "F32", "shape": [5, 4], "data_offsets": [0, 80]}}).encode()
+    header += b" " * ((1 - len(header)) % 4)
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + K.tobytes())
+    np.testing.assert_array_equal(open_keys(tmp_path / "a.safetensors").load(), K)
+
+
+def test_surplus_bytes(tmp_path: Path) -> None:
+    path = write("npy", tmp_path, some_keys((30, 4)))
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(KeyFileError, match=r"\(30, 4\) needs 480 bytes, 481 are there"):
+        open_keys(path)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -318,7 +904,7 @@ def test_damaged_data_show_when_they_are_read(tmp_path: Path) -> None:
         source.load()
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_file_that_changed_is_noticed(tmp_path: Path, kind: str) -> None:
     source = open_keys(write(kind, tmp_path, some_keys((10, 4))))
     write(kind, tmp_path, some_keys((11, 4)))
@@ -340,9 +926,15 @@ def test_bad_arguments(tmp_path: Path) -> None:
         open_keys(path, chunk_rows=2.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("package", ["safetensors", "ml_dtypes"])
-def test_missing_packages_name_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    path = write("safetensors", tmp_path, some_keys().astype(ml_dtypes.bfloat16))
+@pytest.mark.parametrize(
+    ("package", "kind"),
+    [("safetensors", "safetensors"), ("ml_dtypes", "safetensors"), ("pyarrow", "parquet"), ("zarr", "zarr")],
+)
+def test_missing_packages_name_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, kind: str
+) -> None:
+    dtype = ml_dtypes.bfloat16 if package == "ml_dtypes" else np.float32
+    path = write(kind, tmp_path, some_keys(dtype=dtype))
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'needs {package}: pip install "levattn\[io\]"'):
         open_keys(path)

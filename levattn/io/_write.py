@@ -1,0 +1,59 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Write a file atomically: it appears complete, or not at all.
+
+    Yields a binary stream onto a temporary file in the folder of `path`. On success that file replaces
+    `path`; if the block raises, it is removed and `path` stays as it was.
+
+    Parameters
+    ----------
+    path : path-like
+        The file to write; a symbolic link is followed.
+
+    Yields
+    ------
+    binary file
+        Open for writing.
+
+    Raises
+    ------
+    OSError
+        If the folder does not exist or cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib
+    >>> from levattn.io import replace_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with replace_file(pathlib.Path(folder, "a.bin")) as stream:
+    ...         _ = stream.write(b"all of it")
+    ...     pathlib.Path(folder, "a.bin").read_bytes()
+    b'all of it'
+    """
+    target = Path(os.path.realpath(path))
+    # Opened by name, not by mkstemp: the result then gets the permissions of the user's umask.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    stream = temporary.open("xb")
+    try:
+        with stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
