@@ -44,9 +44,10 @@ def _ignore(rows: int) -> None:
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
     try:
+        from rich.console import Console
         from rich.progress import Progress
     except ModuleNotFoundError as error:
         raise ImportError('a progress bar needs rich: pip install "levattn[cli]"') from error
-    with Progress(transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("rows of keys", total=total)
         yield lambda rows: bar.advance(task, rows)

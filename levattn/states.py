@@ -167,13 +167,19 @@ class Moments:
 
         Raises
         ------
-        ValueError
-            If the states were made for different shapes.
+        TypeError, ValueError
+            If the states were made for different shapes, or saw keys of different dtypes.
         """
         if other.d != self.d or other.batch != self.batch:
             raise ValueError(
                 f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
             )
+        if other._tail is not None:
+            format = other._tail.rows.format
+            if self._tail is None:
+                self._tail = Tail(math.prod(self.batch), self.d, format)
+            elif self._tail.rows.format != format:
+                raise TypeError(f"other has keys of dtype {format}; expected {self._tail.rows.format}, as here")
         self._sum.merge(*other._total())
         self.count = self.count + other.count
         return self

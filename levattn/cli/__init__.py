@@ -90,7 +90,14 @@ def build_app() -> "typer.Typer":
 
     @app.command("universal-set")
     def universal_set(
-        file: Annotated[Path, typer.Argument(help="Keys (..., n, d) in a .npy, .npz or .safetensors file.")],
+        files: Annotated[
+            list[Path],
+            typer.Argument(
+                help="Keys (..., n, d): .npy, .npz, .safetensors (or its .index.json), .parquet, a zarr store, or a "
+                "folder of such files. The rows of several follow each other.",
+                metavar="PATH...",
+            ),
+        ],
         epsilon: Annotated[
             float | None,
             typer.Option(callback=in_unit_interval, help="Keys that can score at least this, in (0, 1]."),
@@ -104,6 +111,17 @@ def build_app() -> "typer.Typer":
             typer.Option(help="Also groups of near-duplicate keys, within this angle (0.1), that score as a whole."),
         ] = None,
         method: Annotated[Method, typer.Option(help="How to compute the scores.")] = Method.auto,
+        memory: Annotated[
+            int | None, typer.Option(min=1, help="MiB of keys to hold at a time (32), where they are read in passes.")
+        ] = None,
+        checkpoint: Annotated[
+            Path | None,
+            typer.Option(help="Write down here how far it came; go on from it if it is there. Removed in the end."),
+        ] = None,
+        scheduler: Annotated[
+            str | None,
+            typer.Option(help="Address of a dask scheduler (tcp://...) whose workers see the files: one pass there."),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
         plot: Annotated[
             Path | None,
@@ -124,7 +142,30 @@ def build_app() -> "typer.Typer":
             raise typer.BadParameter("--center is for --function 2 (the bound of softmax centres by itself)")
         if duplicates is not None and (epsilon is None or not f.is_square):
             raise typer.BadParameter("--duplicates is for --epsilon and --function 2")
-        request = sets.Request(file, tensor, epsilon, size, f, center, duplicates, method)
+        in_passes = f.is_square and not center and duplicates is None and method in (Method.auto, Method.gram)
+        if (memory is not None or checkpoint is not None) and not in_passes:
+            raise typer.BadParameter(
+                "--memory and --checkpoint are for --function 2 and the methods auto and gram, without --center and "
+                "--duplicates; all else loads the keys"
+            )
+        if scheduler is not None and (size is not None or checkpoint is not None or plot is not None):
+            raise typer.BadParameter("--scheduler goes with --epsilon, and without --checkpoint and --plot")
+        if scheduler is not None and (center or duplicates is not None or method is not Method.auto):
+            raise typer.BadParameter("--scheduler goes without --center, --duplicates and --method")
+        request = sets.Request(
+            tuple(files),
+            tensor,
+            epsilon,
+            size,
+            f,
+            center,
+            duplicates,
+            method,
+            in_passes,
+            memory,
+            checkpoint,
+            scheduler,
+        )
         with _errors_in_one_line():
             sets.run(request, as_json, plot, output)
 

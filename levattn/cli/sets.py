@@ -1,6 +1,7 @@
 """``levattn universal-set``: the sets of the keys in a file."""
 
 import os
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -40,7 +41,7 @@ class Method(StrEnum):
 class Request:
     """What the command line asked for."""
 
-    file: Path
+    files: tuple[Path, ...]
     tensor: str | None
     epsilon: float | None
     size: int | None
@@ -48,18 +49,36 @@ class Request:
     center: bool
     duplicates: float | None
     method: Method
+    in_passes: bool
+    memory: int | None
+    checkpoint: Path | None
+    scheduler: str | None
+
+    @property
+    def name(self) -> str:
+        """What messages and pictures call the keys."""
+        return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
+
+    @property
+    def paths(self) -> Path | tuple[Path, ...]:
+        """The files as `open_keys` takes them."""
+        return self.files[0] if len(self.files) == 1 else self.files
 
 
 def run(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
     """Run the command."""
-    _check_targets(request.file, plot, output)
-    source = levattn.open_keys(request.file, tensor=request.tensor)
+    _check_targets(request.files, plot, output)
+    memory = None if request.memory is None else request.memory * 2**20
+    source = levattn.open_keys(request.paths, tensor=request.tensor, memory=memory)
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
-        raise typer.BadParameter(f"--size is {request.size}, but {request.file} holds {source.shape[-2]} keys")
+        raise typer.BadParameter(f"--size is {request.size}, but {request.name} holds {source.shape[-2]} keys")
     try:
-        keys = source.load()
+        if request.scheduler is not None:
+            _run_on_workers(request, source, memory, as_json, output)
+            return
+        keys = source if request.in_passes else source.load()
         groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
         sets = levattn.universal_set(
             keys,
@@ -69,10 +88,12 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
             method=request.method.value,
             center=request.center,
             groups=groups,
+            progress=True if request.in_passes and sys.stderr.isatty() else None,
+            checkpoint=request.checkpoint,
         )
     except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
-        problem = str(error).partition(";")[0].removeprefix("K ")
-        fail(f"{request.file} {problem}; remove these rows and save the file again")
+        problem = str(error).partition(";")[0].partition(", counted")[0].removeprefix("K ")
+        fail(f"{request.name} {problem}; remove these rows and save the file again")
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
         with replace_file(output) as stream:
@@ -84,10 +105,52 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
     if as_json:
         print_json(_request_report(request, source) | {"sets": _set_reports(sets, request.function)})
     else:
-        _print_sets(sets, source, request.function)
+        _print_reports(_set_reports(sets, request.function), source, request.function)
 
 
-def _check_targets(file: Path, plot: Path | None, output: Path | None) -> None:
+def _run_on_workers(
+    request: Request, source: levattn.KeySource, memory: int | None, as_json: bool, output: Path | None
+) -> None:
+    """Find the set on the workers of a scheduler; it holds the keys of the set, and no scores of the others."""
+    from levattn.distributed.dask import universal_set_of_files
+
+    found = universal_set_of_files(
+        request.paths,
+        request.epsilon or 0.0,
+        tensor=request.tensor,
+        f=request.function.f,
+        memory=memory,
+        scheduler=request.scheduler,
+    )
+    if output is not None:
+        arrays: dict[str, Any] = {"epsilon": found.epsilon, "guarantee": found.guarantee, "sizes": found.sizes}
+        arrays |= {"indices": np.concatenate([item.indices for item in found.items])}
+        arrays |= {"scores": np.concatenate([item.scores for item in found.items])}
+        with replace_file(output) as stream:
+            np.savez(stream, **arrays)
+    reports = _streamed_reports(found, request.function)
+    if as_json:
+        print_json(_request_report(request, source) | {"sets": reports})
+    else:
+        _print_reports(reports, source, request.function)
+
+
+def _streamed_reports(found: levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:
+    """One report per matrix, as of sets that know all scores."""
+    columns = {
+        name: np.broadcast_to(getattr(found, name), found.batch) for name in ("rank", "size_bound", "is_vacuous")
+    }
+    condition = found.factor.condition.reshape(found.batch)
+    return [
+        {"item": item, "size": len(keys), "epsilon": found.epsilon}
+        | {name: column[item].item() for name, column in columns.items()}
+        | {"condition": float(condition[item]), "guarantee": found.guarantee, "f": function.text}
+        | {"indices": keys.indices.tolist(), "hidden_groups": []}
+        for item, keys in zip(np.ndindex(found.batch), found.items, strict=True)
+    ]
+
+
+def _check_targets(files: tuple[Path, ...], plot: Path | None, output: Path | None) -> None:
     """End the program if a file that it is to write cannot be written, or would replace another that is in use."""
     for path, option in ((plot, "--plot"), (output, "--output")):
         if path is None:
@@ -95,7 +158,7 @@ def _check_targets(file: Path, plot: Path | None, output: Path | None) -> None:
         if not path.parent.is_dir():
             fail(f"{path}: there is no folder {path.parent}; make it first")
         check_target(path, f"name another file with {option}")
-        if path.exists() and file.exists() and path.samefile(file):
+        if path.exists() and any(file.exists() and path.samefile(file) for file in files):
             fail(f"{path} is the file of the keys, which {option} would overwrite; name another")
     if plot is not None and output is not None and os.path.realpath(plot) == os.path.realpath(output):
         fail(f"{plot} and {output} are the same file; name two with --plot and --output")
@@ -113,7 +176,8 @@ def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> byte
         certified=not request.function.is_square,
         ax=ax,
     )
-    title = request.file.name if request.tensor is None else f"{request.file.name}: {request.tensor}"
+    name = request.files[0].name if len(request.files) == 1 else request.name
+    title = name if request.tensor is None else f"{name}: {request.tensor}"
     ax.set_title(title if request.function.is_square else f"{title} ({request.function.text})")
     return plots.figure_bytes(figure, suffix)
 
@@ -141,7 +205,7 @@ def _arrays(sets: levattn.UniversalSet, function: Function) -> dict[str, npt.NDA
 def _request_report(request: Request, source: levattn.KeySource) -> dict[str, Any]:
     return {
         "levattn": levattn.__version__,
-        "file": str(request.file),
+        "file": request.name if len(request.files) == 1 else [str(file) for file in request.files],
         "tensor": source.tensor,
         "shape": source.shape,
         "dtype": source.dtype.name,
@@ -177,10 +241,9 @@ def _group_reports(sets: levattn.UniversalSet, item: tuple[int, ...]) -> list[di
     ]
 
 
-def _print_sets(sets: levattn.UniversalSet, source: levattn.KeySource, function: Function) -> None:
+def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, function: Function) -> None:
     n, d = source.shape[-2:]
     table = new_table("item", "n", "d", "rank", "condition", "ε", "|U|", "bound", "vacuous", "guarantee")
-    reports = _set_reports(sets, function)
     for report in reports:
         table.add_row(
             ",".join(map(str, report["item"])) or "-",
