@@ -29,7 +29,7 @@ _DTYPES = (
 
 def pack(kind: str, version: int, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
     """Return the bytes of a state of this kind, with fields that JSON holds and arrays."""
-    ready = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in arrays.items()}
+    ready = {name: np.asarray(a, a.dtype.newbyteorder("<"), order="C") for name, a in arrays.items()}
     listed = [[name, a.dtype.str, list(a.shape)] for name, a in ready.items()]
     header = json.dumps(
         {"kind": kind, "version": version, "fields": fields, "arrays": listed}, allow_nan=False

@@ -48,6 +48,18 @@ class Source:
         for chunk in self.chunks(start):
             yield in_main_memory(chunk)
 
+    def digest(self) -> str:
+        """Return a digest of the first rows, however they are cut into chunks."""
+        digest, seen, kind = hashlib.blake2b(digest_size=16), 0, ""
+        for matrices, rows in self.between(0):
+            kind = f"{matrices.format} {matrices.batch} {matrices.d}"
+            first = np.ascontiguousarray(rows.between(0, _FIRST_ROWS - seen).keys.transpose(1, 0, 2))
+            digest.update(first.tobytes())
+            seen += len(first)
+            if seen == _FIRST_ROWS:
+                break
+        return f"{kind} {digest.hexdigest()}"
+
     def rows(self, item: int, which: npt.NDArray[np.int64], example: Matrices) -> Rows:
         """Read some rows of one matrix once more, (1, k, d)."""
         parts, before = [np.empty((0, example.d), example.data.dtype)], 0
@@ -173,10 +185,7 @@ class _Run:
         """Go on from a checkpoint if there is one; return the number of rows that need not be read again."""
         if self._checkpoint.path is None:
             return 0
-        self._example, rows = next(iter(self._source.between(0)), (None, None))
-        if self._example is not None and rows is not None:
-            first = rows.between(0, _FIRST_ROWS).keys
-            self._digest = hashlib.blake2b(np.ascontiguousarray(first).tobytes(), digest_size=16).hexdigest()
+        self._digest = self._source.digest()
         path = Path(self._checkpoint.path)
         if not path.exists():
             return 0

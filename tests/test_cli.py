@@ -376,6 +376,62 @@ def test_bad_files_fail_in_one_line_and_leave_nothing(tmp_path: Path, keys: Arra
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
+def test_folders_and_several_files_are_one(tmp_path: Path, keys: Array) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    paths = [folder / f"part-{i}.npy" for i in range(11)]
+    for i, path in enumerate(paths):
+        np.save(path, keys[20 * i : 20 * i + 20])
+    expected = levattn.universal_set(keys, 0.1).indices.tolist()
+    for arguments in ((folder,), paths, (folder, "--memory", "1", "--checkpoint", tmp_path / "state")):
+        result = run("universal-set", *arguments, "--epsilon", "0.1", "--json")
+        assert result.exit_code == 0, result.stderr
+        document = json.loads(result.stdout)
+        assert document["sets"][0]["indices"] == expected
+        assert document["file"] == (str(folder) if arguments[0] == folder else list(map(str, paths)))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, file: Path, keys: Array) -> None:
+    state = tmp_path / "state"
+    state.write_bytes(b"of another program")
+    assert "Name another file" in refused("universal-set", file, "--epsilon", "0.1", "--checkpoint", state)
+
+    def stop(done: int, total: int | None) -> None:
+        if done >= 300:
+            raise KeyboardInterrupt
+
+    state.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        levattn.universal_set(
+            levattn.open_keys(file, chunk_rows=50), 0.1, progress=stop, checkpoint=state, checkpoint_rows=50
+        )
+    assert state.exists()
+    result = run("universal-set", file, "--epsilon", "0.1", "--checkpoint", state, "--json")
+    assert json.loads(result.stdout)["sets"][0]["indices"] == levattn.universal_set(keys, 0.1).indices.tolist()
+    assert not state.exists()
+
+
+def test_workers_of_a_scheduler_find_the_same_set(tmp_path: Path, keys: Array) -> None:
+    distributed = pytest.importorskip("distributed")
+    heads = np.stack([keys, keys[::-1]])
+    np.save(tmp_path / "heads.npy", heads)
+    output = tmp_path / "set.npz"
+    sizes = levattn.universal_set(heads, 0.1).sizes.tolist()
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp"
+    ) as cluster:
+        address = cluster.scheduler_address
+        shown = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--scheduler", address, "-o", output)
+        told = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--scheduler", address, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    assert "exact" in shown.stdout
+    assert [report["size"] for report in json.loads(told.stdout)["sets"]] == sizes
+    with np.load(output) as arrays:
+        assert arrays["sizes"].tolist() == sizes
+        assert len(arrays["indices"]) == len(arrays["scores"]) == sum(sizes)
+
+
 def test_missing_folder_is_noticed_before_the_work(tmp_path: Path, file: Path) -> None:
     for option, name in (("-o", "out.npz"), ("--plot", "out.png")):
         line = refused("universal-set", file, "--size", "3", option, tmp_path / "none" / name)
