@@ -562,7 +562,7 @@ def test_other_kinds_and_versions_are_refused() -> None:
         ([["sums", "<f8", [3]]], bytes(16)),
         ([["sums", "<f8", [1]]], bytes(16)),
         ([["sums", "<f8", [2]], ["more", "<f8", [1]]], bytes(16)),
-        ([["sums", "<i4", [4]]], bytes(16)),
+        ([["sums", "<M8[s]", [2]]], bytes(16)),
         ([["sums", "|O", [2]]], bytes(16)),
         ([["sums", "<f8", ["2"]]], bytes(16)),
         ([["sums", "<f8", [-2, -1]]], bytes(16)),
