@@ -1,0 +1,475 @@
+"""Universal sets and leverage scores of keys in dask arrays: one state for each chunk of rows, merged in a tree.
+
+The states are those of one process, and so is the result. Tasks are pure, so that dask may run any of them again: a
+worker that is lost costs the time of its chunks and changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._tail import in_main_memory
+from levattn._threads import num_threads, thread_limit
+from levattn.exceptions import NonFiniteError
+from levattn.io import KeySource, open_keys
+from levattn.linalg import Factor
+from levattn.states import Moments
+from levattn.streaming import StreamedSet, StreamingUniversalSet
+
+__all__ = ["from_keys", "leverage_scores", "universal_set", "universal_set_of_files"]
+
+_FAN_IN = 8  # states that one task merges
+_RANGE = 32  # times d/ε: rows that one task makes a state of, at least
+
+_Path = str | os.PathLike[str]
+
+
+@overload
+def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: None = None) -> Any: ...
+
+
+@overload
+def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any) -> StreamedSet: ...
+
+
+def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) -> Any:
+    """Universal set of the keys of a dask array: one pass over its chunks, each where it is.
+
+    The set of all keys k_j for which some query q reaches ``f(<q, k_j>) / sum_l f(<q, k_l>) >= epsilon``. Every chunk
+    of rows becomes a `levattn.StreamingUniversalSet`; neighbours are merged, in order, in a tree.
+
+    For f(x) = x² the result is exact and has the indices of ``levattn.universal_set(K, epsilon)``, whatever the chunks
+    and the workers; for other functions it is a superset, as that of the state. It has the same bits in every run with
+    the same chunks; other chunks agree to rounding.
+
+    Parameters
+    ----------
+    K : dask.array.Array of shape (..., n, d)
+        Keys, rows in chunks of any size, empty ones and such of unknown size (nan) among them; chunks of the other
+        axes are joined first. float64, float32, float16 or bfloat16.
+    epsilon : float in (0, 1]
+        Smallest attention score that counts as large.
+    f : float or AttentionFunction, default 2
+        As in `levattn.StreamingUniversalSet`.
+    client : distributed.Client, str or cluster, optional
+        Where to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster. Without it
+        nothing is computed yet.
+
+    Returns
+    -------
+    dask.delayed.Delayed or StreamedSet
+        The set as a lazy value, whose ``compute()`` returns the `levattn.StreamedSet`; with `client` that set itself.
+
+    Raises
+    ------
+    ImportError
+        If dask, or for `client` distributed, is not installed.
+    TypeError, ValueError
+        If K is no dask array of keys, or ε or f is wrong.
+    NonFiniteError
+        When computed, if the keys hold NaN or infinity; the chunk and rows in it are named.
+
+    See Also
+    --------
+    levattn.universal_set : The same for keys in memory or in files.
+    from_keys : Files as a dask array.
+
+    Notes
+    -----
+    Time O(n d²), divided by the number of workers; memory of a worker: its chunks, and O(d²/ε) for each state, as in
+    `levattn.StreamingUniversalSet`. Nothing of size n comes to the client, which gets the O(d/ε) keys of the set and
+    their factor. Chunks should have many more than d/ε rows: a state holds all of its first d/ε or so. In a worker of
+    dask.distributed kernels use as many threads as that worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
+
+    Examples
+    --------
+    >>> import numpy as np, dask.array as da
+    >>> from levattn.distributed.dask import universal_set
+    >>> K = np.random.default_rng(0).standard_normal((5000, 8))
+    >>> K[[10, 4000], 7] = 300, -400
+    >>> lazy = universal_set(da.from_array(K, chunks=(700, 8)), 0.2)
+    >>> lazy.compute(scheduler="threads").indices
+    array([  10, 4000])
+    """
+    _require_dask()
+    K = _in_row_chunks(K)
+    StreamingUniversalSet(epsilon, f=f).update(_no_rows(K))  # what is wrong with the arguments shows here
+    states = _by_chunk(K, _chunk_set, epsilon=epsilon, f=f)
+    lazy = _in_tree(states, partial(_merged_set, epsilon=epsilon, f=f), StreamingUniversalSet.result)
+    return lazy if client is None else _computed(lazy, client)
+
+
+def leverage_scores(K: Any, /) -> Any:
+    """Leverage scores of the keys of a dask array, in its own chunks.
+
+    The score of k_j is the largest value of ``<q, k_j>² / sum_l <q, k_l>²`` over queries q; see
+    `levattn.leverage_scores`. The second moments of the chunks are merged in a tree, and their factor, one small
+    matrix, is handed to every chunk.
+
+    The result is exact up to rounding, as by ``levattn.leverage_scores(K)``: a rank decision over-estimates.
+
+    Parameters
+    ----------
+    K : dask.array.Array of shape (..., n, d)
+        Keys, in chunks as in `universal_set`.
+
+    Returns
+    -------
+    dask.array.Array of shape (..., n)
+        Lazy scores in the row chunks of K: float64 for float64 keys, else float32.
+
+    Raises
+    ------
+    ImportError
+        If dask is not installed.
+    TypeError, ValueError
+        If K is no dask array of keys.
+    NonFiniteError
+        When computed, if the keys hold NaN or infinity; the chunk and rows in it are named.
+
+    Notes
+    -----
+    Time O(n d²) and two passes. The chunks of K are *computed twice* rather than held between the passes, so that
+    memory is bounded by the chunks that are worked on; whoever has room for K calls ``K.persist()`` first. Nothing of
+    size n comes to the client unless the scores are asked for there.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from levattn.distributed.dask import leverage_scores
+    >>> K = da.concatenate([da.eye(3, chunks=2), da.ones((1, 3), chunks=2)])
+    >>> leverage_scores(K).compute(scheduler="threads").round(6)
+    array([0.75, 0.75, 0.75, 0.75])
+    """
+    _require_dask()
+    from dask.graph_manipulation import bind
+
+    K = _in_row_chunks(K)
+    no_rows = _no_rows(K)
+    matrices, _ = in_main_memory(no_rows)  # what is wrong with K shows here
+    states = _by_chunk(K, _chunk_moments)
+    factor = _in_tree(states, partial(_merged_moments, no_rows=no_rows), Moments.factor)
+    dtype = np.dtype("float64" if matrices.format == "float64" else "float32")
+    # Bound to the factor, the chunks of the second pass are others than those of the first, and wait for it: without
+    # that dask would hold all of K from one pass to the next.
+    return bind(K, factor).map_blocks(
+        _scores, factor, dtype=dtype, drop_axis=K.ndim - 1, meta=np.empty((0,) * (K.ndim - 1), dtype)
+    )
+
+
+def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
+    """Keys in files as a dask array: a file, several, or a folder of shards.
+
+    Each chunk is read by the worker that needs it, by a path that must mean the same file there.
+
+    Parameters
+    ----------
+    source : KeySource, path-like, or sequence of path-like
+        What `levattn.open_keys` returned, which has options for the tensor and the number of rows in a chunk; or
+        paths, which are opened by it.
+
+    Returns
+    -------
+    dask.array.Array of shape (..., n, d)
+        Lazy keys in chunks of ``source.chunk_rows`` rows.
+
+    Raises
+    ------
+    ImportError
+        If dask is not installed.
+    FileNotFoundError, KeyFileError
+        As by `levattn.open_keys`; while computing also if a file changed since it was opened.
+
+    Notes
+    -----
+    Only the headers are read here. Memory of a worker: a chunk for each of its threads, 32 MiB each by default.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile, numpy as np, levattn
+    >>> from levattn.distributed.dask import from_keys, universal_set
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(pathlib.Path(folder, "shard-1.npy"), np.eye(3))
+    ...     np.save(pathlib.Path(folder, "shard-2.npy"), np.ones((97, 3)))
+    ...     K = from_keys(levattn.open_keys(folder, chunk_rows=40))
+    ...     K.chunks[0], universal_set(K, 0.5).compute(scheduler="threads").indices
+    ((40, 40, 20), array([0, 1, 2]))
+    """
+    _require_dask()
+    if not isinstance(source, KeySource):
+        source = open_keys(_absolute(source))
+    return _over(source, source.chunk_rows, _read, source.dtype)
+
+
+def universal_set_of_files(
+    paths: _Path | Sequence[_Path],
+    epsilon: float,
+    /,
+    *,
+    tensor: str | None = None,
+    f: Any = 2,
+    memory: int | None = None,
+    scheduler: Any = None,
+) -> StreamedSet:
+    """Universal set of keys in files, found by the workers of a dask scheduler.
+
+    The set of `universal_set`, with its guarantee, of the rows of all files; what ``levattn universal-set PATH...
+    --scheduler ADDRESS`` runs. Each task is a range of rows, which may be long: it reads them chunk by chunk into one
+    state.
+
+    Parameters
+    ----------
+    paths : path-like, or sequence of path-like
+        A file, a folder of shards, or several, as in `levattn.open_keys`; on a file system that all workers see.
+    epsilon : float in (0, 1]
+        Smallest attention score that counts as large.
+    tensor : str, optional
+        Name of the array, where a file holds several.
+    f : float or AttentionFunction, default 2
+        As in `universal_set`.
+    memory : int, optional
+        Number of bytes of keys that a task may hold at a time; 32 MiB by default.
+    scheduler : distributed.Client, str or cluster, optional
+        As `client` in `universal_set`. If left out, what dask chooses: threads of this process, unless there is a
+        client.
+
+    Returns
+    -------
+    StreamedSet
+        The set, computed.
+
+    Raises
+    ------
+    ImportError
+        If dask, or for `scheduler` distributed, is not installed.
+    FileNotFoundError, KeyFileError
+        As by `levattn.open_keys`.
+    TypeError, ValueError
+        If ε, f or `memory` is wrong.
+    NonFiniteError
+        If the keys hold NaN or infinity; where the range begins and rows in it are named.
+    OSError
+        If there is no scheduler at that address.
+
+    Notes
+    -----
+    One pass over the files; cost as in `universal_set`. A state holds all of its first d/ε rows or so, and looks at
+    them again and again, so that ranges are some multiple of that long. They do not depend on the scheduler, and the
+    set has the same bits on any number of workers.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile, numpy as np
+    >>> from levattn.distributed.dask import universal_set_of_files
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(pathlib.Path(folder, "shard-1.npy"), np.eye(3))
+    ...     np.save(pathlib.Path(folder, "shard-2.npy"), np.ones((97, 3)))
+    ...     universal_set_of_files(folder, 0.5).indices
+    array([0, 1, 2])
+    """
+    _require_dask()
+    source = open_keys(_absolute(paths), tensor=tensor, memory=memory)
+    StreamingUniversalSet(epsilon, f=f).update(_no_rows(source))  # what is wrong with the arguments shows here
+    rows = math.ceil(_RANGE * source.d / epsilon / source.chunk_rows) * source.chunk_rows
+    states = _over(source, rows, _range_set, object, epsilon=epsilon, f=f)
+    lazy = _in_tree(states, partial(_merged_set, epsilon=epsilon, f=f), StreamingUniversalSet.result)
+    found: StreamedSet = lazy.compute() if scheduler is None else _computed(lazy, scheduler)
+    return found
+
+
+# -- on the client: the graph -----------------------------------------------------------------------
+
+
+def _require_dask() -> None:
+    try:
+        import dask.array  # noqa: F401 (which is what is missing where dask was installed by itself)
+    except ImportError as error:
+        raise _missing("dask") from error
+
+
+def _missing(package: str) -> ImportError:
+    return ImportError(f'this needs {package}: pip install "levattn[dask]"')
+
+
+def _computed(lazy: Any, client: Any) -> Any:
+    """Return a lazy value, computed by a client or by the scheduler that one is opened for."""
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise _missing("distributed") from error
+    if isinstance(client, Client):
+        return client.compute(lazy, sync=True)
+    with Client(client, set_as_default=False) as own:
+        return own.compute(lazy, sync=True)
+
+
+def _absolute(paths: _Path | Sequence[_Path]) -> Path | list[Path]:
+    """Return paths that mean the same to workers, whose working folder is another."""
+    if isinstance(paths, str | os.PathLike):
+        return Path(paths).absolute()
+    return [Path(path).absolute() for path in paths]
+
+
+def _in_row_chunks(K: Any) -> Any:
+    """Return keys that are cut along the rows only."""
+    import dask.array as da
+
+    if not isinstance(K, da.Array):
+        raise TypeError(
+            f"K is of type {type(K).__name__}; expected a dask array. Make one by dask.array.from_array, or of files "
+            "by levattn.distributed.dask.from_keys"
+        )
+    if K.ndim < 2:
+        raise ValueError(f"K has shape {K.shape}; expected (..., n, d), rows last but one")
+    others = [axis for axis in range(K.ndim) if axis != K.ndim - 2]
+    if any(math.isnan(K.shape[axis]) for axis in others):
+        raise ValueError(
+            f"K has shape {K.shape}; expected sizes that are known, but for the number of rows. Call "
+            "K.compute_chunk_sizes() first"
+        )
+    split = {axis: -1 for axis in others if K.numblocks[axis] > 1}
+    return K.rechunk(split) if split else K
+
+
+def _no_rows(K: Any) -> npt.NDArray[Any]:
+    """Return an array like those of the chunks, without rows."""
+    return np.empty((*K.shape[:-2], 0, K.shape[-1]), K.dtype)
+
+
+def _over(source: KeySource, rows: int, task: Callable[..., Any], dtype: Any, **options: Any) -> Any:
+    """Return a dask array of a block for every so many rows of a source."""
+    import dask.array as da
+    from dask import delayed
+
+    *batch, n, d = source.shape
+    sizes = [min(rows, n - start) for start in range(0, n, rows)] or [0]
+    return da.map_blocks(
+        task,
+        delayed(source, traverse=False),  # one node of the graph, not a copy in each task
+        chunks=(*((size,) for size in batch), tuple(sizes), (d,)),
+        dtype=dtype,
+        meta=np.empty((0,) * len(source.shape), dtype),
+        **options,
+    )
+
+
+def _by_chunk(K: Any, task: Callable[..., Any], **options: Any) -> Any:
+    """Return a dask array whose blocks are states, one for each chunk of rows."""
+    meta = np.empty((0,) * K.ndim, object)
+    return K.map_blocks(task, dtype=object, meta=meta, enforce_ndim=False, **options)
+
+
+def _in_tree(states: Any, merged: Callable[[list[Any]], Any], read: Callable[[Any], Any]) -> Any:
+    """Return what is read from all states, lazily; neighbours are merged, in order, so that rows keep their order."""
+    import dask.array as da
+
+    axes = tuple(range(states.ndim))
+    whole = da.reduction(
+        states,
+        chunk=_unchanged,
+        combine=partial(_merge, merged=merged),
+        aggregate=partial(_merge, merged=merged, read=read),
+        axis=axes,
+        concatenate=False,
+        split_every=dict.fromkeys(axes, _FAN_IN),
+        dtype=object,
+        meta=np.empty((), object),
+    )
+    return whole.to_delayed().item()
+
+
+# -- on the workers: the tasks ------------------------------------------------------------------------
+
+
+@contextmanager
+def _threads_of_worker() -> Iterator[None]:
+    """Limit the kernels to the threads that a worker of dask.distributed was given."""
+    threads = num_threads()
+    if "distributed" in sys.modules:  # a worker has loaded it
+        from distributed import get_worker
+
+        with suppress(ValueError):  # where this is no worker
+            threads = min(threads, get_worker().state.nthreads)
+    with thread_limit(threads):
+        yield
+
+
+@contextmanager
+def _named(part: str) -> Iterator[None]:
+    """Say in which part of the keys the rows of an error are counted."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{part}: {error}") from error
+
+
+def _unchanged(state: Any, axis: Any, keepdims: Any) -> Any:  # noqa: ARG001 (dask gives them)
+    return state
+
+
+def _merge(states: Any, merged: Callable[..., Any], read: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """Merge states that dask gives as a list of lists, as many deep as the keys have axes."""
+    while isinstance(states[0], list):
+        states = [state for part in states for state in part]
+    with _threads_of_worker():
+        state = merged(states)
+        return state if read is None else read(state)
+
+
+def _chunk_set(K: Any, epsilon: float, f: Any, block_id: Any = None) -> StreamingUniversalSet:
+    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
+        return StreamingUniversalSet(epsilon, f=f).update(K)
+
+
+def _merged_set(states: list[StreamingUniversalSet], epsilon: float, f: Any) -> StreamingUniversalSet:
+    merged = StreamingUniversalSet(epsilon, f=f)  # the states are left as they are: they may be needed again
+    for state in states:
+        merged.merge(state)
+    return merged
+
+
+def _chunk_moments(K: Any, block_id: Any = None) -> Moments:
+    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
+        return Moments(K.shape[-1], K.shape[:-2]).update(K)
+
+
+def _merged_moments(states: list[Moments], no_rows: npt.NDArray[Any]) -> Moments:
+    merged = Moments(no_rows.shape[-1], no_rows.shape[:-2]).update(no_rows)  # which tells the dtype of the keys
+    for state in states:
+        merged.merge(state)
+    return merged
+
+
+def _scores(K: Any, factor: Factor) -> Any:
+    with _threads_of_worker():
+        matrices, rows = in_main_memory(K)
+        scores, _ = factor.on(rows).scores()
+        return matrices.wrap(scores)
+
+
+def _read(source: KeySource, block_info: Any = None) -> npt.NDArray[Any]:
+    return source.read(*_range(block_info))
+
+
+def _range_set(source: KeySource, epsilon: float, f: Any, block_info: Any = None) -> StreamingUniversalSet:
+    start, stop = _range(block_info)
+    state = StreamingUniversalSet(epsilon, f=f).update(_no_rows(source))
+    with _threads_of_worker(), _named(f"rows from {start} on"):
+        for chunk in source.between(start, stop):
+            state.update(chunk)
+    return state
+
+
+def _range(block_info: Any) -> tuple[int, int]:
+    start, stop = block_info[None]["array-location"][-2]
+    return int(start), int(stop)

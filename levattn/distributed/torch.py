@@ -1,0 +1,394 @@
+"""Universal sets of keys and values whose rows are shared out among the processes of a torch group.
+
+Each rank makes a `levattn.StreamingUniversalSet` of its own rows. What travels are these states without their keys, so
+sums of d² numbers, and then the keys that reach ε among the keys of all ranks, with their values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._array import as_mask, as_matrices, to_float64
+from levattn._bytes import pack, unpack
+from levattn._kernels import BLOCK
+from levattn._stream import HeldKeys
+from levattn.streaming import _VERSION as _STATE_VERSION
+from levattn.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
+
+__all__ = ["Traffic", "universal_set"]
+
+_VERSION = 1  # of the messages
+_STATE = "StreamingUniversalSet"
+_CHUNK_BYTES = 64 * 2**20  # of keys that are brought into main memory at a time
+_WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+_Fields = dict[str, Any]
+_Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What was gathered on each rank to find a set, in bytes, those of the rank itself among them.
+
+    Attributes
+    ----------
+    shapes : int
+        What every rank tells of its shard before the work begins, and the sizes of all messages.
+    moments : int
+        The states of all ranks without their keys.
+    selected : int
+        The keys of the set, their row numbers, and their values.
+    dense : int
+        What gathering all keys and values would have taken.
+
+    Examples
+    --------
+    >>> from levattn.distributed.torch import Traffic
+    >>> traffic = Traffic(shapes=1_000, moments=40_000, selected=9_000, dense=5_000_000)
+    >>> traffic.saved, traffic.ratio
+    (4950000, 100.0)
+    """
+
+    shapes: int
+    moments: int
+    selected: int
+    dense: int
+
+    @property
+    def gathered(self) -> int:
+        """All that was gathered.
+
+        Returns
+        -------
+        int
+        """
+        return self.shapes + self.moments + self.selected
+
+    @property
+    def saved(self) -> int:
+        """By how many bytes that is less than all keys and values; negative for few keys.
+
+        Returns
+        -------
+        int
+        """
+        return self.dense - self.gathered
+
+    @property
+    def ratio(self) -> float:
+        """How many times that is less.
+
+        Returns
+        -------
+        float
+        """
+        return self.dense / self.gathered
+
+
+def universal_set(
+    K_local: Any, epsilon: float, /, *, V: Any = None, mask: Any = None, group: Any = None, f: Any = 2
+) -> tuple[StreamedSet, Traffic]:
+    """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
+
+    The keys are those of all ranks, one shard after the other in the order of the ranks: the set of all keys k_j for
+    which some query q reaches ``f(<q, k_j>) / sum_l f(<q, k_l>) >= epsilon``. This is a collective operation: all
+    ranks of the group call it.
+
+    For f(x) = x² the result is exact and has the indices of ``levattn.universal_set`` of all keys together. For other
+    functions it is a superset, as by `levattn.StreamingUniversalSet`. Every rank has the same set; the same shards
+    give the same bits in every run, other shards agree to rounding.
+
+    Parameters
+    ----------
+    K_local : array of shape (..., m, d)
+        The keys of this rank, m ≥ 0 of them, as many as it has; kinds and dtypes as in `levattn.universal_set`, on
+        any device. Batch, d and dtype are the same on all ranks.
+    epsilon : float in (0, 1]
+        Smallest attention score that counts as large, the same on all ranks.
+    V : array of shape (..., m, ...), optional
+        What is to be gathered with the keys, such as their values: on all ranks or on none.
+    mask : array of bool, shape (..., m), optional
+        True for a key that takes part, such as one that is no padding. The others count as rows.
+    group : torch.distributed.ProcessGroup, optional
+        The group, with a backend that has all_gather and broadcast, such as gloo or NCCL (which uses the current
+        CUDA device); all processes if left out.
+    f : float or AttentionFunction, default 2
+        As in `levattn.StreamingUniversalSet`, the same on all ranks.
+
+    Returns
+    -------
+    sets : StreamedSet
+        The set, with row numbers among the rows of all ranks, as numpy arrays. `payload` holds the values of these
+        keys: float32, as the keys, where they were bfloat16.
+    traffic : Traffic
+        What was gathered, and what gathering all keys and values would have taken.
+
+    Raises
+    ------
+    ImportError
+        If torch is not installed.
+    TypeError, ValueError
+        If an argument is wrong or differs between ranks, or if this process is in no group. If one rank fails, such
+        as by keys that are not finite, all do: that one with its own error, the others with a ValueError that quotes
+        it. A rank that ends or never calls is left to the timeout of the group.
+
+    Notes
+    -----
+    Time O(m d²) on each rank, and O(P d³) to merge the states of P ranks. For each matrix of the batch a rank gathers
+    about 4 d² bytes from every other if keys are well-conditioned, and 8 d² if not (D = C(d + p/2 − 1, p/2) takes the
+    place of d for an even power p; for other functions it is a number of such matrices), and then at most rank/ε keys
+    with their values. Keys on a device come to main memory chunk by chunk.
+
+    The states are gathered and merged in the order of the ranks, rather than reduced on the way: an all-reduce of
+    moments in float64 would lose digits that scores of ill-conditioned keys need, and adds up in an order of its own.
+
+    Examples
+    --------
+    One process, which is a group as well:
+
+    >>> import torch, torch.distributed as dist
+    >>> from levattn.distributed.torch import universal_set
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> K = torch.cat([torch.eye(3), torch.ones(97, 3)])
+    >>> sets, traffic = universal_set(K, 0.5, V=torch.arange(100.0))
+    >>> dist.destroy_process_group()
+    >>> sets.indices, sets.payload
+    (array([0, 1, 2]), array([0., 1., 2.], dtype=float32))
+    """
+    ranks = _Ranks(group)
+    told = ranks.together("Shard", lambda: (_described(K_local, epsilon, V, mask, f), {}))
+    shards = [fields for fields, _ in told]
+    _require_alike(shards)
+    shapes = ranks.gathered
+
+    mine: list[HeldKeys] = []
+
+    def without_keys() -> tuple[_Fields, _Arrays]:
+        before = sum(shard["n"] for shard in shards[: ranks.rank])
+        state = StreamingUniversalSet(epsilon, f=f, row_start=before)
+        for K, beside in _parts(K_local, V, mask):
+            state.update(K, **beside)
+        sealed = StreamingUniversalSet(epsilon, f=f, row_start=0).merge(state)  # sums in one piece, and fewer keys
+        mine.extend(_held(sealed))
+        _hold(sealed, [held.take(np.zeros(0, np.int64)) for held in mine])
+        return _compact(sealed)
+
+    sums = ranks.together("Sums", without_keys)
+    moments = ranks.gathered - shapes
+    whole = StreamingUniversalSet(epsilon, f=f, row_start=0)
+
+    def selected() -> tuple[_Fields, _Arrays]:
+        for fields, arrays in sums:
+            whole.merge(_expanded(fields, arrays))
+        _hold(whole, mine)
+        kept = zip(mine, whole.result().items, strict=True)
+        return _as_arrays([held.take(np.isin(held.indices, item.indices)) for held, item in kept])
+
+    found = [_from_arrays(arrays) for _, arrays in ranks.together("Keys", selected)]
+    _hold(whole, [sum(of_one[1:], start=of_one[0]) for of_one in zip(*found, strict=True)])
+    sets = whole.result()
+    if _is_bfloat16(V):
+        sets = replace(sets, items=tuple(map(_with_numbers, sets.items)))
+    dense = sum(shard["bytes"] for shard in shards)
+    return sets, Traffic(shapes, moments, ranks.gathered - shapes - moments, dense)
+
+
+# -- the group ----------------------------------------------------------------------------------------
+
+
+class _Ranks:
+    """The processes of a group, which take every step together: all of them go on, or none."""
+
+    def __init__(self, group: Any) -> None:
+        try:
+            import torch
+            import torch.distributed as dist
+        except ImportError as error:
+            raise ImportError('this needs torch: pip install "levattn[torch]"') from error
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("there is no process group; call torch.distributed.init_process_group first")
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not of the group; only its members take part")
+        self.gathered = 0  # bytes so far
+        self._group = group
+        backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+        self._device = torch.device("cpu" if "cpu:" in backends else backends.partition(":")[0])
+
+    def together(self, kind: str, work: Callable[[], tuple[_Fields, _Arrays]]) -> list[tuple[_Fields, _Arrays]]:
+        """Return what each rank made, in order; if one fails, raise on all of them."""
+        failure: Exception | None = None
+        try:
+            message = pack(kind, _VERSION, *work())
+        except Exception as error:  # of whatever kind: the others are waiting
+            failure = error
+            message = pack(kind, _VERSION, {"failure": f"{type(error).__name__}: {error}"}, {})
+        answers = [unpack(data, kind, _VERSION) for data in self._gather(message)]
+        if failure is not None:
+            raise failure
+        failed = [
+            f"rank {rank}: {fields['failure']}" for rank, (fields, _) in enumerate(answers) if "failure" in fields
+        ]
+        if failed:
+            raise ValueError(f"another rank of the group failed, {'; '.join(failed)}")
+        return answers
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks."""
+        import torch
+        import torch.distributed as dist
+
+        mine = torch.tensor([len(message)], device=self._device)
+        sizes = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(sizes, mine, group=self._group)
+        # Broadcasts, as an all-gather wants equal sizes, and the longest of all may be much longer than the others.
+        buffers, waiting = [], []
+        for rank, size in enumerate(map(int, sizes)):
+            if rank == self.rank:
+                buffer = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+            else:
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            source = rank if self._group is None else dist.get_global_rank(self._group, rank)
+            waiting.append(dist.broadcast(buffer, source, group=self._group, async_op=True))
+            buffers.append(buffer)
+        for work in waiting:
+            work.wait()
+        self.gathered += sum(len(buffer) for buffer in buffers) + mine.element_size() * self.size
+        return [buffer.cpu().numpy().tobytes() for buffer in buffers]
+
+
+# -- what they tell each other ------------------------------------------------------------------------
+
+
+def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
+    """Check the arguments of a rank, without reading its keys, and describe them."""
+    state = StreamingUniversalSet(epsilon, f=f)
+    state.to_bytes()  # which raises for functions whose states cannot travel
+    matrices = as_matrices(K, "K_local")
+    as_mask(mask, matrices)
+    shape, width = (*matrices.batch, matrices.n), _WIDTHS[matrices.format]
+    fields: _Fields = {"epsilon": state.epsilon, "f": repr(state.f), "batch": list(matrices.batch), "d": matrices.d}
+    fields |= {"dtype": matrices.format, "V": None, "n": matrices.n, "bytes": math.prod(shape) * matrices.d * width}
+    if V is not None:
+        if not hasattr(V, "shape"):
+            raise TypeError(f"V is of type {type(V).__name__}; expected an array or a tensor")
+        if tuple(V.shape[: len(shape)]) != shape:
+            raise ValueError(
+                f"V has shape {tuple(V.shape)}; expected {shape} and further axes, one entry for each key"
+            )
+        fields["V"] = [str(V.dtype).removeprefix("torch."), list(V.shape[len(shape) :])]
+        fields["bytes"] += math.prod(V.shape) * V.dtype.itemsize
+    return fields
+
+
+def _require_alike(shards: list[_Fields]) -> None:
+    """Raise, on all ranks alike, if they were given what does not go together."""
+    names = {"batch": "the batch", "d": "d", "dtype": "the dtype of K_local", "V": "V (its dtype and further axes)"}
+    for name, what in (names | {"epsilon": "epsilon", "f": "f"}).items():
+        values = [shard[name] for shard in shards]
+        if values.count(values[0]) < len(values):
+            raise ValueError(f"{what} differs between the ranks of the group: {values}; expected the same on all")
+
+
+def _parts(K: Any, V: Any, mask: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the keys in chunks, and what comes beside them: keys on a device come into main memory one by one."""
+    K, mask = (array if array is None or hasattr(array, "shape") else np.asarray(array) for array in (K, mask))
+    n, lead = K.shape[-2], (slice(None),) * (K.ndim - 2)
+    row = max(1, math.prod(K.shape[:-2]) * K.shape[-1] * 8)
+    size = max(1, _CHUNK_BYTES // row // BLOCK) * BLOCK
+    for start in range(0, max(n, 1), size):
+        part = slice(start, start + size)
+        beside: dict[str, Any] = {}
+        if V is not None:
+            beside["payload"] = _storable(V[(*lead, part)])
+        if mask is not None:
+            beside["mask"] = mask[..., part]
+        yield K[..., part, :], beside
+
+
+def _is_bfloat16(V: Any) -> bool:
+    return V is not None and str(V.dtype).endswith("bfloat16")
+
+
+def _storable(V: Any) -> Any:
+    """Return values as a state can hold them: without a gradient, and bfloat16 as words."""
+    if hasattr(V, "detach"):
+        import torch
+
+        return V.detach().view(torch.int16) if _is_bfloat16(V) else V.detach()
+    return V.view(np.int16) if _is_bfloat16(V) else V
+
+
+def _with_numbers(item: SelectedKeys) -> SelectedKeys:
+    """Return keys whose values are numbers again, where they were words of bfloat16."""
+    words = np.asarray(item.payload).view(np.uint16)
+    return replace(item, payload=to_float64(words, "bfloat16").astype(np.float32))
+
+
+# -- states as messages -------------------------------------------------------------------------------
+
+
+def _held(state: StreamingUniversalSet) -> list[HeldKeys]:
+    """Return the keys that a merged state holds, of each matrix."""
+    return [] if state._stream is None else state._stream.held
+
+
+def _hold(state: StreamingUniversalSet, held: list[HeldKeys]) -> None:
+    """Give a merged state other keys to hold, which must be among those that it has seen."""
+    if state._stream is not None:
+        state._stream.held = held
+
+
+def _compact(state: StreamingUniversalSet) -> tuple[_Fields, _Arrays]:
+    """Return a state as fields and arrays of few numbers: zeros as shapes, symmetric matrices as triangles."""
+    fields, arrays = unpack(state.to_bytes(), _STATE, _STATE_VERSION)
+    zeros: dict[str, Any] = {}
+    triangles: dict[str, int] = {}
+    for name, array in list(arrays.items()):
+        d = array.shape[-1] if array.ndim > 1 else 0
+        if not array.any():
+            zeros[name] = [array.dtype.str, list(array.shape)]
+            del arrays[name]
+        elif array.shape[-2:] == (d, d) and np.array_equal(array, array.swapaxes(-1, -2)):
+            triangles[name] = d
+            arrays[name] = array[..., *np.triu_indices(d)]
+    return {"state": fields, "zeros": zeros, "triangles": triangles}, arrays
+
+
+def _expanded(fields: _Fields, arrays: _Arrays) -> StreamingUniversalSet:
+    """Return the state that `_compact` took apart."""
+    arrays = arrays | {name: np.zeros(shape, dtype) for name, (dtype, shape) in fields["zeros"].items()}
+    for name, d in fields["triangles"].items():
+        row, column = np.triu_indices(d)
+        square = np.empty((*arrays[name].shape[:-1], d, d), arrays[name].dtype)
+        square[..., row, column] = square[..., column, row] = arrays[name]
+        arrays[name] = square
+    return StreamingUniversalSet.from_bytes(pack(_STATE, _STATE_VERSION, fields["state"], arrays))
+
+
+def _as_arrays(held: list[HeldKeys]) -> tuple[_Fields, _Arrays]:
+    """Return the keys of all matrices, one after the other."""
+    arrays = {"counts": np.array([len(one) for one in held], np.int64)}
+    if held:
+        all_of_them = sum(held[1:], start=held[0])
+        arrays |= {"indices": all_of_them.indices, "keys": all_of_them.keys}
+        arrays |= {f"beside{i}": array for i, array in enumerate(all_of_them.beside)}
+    return {}, arrays
+
+
+def _from_arrays(arrays: _Arrays) -> list[HeldKeys]:
+    """Return the keys of each matrix that `_as_arrays` put together."""
+    stops = np.cumsum(arrays["counts"]).tolist()
+    beside = [arrays[f"beside{i}"] for i in range(len(arrays) - 3)]
+    parts = [slice(start, stop) for start, stop in itertools.pairwise([0, *stops])]
+    return [
+        HeldKeys(arrays["indices"][part], arrays["keys"][part], tuple(array[part] for array in beside))
+        for part in parts
+    ]

@@ -1,0 +1,542 @@
+"""Causal sets: while keys are appended, the heavy entries of any query over the whole prefix, against the definition."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import strategies
+from levattn import CausalUniversalSet, HeavyKeys, NonFiniteError
+from strategies import STORAGE, Float, as_float64, examples, stores
+
+N, D = 220, 3  # rows that are factored three times, and some that wait
+TIE = 1e-9  # relative slack within which a score counts as equal to ε
+SOUND = 1e-6  # relative error of scores, as stated, up to which they are compared with the definition
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+# -- prefixes ------------------------------------------------------------------------------------
+
+
+def heavy_tailed(rng: np.random.Generator, n: int = N, d: int = D) -> Float:
+    return np.asarray(rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-2, 1e3))
+
+
+def turned(rng: np.random.Generator, K: Float) -> Float:
+    return K @ np.asarray(np.linalg.qr(rng.standard_normal((K.shape[1],) * 2))[0])
+
+
+def near_deficient(rng: np.random.Generator) -> Float:
+    K = heavy_tailed(rng)
+    K[:, 2] = K[:, :2].sum(axis=1) + 1e-10 * K[:, 2]
+    return K
+
+
+ROWS = np.arange(N)[:, None]
+LATE = ROWS >= 100
+
+KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
+    "gaussian": lambda rng: rng.standard_normal((N, D)),
+    "heavy-tailed": heavy_tailed,
+    "copies": lambda rng: heavy_tailed(rng, 7)[rng.integers(0, 7, N)],
+    "ties": lambda _: np.tile(np.eye(D), (N // D + 1, 1))[:N],
+    "growing": lambda rng: heavy_tailed(rng) * np.exp(ROWS / 5),
+    "shrinking": lambda rng: heavy_tailed(rng) * np.exp(-ROWS / 5),
+    "one-huge-row": lambda rng: heavy_tailed(rng) * np.where(ROWS == 100, [1e9, 1, 1], 1),
+    "rank-grows": lambda rng: heavy_tailed(rng) * np.where(LATE, 1, [1, 0, 0]),
+    "rank-grows-turned": lambda rng: (
+        np.rint(heavy_tailed(rng) * 64) * np.where(LATE, 1, [1, 0, 0]) @ (rng.integers(-3, 4, (D, D)) + 7 * np.eye(D))
+    ),
+    "deficient": lambda rng: strategies.integer_deficient(rng, N, D, 2),
+    "zeros-first": lambda rng: heavy_tailed(rng) * LATE,
+    "zero-columns": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 0, 1], [1, 0, 0]),
+    "all-zero": lambda _: np.zeros((N, D)),
+    "conditioned-1e6": lambda rng: turned(rng, heavy_tailed(rng) * [1, 1e-3, 1e-6]),
+    "conditioned-1e12": lambda rng: turned(rng, heavy_tailed(rng) * [1, 1e-6, 1e-12]),
+    "near-deficient": near_deficient,
+    "scale-1e150": lambda rng: heavy_tailed(rng) * 1e150,
+    "scale-1e300": lambda rng: heavy_tailed(rng) * 1e300,
+    "scale-1e-300": lambda rng: heavy_tailed(rng) * 1e-300,
+    "columns-1e200": lambda rng: heavy_tailed(rng) * [1, 1e-200, 1e200],
+    "tiny-then-huge": lambda rng: heavy_tailed(rng) * np.where(LATE, 1e150, 1e-150),
+    "huge-then-tiny": lambda rng: heavy_tailed(rng) * np.where(LATE, 1e-150, 1e150),
+    "tiny-column-late": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 1, 1e-200], [1, 1, 0]),
+    "huge-column-late": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 1, 1e200], [1, 1, 0]),
+}
+TAME = ("gaussian", "heavy-tailed", "copies", "ties", "scale-1e150", "scale-1e300", "scale-1e-300", "columns-1e200")
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def keys(kind: str) -> Float:
+    K = np.array(KINDS[kind](_rng(kind)), np.float64)
+    K.flags.writeable = False
+    return K
+
+
+def even(K: Float) -> Float:
+    """Powers of two that bring the columns of the keys to a size of about 1."""
+    return np.asarray(np.ldexp(1.0, -np.frexp(np.max(np.abs(K), axis=0, initial=0.0))[1]))
+
+
+def queries(rng: np.random.Generator, K: Float) -> Float:
+    """For a prefix: random ones, the worst of some of its keys, axes, and those all but orthogonal to it."""
+    scale = even(K)
+    worst = naive.adversarial_queries(K * scale)
+    some = np.unique([*rng.integers(0, len(K), 2), len(K) - 1])
+    last = np.linalg.svd(K * scale)[2][-1:]
+    Q = np.vstack([rng.standard_normal((2, D)), worst[some], np.eye(D), last, last + 1e-12 * rng.standard_normal(D)])
+    with np.errstate(over="ignore"):
+        scaled = Q * scale
+    return scaled[np.isfinite(scaled).all(axis=1)]
+
+
+# -- helpers -------------------------------------------------------------------------------------
+
+
+def appended(K: Any, epsilon: float, cuts: Any = (), *, mask: Any = None, payload: Any = None) -> CausalUniversalSet:
+    """The set after all keys, in chunks that end at the cuts."""
+    state = CausalUniversalSet(epsilon)
+    lead = (slice(None),) * (K.ndim - 2)
+    for low, high in pairwise([0, *cuts, K.shape[-2]]):
+        rows = (*lead, slice(low, high))
+        beside = None if payload is None else payload[rows]
+        present = None if mask is None else mask[rows]
+        assert state.update(K[(*rows, slice(None))], mask=present, payload=beside) is state
+    return state
+
+
+def entries(found: HeavyKeys, query: int) -> tuple[Any, Any]:
+    """Indices and scores of one query."""
+    part = slice(found.starts[query], found.starts[query + 1])
+    return found.indices[part], found.scores[part]
+
+
+def bits(found: HeavyKeys) -> tuple[Any, ...]:
+    return tuple(None if value is None else value.tobytes() for value in vars(found).values())
+
+
+def sound(found: HeavyKeys) -> Any:
+    return np.flatnonzero(found.error <= SOUND)
+
+
+def check_heavy(found: HeavyKeys, A: Float, epsilon: float) -> None:
+    """All entries of at least ε and no other, with their scores, up to the error that is stated."""
+    assert len(found.starts) == len(A) + 1
+    assert np.all(np.diff(found.starts) >= 0)
+    for query in sound(found).tolist():
+        indices, scores = entries(found, query)
+        tolerance = 2 * TIE + 4 * found.error[query]
+        assert np.all(np.diff(indices) > 0)
+        assert np.setdiff1d(np.flatnonzero(A[query] >= epsilon * (1 + 1e-12)), indices).size == 0
+        assert np.all(A[query, indices] >= epsilon * (1 - tolerance))
+        np.testing.assert_allclose(scores, A[query, indices], rtol=tolerance)
+        assert scores.sum() <= found.captured_mass[query] * (1 + 1e-12) + 1e-12
+        assert found.captured_mass[query] <= min(1.0, A[query].sum() + 1e-9)
+
+
+def check_error(error: BaseException, *words: str) -> None:
+    """The message contains all words, whatever their case, and is a sentence with a remedy."""
+    for word in words:
+        assert re.search(word, str(error), re.IGNORECASE), f"{word!r} is not in: {error}"
+    assert len(str(error)) > 25
+
+
+# -- every step ----------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("epsilon", [0.3, 1 / 17])
+def test_every_step_finds_every_heavy_entry(kind: str, epsilon: float) -> None:
+    K, rng = keys(kind), _rng(f"{kind} queries")
+    state = CausalUniversalSet(epsilon)
+    for t in range(1, N + 1):
+        state.update(K[t - 1 : t])
+        assert state.n == t
+        assert state.held <= min(t, naive.rank_exact(K[:t]) / epsilon * (1 + 2 * TIE) + max(64, D))
+        if t % 5 and kind not in TAME:
+            continue  # rational arithmetic takes its time
+        Q = queries(rng, K[:t])
+        found = state.heavy(Q)
+        if kind in TAME:
+            Q, scale = Q[:-2], even(K[:t])  # those all but orthogonal need more than long double
+            found = state.heavy(Q)
+            A = naive.attention(Q / scale, K[:t] * scale, dtype=np.longdouble)
+            assert found.error.max() <= TIE or t < 2 * D
+        else:
+            A = naive.attention_exact(Q, K[:t])
+        check_heavy(found, A, epsilon)
+
+
+@kinds
+def test_errors_are_large_only_beside_deficient_keys(kind: str) -> None:
+    # ... and there only for queries that see no more of the keys than rounding.
+    K, rng = keys(kind), _rng(f"{kind} errors")
+    for n in (40, 90, 130, 220):
+        scale = even(K[:n])
+        state, Q = appended(K[:n], 0.1, [70]), queries(rng, K[:n])
+        found = state.heavy(Q)
+        assert np.all(found.error >= 0)
+        seen = np.linalg.norm((Q / scale) @ (K[:n] * scale).T, axis=1)
+        size = np.linalg.norm(Q / scale, axis=1) * np.linalg.norm(K[:n] * scale)
+        assert np.all(seen[found.error > SOUND] <= 1e-8 * size[found.error > SOUND])
+        assert np.all((found.scores <= 1 + 1e-6) | (np.repeat(found.error, np.diff(found.starts)) > SOUND))
+
+
+@pytest.mark.parametrize("kind", TAME)
+def test_normalisers_count_every_key_that_ever_came(kind: str) -> None:
+    K = keys(kind)
+    scale = even(K)
+    Q = _rng(kind).standard_normal((50, D)) * scale
+    for n in (10, 64, 130, 220):
+        found = appended(K[:n], 0.3, [n // 2]).heavy(Q)
+        Z = (Q / scale).astype(np.longdouble) @ (K[:n] * scale).astype(np.longdouble).T
+        np.testing.assert_allclose(found.normalizers, np.sum(Z * Z, axis=1).astype(np.float64), rtol=TIE)
+
+
+@kinds
+def test_the_mass_captured_is_that_of_the_keys_held(kind: str) -> None:
+    # At least all keys are held whose leverage score among the keys so far is ε: their mass is a lower bound.
+    K, epsilon, rng = keys(kind), 0.05, _rng(f"{kind} mass")
+    for n in (50, 130, 220):
+        Q = queries(rng, K[:n])
+        found = appended(K[:n], epsilon, [100] if n > 100 else []).heavy(Q)
+        A = naive.attention_exact(Q, K[:n])
+        least = A[:, naive.leverage_exact(K[:n]) >= epsilon].sum(axis=1)
+        at = sound(found)
+        assert np.all(found.captured_mass[at] >= least[at] * (1 - 2 * SOUND))
+        if n < 64:  # nothing was let go yet
+            np.testing.assert_allclose(found.captured_mass[at], A[at].sum(axis=1), rtol=2 * SOUND)
+
+
+@kinds
+@given(data=st.data())
+@examples(4)
+def test_any_chunks_find_the_same(kind: str, data: st.DataObject) -> None:
+    K, epsilon = keys(kind), 0.1
+    cuts = sorted(data.draw(st.lists(st.integers(0, N), max_size=6)))
+    Q = queries(_rng(f"{kind} chunks"), K)
+    found, singly = appended(K, epsilon, cuts).heavy(Q), appended(K, epsilon, range(1, N)).heavy(Q)
+    for query in np.intersect1d(sound(found), sound(singly)).tolist():
+        (mine, scores), (its, others) = entries(found, query), entries(singly, query)
+        assert np.array_equal(mine, its)
+        np.testing.assert_allclose(scores, others, rtol=2 * TIE + 4 * (found.error[query] + singly.error[query]))
+
+
+def test_asking_changes_nothing() -> None:
+    K = keys("conditioned-1e6")
+    Q = queries(_rng("asking"), K)
+    state, silent = CausalUniversalSet(0.1), CausalUniversalSet(0.1)
+    for t in range(N):
+        state.update(K[t : t + 1]).heavy(Q)
+        silent.update(K[t : t + 1])
+        assert state.held == silent.held
+    assert bits(state.heavy(Q)) == bits(silent.heavy(Q)) == bits(state.heavy(Q))
+
+
+@given(strategies.integer_keys(max_rows=90), strategies.epsilons(), strategies.seeds())
+@examples(40)
+def test_small_integers(K: Float, epsilon: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    Q = rng.integers(-3, 4, (6, K.shape[1])).astype(np.float64)
+    found = appended(K, epsilon, sorted(rng.integers(0, len(K) + 1, 3).tolist())).heavy(Q)
+    A = naive.attention_exact(Q, K)
+    check_heavy(found, A, epsilon)
+
+
+@pytest.mark.parametrize("m", [64, 65, 73])
+def test_ties_are_in(m: int) -> None:
+    K = np.tile(np.eye(D), (m, 1))
+    found = appended(K, 1 / m, [100]).heavy(np.eye(D))
+    assert np.array_equal(found.starts, [0, m, 2 * m, 3 * m])
+    np.testing.assert_allclose(found.scores, 1 / m, rtol=1e-14)
+    assert np.array_equal(found.indices, np.arange(3 * m).reshape(m, 3).T.ravel())
+
+
+# -- what is held -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [2, 5, 80])
+@pytest.mark.parametrize("step", [1, 63, 64, 1000, 5000])
+def test_no_more_keys_are_held_than_the_theorem_lets_be(step: int, d: int) -> None:
+    epsilon, n = 0.2, 600 if step == 1 else 6000
+    for grown in (0.0, 0.01, -0.01):
+        K = heavy_tailed(_rng(f"held {d}"), n, d) * np.exp(grown * np.arange(n))[:, None]
+        state = CausalUniversalSet(epsilon)
+        for low in range(0, n, step):
+            state.update(K[low : low + step])
+            assert state.held <= d / epsilon * (1 + 2 * TIE) + max(64, d) - 1
+        found = state.heavy(np.vstack([K[-1:], naive.adversarial_queries(K)[-1:]]))
+        check_heavy(found, naive.attention(np.vstack([K[-1:], naive.adversarial_queries(K)[-1:]]), K), epsilon)
+
+
+def test_no_more_are_held_while_every_key_is_new() -> None:
+    d, epsilon = 4, 0.25
+    state = CausalUniversalSet(epsilon)
+    for t in range(2000):
+        state.update(np.eye(d)[[t % d]] * 1.3 ** (t / 10))
+        assert state.held <= d / epsilon + 63
+
+
+def test_keys_of_zeros_are_let_go() -> None:
+    state = appended(np.zeros((1000, 4)), 0.1, [3, 500])
+    assert state.held <= 63
+    found = state.heavy(np.vstack([np.eye(4), np.zeros((1, 4))]))
+    assert not np.any(found.normalizers)
+    assert not np.any(found.captured_mass)
+    assert found.indices.size == 0
+    assert not np.any(found.error)
+
+
+def test_a_key_let_go_is_never_heavy_again() -> None:
+    # Scores among the keys so far only fall: no entry is heavy later for a key whose leverage score was below ε.
+    K, epsilon = keys("heavy-tailed"), 0.1
+    state, least = CausalUniversalSet(epsilon), np.full(N, np.inf)
+    for t in range(1, N + 1):
+        least[:t] = np.minimum(least[:t], naive.leverage_svd(K[:t]))
+        found = state.update(K[t - 1 : t]).heavy(naive.adversarial_queries(K[:t]))
+        assert np.all(least[found.indices] >= epsilon * (1 - 2 * TIE))
+        assert np.array_equal(np.unique(found.indices), np.flatnonzero(least[:t] >= epsilon))
+
+
+# -- the same for all queries at once -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["heavy-tailed", "growing", "rank-grows", "zeros-first", "conditioned-1e6", "copies"])
+def test_row_by_row_it_is_heavy_attention(kind: str) -> None:
+    K, epsilon = keys(kind), 0.1
+    rng = _rng(f"{kind} rows")
+    Q = np.vstack([queries(rng, K[: t + 1])[2 + t % 3][None] for t in range(N)])
+    heavy = levattn.heavy_attention(Q, K, epsilon, causal=True).entries.tocsr()
+    state = CausalUniversalSet(epsilon)
+    for t in range(N):
+        found = state.update(K[t : t + 1]).heavy(Q[t : t + 1])
+        row = heavy[[t]].tocoo()
+        order = np.argsort(row.col)
+        assert np.array_equal(found.indices, row.col[order])
+        np.testing.assert_allclose(found.scores, row.data[order], rtol=1e-7)  # of the errors that both state
+
+
+# -- dtypes, masks, batches, payload --------------------------------------------------------------------
+
+
+@stores()
+def test_every_storage_type(storage: str) -> None:
+    stored = STORAGE[storage](heavy_tailed(_rng("stored"), 300, 4).clip(-1e3, 1e3))
+    K = as_float64(stored)
+    Q = np.vstack([_rng("stored queries").standard_normal((5, 4)), naive.adversarial_queries(K)[::30]])
+    asked = STORAGE[storage](Q / np.abs(Q).max(axis=1, keepdims=True))
+    state = appended(stored, 0.05, [1, 100, 100])
+    check_heavy(state.heavy(asked), naive.attention(as_float64(asked), K, dtype=np.longdouble), 0.05)
+    check_heavy(state.heavy(Q), naive.attention(Q, K, dtype=np.longdouble), 0.05)  # queries of another dtype
+
+
+@stores("float64", "float16", "bfloat16", "torch-bfloat16")
+@pytest.mark.parametrize("garbage", [np.nan, -np.inf, 1e4])
+def test_masked_rows_are_never_heavy(garbage: float, storage: str) -> None:
+    rng = _rng("masked")
+    K = heavy_tailed(rng, 300, 4).clip(-1e3, 1e3)
+    mask = rng.random(300) < 0.6
+    mask[100:180] = False
+    K[~mask] = garbage
+    stored = STORAGE[storage](K)
+    kept = np.where(mask[:, None], as_float64(stored), 0)
+    Q = np.vstack([rng.standard_normal((5, 4)), naive.adversarial_queries(kept)[::20]])
+    state = appended(stored, 0.05, [1, 150, 190], mask=mask)
+    found = state.heavy(Q)
+    check_heavy(found, naive.attention(Q, kept, mask=mask, dtype=np.longdouble), 0.05)
+    assert np.all(mask[found.indices])
+    assert state.n == 300
+    assert appended(stored, 0.05, mask=np.zeros(300, bool)).heavy(Q).indices.size == 0
+
+
+def test_every_head_is_its_own_set_and_queries_come_in_groups() -> None:
+    heads = np.stack([keys(kind) for kind in KINDS]).reshape(3, -1, N, D)
+    mask = _rng("heads").random(heads.shape[:-1]) < 0.9
+    payload = np.arange(heads[..., 0].size * 2).reshape(*heads.shape[:-1], 2)
+    groups = np.stack([queries(_rng("groups"), keys("gaussian"))[:4] * even(keys(kind)) for kind in KINDS])
+    Q = groups.reshape(3, -1, 4, D)
+    state = appended(heads, 0.1, [1, 70, 150], mask=mask, payload=payload)
+    found = state.heavy(Q)
+    assert len(found) == len(KINDS)
+    held = 0
+    for each, at in zip(found, np.ndindex(heads.shape[:2]), strict=True):
+        alone = appended(heads[at], 0.1, [1, 70, 150], mask=mask[at], payload=payload[at])
+        assert bits(alone.heavy(Q[at])) == bits(each)
+        held += alone.held
+        for query in range(4):  # each query by itself, too
+            indices, scores = entries(alone.heavy(Q[at][query : query + 1]), 0)
+            assert np.array_equal(indices, entries(each, query)[0])
+            np.testing.assert_allclose(scores, entries(each, query)[1], rtol=1e-12)
+        assert np.array_equal(each.payload, payload[at][each.indices])
+    assert state.held == held
+
+
+def test_payload_comes_with_its_keys() -> None:
+    K = keys("heavy-tailed")
+    payloads = (np.arange(N), np.ones((N, 2, 3), np.float32) * np.arange(N)[:, None, None], np.arange(N) % 2 == 0)
+    for payload in payloads:
+        found = appended(K, 0.1, [0, 3, 3, 100], payload=payload).heavy(naive.adversarial_queries(K))
+        assert found.payload.dtype == payload.dtype
+        np.testing.assert_array_equal(found.payload, payload[found.indices])
+    assert appended(K, 0.1).heavy(K).payload is None
+
+
+def test_a_chunk_may_be_overwritten_after_update() -> None:
+    K, chunk, beside = keys("heavy-tailed"), np.empty((10, D)), np.empty(10)
+    state = CausalUniversalSet(0.1)
+    for low in range(0, N, 10):
+        chunk[:], beside[:] = K[low : low + 10], np.arange(low, low + 10)
+        state.update(chunk, payload=beside)
+        chunk[:], beside[:] = np.nan, np.nan
+    found = state.heavy(naive.adversarial_queries(K))
+    assert bits(found) == bits(
+        appended(K, 0.1, range(10, N, 10), payload=np.arange(N) * 1.0).heavy(naive.adversarial_queries(K))
+    )
+
+
+def test_no_rows_and_no_queries() -> None:
+    state = CausalUniversalSet(0.1).update(np.ones((0, 3)))
+    found = state.heavy(np.ones((2, 3)))
+    assert (state.n, state.held) == (0, 0)
+    assert found.starts.tolist() == [0, 0, 0]
+    assert not np.any(found.normalizers)
+    state.update(keys("gaussian")).update(np.ones((0, 3)))
+    assert state.n == N
+    none = state.heavy(np.ones((0, 3)))
+    assert (none.starts.tolist(), none.indices.size, none.normalizers.size) == ([0], 0, 0)
+    assert state.update(np.ones((0, 3)), mask=np.ones(0, bool)).n == N
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_batches_without_matrices(shape: tuple[int, ...]) -> None:
+    state = CausalUniversalSet(0.1)
+    for m in (5, 100, 3000):
+        state.update(np.ones((*shape, m, 4)))
+    assert (state.n, state.held, state.heavy(np.ones((*shape, 3, 4)))) == (3105, 0, ())
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-160, 1e160, 1e300])
+def test_queries_of_any_size(size: float) -> None:
+    K = keys("heavy-tailed")
+    state, Q = appended(K, 0.1, [100]), _rng("sizes").standard_normal((20, D))
+    found, same = state.heavy(Q * size), state.heavy(Q)
+    assert np.array_equal(found.indices, same.indices)
+    np.testing.assert_allclose(found.scores, same.scores, rtol=1e-12)
+    with np.errstate(over="ignore", under="ignore"):
+        np.testing.assert_allclose(found.normalizers, same.normalizers * size * size, rtol=1e-12)
+
+
+# -- errors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.5, np.nan])
+def test_epsilon_out_of_range(epsilon: float) -> None:
+    with pytest.raises(ValueError, match="epsilon") as caught:
+        CausalUniversalSet(epsilon)
+    check_error(caught.value, "0 < epsilon <= 1")
+
+
+def test_no_keys_yet() -> None:
+    with pytest.raises(ValueError, match="no keys") as caught:
+        CausalUniversalSet(0.1).heavy(np.ones((1, 3)))
+    check_error(caught.value, "update")
+
+
+def good(n: int) -> Float:
+    return np.tile(keys("gaussian")[:20], (n // 20 + 1, 1))[:n]
+
+
+BAD_KEYS: dict[str, tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = {
+    "columns": (ValueError, (r"\bK\b", "d = 4", "d = 3"), {"K": np.ones((20, 4))}),
+    "batch": (ValueError, (r"\bK\b", "batch", r"\(2,\)"), {"K": np.ones((2, 5, 3)), "payload": np.ones((2, 5), int)}),
+    "dtype": (TypeError, (r"\bK\b", "float32", "float64", "convert"), {"K": good(20).astype(np.float32)}),
+    "integers": (TypeError, (r"\bK\b", "int64", "float"), {"K": np.ones((20, 3), int)}),
+    "one-axis": (ValueError, (r"\bK\b", "n, ?d"), {"K": np.ones(3)}),
+    "mask": (ValueError, ("mask", r"\(20,\)"), {"mask": np.ones(19, bool)}),
+    "mask-type": (TypeError, ("mask", "bool"), {"mask": np.ones(20)}),
+    "no-payload": (ValueError, ("payload", "nothing", "int64"), {"payload": None}),
+    "payload-rows": (ValueError, ("payload", r"\(19,\)", r"\(20,\)"), {"payload": np.arange(19)}),
+    "payload-shape": (ValueError, ("payload", "int64"), {"payload": np.ones((20, 2), int)}),
+    "payload-dtype": (ValueError, ("payload", "int64"), {"payload": np.ones(20)}),
+    "payload-words": (TypeError, ("payload", "numbers"), {"payload": np.array(["a"] * 20)}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_KEYS)
+@pytest.mark.parametrize("before", [20, 100])
+def test_bad_keys_leave_the_set_as_it_was(before: int, name: str) -> None:
+    kind, words, change = BAD_KEYS[name]
+    state, Q = appended(good(before), 0.2, payload=np.arange(before)), naive.adversarial_queries(good(before))
+    seen = (state.n, state.held, bits(state.heavy(Q)))
+    arguments = {"K": good(20), "mask": None, "payload": np.arange(20)} | change
+    with pytest.raises(kind) as caught:
+        state.update(arguments.pop("K"), **arguments)
+    check_error(caught.value, *words)
+    assert (state.n, state.held, bits(state.heavy(Q))) == seen
+    assert state.update(good(20), payload=np.arange(20)).n == before + 20
+
+
+@pytest.mark.parametrize("before", [0, 20, 100])
+@pytest.mark.parametrize("rows", [1, 70, 5000])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_keys_that_are_not_finite_leave_the_set_as_it_was(value: float, rows: int, before: int) -> None:
+    state, Q = appended(good(before), 0.2), np.eye(3)
+    seen = (state.n, state.held, bits(state.heavy(Q)))
+    for bad in {0, rows // 2, rows - 1}:
+        K = good(rows)
+        K[bad, 1] = value
+        with pytest.raises(NonFiniteError, match=rf"\bK\b.* row {before + bad}, counted from") as caught:
+            state.update(K)
+        check_error(caught.value, "mask=", "as it was")
+        assert (state.n, state.held, bits(state.heavy(Q))) == seen
+    same = appended(good(before), 0.2).update(good(rows))
+    assert bits(state.update(good(rows)).heavy(Q)) == bits(same.heavy(Q))
+
+
+def test_a_bad_first_chunk_leaves_no_trace() -> None:
+    state = CausalUniversalSet(0.1)
+    for chunk in (np.full((70, 5), np.nan), np.ones(3), np.ones((3, 0)), None):
+        with pytest.raises((ValueError, TypeError), match=r"\bK\b"):
+            state.update(chunk)
+    with pytest.raises(ValueError, match="payload"):
+        state.update(np.ones((5, 5)), payload=np.ones(4))
+    assert state.n == state.held == 0
+    assert state.update(np.ones((70, 2), np.float32)).n == 70
+
+
+BAD_QUERIES: dict[str, tuple[type[Exception], tuple[str, ...], Any]] = {
+    "columns": (ValueError, (r"\bQ\b", "d = 4", "d = 3"), np.ones((2, 4))),
+    "batch": (ValueError, (r"\bQ\b", "batch", r"\(2,\)", r"\(\.\.\., g, d\)"), np.ones((2, 1, 3))),
+    "one-axis": (ValueError, (r"\bQ\b", "d"), np.ones(3)),
+    "nan": (NonFiniteError, (r"\bQ\b", r"\b1\b", "finite"), np.array([[1.0, 1, 1], [1, np.nan, 1]])),
+    "infinity": (NonFiniteError, (r"\bQ\b", r"\b0\b", "finite"), np.array([[1.0, 1, np.inf]])),
+    "integers": (TypeError, (r"\bQ\b", "int64"), np.ones((2, 3), int)),
+    "no-array": (TypeError, (r"\bQ\b", "array"), "query"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_QUERIES)
+@pytest.mark.parametrize("before", [20, 100])
+def test_bad_queries(before: int, name: str) -> None:
+    kind, words, Q = BAD_QUERIES[name]
+    state = appended(good(before), 0.2)
+    seen = bits(state.heavy(np.eye(3)))
+    with pytest.raises(kind) as caught:
+        state.heavy(Q)
+    check_error(caught.value, *words)
+    assert bits(state.heavy(np.eye(3))) == seen

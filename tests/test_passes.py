@@ -1,0 +1,677 @@
+"""Two passes over keys in chunks: the sets of the keys in memory, whatever the chunks, and checkpoints on the way."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import strategies
+from levattn.exceptions import KeyFileError, NonFiniteError
+from strategies import CASES, STORAGE, as_bool, as_float64, examples, stored_case, stores
+
+N = 6500  # three blocks of 2048 rows, and a part of one
+EPSILON = 0.01
+SMALLEST = 2.0**-126  # scores of float32 below this lose digits
+HALF = ("float64", "float32", "float16", "bfloat16")
+
+Keys = Callable[[np.random.Generator], strategies.Float]
+
+# Kinds of N keys. Of the first the moments are the same numbers in chunks and in memory, and so are the scores.
+TAME: dict[str, Keys] = {
+    "gaussian": lambda rng: rng.standard_normal((N, 8)),
+    "heavy-tailed": lambda rng: strategies.coherent(rng, N, 8),
+    "graded": lambda rng: strategies.graded(rng, N, 8, 1e-4),
+    "conditioned-1e2": lambda rng: strategies.conditioned(rng, N, 8, 1e2),
+}
+HARD: dict[str, Keys] = {
+    "conditioned-1e4": lambda rng: strategies.conditioned(rng, N, 8, 1e4),
+    "conditioned-1e8": lambda rng: strategies.conditioned(rng, N, 8, 1e8),
+    "conditioned-1e12": lambda rng: strategies.conditioned(rng, N, 8, 1e12),
+    "deficient": lambda rng: strategies.integer_deficient(rng, N, 8, 5),
+    "near-deficient": lambda rng: strategies.near_deficient(rng, N, 8, 1e-10),
+    "tiny-direction": lambda rng: strategies.tiny_direction(rng, N, 8, 1e-9),
+    "late-direction": lambda rng: (
+        np.where(np.arange(N)[:, None] < 5000, [1.0, 1, 0, 0], 1.0) * strategies.coherent(rng, N, 4)
+    ),
+    "growing": lambda rng: rng.standard_normal((N, 4)) * np.exp(np.arange(N) / 20)[:, None],
+    "large-mean": lambda rng: rng.standard_normal((N, 8)) + 1e4,
+    "all-zero": lambda _: np.zeros((N, 3)),
+}
+KINDS = TAME | HARD
+
+
+def keys_of(kind: str, storage: str = "float64") -> Any:
+    """Keys of a kind, in a storage type; scaled into its range where they are not."""
+    values = KINDS[kind](np.random.default_rng(sum(map(ord, kind))))
+    largest = np.abs(values).max()
+    limit = {"float16": 6e4, "bfloat16": 3e38, "float32": 3e38}.get(storage.removeprefix("torch-"), 1e300)
+    return STORAGE[storage](values if largest < limit else values * (limit / largest))
+
+
+class Chunks:
+    """Keys that can be read again and again, in chunks of these sizes in turn; the last goes on to the end."""
+
+    def __init__(self, K: Any, sizes: Sequence[int] = (700,)) -> None:
+        self.K, self.sizes = K, sizes
+        self.read: list[int] = []  # rows of each reading
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read.append(0)
+        at, n = 0, self.K.shape[-2]
+        sizes = itertools.cycle(self.sizes) if any(self.sizes) else iter((*self.sizes, n))
+        while at < n or not at:
+            stop = min(at + next(sizes), n)
+            self.read[-1] += stop - at
+            yield self.K[..., at:stop, :]
+            at = stop
+            if not n:
+                return
+
+
+class OneAfterTheOther:
+    """Gives other chunks each time it is called."""
+
+    def __init__(self, *readings: Sequence[Any]) -> None:
+        self.readings = iter(readings)
+
+    def __call__(self) -> Iterator[Any]:
+        return iter(next(self.readings))
+
+
+class KilledError(Exception):
+    """Stands for what ends a process."""
+
+
+def after(rows: float) -> Callable[[int, int | None], None]:
+    """A progress callback that ends the work once it has done so many rows."""
+    first: list[int] = []
+
+    def call(done: int, total: int | None) -> None:
+        first.append(done)
+        if done - first[0] >= rows:
+            raise KilledError
+
+    return call
+
+
+def assert_same(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
+    """The same set, to the last bit."""
+    assert np.array_equal(as_bool(found.mask), as_bool(expected.mask))
+    assert np.array_equal(as_float64(found.scores), as_float64(expected.scores))
+    assert str(found.scores.dtype) == str(expected.scores.dtype)
+    assert np.array_equal(found.epsilon, expected.epsilon)
+    assert np.array_equal(found.rank, expected.rank)
+    assert found.guarantee == expected.guarantee
+    assert np.array_equal(found.factor.normalizer, expected.factor.normalizer)
+
+
+def assert_agrees(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
+    """The same set, with scores that differ by as much as their errors were estimated."""
+    assert np.array_equal(as_bool(found.mask), as_bool(expected.mask))
+    assert np.array_equal(found.rank, expected.rank)
+    assert found.guarantee == expected.guarantee
+    ours, theirs = as_float64(found.scores), as_float64(expected.scores)
+    error = 4 * (found.factor.score_error + expected.factor.score_error).reshape(*found.batch, 1)
+    assert np.all(np.abs(ours - theirs) <= error * theirs + SMALLEST)
+    assert np.all(np.abs(np.asarray(found.epsilon) - expected.epsilon) <= error[..., 0] * expected.epsilon)
+
+
+# -- the same set as of keys in memory ---------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_named_cases(name: str) -> None:
+    for storage in HALF:
+        stored = stored_case(name, storage)
+        if stored is None:
+            continue
+        K = stored[0]
+        for options in ((0.1, None), (None, min(5, len(K)))):
+            expected = levattn.universal_set(K, options[0], size=options[1])
+            assert_same(levattn.universal_set(Chunks(K, (7, 30)), options[0], size=options[1]), expected)
+
+
+@stores(*HALF)
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_keys(kind: str, storage: str) -> None:
+    K = keys_of(kind, storage)
+    for options in ((EPSILON, None), (None, 50)):
+        found = levattn.universal_set(Chunks(K), options[0], size=options[1])
+        expected = levattn.universal_set(K, options[0], size=options[1])
+        assert_agrees(found, expected)
+        if kind in TAME:
+            assert np.array_equal(found.scores, expected.scores)
+
+
+@examples(60)
+@given(st.lists(st.integers(0, 3000), max_size=6), st.sampled_from([*KINDS]), st.sampled_from(["float64", "float32"]))
+def test_any_chunks_give_the_same_bits(sizes: list[int], kind: str, storage: str) -> None:
+    K = keys_of(kind, storage)
+    assert_same(levattn.universal_set(Chunks(K, sizes), EPSILON), levattn.universal_set(Chunks(K, [N]), EPSILON))
+    found = levattn.universal_set(Chunks(K, sizes), size=20)
+    assert_same(found, levattn.universal_set(Chunks(K, [N]), size=20))
+
+
+@pytest.mark.parametrize("storage", HALF)
+@pytest.mark.parametrize("size", [0, 1, 699, 700, 701, 3000, 5600])
+def test_ties_are_cut_by_row_number(size: int, storage: str) -> None:
+    K = STORAGE[storage](strategies.identity_blocks(8, 700)[np.random.default_rng(0).permutation(5600)])
+    found = levattn.universal_set(Chunks(K, (1000,)), size=size)
+    assert np.array_equal(found.indices, np.arange(size))
+    assert_same(found, levattn.universal_set(K, size=size))
+    assert len(levattn.universal_set(Chunks(K), 1 / 700)) == 5600  # a score of ε is in
+
+
+def test_near_ties_are_told_apart_in_float64() -> None:
+    rng = np.random.default_rng(1)
+    K = np.repeat(rng.standard_normal((65, 4)), 100, axis=0).astype(np.float32)
+    K[:, 0] *= 1 + 1e-7 * rng.integers(0, 3, 6500)
+    for size in (1, 150, 2000):
+        assert_same(levattn.universal_set(Chunks(K), size=size), levattn.universal_set(K, size=size))
+
+
+@stores("float32", "bfloat16", "torch-float64", "torch-bfloat16", "strict-float32", "strict-float64")
+def test_batches(storage: str) -> None:
+    rng = np.random.default_rng(2)
+    K = rng.standard_normal((2, 3, 5000, 4))
+    K[0, 1] *= np.geomspace(1, 1e-4, 4)
+    K[1, 2] = strategies.integer_deficient(rng, 5000, 4, 2)
+    K = STORAGE[storage](K)
+    for options in ((EPSILON, None), (None, 7)):
+        found = levattn.universal_set(Chunks(K, (300, 2500)), options[0], size=options[1])
+        assert_agrees(found, levattn.universal_set(K, options[0], size=options[1]))
+        assert found.batch == (2, 3)
+        assert_same(found, levattn.universal_set(Chunks(K, (5000,)), options[0], size=options[1]))
+
+
+@stores("torch-float64", "torch-float32", "torch-float16", "torch-bfloat16")
+def test_torch_chunks_give_torch_results(storage: str) -> None:
+    import torch
+
+    K = keys_of("heavy-tailed", storage)
+    found, expected = levattn.universal_set(Chunks(K), EPSILON), levattn.universal_set(K, EPSILON)
+    assert_agrees(found, expected)
+    assert isinstance(found.mask, torch.Tensor)
+    assert found.scores.dtype == expected.scores.dtype
+
+
+@pytest.mark.parametrize("kind", ["heavy-tailed", "conditioned-1e8"])
+def test_any_number_of_threads_gives_the_same_bits(kind: str) -> None:
+    values = KINDS[kind](np.random.default_rng(3))
+    K = np.concatenate([values * scale for scale in np.linspace(1, 2, 20)]).astype(np.float32)
+    found = []
+    for threads in (1, 2, 3):
+        with levattn.thread_limit(threads):
+            found.append(levattn.universal_set(Chunks(K, (10_000, 25_000)), 1e-3))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+@pytest.mark.parametrize("method", ["auto", "gram"])
+def test_methods(method: str) -> None:
+    K = keys_of("heavy-tailed", "float32")
+    found = levattn.universal_set(Chunks(K), EPSILON, method=method)
+    assert_same(found, levattn.universal_set(K, EPSILON, method=method))
+
+
+# -- sources -----------------------------------------------------------------------------
+
+
+def saved(folder: Path, K: Any, name: str = "keys.npy") -> Path:
+    path = folder / name
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import save_file
+
+        save_file({"K": K}, path)
+    else:
+        np.save(path, K)
+    return path
+
+
+@stores(*HALF)
+@pytest.mark.parametrize("name", ["keys.npy", "keys.safetensors"])
+def test_files(tmp_path: Path, name: str, storage: str) -> None:
+    if storage == "bfloat16" and name.endswith(".npy"):
+        pytest.skip("no .npy file says that its numbers are bfloat16")
+    one = keys_of("heavy-tailed", storage)
+    for K, rows in ((one, 1000), (one[:6000].reshape(3, 2000, 8), 777)):
+        source = levattn.open_keys(saved(tmp_path, K, name), chunk_rows=rows)
+        assert_agrees(levattn.universal_set(source, EPSILON), levattn.universal_set(K, EPSILON))
+        assert_agrees(levattn.universal_set(source, size=9), levattn.universal_set(K, size=9))
+
+
+def test_a_folder_and_a_part_of_it(tmp_path: Path) -> None:
+    K = keys_of("heavy-tailed")
+    for i, part in enumerate(np.split(K, [1000, 1001, 5000])):
+        saved(tmp_path, part, f"keys-{i}.npy")
+    source = levattn.open_keys(tmp_path, chunk_rows=900)
+    assert_same(levattn.universal_set(source, EPSILON), levattn.universal_set(Chunks(K), EPSILON))
+    part = levattn.universal_set(source.between(500, 6000), EPSILON)
+    assert_same(part, levattn.universal_set(Chunks(K[500:6000]), EPSILON))
+
+
+def test_objects_and_functions() -> None:
+    K = keys_of("heavy-tailed")
+    expected = levattn.universal_set(Chunks(K), EPSILON)
+    parts = {number: K[low:high] for number, (low, high) in enumerate(itertools.pairwise((0, 10, 3000, 3000, N)))}
+    assert_same(levattn.universal_set(parts.values(), EPSILON), expected)
+    assert_same(levattn.universal_set(lambda: iter(Chunks(K)), EPSILON), expected)
+    assert_same(levattn.universal_set(lambda: list(parts.values()), EPSILON), expected)
+    assert_same(
+        levattn.universal_set(lambda: (part.tolist() for part in parts.values() if len(part)), EPSILON), expected
+    )
+
+
+def test_a_chunk_may_be_overwritten_once_the_next_is_asked_for() -> None:
+    K = keys_of("heavy-tailed")
+
+    def chunks() -> Iterator[Any]:
+        buffer = np.empty((500, 8))
+        for low in range(0, N, 500):
+            part = buffer[: min(500, N - low)]
+            part[...] = K[low : low + 500]
+            yield part
+
+    for options in ((EPSILON, None), (None, 11)):
+        expected = levattn.universal_set(Chunks(K), options[0], size=options[1])
+        assert_same(levattn.universal_set(chunks, options[0], size=options[1]), expected)
+
+
+@pytest.mark.parametrize(
+    "once", [lambda K: iter([K]), lambda K: (part for part in [K]), lambda K: map(np.asarray, [K])]
+)
+def test_what_can_be_read_once_is_refused(once: Any) -> None:
+    with pytest.raises(TypeError, match=r"only once.*use StreamingUniversalSet"):
+        levattn.universal_set(once(np.eye(3)), 0.5)
+
+
+K0: Any = keys_of("heavy-tailed")
+SHUFFLED = K0[np.random.default_rng(4).permutation(N)]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([], "6500 rows in the first pass and 0 in the second"),
+        ([K0[:6000]], "6500 rows in the first pass and 6000 in the second"),
+        ([K0, K0[:1]], "6500 rows in the first pass and 6501 in the second"),
+        ([SHUFFLED], "other keys, or in another order"),
+        ([2 * K0], "other keys, or in another order"),
+        ([K0[:300], K0[300:][::-1]], "other keys, or in another order"),
+        ([K0.astype(np.float32)], "float64 keys of batch .* in the first pass, and float32"),
+        ([K0[:, :5]], "and d = 8 in the first pass, and float64 ones of batch .* and d = 5"),
+        ([K0[:700], K0[None, 700:]], r"of batch \(\) and d = 8 in the first pass, and float64 ones of batch \(1,\)"),
+    ],
+)
+def test_other_keys_the_second_time_are_refused(second: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        levattn.universal_set(OneAfterTheOther([K0], second), EPSILON)
+
+
+@pytest.mark.parametrize(
+    ("others", "error", "message"),
+    [
+        (K0.astype(np.float32), TypeError, "float32; the chunks before had float64"),
+        (K0[:, :5], ValueError, "d = 5; this state was made for batch .* and d = 8"),
+        (K0[None], ValueError, "batch .1,."),
+        (K0[0], ValueError, r"shape \(8,\)"),
+        (K0.astype(int), TypeError, "int64"),
+        (7, TypeError, "type int"),
+    ],
+)
+def test_other_chunks_are_refused(others: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        levattn.universal_set(lambda: [K0, others], EPSILON)
+
+
+def test_few_rows_or_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no chunk"):
+        levattn.universal_set(lambda: iter([]), 0.1)
+    for shape in ((0, 4), (1, 4), (3, 0, 4), (0, 5, 4), (0, 3000, 4)):
+        K = np.ones(shape)
+        for options in ((0.1, None), (None, 0)):
+            expected = levattn.universal_set(K, options[0], size=options[1])
+            source = levattn.open_keys(saved(tmp_path, K))
+            for chunks in (lambda K=K: [K], lambda K=K: [K[..., :0, :], K, K[..., :0, :]], source):
+                assert_same(levattn.universal_set(chunks, options[0], size=options[1]), expected)
+
+
+def test_rows_that_are_not_finite_are_named_by_their_number(tmp_path: Path) -> None:
+    K = K0.copy()
+    K[[5000, 5001, 6499], 3] = np.nan, np.inf, -np.inf
+    for sizes in ((700,), (1,), (N,), (4000, 900)):
+        first = r"5000\b" if sizes[0] == 1 else "5000, 5001"
+        with pytest.raises(NonFiniteError, match=first):
+            levattn.universal_set(Chunks(K, sizes), EPSILON)
+    path = tmp_path / "checkpoint"
+    with pytest.raises(KilledError):
+        levattn.universal_set(Chunks(K), EPSILON, checkpoint=path, checkpoint_rows=1, progress=after(4000))
+    with pytest.raises(NonFiniteError, match="5000, 5001"):
+        levattn.universal_set(Chunks(K), EPSILON, checkpoint=path)
+
+
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"f": 4},
+    {"f": levattn.Huber()},
+    {"method": "qr"},
+    {"method": "jl"},
+    {"center": True},
+    {"groups": np.zeros(N, int)},
+    {"mask": np.ones(N, bool)},
+]
+
+
+@pytest.mark.parametrize("options", UNSUPPORTED, ids=lambda options: "-".join(options))
+def test_options_that_two_passes_do_not_have(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="two passes make sets for f = 2, method 'auto' or 'gram'"):
+        levattn.universal_set(Chunks(K0), 0.1, **options)
+    source = levattn.open_keys(saved(tmp_path, K0[:300]))
+    with pytest.raises(ValueError, match="no progress or checkpoint"):
+        levattn.universal_set(source, 0.1, progress=print, **options)
+    cut = {name: value[:300] if name in ("groups", "mask") else value for name, value in options.items()}
+    expected = levattn.universal_set(K0[:300], 0.1, **cut)  # files are loaded for it
+    assert np.array_equal(levattn.universal_set(source, 0.1, **cut).scores, expected.scores)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="given for keys in an array"):
+        levattn.universal_set(K0, 0.1, progress=print)
+    with pytest.raises(ValueError, match="given for keys in an array"):
+        levattn.universal_set(K0, 0.1, checkpoint=tmp_path / "a")
+    with pytest.raises(TypeError, match="progress is 'yes'; expected None, True"):
+        levattn.universal_set(Chunks(K0), 0.1, progress="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="checkpoint_rows is 5 without checkpoint"):
+        levattn.universal_set(Chunks(K0), 0.1, checkpoint_rows=5)
+    for rows in (0, -1):
+        with pytest.raises(ValueError, match=f"checkpoint_rows is {rows}; expected at least 1"):
+            levattn.universal_set(Chunks(K0), 0.1, checkpoint=tmp_path / "a", checkpoint_rows=rows)
+    for other in (True, 1.5, "3"):
+        with pytest.raises(TypeError, match="expected a whole number of rows"):
+            levattn.universal_set(Chunks(K0), 0.1, checkpoint=tmp_path / "a", checkpoint_rows=other)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="checkpoint is of type int; expected the path"):
+        levattn.universal_set(Chunks(K0), 0.1, checkpoint=3)  # type: ignore[arg-type]
+    for size in (-1, N + 1):
+        with pytest.raises(ValueError, match=f"size is {size}; expected"):
+            levattn.universal_set(Chunks(K0), size=size)
+    with pytest.raises(ValueError, match="epsilon is 2"):
+        levattn.universal_set(Chunks(K0), 2.0)
+
+
+# -- progress ----------------------------------------------------------------------------
+
+
+def test_progress(tmp_path: Path) -> None:
+    for source, total in (
+        (Chunks(K0), None),
+        (levattn.open_keys(saved(tmp_path, K0), chunk_rows=600), 2 * N),
+        (lambda: [K0[:0], K0, K0[:0]], None),
+    ):
+        calls: list[tuple[int, int | None]] = []
+        levattn.universal_set(source, 0.1, progress=lambda *call, calls=calls: calls.append(call))
+        rows = [done for done, _ in calls]
+        assert rows == sorted(rows)
+        assert rows[-1] == 2 * N
+        assert all(known == total for _, known in calls)
+        assert len(calls) > 3
+
+
+def test_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = levattn.universal_set(Chunks(K0), EPSILON)
+    source = levattn.open_keys(saved(tmp_path, K0))
+    for K in (Chunks(K0), source):
+        assert_same(levattn.universal_set(K, EPSILON, progress=True), expected)
+        assert_same(levattn.universal_set(K, EPSILON, progress=False), expected)
+    assert_agrees(levattn.universal_set(K0, EPSILON, progress=False), expected)
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ImportError, match=r"rich.*levattn\[cli\]"):
+        levattn.universal_set(Chunks(K0), EPSILON, progress=True)
+
+
+def test_errors_of_the_callback_come_through() -> None:
+    with pytest.raises(KilledError):
+        levattn.universal_set(Chunks(K0), EPSILON, progress=after(3000))
+
+
+# -- checkpoints -------------------------------------------------------------------------
+
+
+CHECKPOINTED = [
+    *itertools.product(["heavy-tailed"], HALF, [(EPSILON, None), (None, 30)]),
+    *itertools.product(["conditioned-1e8", "deficient", "growing", "late-direction"], ["float64"], [(EPSILON, None)]),
+]
+
+
+@pytest.mark.parametrize(("kind", "storage", "options"), CHECKPOINTED)
+def test_a_run_that_is_killed_goes_on_to_the_same_result(
+    tmp_path: Path, kind: str, storage: str, options: tuple[float | None, int | None]
+) -> None:
+    rng = np.random.default_rng(5)
+    K = keys_of(kind, storage)
+    expected = levattn.universal_set(Chunks(K), options[0], size=options[1])
+    path = tmp_path / "checkpoint"
+    for _ in range(3):
+        kills, found = 0, None
+        while found is None:
+            chunks = Chunks(K, rng.integers(1, 2500, 5).tolist())
+            progress = after(rng.uniform(500, 6000))
+            try:
+                found = levattn.universal_set(
+                    chunks, options[0], size=options[1], checkpoint=path, checkpoint_rows=1000, progress=progress
+                )
+            except KilledError:
+                kills += 1
+        assert_same(found, expected)
+        assert kills >= 2
+        assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("moment", [100, 700, 2100, 6499, 6500, 6501, 7000, 9000, 12_900, 13_000])
+def test_rows_that_are_done_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    source, path = levattn.open_keys(saved(tmp_path, K0), chunk_rows=100), tmp_path / "checkpoint"
+    expected = levattn.universal_set(source, EPSILON)
+    with pytest.raises(KilledError):
+        levattn.universal_set(source, EPSILON, checkpoint=path, checkpoint_rows=100, progress=after(moment))
+    read = 0
+    original = levattn.KeySource.__iter__
+
+    def counting(self: levattn.KeySource) -> Iterator[Any]:
+        nonlocal read
+        for chunk in original(self):
+            read += chunk.shape[-2]
+            yield chunk
+
+    monkeypatch.setattr(levattn.KeySource, "__iter__", counting)
+    calls: list[tuple[int, int | None]] = []
+    assert_same(
+        levattn.universal_set(source, EPSILON, checkpoint=path, progress=lambda *call: calls.append(call)), expected
+    )
+    assert calls[0] == (-(-moment // 100) * 100, 2 * N)
+    assert calls[-1] == (2 * N, 2 * N)
+    assert read <= 2 * N - moment // 100 * 100 + 300  # the rows left, and the first ones, to know the keys again
+
+
+def left_at(path: Path, K: Any, rows: int, **options: Any) -> None:
+    """Leave the checkpoint of a run that was killed after so many rows."""
+    options = {"epsilon": EPSILON, "size": None} | options
+    epsilon = options.pop("epsilon")
+    with pytest.raises(KilledError):
+        levattn.universal_set(
+            Chunks(K), epsilon, checkpoint=path, checkpoint_rows=700, progress=after(rows), **options
+        )
+    assert path.exists()
+
+
+def test_half_written_checkpoints_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "check[point]*"
+    half, others = tmp_path / ".check[point]*.0123456789ab.tmp", [".checkpa.0123456789ab.tmp", ".check[point]*.tmp"]
+    for name in (half.name, *others):
+        (tmp_path / name).touch()
+    levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1000)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(others)
+
+
+def test_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    there: list[bool] = []
+    levattn.universal_set(
+        Chunks(K0),
+        EPSILON,
+        checkpoint=str(path),
+        checkpoint_rows=2000,
+        progress=lambda *_: there.append(path.exists()),
+    )
+    assert there == [False] * 3 + [True] * (len(there) - 3)  # 2100 rows are three chunks; the first call says 0 rows
+    assert not path.exists()
+    levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path)  # too few rows for one
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("rows", [3000, 10_000])  # of the first and of the second pass
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path, rows: int) -> None:
+    path = tmp_path / "checkpoint"
+    left_at(path, K0, rows)
+    before = path.read_bytes()
+    changed = K0.copy()
+    changed[5] *= 1.5
+    float16 = (K0 / 16).astype(np.float16)
+    for K, options in (
+        (K0, {"epsilon": 0.02}),
+        (K0, {"epsilon": None, "size": 5}),
+        (K0, {"method": "gram"}),
+        (changed, {}),
+        (K0[1:], {}),
+        (K0[:, :4], {}),
+        (K0[None], {}),
+        (K0.astype(np.float32), {}),
+        (float16, {}),
+    ):
+        given = {"epsilon": EPSILON} | options
+        epsilon = given.pop("epsilon")
+        with pytest.raises(ValueError, match=r"checkpoint.*Name another file, or remove it to begin anew"):
+            levattn.universal_set(Chunks(K), epsilon, checkpoint=path, **given)
+        assert path.read_bytes() == before
+    short = levattn.open_keys(saved(tmp_path, K0[:2000]))
+    with pytest.raises(ValueError, match="of other keys than K, or K has changed"):
+        levattn.universal_set(short, EPSILON, checkpoint=path)
+    long = levattn.open_keys(saved(tmp_path, np.concatenate([K0, K0])))
+    if rows > N:
+        with pytest.raises(ValueError, match="of other keys than K, or K has changed"):
+            levattn.universal_set(long, EPSILON, checkpoint=path)
+    expected = levattn.universal_set(Chunks(K0), EPSILON)
+    assert_same(levattn.universal_set(Chunks(K0, (50,)), EPSILON, checkpoint=path), expected)
+
+
+@pytest.mark.parametrize("rows", [3000, 10_000])
+def test_keys_that_change_between_the_runs_are_refused(tmp_path: Path, rows: int) -> None:
+    path = tmp_path / "checkpoint"
+    left_at(path, K0, rows)
+    changed = K0.copy()
+    changed[300:] *= 2  # the first rows are as they were
+    with pytest.raises(ValueError, match="other keys, or in another order"):
+        levattn.universal_set(Chunks(changed), EPSILON, checkpoint=path)
+
+
+@pytest.mark.skipif("bfloat16" not in STORAGE, reason="no package for bfloat16")
+@pytest.mark.parametrize("rows", [3000, 10_000])
+def test_the_same_bytes_of_another_format_are_refused(tmp_path: Path, rows: int) -> None:
+    import ml_dtypes
+
+    K = STORAGE["float16"](np.random.default_rng(0).standard_normal((N, 8)))
+    left_at(tmp_path / "checkpoint", K, rows)
+    with pytest.raises(ValueError, match="remove it to begin anew"):
+        levattn.universal_set(Chunks(K.view(ml_dtypes.bfloat16)), EPSILON, checkpoint=tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("rows", [3000, 10_000])
+def test_damaged_checkpoints_are_refused(tmp_path: Path, rows: int) -> None:
+    path = tmp_path / "checkpoint"
+    left_at(path, K0, rows)
+    data = path.read_bytes()
+    rng = np.random.default_rng(6)
+    damaged = [b"", b"\0" * 100, data[:7], data[:100], data[:-1], data + b"\0", b"PK\x03\x04" + data]
+    places = (*range(0, 64, 5), *rng.integers(0, len(data), 30).tolist())
+    damaged += [data[:at] + bytes([data[at] ^ 1 << rng.integers(8)]) + data[at + 1 :] for at in places]
+    damaged.append(levattn.StreamingUniversalSet(EPSILON).update(K0).to_bytes())
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"checkpoint.*Name another file, or remove it to begin anew"):
+            levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path)
+        assert path.read_bytes() == content
+    path.write_bytes(data)
+    expected = levattn.universal_set(Chunks(K0), EPSILON)
+    assert_same(levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path), expected)
+
+
+def test_damaged_keys_are_not_blamed_on_the_checkpoint(tmp_path: Path) -> None:
+    keys, path = saved(tmp_path, K0), tmp_path / "checkpoint"
+    source = levattn.open_keys(keys)
+    left_at(path, K0, 3000)
+    keys.write_bytes(keys.read_bytes()[:-5])
+    with pytest.raises(KeyFileError, match=r"keys\.npy"):
+        levattn.universal_set(source, EPSILON, checkpoint=path)
+
+
+def test_a_checkpoint_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        levattn.universal_set(Chunks(K0), EPSILON, checkpoint=tmp_path / "nowhere" / "a", checkpoint_rows=1)
+    path = tmp_path / "checkpoint"
+    left_at(path, K0, 3000)
+    before = path.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="full"):
+        levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
+    assert path.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [path]
+
+
+# -- kill -9 -----------------------------------------------------------------------------
+
+CHILD = """
+import sys, time, levattn
+
+def slowly(done, total):
+    print(done, flush=True)
+    time.sleep(0.005)
+
+source = levattn.open_keys(sys.argv[1], chunk_rows=100)
+levattn.universal_set(source, 0.01, checkpoint=sys.argv[2], checkpoint_rows=100, progress=slowly)
+"""
+
+
+@pytest.mark.parametrize("kill", range(5))
+def test_kill(tmp_path: Path, kill: int) -> None:
+    """A process that is killed leaves a checkpoint that is whole, or none."""
+    rng = np.random.default_rng(kill)
+    keys, path = saved(tmp_path, K0.astype(np.float32)), tmp_path / "checkpoint"
+    lines = int(rng.integers(1 + 25 * kill, 25 + 25 * kill))  # of 131
+    command = [sys.executable, "-c", CHILD, str(keys), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for _ in range(lines):
+            assert child.stdout.readline()
+        time.sleep(rng.uniform(0, 0.01))
+        child.kill()
+    assert child.returncode != 0  # it did not come to its end
+    source = levattn.open_keys(keys)
+    calls: list[int] = []
+    found = levattn.universal_set(source, EPSILON, checkpoint=path, progress=lambda done, _: calls.append(done))
+    assert_same(found, levattn.universal_set(source, EPSILON))
+    assert calls[0] >= 100 * (lines - 2)  # what the process had done but for a chunk or two
+    assert [*tmp_path.iterdir()] == [keys]

@@ -1,0 +1,402 @@
+"""Sequence shards on the ranks of a torch process group: the set of all keys on each, and what travelled for it.
+
+The ranks are processes on this machine with the backend gloo. They are started once and run a table of cases; each
+answer is a test of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+from levattn.exceptions import NonFiniteError
+from strategies import as_float64, conditioned, graded, integer_deficient, tiny_direction
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+
+from levattn.distributed.torch import Traffic, _compact, _expanded, universal_set  # noqa: E402 (no use without torch)
+
+RANKS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Keys, how they are cut, and what is asked; `wrong` changes the arguments of single ranks."""
+
+    keys: Callable[[], Any]
+    cuts: tuple[int, ...]  # rows of each rank but the last
+    epsilon: float = 0.05
+    f: float = 2
+    values: Callable[[Any], Any] | None = None
+    mask: Callable[[Any], Any] | None = None
+    wrong: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.cuts) + 1
+
+    def arguments(self, rank: int) -> dict[str, Any]:
+        K = self.keys()
+        edges = [*np.cumsum([0, *self.cuts]).tolist(), K.shape[-2]]
+        part = slice(edges[rank], edges[rank + 1])
+        found: dict[str, Any] = {"K": K[..., part, :], "epsilon": self.epsilon, "V": None, "mask": None, "f": self.f}
+        if self.values is not None:
+            V = self.values(K)
+            found["V"] = V[(*(slice(None),) * (K.ndim - 2), part)]
+        if self.mask is not None:
+            found["mask"] = self.mask(K)[..., part]
+        return self.wrong.get(rank, lambda given: given)(found)
+
+
+def generator(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def keys(n: int = 9000, d: int = 6, dtype: str = "float64", seed: int = 0) -> Any:
+    """Gaussian keys with some that are large."""
+    K = generator(seed).standard_normal((n, d))
+    K[:: max(1, n // 7)] *= 40
+    return torch.from_numpy(K).to(getattr(torch, dtype))
+
+
+def heads() -> Any:
+    K = generator(1).standard_normal((2, 3, 5000, 4))
+    K[..., ::700, 0] *= np.array([30.0, 60, 90])[None, :, None]
+    return torch.from_numpy(K)
+
+
+def row_numbers(K: Any) -> Any:
+    """Values by which a row is known: its number, and its keys."""
+    rows = np.broadcast_to(np.arange(K.shape[-2], dtype=np.float64)[:, None], (*K.shape[:-1], 1))
+    return torch.cat([torch.from_numpy(rows.copy()), K.to(torch.float64)], dim=-1)
+
+
+def padded() -> Any:
+    K = keys()
+    K[::3] = torch.nan
+    return K
+
+
+def random_cuts(seed: int) -> tuple[int, ...]:
+    first, second = sorted(generator(seed).integers(0, 9000, 2).tolist())
+    return first, second - first
+
+
+def with_nan(given: dict[str, Any]) -> dict[str, Any]:
+    given["K"][17] = torch.nan
+    return given
+
+
+def changed(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda given: given | {name: change(given[name]) for name, change in changes.items()}
+
+
+SOUND = {
+    "one": Case(keys, ()),
+    "two": Case(keys, (2500,)),
+    "three": Case(keys, (4000, 1)),
+    "an empty shard": Case(keys, (0, 9000)),
+    "nothing but empty shards": Case(lambda: keys(0), (0, 0)),
+    "fewer rows than columns": Case(lambda: keys(5, 8), (2, 2)),
+    "numpy": Case(lambda: keys().numpy(), (4096, 2048)),
+    "ill-conditioned": Case(lambda: torch.from_numpy(conditioned(generator(2), 7000, 8, 1e10)), (2048, 3000)),
+    "ill-conditioned of 1e6": Case(lambda: torch.from_numpy(conditioned(generator(3), 7000, 8, 1e6)), (3500,)),
+    "a direction of one shard": Case(lambda: torch.from_numpy(tiny_direction(generator(4), 900, 5, 1e-9)), (300, 300)),
+    "rank-deficient": Case(lambda: torch.from_numpy(integer_deficient(generator(5), 3000, 6, 3)), (1, 1500)),
+    "columns of all sizes": Case(lambda: torch.from_numpy(graded(generator(6), 3000, 6) * 1e170), (1000, 1000)),
+    "heads": Case(heads, (2000, 10), values=lambda K: 2 * K),
+    "fourth power": Case(lambda: keys(d=3), (2500, 4000), f=4),
+    "padding": Case(padded, (3000, 3000), mask=lambda K: torch.isfinite(K[:, 0]), values=row_numbers),
+    "gradients": Case(lambda: keys().requires_grad_(), (3000, 3000), values=lambda K: 3 * K),
+    **{
+        f"{dtype} keys": Case(lambda t=dtype: keys(dtype=t), (2000, 3000))
+        for dtype in ("float32", "float16", "bfloat16")
+    },
+    **{f"random cuts {seed}": Case(keys, random_cuts(seed), values=row_numbers) for seed in range(4)},
+    **{
+        f"{dtype} values": Case(keys, (2000, 3000), values=lambda K, t=dtype: K.to(getattr(torch, t)))
+        for dtype in ("bfloat16", "float16", "int64")
+    },
+}
+WRONG = {
+    "not finite": Case(keys, (3000, 3000), wrong={1: with_nan}),
+    "epsilon out of range": Case(keys, (3000, 3000), wrong={2: changed(epsilon=lambda _: 2)}),
+    "no matrix": Case(keys, (3000, 3000), wrong={0: changed(K=lambda K: K[0])}),
+    "columns": Case(keys, (3000, 3000), wrong={1: changed(K=lambda K: K[:, :5])}),
+    "dtypes": Case(keys, (3000, 3000), wrong={1: changed(K=lambda K: K.float())}),
+    "epsilons": Case(keys, (3000, 3000), wrong={1: changed(epsilon=lambda _: 0.2)}),
+    "functions": Case(keys, (3000, 3000), wrong={1: changed(f=lambda _: 4)}),
+    "values on one": Case(keys, (3000, 3000), values=row_numbers, wrong={0: changed(V=lambda _: None)}),
+    "values too few": Case(keys, (3000, 3000), values=row_numbers, wrong={2: changed(V=lambda V: V[:7])}),
+    "values in a list": Case(keys, (3000,), values=row_numbers, wrong={1: changed(V=lambda V: V.tolist())}),
+    "mask too long": Case(
+        keys, (3000,), mask=lambda K: K[:, 0] > 0, wrong={0: changed(mask=lambda m: torch.cat([m, m]))}
+    ),
+}
+
+
+# -- the ranks ----------------------------------------------------------------------------------------
+
+
+def run_rank(rank: int, folder: str) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=90))
+    groups = {size: dist.new_group(list(range(RANKS - size, RANKS))) for size in range(1, RANKS)}
+    travelled: list[bytes] = []
+    for name in ("broadcast", "all_gather"):
+        setattr(dist, name, recorded(getattr(dist, name), travelled))
+    answers: dict[str, Any] = {}
+    with levattn.thread_limit(1):
+        for name, case in (SOUND | WRONG).items():
+            place = rank - (RANKS - case.size)  # the last ranks form the smaller groups: their numbers are not those
+            if place >= 0:
+                travelled.clear()
+                answers[name] = answer(case, place, groups.get(case.size)), list(travelled)
+        try:
+            universal_set(keys(), 0.1, group=groups[1])
+        except ValueError as error:
+            answers["outsider"] = error
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(answers))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def recorded(collective: Callable[..., Any], travelled: list[bytes]) -> Callable[..., Any]:
+    """A collective that notes what this rank gives and gets, once it is done."""
+
+    class Noted:
+        def __init__(self, work: Any, tensors: list[Any]) -> None:
+            self.work, self.tensors = work, tensors
+
+        def wait(self) -> None:
+            if self.work is not None:
+                self.work.wait()
+            travelled.extend(tensor.numpy().tobytes() for tensor in self.tensors)
+
+    def call(target: Any, *others: Any, **options: Any) -> Any:
+        noted = Noted(collective(target, *others, **options), target if isinstance(target, list) else [target])
+        if not options.get("async_op"):
+            noted.wait()
+        return noted
+
+    return call
+
+
+def answer(case: Case, rank: int, group: Any) -> Any:
+    given = case.arguments(rank)
+    try:
+        return universal_set(given["K"], given["epsilon"], V=given["V"], mask=given["mask"], group=group, f=given["f"])
+    except (TypeError, ValueError) as error:
+        return error
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(run_rank, (str(folder),), nprocs=RANKS)
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(RANKS)]
+
+
+def of_case(answers: list[dict[str, Any]], name: str) -> list[Any]:
+    """The answers of the ranks of a case, in order."""
+    found = [of_rank[name][0] for of_rank in answers if name in of_rank]
+    assert len(found) == (SOUND | WRONG)[name].size
+    return found
+
+
+# -- their answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_is_the_set_of_all_keys_together(answers: list[dict[str, Any]], name: str) -> None:
+    case = SOUND[name]
+    K = case.keys()
+    mask = None if case.mask is None else case.mask(K)
+    for sets, _ in of_case(answers, name):
+        assert sets.n == K.shape[-2]
+        assert sets.guarantee == ("exact" if case.f == 2 else "superset")
+        alone = levattn.StreamingUniversalSet(case.epsilon, f=case.f).update(K, mask=mask).result()
+        assert np.array_equal(sets.rank, alone.rank)
+        assert np.array_equal(sets.present, alone.present)
+        for item, expected in zip(sets.items, alone.items, strict=True):
+            assert np.array_equal(item.indices, expected.indices)
+            assert np.array_equal(item.keys, expected.keys)
+            assert item.keys.dtype == expected.keys.dtype
+            np.testing.assert_allclose(item.scores, expected.scores, rtol=1e-8)
+        if case.f == 2 and K.shape[-2]:
+            in_memory = levattn.universal_set(K, case.epsilon, mask=mask)
+            rows = as_float64(in_memory.mask).reshape(-1, K.shape[-2])
+            assert all(np.array_equal(i.indices, np.flatnonzero(r)) for i, r in zip(sets.items, rows, strict=True))
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_all_ranks_have_the_same_bits(answers: list[dict[str, Any]], name: str) -> None:
+    first, *others = of_case(answers, name)
+    for sets, traffic in others:
+        assert traffic == first[1]
+        assert np.array_equal(sets.factor.whitening, first[0].factor.whitening)
+        for mine, theirs in zip(sets.items, first[0].items, strict=True):
+            assert np.array_equal(mine.scores, theirs.scores)
+            assert np.array_equal(mine.indices, theirs.indices)
+
+
+@pytest.mark.parametrize("name", [name for name, case in SOUND.items() if case.values is not None])
+def test_values_come_with_the_keys(answers: list[dict[str, Any]], name: str) -> None:
+    case = SOUND[name]
+    K = case.keys()
+    V = case.values(K)  # type: ignore[misc]
+    numbers = V.detach().to(torch.float32 if V.dtype == torch.bfloat16 else V.dtype).numpy()
+    flat = numbers.reshape(-1, *numbers.shape[K.ndim - 2 :])
+    for sets, _ in of_case(answers, name):
+        for item, values in zip(sets.items, flat, strict=True):
+            assert len(item)
+            assert item.payload.dtype == values.dtype
+            assert np.array_equal(item.payload, values[item.indices])
+
+
+@pytest.mark.parametrize("name", ["three", "random cuts 0", "heads"])
+def test_counts_all_that_travelled(answers: list[dict[str, Any]], name: str) -> None:
+    for of_rank in answers:
+        (_, traffic), travelled = of_rank[name]
+        assert sum(map(len, travelled)) == traffic.gathered
+
+
+def test_only_keys_of_the_set_travel(answers: list[dict[str, Any]]) -> None:
+    name = "random cuts 0"
+    K = SOUND[name].keys().numpy()
+    for of_rank in answers:
+        (sets, _), travelled = of_rank[name]
+        all_of_it = b"".join(travelled)
+        found = np.array([row.tobytes() in all_of_it for row in K])
+        assert np.array_equal(np.flatnonzero(found), sets.indices)
+
+
+def test_traffic_does_not_grow_with_the_rows(answers: list[dict[str, Any]]) -> None:
+    [(sets, traffic)] = of_case(answers, "one")
+    assert traffic.dense == 9000 * 6 * 8
+    assert traffic.moments < 6 * 7 // 2 * 8 + 2500  # a triangle, and what describes it
+    assert traffic.selected < len(sets) * (6 + 1) * 8 + 500
+    assert traffic.saved == traffic.dense - traffic.gathered
+    assert traffic.ratio > 20
+
+
+def test_traffic_counts_values(answers: list[dict[str, Any]]) -> None:
+    assert of_case(answers, "heads")[0][1].dense == 2 * 2 * 3 * 5000 * 4 * 8
+    assert of_case(answers, "bfloat16 values")[0][1].dense == 9000 * 6 * (8 + 2)
+
+
+ERRORS = {
+    # case: the rank that is wrong, its error, what the others say; or what all say
+    "not finite": (1, NonFiniteError, "row 17, counted", "rank 1: NonFiniteError: K holds NaN"),
+    "epsilon out of range": (2, ValueError, "epsilon is 2", "rank 2: ValueError: epsilon is 2"),
+    "no matrix": (0, ValueError, "K_local has shape", "rank 0: ValueError: K_local"),
+    "values too few": (2, ValueError, r"V has shape \(7, 7\)", "rank 2: ValueError: V has"),
+    "values in a list": (1, TypeError, "V is of type list", "rank 1: TypeError: V is"),
+    "mask too long": (0, ValueError, "mask has shape", "rank 0: ValueError: mask"),
+    "columns": (None, ValueError, r"^d differs .* \[6, 5, 6\]", ""),
+    "dtypes": (None, ValueError, "dtype of K_local differs", ""),
+    "epsilons": (None, ValueError, r"epsilon differs .* \[0.05, 0.2, 0.05\]", ""),
+    "functions": (None, ValueError, "^f differs", ""),
+    "values on one": (None, ValueError, r"^V \(its dtype", ""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_if_one_rank_fails_all_do(answers: list[dict[str, Any]], name: str) -> None:
+    wrong, kind, message, quoted = ERRORS[name]
+    for rank, error in enumerate(of_case(answers, name)):
+        own = wrong is None or rank == wrong
+        assert type(error) is (kind if own else ValueError)
+        with pytest.raises(ValueError if not own else kind, match=message if own else quoted):
+            raise error
+
+
+def test_others_are_no_members(answers: list[dict[str, Any]]) -> None:
+    assert "outsider" in answers[0]
+    assert "not of the group" in str(answers[0]["outsider"])
+    assert "outsider" not in answers[RANKS - 1]
+
+
+@pytest.mark.parametrize("condition", [1, 1e10])
+def test_states_travel_without_loss(condition: float) -> None:
+    K = conditioned(generator(0), 5000, 7, condition)
+    state = levattn.StreamingUniversalSet(0.02, row_start=3).update(np.stack([K, 3 * K]))
+    for sent in (state, levattn.StreamingUniversalSet(0.02, row_start=0).merge(state)):
+        fields, arrays = _compact(sent)
+        assert _expanded(fields, arrays).to_bytes() == sent.to_bytes()
+    assert {"merged.high", "merged.low"} - fields["zeros"].keys() <= fields["triangles"].keys()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_keys_come_in_chunks(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"V": row_numbers(heads()), "mask": heads()[..., 1] < 1}
+    whole = universal_set(heads(), 0.05, **given)
+    monkeypatch.setattr("levattn.distributed.torch._CHUNK_BYTES", 1)  # so blocks of 2048 rows
+    parts = universal_set(heads(), 0.05, **given)
+    assert parts[1] == whole[1]
+    for one, other in zip(parts[0].items, whole[0].items, strict=True):
+        for name in ("indices", "scores", "keys", "payload"):
+            assert len(getattr(one, name))
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("f", [levattn.Huber(), 1.5])
+def test_other_functions(alone: None, f: Any) -> None:
+    sets, _ = universal_set(keys(), 0.02, f=f)
+    expected = levattn.StreamingUniversalSet(0.02, f=f).update(keys()).result()
+    assert np.array_equal(sets.indices, expected.indices)
+    assert sets.guarantee == "superset"
+
+
+def test_lists_and_words(alone: None) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    V = np.arange(6.0).astype(ml_dtypes.bfloat16)
+    sets, _ = universal_set(np.eye(6, 2).tolist(), 0.5, V=V, mask=[True, False] * 3)
+    assert sets.indices.tolist() == [0]
+    assert sets.payload.dtype == np.float32
+    assert sets.payload.tolist() == [0.0]
+
+
+class Own:
+    """A function that no state can be saved with."""
+
+    growth = 2.0
+    monotone = True
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return x**2
+
+
+def test_functions_of_ones_own_do_not_travel(alone: None) -> None:
+    with pytest.raises(TypeError, match="only states of the functions of levattn"):
+        universal_set(keys(), 0.1, f=Own())
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        universal_set(np.eye(3), 0.5)
+
+
+def test_traffic_adds_up() -> None:
+    traffic = Traffic(shapes=10, moments=20, selected=30, dense=600)
+    assert (traffic.gathered, traffic.saved, traffic.ratio) == (60, 540, 10)
