@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
@@ -19,3 +21,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+# The examples of these modules need a package that the suite can do without.
+NEEDS = {"levattn/distributed/torch.py": "torch"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for path, package in NEEDS.items():
+            if item.path.as_posix().endswith(path) and find_spec(package) is None:
+                item.add_marker(pytest.mark.skip(reason=f"{package} is not installed"))
