@@ -30,6 +30,7 @@ from levattn.exceptions import NonFiniteError
 
 __all__ = [
     "PLAIN_ERROR",
+    "PLAIN_NOISE",
     "UNIT",
     "MomentSum",
     "Twofold",
@@ -43,6 +44,7 @@ __all__ = [
 UNIT = 2.0**-53  # rounding of float64
 PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
 
+PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that was seen, of copied rows
 _SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
@@ -94,8 +96,10 @@ def second_moments(
         if level < 0:
             tail = parts[:, index]
         else:
-            whole.add(parts[:, index], level)
-    total = whole.total(tail)
+            with np.errstate(over="ignore", invalid="ignore"):
+                whole.add(parts[:, index], level)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
+        total = whole.total(tail)
     return np.zeros((len(items), d, d)) if total is None else total
 
 
@@ -153,6 +157,8 @@ class Twofold:
     def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Twofold:
         """Return the moments whose parts are held under this name."""
         low = arrays.get(f"{name}.low")
+        if (_diagonal(shaped(arrays[f"{name}.high"], np.float64, (b, d, d))) < 0).any():
+            raise ValueError("a second moment has a negative entry on its diagonal")
         return cls(
             shaped(arrays[f"{name}.high"], np.float64, (b, d, d)),
             None if low is None else shaped(low, np.float64, (b, d, d)),
@@ -175,13 +181,12 @@ class Twofold:
     def errors(self, items: Flags) -> Float64:
         """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
         errors = np.zeros(len(items))
-        noise = 4 * UNIT  # more than was seen; without a mean the tenth of it
         chosen = np.flatnonzero(items)
         W, pivot, reach = inverse_cholesky(self.high[chosen])
-        errors[chosen] = np.where(pivot > 0, noise * reach, np.inf)
+        errors[chosen] = np.where(pivot > 0, PLAIN_NOISE * reach, np.inf)
         for place in np.flatnonzero((errors[chosen] > _SETTLED) & (pivot > 0)).tolist():
             sizes = np.sqrt(_diagonal(self.high)[chosen[place]])
-            errors[chosen[place]] = noise * spectral_norm(sizes[:, None] * W[place]) ** 2
+            errors[chosen[place]] = PLAIN_NOISE * spectral_norm(sizes[:, None] * W[place]) ** 2
         return errors
 
 
@@ -240,7 +245,7 @@ class MomentSum:
         blocks = self.blocks.copy()
         blocks.add(term, level)
         diagonal = sum(_diagonal(part.high) for _, part in sorted(blocks.levels.items()))
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
         due = self.wide | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
         if due.any():
@@ -289,10 +294,8 @@ class MomentSum:
         check_finite(run, diagonal)
         largest = kernels_for(run).column_maxima(run)
         found = np.clip(np.frexp(largest)[1], -1020, 1020).astype(np.int32)
-        total = self.blocks.total()
-        seen = np.zeros(found.shape, np.bool_) if total is None else _diagonal(total.high) > 0
         above = found - self.exponents
-        far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~seen))
+        far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~self._seen()))
         return np.where(far, found, self.exponents) if far.any() else None
 
     def _rescale(self, exponents: Exponents) -> None:
@@ -350,9 +353,11 @@ class MomentSum:
         self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
         terms = {name: Twofold.from_arrays(arrays, name, b, d) for name in fields["terms"]}
         self.merged = terms.pop("merged", None)
-        levels = {int(name): part for name, part in terms.items()}
-        if sum(1 << level for level in levels) != blocks:
-            raise ValueError(f"{blocks} blocks are not the sum of the levels {sorted(levels)}")
+        levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
+        if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:
+            raise ValueError(f"{blocks} blocks are not the sum of the levels {', '.join(terms)}")
+        if np.abs(self.exponents).max(initial=0) > 1024 or not (self.settled >= 0).all() or not (self.room >= 0).all():
+            raise ValueError("what tells how sums go on is out of range")
         self.blocks = PairwiseSum(blocks, levels)
         return self
 
@@ -379,7 +384,7 @@ def as_read(rows: Rows) -> Float64:
 
 def check_finite(rows: Rows, figures: Float64) -> None:
     """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
-    for item in np.flatnonzero(~np.isfinite(figures.reshape(len(figures), -1)).all(axis=1)).tolist():
+    for item in np.flatnonzero(~np.isfinite(figures).all(axis=tuple(range(1, figures.ndim)))).tolist():
         if kernels_for(rows).nonfinite_rows(rows, item, 1):
             raise FloatingPointError("rows are not finite")
 

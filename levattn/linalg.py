@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from levattn._array import Csr, to_numpy
 from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for, precise_products
-from levattn._moments import PLAIN_ERROR, UNIT, Twofold, as_read, second_moments, spectral_norm
+from levattn._moments import PLAIN_ERROR, PLAIN_NOISE, UNIT, Twofold, as_read, second_moments, spectral_norm
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
@@ -45,9 +45,11 @@ _SMALL = 128  # columns up to which products of small matrices do without BLAS
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 _SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
+_LIFT = 2.0**500  # by which rows are raised whose squares may vanish, of size below
+_TINY = 2.0**-960
 _ONE_THREAD = 1 << 18  # multiplications of a product up to which OpenBLAS takes one thread
 _LEAST_BLOCK = 8  # rows of such a product; with fewer BLAS is slow
-_TWOFOLD_ERROR = 2.0**-98  # the same in twofold arithmetic
+_TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
 
 _Turn = Callable[[Float64, Arithmetic], Float64]  # gives the moments of the keys of one matrix in another basis
 
@@ -162,7 +164,7 @@ class Factor:
             if dead.any():
                 one = self.rows.item(item)
                 size = kernels.wide_zeros(one)
-                kernels.sqnorms(one, np.array([0]), np.diag(dead.astype(np.float64))[None], size)
+                kernels.sqnorms(one, np.array([0]), np.diag(dead * _LIFT)[None], size)
                 out[item, :] = kernels.where(size[0, :] > 0, np.inf, out[item, :])
 
     def _count_outside(self, item: int, out: Any, value: float) -> bool:
@@ -182,6 +184,11 @@ class Factor:
             offset = float(np.sum((one.shift[0] * scale / c) ** 2))
         noise = (64 * UNIT) ** 2 * d
         beyond: Any = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
+        tiny = size[0, :] < _TINY
+        if self.rows.format == "float64" and bool(to_numpy(tiny).any()):  # squares may have vanished
+            kernels.sqnorms(one, np.array([0]), (_upper_form(Z) / c[:, None])[None] * _LIFT, wide, arithmetic="double")
+            kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * _LIFT, size, arithmetic="double")
+            beyond |= tiny & (wide[0, :] > noise * (size[0, :] + (offset + d * out[item, :]) * _LIFT**2))
         out[item, :] = kernels.where(beyond, value, out[item, :])
         return bool(to_numpy(beyond).any())
 
@@ -474,9 +481,11 @@ def factor_sum(moments: Twofold, like: Rows) -> Factor:
     W, pivot, reach = inverse_cholesky(moments.high)
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)
     done = whole & ((2 * UNIT * reach <= target) | ~moments.wide)
-    error = np.minimum(2 * UNIT * reach, PLAIN_ERROR)
+    error = np.minimum(PLAIN_NOISE * reach, PLAIN_ERROR)
     batch = _Batch(like, W, np.count_nonzero(np.diagonal(W, axis1=1, axis2=2), axis=1), error)
-    mild = done & (reach <= _SINGLE_REACH) & (like.format != "float64")
+    diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
+    narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
+    mild = done & (reach <= _SINGLE_REACH) & narrow & (like.format != "float64")
     batch.arithmetic = ["single" if ok else "double" for ok in mild.tolist()]
     for item in np.flatnonzero(~done).tolist():
 

@@ -326,7 +326,7 @@ def test_names_the_range_that_is_not_finite(tmp_path: Path) -> None:
     K[8017] = np.nan
     np.save(tmp_path / "keys.npy", K)
     with pytest.raises(NonFiniteError, match=r"rows from 5000 on: .* row 3017,"):
-        universal_set_of_files(tmp_path / "keys.npy", 0.04, memory=500 * 48)
+        universal_set_of_files(tmp_path / "keys.npy", 0.08, memory=500 * 48)
 
 
 @pytest.mark.parametrize("package", ["dask", "distributed"])

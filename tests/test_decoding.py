@@ -1,9 +1,10 @@
-"""Causal sets: while keys are appended, the heavy entries of any query over the whole prefix, against the definition."""
+"""Causal sets: the heavy entries of any query over a prefix that grows, against the definition over all of it."""
 
 from __future__ import annotations
 
 import re
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -20,9 +21,9 @@ import strategies
 from levattn import CausalUniversalSet, HeavyKeys, NonFiniteError
 from strategies import STORAGE, Float, as_float64, examples, stores
 
-N, D = 220, 3  # rows that are factored three times, and some that wait
+N, D = 150, 3  # rows that are factored twice, and some that wait
 TIE = 1e-9  # relative slack within which a score counts as equal to ε
-SOUND = 1e-6  # relative error of scores, as stated, up to which they are compared with the definition
+SOUND = 1e-3  # relative error of scores, as stated, up to which they are compared with the definition
 
 
 def _rng(name: str) -> np.random.Generator:
@@ -47,7 +48,7 @@ def near_deficient(rng: np.random.Generator) -> Float:
 
 
 ROWS = np.arange(N)[:, None]
-LATE = ROWS >= 100
+LATE = ROWS >= 80
 
 KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
     "gaussian": lambda rng: rng.standard_normal((N, D)),
@@ -56,7 +57,7 @@ KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
     "ties": lambda _: np.tile(np.eye(D), (N // D + 1, 1))[:N],
     "growing": lambda rng: heavy_tailed(rng) * np.exp(ROWS / 5),
     "shrinking": lambda rng: heavy_tailed(rng) * np.exp(-ROWS / 5),
-    "one-huge-row": lambda rng: heavy_tailed(rng) * np.where(ROWS == 100, [1e9, 1, 1], 1),
+    "one-huge-row": lambda rng: heavy_tailed(rng) * np.where(ROWS == 80, [1e9, 1, 1], 1),
     "rank-grows": lambda rng: heavy_tailed(rng) * np.where(LATE, 1, [1, 0, 0]),
     "rank-grows-turned": lambda rng: (
         np.rint(heavy_tailed(rng) * 64) * np.where(LATE, 1, [1, 0, 0]) @ (rng.integers(-3, 4, (D, D)) + 7 * np.eye(D))
@@ -86,6 +87,13 @@ def keys(kind: str) -> Float:
     K = np.array(KINDS[kind](_rng(kind)), np.float64)
     K.flags.writeable = False
     return K
+
+
+@cache
+def ranks(kind: str) -> list[int]:
+    """The rank of each prefix: it rises at D places at most."""
+    rises = [bisect_left(range(N + 1), r, key=lambda t: naive.rank_exact(keys(kind)[:t])) for r in range(1, D + 1)]
+    return [sum(t >= rise for rise in rises) for t in range(N + 1)]
 
 
 def even(K: Float) -> Float:
@@ -160,33 +168,32 @@ def check_error(error: BaseException, *words: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("epsilon", [0.3, 1 / 17])
-def test_every_step_finds_every_heavy_entry(kind: str, epsilon: float) -> None:
+def test_every_step_finds_every_heavy_entry(kind: str) -> None:
     K, rng = keys(kind), _rng(f"{kind} queries")
-    state = CausalUniversalSet(epsilon)
+    states = [CausalUniversalSet(epsilon) for epsilon in (0.3, 1 / 17)]
     for t in range(1, N + 1):
-        state.update(K[t - 1 : t])
-        assert state.n == t
-        assert state.held <= min(t, naive.rank_exact(K[:t]) / epsilon * (1 + 2 * TIE) + max(64, D))
-        if t % 5 and kind not in TAME:
-            continue  # rational arithmetic takes its time
-        Q = queries(rng, K[:t])
-        found = state.heavy(Q)
+        for state in states:
+            assert state.update(K[t - 1 : t]).n == t
+            assert state.held <= min(t, ranks(kind)[t] / state.epsilon * (1 + 2 * TIE) + max(64, D))
         if kind in TAME:
-            Q, scale = Q[:-2], even(K[:t])  # those all but orthogonal need more than long double
-            found = state.heavy(Q)
+            Q, scale = queries(rng, K[:t])[:-2], even(K[:t])  # those all but orthogonal need more than long double
             A = naive.attention(Q / scale, K[:t] * scale, dtype=np.longdouble)
-            assert found.error.max() <= TIE or t < 2 * D
-        else:
+        elif t % 7 == 1 or t in (63, 64, 65, 80, 81, 128):  # rational arithmetic takes its time
+            Q = queries(rng, K[:t])
             A = naive.attention_exact(Q, K[:t])
-        check_heavy(found, A, epsilon)
+        else:
+            continue
+        for state in states:
+            found = state.heavy(Q)
+            check_heavy(found, A, state.epsilon)
+            assert kind not in TAME or t < 2 * D or found.error.max() <= TIE
 
 
 @kinds
 def test_errors_are_large_only_beside_deficient_keys(kind: str) -> None:
     # ... and there only for queries that see no more of the keys than rounding.
     K, rng = keys(kind), _rng(f"{kind} errors")
-    for n in (40, 90, 130, 220):
+    for n in (40, 70, 90, 130, 150):
         scale = even(K[:n])
         state, Q = appended(K[:n], 0.1, [70]), queries(rng, K[:n])
         found = state.heavy(Q)
@@ -194,7 +201,8 @@ def test_errors_are_large_only_beside_deficient_keys(kind: str) -> None:
         seen = np.linalg.norm((Q / scale) @ (K[:n] * scale).T, axis=1)
         size = np.linalg.norm(Q / scale, axis=1) * np.linalg.norm(K[:n] * scale)
         assert np.all(seen[found.error > SOUND] <= 1e-8 * size[found.error > SOUND])
-        assert np.all((found.scores <= 1 + 1e-6) | (np.repeat(found.error, np.diff(found.starts)) > SOUND))
+        errors = np.repeat(found.error, np.diff(found.starts))
+        assert np.all((found.scores <= 1 + TIE + 4 * errors) | (errors > SOUND))
 
 
 @pytest.mark.parametrize("kind", TAME)
@@ -202,7 +210,7 @@ def test_normalisers_count_every_key_that_ever_came(kind: str) -> None:
     K = keys(kind)
     scale = even(K)
     Q = _rng(kind).standard_normal((50, D)) * scale
-    for n in (10, 64, 130, 220):
+    for n in (10, 64, 100, 150):
         found = appended(K[:n], 0.3, [n // 2]).heavy(Q)
         Z = (Q / scale).astype(np.longdouble) @ (K[:n] * scale).astype(np.longdouble).T
         np.testing.assert_allclose(found.normalizers, np.sum(Z * Z, axis=1).astype(np.float64), rtol=TIE)
@@ -212,15 +220,15 @@ def test_normalisers_count_every_key_that_ever_came(kind: str) -> None:
 def test_the_mass_captured_is_that_of_the_keys_held(kind: str) -> None:
     # At least all keys are held whose leverage score among the keys so far is ε: their mass is a lower bound.
     K, epsilon, rng = keys(kind), 0.05, _rng(f"{kind} mass")
-    for n in (50, 130, 220):
+    for n in (50, 130):
         Q = queries(rng, K[:n])
-        found = appended(K[:n], epsilon, [100] if n > 100 else []).heavy(Q)
+        found = appended(K[:n], epsilon, [40]).heavy(Q)
         A = naive.attention_exact(Q, K[:n])
         least = A[:, naive.leverage_exact(K[:n]) >= epsilon].sum(axis=1)
         at = sound(found)
-        assert np.all(found.captured_mass[at] >= least[at] * (1 - 2 * SOUND))
+        assert np.all(found.captured_mass[at] >= least[at] * (1 - TIE - 4 * found.error[at]))
         if n < 64:  # nothing was let go yet
-            np.testing.assert_allclose(found.captured_mass[at], A[at].sum(axis=1), rtol=2 * SOUND)
+            np.testing.assert_allclose(found.captured_mass[at], A[at].sum(axis=1), rtol=1e-12)
 
 
 @kinds
@@ -267,6 +275,17 @@ def test_ties_are_in(m: int) -> None:
     assert np.array_equal(found.indices, np.arange(3 * m).reshape(m, 3).T.ravel())
 
 
+@pytest.mark.parametrize("small", [2.0**-20, 2.0**-30, 2.0**-36, 2.0**-40])
+def test_ties_of_ill_conditioned_keys_are_in(small: float) -> None:
+    # three directions of m copies each; the query that sees one of them alone is exact
+    T = np.array([[1, 1, 1], [0, small, 3 * small], [0, 0, small]])
+    Q = np.array([[1, 0, 0], [-1, 1 / small, 0], [2, -3 / small, 1 / small]])
+    for m in range(33, 110):
+        found = appended(np.tile(T, (m, 1)), 1 / m, [70]).heavy(Q)
+        assert np.diff(found.starts).tolist() == [m, m, m]
+        assert np.all(np.abs(found.scores * m - 1) <= TIE + 4 * np.repeat(found.error, m))
+
+
 # -- what is held -----------------------------------------------------------------------------------
 
 
@@ -299,7 +318,7 @@ def test_keys_of_zeros_are_let_go() -> None:
     assert not np.any(found.normalizers)
     assert not np.any(found.captured_mass)
     assert found.indices.size == 0
-    assert not np.any(found.error)
+    assert found.error.max() <= 1e-15
 
 
 def test_a_key_let_go_is_never_heavy_again() -> None:

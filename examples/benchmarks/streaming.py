@@ -20,6 +20,8 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ D, EPSILON = 64, 0.05
 CHUNK, CHUNKS = 131_072, (2048, 16_384, 131_072)
 STATE_ROWS = 100_000
 FEW_ROWS = 400_000  # of the streams that cost more
+STEPS, QUERIES = 256, 32  # that are timed together when keys are appended one at a time
 
 
 def keys(n: int, d: int = D) -> Array:
@@ -77,16 +80,16 @@ def passes(n: int, rounds: int) -> None:
         path = Path(folder, "keys.npy")
         np.save(path, K)
         source = levattn.open_keys(path, chunk_rows=CHUNK)
-        calls: dict[str, Callable[[], object]] = {"in memory": lambda: levattn.universal_set(K, EPSILON)}
+        calls: dict[str, Callable[[], object]] = {"in memory": partial(levattn.universal_set, K, EPSILON)}
         for rows in (*CHUNKS, n):
             chunks, name = Chunks(K, rows), "one chunk" if rows == n else f"chunks of {rows}"
-            calls[f"one pass, {name}"] = lambda c=chunks: one_pass(c)
-            calls[f"two passes, {name}"] = lambda c=chunks: levattn.universal_set(c, EPSILON)
-        calls["one pass, file"] = lambda: one_pass(source)
-        calls["two passes, file"] = lambda: levattn.universal_set(source, EPSILON)
-        for rows in CHUNKS:
-            calls[f"numpy, chunks of {rows}"] = lambda c=Chunks(K, rows): with_blas(c)
-        calls["numpy, file"] = lambda: with_blas(source)
+            calls[f"one pass, {name}"] = partial(one_pass, chunks)
+            calls[f"two passes, {name}"] = partial(levattn.universal_set, chunks, EPSILON)
+            if rows < n:
+                calls[f"numpy, {name}"] = partial(with_blas, chunks)
+        calls["one pass, file"] = partial(one_pass, source)
+        calls["two passes, file"] = partial(levattn.universal_set, source, EPSILON)
+        calls["numpy, file"] = partial(with_blas, source)
         times = interleaved(calls, rounds)
         indices = levattn.universal_set(K, EPSILON).indices
         for found in (one_pass(source).indices, levattn.universal_set(source, EPSILON).indices, with_blas(source)):
@@ -143,17 +146,17 @@ def merges(rounds: int) -> None:
         first, second = (
             levattn.StreamingUniversalSet(EPSILON).update(part) for part in (K[:STATE_ROWS], K[STATE_ROWS:])
         )
+        data = first.to_bytes()
         times = interleaved(
             {
                 "merge": lambda a=first, b=second: copy.copy(a).merge(b),
                 "result": first.result,
                 "to_bytes": first.to_bytes,
-                "from_bytes": lambda data=first.to_bytes(): levattn.StreamingUniversalSet.from_bytes(data),
+                "from_bytes": partial(levattn.StreamingUniversalSet.from_bytes, data),
             },
             10 * rounds,
         )
-        size = len(first.to_bytes())
-        share = size / array_bytes(first.to_bytes())
+        size, share = len(data), len(data) / array_bytes(data)
         slowest, largest = max(slowest, times["merge"]), max(largest, share)
         shown = [f"{1e3 * s:.2f}" for s in times.values()]
         rows.append([name, str(first.held), *shown, f"{size / 1e6:.2f}", f"{share:.3f}", f"{size / numbers:.2f}"])
@@ -178,11 +181,11 @@ def others(rounds: int) -> None:
     for name, (K, f) in cases.items():
         chunks = Chunks(K, CHUNK)
         calls: dict[str, Callable[[], object]] = {
-            "in memory": lambda K=K, f=f: levattn.universal_set(K, EPSILON, f=f),
-            "one pass": lambda c=chunks, f=f: one_pass(c, f),
+            "in memory": partial(levattn.universal_set, K, EPSILON, f=f),
+            "one pass": partial(one_pass, chunks, f),
         }
         if f == 2:
-            calls["two passes"] = lambda c=chunks: levattn.universal_set(c, EPSILON)
+            calls["two passes"] = partial(levattn.universal_set, chunks, EPSILON)
         times = interleaved(calls, rounds)
         shown = [f"{1e3 * s:.0f}" for s in times.values()] + [""] * (3 - len(times))
         ratios = [f"{times[name] / times['in memory']:.2f}" for name in list(times)[1:]]
@@ -206,38 +209,36 @@ class AllKeys:
         return np.nonzero(scores >= EPSILON)
 
 
+def append(cache: Callable[[Array], object], keys: Iterator[Array]) -> None:
+    for key in islice(keys, STEPS):
+        cache(key)
+
+
+def query(cache: Callable[[Array], object], Q: Array) -> None:
+    for _ in range(QUERIES):
+        cache(Q)
+
+
 def decoding(rounds: int) -> None:
-    n, steps = 100_000, 256
+    n = 100_000
     print(f"\ndecoding after {n} keys, ε = {EPSILON}: µs a step of one key appended and the queries of a group")
     rows = []
     for d in (64, 128):
-        K = keys(n + steps * 4 * rounds, d)
+        K = keys(n + 2 * STEPS * rounds, d)
         for group in (1, 8):
             Q = np.random.default_rng(1).standard_normal((group, d), dtype=np.float32)
-            ours, rival = levattn.CausalUniversalSet(EPSILON), AllKeys(len(K), d)
-            for start in range(0, n, 2048):
-                ours, _ = ours.update(K[start : min(start + 2048, n)]), rival.append(K[start : min(start + 2048, n)])
-            at = {"ours": n, "rival": n}
-
-            def append(who: str, cache: object = None, at: dict[str, int] = at, K: Array = K) -> None:
-                for _ in range(steps):
-                    cache(K[at[who] : at[who] + 1])
-                    at[who] += 1
-
-            def query(cache: object, Q: Array = Q) -> None:
-                for _ in range(steps // 8):
-                    cache(Q)
-
+            ours, rival = levattn.CausalUniversalSet(EPSILON).update(K[:n]), AllKeys(len(K), d)
+            rival.append(K[:n])
             times = interleaved(
                 {
-                    "append": lambda c=ours: append("ours", c.update),
-                    "numpy append": lambda c=rival: append("rival", c.append),
-                    "query": lambda c=ours: query(c.heavy),
-                    "numpy query": lambda c=rival: query(c.heavy),
+                    "append": partial(append, ours.update, iter(K[n:, None])),
+                    "numpy append": partial(append, rival.append, iter(K[n:, None])),
+                    "query": partial(query, ours.heavy, Q),
+                    "numpy query": partial(query, rival.heavy, Q),
                 },
                 rounds,
             )
-            each = {name: s / (steps // 8 if "query" in name else steps) for name, s in times.items()}
+            each = {name: s / (QUERIES if "query" in name else STEPS) for name, s in times.items()}
             step, other = each["append"] + each["query"], each["numpy append"] + each["numpy query"]
             rows.append([str(d), str(group), str(ours.held), *(f"{1e6 * s:.0f}" for s in each.values())])
             rows[-1].append(f"{other / step:.1f}")

@@ -153,8 +153,8 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
 def twofold_tile(typing, like, rows, vectors, a, x, stride, n, high, low, out_stride):
     """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` to the tile of twofold numbers ``high + low``.
 
-    Products and sums keep their rounding errors, which are added up in `low`. Rows of a and x are `stride` elements
-    apart.
+    Products and sums keep their rounding errors, which are added up in `low`; in the end what of them the sum can hold
+    goes there. Rows of a and x are `stride` elements apart.
     """
     signature = types.void(like, rows, vectors, *([types.int64] * 7))
     tall, wide = _literals(rows, vectors)
@@ -198,9 +198,10 @@ def twofold_tile(typing, like, rows, vectors, a, x, stride, n, high, low, out_st
                 phi.add_incoming(following, loop)
         b.cbranch(b.icmp_signed(">", moved[0], _int(0)), loop, after)
         b.position_at_end(after)
-        for places, values in zip(targets, (new_sums, new_errors), strict=True):
-            for place, value in zip(places, values, strict=True):
-                _store(b, value, place, size)
+        for cell in range(len(cells)):
+            whole = b.fadd(new_sums[cell], new_errors[cell])
+            _store(b, whole, targets[0][cell], size)
+            _store(b, b.fsub(new_errors[cell], b.fsub(whole, new_sums[cell])), targets[1][cell], size)
         return context.get_dummy_value()
 
     return signature, codegen

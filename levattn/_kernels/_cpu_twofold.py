@@ -12,6 +12,7 @@ __all__ = ["TALL", "WIDTH", "product_rows"]
 
 TALL = 2  # rows of a tile
 _WIDE = 2  # its vectors
+_ROWS = 32  # after which the sum takes up its errors: those of copied rows all have one sign
 WIDTH = _WIDE * (VECTOR_BYTES // 8)
 
 
@@ -26,10 +27,7 @@ def product_rows(A, X, first, last, upper, high, low):
     for i in range(first, last, TALL):
         for j in range(i // WIDTH * WIDTH if upper else 0, d, WIDTH):
             at = (i * d + j) * 8
-            a, x = A.ctypes.data + i * 8, X.ctypes.data + j * 8
-            twofold_tile(X, TALL, _WIDE, a, x, d, n, high.ctypes.data + at, low.ctypes.data + at, d)
-    for i in range(first, last):
-        for j in range(d):
-            total = high[i, j] + low[i, j]
-            low[i, j] -= total - high[i, j]
-            high[i, j] = total
+            for r in range(0, n, _ROWS):
+                a, x = A.ctypes.data + (r * d + i) * 8, X.ctypes.data + (r * d + j) * 8
+                rows = min(_ROWS, n - r)
+                twofold_tile(X, TALL, _WIDE, a, x, d, rows, high.ctypes.data + at, low.ctypes.data + at, d)

@@ -29,7 +29,7 @@ from levattn.streaming import StreamedSet, StreamingUniversalSet
 __all__ = ["from_keys", "leverage_scores", "universal_set", "universal_set_of_files"]
 
 _FAN_IN = 8  # states that one task merges
-_RANGE = 32  # times d/ε: rows that one task makes a state of, at least
+_RANGE = 64  # times d/ε: rows that one task makes a state of, at least
 
 _Path = str | os.PathLike[str]
 
