@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_damage", "pack", "shaped", "unpack", "whole"]
+__all__ = ["as_damage", "is_storable", "pack", "shaped", "unpack", "whole"]
 
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32
@@ -53,7 +53,7 @@ def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str
     try:
         header = json.loads(body[16:end])
         found, its_version, fields, listed = (header[key] for key in ("kind", "version", "fields", "arrays"))
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError("data has no header that can be read; expected the bytes that to_bytes returned") from error
     if found != kind:
         raise ValueError(f"data holds a {found}; expected a {kind}")
@@ -86,8 +86,13 @@ def as_damage() -> Iterator[None]:
     """Raise errors of the block, in which a state is made of what `unpack` returned, as those of the data."""
     try:
         yield
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
+
+
+def is_storable(dtype: np.dtype[Any]) -> bool:
+    """Tell whether `pack` takes arrays of this dtype."""
+    return dtype.newbyteorder("<").str in _DTYPES
 
 
 def shaped(array: npt.NDArray[Any], dtype: Any, shape: tuple[int, ...], finite: bool = True) -> npt.NDArray[Any]:

@@ -17,17 +17,20 @@ import numpy.typing as npt
 
 from levattn._array import to_numpy
 from levattn._bytes import shaped, whole
-from levattn._kernels import BLOCK, Float64, Rows
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn._lift import lift_columns, lifted_rows
-from levattn._moments import MomentSum, Twofold
+from levattn._moments import UNIT, MomentSum, Twofold, spectral_norm
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.leverage import TIE
 from levattn.linalg import Factor
 from levattn.states import factor_of, factor_of_sum
 
-__all__ = ["Judged", "Running", "RunningBlocks", "RunningSquares", "running_bounds"]
+__all__ = ["Judged", "Running", "RunningBlocks", "RunningSquares", "require_bounds", "running_bounds"]
 
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
+_MOST_GROUPS = 10_000
+_LARGEST_POWER = 64
+_RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
 Flags = npt.NDArray[np.bool_]
 Labels = npt.NDArray[np.int64]
@@ -40,10 +43,12 @@ class Reference:
 
     factor: of all keys so far.
     groups: factors of the groups of keys, where there are such.
+    rounding: (b,) by how much the root of a score may be off, where keys were computed.
     """
 
     factor: Factor
     groups: tuple[Factor, ...] = ()
+    rounding: Float64 | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class RunningSquares:
         self.sums = MomentSum(b, self.columns)
         self.frozen: Frozen | None = None
         self._screen: Factor | None = None
+        self._rounding: Float64 | None = None
 
     def copy(self) -> RunningSquares:
         """Return bounds that go on from here by themselves."""
@@ -101,7 +107,17 @@ class RunningSquares:
 
     def read(self, rows: Rows) -> Rows:
         """Return the rows whose leverage scores are the bounds."""
-        return rows if self.m == 1 else lifted_rows(rows, self.m)
+        if self.m == 1:
+            return rows
+        largest = kernels_for(rows).column_maxima(rows)
+        powers = np.frexp(largest[largest > 0])[1] * self.m
+        if np.abs(powers).max(initial=0) > _RANGE:
+            raise ValueError(
+                f"K has columns with entries of at most {largest[largest > 0].min():.3g}, or up to {largest.max():.3g}; "
+                f"expected them nearer to 1, as their products of {self.m} leave the range of float64. Scale all "
+                "chunks of K alike, by a power of two"
+            )
+        return lifted_rows(rows, self.m)
 
     def add(self, rows: Rows) -> None:
         """Add whole blocks."""
@@ -121,15 +137,23 @@ class RunningSquares:
         if self._screen is None:
             like = Rows(np.empty((rows.shape[0], 0, self.columns), rows.keys.dtype), rows.format)
             self._screen = factor_of_sum(*self.frozen, like)
+            self._rounding = _lift_rounding(self.frozen[0], self._screen, self.m)
         scores = to_numpy(self._screen.on(rows).scores(member=member)[0])
         least = epsilon * (1 - np.maximum(4 * self._screen.score_error, TIE))
+        if self._rounding is not None:
+            least = least - 2 * self._rounding * math.sqrt(epsilon)
         if not member:
             least = least / (1 - least)  # x/(1 + x) with the key itself, x without
         return np.asarray(~(scores < np.maximum(least, 0.0)[:, None].astype(scores.dtype)))
 
     def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
         """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
-        return Reference(factor_of(self.sums, self.read(tail)))
+        lifted = self.read(tail)
+        if self.m == 1:
+            return Reference(factor_of(self.sums, lifted))
+        moments, exponents = self.sums.total(lifted)
+        factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
+        return Reference(factor, rounding=_lift_rounding(moments, factor, self.m))
 
     def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix that are among those of the reference."""
@@ -137,6 +161,8 @@ class RunningSquares:
         upper, counted = one.on(self.read(keys)).scores(wide=True)
         upper = to_numpy(upper)[0]
         slack = max(TIE, 4 * float(one.error[0]))
+        if by.rounding is not None:  # of products of coordinates, which moves the root of a score
+            slack += 2 * float(by.rounding[item]) / math.sqrt(epsilon)
         return Judged(upper, ~(upper < epsilon * (1 - slack)) & ~(upper <= 0), bool(counted[0]))
 
     def merge(self, other: RunningSquares, tail: Rows, _labels: Labels | None) -> None:
@@ -153,6 +179,8 @@ class RunningSquares:
         b, columns = self.sums.exponents.shape
         self.sums = MomentSum.from_parts(fields, arrays, b, columns)
         self.frozen = _frozen(arrays, "frozen", b, columns)
+        if (self.frozen is None) != (self.blocks == 0):
+            raise ValueError("the screen does not go with the number of blocks")
 
 
 class RunningBlocks:
@@ -217,7 +245,7 @@ class RunningBlocks:
     def screened(self, rows: Rows, labels: Labels | None, epsilon: float, member: bool) -> Flags:
         """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
         if not self._screen:
-            like = rows.between(0, 0)
+            like = Rows(np.empty((rows.shape[0], 0, rows.shape[2]), rows.keys.dtype), rows.format)
             self._screen = tuple(factor_of_sum(*frozen, like) for frozen in self.frozen)
         return np.asarray(~(self._sums(self._screen, rows, labels, member) * (epsilon * (1 - TIE)) > 1))
 
@@ -240,7 +268,7 @@ class RunningBlocks:
         if labels is not None:
             self._count(groups, tail, labels[0])
         b, _, d = tail.shape
-        everything, nothing = MomentSum(b, d), tail.between(0, 0)
+        everything, nothing = MomentSum(b, d), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format)
         totals = [sums.total(nothing) for sums in groups]
         for total in totals:
             everything.merge(*total)
@@ -287,21 +315,48 @@ class RunningBlocks:
             self.groups[g] = MomentSum.from_parts({"blocks": 0, "terms": terms}, own, b, d)
         frozen = [_frozen(arrays, f"frozen{g}", b, d) for g in range(len(self.groups))]
         self.frozen = [each for each in frozen if each is not None]
+        if len(self.frozen) != (len(self.groups) if self.blocks else 0):
+            raise ValueError("the screen does not go with the number of blocks")
 
 
 Running = RunningSquares | RunningBlocks
 
 
-def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
-    """Return the bounds for f, of b matrices with d columns; raise for functions without one that never rises."""
+def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
+    """Raise for functions without a bound that never rises, or with one that takes too much memory for ε."""
     if isinstance(f, Power) and f.p % 2 == 0:
-        return RunningSquares(b, d, int(f.p) // 2)
+        if f.p > _LARGEST_POWER:
+            raise ValueError(
+                f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, as its lift has too many columns"
+            )
+        return
     if isinstance(f, Softmax) or f.growth > 2:
         raise ValueError(
             f"f is {f!r}; expected an even power, or a function of at most quadratic growth: for others no bound is "
             "known that never rises as keys are added. Use universal_set on all keys"
         )
+    if 2 / epsilon > _MOST_GROUPS:
+        raise ValueError(
+            f"epsilon is {epsilon} for f = {f!r}, whose bound takes 2/epsilon second moments; expected at least "
+            f"{2 / _MOST_GROUPS}"
+        )
+
+
+def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
+    """Return the bounds for f, which `require_bounds` lets pass, of b matrices with d columns."""
+    if isinstance(f, Power) and f.p % 2 == 0:
+        return RunningSquares(b, d, int(f.p) // 2)
     return RunningBlocks(b, d, epsilon)
+
+
+def _lift_rounding(moments: Twofold, factor: Factor, m: int) -> Float64 | None:
+    """Return by how much rounding of products of m coordinates may move the root of a score, (b,); None for m = 1."""
+    if m == 1:
+        return None
+    sizes = np.sqrt(np.diagonal(moments.high, axis1=1, axis2=2))
+    return (
+        4 * m * UNIT * np.array([spectral_norm(c[:, None] * W) for c, W in zip(sizes, factor.whitening, strict=True)])
+    )
 
 
 def _frozen_arrays(name: str, frozen: Frozen | None) -> dict[str, npt.NDArray[Any]]:

@@ -119,7 +119,7 @@ class Stream:
 
     @property
     def _least_limit(self) -> int:
-        return math.ceil(2 * self.running.expected / self.epsilon)
+        return min(math.ceil(2 * self.running.expected / self.epsilon), 2**62)
 
     @property
     def blocks(self) -> int:
@@ -140,9 +140,9 @@ class Stream:
             self.tail.push(rows, self._take, index, *beside)
 
     def copy(self) -> Stream:
-        """Return a state that goes on from here by itself; until then they share the rows that wait."""
+        """Return a state that goes on from here; this one is not to be updated any more, as they share rows."""
         other = Stream.__new__(Stream)
-        other.__dict__.update(self.__dict__, running=self.running.copy(), held=list(self.held))
+        other.__dict__.update(self.__dict__, running=self.running.copy(), held=list(self.held), tail=self.tail.copy())
         other.limits = self.limits.copy()
         return other
 
@@ -195,6 +195,8 @@ class Stream:
                 run, kept = run.between(0, count * BLOCK), kept[:, : count * BLOCK]
                 over = np.flatnonzero(beyond[:, count - 1])
                 self.running.add(run)
+            if run.mask is not None:
+                kept = kept & run.mask
             for item in np.flatnonzero(kept.any(axis=1)).tolist():
                 which = np.flatnonzero(kept[item])
                 there = part.start + which
@@ -300,16 +302,15 @@ class Stream:
         """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         batch, d, format = tuple(whole(size) for size in fields["batch"]), whole(fields["d"], 1), fields["format"]
         b, dtype = math.prod(batch), np.dtype(_DTYPES[format])
+        for name, shape in (("present", (b,)), ("limits", (b,)), ("counts", (b,))):  # before room is made for them
+            if (shaped(arrays[name], np.int64, shape) < 0).any():
+                raise ValueError(f"{name} holds negative numbers")
         likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]
         labelled = running_bounds(f, epsilon, b, d).labelled
         self = cls(epsilon, f, batch, d, format, [like[:, :0] for like in likes[labelled:]])
         self.running.restore(fields, arrays)
         self.tail.hold(arrays["tail.keys"], arrays["tail.beside0"], *likes)
-        self.present = shaped(arrays["present"], np.int64, (b,))
-        self.limits = shaped(arrays["limits"], np.int64, (b,))
-        counts = shaped(arrays["counts"], np.int64, (b,))
-        if (counts < 0).any():
-            raise ValueError("a number of held keys is negative")
+        self.present, self.limits, counts = (arrays[name] for name in ("present", "limits", "counts"))
         edges, total = np.cumsum(counts)[:-1], int(counts.sum())
         if b:
             indices = np.split(shaped(arrays["held.indices"], np.int64, (total,)), edges)
@@ -322,4 +323,8 @@ class Stream:
                 HeldKeys(i, k, tuple(part[at] for part in beside))
                 for at, (i, k) in enumerate(zip(indices, keys, strict=True))
             ]
+        if isinstance(self.running, RunningBlocks):
+            labels = [self.tail.beside[1], *(held.beside[0] for held in self.held)]
+            if any(((part < 0) | (part >= len(self.running.groups))).any() for part in labels):
+                raise ValueError("a label is of no group")
         return self

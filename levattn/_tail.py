@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,23 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, as_mask, as_matrices, to_numpy
-from levattn._bytes import shaped
+from levattn._bytes import is_storable, shaped
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn._moments import check_finite
 
 __all__ = ["Tail", "in_main_memory", "payload_of", "present_rows"]
 
 
-def in_main_memory(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
+def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
     """Return a chunk of keys of any kind where compiled code can read it."""
-    matrices = as_matrices(K, "K")
+    matrices = as_matrices(K, name)
     present = as_mask(mask, matrices)
     if not isinstance(matrices.data, np.ndarray):
         batch, data = matrices.batch, matrices.data
-        matrices = as_matrices(array_api_compat.to_device(data, "cpu"), "K")
-        if not isinstance(matrices.data, np.ndarray):
-            matrices = as_matrices(to_numpy(data), "K")
-        matrices = replace(matrices, batch=batch)
+        data = data.cpu() if array_api_compat.is_torch_array(data) else to_numpy(data)
+        matrices = replace(as_matrices(data, name), batch=batch)
     if present is not None:
         present = to_numpy(present)
     return matrices, Rows(matrices.data, matrices.format, present)
@@ -44,6 +44,12 @@ class Tail:
         dtype = {"float64": np.float64, "float32": np.float32}.get(format, np.uint16)
         self._held = Rows(np.zeros((b, 0, d), dtype), format)
         self._beside = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in beside]
+
+    def copy(self) -> Tail:
+        """Return a tail that goes on from here; this one keeps its rows as long as it is not pushed itself."""
+        other = copy.copy(self)
+        other._beside = list(self._beside)
+        return other
 
     @property
     def rows(self) -> Rows:
@@ -69,30 +75,31 @@ class Tail:
     def push(self, rows: Rows, take: Callable[..., None], *beside: npt.NDArray[Any]) -> None:
         """Give all blocks that are whole with these rows to `take`, and keep the others.
 
-        Nothing is kept if the rows are not finite, which raises FloatingPointError, or if `take` raises.
+        Rows that are not finite raise FloatingPointError. If it raises, the tail is void; its copies are not.
         """
         if rows.format != self._held.format:
             raise TypeError(
                 f"K has dtype {rows.format}; the chunks before had {self._held.format}. Expected one dtype in all "
                 "chunks: convert them alike"
             )
-        before = self.count
-        try:
-            at = self._fill(rows, *beside) if self.count else 0
-            if self.count == BLOCK:
-                take(self.rows, *self.beside)
-                self.count = 0
-            whole = (rows.shape[1] - at) // BLOCK * BLOCK
-            if whole:
-                take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in beside))
-            rest = rows.between(at + whole, rows.shape[1])
-            waiting = rest if rest.shape[1] else rows.between(0, at)
-            with np.errstate(over="ignore", invalid="ignore"):
-                check_finite(waiting, kernels_for(waiting).column_sums(waiting))
-        except BaseException:
-            self.count = before
-            raise
+        at = self._fill(rows, *beside) if self.count else 0
+        if self.count == BLOCK:
+            take(self.rows, *self.beside)
+            self._empty()
+        whole = (rows.shape[1] - at) // BLOCK * BLOCK
+        if whole:
+            take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in beside))
+        rest = rows.between(at + whole, rows.shape[1])
+        waiting = rest if rest.shape[1] else rows.between(0, at)
+        with np.errstate(over="ignore", invalid="ignore"):
+            check_finite(waiting, kernels_for(waiting).column_sums(waiting))
         self._fill(rest, *(array[:, at + whole :] for array in beside))
+
+    def _empty(self) -> None:
+        """Hold nothing, in new memory, as a copy may hold what is here."""
+        self.count = 0
+        self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
+        self._beside = [array[:, :0].copy() for array in self._beside]
 
     def _fill(self, rows: Rows, *beside: npt.NDArray[Any]) -> int:
         """Take rows up to the end of the block and return their number; what was held before is not touched."""
@@ -129,11 +136,18 @@ def present_rows(rows: Rows) -> npt.NDArray[np.int64]:
 
 def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> npt.NDArray[Any]:
     """Return what comes beside n keys as a numpy array (b, n, ...), or raise."""
+    if array_api_compat.is_torch_array(payload):
+        payload = payload.detach().cpu()
+        payload = payload.float() if payload.dtype.itemsize == 2 and payload.dtype.is_floating_point else payload
     array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
     if array.shape[: len(batch) + 1] != (*batch, n):
         raise ValueError(
             f"payload has shape {array.shape}; expected {(*batch, n)} and further axes, one entry for each key"
         )
-    if array.dtype.kind not in "fiubc" or array.dtype.itemsize > 16:
-        raise TypeError(f"payload has dtype {array.dtype}; expected numbers. Give the row numbers of other objects")
-    return array.astype(array.dtype.newbyteorder("="), copy=False).reshape(-1, *array.shape[len(batch) :])
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if not is_storable(array.dtype):
+        raise TypeError(
+            f"payload has dtype {array.dtype}; expected numbers of at most 64 bits, complex ones of 128, or bool. "
+            "Convert it, or give the row numbers of other objects"
+        )
+    return array.reshape(math.prod(batch), *array.shape[len(batch) :])

@@ -36,7 +36,8 @@ class HeavyKeys:
     indices : array of int64, shape (k,)
         Row numbers of the keys, ascending for each query.
     scores : array of float64, shape (k,)
-        Their attention scores, at least ε.
+        Their attention scores, at least ε; within 1e-9 of it (relative), or four times `error` where that is more,
+        doubt counts as that.
     payload : array of shape (k, ...) or None
         What came beside these keys.
     normalizers : array of float64, shape (g,)
@@ -154,6 +155,16 @@ class CausalUniversalSet:
         NonFiniteError
             If the keys hold NaN or infinity outside the mask. The state is as it was.
         """
+        saved = dict(self.__dict__, _sums=self._sums.copy())
+        try:
+            self._append(K, mask, payload)
+        except BaseException:
+            self.__dict__.update(saved)
+            raise
+        return self
+
+    def _append(self, K: Any, mask: Any, payload: Any) -> None:
+        """Append keys; if it raises, the state is void."""
         matrices, rows = in_main_memory(K, mask)
         b, m, d = rows.shape
         beside = () if payload is None else (payload_of(payload, matrices.batch, m),)
@@ -181,7 +192,6 @@ class CausalUniversalSet:
             if self._recent >= max(_RECENT, d):
                 held = self._fold()
         self._held, self.n = held, self.n + m
-        return self
 
     def _require(self, matrices: Matrices, beside: Sequence[npt.NDArray[Any]]) -> None:
         """Raise if a chunk of this shape cannot be appended."""
@@ -241,7 +251,7 @@ class CausalUniversalSet:
         """
         if self._format is None:
             raise ValueError("there were no keys yet; expected at least one update, if only with 0 rows")
-        queries, rows = in_main_memory(Q)
+        queries, rows = in_main_memory(Q, name="Q")
         d = self._sums.exponents.shape[1]
         if (queries.batch, queries.d) != (self._batch, d):
             raise ValueError(
@@ -265,6 +275,11 @@ class CausalUniversalSet:
             D, error = np.zeros(len(Q)), np.zeros(len(Q))
         else:
             N, exponents = self._even[item]
+            if self._recent:  # which may be much larger than those that were factored, or in columns that had none
+                there = np.frexp(np.max(np.abs(recent), axis=0))[1].astype(np.int32)
+                alive = np.any(N != 0, axis=0)
+                both = np.where(np.any(recent != 0, axis=0) & ((there > exponents) | ~alive), there, exponents)
+                N, exponents = np.ldexp(N, exponents - both), both
             even, powers = even_queries(Q, exponents)
             D, error = normalizers_by(self._factor.item(item), even, N, exponents)
             error = np.where(D > 0, error, 0.0)
@@ -281,7 +296,9 @@ class CausalUniversalSet:
             product[precise] = UNIT
         with np.errstate(divide="ignore", invalid="ignore"):
             scores = np.where(D[:, None] > 0, Z * Z / D[:, None], 0.0)
-        i, j = np.nonzero(scores >= self.epsilon * (1 - TIE))
+        error += 2 * product
+        least = self.epsilon * (1 - np.maximum(TIE, 4 * error))  # doubt counts as heavy
+        i, j = np.nonzero((scores >= least[:, None]) & (scores > 0))
         with np.errstate(over="ignore"):
             normalizers = np.ldexp(D, 2 * powers)
         return HeavyKeys(
@@ -291,5 +308,5 @@ class CausalUniversalSet:
             payload=held.beside[0][j] if held.beside else None,
             normalizers=normalizers,
             captured_mass=np.clip(scores.sum(axis=1), 0.0, 1.0),
-            error=error + 2 * product,
+            error=error,
         )

@@ -5,6 +5,7 @@ Whatever runs on a state runs at once, in chunks and across machines without mat
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,8 @@ def factor_of(sums: MomentSum, tail: Rows) -> Factor:
     """Return the factor of the keys of a sum and of the rows that wait, and forget these."""
     if sums.merged is None and not sums.blocks.count:
         return factor_moments(tail, single="scores").forget_keys()
-    return factor_of_sum(*sums.total(tail), tail.between(0, 0))
+    b, _, d = tail.shape
+    return factor_of_sum(*sums.total(tail), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))
 
 
 def factor_of_sum(moments: Twofold, exponents: Exponents, like: Rows) -> Factor:
@@ -116,12 +118,12 @@ class Moments:
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
                 f"and d = {self.d}"
             )
-        tail = self._tail or Tail(rows.shape[0], self.d, matrices.format)
-        sums = self._sum.copy()
+        tail = self._tail.copy() if self._tail is not None else Tail(rows.shape[0], self.d, matrices.format)
+        sums, before = self._sum.copy(), self._sum.blocks.count * BLOCK + tail.count
         try:
             tail.push(rows, sums.add)
         except FloatingPointError:
-            refuse_nonfinite(rows, self._sum.blocks.count * BLOCK + tail.count)
+            refuse_nonfinite(rows, before)
         self._tail, self._sum = tail, sums
         self.count = self.count + present_rows(rows).reshape(self.batch)
 
@@ -170,6 +172,8 @@ class Moments:
         TypeError, ValueError
             If the states were made for different shapes, or saw keys of different dtypes.
         """
+        if not isinstance(other, Moments):
+            raise TypeError(f"other is of type {type(other).__name__}; expected Moments")
         if other.d != self.d or other.batch != self.batch:
             raise ValueError(
                 f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
@@ -183,6 +187,10 @@ class Moments:
         self._sum.merge(*other._total())
         self.count = self.count + other.count
         return self
+
+    def __copy__(self) -> Moments:
+        """Return a state of its own."""
+        return copy.deepcopy(self)
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return the fields and arrays from which `from_parts` makes the state again."""
@@ -200,6 +208,8 @@ class Moments:
         b = math.prod(self.batch)
         self._sum = MomentSum.from_parts(fields, arrays, b, self.d)
         self.count = shaped(arrays["count"], np.int64, self.batch)
+        if fields["format"] not in (None, "float64", "float32", "float16", "bfloat16"):
+            raise ValueError(f"keys are of format {fields['format']!r}")
         if fields["format"] is not None:
             self._tail = Tail(b, self.d, fields["format"])
             self._tail.hold(arrays["tail"])

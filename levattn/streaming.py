@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from levattn._bytes import as_damage, pack, unpack, whole
 from levattn._kernels import BLOCK, Float64
 from levattn._moments import refuse_nonfinite
-from levattn._running import running_bounds
+from levattn._running import require_bounds
 from levattn._stream import SelectedKeys, Stream
 from levattn._tail import in_main_memory, payload_of, present_rows
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, as_function
@@ -203,7 +204,8 @@ class StreamingUniversalSet:
     Notes
     -----
     For each matrix of a batch memory is O(d²/ε), independent of n: at most 2d/ε keys and one block of 2048 rows are
-    held, d² numbers for each of log₂(n/2048) partial sums, and d² for the scores that keys are screened by. Time O(n
+    held (and rows counted as 1, see `UniversalSet`), d² numbers for each of log₂(n/2048) partial sums, and d² for
+    the scores that keys are screened by; a block bound has 2/ε such sums, and takes time O(n d²/ε). Else time is O(n
     d²), as for `universal_set`; keys of a condition number above about 10³ (after scaling columns alike) cost several
     times that of others. D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
 
@@ -230,8 +232,8 @@ class StreamingUniversalSet:
         self._saved_as = _check(self.f, self.epsilon)
         if row_start is not None and (isinstance(row_start, bool) or not isinstance(row_start, int | np.integer)):
             raise TypeError(f"row_start is {row_start!r}; expected a whole number")
-        if row_start is not None and row_start < 0:
-            raise ValueError(f"row_start is {row_start}; expected at least 0")
+        if row_start is not None and not 0 <= row_start < 2**62:
+            raise ValueError(f"row_start is {row_start}; expected at least 0, and less than 2**62")
         self._placed = row_start is not None
         self._next_row = int(row_start or 0)
         self._spans: list[tuple[int, int]] = []  # of row numbers, ascending
@@ -299,10 +301,9 @@ class StreamingUniversalSet:
         except FloatingPointError:
             refuse_nonfinite(rows, before)
         stream.present = stream.present + present_rows(rows)
-        self._stream = stream
-        if matrices.n:
-            self._spans = _with_span(self._spans, (self._next_row, self._next_row + matrices.n))
-            self._next_row += matrices.n
+        stop = self._next_row + matrices.n
+        spans = _with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
+        self._stream, self._spans, self._next_row = stream, spans, stop
         return self
 
     def merge(self, other: StreamingUniversalSet) -> StreamingUniversalSet:
@@ -393,6 +394,10 @@ class StreamingUniversalSet:
             certificate=(stream.running.certificate,),
         )
 
+    def __copy__(self) -> StreamingUniversalSet:
+        """Return a state of its own."""
+        return copy.deepcopy(self)
+
     def to_bytes(self) -> bytes:
         """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
 
@@ -446,6 +451,10 @@ class StreamingUniversalSet:
                 self._spans = _with_span(self._spans, (whole(start), whole(stop, start + 1)))
             if fields["begun"]:
                 self._stream = Stream.from_parts(fields, arrays, self.epsilon, self.f)
+                if (self._stream.present > self.n).any() or self._next_row < max(
+                    stop for _, stop in self._spans or [(0, 0)]
+                ):
+                    raise ValueError("the numbers of rows do not fit together")
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -495,7 +504,7 @@ _FAMILIES = {family.__name__: family for family in (Power, Huber, Tukey, L1L2, F
 
 def _check(f: AttentionFunction | Softmax, epsilon: float) -> list[Any]:
     """Raise for functions without a bound that never rises; return how a state names f, empty if it cannot."""
-    running_bounds(f, epsilon, 0, 1)
+    require_bounds(f, epsilon)
     name = type(f).__name__
     return [name, asdict(f)] if _FAMILIES.get(name) is type(f) and is_dataclass(f) else []
 

@@ -175,10 +175,10 @@ def test_every_step_finds_every_heavy_entry(kind: str) -> None:
         for state in states:
             assert state.update(K[t - 1 : t]).n == t
             assert state.held <= min(t, ranks(kind)[t] / state.epsilon * (1 + 2 * TIE) + max(64, D))
-        if kind in TAME:
+        if kind in TAME[:4] or (kind in TAME and t % 3 == 0):
             Q, scale = queries(rng, K[:t])[:-2], even(K[:t])  # those all but orthogonal need more than long double
             A = naive.attention(Q / scale, K[:t] * scale, dtype=np.longdouble)
-        elif t % 7 == 1 or t in (63, 64, 65, 80, 81, 128):  # rational arithmetic takes its time
+        elif kind not in TAME and (t % 9 == 1 or t in (63, 64, 65, 81, 128)):  # rational arithmetic takes its time
             Q = queries(rng, K[:t])
             A = naive.attention_exact(Q, K[:t])
         else:
@@ -289,18 +289,18 @@ def test_ties_of_ill_conditioned_keys_are_in(small: float) -> None:
 # -- what is held -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d", [2, 5, 80])
+@pytest.mark.parametrize("d", [2, 5, 70])
 @pytest.mark.parametrize("step", [1, 63, 64, 1000, 5000])
 def test_no_more_keys_are_held_than_the_theorem_lets_be(step: int, d: int) -> None:
-    epsilon, n = 0.2, 600 if step == 1 else 6000
-    for grown in (0.0, 0.01, -0.01):
-        K = heavy_tailed(_rng(f"held {d}"), n, d) * np.exp(grown * np.arange(n))[:, None]
+    epsilon, n = 0.2, 300 if step == 1 else 3000
+    for growth in (0.0, 0.01, -0.01):
+        K = heavy_tailed(_rng(f"held {d}"), n, d) * np.exp(growth * np.arange(n))[:, None]
         state = CausalUniversalSet(epsilon)
         for low in range(0, n, step):
             state.update(K[low : low + step])
             assert state.held <= d / epsilon * (1 + 2 * TIE) + max(64, d) - 1
-        found = state.heavy(np.vstack([K[-1:], naive.adversarial_queries(K)[-1:]]))
-        check_heavy(found, naive.attention(np.vstack([K[-1:], naive.adversarial_queries(K)[-1:]]), K), epsilon)
+        Q = np.vstack([K[-1:], np.linalg.solve(K.T @ K, K[-1])[None]])
+        check_heavy(state.heavy(Q), naive.attention(Q, K), epsilon)
 
 
 def test_no_more_are_held_while_every_key_is_new() -> None:

@@ -318,11 +318,11 @@ def _is_bfloat16(V: Any) -> bool:
 
 
 def _storable(V: Any) -> Any:
-    """Return values as a state can hold them: without a gradient, and bfloat16 as words."""
+    """Return values as a state holds them without widening them: tensors as numpy arrays, and bfloat16 as words."""
     if hasattr(V, "detach"):
         import torch
 
-        return V.detach().view(torch.int16) if _is_bfloat16(V) else V.detach()
+        return (V.detach().view(torch.int16) if _is_bfloat16(V) else V).numpy(force=True)
     return V.view(np.int16) if _is_bfloat16(V) else V
 
 
