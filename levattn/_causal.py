@@ -83,7 +83,8 @@ def causal_chunks(
             for low in range(0, start, 16 * _CHUNK):
                 part = _read(rows, low, min(low + 16 * _CHUNK, start), exponents)
                 total += (precise_products(q[exact], part) ** 2).sum(axis=1)
-            floor = (d * UNIT) ** 2 * d * np.einsum("ij,ij->i", q[exact], q[exact]) * np.max(np.diag(G), initial=1.0)
+            seen = np.max(np.diag(G), initial=0.0) + np.maximum.accumulate(np.max(K * K, axis=1))[exact]
+            floor = (d * UNIT) ** 2 * d * np.einsum("ij,ij->i", q[exact], q[exact]) * seen
             D[exact] = np.where(total > floor, total, 0.0)
             error[exact], product[exact] = 8 * d * UNIT, UNIT
         scores = squares

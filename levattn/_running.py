@@ -28,7 +28,7 @@ from levattn.states import factor_of, factor_of_sum
 __all__ = ["Judged", "Running", "RunningBlocks", "RunningSquares", "require_bounds", "running_bounds"]
 
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
-_MOST_GROUPS = 10_000
+_MOST_GROUPS = 100_000
 _LARGEST_POWER = 64
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
@@ -44,11 +44,13 @@ class Reference:
     factor: of all keys so far.
     groups: factors of the groups of keys, where there are such.
     rounding: (b,) by how much the root of a score may be off, where keys were computed.
+    resolved: whether rounding leaves all directions of the keys to be told apart.
     """
 
     factor: Factor
     groups: tuple[Factor, ...] = ()
     rounding: Float64 | None = None
+    resolved: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class RunningSquares:
         powers = np.frexp(largest[largest > 0])[1] * self.m
         if np.abs(powers).max(initial=0) > _RANGE:
             raise ValueError(
-                f"K has columns with entries of at most {largest[largest > 0].min():.3g}, or up to {largest.max():.3g}; "
+                f"K has columns with entries of at most {largest[largest > 0].min():.3g}, or of {largest.max():.3g}; "
                 f"expected them nearer to 1, as their products of {self.m} leave the range of float64. Scale all "
                 "chunks of K alike, by a power of two"
             )
@@ -153,7 +155,9 @@ class RunningSquares:
             return Reference(factor_of(self.sums, lifted))
         moments, exponents = self.sums.total(lifted)
         factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
-        return Reference(factor, rounding=_lift_rounding(moments, factor, self.m))
+        live = np.count_nonzero(np.diagonal(moments.high, axis1=1, axis2=2), axis=1)
+        rounding = _lift_rounding(moments, factor, self.m)
+        return Reference(factor, rounding=rounding, resolved=bool((factor.rank == live).all()))
 
     def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix that are among those of the reference."""
@@ -334,6 +338,11 @@ def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
         raise ValueError(
             f"f is {f!r}; expected an even power, or a function of at most quadratic growth: for others no bound is "
             "known that never rises as keys are added. Use universal_set on all keys"
+        )
+    if float(f(np.zeros(1))[0]) > 0:
+        raise ValueError(
+            f"f is {f!r}, which is {float(f(np.zeros(1))[0])} at 0; expected 0 there, so that keys of zeros have no "
+            "score. Use universal_set on all keys"
         )
     if 2 / epsilon > _MOST_GROUPS:
         raise ValueError(

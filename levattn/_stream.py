@@ -119,7 +119,7 @@ class Stream:
 
     @property
     def _least_limit(self) -> int:
-        return min(math.ceil(2 * self.running.expected / self.epsilon), 2**62)
+        return math.ceil(min(2 * self.running.expected / self.epsilon, 2.0**62))
 
     @property
     def blocks(self) -> int:
@@ -227,8 +227,8 @@ class Stream:
             self.held[item] = held.take(kept)
             self.limits[item] = max(self._least_limit, 2 * int(kept.sum()))
 
-    def judge(self) -> tuple[Factor, list[SelectedKeys], bool]:
-        """Return the factor of all keys so far, those that may have a score of at least ε, and if one counts as 1."""
+    def judge(self) -> tuple[Reference, list[SelectedKeys], bool]:
+        """Return what all keys are judged by, those that may have a score of at least ε, and if one counts as 1."""
         by = self._reference()
         selected, counted = [], False
         for item in range(len(self.held)):
@@ -240,7 +240,7 @@ class Stream:
             counted |= judged.counted
             payload = found.beside[-1] if self.beside else None
             selected.append(SelectedKeys(found.indices, self._as_given(found.keys), scores, payload))
-        return by.factor, selected, counted
+        return by, selected, counted
 
     def _reference(self) -> Reference:
         return self.running.reference(self.tail.rows, self._labels(self.tail.beside[1:]))

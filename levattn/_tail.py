@@ -138,7 +138,7 @@ def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> npt.NDArray[Any]
     """Return what comes beside n keys as a numpy array (b, n, ...), or raise."""
     if array_api_compat.is_torch_array(payload):
         payload = payload.detach().cpu()
-        payload = payload.float() if payload.dtype.itemsize == 2 and payload.dtype.is_floating_point else payload
+        payload = payload.float() if str(payload.dtype) == "torch.bfloat16" else payload  # which holds its numbers
     array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
     if array.shape[: len(batch) + 1] != (*batch, n):
         raise ValueError(

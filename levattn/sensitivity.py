@@ -301,8 +301,10 @@ def certify(
                 if name == "ball":
                     bound = ball(rows, root, bound, epsilon, _STEPS)
             upper = np.fmin(upper, bound)  # not a number where it is infinity times zero
-    if not isinstance(f, Softmax):
-        upper = np.where(tau > 0, upper, 0.0)
+    if not isinstance(f, Softmax):  # where f(0) > 0 a key of zeros has 1/n, from the query of zeros
+        count = np.full(len(tau), tau.shape[1]) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
+        at_zero = 1 / np.maximum(count, 1) if float(f(np.zeros(1))[0]) > 0 else np.zeros(len(tau))
+        upper = np.where(tau > 0, upper, at_zero[:, None])
     if rows.mask is not None:
         upper = np.where(to_numpy(rows.mask), upper, 0.0)
     if isinstance(f, Softmax):

@@ -45,8 +45,9 @@ class StreamedSet:
         Number of keys that took part.
     epsilon : float
         The ε that was asked for.
-    guarantee : {"exact", "superset"}
-        As in `UniversalSet`.
+    guarantee : {"exact", "superset", "none"}
+        As in `UniversalSet`; "none" for even powers above 2 if the products of coordinates are rank-deficient up to
+        their rounding, which hides keys.
     f : float or AttentionFunction
         The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
@@ -68,7 +69,7 @@ class StreamedSet:
     n: int
     present: Int64
     epsilon: float
-    guarantee: Literal["exact", "superset"]
+    guarantee: Literal["exact", "superset", "none"]
     f: Any
     rank: Any
     factor: Factor = field(repr=False)
@@ -272,7 +273,8 @@ class StreamingUniversalSet:
         mask : array of bool, shape (..., m), optional
             True for a key that takes part. The others count as rows.
         payload : array of shape (..., m, ...), optional
-            What is to be held with the keys, such as their values or token ids: with all chunks or with none.
+            What is to be held with the keys, such as their values or token ids: with all chunks or with none. Numbers of
+            at most 64 bits; bfloat16 of torch is held as float32.
 
         Returns
         -------
@@ -378,19 +380,19 @@ class StreamingUniversalSet:
         if self._stream is None:
             raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
         stream = self._stream
-        factor, selected, counted = stream.judge()
+        by, selected, counted = stream.judge()
         square = stream.running.certificate == "leverage"
-        rank = factor.rank.reshape(stream.batch) if stream.batch else int(factor.rank[0])
+        rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
         return StreamedSet(
             items=tuple(selected),
             batch=stream.batch,
             n=self.n,
             present=stream.present.reshape(stream.batch),
             epsilon=self.epsilon,
-            guarantee="exact" if square and not counted else "superset",
+            guarantee="none" if not by.resolved else "exact" if square and not counted else "superset",
             f=self.f.p if isinstance(self.f, Power) else self.f,
             rank=rank,
-            factor=factor,
+            factor=by.factor,
             certificate=(stream.running.certificate,),
         )
 

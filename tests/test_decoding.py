@@ -106,7 +106,7 @@ def queries(rng: np.random.Generator, K: Float) -> Float:
     scale = even(K)
     worst = naive.adversarial_queries(K * scale)
     some = np.unique([*rng.integers(0, len(K), 2), len(K) - 1])
-    last = np.linalg.svd(K * scale)[2][-1:]
+    last = np.linalg.svd(K * scale, full_matrices=len(K) < D)[2][-1:]
     Q = np.vstack([rng.standard_normal((2, D)), worst[some], np.eye(D), last, last + 1e-12 * rng.standard_normal(D)])
     with np.errstate(over="ignore"):
         scaled = Q * scale

@@ -211,7 +211,7 @@ def test_one_pass_finds_the_universal_set(kind: str) -> None:
         assert np.array_equal(found.keys, K[found.indices])
         assert found.rank == naive.rank_exact(K)
         if kind not in ILL:
-            assert slack(found) <= 1.1e-9  # the tie, and the rounding of a score
+            assert slack(found) <= 1.2e-9  # the tie, and the rounding of a score and of twofold sums
     assert (found.n, found.present) == (N, N)
 
 
@@ -671,9 +671,11 @@ def test_payload_of_torch() -> None:
     values = torch.arange(N * 2).reshape(N, 2).to(torch.float16)
     found = stream(K, 0.05, [100, 3000], payload=values).result()
     assert np.array_equal(found.payload, values.numpy()[found.indices])
-    with pytest.raises(TypeError, match="payload") as caught:
-        stream(K, 0.05, payload=values.bfloat16())
-    check_error(caught.value, "bfloat16", "expected")
+    brain = values.bfloat16().requires_grad_()
+    widened = stream(K, 0.05, payload=brain).result().payload
+    assert widened is not None
+    assert widened.dtype == np.float32
+    assert np.array_equal(widened, brain.detach().float().numpy()[found.indices])
 
 
 def test_a_chunk_may_be_overwritten_after_update() -> None:
