@@ -61,7 +61,7 @@ def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str
         raise ValueError(f"data is of version {its_version}, which this levattn cannot read; expected {version}")
     try:
         return fields, _arrays(body, end, listed)
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"data does not fit its header: {error}; expected the bytes that to_bytes returned"
         ) from error
@@ -73,6 +73,8 @@ def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
     for name, dtype, shape in listed:
         if dtype not in _DTYPES:
             raise ValueError(f"{name} has dtype {dtype}, not one of {', '.join(_DTYPES)}")
+        if not isinstance(name, str) or name in arrays or any(size < 0 for size in shape):
+            raise ValueError(f"{name} of shape {shape} is no array, or comes twice")
         found = np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape)
         arrays[name] = found.astype(np.dtype(dtype).newbyteorder("="))
         at += found.nbytes

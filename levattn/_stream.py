@@ -302,7 +302,10 @@ class Stream:
         """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         batch, d, format = tuple(whole(size) for size in fields["batch"]), whole(fields["d"], 1), fields["format"]
         b, dtype = math.prod(batch), np.dtype(_DTYPES[format])
-        for name, shape in (("present", (b,)), ("limits", (b,)), ("counts", (b,))):  # before room is made for them
+        waiting = arrays["tail.keys"].shape  # looked at, as are the others, before room is made for what they claim
+        if waiting[0] != b or waiting[2:] != (d,):
+            raise ValueError(f"rows of shape {waiting} wait for {b} matrices of {d} columns")
+        for name, shape in (("present", (b,)), ("limits", (b,)), ("counts", (b,))):
             if (shaped(arrays[name], np.int64, shape) < 0).any():
                 raise ValueError(f"{name} holds negative numbers")
         likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]

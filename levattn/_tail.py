@@ -12,7 +12,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, to_float64, to_numpy
 from levattn._bytes import is_storable, shaped
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn._moments import check_finite
@@ -67,6 +67,8 @@ class Tail:
         if keys.ndim != 3 or keys.shape[1] >= BLOCK:
             raise ValueError(f"rows of shape {keys.shape} wait; expected fewer than {BLOCK} of each matrix")
         shaped(keys, self._held.keys.dtype, (b, keys.shape[1], d))
+        if not np.isfinite(to_float64(keys, self._held.format)).all():
+            raise ValueError("rows that wait are not finite")
         for array, like in zip(beside, self._beside, strict=True):
             shaped(array, like.dtype, (like.shape[0], keys.shape[1], *like.shape[2:]), finite=False)
         self.count = 0

@@ -204,8 +204,10 @@ class Moments:
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Moments:
         """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
-        self = cls(whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"]))
-        b = math.prod(self.batch)
+        d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
+        b = math.prod(batch)
+        shaped(arrays["exponents"], np.int32, (b, d))  # before room is made for what the fields claim
+        self = cls(d, batch)
         self._sum = MomentSum.from_parts(fields, arrays, b, self.d)
         self.count = shaped(arrays["count"], np.int64, self.batch)
         if fields["format"] not in (None, "float64", "float32", "float16", "bfloat16"):

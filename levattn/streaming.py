@@ -25,6 +25,7 @@ from levattn.linalg import Factor
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
 
 _VERSION = 1
+_MOST_ROWS = 2**62
 
 Int64 = npt.NDArray[np.int64]
 
@@ -233,7 +234,7 @@ class StreamingUniversalSet:
         self._saved_as = _check(self.f, self.epsilon)
         if row_start is not None and (isinstance(row_start, bool) or not isinstance(row_start, int | np.integer)):
             raise TypeError(f"row_start is {row_start!r}; expected a whole number")
-        if row_start is not None and not 0 <= row_start < 2**62:
+        if row_start is not None and not 0 <= row_start < _MOST_ROWS:
             raise ValueError(f"row_start is {row_start}; expected at least 0, and less than 2**62")
         self._placed = row_start is not None
         self._next_row = int(row_start or 0)
@@ -273,8 +274,8 @@ class StreamingUniversalSet:
         mask : array of bool, shape (..., m), optional
             True for a key that takes part. The others count as rows.
         payload : array of shape (..., m, ...), optional
-            What is to be held with the keys, such as their values or token ids: with all chunks or with none. Numbers of
-            at most 64 bits; bfloat16 of torch is held as float32.
+            What is to be held with the keys, such as their values or token ids: with all chunks or with none.
+            Numbers of at most 64 bits; bfloat16 of torch is held as float32.
 
         Returns
         -------
@@ -449,14 +450,16 @@ class StreamingUniversalSet:
             name, parameters = fields["f"]
             self = cls(fields["epsilon"], f=_FAMILIES[name](**parameters))
             self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
+            last = -1
             for start, stop in fields["spans"]:
-                self._spans = _with_span(self._spans, (whole(start), whole(stop, start + 1)))
+                self._spans.append((whole(start, last + 1), whole(stop, start + 1)))
+                last = stop
+            if not last <= self._next_row < _MOST_ROWS:
+                raise ValueError(f"the next row is {self._next_row}, after rows up to {last}")
             if fields["begun"]:
                 self._stream = Stream.from_parts(fields, arrays, self.epsilon, self.f)
-                if (self._stream.present > self.n).any() or self._next_row < max(
-                    stop for _, stop in self._spans or [(0, 0)]
-                ):
-                    raise ValueError("the numbers of rows do not fit together")
+                if (self._stream.present > self.n).any():
+                    raise ValueError("more keys take part than there were rows")
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
