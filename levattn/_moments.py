@@ -5,7 +5,8 @@ The blocks are numbered and summed in fixed order, so that it does not matter ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -47,6 +48,8 @@ PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments 
 PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that was seen, of copied rows
 _SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
+_LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
+_PIECE = BLOCK // 4  # rows that are written out in float64 at a time
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 
 Flags = npt.NDArray[np.bool_]
@@ -109,10 +112,10 @@ def spectral_norm(A: Float64) -> float:
     size = 0.0
     for _ in range(30):
         y = A.T @ (A @ x)
-        size = float(np.linalg.norm(y))
+        size = math.sqrt(float(y @ y))
         if size == 0:
             return 0.0
-        x, size = y / size, float(np.sqrt(size / np.linalg.norm(x)))
+        x, size = y / size, math.sqrt(size / math.sqrt(float(x @ x)))
     return size
 
 
@@ -174,8 +177,8 @@ class Twofold:
     def turned(self, item: int, B: Float64) -> Float64:
         """Return ``BᵀGB`` of one item, rounded at the end."""
         parts = (self.high[item],) if self.low is None else (self.high[item], self.low[item])
-        Y = twofold_product([(part, B) for part in parts], symmetric=False)
-        high, low = twofold_product([(B, part) for part in Y], symmetric=True)
+        Y = twofold_product([(part, B) for part in parts], len(B), symmetric=False)
+        high, low = twofold_product([(B, part) for part in Y], len(B), symmetric=True)
         return np.asarray(high + low)
 
     def errors(self, items: Flags) -> Float64:
@@ -217,13 +220,16 @@ class MomentSum:
 
     def add(self, rows: Rows) -> None:
         """Add whole blocks of rows. If it raises, the sum is void."""
-        at, n = 0, rows.shape[1]
+        at, n, smaller = 0, rows.shape[1], 0
         while at < n:
             first, left = self.blocks.count, (n - at) // BLOCK
-            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1) if first else 0
+            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1, _LEVEL) if first else 0
             if self.wide.any():
                 level = 0
+            while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
+                level -= 1
             while not self._take(rows.between(at, at + (BLOCK << level)), level):
+                smaller = at + (BLOCK << level)
                 level -= 1
             at += BLOCK << level
 
@@ -282,8 +288,8 @@ class MomentSum:
         high = term.high.copy()
         low = np.zeros_like(high) if term.low is None else term.low.copy()
         for item in np.flatnonzero(items).tolist():
-            X = as_read(self.scaled(run).item(item))
-            high[item], low[item] = twofold_product([(X, X)], symmetric=True)
+            pieces = _read_in_pieces(self.scaled(run).item(item))
+            high[item], low[item] = twofold_product(((X, X) for X in pieces), run.shape[2], symmetric=True)
         return Twofold(high, low, term.wide | items)
 
     def _far(self, run: Rows, term: Twofold) -> Exponents | None:
@@ -316,13 +322,17 @@ class MomentSum:
         if far is not None:
             whole._rescale(far)
             term = whole._term(tail)
-        parts = [part for part in (whole.blocks.total(), whole.merged) if part is not None]
-        moments = sum(parts, start=term)
+        moments = whole._with(term)
         if tail.shape[1]:
             bad = moments.errors(np.ones(len(term.wide), np.bool_)) > PLAIN_ERROR
             if bad.any():
-                moments = sum(parts, start=whole._widened(term, tail, bad))
+                moments = whole._with(whole._widened(term, tail, bad))
         return moments, whole.exponents
+
+    def _with(self, tail: Twofold) -> Twofold:
+        """Return the sum of all, in the order of `second_moments`."""
+        total = self.blocks.total(tail) or tail
+        return total if self.merged is None else total + self.merged
 
     def merge(self, other: Twofold, exponents: Exponents) -> None:
         """Add the total of another sum."""
@@ -380,6 +390,12 @@ def as_read(rows: Rows) -> Float64:
     if rows.weights is not None:
         X = X * rows.weights[0][:, None]
     return X if rows.mask is None else np.where(to_numpy(rows.mask)[0][:, None], X, 0.0)
+
+
+def _read_in_pieces(rows: Rows) -> Iterator[Float64]:
+    """Give the rows of a batch of one as they are read, a part of a block at a time."""
+    for start in range(0, rows.shape[1], _PIECE):
+        yield as_read(rows.between(start, start + _PIECE))
 
 
 def check_finite(rows: Rows, figures: Float64) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,9 @@ __all__ = ["Checkpoint", "Source", "as_source", "two_passes"]
 _VERSION = 1
 _CHECKPOINT_ROWS = 1 << 22
 
-_FIRST_ROWS = 256  # by which a source is known again
+_FIRST_ROWS = 256  # by which keys are known again, with later ones that are so far apart:
+_APART = 2048
+_MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
 
 Scores = npt.NDArray[Any]
 
@@ -48,18 +50,6 @@ class Source:
         for chunk in self.chunks(start):
             yield in_main_memory(chunk)
 
-    def digest(self) -> str:
-        """Return a digest of the first rows, however they are cut into chunks."""
-        digest, seen, kind = hashlib.blake2b(digest_size=16), 0, ""
-        for matrices, rows in self.between(0):
-            kind = f"{matrices.format} {matrices.batch} {matrices.d}"
-            first = np.ascontiguousarray(rows.between(0, _FIRST_ROWS - seen).keys.transpose(1, 0, 2))
-            digest.update(first.tobytes())
-            seen += len(first)
-            if seen == _FIRST_ROWS:
-                break
-        return f"{kind} {digest.hexdigest()}"
-
     def rows(self, item: int, which: npt.NDArray[np.int64], example: Matrices) -> Rows:
         """Read some rows of one matrix once more, (1, k, d)."""
         parts, before = [np.empty((0, example.d), example.data.dtype)], 0
@@ -73,7 +63,7 @@ class Source:
 def as_source(K: Any) -> Source | None:
     """Return what gives the chunks of K, None where K is an array; raise where it gives them only once."""
     if isinstance(K, KeySource):
-        return Source(lambda start: K.between(start, K.n), K.n)
+        return Source(lambda start: K.between(start, K.n) if K.n else [K.load()], K.n)
     if type(K).__module__.startswith("dask."):
         raise TypeError(
             f"K is of type {type(K).__name__} of dask; expected an array or chunks here. For arrays on workers use "
@@ -95,10 +85,29 @@ def as_source(K: Any) -> Source | None:
 def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
     """Give the chunks without the rows before `start`."""
     for chunk in chunks:
+        if not start:
+            yield chunk
+            continue
         size = int(chunk.shape[-2])
-        if size > start or not start:
-            yield chunk[..., start:, :] if start else chunk
+        if size > start:
+            yield chunk[..., start:, :]
         start = max(start - size, 0)
+
+
+def _fingerprint(keys: Matrices, at: int, stop: int | None = None) -> int:
+    """Return a checksum of a chunk that begins at the row `at`, up to the row `stop`.
+
+    It is of the first rows and of some later ones. Those of chunks add up to that of the whole, modulo 2^64.
+    """
+    end = at + keys.n if stop is None else min(at + keys.n, stop)
+    later = range(-(-max(at, _FIRST_ROWS) // _APART) * _APART, end, _APART)
+    rows = np.array([*range(at, min(end, _FIRST_ROWS)), *later], np.int64)
+    if not len(rows):
+        return 0
+    part = np.ascontiguousarray(keys.data[:, rows - at].swapaxes(0, 1))
+    words = part.reshape(len(rows), len(keys.data) * keys.d).view(np.uint16).astype(np.uint64)
+    place = rows.astype(np.uint64)[:, None] * _MIX[0] ^ np.arange(words.shape[1], dtype=np.uint64) * _MIX[1]
+    return int(np.sum(words * (place * _MIX[2] | np.uint64(1)), dtype=np.uint64))
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,18 @@ class Checkpoint:
             raise TypeError(f"checkpoint is of type {type(path).__name__}; expected the path of a file")
         return cls(path, int(every), job)
 
+    def tidy(self) -> None:
+        """Remove what a run that was killed while it wrote left of the file."""
+        if self.path is not None:
+            target = Path(os.path.realpath(self.path))
+            for half in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 12}.tmp"):
+                half.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the file, as the work is done."""
+        if self.path is not None:
+            Path(self.path).unlink(missing_ok=True)
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -153,9 +174,14 @@ def two_passes(
     choose: Callable[[Factor, Matrices, Scores], npt.NDArray[np.bool_]],
     progress: Any,
     checkpoint: Checkpoint,
+    *,
+    single: bool = True,
 ) -> Passes:
-    """Score the keys of a source by all of them; `choose` looks at each chunk with its scores."""
-    run = _Run(source, choose, checkpoint)
+    """Score the keys of a source by all of them; `choose` looks at each chunk with its scores.
+
+    `single` tells whether scores may be computed in float32. The checkpoint is left to the caller to remove.
+    """
+    run = _Run(source, choose, checkpoint, single)
     with reported(progress, None if source.n is None else 2 * source.n) as advance:
         advance(run.resume())
         for rows in run.first_pass():
@@ -168,8 +194,8 @@ def two_passes(
 class _Run:
     """Two passes under way."""
 
-    def __init__(self, source: Source, choose: Any, checkpoint: Checkpoint) -> None:
-        self._source, self._choose, self._checkpoint = source, choose, checkpoint
+    def __init__(self, source: Source, choose: Any, checkpoint: Checkpoint, single: bool) -> None:
+        self._source, self._choose, self._checkpoint, self._single = source, choose, checkpoint, single
         self._moments: Moments | None = None
         self._factor: Factor | None = None
         self._n: int | None = None  # known after the first pass
@@ -179,22 +205,23 @@ class _Run:
         self._scores: list[Scores] = []
         self._chosen: list[npt.NDArray[np.bool_]] = []
         self._counted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._digest = ""
+        self._seen = [0, 0, 0]  # fingerprints: of the first rows, of the first and of the second pass
 
     def resume(self) -> int:
         """Go on from a checkpoint if there is one; return the number of rows that need not be read again."""
         if self._checkpoint.path is None:
             return 0
-        self._digest = self._source.digest()
+        self._checkpoint.tidy()
         path = Path(self._checkpoint.path)
         if not path.exists():
             return 0
         try:
             fields, arrays = unpack(path.read_bytes(), "TwoPasses", _VERSION)
-            if fields["job"] != self._job:
-                raise ValueError("it is of another run, or the keys have changed")
+            self._n, self._done = None if fields["n"] is None else whole(fields["n"]), whole(fields["done"])
+            self._seen, kind = [whole(figure) for figure in fields["seen"]], fields["kind"]
+            if fields["job"] != self._checkpoint.job:
+                raise ValueError("it is of another run")
             self._moments = Moments.from_parts(fields["moments"], arrays)
-            self._n, self._done = fields["n"], whole(fields["done"])
             if self._n is not None:
                 shape = (math.prod(self._moments.batch), self._done)
                 self._scores = [shaped(arrays["scores"], arrays["scores"].dtype, shape, finite=False)]
@@ -204,12 +231,43 @@ class _Run:
             raise ValueError(
                 f"checkpoint {path} cannot be gone on from: {error}. Name another file, or remove it to begin anew"
             ) from error
+        if not self._begins_alike(kind):
+            raise ValueError(
+                f"checkpoint {path} is of other keys than K, or K has changed; expected the same keys. Name another "
+                "file, or remove it to begin anew"
+            )
         self._written = self._done
         return self._done + (self._n or 0)
 
+    def _begins_alike(self, kind: str) -> bool:
+        """Tell whether the first rows of the source, and the number of them all, are those of the checkpoint."""
+        n, known, at, seen = self._source.n, self._n, 0, 0
+        stop = min(_FIRST_ROWS, self._done if known is None else known)
+        if n is not None and (n < self._done if known is None else n != known):
+            return False
+        for keys, _ in self._source.between(0):
+            self._example = self._example or keys
+            seen += _fingerprint(keys, at, stop)
+            at += keys.n
+            if at >= stop:
+                break
+        return self._kind == kind and seen % 2**64 == self._seen[0]
+
     @property
-    def _job(self) -> dict[str, Any]:
-        return self._checkpoint.job | {"first": self._digest}
+    def _kind(self) -> str:
+        """What the keys are."""
+        like = self._example
+        return "" if like is None else f"{like.format} keys of batch {like.batch} and d = {like.d}"
+
+    def _count(self, keys: Matrices) -> None:
+        """Take a chunk for one that was worked on."""
+        second = 1 + (self._n is not None)
+        self._seen[second] = (self._seen[second] + _fingerprint(keys, self._done)) % 2**64
+        if second == 1 and self._done < _FIRST_ROWS:
+            self._seen[0] = (self._seen[0] + _fingerprint(keys, self._done, _FIRST_ROWS)) % 2**64
+        self._example = self._example or keys
+        self._done += keys.n
+        self._write_if_due()
 
     def first_pass(self) -> Iterator[int]:
         """Sum up the second moments of the rows that are left, and give their numbers."""
@@ -219,9 +277,7 @@ class _Run:
             if self._moments is None:
                 self._moments = Moments(matrices.d, matrices.batch)
             self._moments.add(matrices, rows)
-            self._example = self._example or matrices
-            self._done += matrices.n
-            self._write_if_due()
+            self._count(matrices)
             yield matrices.n
         if self._moments is None:
             raise ValueError("K gave no chunk of keys; expected at least one, if only with 0 rows")
@@ -231,29 +287,43 @@ class _Run:
         """Score the rows that are left, and give their numbers."""
         if self._moments is None:
             raise AssertionError("the second pass comes after the first")
-        factor = self._factor = self._moments.factor()
+        factor = self._moments.factor()
+        factor = self._factor = factor if self._single else factor.exactly()
         for matrices, rows in self._source.between(self._done):
+            self._require_alike(matrices)
             scores, counted = factor.on(rows).scores()
             self._scores.append(scores)
             self._chosen.append(self._choose(factor, matrices, scores))
             self._counted = self._counted | counted if len(self._counted) else counted
-            self._example = self._example or matrices
-            self._done += matrices.n
-            self._write_if_due()
+            self._count(matrices)
             yield matrices.n
 
+    def _require_alike(self, keys: Matrices) -> None:
+        """Raise for a chunk of the second pass that cannot be of the keys of the first."""
+        like = self._example
+        if like is not None and (keys.batch, keys.d, keys.format) != (like.batch, like.d, like.format):
+            raise ValueError(
+                f"K gave {self._kind} in the first pass, and {keys.format} ones of batch {keys.batch} and d = "
+                f"{keys.d} in the second; expected the same keys each time it is read"
+            )
+
     def finish(self) -> Passes:
-        """Return what was found, and remove the checkpoint."""
+        """Return what was found."""
         if self._done != self._n:
             raise ValueError(
                 f"K gave {self._n} rows in the first pass and {self._done} in the second; expected the same keys each "
                 "time it is read"
             )
+        if self._seen[1] != self._seen[2]:
+            raise ValueError(
+                "K gave other keys, or in another order, in the second pass than in the first; expected the same keys "
+                "each time it is read. Have it shuffle nothing"
+            )
         if self._factor is None or self._example is None:
             raise AssertionError("there was no pass")
-        if self._checkpoint.path is not None:
-            Path(self._checkpoint.path).unlink(missing_ok=True)
-        scores, chosen = (np.concatenate(parts, axis=1) for parts in (self._scores, self._chosen))
+        scores, chosen = (
+            parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1) for parts in (self._scores, self._chosen)
+        )
         return Passes(self._factor, scores, self._counted, chosen, self._example)
 
     def _write_if_due(self) -> None:
@@ -262,7 +332,8 @@ class _Run:
             return
         self._written = self._done
         moments, arrays = self._moments.parts()
-        fields = {"job": self._job, "n": self._n, "done": self._done, "moments": moments}
+        fields: dict[str, Any] = {"job": self._checkpoint.job, "n": self._n, "done": self._done, "seen": self._seen}
+        fields |= {"kind": self._kind, "moments": moments}
         if self._scores:
             self._scores = [np.concatenate(self._scores, axis=1)]
             self._chosen = [np.concatenate(self._chosen, axis=1)]

@@ -148,12 +148,16 @@ class RunningSquares:
             least = least / (1 - least)  # x/(1 + x) with the key itself, x without
         return np.asarray(~(scores < np.maximum(least, 0.0)[:, None].astype(scores.dtype)))
 
-    def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
-        """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
-        lifted = self.read(tail)
+    def total(self, tail: Rows) -> Frozen:
+        """Return the moments of all keys so far, with fewer than a block that wait."""
+        return self.sums.total(self.read(tail))
+
+    def reference(self, tail: Rows, _labels: Labels | None, total: Frozen | None = None) -> Reference:
+        """Return what keys are judged by: all keys so far, with the rows that wait; `total` if that is known."""
         if self.m == 1:
-            return Reference(factor_of(self.sums, lifted))
-        moments, exponents = self.sums.total(lifted)
+            return Reference(factor_of(self.sums, tail, total))
+        lifted = self.read(tail)
+        moments, exponents = total or self.sums.total(lifted)
         factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
         live = np.count_nonzero(np.diagonal(moments.high, axis1=1, axis2=2), axis=1)
         rounding = _lift_rounding(moments, factor, self.m)
@@ -169,9 +173,11 @@ class RunningSquares:
             slack += 2 * float(by.rounding[item]) / math.sqrt(epsilon)
         return Judged(upper, ~(upper < epsilon * (1 - slack)) & ~(upper <= 0), bool(counted[0]))
 
-    def merge(self, other: RunningSquares, tail: Rows, _labels: Labels | None) -> None:
+    def merge(self, _other: RunningSquares, _tail: Rows, _labels: Labels | None, total: Frozen | None) -> None:
         """Add what another has seen, with the rows that wait there."""
-        self.sums.merge(*other.sums.total(other.read(tail)))
+        if total is None:
+            raise AssertionError("moments are merged by their total")
+        self.sums.merge(*total)
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays from which `from_parts` makes it again."""
@@ -266,7 +272,10 @@ class RunningBlocks:
             total += np.where(mine, own, np.minimum(each, 1.0))
         return total
 
-    def reference(self, tail: Rows, labels: Labels | None) -> Reference:
+    def total(self, _tail: Rows) -> None:
+        """Return nothing: the sums of groups are merged one by one."""
+
+    def reference(self, tail: Rows, labels: Labels | None, _total: Frozen | None = None) -> Reference:
         """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
         groups = [sums.copy() for sums in self.groups]
         if labels is not None:
@@ -291,7 +300,7 @@ class RunningBlocks:
         """By how many groups those of another are moved on when it is merged, so that no group stays small."""
         return self.blocks * _SUBBLOCKS + self.merged
 
-    def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None) -> None:
+    def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None, _total: Frozen | None) -> None:
         """Add what another has seen, with the rows that wait there."""
         turn, count, nothing = self.turn, len(self.groups), tail.between(0, 0)
         for g, its in enumerate(other.groups):

@@ -14,9 +14,8 @@ from levattn._array import to_float64
 from levattn._bytes import shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn._running import Judged, Reference, Running, RunningBlocks, running_bounds
-from levattn._tail import Tail
+from levattn._tail import RowNumbers, Tail
 from levattn.functions import AttentionFunction, Softmax
-from levattn.linalg import Factor
 
 __all__ = ["HeldKeys", "SelectedKeys", "Stream"]
 
@@ -131,7 +130,7 @@ class Stream:
         """Arrays like those that come beside the keys, without rows."""
         return [array[:, :0] for array in self.tail.beside[1 + self.running.labelled :]]
 
-    def push(self, rows: Rows, index: npt.NDArray[np.int64], *beside: npt.NDArray[Any]) -> None:
+    def push(self, rows: Rows, index: RowNumbers, *beside: npt.NDArray[Any]) -> None:
         """Add a chunk; FloatingPointError if it is not finite. If it raises, the state is void."""
         if isinstance(self.running, RunningBlocks):
             labels = self.running.label(self.blocks * BLOCK + self.tail.count, rows.shape[1])
@@ -166,7 +165,7 @@ class Stream:
         """Return the labels among what comes beside keys, (1, k)."""
         return beside[0].reshape(1, -1) if self.running.labelled else None
 
-    def _take(self, rows: Rows, index: npt.NDArray[np.int64], *beside: npt.NDArray[Any]) -> None:
+    def _take(self, rows: Rows, index: Any, *beside: npt.NDArray[Any]) -> None:
         """Add whole blocks; if it raises, the state is void."""
         at, left = 0, rows.shape[1] // BLOCK
         while left:
@@ -197,15 +196,17 @@ class Stream:
                 self.running.add(run)
             if run.mask is not None:
                 kept = kept & run.mask
-            for item in np.flatnonzero(kept.any(axis=1)).tolist():
+            full = {item for item in over.tolist() if len(self.held[item]) or kept[item].any()}
+            by = self.running.reference(rows.between(0, 0), None) if full else None
+            for item in sorted(full.union(np.flatnonzero(kept.any(axis=1)).tolist())):
                 which = np.flatnonzero(kept[item])
                 there = part.start + which
                 more = tuple(a[item if len(a) == len(kept) else 0, there] for a in beside)
                 new = HeldKeys(index[0, there], run.keys[item, which], more)
+                if by is not None and item in full:  # each by itself, as both together take more memory
+                    self.held[item], new = self._pruned(by, item, self.held[item]), self._pruned(by, item, new)
+                    self.limits[item] = max(self._least_limit, 2 * (len(self.held[item]) + len(new)))
                 self.held[item] = self.held[item] + new
-            full = [item for item in over.tolist() if len(self.held[item])]
-            if full:
-                self._prune(full, self.running.reference(rows.between(0, 0), None))
             at, left = at + count, left - count
 
     def _run(self, left: int) -> int:
@@ -219,13 +220,9 @@ class Stream:
         keys = Rows(held.keys[None], self.format)
         return self.running.judge(by, item, keys, self._labels(held.beside), self.epsilon)
 
-    def _prune(self, items: Sequence[int], by: Reference) -> None:
-        """Judge the held keys of some matrices by all keys so far."""
-        for item in items:
-            held = self.held[item]
-            kept = self._judged(by, item, held).kept
-            self.held[item] = held.take(kept)
-            self.limits[item] = max(self._least_limit, 2 * int(kept.sum()))
+    def _pruned(self, by: Reference, item: int, held: HeldKeys) -> HeldKeys:
+        """Return the keys of one matrix that may still have a score of at least ε among all so far."""
+        return held.take(self._judged(by, item, held).kept)
 
     def judge(self) -> tuple[Reference, list[SelectedKeys], bool]:
         """Return what all keys are judged by, those that may have a score of at least ε, and if one counts as 1."""
@@ -249,7 +246,7 @@ class Stream:
         """Return the held keys of one matrix and the rows that wait."""
         index, *beside = self.tail.beside
         waiting = tuple(array[item if len(array) == len(self.held) else 0] for array in beside)
-        return self.held[item] + HeldKeys(index[0], self.tail.rows.keys[item].copy(), waiting)
+        return self.held[item] + HeldKeys(index[0], self.tail.rows.keys[item], waiting)
 
     def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.format == "bfloat16":
@@ -258,10 +255,10 @@ class Stream:
 
     def merge(self, other: Stream, shift: int) -> None:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
-        by = other._reference()
-        labels = other._labels(other.tail.beside[1:])
+        labels, total = other._labels(other.tail.beside[1:]), other.running.total(other.tail.rows)
+        by = other.running.reference(other.tail.rows, labels, total)
         turn = self.running.turn if isinstance(self.running, RunningBlocks) else 0
-        self.running.merge(other.running, other.tail.rows, labels)  # type: ignore[arg-type]  # made for the same f
+        self.running.merge(other.running, other.tail.rows, labels, total)  # type: ignore[arg-type]  # of the same f
         self.present = self.present + other.present
         full = []
         for item in range(len(self.held)):
@@ -273,8 +270,10 @@ class Stream:
             self.held[item] = self.held[item] + HeldKeys(new.indices + shift, new.keys, beside)
             if len(self.held[item]) > self.limits[item]:
                 full.append(item)
-        if full:
-            self._prune(full, self._reference())
+        by = self._reference() if full else by
+        for item in full:
+            self.held[item] = self._pruned(by, item, self.held[item])
+            self.limits[item] = max(self._least_limit, 2 * len(self.held[item]))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays from which `from_parts` makes the state again."""

@@ -17,7 +17,7 @@ from levattn._bytes import is_storable, shaped
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn._moments import check_finite
 
-__all__ = ["Tail", "in_main_memory", "payload_of", "present_rows"]
+__all__ = ["RowNumbers", "Tail", "in_main_memory", "payload_of", "present_rows"]
 
 
 def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
@@ -36,7 +36,7 @@ def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices,
 class Tail:
     """Rows that wait for their block of 2048 to fill; masked ones are held as zeros.
 
-    `beside` are arrays like those that come with the rows, (b or 1, m, ...), and wait with them.
+    `beside` are arrays like those that come with the rows, (b or 1, m, ...), or row numbers, and wait with them.
     """
 
     def __init__(self, b: int, d: int, format: Any, *beside: npt.NDArray[Any]) -> None:
@@ -74,7 +74,7 @@ class Tail:
         self.count = 0
         self._fill(replace(self._held, keys=keys), *beside)
 
-    def push(self, rows: Rows, take: Callable[..., None], *beside: npt.NDArray[Any]) -> None:
+    def push(self, rows: Rows, take: Callable[..., None], *beside: Any) -> None:
         """Give all blocks that are whole with these rows to `take`, and keep the others.
 
         Rows that are not finite raise FloatingPointError. If it raises, the tail is void; its copies are not.
@@ -103,7 +103,7 @@ class Tail:
         self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
         self._beside = [array[:, :0].copy() for array in self._beside]
 
-    def _fill(self, rows: Rows, *beside: npt.NDArray[Any]) -> int:
+    def _fill(self, rows: Rows, *beside: Any) -> int:
         """Take rows up to the end of the block and return their number; what was held before is not touched."""
         taken = min(BLOCK - self.count, rows.shape[1])
         stop = self.count + taken
@@ -127,6 +127,31 @@ def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     out = np.zeros((array.shape[0], size, *array.shape[2:]), array.dtype)
     out[:, : array.shape[1]] = array
     return out
+
+
+class RowNumbers:
+    """Consecutive row numbers (1, n), that are not written out before they are asked for."""
+
+    def __init__(self, first: int, n: int) -> None:
+        self._numbers = range(first, first + n)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(1, n)."""
+        return 1, len(self._numbers)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, key: tuple[Any, Any]) -> Any:
+        """Return the numbers ``[:, a:b]``, or those ``[0, places]`` of an array of places."""
+        if isinstance(key[1], slice):
+            part = self._numbers[key[1]]
+            return RowNumbers(part.start, len(part))
+        return self._numbers.start + np.asarray(key[1], np.int64)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[np.int64]:
+        return np.arange(self._numbers.start, self._numbers.stop, dtype=np.int64)[None]
 
 
 def present_rows(rows: Rows) -> npt.NDArray[np.int64]:

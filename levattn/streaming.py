@@ -16,7 +16,7 @@ from levattn._kernels import BLOCK, Float64
 from levattn._moments import refuse_nonfinite
 from levattn._running import require_bounds
 from levattn._stream import SelectedKeys, Stream
-from levattn._tail import in_main_memory, payload_of, present_rows
+from levattn._tail import RowNumbers, in_main_memory, payload_of, present_rows
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, as_function
 from levattn.io import replace_file
 from levattn.leverage import check_epsilon
@@ -297,7 +297,7 @@ class StreamingUniversalSet:
         else:
             stream = self._stream.copy()
             stream.require(matrices.batch, matrices.d, matrices.format, beside, "K")
-        index = np.arange(self._next_row, self._next_row + matrices.n, dtype=np.int64)[None]
+        index = RowNumbers(self._next_row, matrices.n)
         before = stream.blocks * BLOCK + stream.tail.count
         try:
             stream.push(rows, index, *beside)

@@ -334,12 +334,12 @@ def universal_set(
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
     source = as_source(K)
-    extras = any(option is not None for option in (progress, checkpoint, checkpoint_rows))
+    extras = any(option is not None and option is not False for option in (progress, checkpoint, checkpoint_rows))
     if source is None and extras:
         raise ValueError("progress or checkpoint is given for keys in an array; expected them for chunks of keys only")
     if source is not None:
         if square and method in ("auto", "gram") and not center and groups is None and mask is None:
-            return _of_chunks(source, epsilon, size, progress, checkpoint, checkpoint_rows)
+            return _of_chunks(source, epsilon, size, method, progress, checkpoint, checkpoint_rows)
         if extras or not isinstance(K, KeySource):
             raise ValueError(
                 "K gives chunks, of which two passes make sets for f = 2, method 'auto' or 'gram', without center, "
@@ -406,19 +406,22 @@ def universal_set(
     )
 
 
-def _of_chunks(source: Source, epsilon: Any, size: Any, progress: Any, path: Any, every: Any) -> UniversalSet:
+def _of_chunks(
+    source: Source, epsilon: Any, size: Any, method: str, progress: Any, path: Any, every: Any
+) -> UniversalSet:
     """Return the set of keys that are read in chunks, in two passes (for a size with ties a few rows once more)."""
     if epsilon is not None:
         epsilon = check_epsilon(epsilon)
     _check_size(size, source.n)
-    job = {"epsilon": epsilon, "size": None if size is None else int(size)}
+    job = {"epsilon": epsilon, "size": None if size is None else int(size), "method": method}
+    checkpoint = Checkpoint.checked(path, every, job)
 
     def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         if epsilon is None:
             return np.zeros(scores.shape, np.bool_)
         return _at_least(factor, matrices, scores, epsilon)
 
-    found = two_passes(source, choose, progress, Checkpoint.checked(path, every, job))
+    found = two_passes(source, choose, progress, checkpoint, single=method == "auto")
     factor, scores, chosen, batch = found.factor, found.scores, found.chosen, found.example.batch
     b, n = scores.shape
     certified = epsilon
@@ -435,6 +438,7 @@ def _of_chunks(source: Source, epsilon: Any, size: Any, progress: Any, path: Any
             chosen[item] = _largest(scores[item], present, int(size), margin, rescore)
             left[item] = _largest_score(scores[item], ~chosen[item], margin, rescore)
         certified = left.reshape(batch) if batch else float(left[0])
+    checkpoint.remove()
     rank = factor.rank.reshape(batch) if batch else int(factor.rank[0])
     return UniversalSet(
         mask=found.example.wrap(chosen),
@@ -458,7 +462,8 @@ def _check_size(size: Any, n: int | None) -> None:
     if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
         raise TypeError(f"size is {size!r}; expected a whole number of keys")
     if size is not None and not (size >= 0 and (n is None or size <= n)):
-        raise ValueError(f"size is {size}; expected at most the number of keys, 0 <= size <= {n}")
+        bound = "0 <= size" if n is None else f"0 <= size <= {n}"
+        raise ValueError(f"size is {size}; expected at most the number of keys, {bound}")
 
 
 def _from_sketch(

@@ -7,7 +7,7 @@ are numpy arrays in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import ModuleType
 
 import numpy as np
@@ -94,7 +94,7 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
     return _cpu.precise_solutions(B, Q)
 
 
-def twofold_product(pairs: Sequence[tuple[Float64, Float64]], *, symmetric: bool) -> tuple[Float64, Float64]:
+def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool) -> tuple[Float64, Float64]:
     """Return ``Σ AᵀX`` over pairs of (n, d) matrices as two (d, d) matrices: the sum, and its rounding error.
 
     Together they hold the sum to about 2⁻¹⁰⁰ of ``Σ |A|ᵀ|X|``. If `symmetric`, the sum is taken to be, and half of
@@ -102,4 +102,4 @@ def twofold_product(pairs: Sequence[tuple[Float64, Float64]], *, symmetric: bool
     """
     from levattn._kernels import _cpu
 
-    return _cpu.twofold_product(pairs, symmetric=symmetric)
+    return _cpu.twofold_product(pairs, d, symmetric=symmetric)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -398,23 +398,23 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
     return X
 
 
-def twofold_product(pairs: Sequence[tuple[Float64, Float64]], *, symmetric: bool) -> tuple[Float64, Float64]:
+def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool) -> tuple[Float64, Float64]:
     """Sum up products in twofold arithmetic; the contract is that of `levattn._kernels.twofold_product`."""
-    d = pairs[0][0].shape[1]
     width = -(-d // WIDTH) * WIDTH
     high, low = np.zeros((width, width)), np.zeros((width, width))
     for A, X in pairs:
         right = _wider(X, width)
         left = right if A is X else _wider(A, width)
         work = 10.0 * len(X) * width * width / (2 if symmetric else 1)
-        parts = 4 * _threads(work) if symmetric else _threads(work)  # the first rows of a triangle are longer
+        threads = _threads(work)
+        parts = 4 * threads if symmetric and threads > 1 else threads  # the first rows of a triangle are longer
         edges = np.linspace(0, width // TALL, parts + 1).astype(int) * TALL
 
         def body(part: int, left: Float64 = left, right: Float64 = right, edges: Any = edges) -> None:
             product_rows(left, right, edges[part], edges[part + 1], symmetric, high, low)
 
         if len(X):
-            parallel_for(body, parts)
+            parallel_for(body, parts, threads=threads)
     high, low = high[:d, :d], low[:d, :d]
     if symmetric:
         high, low = (np.triu(a) + np.triu(a, 1).T for a in (high, low))
@@ -422,7 +422,9 @@ def twofold_product(pairs: Sequence[tuple[Float64, Float64]], *, symmetric: bool
 
 
 def _wider(X: Float64, width: int) -> Float64:
-    """Return a C array of X with columns of zeros on the right."""
+    """Return a C array of X with columns of zeros on the right, X itself where it is one."""
+    if X.shape[1] == width and X.flags.c_contiguous:
+        return X
     out = np.zeros((len(X), width))
     out[:, : X.shape[1]] = X
     return out
