@@ -109,17 +109,20 @@ class RunningSquares:
 
     def read(self, rows: Rows) -> Rows:
         """Return the rows whose leverage scores are the bounds."""
+        return rows if self.m == 1 else lifted_rows(rows, self.m)
+
+    def require_range(self, rows: Rows) -> None:
+        """Raise for keys whose products of coordinates leave the range of float64."""
         if self.m == 1:
-            return rows
+            return
         largest = kernels_for(rows).column_maxima(rows)
-        powers = np.frexp(largest[largest > 0])[1] * self.m
-        if np.abs(powers).max(initial=0) > _RANGE:
+        largest = largest[(largest > 0) & np.isfinite(largest)]
+        if np.abs(np.frexp(largest)[1] * self.m).max(initial=0) > _RANGE:
             raise ValueError(
-                f"K has columns with entries of at most {largest[largest > 0].min():.3g}, or of {largest.max():.3g}; "
-                f"expected them nearer to 1, as their products of {self.m} leave the range of float64. Scale all "
-                "chunks of K alike, by a power of two"
+                f"K has columns with entries of at most {largest.min():.3g}, or of {largest.max():.3g}; expected them "
+                f"nearer to 1, as their products of {self.m} leave the range of float64. Scale all chunks of K alike, "
+                "by a power of two"
             )
-        return lifted_rows(rows, self.m)
 
     def add(self, rows: Rows) -> None:
         """Add whole blocks."""

@@ -136,6 +136,7 @@ class Stream:
             labels = self.running.label(self.blocks * BLOCK + self.tail.count, rows.shape[1])
             self.tail.push(rows, self._take, index, labels, *beside)
         else:
+            self.running.require_range(rows)
             self.tail.push(rows, self._take, index, *beside)
 
     def copy(self) -> Stream:

@@ -97,7 +97,7 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
 def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool) -> tuple[Float64, Float64]:
     """Return ``Σ AᵀX`` over pairs of (n, d) matrices as two (d, d) matrices: the sum, and its rounding error.
 
-    Together they hold the sum to about 2⁻¹⁰⁰ of ``Σ |A|ᵀ|X|``. If `symmetric`, the sum is taken to be, and half of
+    Together they hold the sum to about 2⁻⁹⁶ of ``Σ |A|ᵀ|X|``. If `symmetric`, the sum is taken to be, and half of
     the work is saved.
     """
     from levattn._kernels import _cpu

@@ -1,6 +1,6 @@
 """Products of matrices in twofold arithmetic: each number is the sum of two floats, the second the error of the first.
 
-That keeps about 100 bits: second moments of keys of any condition number up to the rank tolerance lose nothing.
+That keeps about 96 bits: second moments of keys of any condition number up to the rank tolerance lose nothing.
 """
 
 from __future__ import annotations
