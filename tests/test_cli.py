@@ -419,7 +419,7 @@ def test_workers_of_a_scheduler_find_the_same_set(tmp_path: Path, keys: Array) -
     output = tmp_path / "set.npz"
     sizes = levattn.universal_set(heads, 0.1).sizes.tolist()
     with distributed.LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp"
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0", protocol="tcp"
     ) as cluster:
         address = cluster.scheduler_address
         shown = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--scheduler", address, "-o", output)

@@ -155,7 +155,7 @@ def test_long_keys(kind: str, storage: str) -> None:
             assert np.array_equal(found.scores, expected.scores)
 
 
-@examples(60)
+@examples(40)
 @given(st.lists(st.integers(0, 3000), max_size=6), st.sampled_from([*KINDS]), st.sampled_from(["float64", "float32"]))
 def test_any_chunks_give_the_same_bits(sizes: list[int], kind: str, storage: str) -> None:
     K = keys_of(kind, storage)

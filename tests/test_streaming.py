@@ -246,6 +246,45 @@ def test_long_chunks_give_the_same_bits_for_every_number_of_threads(dtype: str, 
     assert np.array_equal(found.result().indices, levattn.universal_set(K, 0.01).indices)
 
 
+LONG = np.arange(18 * BLOCK + 100)[:, None]
+
+
+def burst(rng: np.random.Generator) -> Float:
+    """Too many keys at block 17, of which five survive that block, but not the next."""
+    K = rng.standard_normal((len(LONG), 3))
+    K[16 * BLOCK : 17 * BLOCK, 0] *= 60
+    K[16 * BLOCK : 16 * BLOCK + 5] = [0, 13.2, 0]
+    K[17 * BLOCK :, 1] *= 3
+    return K
+
+
+LONG_KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
+    "growing": lambda rng: rng.standard_normal((len(LONG), 3)) * np.exp(LONG / 3000),
+    "growing-in-turn": lambda rng: rng.standard_normal((len(LONG), 3)) * np.exp(LONG / [3000, 3500, -3000]),
+    "burst": burst,
+    "one-huge-row-late": lambda rng: changed(heavy_tailed(rng, len(LONG), 3), slice(25_000, 25_001), 1e9),
+    "zeros-first": lambda rng: heavy_tailed(rng, len(LONG), 3) * (LONG >= 13 * BLOCK + 7),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_KINDS)
+def test_runs_of_many_blocks(kind: str) -> None:
+    # They are screened together, but for those after which too many keys are held.
+    K = LONG_KINDS[kind](_rng(kind))
+    heads = np.stack([K, heavy_tailed(_rng("beside"), *K.shape)])
+    for epsilon in (0.05, 0.004):
+        whole = stream(K, epsilon)
+        assert np.array_equal(whole.result().indices, levattn.universal_set(K, epsilon).indices)
+        for step in (1000, BLOCK, 3 * BLOCK + 1, 20_000):
+            state = StreamingUniversalSet(epsilon)
+            for low in range(0, len(K), step):
+                state.update(K[low : low + step])
+                assert state.held <= 2 * 3 / epsilon + BLOCK - 1
+            assert state.to_bytes() == whole.to_bytes()
+        item = stream(heads, epsilon, [5000]).result().items[0]
+        assert bits(whole.result())[0] == [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes())]
+
+
 @pytest.mark.parametrize("m", [1625, 1601, 49 * 41])
 def test_ties_in_streams_are_in(m: int) -> None:
     # K = I ⊗ 1_m: every score is 1/m, also while it is screened, judged, merged and judged again
@@ -869,6 +908,21 @@ def test_block_bounds_have_the_same_bits_for_any_chunks(ends: list[int], epsilon
     with levattn.thread_limit(threads):
         pieces = stream(K, epsilon, ends, f=levattn.Huber())
     assert pieces.to_bytes() == stream(K, epsilon, f=levattn.Huber()).to_bytes()
+
+
+@pytest.mark.parametrize("rows", [100, 300, 1000, 2500])
+@pytest.mark.parametrize("epsilon", [0.9, 0.6, 0.3])
+def test_keys_alone_in_a_direction_stay_so_in_merges(epsilon: float, rows: int) -> None:
+    # Each state has a key that alone sees one direction: whatever it is merged with, its sensitivity is 1.
+    rng = _rng("alone")
+    parts = [np.hstack([rng.standard_normal((rows, 2)), np.zeros((rows, 6))]) for _ in range(6)]
+    for number, K in enumerate(parts):
+        K[-1, 2 + number] = 0.5
+    states = [stream(K, epsilon, f=levattn.Huber()) for K in parts]
+    alone = rows * np.arange(1, 7) - 1
+    for seed in range(3):
+        found = merged([StreamingUniversalSet.from_bytes(s.to_bytes()) for s in states], _random(seed)).result()
+        np.testing.assert_allclose(found.scores[np.isin(found.indices, alone)], np.ones(6), rtol=TIE)
 
 
 def test_block_bounds_keep_few_keys_in_random_order() -> None:
