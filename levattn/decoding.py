@@ -282,7 +282,7 @@ class CausalUniversalSet:
                 N, exponents = np.ldexp(N, exponents - both), both
             even, powers = even_queries(Q, exponents)
             D, error = normalizers_by(self._factor.item(item), even, N, exponents)
-            error = np.where(D > 0, error, 0.0)
+            error = np.where(np.isnan(error), 0.0, error)  # of queries without an entry that the keys could see
         keys = np.ldexp(keys, -exponents)
         Z = even @ keys.T
         size = np.abs(even) @ np.max(np.abs(keys), axis=0, initial=0.0)
