@@ -551,6 +551,26 @@ def test_keys_that_are_not_finite_leave_the_set_as_it_was(value: float, rows: in
     assert bits(state.update(good(rows)).heavy(Q)) == bits(same.heavy(Q))
 
 
+def test_a_chunk_that_fails_half_way_leaves_the_set_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    K, Q = good(8000), np.eye(3)
+    state, calls = appended(K[:100], 0.2), 0
+    seen, alive = (state.n, state.held, bits(state.heavy(Q))), CausalUniversalSet._alive
+
+    def fail(self: CausalUniversalSet, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise MemoryError
+        return alive(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalUniversalSet, "_alive", fail)
+        with pytest.raises(MemoryError):
+            state.update(K[100:])
+    assert (state.n, state.held, bits(state.heavy(Q))) == seen
+    assert bits(state.update(K[100:]).heavy(Q)) == bits(appended(K, 0.2, [100]).heavy(Q))
+
+
 def test_a_bad_first_chunk_leaves_no_trace() -> None:
     state = CausalUniversalSet(0.1)
     for chunk in (np.full((70, 5), np.nan), np.ones(3), np.ones((3, 0)), None):

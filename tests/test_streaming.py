@@ -20,6 +20,7 @@ import naive
 import strategies
 from levattn import NonFiniteError, StreamedSet, StreamingUniversalSet
 from levattn._kernels import BLOCK
+from levattn._running import RunningSquares
 from strategies import CASES, STORAGE, Float, as_float64, case, examples, stores
 
 N, D = 3 * BLOCK + 356, 4  # rows that fill three blocks and a part of one: screened, judged, and waiting
@@ -92,6 +93,7 @@ KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
         @ (rng.integers(-3, 4, (D, D)) + 7 * np.eye(D))
     ),
     "zeros-first": lambda rng: heavy_tailed(rng) * LATE,
+    "zeros-first-1e6": lambda rng: turned(rng, heavy_tailed(rng) * np.geomspace(1, 1e-6, D)) * LATE,
     "zero-columns": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 0, 1, 1], [1, 0, 0, 1]),
     "deficient": lambda rng: strategies.integer_deficient(rng, N, D, 2),
     "lone-late": lambda rng: with_lone_key(rng, N - 1000),
@@ -293,6 +295,18 @@ def test_ties_in_streams_are_in(m: int) -> None:
         halves = [stream(K[rows], 1 / m) for rows in (slice(0, 3000), slice(3000, None))]
         assert len(halves[0].merge(halves[1]).result()) == len(K)
         assert len(stream(K, np.nextafter(1 / m, 1) * (1 + 1e-8)).result()) == 0
+
+
+@kinds
+def test_a_key_whose_score_is_epsilon_is_in(kind: str) -> None:
+    # ... whatever rounding does to its score, in sums and in merges
+    K, scores = keys(kind), exact(kind)
+    for key in np.argsort(-scores)[np.unique(np.geomspace(1, 500, 8).astype(int))].tolist():
+        epsilon = float(scores[key])
+        if 0 < epsilon < 0.999:
+            halves = [stream(K[a:b], epsilon, row_start=a) for a, b in ((3000, N), (0, 3000))]
+            for found in (stream(K, epsilon).result(), halves[0].merge(halves[1]).result()):
+                assert key in found.indices
 
 
 @pytest.mark.parametrize("small", [2.0**-20, 2.0**-30, 2.0**-36, 2.0**-40])
@@ -635,7 +649,7 @@ def test_a_mask_without_keys() -> None:
 @pytest.mark.parametrize("epsilon", [0.05, 0.004])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_every_head_is_its_own_stream(with_mask: bool, epsilon: float) -> None:
-    heads = np.stack([keys(kind) for kind in KINDS] + [np.zeros((N, D))]).reshape(5, -1, N, D)
+    heads = np.stack([keys(kind) for kind in KINDS] + [np.zeros((N, D))])[None]
     mask = _rng("heads").random(heads.shape[:-1]) < 0.8 if with_mask else None
     payload = np.arange(heads[..., 0].size).reshape(heads.shape[:-1])
     state = stream(heads, epsilon, [5, 2100, 5000], mask=mask, payload=payload)
@@ -1067,6 +1081,27 @@ def test_a_bad_first_chunk_leaves_no_trace() -> None:
         state.update(GOOD, payload=np.ones(3))
     assert state.to_bytes() == StreamingUniversalSet(0.1).to_bytes()
     assert state.update(GOOD.astype(np.float32)).n == 12
+
+
+@pytest.mark.parametrize("before", [100, BLOCK, 3000])
+def test_a_chunk_that_fails_half_way_leaves_the_state_as_it_was(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    K = keys("heavy-tailed")
+    state, calls = stream(K[:before], 0.05), 0
+    seen, add = state.to_bytes(), RunningSquares.add
+
+    def fail(self: RunningSquares, rows: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        add(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningSquares, "add", fail)
+        with pytest.raises(MemoryError):
+            state.update(K[before:])
+    assert state.to_bytes() == seen
+    assert state.update(K[before:]).to_bytes() == stream(K, 0.05).to_bytes()
 
 
 def test_payload_that_was_not_there_before() -> None:
