@@ -13,7 +13,7 @@ import numpy.typing as npt
 from levattn._array import to_float64
 from levattn._bytes import shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
-from levattn._running import Judged, Reference, Running, RunningBlocks, running_bounds
+from levattn._running import Judged, Reference, Running, RunningBlocks, RunningSquares, running_bounds
 from levattn._tail import RowNumbers, Tail
 from levattn.functions import AttentionFunction, Softmax
 
@@ -313,6 +313,8 @@ class Stream:
         self = cls(epsilon, f, batch, d, format, [like[:, :0] for like in likes[labelled:]])
         self.running.restore(fields, arrays)
         self.tail.hold(arrays["tail.keys"], arrays["tail.beside0"], *likes)
+        if isinstance(self.running, RunningSquares):
+            self.running.require_range(self.tail.rows)
         self.present, self.limits, counts = (arrays[name] for name in ("present", "limits", "counts"))
         edges, total = np.cumsum(counts)[:-1], int(counts.sum())
         if b:
