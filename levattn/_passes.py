@@ -202,9 +202,9 @@ class _Run:
         self._done = 0  # rows of the present pass
         self._written = 0  # of these, at the last checkpoint
         self._example: Matrices | None = None
-        self._scores: list[Scores] = []
-        self._chosen: list[npt.NDArray[np.bool_]] = []
-        self._counted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._scores: Scores = np.zeros((1, 0))  # in the second pass with room for all rows
+        self._chosen: npt.NDArray[np.bool_] = np.zeros((1, 0), np.bool_)
+        self._counted: npt.NDArray[np.bool_] = np.zeros(1, np.bool_)
         self._seen = [0, 0, 0]  # fingerprints: of the first rows, of the first and of the second pass
 
     def resume(self) -> int:
@@ -224,8 +224,8 @@ class _Run:
             self._moments = Moments.from_parts(fields["moments"], arrays)
             if self._n is not None:
                 shape = (math.prod(self._moments.batch), self._done)
-                self._scores = [shaped(arrays["scores"], arrays["scores"].dtype, shape, finite=False)]
-                self._chosen = [shaped(arrays["chosen"], np.bool_, shape)]
+                self._scores = shaped(arrays["scores"], arrays["scores"].dtype, shape, finite=False)
+                self._chosen = shaped(arrays["chosen"], np.bool_, shape)
                 self._counted = shaped(arrays["counted"], np.bool_, shape[:1])
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
@@ -283,18 +283,27 @@ class _Run:
             raise ValueError("K gave no chunk of keys; expected at least one, if only with 0 rows")
         self._n, self._done, self._written = self._done, 0, 0
 
+    def _make_room(self, n: int, none: Scores) -> None:
+        """Make room for the scores of `n` rows, of the kind of `none`, beside those that are there."""
+        scores, chosen = np.empty((len(none), n), none.dtype), np.empty((len(none), n), np.bool_)
+        scores[:, : self._done], chosen[:, : self._done] = self._scores, self._chosen
+        self._scores, self._chosen = scores, chosen
+
     def second_pass(self) -> Iterator[int]:
         """Score the rows that are left, and give their numbers."""
-        if self._moments is None:
+        if self._moments is None or self._n is None:
             raise AssertionError("the second pass comes after the first")
         factor = self._moments.factor()
         factor = self._factor = factor if self._single else factor.exactly()
+        self._make_room(self._n, factor.scores()[0])
         for matrices, rows in self._source.between(self._done):
             self._require_alike(matrices)
+            part = slice(self._done, self._done + matrices.n)
+            if part.stop > self._n:
+                raise ValueError(self._other_number(f"at least {part.stop}"))
             scores, counted = factor.on(rows).scores()
-            self._scores.append(scores)
-            self._chosen.append(self._choose(factor, matrices, scores))
-            self._counted = self._counted | counted if len(self._counted) else counted
+            self._scores[:, part], self._chosen[:, part] = scores, self._choose(factor, matrices, scores)
+            self._counted = self._counted | counted
             self._count(matrices)
             yield matrices.n
 
@@ -307,13 +316,16 @@ class _Run:
                 f"{keys.d} in the second; expected the same keys each time it is read"
             )
 
+    def _other_number(self, second: str) -> str:
+        return (
+            f"K gave {self._n} rows in the first pass and {second} in the second; expected the same keys each time it "
+            "is read"
+        )
+
     def finish(self) -> Passes:
         """Return what was found."""
         if self._done != self._n:
-            raise ValueError(
-                f"K gave {self._n} rows in the first pass and {self._done} in the second; expected the same keys each "
-                "time it is read"
-            )
+            raise ValueError(self._other_number(f"{self._done}"))
         if self._seen[1] != self._seen[2]:
             raise ValueError(
                 "K gave other keys, or in another order, in the second pass than in the first; expected the same keys "
@@ -321,10 +333,7 @@ class _Run:
             )
         if self._factor is None or self._example is None:
             raise AssertionError("there was no pass")
-        scores, chosen = (
-            parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1) for parts in (self._scores, self._chosen)
-        )
-        return Passes(self._factor, scores, self._counted, chosen, self._example)
+        return Passes(self._factor, self._scores, self._counted, self._chosen, self._example)
 
     def _write_if_due(self) -> None:
         due = self._done - self._written >= self._checkpoint.every
@@ -334,9 +343,8 @@ class _Run:
         moments, arrays = self._moments.parts()
         fields: dict[str, Any] = {"job": self._checkpoint.job, "n": self._n, "done": self._done, "seen": self._seen}
         fields |= {"kind": self._kind, "moments": moments}
-        if self._scores:
-            self._scores = [np.concatenate(self._scores, axis=1)]
-            self._chosen = [np.concatenate(self._chosen, axis=1)]
-            arrays |= {"scores": self._scores[0], "chosen": self._chosen[0], "counted": self._counted}
+        if self._n is not None:
+            arrays |= {"scores": self._scores[:, : self._done], "chosen": self._chosen[:, : self._done]}
+            arrays |= {"counted": self._counted}
         with replace_file(self._checkpoint.path) as stream:
             stream.write(pack("TwoPasses", _VERSION, fields, arrays))

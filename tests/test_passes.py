@@ -306,10 +306,10 @@ SHUFFLED = K0[np.random.default_rng(4).permutation(N)]
     [
         ([], "6500 rows in the first pass and 0 in the second"),
         ([K0[:6000]], "6500 rows in the first pass and 6000 in the second"),
-        ([K0, K0[:1]], "6500 rows in the first pass and 6501 in the second"),
+        ([K0, K0[:1]], "6500 rows in the first pass and at least 6501 in the second"),
         ([SHUFFLED], "other keys, or in another order"),
         ([2 * K0], "other keys, or in another order"),
-        ([K0[:300], K0[300:][::-1]], "other keys, or in another order"),
+        ([K0[::-1]], "other keys, or in another order"),
         ([K0.astype(np.float32)], "float64 keys of batch .* in the first pass, and float32"),
         ([K0[:, :5]], "and d = 8 in the first pass, and float64 ones of batch .* and d = 5"),
         ([K0[:700], K0[None, 700:]], r"of batch \(\) and d = 8 in the first pass, and float64 ones of batch \(1,\)"),
@@ -574,11 +574,11 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path, rows: int) -> No
     assert_same(levattn.universal_set(Chunks(K0, (50,)), EPSILON, checkpoint=path), expected)
 
 
-@pytest.mark.parametrize("rows", [3000, 10_000])
+@pytest.mark.parametrize("rows", [10_000, 40_000])
 def test_keys_that_change_between_the_runs_are_refused(tmp_path: Path, rows: int) -> None:
     path = tmp_path / "checkpoint"
-    left_at(path, K0, rows)
-    changed = K0.copy()
+    changed = np.concatenate([K0] * 4)
+    left_at(path, changed, rows)
     changed[300:] *= 2  # the first rows are as they were
     with pytest.raises(ValueError, match="other keys, or in another order"):
         levattn.universal_set(Chunks(changed), EPSILON, checkpoint=path)

@@ -46,7 +46,7 @@ __all__ = [
 _THREAD_WORK = 2_000_000  # multiply-adds below which a second thread costs more than it brings
 _PROJECTED = 1 << 22  # numbers of keys that are projected at a time
 _TRANSFORMED = 1 << 16  # numbers of a block that are transformed at a time, in the second cache
-_RUN_WORK = 16_000_000  # multiply-adds beside which handing a run to a thread costs little
+_RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
 
 
 def _arguments(rows: Rows) -> tuple[Any, ...]:
