@@ -25,7 +25,15 @@ from levattn.leverage import TIE
 from levattn.linalg import Factor
 from levattn.states import factor_of, factor_of_sum
 
-__all__ = ["Judged", "Running", "RunningBlocks", "RunningSquares", "require_bounds", "running_bounds"]
+__all__ = [
+    "Judged",
+    "Running",
+    "RunningBlocks",
+    "RunningSquares",
+    "require_backed",
+    "require_bounds",
+    "running_bounds",
+]
 
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
 _MOST_GROUPS = 100_000
@@ -196,6 +204,10 @@ class RunningSquares:
             raise ValueError("the screen does not go with the number of blocks")
 
 
+def _groups(epsilon: float) -> int:
+    return math.ceil(2 / epsilon)
+
+
 class RunningBlocks:
     """Bounds for all functions of at most quadratic growth, from the scores of a key against groups of keys.
 
@@ -210,7 +222,7 @@ class RunningBlocks:
     def __init__(self, b: int, d: int, epsilon: float) -> None:
         self.columns, self.blocks = d, 0
         self.merged = 0  # parts of blocks that came by merging
-        self.groups = [MomentSum(b, d) for _ in range(math.ceil(2 / epsilon))]
+        self.groups = [MomentSum(b, d) for _ in range(_groups(epsilon))]
         self.frozen: list[Frozen] = []
         self._screen: tuple[Factor, ...] = ()
 
@@ -368,6 +380,18 @@ def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: in
     if isinstance(f, Power) and f.p % 2 == 0:
         return RunningSquares(b, d, int(f.p) // 2)
     return RunningBlocks(b, d, epsilon)
+
+
+def require_backed(
+    f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
+) -> None:
+    """Raise ValueError or LookupError where the arrays of a saved state are not as large as its bounds would be."""
+    if isinstance(f, Power) and f.p % 2 == 0:
+        names, columns = ["exponents"], lift_columns(d, int(f.p) // 2)
+    else:
+        names, columns = [f"group{g}.exponents" for g in range(_groups(epsilon))], d
+    for name in names:
+        shaped(arrays[name], np.int32, (b, columns))
 
 
 def _lift_rounding(moments: Twofold, factor: Factor, m: int) -> Float64 | None:

@@ -13,7 +13,15 @@ import numpy.typing as npt
 from levattn._array import to_float64
 from levattn._bytes import shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
-from levattn._running import Judged, Reference, Running, RunningBlocks, RunningSquares, running_bounds
+from levattn._running import (
+    Judged,
+    Reference,
+    Running,
+    RunningBlocks,
+    RunningSquares,
+    require_backed,
+    running_bounds,
+)
 from levattn._tail import RowNumbers, Tail
 from levattn.functions import AttentionFunction, Softmax
 
@@ -230,7 +238,7 @@ class Stream:
         by = self._reference()
         selected, counted = [], False
         for item in range(len(self.held)):
-            held = self._with_tail(item)
+            held = self.held[item] + self._waiting(item)
             judged = self._judged(by, item, held)
             found = held.take(judged.kept)
             order = np.argsort(found.indices)
@@ -243,11 +251,11 @@ class Stream:
     def _reference(self) -> Reference:
         return self.running.reference(self.tail.rows, self._labels(self.tail.beside[1:]))
 
-    def _with_tail(self, item: int) -> HeldKeys:
-        """Return the held keys of one matrix and the rows that wait."""
+    def _waiting(self, item: int) -> HeldKeys:
+        """Return the rows of one matrix that wait."""
         index, *beside = self.tail.beside
         waiting = tuple(array[item if len(array) == len(self.held) else 0] for array in beside)
-        return self.held[item] + HeldKeys(index[0], self.tail.rows.keys[item], waiting)
+        return HeldKeys(index[0], self.tail.rows.keys[item], waiting)
 
     def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.format == "bfloat16":
@@ -257,24 +265,26 @@ class Stream:
     def merge(self, other: Stream, shift: int) -> None:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
         labels, total = other._labels(other.tail.beside[1:]), other.running.total(other.tail.rows)
-        by = other.running.reference(other.tail.rows, labels, total)
+        waiting = np.ones((len(other.held), other.tail.count), np.bool_)
+        if other.blocks:
+            waiting = other.running.screened(other.tail.rows, labels, self.epsilon, member=False)
         turn = self.running.turn if isinstance(self.running, RunningBlocks) else 0
         self.running.merge(other.running, other.tail.rows, labels, total)  # type: ignore[arg-type]  # of the same f
         self.present = self.present + other.present
         full = []
         for item in range(len(self.held)):
-            new = other._with_tail(item)
-            new = new.take(other._judged(by, item, new).kept)
+            new = other.held[item] + other._waiting(item).take(waiting[item])
             beside = new.beside
             if isinstance(self.running, RunningBlocks):
                 beside = ((beside[0] + turn) % len(self.running.groups), *beside[1:])
             self.held[item] = self.held[item] + HeldKeys(new.indices + shift, new.keys, beside)
             if len(self.held[item]) > self.limits[item]:
                 full.append(item)
-        by = self._reference() if full else by
-        for item in full:
-            self.held[item] = self._pruned(by, item, self.held[item])
-            self.limits[item] = max(self._least_limit, 2 * len(self.held[item]))
+        if full:
+            by = self.running.reference(self.tail.rows.between(0, 0), None)
+            for item in full:
+                self.held[item] = self._pruned(by, item, self.held[item])
+                self.limits[item] = max(self._least_limit, 2 * len(self.held[item]))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays from which `from_parts` makes the state again."""
@@ -308,6 +318,7 @@ class Stream:
         for name, shape in (("present", (b,)), ("limits", (b,)), ("counts", (b,))):
             if (shaped(arrays[name], np.int64, shape) < 0).any():
                 raise ValueError(f"{name} holds negative numbers")
+        require_backed(f, epsilon, b, d, arrays)
         likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]
         labelled = running_bounds(f, epsilon, b, d).labelled
         self = cls(epsilon, f, batch, d, format, [like[:, :0] for like in likes[labelled:]])

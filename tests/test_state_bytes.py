@@ -419,6 +419,28 @@ def test_bad_fields_are_refused(group: str) -> None:
         refused_lean(kind_of(name), crafted(name, **change))
 
 
+def without_rows(d: int) -> dict[str, Any]:
+    """Arrays of no bytes that agree with a header which claims many columns."""
+    index = np.zeros((1, 0), np.int64)
+    return {"tail.keys": np.zeros((1, 0, d)), "tail.beside0": index, "held.keys": np.zeros((0, d))}
+
+
+@pytest.mark.parametrize("d", [2**24, 2**40, 2**50])
+def test_columns_that_no_array_backs_are_refused(d: int) -> None:
+    refused_lean(StreamingUniversalSet, crafted("no-rows", without_rows(d), d=d))
+    refused_lean(Moments, crafted("moments-empty", d=d))
+    refused_lean(Moments, crafted("moments-empty", {"tail": np.zeros((1, 0, d))}, d=d, format="float64"))
+    for p in (4.0, 64.0):
+        refused_lean(StreamingUniversalSet, crafted("no-rows", without_rows(d), d=d, f=["Power", {"p": p}]))
+
+
+def test_products_and_groups_that_no_array_backs_are_refused() -> None:
+    for d, p in ((3000, 4.0), (300, 6.0), (20, 64.0)):
+        refused_lean(StreamingUniversalSet, crafted("no-rows", without_rows(d), d=d, f=["Power", {"p": p}]))
+    for epsilon in (3e-5, 1e-4, 1e-3):
+        refused_lean(StreamingUniversalSet, crafted("block", epsilon=epsilon))
+
+
 @pytest.mark.parametrize("level", ["-1", "00", "01", "64", str(10**6), str(10**9), "1_0", " 1", "+1", "1.0", ""])
 def test_levels_that_are_none_are_refused(level: str) -> None:
     held = arrays_of("blocks")
