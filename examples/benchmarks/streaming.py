@@ -128,6 +128,7 @@ STATES: dict[str, Callable[[int], Array]] = {
     "at the threshold": many_at_the_threshold,
     "condition 1e4": lambda n: conditioned(n, D, 1e4, "float32"),
     "condition 1e8": lambda n: conditioned(n, D, 1e8, "float64"),
+    "1e8 and growing": lambda n: conditioned(n, D, 1e8, "float64") * np.exp2(np.arange(n) / 4096)[:, None],
 }
 
 
