@@ -6,13 +6,25 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Csr", "Matrices", "as_mask", "as_matrices", "take", "to_device", "to_float64", "to_numpy"]
+__all__ = [
+    "Csr",
+    "Matrices",
+    "as_mask",
+    "as_matrices",
+    "on_cuda",
+    "pick",
+    "take",
+    "to_device",
+    "to_float64",
+    "to_numpy",
+]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _CHUNK = 1 << 20  # entries whose order is looked at together
@@ -106,6 +118,11 @@ class Matrices:
         return self.give_back(array_api_compat.array_namespace(array).reshape(array, shape))
 
 
+def on_cuda(array: Any) -> bool:
+    """Tell whether the CUDA kernels read an array, which is CuPy's then."""
+    return bool(array_api_compat.is_cupy_array(array))
+
+
 def _is_torch(array: Any) -> bool:
     torch = sys.modules.get("torch")  # a tensor can only come from a torch that is loaded
     return torch is not None and isinstance(array, torch.Tensor)
@@ -114,6 +131,31 @@ def _is_torch(array: Any) -> bool:
 def _in_main_memory(tensor: Any) -> bool:
     """Tell whether the compiled kernels can read a torch tensor; the definitions take the others."""
     return bool(tensor.device.type == "cpu")
+
+
+def _as_cupy(array: Any, name: str) -> Any | None:
+    """Return an array of a CUDA device as CuPy's, on the same memory, or None for others and where there is no CuPy.
+
+    Numbers of 16 bits come as words, as CuPy has no bfloat16. What a stream of torch has yet to compute is waited for
+    by the stream of CuPy, and the other way round where results go back.
+    """
+    if _is_torch(array) and array.device.type == "cuda" and find_spec("cupy") is not None:
+        import cupy
+
+        torch = sys.modules["torch"]
+        words = {1: torch.uint8, 2: torch.int16}.get(array.element_size())
+        kind = np.dtype(_dtype_name(array.dtype)) if array.element_size() == 1 else None
+        array = cupy.from_dlpack(array if words is None else array.view(words))
+        array = array if kind is None else array.view(kind)
+    if not on_cuda(array):
+        return None
+    here = sys.modules["cupy"].cuda.runtime.getDevice()
+    if array.device.id != here:
+        raise ValueError(
+            f"{name} is on CUDA device {array.device.id}, and the current one is {here}; expected an array of the current "
+            f"device. Call this in `with cupy.cuda.Device({array.device.id}):`"
+        )
+    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
 def _plain_tensor(tensor: Any, name: str) -> Any:
@@ -272,6 +314,12 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         kind = _format_of(array.dtype, name, conversion)
         data = _numpy_words(array)
         give_back = np.asarray
+    elif (data := _as_cupy(array, name)) is not None:
+        kind = _format_of(array.dtype, name, conversion)
+
+        def give_back(result: Any) -> Any:
+            here = sys.modules["cupy"].asarray(result)
+            return sys.modules["torch"].from_dlpack(here) if _is_torch(array) else here
     elif (
         not isinstance(array, np.ndarray)
         and array_api_compat.is_array_api_obj(array)
@@ -327,6 +375,9 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
     if isinstance(matrices.data, np.ndarray | Csr):
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_api_compat.array_namespace(matrices.data)
+    if on_cuda(matrices.data):
+        shared = _as_cupy(mask, name)
+        mask = mask if shared is None else shared
     if array_api_compat.array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
     else:
@@ -352,6 +403,13 @@ def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
     return array_api_compat.array_namespace(data).take(data, to_device(rows, data), axis=1)
 
 
+def pick(array: Any, which: npt.NDArray[np.int64]) -> Any:
+    """Return some entries along the first axis."""
+    if isinstance(array, np.ndarray):
+        return array[which]
+    return array_api_compat.array_namespace(array).take(array, to_device(which, array), axis=0)
+
+
 def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
     if array_api_compat.is_torch_array(array) or array_api_compat.is_cupy_array(array):
@@ -363,6 +421,8 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
     """Return a new numpy array of float64 with the numbers of `data`, whose format is `kind`."""
     if isinstance(data, Csr):
         data = data.to_dense()
+    if on_cuda(data):
+        data = to_numpy(data)
     if isinstance(data, np.ndarray):
         if kind == "float16":
             data = data.view(np.float16)

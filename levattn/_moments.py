@@ -26,7 +26,6 @@ from levattn._kernels import (
     kernels_for,
     twofold_product,
 )
-from levattn._threads import num_threads
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
@@ -56,19 +55,16 @@ Flags = npt.NDArray[np.bool_]
 Exponents = npt.NDArray[np.int32]
 
 
-def _pieces(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Split `n` rows into runs of whole powers of two of blocks, enough to keep `count` threads busy.
+def _pieces(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Split `n` rows into runs of whole powers of two of blocks, of a level of at most `longest`.
 
     Returned are the runs (first row, row after the last) and their levels; the last, if its block is
     incomplete, has level −1.
     """
-    blocks = -(-n // BLOCK)
     whole = n // BLOCK
-    few, many = (max(0, (blocks // (share * count)).bit_length() - 1) for share in (4, 8))
-    largest = min(few, max(many, 4)) if count > 1 else 63  # four runs a thread, or eight where runs are long
     runs, levels, at = [], [], 0
     while at < whole:
-        level = min(largest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
+        level = min(longest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
         runs.append((at * BLOCK, (at + (1 << level)) * BLOCK))
         levels.append(level)
         at += 1 << level
@@ -80,20 +76,22 @@ def _pieces(n: int, count: int) -> tuple[list[tuple[int, int]], list[int]]:
 
 def second_moments(
     rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
-) -> Float64:
+) -> Any:
     """Return ``Σ xᵀx`` over the rows x of each matrix of `items`, (s, d, d), in the one order of design rule 8.
 
-    With `basis` (s, d, d), upper triangular, each row is multiplied by it first.
+    With `basis` (s, d, d), upper triangular, each row is multiplied by it first. The sums of rows on a CUDA device are
+    there too.
     """
     _, n, d = rows.shape
-    runs, levels = _pieces(n, 1 if len(items) >= 4 * num_threads() else num_threads())
+    kernels = kernels_for(rows)
+    runs, levels = _pieces(n, kernels.longest_run(rows, len(items)))
     pieces: Pieces = np.empty((len(items), len(runs), 4), np.int64)
     pieces[:, :, 0] = np.arange(len(items))[:, None]
     pieces[:, :, 1] = np.asarray(items, np.int64)[:, None]
     pieces[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
-    parts = kernels_for(rows).moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
+    parts = kernels.moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
     parts = parts.reshape(len(items), len(runs), d, d)
-    whole: PairwiseSum[Float64] = PairwiseSum()
+    whole: PairwiseSum[Any] = PairwiseSum()
     tail = None
     for index, level in enumerate(levels):
         if level < 0:
@@ -281,7 +279,7 @@ class MomentSum:
 
     def _term(self, run: Rows) -> Twofold:
         with np.errstate(over="ignore", invalid="ignore"):
-            return Twofold.plain(second_moments(self.scaled(run), range(run.shape[0])))
+            return Twofold.plain(to_numpy(second_moments(self.scaled(run), range(run.shape[0]))))
 
     def _widened(self, term: Twofold, run: Rows, items: Flags) -> Twofold:
         """Return the term with the moments of some items summed in twofold arithmetic."""

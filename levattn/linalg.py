@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Csr, to_numpy
+from levattn._array import Csr, pick, to_device, to_numpy
 from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for, precise_products
 from levattn._moments import PLAIN_ERROR, PLAIN_NOISE, UNIT, Twofold, as_read, second_moments, spectral_norm
 from levattn.exceptions import NonFiniteError
@@ -72,7 +72,7 @@ class Factor:
     """A batch of factors, one for each key matrix.
 
     rows: the keys and the shift and scale under which they were factored.
-    whitening: (b, d, d) W, for rows as they are read (after shift and scale).
+    W: (b, d, d), for rows as they are read (after shift and scale); on the device of the moments it came from.
     rank: (b,) numerical rank.
     error: (b,) estimate of the relative error that W brings into a score or a normaliser.
     arithmetic: how scores are computed, for each matrix.
@@ -83,7 +83,7 @@ class Factor:
     """
 
     rows: Rows
-    whitening: Float64
+    W: Any
     rank: npt.NDArray[np.int64]
     error: Float64
     arithmetic: tuple[Arithmetic, ...]
@@ -91,6 +91,11 @@ class Factor:
     core: Float64 | None = None
     outside: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
     projection: Float64 | None = None
+
+    @cached_property
+    def whitening(self) -> Float64:
+        """(b, d, d) W in main memory."""
+        return to_numpy(self.W)
 
     def on(self, rows: Rows) -> Factor:
         """Return the same factor for other rows (of the same batch), read with the same shift and scale."""
@@ -103,7 +108,7 @@ class Factor:
         return replace(
             self,
             rows=self.rows.item(index),
-            whitening=self.whitening[one],
+            W=self.W[one],
             rank=self.rank[one],
             error=self.error[one],
             arithmetic=self.arithmetic[one],
@@ -144,7 +149,7 @@ class Factor:
             if arithmetic == "compensated" and self.basis is not None and self.core is not None:
                 W, basis = self.core[items], self.basis[items]
             else:
-                W, basis = (self.whitening if len(items) == len(self.arithmetic) else self.whitening[items]), None
+                W, basis = (self.W if len(items) == len(self.arithmetic) else pick(self.W, items)), None
             if self.projection is not None:
                 kernels.projected_sqnorms(self.rows, items, self.projection[items], out, arithmetic, ceiling)
                 continue
@@ -331,7 +336,7 @@ def _require_finite(rows: Rows, per_item: Float64) -> list[int]:
 
 def _moments(
     rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
-) -> Float64:
+) -> Any:
     """Return what `second_moments` does; the threads share sparse keys by columns, so their rows stay in one piece."""
     if isinstance(rows.keys, Csr):
         whole = np.array([[0, 0, 0, rows.shape[1]]])
@@ -339,14 +344,14 @@ def _moments(
     return second_moments(rows, items, basis=basis, arithmetic=arithmetic)
 
 
-def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic, narrow: bool) -> tuple[Rows, Float64]:
+def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple[Rows, Any]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
     The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys. The range
     is that of float32 if anything is to be multiplied in it (`narrow`).
     """
     n = rows.shape[1]
-    diagonal = np.diagonal(G, axis1=1, axis2=2)  # finite only if the keys are
+    diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
     low, high = (2.0**-80, 2.0**110) if narrow else (2.0**-900, 2.0**1000)
     odd = ~np.all((diagonal >= low * max(n, 1)) & (diagonal <= high), axis=1)
     if not odd.any():
@@ -361,7 +366,7 @@ def _in_range(rows: Rows, G: Float64, arithmetic: Arithmetic, narrow: bool) -> t
     rows = replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
     items = np.flatnonzero(odd)
     G = G.copy()
-    G[items] = _moments(rows, items.tolist(), arithmetic=arithmetic)
+    G[to_device(items, G)] = _moments(rows, items.tolist(), arithmetic=arithmetic)
     return rows, G
 
 
@@ -383,7 +388,7 @@ class _Batch:
     """The fields of a `Factor` while its matrices are factored one by one."""
 
     rows: Rows
-    whitening: Float64
+    W: Any
     rank: npt.NDArray[np.int64]
     error: Float64
     arithmetic: list[Arithmetic] = field(default_factory=list)
@@ -392,7 +397,8 @@ class _Batch:
 
     def put(self, item: int, found: _Found) -> None:
         """Set what was found for one matrix."""
-        self.whitening[item], self.rank[item], self.error[item] = found.whitening, found.rank, found.error
+        self.W[item] = to_device(found.whitening, self.W)
+        self.rank[item], self.error[item] = found.rank, found.error
         if found.core is not None:
             self.arithmetic[item] = "compensated"
         self.found[item] = found
@@ -404,11 +410,11 @@ class _Batch:
         for item, found in self.found.items():
             if found.core is not None:
                 if basis is None or core is None:
-                    basis, core = np.zeros_like(self.whitening), np.zeros_like(self.whitening)
+                    basis, core = np.zeros(self.W.shape), np.zeros(self.W.shape)
                 basis[item], core[item] = found.basis, found.core
             if self.counts_outside and found.outside.shape[1]:
                 outside[item] = (found.outside, found.columns)
-        return Factor(self.rows, self.whitening, self.rank, self.error, tuple(self.arithmetic), basis, core, outside)
+        return Factor(self.rows, self.W, self.rank, self.error, tuple(self.arithmetic), basis, core, outside)
 
 
 def factor_moments(
@@ -439,7 +445,7 @@ def factor_moments(
     penalty = np.zeros((b, d))
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
-        penalty = _penalty(ridge, np.sqrt(np.diagonal(G, axis1=1, axis2=2)), scale)
+        penalty = _penalty(ridge, np.sqrt(to_numpy(G.diagonal(axis1=1, axis2=2))), scale)
 
     W, pivot, reach = inverse_cholesky(_penalized(G, penalty) if ridge else G)
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)  # no singular value can be below the cut
@@ -451,12 +457,13 @@ def factor_moments(
     if arithmetic == "single" and not mild.all():
         again = np.flatnonzero(whole & ~mild & (2 * UNIT * reach <= target))
         if len(again):
-            G[again] = _moments(rows, again.tolist())
-            W[again], pivot[again], reach[again] = inverse_cholesky(_penalized(G[again], penalty[again]))
+            here = to_device(again, G)
+            G[here] = _moments(rows, again.tolist())
+            W[here], pivot[again], reach[again] = inverse_cholesky(_penalized(G[here], penalty[again]))
             noise[again] = 2 * UNIT
             done = mild.copy()
             done[again] = (pivot[again] > 0) & (2 * UNIT * reach[again] <= target)
-    batch = _Batch(rows, W, np.count_nonzero(np.diagonal(W, axis1=1, axis2=2), axis=1), noise * reach)
+    batch = _Batch(rows, W, _rank(W), noise * reach)
     batch.arithmetic = ["single" if short and single != "no" and ok else "double" for ok in (mild & done).tolist()]
     batch.counts_outside = rtol is None and ridge == 0
     for item in np.flatnonzero(~done).tolist():
@@ -464,7 +471,7 @@ def factor_moments(
             found = _orthogonal(_turn_rows(rows, item), dense(rows.item(item), 0, n), penalty[item], cut)
         else:
             start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
-            found = _precondition(_turn_rows(rows, item), G[item], penalty[item], start, target, cut, limit)
+            found = _precondition(_turn_rows(rows, item), to_numpy(G[item]), penalty[item], start, target, cut, limit)
         batch.put(item, found)
     return batch.factor()
 
@@ -482,7 +489,7 @@ def factor_sum(moments: Twofold, like: Rows) -> Factor:
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)
     done = whole & ((2 * UNIT * reach <= target) | ~moments.wide)
     error = np.minimum(PLAIN_NOISE * reach, PLAIN_ERROR)
-    batch = _Batch(like, W, np.count_nonzero(np.diagonal(W, axis1=1, axis2=2), axis=1), error)
+    batch = _Batch(like, W, _rank(W), error)
     diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
     mild = done & (reach <= _SINGLE_REACH) & narrow & (like.format != "float64")
@@ -533,7 +540,7 @@ def _column_norms(R: Float64) -> Float64:
 
 def _turn_rows(rows: Rows, item: int) -> _Turn:
     """Return what gives the moments of the rows of one item in another basis."""
-    return lambda basis, arithmetic: _moments(rows, [item], basis=basis[None], arithmetic=arithmetic)[0]
+    return lambda basis, arithmetic: to_numpy(_moments(rows, [item], basis=basis[None], arithmetic=arithmetic)[0])
 
 
 def _orthogonal(turn: _Turn, R: Float64, penalty: Float64, cut: float) -> _Found:
@@ -579,12 +586,17 @@ def _penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
     return np.asarray(ridge * np.mean(relative**2, axis=1, keepdims=True) * (largest * scale) ** 2)
 
 
-def _penalized(G: Float64, penalty: Float64) -> Float64:
+def _rank(W: Any) -> npt.NDArray[np.int64]:
+    """Return the number of columns that are not left out, (b,)."""
+    return np.asarray(np.count_nonzero(to_numpy(W.diagonal(axis1=1, axis2=2)), axis=1))
+
+
+def _penalized(G: Any, penalty: Float64) -> Any:
     if not penalty.any():
         return G
     out = G.copy()
-    index = np.arange(G.shape[-1])
-    out[:, index, index] += penalty
+    b, d, _ = out.shape
+    out.reshape(b, d * d)[:, :: d + 1] += to_device(penalty, out)
     return out
 
 

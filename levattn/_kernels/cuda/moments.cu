@@ -1,0 +1,133 @@
+// Second moments: sums of k kᵀ over blocks of rows, and of those over pieces, in the one order of the library.
+
+#include "keys.cuh"
+
+namespace {
+
+constexpr int EACH = 4;             // entries of a tile, in either direction, that a thread sums up
+constexpr int SIDE = 16;            // threads along a side of a tile
+constexpr int TILE = EACH * SIDE;   // columns of a tile
+constexpr int THREADS = SIDE * SIDE;
+constexpr int STAGE = 16;           // rows in shared memory at a time
+constexpr int LOADS = STAGE * TILE / THREADS;
+constexpr int APART = THREADS / TILE;
+constexpr int RUN = 64;             // rows whose sum is of type Real before it is added to one of doubles
+constexpr int LEVELS = 48;          // of a binary counter of blocks
+
+template <typename Real>
+struct alignas(16) Quad {
+    Real entry[EACH];
+};
+
+// The entries of a stage that a thread brings: those of one column, in every APART-th row.
+template <typename Key, typename Real>
+__device__ void fetch(const Column<Key> &column, long long row, long long stop, Real *out) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) out[i] = row + i * APART < stop ? column.template read<Real>(row + i * APART) : (Real)0;
+}
+
+}  // namespace
+
+// One block of rows and one tile of the upper triangle of its moment: to `partial`, (blocks, d, d).
+//
+// `pieces` (count, 4) are slot, item, first row, row after the last; `firsts` (count + 1,) numbers their first blocks.
+// The grid is (blocks, tiles of the upper triangle).
+template <typename Key, typename Real>
+__global__ void __launch_bounds__(THREADS, 2)
+    moment_blocks(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, int block_rows,
+                   double *partial) {
+    __shared__ Quad<Real> left[STAGE][SIDE], right[STAGE][SIDE];
+    const Reader<Key> reader KEY_READER;
+
+    const long long block = blockIdx.x;
+    int low = 0, high = count;  // the last piece that begins at this block or before
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (firsts[middle] <= block) low = middle;
+        else high = middle;
+    }
+    const long long item = pieces[4 * low + 1];
+    const long long start = pieces[4 * low + 2] + (block - firsts[low]) * block_rows;
+    const long long stop = min(start + block_rows, pieces[4 * low + 3]);
+
+    int down = 0, across = blockIdx.y;  // row and column of the tile among those of the upper triangle
+    const int tiles = (d + TILE - 1) / TILE;
+    while (across >= tiles - down) across -= tiles - down++;
+    across += down;
+
+    const int x = threadIdx.x % SIDE, y = threadIdx.x / SIDE;
+    Real sums[EACH][EACH] = {};
+    double totals[EACH][EACH] = {};
+    Real next_left[LOADS], next_right[LOADS];
+    const int r = threadIdx.x / TILE, c = threadIdx.x % TILE;
+    const Column<Key> from_left(reader, item, down * TILE + c), from_right(reader, item, across * TILE + c);
+    fetch(from_left, start + r, stop, next_left);
+    fetch(from_right, start + r, stop, next_right);
+    for (long long row = start; row < stop; row += STAGE) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            left[r + i * APART][c / EACH].entry[c % EACH] = next_left[i];
+            right[r + i * APART][c / EACH].entry[c % EACH] = next_right[i];
+        }
+        __syncthreads();
+        if (row + STAGE < stop) {
+            fetch(from_left, row + STAGE + r, stop, next_left);
+            fetch(from_right, row + STAGE + r, stop, next_right);
+        }
+#pragma unroll 4
+        for (int k = 0; k < STAGE; ++k) {
+            const Quad<Real> a = left[k][y], b = right[k][x];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                for (int j = 0; j < EACH; ++j) sums[i][j] = fma(a.entry[i], b.entry[j], sums[i][j]);
+        }
+        if (sizeof(Real) < sizeof(double) && ((row + STAGE - start) % RUN == 0 || row + STAGE >= stop))
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                for (int j = 0; j < EACH; ++j) {
+                    totals[i][j] += (double)sums[i][j];
+                    sums[i][j] = 0;
+                }
+    }
+    double *const out = partial + (long long)blockIdx.x * d * d;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            const int above = down * TILE + y * EACH + i, beside = across * TILE + x * EACH + j;
+            if (above <= beside && beside < d)
+                out[(long long)above * d + beside] = sizeof(Real) < sizeof(double) ? totals[i][j] : (double)sums[i][j];
+        }
+}
+
+// Sum up the blocks of each piece in pairs, pairs of pairs, and so on: to `out` (pieces, d, d), both triangles.
+__global__ void __launch_bounds__(THREADS)
+    add_blocks(const double *partial, const long long *firsts, long long pieces, int d, double *out) {
+    const long long size = (long long)d * d;
+    const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= pieces * size) return;
+    const long long piece = at / size;
+    const int r = (int)(at % size / d), c = (int)(at % d);
+    if (r > c) return;
+    const double *const from = partial + (long long)r * d + c;
+    double levels[LEVELS];
+    const long long first = firsts[piece], blocks = firsts[piece + 1] - first;
+    for (long long i = 0; i < blocks; ++i) {
+        double sum = from[(first + i) * size];
+        int level = 0;
+        for (; i >> level & 1; ++level) sum = levels[level] + sum;
+        levels[level] = sum;
+    }
+    double total = 0;
+    bool begun = false;
+    for (int level = 0; level < LEVELS; ++level)
+        if (blocks >> level & 1) {
+            total = begun ? levels[level] + total : levels[level];
+            begun = true;
+        }
+    out[piece * size + (long long)r * d + c] = total;
+    out[piece * size + (long long)c * d + r] = total;
+}
