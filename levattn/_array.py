@@ -412,7 +412,9 @@ def pick(array: Any, which: npt.NDArray[np.int64]) -> Any:
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
-    if array_api_compat.is_torch_array(array) or array_api_compat.is_cupy_array(array):
+    if on_cuda(array):
+        return np.asarray(array.get())
+    if array_api_compat.is_torch_array(array):
         array = array_api_compat.to_device(array, "cpu")
     return np.asarray(array)
 

@@ -12,7 +12,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, to_float64, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, on_cuda, to_float64, to_numpy
 from levattn._bytes import is_storable, shaped
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn._moments import check_finite
@@ -24,6 +24,8 @@ def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices,
     """Return a chunk of keys of any kind where compiled code can read it."""
     matrices = as_matrices(K, name)
     present = as_mask(mask, matrices)
+    if on_cuda(matrices.data):
+        matrices = replace(matrices, data=to_numpy(matrices.data))
     if not isinstance(matrices.data, np.ndarray):
         batch, data = matrices.batch, matrices.data
         data = data.cpu() if array_api_compat.is_torch_array(data) else to_numpy(data)

@@ -1,11 +1,13 @@
-"""Settings of the whole suite: no test is defined or helped here."""
+"""Settings of the whole suite: no test is defined here."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from emulator import device
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
@@ -31,3 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for path, package in NEEDS.items():
             if item.path.as_posix().endswith(path) and find_spec(package) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{package} is not installed"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Where there is no CUDA device, tests on CuPy arrays find the emulator in its place."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    names = params.get("storage"), getattr(params.get("impl"), "name", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if not device.DEVICES and any(str(name).startswith("cupy") for name in names):
+            device.library_on_device(patch)
+        return (yield)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulator import device
 from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ def as_float64(array: Any) -> Float:
         import array_api_strict as xp
 
         return np.array(np.from_dlpack(xp.astype(array, xp.float64)))
-    return np.array(array, dtype=np.float64)
+    return np.array(array.get() if hasattr(array, "get") else array, dtype=np.float64)
 
 
 def as_bool(array: Any) -> NDArray[np.bool_]:
@@ -44,7 +45,7 @@ def as_bool(array: Any) -> NDArray[np.bool_]:
         import array_api_strict as xp
 
         return np.array(np.from_dlpack(xp.astype(array, xp.uint8))).astype(bool)
-    return np.asarray(array).astype(bool)
+    return np.asarray(array.get() if hasattr(array, "get") else array).astype(bool)
 
 
 def ml_bfloat16(values: Float) -> Any:
@@ -72,6 +73,18 @@ def strict_array(dtype: str) -> Callable[[Float], Any]:
     return convert
 
 
+def cupy_array(dtype: str) -> Callable[[Float], Any]:
+    """CuPy's on a CUDA device, and where there is none arrays of the emulator, whose module the test sees as cupy."""
+
+    def convert(values: Float) -> Any:
+        import cupy
+
+        with np.errstate(over="ignore"):
+            return cupy.asarray(np.ascontiguousarray(values).astype(dtype))
+
+    return convert
+
+
 def numpy_array(dtype: type[np.floating[Any]]) -> Callable[[Float], Any]:
     def convert(values: Float) -> Any:
         with np.errstate(over="ignore"):
@@ -91,12 +104,15 @@ if HAS_TORCH:
     STORAGE |= {f"torch-{t}": torch_tensor(t) for t in ("float64", "float32", "float16", "bfloat16")}
 if HAS_STRICT:
     STORAGE |= {f"strict-{t}": strict_array(t) for t in ("float64", "float32")}
+if device.AVAILABLE:
+    STORAGE |= {f"cupy-{t}": cupy_array(t) for t in ("float64", "float32", "float16")}
 
 
 ALL_STORAGE = (
     *("float64", "float32", "float16", "bfloat16"),
     *("torch-float64", "torch-float32", "torch-float16", "torch-bfloat16"),
     *("strict-float64", "strict-float32"),
+    *("cupy-float64", "cupy-float32", "cupy-float16"),
 )
 
 

@@ -121,14 +121,14 @@ METHODS = ("auto", "gram", "qr", "svd")
 
 TABLE = [
     *(_stored(storage, method=method) for storage in ("float64", "float32") for method in METHODS),
-    *(_stored(s) for s in STORAGE if s not in ("float64", "float32", "strict-float32")),
-    *(_stored("strict-float32", method=method) for method in METHODS if "strict-float32" in STORAGE),
+    *(_stored(s) for s in STORAGE if s not in ("float64", "float32", "strict-float32", "cupy-float32")),
+    *(_stored(s, method=m) for s in ("strict-float32", "cupy-float32") for m in METHODS if s in STORAGE),
     *(_laid_out(layout, "float32") for layout in LAYOUTS),
     _laid_out("sliced", "float64"),
     _laid_out("memmap", "float16"),
     _stored("float32", name="float32-heads", batch=True),
     _stored("float64", name="float64-heads", batch=True),
-    *(_stored(s, name=f"{s}-heads", batch=True) for s in ("torch-bfloat16", "strict-float64") if s in STORAGE),
+    *(_stored(s, name=f"{s}-heads", batch=True) for s in ("torch-bfloat16", "strict-float64", "cupy-float32") if s in STORAGE),
     _stored("float32", name="float32-one-thread", threads=1),
     _stored("float32", name="float32-two-threads", threads=2),
     _stored("float64", name="float64-heads-two-threads", batch=True, threads=2),

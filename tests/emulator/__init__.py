@@ -1,0 +1,352 @@
+"""The CUDA kernels on the CPU: compiled with g++, their launches checked as a device would and more strictly.
+
+``emulated`` gives one kernel, ``on_host`` runs all that `_cuda_source.launch` is asked for. Arrays are numpy's. A
+kernel works on copies between zones of NaN, so that what it reads out of bounds poisons its results and what it
+writes there is reported; barriers that cannot fill are reported; arguments have the parameters' types or are refused.
+``order`` is the seed of the order in which threads and blocks take turns (0: as they are numbered).
+
+What the CPU cannot show: races between blocks that run at once, spinning until another block has come (it hangs),
+missing ``__threadfence``, conversions of numbers that are out of range, the last bits of functions other than
++ - * / sqrt and fma, and how much a device can hold (registers: ``test_cuda_compile.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import index
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from levattn._kernels import _cuda_source
+
+order = 1
+
+SHIM = Path(__file__).with_name("cuda_host.hpp")
+CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulator"
+FLAGS = (
+    *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
+    *(
+        "-w",
+        "-fPIC",
+        "-fstack-clash-protection",
+        "-fvisibility=hidden",
+        "-fno-gnu-unique",
+    ),  # libraries share no static variable
+    "-fsanitize=bounds,shift-exponent,integer-divide-by-zero",  # reported by the shim
+)
+
+MOST_THREADS = 1024
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+MOST_SHARED = 227 * 1024
+PLAIN_SHARED = 48 * 1024  # more than this a kernel has to ask for
+ZONE = 1 << 16  # bytes of NaN before and after an array
+LINE = 256  # what the start of an allocation is aligned to
+
+# What may be given for a parameter or a pointer to it
+NUMBERS = {
+    "bool": ("?",),
+    "char": ("i1",),
+    "signed char": ("i1",),
+    "unsigned char": ("u1", "?"),
+    "short": ("i2",),
+    "unsigned short": ("u2",),
+    "int": ("i4",),
+    "unsigned int": ("u4",),
+    "long": ("i8",),
+    "unsigned long": ("u8",),
+    "long long": ("i8",),
+    "unsigned long long": ("u8",),
+    "float": ("f4",),
+    "double": ("f8",),
+    "Half": ("u2", "f2"),
+    "Bfloat": ("u2",),
+}
+
+
+class DeviceError(RuntimeError):
+    """A launch that a device would refuse, or that would hang or corrupt memory there."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A kernel as its source declares it."""
+
+    name: str
+    template: str  # with its parameters; empty for a kernel that is no template
+    bound: str  # the largest block, or empty
+
+
+def declared(code: str) -> Iterator[Declared]:
+    """The kernels of a source."""
+    found = re.finditer(
+        r"(?P<template>template\s*<[^>]*>\s*)?(?:static\s+)?__global__\s+(?:void\s+)?"
+        r"(?:__launch_bounds__\s*\((?P<bound>(?:[^()]|\([^()]*\))*)\)\s*)?(?:void\s+)?(?P<name>\w+)\s*\(",
+        re.sub(r"//.*", "", code),
+    )
+    for match in found:
+        bound = re.split(r",(?![^(]*\))", match["bound"] or "")[0]
+        yield Declared(match["name"], (match["template"] or "").strip(), bound.strip())
+
+
+def emulated(source: str, name: str, types: Sequence[str]) -> Kernel:
+    """A kernel of the table `KERNELS`, compiled for the CPU."""
+    if tuple(types) not in _cuda_source.KERNELS[source][name]:
+        raise LookupError(
+            f"{_cuda_source.expression(name, types)} of {source}.cu is not among those that are compiled"
+        )
+    table = _cuda_source.KERNELS[source]
+    names = tuple(_cuda_source.expression(kernel, each) for kernel, choices in table.items() for each in choices)
+    return compiled(_cuda_source.text(source), names, f"{source}.cu")[_cuda_source.expression(name, types)]
+
+
+@cache
+def compiled(code: str, names: tuple[str, ...], title: str = "kernels.cu") -> dict[str, Kernel]:
+    """Kernels of a source text, by their C++ names."""
+    bounds = [
+        f"{kernel.template} constexpr long long bound_{kernel.name} = {kernel.bound or MOST_THREADS};"
+        for kernel in declared(code)
+    ]
+    entries = [f"emulated::entry_of(&{name}, bound_{name})," for name in names]
+    table = "\n".join(
+        (
+            *(*bounds, "static emulated::Entry emulated_table[] = {", *entries, "};"),
+            "emulated::Entry *const emulated::entries = emulated_table;",
+        )
+    )
+    library = _library(f'{SHIM.read_text()}\n#line 1 "{title}"\n{code}\n#line 1 "table of {title}"\n{table}\n', title)
+    return {name: Kernel(library, k, name) for k, name in enumerate(names)}
+
+
+def _library(text: str, title: str) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("the CUDA kernels run on the CPU where Linux and g++ are")
+    key = hashlib.sha256("\0".join((text, compiler, platform.machine(), *FLAGS)).encode()).hexdigest()[:32]
+    path = CACHE / f"{Path(title).stem}-{key}.so"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            code, object_file, built = (Path(folder, f"code.{suffix}") for suffix in ("cpp", "o", "so"))
+            code.write_text(text)
+            steps = ([*FLAGS, "-c", "-o", object_file, code], ["-shared", "-o", built, object_file])
+            for arguments in steps:
+                done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise RuntimeError(f"g++ does not compile {title}:\n{done.stderr[:8000]}")
+            built.replace(path)
+    library = ctypes.CDLL(str(path))
+    library.emulated_signature.restype = library.emulated_run.restype = ctypes.c_char_p
+    library.emulated_bound.restype = ctypes.c_longlong
+    library.lock = threading.Lock()  # of the threads, fibers and static variables that its kernels share
+    return library
+
+
+class Kernel:
+    """A kernel that is called as CuPy's are."""
+
+    def __init__(self, library: ctypes.CDLL, number: int, name: str) -> None:
+        self.name = name
+        self.parameters = tuple(library.emulated_signature(number).decode().split(";")[:-1])
+        self.bound = library.emulated_bound(number)
+        self.max_dynamic_shared_size_bytes = PLAIN_SHARED
+        self._library, self._number = library, number
+
+    def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
+        grid, block, shared = self._geometry(grid, block, shared_mem)
+        self._check(args)
+        copies = _copies([(k, arg) for k, arg in enumerate(args) if isinstance(arg, np.ndarray) and arg.size])
+        addresses = {k: address for copy in copies for k, address in copy.addresses.items()}
+        values = [
+            np.asarray(addresses.get(k, 0) if parameter.endswith("*") else args[k])
+            for k, parameter in enumerate(self.parameters)
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+        triple = ctypes.c_uint32 * 3
+        with self._library.lock:
+            failure = self._library.emulated_run(
+                self._number,
+                triple(*grid),
+                triple(*block),
+                ctypes.c_ulonglong(shared),
+                pointers,
+                ctypes.c_ulonglong(order),
+            )
+        if failure:
+            raise DeviceError(f"{self.name}, {failure.decode()}")
+        for copy in copies:
+            copy.check(self.name)
+            copy.give_back([k for k in copy.addresses if " const*" not in self.parameters[k]])
+
+    def _geometry(
+        self, grid: Sequence[int], block: Sequence[int], shared: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        grid, block = (tuple(map(index, sizes)) for sizes in (grid, block))
+        shared = index(shared)
+
+        def refuse(what: str) -> None:
+            raise DeviceError(f"{self.name}: {what}; it was launched with grid={grid}, block={block}, {shared=}")
+
+        for name, sizes in (("grid", grid), ("block", block)):
+            if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
+                refuse(f"a {name} has one to three positive dimensions")
+        if any(size > most for size, most in zip(grid, MOST_BLOCKS, strict=False)):
+            refuse(f"a grid has at most {MOST_BLOCKS} blocks")
+        if int(np.prod(block)) > MOST_THREADS or (len(block) == 3 and block[2] > 64):
+            refuse(f"a block has at most {MOST_THREADS} threads, 64 of them in z")
+        if int(np.prod(block)) > self.bound:
+            refuse(f"its __launch_bounds__ are {self.bound} threads")
+        if not 0 <= shared <= MOST_SHARED:
+            refuse(f"a block has at most {MOST_SHARED} bytes of shared memory")
+        if shared > self.max_dynamic_shared_size_bytes:
+            refuse(f"its max_dynamic_shared_size_bytes are {self.max_dynamic_shared_size_bytes}")
+        one = (1, 1)
+        return (*grid, *one)[:3], (*block, *one)[:3], shared
+
+    def _check(self, args: Sequence[Any]) -> None:
+        if len(args) != len(self.parameters):
+            raise TypeError(f"{self.name} takes {len(self.parameters)} arguments, got {len(args)}")
+        for k, (parameter, arg) in enumerate(zip(self.parameters, args, strict=True)):
+            if fault := (_pointer_fault if parameter.endswith("*") else _scalar_fault)(parameter, arg):
+                raise TypeError(f"argument {k} of {self.name} is {parameter}: {fault}")
+
+
+def _kinds(parameter: str) -> tuple[np.dtype, ...]:
+    kind = re.sub(r"( const)?\*$", "", parameter)
+    if kind not in NUMBERS:
+        raise TypeError(f"the emulator knows no parameters of type {parameter}; add it to NUMBERS")
+    return tuple(map(np.dtype, NUMBERS[kind]))
+
+
+def _pointer_fault(parameter: str, arg: Any) -> str | None:
+    kinds = _kinds(parameter)
+    wanted = f"expected a numpy array of {' or '.join(map(str, kinds))}, or NOTHING"
+    if isinstance(arg, np.intp) and arg == 0:
+        return None
+    if not isinstance(arg, np.ndarray):
+        return f"{wanted}, got {arg!r} of type {type(arg).__name__}"
+    if arg.dtype not in kinds:
+        return f"{wanted}, got one of {arg.dtype}"
+    if not arg.flags.aligned:
+        return "the array is not aligned, which a device cannot read; copy it"
+    if not parameter.endswith(" const*") and not arg.flags.writeable:
+        return "the array is read-only; copy it, or declare the parameter const"
+    return None
+
+
+def _scalar_fault(parameter: str, arg: Any) -> str | None:
+    kinds = _kinds(parameter)
+    if isinstance(arg, np.generic) and arg.dtype in kinds:
+        return None
+    return f"expected a numpy scalar of {' or '.join(map(str, kinds))}, got {arg!r} of type {type(arg).__name__}"
+
+
+class _Copy:
+    """The bytes that some arrays lie in, between zones of NaN; what none of them covers is NaN too."""
+
+    def __init__(self, arrays: Sequence[tuple[int, np.ndarray]]) -> None:
+        self._arrays = dict(arrays)
+        bounds = [np.lib.array_utils.byte_bounds(array) for array in self._arrays.values()]
+        self._low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
+        self._bytes = np.full(ZONE + 2 * LINE + high - self._low + ZONE, 0xFF, np.uint8)
+        # As far from an aligned address as on a device, where the array that owns the memory starts at one
+        self._start = ZONE + -(self._bytes.ctypes.data + ZONE) % LINE + (self._low - _owner(arrays[0][1])) % LINE
+        self._covered = np.zeros(self._bytes.size, np.bool_)
+        for array in self._arrays.values():
+            self._view(array)[...] = array
+            np.ndarray(
+                (*array.shape, array.itemsize), np.bool_, self._covered, self._offset(array), (*array.strides, 1)
+            )[...] = True
+        self.addresses = {k: self._bytes.ctypes.data + self._offset(array) for k, array in arrays}
+
+    def _offset(self, array: np.ndarray) -> int:
+        return self._start + array.ctypes.data - self._low
+
+    def _view(self, array: np.ndarray) -> np.ndarray:
+        return np.ndarray(array.shape, array.dtype, self._bytes, self._offset(array), array.strides)
+
+    def check(self, kernel: str) -> None:
+        wrong = np.flatnonzero((self._bytes != 0xFF) & ~self._covered)
+        if wrong.size:
+            whose = ", ".join(f"{k} ({array.dtype}, shape {array.shape})" for k, array in self._arrays.items())
+            raise DeviceError(
+                f"{kernel} wrote {wrong.size} bytes out of bounds around argument {whose}, "
+                f"the first of them {wrong[0] - self._start} bytes from its start"
+            )
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        for k in numbers:
+            self._arrays[k][...] = self._view(self._arrays[k])
+
+
+def _owner(array: np.ndarray) -> int:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.ctypes.data
+
+
+def _copies(arrays: Sequence[tuple[int, np.ndarray]]) -> list[_Copy]:
+    """Arrays whose spans of memory overlap are copied together: they stay aliases of each other."""
+    groups: list[list[tuple[int, np.ndarray]]] = []
+    end = 0
+    for k, array in sorted(arrays, key=lambda pair: np.lib.array_utils.byte_bounds(pair[1])):
+        low, high = np.lib.array_utils.byte_bounds(array)
+        if low < end:
+            groups[-1].append((k, array))
+        else:
+            groups.append([(k, array)])
+        end = max(end, high)
+    return [_Copy(group) for group in groups]
+
+
+class Host:
+    """numpy with the few names of CuPy that the library uses; memory that nobody has written is NaN."""
+
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def empty(*args: Any, **options: Any) -> np.ndarray:
+        return _poisoned(np.empty(*args, **options))
+
+    @staticmethod
+    def empty_like(*args: Any, **options: Any) -> np.ndarray:
+        return _poisoned(np.empty_like(*args, **options))
+
+    @staticmethod
+    def asnumpy(array: np.ndarray) -> np.ndarray:
+        return np.asarray(array)
+
+
+def _poisoned(array: np.ndarray) -> np.ndarray:
+    array.ravel("K").view(np.uint8)[...] = 0xFF
+    return array
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
+    """Let `_cuda_source` make arrays and run kernels on the CPU until the test ends."""
+    host = Host()
+
+    def of_host(source: str, name: str, types: tuple[str, ...], _device: int) -> Kernel:
+        return emulated(source, name, types)
+
+    monkeypatch.setattr(_cuda_source, "_module", lambda: host)
+    monkeypatch.setattr(_cuda_source, "_compiled", of_host)
+    monkeypatch.setattr(sys.modules[__name__], "order", seed)
+    return host

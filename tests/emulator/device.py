@@ -1,0 +1,218 @@
+"""Arrays as strict as CuPy's, on the CPU: the library on a CUDA device, without one.
+
+An array of the device never turns into one of numpy by itself and never mixes with one; kernels run on the emulator.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import array_api_compat.numpy as standard
+import emulator
+import numpy as np
+import pytest
+
+from levattn import _array, _kernels, _tail
+from levattn._kernels import _cuda_source
+
+
+def device_count() -> int:
+    """Number of true CUDA devices that CuPy finds."""
+    if find_spec("cupy") is None:
+        return 0
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:  # no driver
+        return 0
+
+
+DEVICES = device_count()
+AVAILABLE = DEVICES > 0 or (sys.platform == "linux" and shutil.which("g++") is not None)
+
+
+class Device:
+    """The one device that there is."""
+
+    id = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+DEVICE = Device()
+
+
+def refuse_numpy(*values: Any) -> None:
+    for value in values:
+        if isinstance(value, np.ndarray):
+            raise TypeError(f"an array of numpy, of shape {value.shape}, beside arrays of the device")
+        if isinstance(value, list | tuple):
+            refuse_numpy(*value)
+
+
+def bare(value: Any) -> Any:
+    """What numpy takes for a value in which there may be arrays of the device."""
+    if isinstance(value, DeviceArray):
+        return value.held
+    if isinstance(value, list | tuple):
+        return type(value)(bare(entry) for entry in value)
+    return value
+
+
+def dressed(value: Any) -> Any:
+    """What the device gives back for a result of numpy."""
+    if isinstance(value, np.ndarray | np.generic):
+        return DeviceArray(np.asarray(value))
+    if isinstance(value, tuple):
+        return tuple(dressed(entry) for entry in value)
+    return value
+
+
+def on_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **options: Any) -> Any:
+        refuse_numpy(*args, *options.values())
+        options.pop("device", None)
+        return dressed(function(*bare(args), **{key: bare(value) for key, value in options.items()}))
+
+    return called
+
+
+class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of the device, held by an array of numpy."""
+
+    device = DEVICE
+
+    def __init__(self, held: np.ndarray) -> None:
+        self.held = held
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return NAMESPACE
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("an array of the device does not become one of numpy by itself: use get()")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        refuse_numpy(*inputs, *(out or ()))
+        if out is not None:
+            options["out"] = bare(out)
+        result = dressed(getattr(ufunc, method)(*bare(inputs), **options))
+        return out[0] if out is not None and len(out) == 1 else result
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        return on_numpy(function)(*args, **options)
+
+    def get(self) -> np.ndarray:
+        return self.held.copy()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("tobytes", "tofile", "dump"):
+            raise AttributeError(name)
+        value = getattr(self.held, name)
+        if name in ("T", "mT", "real", "imag", "flat"):
+            return dressed(value)
+        return on_numpy(value) if callable(value) and name not in ("dtype", "flags") else value
+
+    def __getitem__(self, key: Any) -> Any:
+        refuse_numpy(key)
+        return dressed(self.held[bare(key)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        refuse_numpy(key, value)
+        self.held[bare(key)] = bare(value)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __bool__(self) -> bool:
+        return bool(self.held)
+
+    def __int__(self) -> int:
+        return int(self.held)
+
+    def __float__(self) -> float:
+        return float(self.held)
+
+    def __index__(self) -> int:
+        return self.held.__index__()
+
+    def __repr__(self) -> str:
+        return f"DeviceArray({self.held!r})"
+
+
+class Namespace(ModuleType):
+    """What the library uses of CuPy, and of the namespaces of array-api-compat."""
+
+    ndarray = type("ndarray", (), {})  # array-api-compat asks the arrays themselves for this namespace
+
+    class cuda:
+        class runtime:
+            @staticmethod
+            def getDevice() -> int:
+                return 0
+
+        Device = staticmethod(lambda _: nullcontext())
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self._host = emulator.Host()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self._host, name, None)  # numpy, but for memory that nobody has written
+        value = getattr(standard, name) if value is None else value
+        return on_numpy(value) if callable(value) and not isinstance(value, type) else value
+
+    def asarray(self, array: Any, dtype: Any = None, **_: Any) -> DeviceArray:
+        """Copy an array of numpy to the device; one of the device stays where it is."""
+        if isinstance(array, DeviceArray):
+            return dressed(np.asarray(array.held, dtype))
+        return DeviceArray(np.array(array, dtype))
+
+    array = asarray
+
+    def ascontiguousarray(self, array: Any, dtype: Any = None) -> DeviceArray:
+        return dressed(np.ascontiguousarray(self.asarray(array, dtype).held))
+
+    def asnumpy(self, array: DeviceArray) -> np.ndarray:
+        return array.get()
+
+
+NAMESPACE = Namespace()
+
+
+def is_on_device(array: Any) -> bool:
+    return isinstance(array, DeviceArray)
+
+
+def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Namespace:
+    """Let the library take arrays of `NAMESPACE` for CuPy's until the test ends."""
+    emulator.on_host(monkeypatch, seed)
+    compiled = _cuda_source._compiled
+
+    def of_device(*which: Any) -> Callable[..., None]:
+        kernel = compiled(*which)
+
+        def run(grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
+            refuse_numpy(*args)
+            kernel(grid, block, bare(args), shared_mem=shared_mem)
+
+        return run
+
+    monkeypatch.setattr(_cuda_source, "_module", lambda: NAMESPACE)
+    monkeypatch.setattr(_cuda_source, "_compiled", of_device)
+    monkeypatch.setitem(sys.modules, "cupy", NAMESPACE)
+    for module in (_array, _kernels, _tail):
+        monkeypatch.setattr(module, "on_cuda", is_on_device)
+    return NAMESPACE
