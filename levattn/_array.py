@@ -16,14 +16,17 @@ import numpy.typing as npt
 __all__ = [
     "Csr",
     "Matrices",
+    "as_cupy",
     "as_mask",
     "as_matrices",
+    "entries",
     "on_cuda",
     "pick",
     "take",
     "to_device",
     "to_float64",
     "to_numpy",
+    "true_places",
 ]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -133,29 +136,30 @@ def _in_main_memory(tensor: Any) -> bool:
     return bool(tensor.device.type == "cpu")
 
 
-def _as_cupy(array: Any, name: str) -> Any | None:
+def as_cupy(array: Any, name: str) -> Any | None:
     """Return an array of a CUDA device as CuPy's, on the same memory, or None for others and where there is no CuPy.
 
-    Numbers of 16 bits come as words, as CuPy has no bfloat16. What a stream of torch has yet to compute is waited for
+    Numbers of bfloat16, which CuPy lacks, come as words. What a stream of torch has yet to compute is waited for
     by the stream of CuPy, and the other way round where results go back.
     """
     if _is_torch(array) and array.device.type == "cuda" and find_spec("cupy") is not None:
         import cupy
 
         torch = sys.modules["torch"]
-        words = {1: torch.uint8, 2: torch.int16}.get(array.element_size())
-        kind = np.dtype(_dtype_name(array.dtype)) if array.element_size() == 1 else None
+        kind = _dtype_name(array.dtype)
+        words = {"bool": torch.uint8, "bfloat16": torch.int16}.get(kind)  # DLPack or CuPy lacks these
         array = cupy.from_dlpack(array if words is None else array.view(words))
-        array = array if kind is None else array.view(kind)
+        if words is not None:
+            array = array.view(np.bool_ if kind == "bool" else np.uint16)
     if not on_cuda(array):
         return None
     here = sys.modules["cupy"].cuda.runtime.getDevice()
     if array.device.id != here:
         raise ValueError(
-            f"{name} is on CUDA device {array.device.id}, and the current one is {here}; expected an array of the current "
-            f"device. Call this in `with cupy.cuda.Device({array.device.id}):`"
+            f"{name} is on CUDA device {array.device.id}, and the current one is {here}; expected an array of the "
+            f"current device. Call this in `with cupy.cuda.Device({array.device.id}):`"
         )
-    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
+    return array
 
 
 def _plain_tensor(tensor: Any, name: str) -> Any:
@@ -314,8 +318,9 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         kind = _format_of(array.dtype, name, conversion)
         data = _numpy_words(array)
         give_back = np.asarray
-    elif (data := _as_cupy(array, name)) is not None:
+    elif (data := as_cupy(array, name)) is not None:
         kind = _format_of(array.dtype, name, conversion)
+        data = data.view(np.uint16) if data.dtype.itemsize == 2 else data
 
         def give_back(result: Any) -> Any:
             here = sys.modules["cupy"].asarray(result)
@@ -376,7 +381,7 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_api_compat.array_namespace(matrices.data)
     if on_cuda(matrices.data):
-        shared = _as_cupy(mask, name)
+        shared = as_cupy(mask, name)
         mask = mask if shared is None else shared
     if array_api_compat.array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
@@ -408,6 +413,18 @@ def pick(array: Any, which: npt.NDArray[np.int64]) -> Any:
     if isinstance(array, np.ndarray):
         return array[which]
     return array_api_compat.array_namespace(array).take(array, to_device(which, array), axis=0)
+
+
+def entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Return some entries of one item of an array (b, n, ...), in main memory."""
+    return to_numpy(pick(array[item], which)) if on_cuda(array) else np.asarray(array[item, which])
+
+
+def true_places(flags: Any) -> npt.NDArray[np.int64]:
+    """Return where flags (n,) are true, in main memory."""
+    if on_cuda(flags):
+        return to_numpy(array_api_compat.array_namespace(flags).nonzero(flags)[0])
+    return np.flatnonzero(flags)
 
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:

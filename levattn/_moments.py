@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_float64, to_numpy
+from levattn._array import on_cuda, to_float64, to_numpy
 from levattn._bytes import shaped, whole
 from levattn._kernels import (
     BLOCK,
@@ -48,6 +48,7 @@ PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that
 _SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
 _LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
+_DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _PIECE = BLOCK // 4  # rows that are written out in float64 at a time
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 
@@ -219,9 +220,10 @@ class MomentSum:
     def add(self, rows: Rows) -> None:
         """Add whole blocks of rows. If it raises, the sum is void."""
         at, n, smaller = 0, rows.shape[1], 0
+        longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
         while at < n:
             first, left = self.blocks.count, (n - at) // BLOCK
-            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1, _LEVEL) if first else 0
+            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest) if first else 0
             if self.wide.any():
                 level = 0
             while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_numpy
+from levattn._array import to_device, to_numpy
 from levattn._bytes import shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn._lift import lift_columns, lifted_rows
@@ -142,7 +142,7 @@ class RunningSquares:
         self.frozen = self.sums.total(Rows(np.zeros((b, 0, d)), "float64"))
         self._screen = None
 
-    def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Flags:
+    def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Any:
         """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
@@ -151,13 +151,13 @@ class RunningSquares:
             like = Rows(np.empty((rows.shape[0], 0, self.columns), rows.keys.dtype), rows.format)
             self._screen = factor_of_sum(*self.frozen, like)
             self._rounding = _lift_rounding(self.frozen[0], self._screen, self.m)
-        scores = to_numpy(self._screen.on(rows).scores(member=member)[0])
+        scores = self._screen.on(rows).scores(member=member)[0]
         least = epsilon * (1 - np.maximum(4 * self._screen.score_error, TIE))
         if self._rounding is not None:
             least = least - 2 * self._rounding * math.sqrt(epsilon)
         if not member:
             least = least / (1 - least)  # x/(1 + x) with the key itself, x without
-        return np.asarray(~(scores < np.maximum(least, 0.0)[:, None].astype(scores.dtype)))
+        return ~(scores < to_device(np.maximum(least, 0.0)[:, None].astype(scores.dtype), scores))
 
     def total(self, tail: Rows) -> Frozen:
         """Return the moments of all keys so far, with fewer than a block that wait."""

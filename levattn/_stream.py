@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_float64
+from levattn._array import entries, on_cuda, to_float64, to_numpy, true_places
 from levattn._bytes import shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn._running import (
@@ -28,6 +28,7 @@ from levattn.functions import AttentionFunction, Softmax
 __all__ = ["HeldKeys", "SelectedKeys", "Stream"]
 
 _RUN = 64  # blocks that are screened together
+_DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
 _RUN_NUMBERS = 1 << 22  # numbers that are made of keys to screen them, at most, but for one block
 _DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 
@@ -80,7 +81,7 @@ class HeldKeys:
     def empty(cls, d: int, format: str, beside: Sequence[npt.NDArray[Any]]) -> HeldKeys:
         """Return no keys, and nothing of each kind that comes beside them."""
         keys = np.zeros((0, d), _DTYPES[format])
-        return cls(np.zeros(0, np.int64), keys, tuple(array[:0] for array in beside))
+        return cls(np.zeros(0, np.int64), keys, tuple(np.zeros((0, *a.shape[1:]), a.dtype) for a in beside))
 
     def take(self, which: npt.NDArray[Any]) -> HeldKeys:
         """Return some of the keys."""
@@ -177,10 +178,11 @@ class Stream:
     def _take(self, rows: Rows, index: Any, *beside: npt.NDArray[Any]) -> None:
         """Add whole blocks; if it raises, the state is void."""
         at, left = 0, rows.shape[1] // BLOCK
+        longest = _DEVICE_RUN if on_cuda(rows.keys) else _RUN
         while left:
             number = self.blocks + 1
             milestone = number & (number - 1) == 0
-            count = 1 if milestone else self._run(left)
+            count = 1 if milestone else self._run(left, longest)
             part = slice(at * BLOCK, (at + count) * BLOCK)
             run = rows.between(part.start, part.stop)
             labels = self._labels([array[:, part] for array in beside])
@@ -191,14 +193,14 @@ class Stream:
                 over = np.arange(len(self.held))
             else:
                 kept = self.running.screened(run, labels, self.epsilon, member=False)
-                counts = np.cumsum(kept.reshape(len(kept), count, BLOCK).sum(axis=2), axis=1)
+                counts = np.cumsum(to_numpy(kept.reshape(len(self.held), count, BLOCK).sum(axis=2)), axis=1)
                 counts += np.array([len(held) for held in self.held], np.int64)[:, None]
                 beyond = counts > self.limits[:, None]
                 if beyond.any():
                     count = int(np.flatnonzero(beyond.any(axis=0))[0]) + 1
                     self._span = count
                 else:
-                    self._span = min(2 * self._span, _RUN)
+                    self._span = min(2 * self._span, longest)
                 part = slice(part.start, part.start + count * BLOCK)
                 run, kept = run.between(0, count * BLOCK), kept[:, : count * BLOCK]
                 over = np.flatnonzero(beyond[:, count - 1])
@@ -207,23 +209,23 @@ class Stream:
                 kept = kept & run.mask
             full = {item for item in over.tolist() if len(self.held[item]) or kept[item].any()}
             by = self.running.reference(rows.between(0, 0), None) if full else None
-            for item in sorted(full.union(np.flatnonzero(kept.any(axis=1)).tolist())):
-                which = np.flatnonzero(kept[item])
+            for item in sorted(full.union(true_places(kept.any(axis=1)).tolist())):
+                which = true_places(kept[item])
                 there = part.start + which
-                more = tuple(a[item if len(a) == len(kept) else 0, there] for a in beside)
-                new = HeldKeys(index[0, there], run.keys[item, which], more)
+                more = tuple(entries(a, item if len(a) == len(self.held) else 0, there) for a in beside)
+                new = HeldKeys(index[0, there], entries(run.keys, item, which), more)
                 if by is not None and item in full:  # each by itself, as both together take more memory
                     self.held[item], new = self._pruned(by, item, self.held[item]), self._pruned(by, item, new)
                     self.limits[item] = max(self._least_limit, 2 * (len(self.held[item]) + len(new)))
                 self.held[item] = self.held[item] + new
             at, left = at + count, left - count
 
-    def _run(self, left: int) -> int:
+    def _run(self, left: int, longest: int) -> int:
         """Return how many of the blocks that are left to screen together: up to the next milestone."""
         done = self.blocks
         milestone = 1 << done.bit_length()
         fit = max(1, _RUN_NUMBERS // max(1, BLOCK * len(self.held) * self.running.numbers))
-        return min(left, milestone - 1 - done, _RUN - done % _RUN, self._span, fit)
+        return min(left, milestone - 1 - done, longest - done % longest, self._span, fit)
 
     def _judged(self, by: Reference, item: int, held: HeldKeys) -> Judged:
         keys = Rows(held.keys[None], self.format)

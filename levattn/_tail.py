@@ -12,20 +12,31 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, on_cuda, to_float64, to_numpy
+from levattn._array import Matrices, as_cupy, as_mask, as_matrices, on_cuda, to_device, to_float64, to_numpy
 from levattn._bytes import is_storable, shaped
 from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn._moments import check_finite
 
-__all__ = ["RowNumbers", "Tail", "in_main_memory", "payload_of", "present_rows"]
+__all__ = ["RowNumbers", "Tail", "in_main_memory", "payload_of", "present_rows", "readable"]
+
+
+def readable(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
+    """Return a chunk of keys of any kind where compiled code can read it: on a CUDA device, or in main memory."""
+    matrices = as_matrices(K, name)
+    if on_cuda(matrices.data):
+        return matrices, Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+    return _moved(matrices, as_mask(mask, matrices), name)
 
 
 def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
-    """Return a chunk of keys of any kind where compiled code can read it."""
+    """Return a chunk of keys of any kind in main memory."""
     matrices = as_matrices(K, name)
-    present = as_mask(mask, matrices)
+    return _moved(matrices, as_mask(mask, matrices), name)
+
+
+def _moved(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices, Rows]:
     if on_cuda(matrices.data):
-        matrices = replace(matrices, data=to_numpy(matrices.data))
+        matrices = replace(matrices, data=to_numpy(matrices.data), give_back=np.asarray)
     if not isinstance(matrices.data, np.ndarray):
         batch, data = matrices.batch, matrices.data
         data = data.cpu() if array_api_compat.is_torch_array(data) else to_numpy(data)
@@ -87,8 +98,8 @@ class Tail:
                 "chunks: convert them alike"
             )
         at = self._fill(rows, *beside) if self.count else 0
-        if self.count == BLOCK:
-            take(self.rows, *self.beside)
+        if self.count == BLOCK:  # a block is summed where its last rows are
+            take(replace(self.rows, keys=to_device(self.rows.keys, rows.keys)), *self.beside)
             self._empty()
         whole = (rows.shape[1] - at) // BLOCK * BLOCK
         if whole:
@@ -115,11 +126,11 @@ class Tail:
             self._beside = [_longer(array, size) for array in self._beside]
         part = rows.between(0, taken)
         place = self._held.keys[:, self.count : stop]
-        place[...] = part.keys
+        place[...] = to_numpy(part.keys)
         if part.mask is not None:
-            place[~part.mask] = 0
+            place[~to_numpy(part.mask)] = 0
         for held, array in zip(self._beside, beside, strict=True):
-            held[:, self.count : stop] = array[:, :taken]
+            held[:, self.count : stop] = to_numpy(array[:, :taken])
         self.count = stop
         return taken
 
@@ -160,20 +171,23 @@ def present_rows(rows: Rows) -> npt.NDArray[np.int64]:
     """Return how many rows of each matrix take part."""
     if rows.mask is None:
         return np.full(rows.shape[0], rows.shape[1], np.int64)
-    return np.asarray(rows.mask.sum(axis=1, dtype=np.int64))
+    return to_numpy(rows.mask.sum(axis=1, dtype=np.int64))
 
 
-def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> npt.NDArray[Any]:
-    """Return what comes beside n keys as a numpy array (b, n, ...), or raise."""
+def payload_of(payload: Any, batch: tuple[int, ...], n: int) -> Any:
+    """Return what comes beside n keys as an array (b, n, ...), of numpy or on its CUDA device, or raise."""
     if array_api_compat.is_torch_array(payload):
-        payload = payload.detach().cpu()
+        payload = payload.detach()
         payload = payload.float() if str(payload.dtype) == "torch.bfloat16" else payload  # which holds its numbers
-    array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
+    array = as_cupy(payload, "payload")
+    if array is None:
+        array = to_numpy(payload) if hasattr(payload, "shape") else np.asarray(payload)
     if array.shape[: len(batch) + 1] != (*batch, n):
         raise ValueError(
             f"payload has shape {array.shape}; expected {(*batch, n)} and further axes, one entry for each key"
         )
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if not is_storable(array.dtype):
         raise TypeError(
             f"payload has dtype {array.dtype}; expected numbers of at most 64 bits, complex ones of 128, or bool. "

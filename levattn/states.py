@@ -17,7 +17,7 @@ from levattn._array import Matrices
 from levattn._bytes import as_damage, pack, shaped, unpack, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn._moments import Exponents, MomentSum, Twofold, refuse_nonfinite
-from levattn._tail import Tail, in_main_memory, present_rows
+from levattn._tail import Tail, present_rows, readable
 from levattn.linalg import Factor, factor_moments, factor_sum
 
 __all__ = ["Moments", "factor_of", "factor_of_sum"]
@@ -107,7 +107,7 @@ class Moments:
             If the keys hold NaN or infinity outside the mask. The first such rows are named by their number in the
             stream, counted from the first row that this state was given. The state is as it was.
         """
-        matrices, rows = in_main_memory(K, mask)
+        matrices, rows = readable(K, mask)
         self.add(matrices, rows)
         return self
 

@@ -16,7 +16,7 @@ from levattn._kernels import BLOCK, Float64
 from levattn._moments import refuse_nonfinite
 from levattn._running import require_bounds
 from levattn._stream import SelectedKeys, Stream
-from levattn._tail import RowNumbers, in_main_memory, payload_of, present_rows
+from levattn._tail import RowNumbers, payload_of, present_rows, readable
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, as_function
 from levattn.io import replace_file
 from levattn.leverage import check_epsilon
@@ -290,7 +290,7 @@ class StreamingUniversalSet:
             If the keys hold NaN or infinity outside the mask; the first such rows are named by their number since
             the state was made. After any error the state is as it was.
         """
-        matrices, rows = in_main_memory(K, mask)
+        matrices, rows = readable(K, mask)
         beside = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
             stream = Stream(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, beside)

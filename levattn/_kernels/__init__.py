@@ -1,8 +1,8 @@
 """The kernels: the only place that knows a device.
 
-Each table is a module with the same functions and contracts: `_cpu` (Numba), `_csr` (Numba, sparse keys), `_cuda` (CUDA
-through CuPy) and `_generic` (any namespace of the array-API standard, which is also the readable definition). Small
-matrices (d by d) are numpy arrays, but for those that `_cuda` makes and takes on the device.
+Each table is a module with the same functions and contracts: `_cpu` (Numba), `_csr` (Numba, sparse keys), `_cuda`
+(CUDA through CuPy) and `_generic` (any namespace of the array-API standard, which is also the readable definition).
+Small matrices (d by d) are numpy arrays, but for those that `_cuda` makes and takes on the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from levattn._array import Csr, on_cuda
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
@@ -31,6 +30,7 @@ __all__ = [
     "precise_products",
     "precise_solutions",
     "query_norms",
+    "selection_for",
     "twofold_product",
 ]
 
@@ -54,20 +54,41 @@ def kernels_for(rows: Rows) -> ModuleType:
     return _generic
 
 
-def query_norms(Q: Float64, N: Float64) -> tuple[Float64, Float64]:
-    """Return ``‖N q‖²`` for every row q of Q, and ``‖|N| |q|‖²``, which bounds what cancels in it."""
+def selection_for(keys: Any) -> ModuleType:
+    """Return the table of what selects keys by their scores: on the device of the keys, or in main memory."""
+    if on_cuda(keys):
+        from levattn._kernels import _cuda_select
+
+        return _cuda_select
+    from levattn._kernels import _select
+
+    return _select
+
+
+def query_norms(Q: Any, N: Float64) -> tuple[Any, Any]:
+    """Return ``‖N q‖²`` for every row q of Q, and ``‖|N| |q|‖²``, which bounds what cancels in it.
+
+    Queries on a CUDA device have them there.
+    """
+    if on_cuda(Q):
+        from levattn._kernels import _cuda_heavy
+
+        return _cuda_heavy.query_norms(Q, N)
     from levattn._kernels import _cpu
 
     return _cpu.query_norms(Q, N)
 
 
-def heavy_entries(
-    Q: Float64, keys: Float64, indices: npt.NDArray[np.int64], normalizers: Float64, epsilon: float
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64, Float64]:
+def heavy_entries(Q: Any, keys: Any, indices: Any, normalizers: Any, epsilon: float) -> tuple[Any, Any, Any, Any]:
     """Return (starts, key indices, scores) of the entries of at least ε, in CSR order, and each query's mass.
 
-    `keys` are the selected rows and `indices` their ascending numbers; nothing of size queries × keys is formed.
+    `keys` are the selected rows and `indices` their ascending numbers; nothing of size queries × keys is formed. All
+    are float64 and int64 arrays, in main memory or on one CUDA device.
     """
+    if on_cuda(Q):
+        from levattn._kernels import _cuda_heavy
+
+        return _cuda_heavy.heavy_entries(Q, keys, indices, normalizers, epsilon)
     from levattn._kernels import _cpu
 
     return _cpu.heavy_entries(Q, keys, indices, normalizers, epsilon)

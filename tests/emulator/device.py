@@ -8,17 +8,16 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import array_api_compat.numpy as standard
-import emulator
 import numpy as np
 import pytest
 
-from levattn import _array, _kernels, _tail
+import emulator
+from levattn import _array, _kernels, _moments, _stream, _tail
 from levattn._kernels import _cuda_source
 
 
@@ -155,13 +154,7 @@ class Namespace(ModuleType):
 
     ndarray = type("ndarray", (), {})  # array-api-compat asks the arrays themselves for this namespace
 
-    class cuda:
-        class runtime:
-            @staticmethod
-            def getDevice() -> int:
-                return 0
-
-        Device = staticmethod(lambda _: nullcontext())
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
 
     def __init__(self) -> None:
         super().__init__("cupy")
@@ -213,6 +206,6 @@ def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Namespa
     monkeypatch.setattr(_cuda_source, "_module", lambda: NAMESPACE)
     monkeypatch.setattr(_cuda_source, "_compiled", of_device)
     monkeypatch.setitem(sys.modules, "cupy", NAMESPACE)
-    for module in (_array, _kernels, _tail):
+    for module in (_array, _kernels, _moments, _stream, _tail):
         monkeypatch.setattr(module, "on_cuda", is_on_device)
     return NAMESPACE

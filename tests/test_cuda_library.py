@@ -1,0 +1,181 @@
+"""What the public functions do with keys on a CUDA device: the results of main memory, and keys that stay there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+import strategies
+from emulator import device
+from levattn import _array
+from levattn._kernels import BLOCK
+from strategies import as_float64
+
+pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
+
+
+class Transfers:
+    """Bytes that were copied to main memory, and the most at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        if not device.DEVICES:
+            get = device.DeviceArray.get
+
+            def counted(array: Any) -> Any:
+                self.sizes.append(array.nbytes)
+                return get(array)
+
+            monkeypatch.setattr(device.DeviceArray, "get", counted)
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes, default=0)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if not device.DEVICES:
+        device.library_on_device(monkeypatch)
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
+    return Transfers(monkeypatch)
+
+
+def keys(n: int, d: int = 8, dtype: Any = np.float32, seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    K = rng.standard_normal((n, d))
+    K[rng.permutation(n)[: n // 50]] *= 40
+    return K.astype(dtype)
+
+
+N = 3 * BLOCK + 700
+
+
+def test_scores_stay_on_the_device(cupy: Any, transfers: Transfers) -> None:
+    K = keys(N)
+    scores = levattn.leverage_scores(cupy.asarray(K))
+    assert type(scores) is type(cupy.asarray(K))
+    assert transfers.largest <= 8 * 8 * 8
+    np.testing.assert_allclose(scores.get(), levattn.leverage_scores(K), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize("f", [2, 4, 1.0], ids="f={}".format)
+def test_streams_of_the_device_hold_the_same_keys(cupy: Any, dtype: Any, f: float) -> None:
+    K = keys(N, 4, dtype)
+    values = np.arange(N)
+    expected = levattn.StreamingUniversalSet(0.2, f=f).update(K, payload=values).result()
+    stream = levattn.StreamingUniversalSet(0.2, f=f)
+    for start in range(0, N, 3000):
+        part = slice(start, start + 3000)
+        stream.update(cupy.asarray(K[part]), payload=cupy.asarray(values[part]))
+    found = stream.result()
+    assert np.array_equal(found.items[0].indices, expected.items[0].indices)
+    assert np.array_equal(found.items[0].payload, expected.items[0].payload)
+    assert np.array_equal(as_float64(found.items[0].keys), as_float64(expected.items[0].keys))
+    np.testing.assert_allclose(found.items[0].scores, expected.items[0].scores, rtol=1e-9)
+
+
+def test_a_stream_copies_only_what_it_holds(cupy: Any, transfers: Transfers) -> None:
+    K = keys(8 * BLOCK, 8)
+    stream = levattn.StreamingUniversalSet(0.5)
+    for start in range(0, len(K), 4 * BLOCK):
+        stream.update(cupy.asarray(K[start : start + 4 * BLOCK]))
+    assert stream.result().items[0].indices.tolist() == levattn.universal_set(K, 0.5).indices.tolist()
+    if not device.DEVICES:
+        assert sum(transfers.sizes) < K.nbytes / 4
+
+
+def test_bits_do_not_depend_on_the_chunks_of_the_device(cupy: Any) -> None:
+    K = keys(2 * BLOCK + 100, 5)
+    states = []
+    for size in (len(K), BLOCK, 1000, 777):
+        stream = levattn.StreamingUniversalSet(0.2)
+        for start in range(0, len(K), size):
+            stream.update(cupy.asarray(K[start : start + size]))
+        states.append(stream.to_bytes())
+    assert len(set(states)) == 1
+
+
+def test_chunks_of_both_kinds_and_merges(cupy: Any) -> None:
+    K = keys(N, 4)
+    expected = levattn.universal_set(K, 0.1).indices.tolist()
+    mixed = levattn.StreamingUniversalSet(0.1)
+    for index, start in enumerate(range(0, N, 1500)):
+        part = K[start : start + 1500]
+        mixed.update(cupy.asarray(part) if index % 2 else part)
+    assert mixed.result().items[0].indices.tolist() == expected
+    left = levattn.StreamingUniversalSet(0.1).update(cupy.asarray(K[:4000]))
+    right = levattn.StreamingUniversalSet(0.1).update(K[4000:])
+    assert copy.copy(left).merge(right).result().items[0].indices.tolist() == expected
+    again = levattn.StreamingUniversalSet.from_bytes(left.to_bytes()).update(cupy.asarray(K[4000:]))
+    assert again.result().items[0].indices.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["masked", "heads", "ill-conditioned", "deficient", "huge"])
+def test_streams_of_odd_keys(cupy: Any, kind: str) -> None:
+    K, mask = keys(N, 6, np.float64), None
+    if kind == "masked":
+        mask = np.random.default_rng(1).random(N) < 0.5
+    elif kind == "heads":
+        K = np.stack([K, K[::-1] * 3])
+    elif kind == "ill-conditioned":
+        K = K * np.geomspace(1, 1e-8, 6) @ np.linalg.qr(np.random.default_rng(2).standard_normal((6, 6)))[0]
+    elif kind == "deficient":
+        K[:, 5] = K[:, 4]
+    else:
+        K = K * 2.0 ** np.array([0, 500, -500, 3, 0, 0])
+    stream = levattn.StreamingUniversalSet(0.2)
+    for start in range(0, N, 2500):
+        part = slice(start, start + 2500)
+        stream.update(cupy.asarray(K[..., part, :]), mask=None if mask is None else cupy.asarray(mask[part]))
+    expected = levattn.StreamingUniversalSet(0.2).update(K, mask=mask).result()
+    for found, other in zip(stream.result().items, expected.items, strict=True):
+        assert np.array_equal(found.indices, other.indices)
+
+
+def test_what_is_not_finite_is_named(cupy: Any) -> None:
+    K = keys(N)
+    K[5000, 3] = np.nan
+    with pytest.raises(levattn.NonFiniteError, match="row 5000"):
+        levattn.leverage_scores(cupy.asarray(K))
+    stream = levattn.StreamingUniversalSet(0.1).update(cupy.asarray(K[:4500]))
+    with pytest.raises(levattn.NonFiniteError, match="row 5000"):
+        stream.update(cupy.asarray(K[4500:]))
+    assert stream.update(cupy.asarray(K[4500:5000])).n == 5000
+
+
+def test_keys_of_another_device_are_refused(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.DEVICES:
+        pytest.skip("this device is the current one")
+    K = cupy.asarray(keys(10))
+    monkeypatch.setattr(device.DEVICE, "id", 3, raising=False)
+    with pytest.raises(ValueError, match=r"K is on CUDA device 3, and the current one is 0.*cupy.cuda.Device\(3\)"):
+        levattn.leverage_scores(K)
+
+
+def test_functions_give_what_they_give_in_main_memory(cupy: Any) -> None:
+    K = strategies.case("coherent").astype(np.float32)
+    here = cupy.asarray(K)
+    for f in (1.0, 4.0, levattn.Huber(1.0)):
+        there, expected = (levattn.sensitivities(x, f) for x in (here, K))
+        np.testing.assert_allclose(as_float64(there.upper), expected.upper, rtol=1e-5)
+    for method in ("auto", "gram", "qr", "svd"):
+        scores = levattn.leverage_scores(here, method=method)
+        np.testing.assert_allclose(scores.get(), levattn.leverage_scores(K, method=method), rtol=1e-5)
+    assert np.array_equal(levattn.universal_set(here, size=7).indices, levattn.universal_set(K, size=7).indices)
+
+
+def test_the_predicate_is_that_of_cupy() -> None:
+    assert not _array.on_cuda(np.zeros(3))
+    assert not _array.on_cuda([1.0])
