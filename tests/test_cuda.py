@@ -210,7 +210,9 @@ def test_rows_that_are_not_finite(device: None) -> None:
     assert np.isinf(_cuda.column_maxima(rows)[1, [33, 39]]).all()
 
 
-def test_inverse_cholesky(device: None) -> None:
+@pytest.mark.parametrize("shared", [1 << 10, 232448], ids=["room", "shared"])
+def test_inverse_cholesky(device: None, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda, "shared_limit", lambda: shared)
     rng = np.random.default_rng(6)
     for d in (1, 2, 17, 65):
         A = rng.standard_normal((4, 2 * d + 1, d))

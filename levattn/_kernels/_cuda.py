@@ -15,7 +15,7 @@ import numpy as np
 from levattn._array import to_numpy
 from levattn._kernels._cuda_rows import key_arguments, key_type, on_device
 from levattn._kernels._cuda_sketch import add_products, scatter, subsampled_hadamard
-from levattn._kernels._cuda_source import launch, namespace
+from levattn._kernels._cuda_source import NOTHING, launch, namespace, shared_limit
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
 _TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
 _THREADS = 256
 _ROOM = 1 << 28  # bytes that are taken at a time beside the keys
+_STATIC = 8 * 512  # bytes of shared memory that invert_cholesky has besides
 _MOST = 65535  # blocks of threads along the second and the third axis of a grid
 
 
@@ -200,9 +201,11 @@ def inverse_cholesky(G: Any, shift: float = 0.0) -> tuple[Any, Float64, Float64]
     """Return W on the device, and pivots and reaches; the contract of `levattn._kernels.inverse_cholesky`."""
     xp = namespace()
     b, d, _ = G.shape
-    G = on_device(G)
-    W, room, work, figures = xp.zeros((b, d, d)), xp.empty((b, d, d)), xp.empty((b, 3, d)), xp.empty((2, b))
-    tail = [np.int32(d), np.float64(shift), room, work, W, figures[0], figures[1]]
-    launch("dense", "invert_cholesky", (), (b,), _THREADS, [G, *tail])
+    W, figures = xp.zeros((b, d, d)), xp.empty((2, b))
+    shared = 8 * (d * (d | 1) + 2 * d)
+    fits = shared <= shared_limit() - _STATIC
+    room = NOTHING if fits else xp.empty((b, d, d | 1))
+    tail = [np.int32(d), np.float64(shift), room, W, figures[0], figures[1]]
+    launch("dense", "invert_cholesky", (), (b,), 512, [on_device(G), *tail], shared if fits else 16 * d)
     pivot, reach = to_numpy(figures)
     return W, pivot, reach

@@ -1,8 +1,11 @@
 // Small dense matrices, one block of threads each.
 
+#include "shared.cuh"
+
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 512;
+constexpr int WARPS = THREADS / 32;
 
 __device__ double largest_of(double mine, double *shared) {
     __syncthreads();
@@ -17,50 +20,45 @@ __device__ double largest_of(double mine, double *shared) {
 
 }  // namespace
 
-// The contract of `inverse_cholesky`: G and W are (b, d, d), `pivot` and `reach` (b,); `L` (b, d, d) and `work` (b, 3, d)
-// are room. A block of threads takes one matrix.
+// The contract of `inverse_cholesky`: G and W are (b, d, d), `pivot` and `reach` (b,). A block of threads takes one
+// matrix, in 2 d doubles of dynamic shared memory and d (d | 1) more, or as many for each in `room` if that is given: an
+// odd width spreads a column over the banks.
 //
-// The scaled matrix is eliminated in place, forwards: left of the column that is eliminated L holds the inverse of the
-// factor, from it on what is left of the matrix.
-__global__ void __launch_bounds__(THREADS)
-    invert_cholesky(const double *G, int d, double shift, double *L, double *work, double *W, double *pivot,
-                    double *reach) {
+// The scaled matrix is eliminated in place, forwards: left of the column that is eliminated the lower triangle of A holds
+// the inverse of the factor, from it on what is left of the matrix.
+__global__ void __launch_bounds__(THREADS, 1)
+    invert_cholesky(const double *G, int d, double shift, double *room, double *W, double *pivot, double *reach) {
+    DYNAMIC_SHARED(memory);
     __shared__ double reduced[THREADS];
     const long long item = blockIdx.x, size = (long long)d * d;
     const double *const from = G + item * size;
-    double *const A = L + item * size, *const out = W + item * size;
-    double *const scale = work + 3 * item * d, *const column = scale + d, *const row = column + d;
+    double *const scale = reinterpret_cast<double *>(memory), *const step = scale + d;
+    double *const A = room ? room + item * d * (d | 1) : step + d, *const out = W + item * size;
+    const int wide = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < d; i += THREADS) {
         const double c = sqrt(from[(long long)i * d + i]);
         scale[i] = c > 0 ? 1.0 / c : 0.0;
     }
     __syncthreads();
-    for (long long at = threadIdx.x; at < size; at += THREADS) {
-        const int i = (int)(at / d), j = (int)(at % d);
-        A[at] = i == j ? 1.0 + shift : from[at] * scale[i] * scale[j];  // the square of a rounded root may miss it
-    }
+    for (int i = warp; i < d; i += WARPS)
+        for (int j = lane; j <= i; j += 32)  // the square of a rounded root may miss the diagonal
+            A[(long long)i * wide + j] = i == j ? 1.0 + shift : from[(long long)i * d + j] * scale[i] * scale[j];
     double smallest = 1.0 / 0.0;
     for (int k = 0; k < d; ++k) {
         __syncthreads();
         if (!(scale[k] > 0)) continue;  // a column of zeros is left out
-        const double p = A[(long long)k * d + k];
+        const double p = A[(long long)k * wide + k];
         smallest = p < smallest || p != p ? p : smallest;
         if (!(p > 0)) break;
         const double root = 1.0 / sqrt(p);
-        for (int i = threadIdx.x; i < d; i += THREADS) {
-            if (i > k) column[i] = A[(long long)i * d + k] * root;
-            else row[i] = i == k ? root : A[(long long)k * d + i] * root;
-        }
+        for (int j = threadIdx.x; j < d; j += THREADS)
+            step[j] = j == k ? root : (j < k ? A[(long long)k * wide + j] : A[(long long)j * wide + k]) * root;
         __syncthreads();
-        const int below = d - k - 1;
-        for (int i = threadIdx.x; i <= k; i += THREADS) A[(long long)k * d + i] = row[i];
-        for (long long at = threadIdx.x; at < (long long)below * d; at += THREADS) {
-            const int i = k + 1 + (int)(at / d), j = (int)(at % d);
-            if (j > i) continue;
-            double *const entry = A + (long long)i * d + j;
-            if (j > k) *entry = fma(-column[i], column[j], *entry);
-            else if (j == k) *entry = -column[i] * root;
-            else *entry = fma(-column[i], row[j], *entry);
+        for (int j = threadIdx.x; j <= k; j += THREADS) A[(long long)k * wide + j] = step[j];
+        for (int i = k + 1 + warp; i < d; i += WARPS) {
+            const double factor = step[i];
+            double *const row = A + (long long)i * wide;
+            for (int j = lane; j <= i; j += 32) row[j] = fma(-factor, step[j], j == k ? 0.0 : row[j]);
         }
     }
     __syncthreads();
@@ -73,8 +71,8 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < d; i += THREADS) {
         double across = 0, down = 0;
         if (scale[i] > 0) {
-            for (int j = 0; j <= i; ++j) across += fabs(A[(long long)i * d + j]) * (scale[j] > 0 ? 1.0 : 0.0);
-            for (int j = i; j < d; ++j) down += fabs(A[(long long)j * d + i]) * (scale[j] > 0 ? 1.0 : 0.0);
+            for (int j = 0; j <= i; ++j) across += scale[j] > 0 ? fabs(A[(long long)i * wide + j]) : 0.0;
+            for (int j = i; j < d; ++j) down += scale[j] > 0 ? fabs(A[(long long)j * wide + i]) : 0.0;
         }
         tallest = fmax(tallest, across);
         widest = fmax(widest, down);
@@ -82,9 +80,9 @@ __global__ void __launch_bounds__(THREADS)
     tallest = largest_of(tallest, reduced);
     widest = largest_of(widest, reduced);
     if (threadIdx.x == 0) reach[item] = tallest * widest;
-    for (long long at = threadIdx.x; at < size; at += THREADS) {
-        const int i = (int)(at / d), j = (int)(at % d);
-        const bool kept = i <= j && scale[i] > 0 && scale[j] > 0;
-        out[at] = kept ? A[(long long)j * d + i] * scale[i] : 0.0;
-    }
+    for (int i = warp; i < d; i += WARPS)
+        for (int j = lane; j < d; j += 32) {
+            const bool kept = i <= j && scale[i] > 0 && scale[j] > 0;
+            out[(long long)i * d + j] = kept ? A[(long long)j * wide + i] * scale[i] : 0.0;
+        }
 }
