@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-from emulator import device
 from hypothesis import HealthCheck, settings
+
+from emulator import device
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import device
 from hypothesis import settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+from emulator import device
 
 Float = NDArray[np.float64]
 

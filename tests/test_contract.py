@@ -128,7 +128,11 @@ TABLE = [
     _laid_out("memmap", "float16"),
     _stored("float32", name="float32-heads", batch=True),
     _stored("float64", name="float64-heads", batch=True),
-    *(_stored(s, name=f"{s}-heads", batch=True) for s in ("torch-bfloat16", "strict-float64", "cupy-float32") if s in STORAGE),
+    *(
+        _stored(s, name=f"{s}-heads", batch=True)
+        for s in ("torch-bfloat16", "strict-float64", "cupy-float32")
+        if s in STORAGE
+    ),
     _stored("float32", name="float32-one-thread", threads=1),
     _stored("float32", name="float32-two-threads", threads=2),
     _stored("float64", name="float64-heads-two-threads", batch=True, threads=2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,49 @@ def test_functions_give_what_they_give_in_main_memory(cupy: Any) -> None:
         scores = levattn.leverage_scores(here, method=method)
         np.testing.assert_allclose(scores.get(), levattn.leverage_scores(K, method=method), rtol=1e-5)
     assert np.array_equal(levattn.universal_set(here, size=7).indices, levattn.universal_set(K, size=7).indices)
+
+
+class CudaTensor:
+    """A tensor of torch that says it is on a CUDA device; its memory is that of the emulator."""
+
+    device = SimpleNamespace(type="cuda")
+    is_nested = is_meta = False
+    layout = "torch.strided"
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.dtype, self.shape, self.ndim = tensor.dtype, tensor.shape, tensor.ndim
+
+    def element_size(self) -> int:
+        return int(self.tensor.element_size())
+
+    def view(self, dtype: Any) -> CudaTensor:
+        return CudaTensor(self.tensor.view(dtype))
+
+    def detach(self) -> CudaTensor:
+        return self
+
+    resolve_neg = detach
+
+
+@pytest.mark.skipif(bool(device.DEVICES), reason="true tensors are tested on a device")
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_tensors_of_torch_are_handed_over_and_back(cupy: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    is_torch = _array._is_torch
+    monkeypatch.setattr(_array, "_is_torch", lambda array: isinstance(array, CudaTensor) or is_torch(array))
+    monkeypatch.setattr(cupy, "from_dlpack", lambda t: device.DeviceArray(t.tensor.numpy()), raising=False)
+    monkeypatch.setattr(torch, "from_dlpack", lambda here: CudaTensor(torch.from_numpy(here.get())))
+    K = torch.from_numpy(keys(500, 5)).to(getattr(torch, dtype))
+    mask = torch.arange(500) % 3 > 0
+    found = levattn.leverage_scores(CudaTensor(K), mask=CudaTensor(mask))
+    expected = levattn.leverage_scores(K, mask=mask)
+    assert isinstance(found, CudaTensor)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.tensor, expected, rtol=1e-5, atol=0)
+    chosen = levattn.universal_set(CudaTensor(K), 0.1)
+    assert isinstance(chosen.mask, CudaTensor)
+    assert torch.equal(chosen.mask.tensor, levattn.universal_set(K, 0.1).mask)
 
 
 def test_the_predicate_is_that_of_cupy() -> None:

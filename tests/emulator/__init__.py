@@ -2,8 +2,10 @@
 
 ``emulated`` gives one kernel, ``on_host`` runs all that `_cuda_source.launch` is asked for. Arrays are numpy's. A
 kernel works on copies between zones of NaN, so that what it reads out of bounds poisons its results and what it
-writes there is reported; barriers that cannot fill are reported; arguments have the parameters' types or are refused.
-``order`` is the seed of the order in which threads and blocks take turns (0: as they are numbered).
+writes there is reported; shared memory is NaN when a block begins. Barriers that cannot fill are reported, and so are
+threads that leave the bounds of a C array, touch memory that is not there, divide by zero or shift too far. Arguments
+have the parameters' types or are refused. ``order`` is the seed of the order in which threads and blocks take turns
+(0: as they are numbered).
 
 What the CPU cannot show: races between blocks that run at once, spinning until another block has come (it hangs),
 missing ``__threadfence``, conversions of numbers that are out of range, the last bits of functions other than
@@ -348,5 +350,6 @@ def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
 
     monkeypatch.setattr(_cuda_source, "_module", lambda: host)
     monkeypatch.setattr(_cuda_source, "_compiled", of_host)
+    monkeypatch.setattr(_cuda_source, "_shared_limit", lambda _device: MOST_SHARED)
     monkeypatch.setattr(sys.modules[__name__], "order", seed)
     return host

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -149,6 +150,20 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         return f"DeviceArray({self.held!r})"
 
 
+class DeviceKernel:
+    """A kernel of the emulator, for arrays of the device."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.__dict__["kernel"] = kernel
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.kernel, name, value)
+
+    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
+        refuse_numpy(*args)
+        self.kernel(grid, block, bare(args), shared_mem=shared_mem)
+
+
 class Namespace(ModuleType):
     """What the library uses of CuPy, and of the namespaces of array-api-compat."""
 
@@ -158,6 +173,7 @@ class Namespace(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("cupy")
+        self.__spec__ = ModuleSpec("cupy", None)
         self._host = emulator.Host()
 
     def __getattr__(self, name: str) -> Any:
@@ -194,17 +210,8 @@ def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Namespa
     emulator.on_host(monkeypatch, seed)
     compiled = _cuda_source._compiled
 
-    def of_device(*which: Any) -> Callable[..., None]:
-        kernel = compiled(*which)
-
-        def run(grid: Any, block: Any, args: Any, *, shared_mem: int = 0) -> None:
-            refuse_numpy(*args)
-            kernel(grid, block, bare(args), shared_mem=shared_mem)
-
-        return run
-
+    monkeypatch.setattr(_cuda_source, "_compiled", lambda *which: DeviceKernel(compiled(*which)))
     monkeypatch.setattr(_cuda_source, "_module", lambda: NAMESPACE)
-    monkeypatch.setattr(_cuda_source, "_compiled", of_device)
     monkeypatch.setitem(sys.modules, "cupy", NAMESPACE)
     for module in (_array, _kernels, _moments, _stream, _tail):
         monkeypatch.setattr(module, "on_cuda", is_on_device)
