@@ -32,7 +32,7 @@ def as_float64(array: Any) -> Float:
     if type(array).__module__.split(".")[0] == "torch":
         import torch
 
-        return np.asarray(array.detach().to(torch.float64).numpy())
+        return np.asarray(array.detach().to(torch.float64).cpu().numpy())
     if type(array).__module__.split(".")[0] == "array_api_strict":
         import array_api_strict as xp
 
@@ -46,6 +46,8 @@ def as_bool(array: Any) -> NDArray[np.bool_]:
         import array_api_strict as xp
 
         return np.array(np.from_dlpack(xp.astype(array, xp.uint8))).astype(bool)
+    if type(array).__module__.split(".")[0] == "torch":
+        array = array.cpu()
     return np.asarray(array.get() if hasattr(array, "get") else array).astype(bool)
 
 
@@ -56,11 +58,11 @@ def ml_bfloat16(values: Float) -> Any:
         return values.astype(ml_dtypes.bfloat16)
 
 
-def torch_tensor(dtype: str) -> Callable[[Float], Any]:
+def torch_tensor(dtype: str, where: str = "cpu") -> Callable[[Float], Any]:
     def convert(values: Float) -> Any:
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
+        return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype)).to(where)
 
     return convert
 
@@ -107,6 +109,8 @@ if HAS_STRICT:
     STORAGE |= {f"strict-{t}": strict_array(t) for t in ("float64", "float32")}
 if device.AVAILABLE:
     STORAGE |= {f"cupy-{t}": cupy_array(t) for t in ("float64", "float32", "float16")}
+if device.DEVICES and HAS_TORCH:
+    STORAGE |= {f"torch-cuda-{t}": torch_tensor(t, "cuda") for t in ("float64", "float32", "float16", "bfloat16")}
 
 
 ALL_STORAGE = (
