@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import take, to_numpy
-from levattn._kernels import Float64, Rows
+from levattn._kernels import Float64, Rows, kernels_for
 from levattn._random import normals, words
 from levattn.linalg import UNIT, Factor, dense, factor_moments
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
@@ -84,7 +84,7 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int) -> Factor:
     sketch = Sketch(families[method](size), seed)
     factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
     if factor is None:
-        out: Float64 = np.zeros((rows.shape[0], size, rows.shape[2]))
+        out = kernels_for(rows).sketch_zeros(rows, size, np.float64)
         sketch.add(rows, 0, out)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale)))
@@ -102,7 +102,7 @@ def _in_single(factor: Factor) -> Factor:
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
     """Return the factor of a sketch that is summed in float32, or None where that may not hold what it is to."""
-    out = np.zeros((rows.shape[0], sketch.distribution.size, rows.shape[2]), np.float32)
+    out = kernels_for(rows).sketch_zeros(rows, sketch.distribution.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         sketch.distribution.add(rows, sketch.seed, 0, out)
         out *= np.float32(sketch.distribution.scale)

@@ -162,6 +162,14 @@ def as_cupy(array: Any, name: str) -> Any | None:
     return array
 
 
+def _as_tensor(array: Any) -> Any:
+    """Return an array of CuPy as a torch tensor on the same memory."""
+    torch = sys.modules["torch"]
+    if array.dtype == np.bool_:  # which not all releases hand over
+        return torch.from_dlpack(array.view(np.uint8)).view(torch.bool)
+    return torch.from_dlpack(array)
+
+
 def _plain_tensor(tensor: Any, name: str) -> Any:
     """Return a torch tensor as dense numbers without a gradient, or raise where it has none."""
     if tensor.is_nested:
@@ -324,7 +332,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
 
         def give_back(result: Any) -> Any:
             here = sys.modules["cupy"].asarray(result)
-            return sys.modules["torch"].from_dlpack(here) if _is_torch(array) else here
+            return _as_tensor(here) if _is_torch(array) else here
     elif (
         not isinstance(array, np.ndarray)
         and array_api_compat.is_array_api_obj(array)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._kernels._cpu_dense import cholesky_tasks
 from levattn._kernels._cpu_heavy import count_heavy, fill_heavy, norm_tasks, product_tasks, solve_tasks
@@ -36,6 +37,7 @@ __all__ = [
     "projected_sqnorms",
     "query_norms",
     "scatter",
+    "sketch_zeros",
     "sqnorms",
     "subsampled_hadamard",
     "twofold_product",
@@ -212,6 +214,11 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmeti
             stop = min(start + step, n)
             Y = _read(rows, item, start, stop, kind) @ right
             out[item, start:stop] = np.minimum(np.einsum("ij,ij->i", Y, Y), ceiling)
+
+
+def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
+    """Return an array for a sketch of each matrix, (b, size, d)."""
+    return np.zeros((rows.shape[0], size, rows.shape[2]), dtype)
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "nonfinite_rows",
     "projected_sqnorms",
     "scatter",
+    "sketch_zeros",
     "sqnorms",
     "subsampled_hadamard",
     "where",
@@ -59,6 +60,7 @@ _THREAD_WORK = 200_000  # products of entries below which a second thread costs 
 
 zeros = _cpu.zeros
 wide_zeros = _cpu.wide_zeros
+sketch_zeros = _cpu.sketch_zeros
 where = _cpu.where
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from levattn._array import to_numpy
 from levattn._kernels._cuda_rows import key_arguments, key_type, on_device
-from levattn._kernels._cuda_sketch import add_products, scatter, subsampled_hadamard
+from levattn._kernels._cuda_sketch import add_products, dense_sketch, scatter, sketch_zeros, subsampled_hadamard
 from levattn._kernels._cuda_source import NOTHING, launch, namespace, shared_limit
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
@@ -22,12 +22,14 @@ __all__ = [
     "add_products",
     "column_maxima",
     "column_sums",
+    "dense_sketch",
     "inverse_cholesky",
     "longest_run",
     "moments",
     "nonfinite_rows",
     "projected_sqnorms",
     "scatter",
+    "sketch_zeros",
     "sqnorms",
     "subsampled_hadamard",
     "where",
@@ -179,8 +181,8 @@ def _columns(rows: Rows, *, largest: bool) -> Float64:
         grid = (blocks, -(-d // _THREADS), min(_MOST, b - before))
         tail = [np.int64(n), np.int64(before), np.int32(BLOCK), partial]
         launch("scan", "scan_columns", types, grid, _THREADS, [*key_arguments(rows), *tail])
-    if largest:
-        return to_numpy(partial.max(axis=1, initial=0.0))
+    if largest and blocks:
+        return to_numpy(partial.max(axis=1))
     while partial.shape[1] > 1:  # in pairs, of which the last may be a single one
         whole = partial.shape[1] // 2 * 2
         partial = xp.concatenate([partial[:, 0:whole:2] + partial[:, 1:whole:2], partial[:, whole:]], axis=1)

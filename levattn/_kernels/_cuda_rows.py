@@ -19,7 +19,7 @@ def key_type(rows: Rows) -> str:
 
 def on_device(array: Any, dtype: Any = None) -> Any:
     """Return an array of the device, copied there if it is numpy's, with rows next to each other."""
-    return namespace().ascontiguousarray(array, dtype)
+    return namespace().asarray(array, dtype, order="C")
 
 
 def key_arguments(rows: Rows) -> list[Any]:

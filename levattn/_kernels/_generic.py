@@ -10,6 +10,7 @@ from typing import Any
 
 import array_api_compat
 import numpy as np
+import numpy.typing as npt
 
 from levattn._array import to_numpy
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
@@ -24,6 +25,7 @@ __all__ = [
     "nonfinite_rows",
     "projected_sqnorms",
     "scatter",
+    "sketch_zeros",
     "sqnorms",
     "where",
     "wide_zeros",
@@ -139,6 +141,11 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmeti
             y = xp.astype(_load(rows, item, start, stop), kind) @ right
             squares = xp.clip(xp.sum(y * y, axis=1), max=ceiling)
             out[item, start:stop] = xp.astype(squares, out.dtype)
+
+
+def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
+    """Return an array for a sketch of each matrix, (b, size, d), which is numpy's."""
+    return np.zeros((rows.shape[0], size, rows.shape[2]), dtype)
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

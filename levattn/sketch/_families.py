@@ -74,7 +74,7 @@ class Distribution(ABC):
         array of float64, shape (size, count)
         """
 
-    def add(self, rows: Rows, seed: int, start: int, out: npt.NDArray[Any]) -> None:
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows, numbered from `start` on, to `out`.
 
         Parameters
@@ -84,7 +84,7 @@ class Distribution(ABC):
         seed, start : int
             The seed, and the number of the first row.
         out : array of float64 or float32, shape (b, size, d)
-            What is added to.
+            What is added to, numpy's; for rows on a CUDA device an array of it.
         """
         step = max(1, _ENTRIES // self.size)
         kernels = kernels_for(rows)
@@ -114,7 +114,7 @@ class _Sparse(Distribution):
         out[places, np.arange(count)[:, None]] = signs(drawn)
         return out
 
-    def add(self, rows: Rows, seed: int, start: int, out: npt.NDArray[Any]) -> None:
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows to `out`; see `Distribution`."""
         blocks = self._blocks()
         kernels_for(rows).scatter(rows, seed, _PLACES, start, blocks, self.size // blocks, out)
@@ -210,7 +210,7 @@ class _Dense(Distribution):
         """1/√size."""
         return 1 / math.sqrt(self.size)
 
-    def add(self, rows: Rows, seed: int, start: int, out: npt.NDArray[Any]) -> None:
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows to `out`; see `Distribution`."""
         kernels = kernels_for(rows)
         if hasattr(kernels, "dense_sketch"):
@@ -356,7 +356,7 @@ class SRHT(Distribution):
         row_signs = signs(words(seed, _ROW_SIGNS, start, count, 1))[:, 0]
         return np.asarray((1.0 - 2.0 * parity) * row_signs * flips[numbers // self.block - first].T)
 
-    def add(self, rows: Rows, seed: int, start: int, out: npt.NDArray[Any]) -> None:
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows to `out`; see `Distribution`."""
         kernels = kernels_for(rows)
         if not hasattr(kernels, "subsampled_hadamard"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import as_mask, as_matrices, to_device
+from levattn._array import as_mask, as_matrices, to_device, to_numpy
 from levattn._bytes import pack, unpack
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn._random import as_seed
@@ -109,12 +109,11 @@ class Sketch:
                 f"dtype is {kind} for {matrices.format} keys; expected float64, or float32 for narrower keys"
             )
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        out = np.zeros((rows.shape[0], self.distribution.size, matrices.d), kind)
+        out = kernels_for(rows).sketch_zeros(rows, self.distribution.size, kind)
         self.add(rows, row_start, out)
-        out = (out * self.distribution.scale).astype(kind, copy=False)
-        return matrices.give_back(to_device(out.reshape(*matrices.batch, *out.shape[1:]), matrices.data))
+        return matrices.wrap((out * self.distribution.scale).astype(kind, copy=False))
 
-    def add(self, rows: Rows, row_start: int, out: npt.NDArray[Any]) -> None:
+    def add(self, rows: Rows, row_start: int, out: Any) -> None:
         """Add the unscaled sketch of a batch of rows to `out`; raise for rows that are not finite.
 
         Parameters
@@ -124,7 +123,7 @@ class Sketch:
         row_start : int
             Number of the first row.
         out : array, shape (b, size, d)
-            What is added to.
+            What is added to, numpy's; for rows on a CUDA device an array of it.
 
         Raises
         ------
@@ -176,7 +175,7 @@ class SketchedRows:
 
     Notes
     -----
-    Memory O(size · d) for each matrix, whatever the number of rows.
+    Memory O(size · d) for each matrix, whatever the number of rows. It is on a CUDA device once rows there were added.
 
     Examples
     --------
@@ -198,7 +197,7 @@ class SketchedRows:
         self.batch = tuple(whole("batch", axis, 0) for axis in batch)
         self.count = 0
         self.next_row = 0
-        self._sums: Float64 = np.zeros((math.prod(self.batch), sketch.distribution.size, self.d))
+        self._sums: Any = np.zeros((math.prod(self.batch), sketch.distribution.size, self.d))
 
     def update(self, K: Any, row_start: int | None = None, mask: Any = None) -> SketchedRows:
         """Add a chunk of rows.
@@ -233,7 +232,7 @@ class SketchedRows:
             )
         start = self.next_row if row_start is None else row_start
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        sums = np.zeros_like(self._sums)
+        sums = kernels_for(rows).sketch_zeros(rows, self.sketch.distribution.size, np.float64)
         self.sketch.add(rows, start, sums)
         self._take(sums, matrices.n, int(start) + matrices.n)
         return self
@@ -264,22 +263,28 @@ class SketchedRows:
         self._take(other._sums, other.count, other.next_row)
         return self
 
-    def _take(self, sums: Float64, count: int, next_row: int) -> None:
+    def _take(self, sums: Any, count: int, next_row: int) -> None:
+        held = self._sums
+        if isinstance(held, np.ndarray):
+            held = to_device(held, sums)
+        elif isinstance(sums, np.ndarray):
+            sums = to_device(sums, held)
         with np.errstate(over="ignore", invalid="ignore"):
-            total = self._sums + sums
+            total = held + sums
         if not np.isfinite(total).all():
             raise ValueError("the sums of all rows overflow float64; scale K down. The state is as it was")
         self._sums, self.count, self.next_row = total, self.count + count, max(self.next_row, next_row)
 
-    def read(self) -> Float64:
+    def read(self) -> Any:
         """Return S K for all rows so far.
 
         Returns
         -------
         array of float64, shape (..., size, d)
+            numpy's; CuPy's, on its device, once some of the rows were on a CUDA device.
         """
         shape = (*self.batch, *self._sums.shape[1:])
-        return np.asarray(self._sums * self.sketch.distribution.scale).reshape(shape)
+        return (self._sums * self.sketch.distribution.scale).reshape(shape)
 
     def to_bytes(self) -> bytes:
         """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
@@ -306,7 +311,7 @@ class SketchedRows:
             "count": self.count,
             "next_row": self.next_row,
         }
-        return pack("SketchedRows", _VERSION, fields, {"sums": self._sums})
+        return pack("SketchedRows", _VERSION, fields, {"sums": to_numpy(self._sums)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SketchedRows:

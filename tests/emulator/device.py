@@ -5,9 +5,12 @@ An array of the device never turns into one of numpy by itself and never mixes w
 
 from __future__ import annotations
 
+import inspect
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -18,22 +21,27 @@ import numpy as np
 import pytest
 
 import emulator
-from levattn import _array, _kernels, _moments, _stream, _tail
 from levattn._kernels import _cuda_source
+
+
+def true_cupy() -> Any:
+    """CuPy, None where it is not installed."""
+    if find_spec("cupy") is None:
+        return None
+    import cupy
+
+    return cupy
 
 
 def device_count() -> int:
     """Number of true CUDA devices that CuPy finds."""
-    if find_spec("cupy") is None:
-        return 0
-    import cupy
-
     try:
-        return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:  # no driver
+        return int(CUPY.cuda.runtime.getDeviceCount()) if CUPY is not None else 0
+    except CUPY.cuda.runtime.CUDARuntimeError:  # no driver
         return 0
 
 
+CUPY = true_cupy()
 DEVICES = device_count()
 AVAILABLE = DEVICES > 0 or (sys.platform == "linux" and shutil.which("g++") is not None)
 
@@ -79,10 +87,31 @@ def dressed(value: Any) -> Any:
     return value
 
 
-def on_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
+@cache
+def signature(owner: str, name: str) -> inspect.Signature | None:
+    """The parameters of a function of CuPy, or of a method of its arrays; None where CuPy does not tell."""
+    member = getattr(getattr(CUPY, owner, None) if owner else CUPY, name, None)
+    if inspect.isfunction(member):
+        return inspect.signature(member)
+    listed = re.match(
+        rf"\w+\.{name}\(self,? ?(.*?)\)( ->.*)?$", (getattr(member, "__doc__", None) or "").partition("\n")[0]
+    )
+    if listed is None:
+        return None
+    scope: dict[str, Any] = {}
+    exec(f"def listed({listed[1].replace('int axis', 'axis')}): pass", scope)
+    return inspect.signature(scope["listed"])
+
+
+def on_numpy(function: Callable[..., Any], owner: str = "", name: str = "") -> Callable[..., Any]:
+    """A function of numpy on arrays of the device, called as CuPy's of that name can be."""
+
     def called(*args: Any, **options: Any) -> Any:
         refuse_numpy(*args, *options.values())
         options.pop("device", None)
+        taken = signature(owner, name) if name else None
+        if taken is not None:
+            taken.bind(*args, **options)  # a TypeError where CuPy takes no such arguments
         return dressed(function(*bare(args), **{key: bare(value) for key, value in options.items()}))
 
     return called
@@ -121,7 +150,7 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
         value = getattr(self.held, name)
         if name in ("T", "mT", "real", "imag", "flat"):
             return dressed(value)
-        return on_numpy(value) if callable(value) and name not in ("dtype", "flags") else value
+        return on_numpy(value, "ndarray", name) if callable(value) and name not in ("dtype", "flags") else value
 
     def __getitem__(self, key: Any) -> Any:
         refuse_numpy(key)
@@ -181,18 +210,15 @@ class Namespace(ModuleType):
             raise AttributeError(name)
         value = getattr(self._host, name, None)  # numpy, but for memory that nobody has written
         value = getattr(standard, name) if value is None else value
-        return on_numpy(value) if callable(value) and not isinstance(value, type) else value
+        return on_numpy(value, "", name) if callable(value) and not isinstance(value, type) else value
 
-    def asarray(self, array: Any, dtype: Any = None, **_: Any) -> DeviceArray:
+    def asarray(self, array: Any, dtype: Any = None, order: Any = None, **_device: Any) -> DeviceArray:
         """Copy an array of numpy to the device; one of the device stays where it is."""
         if isinstance(array, DeviceArray):
-            return dressed(np.asarray(array.held, dtype))
-        return DeviceArray(np.array(array, dtype))
+            return dressed(np.asarray(array.held, dtype, order=order))
+        return DeviceArray(np.array(array, dtype, order=order or "K"))
 
     array = asarray
-
-    def ascontiguousarray(self, array: Any, dtype: Any = None) -> DeviceArray:
-        return dressed(np.ascontiguousarray(self.asarray(array, dtype).held))
 
     def asnumpy(self, array: DeviceArray) -> np.ndarray:
         return array.get()
@@ -213,6 +239,7 @@ def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Namespa
     monkeypatch.setattr(_cuda_source, "_compiled", lambda *which: DeviceKernel(compiled(*which)))
     monkeypatch.setattr(_cuda_source, "_module", lambda: NAMESPACE)
     monkeypatch.setitem(sys.modules, "cupy", NAMESPACE)
-    for module in (_array, _kernels, _moments, _stream, _tail):
-        monkeypatch.setattr(module, "on_cuda", is_on_device)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("levattn.") and hasattr(module, "on_cuda"):
+            monkeypatch.setattr(module, "on_cuda", is_on_device)
     return NAMESPACE
