@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,7 @@ from levattn._kernels import (
     kernels_for,
     precise_products,
     query_norms,
+    wide_rows,
 )
 from levattn._lift import lifted_sums
 from levattn._moments import second_moments
@@ -30,7 +33,7 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import TIE, check_epsilon, refuse_randomness
 from levattn.linalg import UNIT, dense
 from levattn.sketch import jl_size
-from levattn.universal import UniversalSet, require_set_of, universal_set
+from levattn.universal import UniversalSet, flag_counts, require_set_of, universal_set
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -46,16 +49,6 @@ class HeavyAttention:
 
     Attributes
     ----------
-    entries : scipy.sparse.csr_array, shape (m, n)
-        The scores A_ij ≥ ε, exact (of the full softmax-free normaliser), indices sorted.
-    normalizers : array of float64, shape (m,)
-        ``Σ ⟨q_i, k_l⟩²`` over all keys; 0 for a query orthogonal to all keys, whose row of A is zero. Infinite or 0
-        where the sum leaves the range of float64, which spoils none of the other figures.
-    captured_mass : array of float64, shape (m,)
-        ``Σ A_ij`` over the keys of the universal set; for causal attention over the keys that were kept and those of
-        the row's own chunk.
-    residual_mass : array of float64, shape (m,)
-        ``Σ A_ij`` over the other keys.
     universal : UniversalSet or None
         The set that the entries were taken from; None for causal attention.
     alive : array of int64 or None
@@ -76,14 +69,55 @@ class HeavyAttention:
     (array([1., 2.]), array([1., 1.]))
     """
 
-    entries: csr_array
-    normalizers: Float64
-    captured_mass: Float64
-    residual_mass: Float64
     universal: UniversalSet | None
     _products: _Products | _Causal = field(repr=False)
+    _figures: _Figures = field(repr=False)
     alive: npt.NDArray[np.int64] | None = None
     distortion: float = 0.0
+
+    @property
+    def entries(self) -> csr_array:
+        """The scores A_ij ≥ ε, exact (of the full softmax-free normaliser), indices sorted.
+
+        Returns
+        -------
+        scipy.sparse.csr_array, shape (m, n)
+        """
+        return self._figures.entries
+
+    @property
+    def normalizers(self) -> Float64:
+        """``Σ ⟨q_i, k_l⟩²`` over all keys; 0 for a query orthogonal to all keys, whose row of A is zero.
+
+        Infinite or 0 where the sum leaves the range of float64, which spoils none of the other figures.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return self._figures.of_queries[0]
+
+    @property
+    def captured_mass(self) -> Float64:
+        """``Σ A_ij`` over the keys of the universal set.
+
+        For causal attention over the keys that were kept and those of the row's own chunk.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return self._figures.of_queries[1]
+
+    @property
+    def residual_mass(self) -> Float64:
+        """``Σ A_ij`` over the other keys.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return self._figures.of_queries[2]
 
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
         r"""Multiply the attention on the universal set by the values, with a bound on what is left out.
@@ -133,13 +167,12 @@ class HeavyAttention:
         """
         if compensate not in (None, "mean"):
             raise ValueError(f"compensate is {compensate!r}; expected None or 'mean'")
-        n = self.entries.shape[1]
+        n = self._figures.n
         values = as_matrices(V, "V")
         if values.batch or values.n != n:
             shape = (*values.batch, values.n, values.d)
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
-        present = self._products.present
-        everything = Rows(values.data, values.format, to_device(present[None], values.data))
+        everything = Rows(values.data, values.format, as_mask(self._products.present, values))
         kernels = kernels_for(everything)
         largest = kernels.column_maxima(everything).max(initial=0.0)
         if not np.isfinite(largest):
@@ -152,31 +185,35 @@ class HeavyAttention:
         if isinstance(self._products, _Causal):
             output, bound, error = self._causal_output(self._products, scaled, compensate is not None)
         else:
-            output, bound, error = self._output(self._products, scaled, compensate is not None)
+            output, bound, error = self._output(self._products, values, scaled, compensate is not None)
         rounding = (error + 16 * UNIT * values.d) * _largest_norm(scaled)
+        xp = array_api_compat.array_namespace(output)
         with np.errstate(over="ignore"):
-            return values.give_back(np.ldexp(output, power)), np.ldexp(bound * (1 + TIE) + rounding, power)
+            output, bound = xp.ldexp(output, power), to_numpy(xp.ldexp(bound * (1 + TIE) + rounding, power))
+        if array_api_compat.array_namespace(values.data) is not xp:
+            output = to_numpy(output)
+        return values.give_back(output), bound
 
-    def _output(self, products: _Products, values: Rows, compensate: bool) -> tuple[Float64, Float64, Float64]:
-        """Return the output, its bound, and the relative error of the scores, for values in a tame range."""
-        universal, present = products.universal, products.present
-        inside = to_numpy(universal.mask)
-        light = _Light.of(replace(values, mask=to_device((present & ~inside)[None], values.keys)))
-        chosen = dense(replace(values, keys=take(values.keys, universal.indices), mask=None), 0, len(universal))
-        output = np.empty((len(self.normalizers), values.shape[2]))
+    def _output(self, products: _Products, values: Matrices, scaled: Rows, compensate: bool) -> tuple[Any, Any, Any]:
+        """Return the output, its bound, and the relative error of the scores, for values scaled to a tame range."""
+        universal, residual = products.universal, self._figures.residual
+        xp = array_api_compat.array_namespace(residual)
+        light = _Light.of(replace(scaled, mask=as_mask(universal._left, values)))
+        inside = replace(scaled, keys=take(scaled.keys, universal.indices), mask=None)
+        chosen = to_device(dense(inside, 0, inside.shape[1]), residual)
+        output = xp.empty((len(residual), values.d))
         for part, scores in products.scores():
             output[part] = scores @ chosen
         error = products.error + 16 * UNIT * len(chosen)
         # what rounding of the scores may hide of the residual mass
-        r = np.where(products.live, self.residual_mass + error, 0.0)
-        outside = to_numpy(universal.scores)[present & ~inside]
+        r = xp.where(products.live, residual + error, 0.0)
         # the scores may be rounded to float32, and a bound must not be rounded down
-        e = float(outside.max(initial=0.0)) * (1 + 4 * float(universal.factor.score_error[0]))
+        e = universal._largest_left * (1 + 4 * float(universal.factor.score_error[0]))
         if not compensate:
-            return output, np.minimum(r * light.largest, np.sqrt(e * r) * light.norm), error
-        output += self.residual_mass[:, None] * light.mean
-        variance = _variance(e, r, self.residual_mass - error, light.count)
-        return output, np.minimum(r * light.spread, np.sqrt(variance) * light.centred_norm), error
+            return output, xp.minimum(r * light.largest, xp.sqrt(e * r) * light.norm), error
+        output += residual[:, None] * to_device(light.mean, residual)
+        variance = _variance(e, r, residual - error, light.count)
+        return output, xp.minimum(r * light.spread, xp.sqrt(variance) * light.centred_norm), error
 
     def _causal_output(self, causal: _Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64, Float64]:
         """Do the same chunk by chunk; what is left out, and so its mean, is the same for all rows of a chunk.
@@ -217,9 +254,44 @@ def _rows(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
     return replace(rows, keys=take(rows.keys, indices), mask=mask)
 
 
-def _variance(e: float, r: Float64, least: Float64, count: int) -> Float64:
+def _variance(e: float, r: Any, least: Any, count: int) -> Any:
     """Return a bound of the squared norm of light scores about their mean: each at most e, their sum r."""
-    return np.asarray(np.maximum(e * r - np.maximum(least, 0.0) ** 2 / max(count, 1), 0.0))
+    xp = array_api_compat.array_namespace(r)
+    return xp.maximum(e * r - xp.maximum(least, 0.0) ** 2 / max(count, 1), 0.0)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What is known of each query, and the entries, where they were computed; in main memory once asked for.
+
+    n: number of keys.
+    normalizers, captured, residual: (m,), the normalisers and the mass on the keys of the set and on the others.
+    found: the entries, or their (starts, keys, scores) in CSR order.
+    others: entries that are not among these, in main memory.
+    """
+
+    n: int
+    normalizers: Any
+    captured: Any
+    residual: Any
+    found: csr_array | tuple[Any, Any, Any]
+    others: csr_array | None = None
+
+    @cached_property
+    def of_queries(self) -> tuple[Float64, Float64, Float64]:
+        """Normalisers, captured and residual mass."""
+        return to_numpy(self.normalizers), to_numpy(self.captured), to_numpy(self.residual)
+
+    @cached_property
+    def entries(self) -> csr_array:
+        """The matrix of all entries."""
+        from scipy.sparse import csr_array
+
+        if not isinstance(self.found, tuple):
+            return self.found
+        starts, columns, values = (to_numpy(part) for part in self.found)
+        entries = csr_array((values, columns, starts), shape=(len(self.normalizers), self.n))
+        return entries if self.others is None else entries + self.others
 
 
 @dataclass(frozen=True)
@@ -253,6 +325,8 @@ class _Causal:
 class _Products:
     """Queries and the keys of a universal set, both scaled by powers of two, and the normalisers that go with them.
 
+    They are in main memory, or for f(x) = x² and queries and keys on a CUDA device there.
+
     universal: the set.
     f: the attention function.
     normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
@@ -262,35 +336,40 @@ class _Products:
 
     universal: UniversalSet
     f: AttentionFunction | Softmax
-    queries: Float64
-    keys: Float64
-    normalizers: Float64
-    precise: npt.NDArray[np.bool_]
-    error: Float64
+    queries: Any
+    keys: Any
+    normalizers: Any
+    precise: Any
+    error: Any
 
     @property
-    def present(self) -> npt.NDArray[np.bool_]:
-        """The keys that take part."""
-        return np.asarray(self.universal.present)
+    def present(self) -> Any:
+        """The keys that take part, or None for all."""
+        return self.universal._present
 
     @property
-    def live(self) -> npt.NDArray[np.bool_]:
+    def live(self) -> Any:
         """Which queries have a row of A that is not zero."""
         return np.full(len(self.normalizers), True) if isinstance(self.f, Softmax) else self.normalizers > 0
 
-    def scores(self, among: npt.NDArray[np.bool_] | None = None) -> Iterator[tuple[npt.NDArray[np.int64], Float64]]:
+    def _precise_products(self, Q: Any) -> Any:
+        return to_device(precise_products(to_numpy(Q), to_numpy(self.keys)), Q)
+
+    def scores(self, among: Any = None) -> Iterator[tuple[Any, Any]]:
         """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
+        xp = array_api_compat.array_namespace(self.queries)
         step = max(16, BLOCK_ENTRIES // max(len(self.keys), 1))
         for precise in (False, True):
-            rows = np.flatnonzero(self.precise == precise if among is None else among & (self.precise == precise))
+            rows = xp.nonzero(self.precise == precise if among is None else among & (self.precise == precise))[0]
             for start in range(0, len(rows), step):
                 part = rows[start : start + step]
                 Q, D = self.queries[part], self.normalizers[part, None]
-                Z = precise_products(Q, self.keys) if precise else Q @ self.keys.T
+                Z = self._precise_products(Q) if precise else Q @ self.keys.T
                 if isinstance(self.f, Softmax):
                     yield part, np.exp(Z - D)
                 else:
-                    yield part, np.where(D > 0, self.f(Z) / np.where(D > 0, D, 1.0), 0.0)
+                    f = Z * Z if _is_square(self.f) else self.f(Z)
+                    yield part, xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -306,7 +385,7 @@ class _Light:
 
     @classmethod
     def of(cls, rows: Rows) -> _Light:
-        count = int(to_numpy(rows.mask).sum())
+        count = rows.shape[1] if rows.mask is None else int(flag_counts(rows.mask)[0])
         mean = kernels_for(rows).column_sums(rows)[0] / max(count, 1)
         scale = 1.0 if rows.scale is None else rows.scale[0]
         centred = replace(rows, shift=(mean / scale)[None])
@@ -317,11 +396,11 @@ def _largest_norm(rows: Rows) -> float:
     kernels = kernels_for(rows)
     squares = kernels.wide_zeros(rows)
     kernels.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
-    return float(np.sqrt(to_numpy(squares).max(initial=0.0)))
+    return float(np.sqrt(float(array_api_compat.array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
 
 
 def _spectral_norm(rows: Rows) -> float:
-    return float(np.sqrt(max(np.linalg.eigvalsh(second_moments(rows, [0])[0])[-1], 0.0)))
+    return float(np.sqrt(max(np.linalg.eigvalsh(to_numpy(second_moments(rows, [0])[0]))[-1], 0.0)))
 
 
 def heavy_attention(
@@ -426,7 +505,7 @@ def heavy_attention(
             raise ValueError(f"{name} has shape {shape}; expected one matrix. Call heavy_attention for each head")
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
-    square = isinstance(function, Power) and function.p == 2
+    square = _is_square(function)
     if method not in ("auto", "countsketch", "jl"):
         raise ValueError(f"method is {method!r}; expected 'auto', 'countsketch' or 'jl'")
     if method == "auto":
@@ -441,17 +520,21 @@ def heavy_attention(
         raise ValueError("mask and universal: both given; expected the mask in universal_set alone")
     else:
         _check_universal(universal, keys, epsilon, function)
-    Q64 = to_float64(queries.data, queries.format)[0]
-    if not np.isfinite(Q64).all():
-        bad = np.flatnonzero(~np.isfinite(Q64).all(axis=1))[:5]
+    # what is not exact, or of other functions, runs in main memory
+    beside = keys.data if square and method == "auto" else None
+    Q64 = wide_rows(queries.data, queries.format, beside)
+    xp = array_api_compat.array_namespace(Q64)
+    finite = xp.all(xp.isfinite(Q64), axis=1)
+    if not xp.all(finite):
+        bad = np.flatnonzero(~to_numpy(finite))[:5]
         raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
     indices = universal.indices
-    selected = to_float64(take(keys.data, indices), keys.format)[0]
+    selected = wide_rows(take(keys.data, indices), keys.format, Q64)
     if not square:
         return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
     even, powers = even_queries(Q64, exponents)
-    selected = np.ldexp(selected, -exponents)
+    selected = xp.ldexp(selected, to_device(-exponents, selected))
     distortion = 0.0
     if method == "jl":
         columns = _sketch_size(sketch_size, 1, (jl_size(max(len(Q64), 1), 0.5, FAILURE),))[0]
@@ -467,22 +550,26 @@ def heavy_attention(
     else:
         D, error = _normalizers(even, N, exponents, universal, keys)
     products = _prepared(universal, even, selected, D, error, epsilon)
+    found: Any
+    others = None
     if method == "countsketch":
         sizes = _sketch_size(sketch_size, 2, recovery_size(len(Q64), epsilon))
-        entries, captured = _recovered(products, indices, keys.n, epsilon, sizes, as_seed(rng))
+        found, captured = _recovered(products, indices, keys.n, epsilon, sizes, as_seed(rng))
     else:
-        entries, captured = _entries(products, indices, keys.n, epsilon)
+        found, others, captured = _entries(products, indices, keys.n, epsilon)
     with np.errstate(over="ignore"):
-        normalizers = np.ldexp(D, 2 * powers)
+        normalizers = xp.ldexp(D, 2 * powers)
+    residual = xp.where(D > 0, 1 - captured, 0.0)
     return HeavyAttention(
-        entries=entries,
-        normalizers=normalizers,
-        captured_mass=captured,
-        residual_mass=np.where(D > 0, 1 - captured, 0.0),
         universal=universal,
         _products=products,
+        _figures=_Figures(keys.n, normalizers, captured, residual, found, others),
         distortion=distortion,
     )
+
+
+def _is_square(f: AttentionFunction | Softmax) -> bool:
+    return isinstance(f, Power) and f.p == 2
 
 
 def _sketch_size(given: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -513,16 +600,14 @@ def _recovered(
     return _csr(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
 
 
-def _prepared(
-    universal: UniversalSet, Q: Float64, keys: Float64, D: Float64, error: Float64, epsilon: float
-) -> _Products:
+def _prepared(universal: UniversalSet, Q: Any, keys: Any, D: Any, error: Any, epsilon: float) -> _Products:
     """Decide which queries take more than float64 for the products that make an entry of at least ε."""
-    d = Q.shape[1]
-    largest = np.max(np.abs(keys), axis=0, initial=0.0)
+    xp, d = array_api_compat.array_namespace(Q), Q.shape[1]
+    largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
     with np.errstate(divide="ignore", invalid="ignore"):
-        cancellation = np.where(D > 0, np.einsum("ij,j->i", np.abs(Q), largest) / np.sqrt(epsilon * D), 0.0)
+        cancellation = xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
     precise = d * UNIT * cancellation > PRODUCT_ERROR
-    product = np.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
+    product = xp.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
     return _Products(universal, Power(2.0), Q, keys, D, precise, error + 2 * product)
 
 
@@ -562,13 +647,11 @@ def _causal_attention(
         found.append((chunk.rows[0] + i, chunk.keys[j], chunk.scores[i, j]))
         alive.append(chunk.alive)
     captured = np.clip(captured, 0.0, 1.0)
+    residual, entries = np.where(live, 1 - captured, 0.0), _csr(found, (keys.n, keys.n))
     return HeavyAttention(
-        entries=_csr(found, (keys.n, keys.n)),
-        normalizers=D,
-        captured_mass=captured,
-        residual_mass=np.where(live, 1 - captured, 0.0),
         universal=None,
         _products=causal,
+        _figures=_Figures(keys.n, D, captured, residual, entries),
         alive=np.array(alive, np.int64),
     )
 
@@ -622,13 +705,11 @@ def _of_other_function(
             normalizers = np.exp(D)
         else:
             normalizers = D * 2.0 ** (growth * powers) if isinstance(f, Power) else D
+    residual = np.where(products.live, 1 - captured, 0.0)
     return HeavyAttention(
-        entries=_csr(found, (len(Q), keys.n)),
-        normalizers=normalizers,
-        captured_mass=captured,
-        residual_mass=np.where(products.live, 1 - captured, 0.0),
         universal=universal,
         _products=products,
+        _figures=_Figures(keys.n, normalizers, captured, residual, _csr(found, (len(Q), keys.n))),
     )
 
 
@@ -695,22 +776,21 @@ def _sums(
     return total
 
 
-def _entries(products: _Products, indices: npt.NDArray[np.int64], n: int, epsilon: float) -> tuple[csr_array, Float64]:
-    """Return the scores of at least ε and the mass on the keys of the set."""
-    from scipy.sparse import csr_array
-
+def _entries(
+    products: _Products, indices: npt.NDArray[np.int64], n: int, epsilon: float
+) -> tuple[tuple[Any, Any, Any], csr_array | None, Any]:
+    """Return the scores of at least ε, those of precise queries by themselves, and the mass on the keys of the set."""
+    xp = array_api_compat.array_namespace(products.queries)
     threshold = epsilon * (1 - TIE)
-    D = np.where(products.precise, 0.0, products.normalizers)
+    D = xp.where(products.precise, 0.0, products.normalizers)
     starts, columns, values, captured = heavy_entries(products.queries, products.keys, indices, D, threshold)
-    entries = csr_array((values, columns, starts), shape=(len(D), n))
-    if products.precise.any():
-        found = []
-        for part, scores in products.scores(products.precise):
-            captured[part] = scores.sum(axis=1)
-            i, j = np.nonzero(scores >= threshold)
-            found.append((part[i], indices[j], scores[i, j]))
-        entries = entries + _csr(found, entries.shape)
-    return entries, np.clip(captured, 0.0, 1.0)
+    others = []
+    for part, some in products.scores(products.precise):
+        rows, scores = to_numpy(part), to_numpy(some)
+        captured[part] = to_device(scores.sum(axis=1), captured)
+        i, j = np.nonzero(scores >= threshold)
+        others.append((rows[i], indices[j], scores[i, j]))
+    return (starts, columns, values), _csr(others, (len(D), n)) if others else None, xp.clip(captured, 0.0, 1.0)
 
 
 def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: AttentionFunction | Softmax) -> None:
@@ -735,13 +815,14 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
 
 
 def _normalizers(
-    Q: Float64, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
-) -> tuple[Float64, Float64]:
+    Q: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
+) -> tuple[Any, Any]:
     """Return ``Σ ⟨q, k⟩²`` for each query, and its estimated relative error."""
     D, error = normalizers_by(universal.factor, Q, N, exponents)
-    doubtful = np.flatnonzero(~(error <= NORMALIZER_ERROR))
+    doubtful = array_api_compat.array_namespace(error).nonzero(~(error <= NORMALIZER_ERROR))[0]
     if len(doubtful):
-        D[doubtful] = _summed(Q[doubtful], exponents, keys, universal.present)
+        few = to_numpy(Q[doubtful])
+        D[doubtful] = to_device(_summed(few, exponents, keys, universal.present), D)
         error[doubtful] = 8 * Q.shape[1] * UNIT
     return D, error
 

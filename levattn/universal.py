@@ -6,14 +6,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
 from levattn._approximate import check_sketch_size, screen
-from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_numpy
-from levattn._kernels import Rows
+from levattn._array import Matrices, as_mask, as_matrices, pick, take, to_device, to_numpy
+from levattn._kernels import Float64, Rows, selection_for
 from levattn._passes import Checkpoint, Source, as_source, two_passes
 from levattn._random import as_seed
 from levattn.exceptions import NonFiniteError
@@ -24,14 +26,14 @@ from levattn.leverage import TIE, check_epsilon, check_method, factorize, prepar
 from levattn.linalg import Factor
 from levattn.sensitivity import Bounds, certify
 
-__all__ = ["UniversalSet", "require_set_of", "universal_set"]
+__all__ = ["UniversalSet", "flag_counts", "require_set_of", "universal_set"]
 
 _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
 _SAMPLE = 64  # keys outside a set whose scores are compared with those of K
 _SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
 
 Guarantee = Literal["exact", "superset", "none"]
-_Rescore = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]  # scores of some rows in float64
+_Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # scores of the rows listed in float64, one after the other
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -60,8 +62,6 @@ class UniversalSet:
         Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
     factor : levattn.linalg.Factor
         The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys.
-    present : array of bool, shape (..., n)
-        The keys that took part (the mask that was given), a numpy array.
     by_size : bool
         Whether a size was asked for instead of ε.
     certificate : tuple of str
@@ -90,12 +90,12 @@ class UniversalSet:
     f: Any
     rank: Any
     factor: Factor = field(repr=False)
-    present: Any = field(repr=False)
     by_size: bool
     certificate: tuple[str, ...]
     total_bound: Any
     exact_factor: bool
     _leverage: Any = field(repr=False)  # of all keys, to be compared with those of keys that come with the set
+    _present: Any = field(repr=False)  # the mask that was given, in the kind of `mask`, or None
     groups: Any = field(default=None, repr=False)
     group_scores: Any = field(default=None, repr=False)
     _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, where it was made
@@ -104,6 +104,16 @@ class UniversalSet:
     def batch(self) -> tuple[int, ...]:
         """Leading axes of the keys; () for one matrix."""
         return tuple(int(size) for size in self.mask.shape[:-1])
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """The keys that took part: the mask that was given.
+
+        Returns
+        -------
+        array of bool, shape (..., n)
+        """
+        return np.full(tuple(self.mask.shape), True) if self._present is None else to_numpy(self._present)
 
     @property
     def indices(self) -> npt.NDArray[np.int64]:
@@ -118,7 +128,7 @@ class UniversalSet:
                 f"indices are of one matrix, but this set has batch {self.batch}; use mask and sizes, "
                 "or call universal_set on each matrix"
             )
-        return np.flatnonzero(to_numpy(self.mask))
+        return to_numpy(array_api_compat.array_namespace(self.mask).nonzero(self.mask)[0])
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -128,7 +138,7 @@ class UniversalSet:
         -------
         array of int64, shape (...,)
         """
-        return np.asarray(to_numpy(self.mask).sum(axis=-1, dtype=np.int64))
+        return flag_counts(self.mask)
 
     @property
     def hidden_groups(self) -> npt.NDArray[np.bool_]:
@@ -142,10 +152,10 @@ class UniversalSet:
         if self.groups is None:
             return np.zeros((*self.batch, 0), np.bool_)
         scores = to_numpy(self.group_scores)
-        largest = np.zeros(scores.shape)
+        largest, leverage = np.zeros(scores.shape), to_numpy(self._leverage)
         for item in np.ndindex(self.batch):
             labels = to_numpy(self.groups)[item]
-            np.maximum.at(largest[item], labels[labels >= 0], self._leverage[item][labels >= 0])
+            np.maximum.at(largest[item], labels[labels >= 0], leverage[item][labels >= 0])
         return _reach(scores, self.epsilon) & ~_reach(largest, self.epsilon)
 
     @property
@@ -171,8 +181,23 @@ class UniversalSet:
         -------
         bool or array of bool, shape (...,)
         """
-        vacuous = np.asarray(self.size_bound) >= self.present.sum(axis=-1)
+        n = self.mask.shape[-1] if self._present is None else flag_counts(self._present)
+        vacuous = np.asarray(self.size_bound) >= n
         return vacuous if self.batch else bool(vacuous)
+
+    @property
+    def _left(self) -> Any:
+        """The keys that took part and are not in the set, in the kind of the mask."""
+        xp = array_api_compat.array_namespace(self.mask)
+        left = xp.logical_not(self.mask)
+        return left if self._present is None else xp.logical_and(left, self._present)
+
+    @property
+    def _largest_left(self) -> float:
+        """The largest score of one of them, for one matrix; 0 where there are none."""
+        xp = array_api_compat.array_namespace(self.mask)
+        scores = xp.where(self._left, self.scores, xp.zeros_like(self.scores))
+        return float(xp.max(scores)) if scores.shape[0] else 0.0
 
     @property
     def condition(self) -> Any:
@@ -347,7 +372,7 @@ def universal_set(
             )
         K = K.load()
     matrices = as_matrices(K, "K", sparse=square)
-    b, n = matrices.data.shape[0], matrices.n
+    n = matrices.n
     labels = None if groups is None else as_labels(groups, matrices)
     if labels is not None and (not square or approximate or epsilon is None):
         raise ValueError("groups are given; expected f = 2, an exact method and epsilon, so that groups have scores")
@@ -362,45 +387,41 @@ def universal_set(
     if approximate:
         return _from_sketch(matrices, epsilon, size, method, center, mask, sketch_size, rng, recheck)
     factor = factorize(matrices, method=method, center=center, mask=mask, single="scores")
-    scores, counted = factor.scores()
-    host = to_numpy(scores)
-    present = as_mask(mask, matrices)
-    present = np.ones((b, n), np.bool_) if present is None else to_numpy(present)
+    found, counted = factor.scores()
+    select = selection_for(matrices.data)
+    scores, present = select.held(found), as_mask(mask, matrices)
+    present = None if present is None else select.held(present)
+    rescore = partial(_rescored_all, select, factor, matrices)
     certified: Any
     if epsilon is not None:
-        chosen = _at_least(factor, matrices, host, epsilon) & present
-        certified = epsilon
+        chosen, certified = _at_least(select, factor, scores, present, epsilon, rescore), epsilon
     else:
-        chosen = np.zeros((b, n), np.bool_)
-        left = np.zeros(b)
-        for item in range(b):
-            rescore = partial(rescored, factor, matrices, item)
-            margin = _margin(factor, item)
-            chosen[item] = _largest(host[item], present[item], int(size or 0), margin, rescore)
-            left[item] = _largest_score(host[item], present[item] & ~chosen[item], margin, rescore)
+        chosen, left = _largest(select, factor, scores, present, int(size or 0), rescore)
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
     together = None if labels is None else group_scores(factor, labels)
-    more = np.zeros((b, n), np.bool_)
+    hidden = False
     if labels is not None and together is not None and together.size:
         heavy = np.take_along_axis(_reach(together, epsilon), np.maximum(labels, 0), axis=1)
-        more = heavy & (labels >= 0) & present & ~chosen
-    chosen |= more
-    guarantee: Guarantee = "none" if center else "superset" if counted.any() or more.any() else "exact"
+        more = heavy & (labels >= 0) & ~to_numpy(chosen)
+        more &= True if present is None else to_numpy(present)
+        hidden = bool(more.any())
+        chosen |= to_device(more, chosen)
+    guarantee: Guarantee = "none" if center else "superset" if counted.any() or hidden else "exact"
     rank = factor.rank.reshape(matrices.batch) if matrices.batch else int(factor.rank[0])
     return UniversalSet(
         mask=matrices.wrap(chosen),
-        scores=matrices.wrap(scores),
+        scores=matrices.wrap(found),
         epsilon=certified,
         guarantee=guarantee,
         f=2,
         rank=rank,
         factor=factor.forget_keys(),
-        present=present.reshape((*matrices.batch, n)),
         by_size=size is not None,
         certificate=("leverage",),
         total_bound=rank,
         exact_factor=True,
-        _leverage=host.reshape((*matrices.batch, n)),
+        _leverage=scores.reshape((*matrices.batch, n)),
+        _present=None if present is None else matrices.wrap(present),
         groups=None if labels is None else matrices.wrap(to_device(labels, matrices.data)),
         group_scores=None if together is None else matrices.wrap(to_device(together, matrices.data)),
     )
@@ -419,24 +440,25 @@ def _of_chunks(
     def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         if epsilon is None:
             return np.zeros(scores.shape, np.bool_)
-        return _at_least(factor, matrices, scores, epsilon)
+        select = selection_for(matrices.data)
+        rescore = partial(_rescored_all, select, factor, matrices)
+        return to_numpy(_at_least(select, factor, select.held(scores), None, epsilon, rescore))
 
     found = two_passes(source, choose, progress, checkpoint, single=method == "auto")
     factor, scores, chosen, batch = found.factor, found.scores, found.chosen, found.example.batch
-    b, n = scores.shape
-    certified = epsilon
+    n, certified = scores.shape[1], epsilon
     if size is not None:
         _check_size(size, n)
-        left = np.zeros(b)
-        for item in range(b):
 
-            def rescore(rows: npt.NDArray[np.int64], item: int = item) -> npt.NDArray[np.float64]:
-                keys = source.rows(item, rows, found.example)
-                return np.asarray(factor.item(item).exactly().on(keys).scores(wide=True)[0][0])
+        def rescore(starts: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> Float64:
+            again = np.zeros(len(rows))
+            for item in np.flatnonzero(np.diff(starts)).tolist():
+                part = slice(starts[item], starts[item + 1])
+                keys = source.rows(item, rows[part], found.example)
+                again[part] = to_numpy(factor.item(item).exactly().on(keys).scores(wide=True)[0])[0]
+            return again
 
-            present, margin = np.ones(n, np.bool_), _margin(factor, item)
-            chosen[item] = _largest(scores[item], present, int(size), margin, rescore)
-            left[item] = _largest_score(scores[item], ~chosen[item], margin, rescore)
+        chosen, left = _largest(selection_for(scores), factor, scores, None, int(size), rescore)
         certified = left.reshape(batch) if batch else float(left[0])
     checkpoint.remove()
     rank = factor.rank.reshape(batch) if batch else int(factor.rank[0])
@@ -448,13 +470,19 @@ def _of_chunks(
         f=2,
         rank=rank,
         factor=factor,
-        present=np.ones((*batch, n), np.bool_),
         by_size=size is not None,
         certificate=("leverage",),
         total_bound=rank,
         exact_factor=True,
         _leverage=scores.reshape((*batch, n)),
+        _present=None,
     )
+
+
+def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
+    """Return how many flags are set along the last axis, of any namespace."""
+    xp = array_api_compat.array_namespace(flags)
+    return np.asarray(to_numpy(xp.sum(xp.astype(flags, xp.uint8), axis=-1, dtype=xp.int64)))
 
 
 def _check_size(size: Any, n: int | None) -> None:
@@ -527,7 +555,7 @@ def _certified(
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
     batch = matrices.batch
     for item in range(b):  # to tell these keys from others later
-        sample = _sample(chosen[item], present[item])
+        sample = _sample(np.flatnonzero(chosen[item]), present[item], n)
         bounds.leverage[item, sample] = rescored(bounds.factor, matrices, item, sample)
     rank = bounds.factor.rank.reshape(batch) if batch else int(bounds.factor.rank[0])
     return UniversalSet(
@@ -538,12 +566,12 @@ def _certified(
         f=f.p if isinstance(f, Power) else f,
         rank=rank,
         factor=bounds.factor.forget_keys(),
-        present=present.reshape((*batch, n)),
         by_size=size is not None,
         certificate=bounds.names,
         total_bound=bounds.total_bound.reshape(batch) if batch else float(bounds.total_bound[0]),
         exact_factor=exact_factor,
         _leverage=bounds.leverage.reshape((*batch, n)),
+        _present=None if given is None else matrices.wrap(given),
         _lift=bounds.lift,
     )
 
@@ -552,16 +580,14 @@ def _reach(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
     return np.asarray(scores >= epsilon * (1 - TIE))
 
 
-def _at_least(factor: Factor, matrices: Matrices, scores: Any, epsilon: float) -> npt.NDArray[np.bool_]:
+def _at_least(select: ModuleType, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore) -> Any:
     """Tell which scores are at least ε; those too close to ε for their precision are computed again in float64."""
-    margin = np.maximum(4 * factor.score_error, TIE)[:, None]
-    chosen: npt.NDArray[np.bool_] = scores >= epsilon * (1 + margin)
-    least = epsilon * (1 - margin) if epsilon > _SMALL_SCORE else 0.0
-    near = ~(scores < least) & ~chosen
-    for item in np.flatnonzero(near.any(axis=1)).tolist():
-        rows = np.flatnonzero(near[item])
-        slack = max(TIE, 4 * float(factor.error[item]))
-        chosen[item, rows] = ~(rescored(factor, matrices, item, rows) < epsilon * (1 - slack))  # doubt counts as in
+    margin = _margin(factor)
+    least = epsilon * (1 - margin) if epsilon > _SMALL_SCORE else np.zeros(len(margin))
+    chosen, starts, near = select.threshold(scores, present, least, epsilon * (1 + margin))
+    if len(near):
+        slack = np.repeat(np.maximum(TIE, 4 * factor.error), np.diff(starts))
+        select.include(chosen, starts, near, ~(rescore(starts, near) < epsilon * (1 - slack)))  # doubt counts as in
     return chosen
 
 
@@ -573,10 +599,23 @@ def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np
     return found
 
 
-def _sample(chosen: npt.NDArray[np.bool_], present: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+def _rescored_all(
+    select: ModuleType, factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any
+) -> Float64:
+    """Return the scores of the keys listed of every matrix, computed in float64, one after the other."""
+    keys, there = select.stacked(matrices.data, starts, rows)
+    found, _ = factor.exactly().on(Rows(keys, matrices.format, there)).scores(wide=True)
+    scores = to_numpy(found)
+    return np.asarray(scores[np.arange(scores.shape[1]) < np.diff(starts)[:, None]])
+
+
+def _sample(chosen: npt.NDArray[np.int64], present: Any, n: int) -> npt.NDArray[np.int64]:
     """Return the keys of the set and some of the others, by whose scores the keys of a set are known again."""
-    others = np.flatnonzero(present)
-    return np.union1d(np.flatnonzero(chosen), others[:: max(1, len(others) // _SAMPLE)])
+    others = np.arange(n)
+    if present is not None:
+        others = array_api_compat.array_namespace(present).nonzero(present)[0]
+    step = max(1, others.shape[0] // _SAMPLE)
+    return np.union1d(chosen, to_numpy(others[::step]))
 
 
 def require_set_of(keys: Matrices, universal: Any) -> None:
@@ -599,8 +638,8 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
             "expected the set of these very keys"
         )
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
-    sample = _sample(to_numpy(universal.mask), universal.present)
-    scores = universal._leverage[sample].astype(np.float64)
+    sample = _sample(universal.indices, universal._present, keys.n)
+    scores = to_numpy(pick(universal._leverage, sample)).astype(np.float64)
     again = rescored(universal.factor, keys, 0, sample)
     bad = sample[~np.isfinite(again)]
     if len(bad):
@@ -610,34 +649,31 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
 
 
-def _margin(factor: Factor, item: int) -> float:
-    """Return the relative difference below which scores of one matrix are too close to call."""
-    return max(4 * float(factor.score_error[item]), TIE)
-
-
-def _largest_score(scores: Any, among: npt.NDArray[np.bool_], margin: float, rescore: _Rescore) -> float:
-    """Return the largest of the scores `among` some keys, in float64 whatever the precision of `scores`."""
-    if not among.any():
-        return 0.0
-    rows = np.flatnonzero(among & (scores >= scores[among].max() * (1 - margin)))
-    return float(rescore(rows).max())
+def _margin(factor: Factor) -> Float64:
+    """Return the relative difference below which scores of each matrix are too close to call."""
+    return np.maximum(4 * factor.score_error, TIE)
 
 
 def _largest(
-    scores: Any, present: npt.NDArray[np.bool_], size: int, margin: float, rescore: _Rescore
-) -> npt.NDArray[np.bool_]:
-    """Choose by score descending, then index ascending; scores too close to call are computed again in float64."""
-    candidates = np.flatnonzero(present)
-    chosen = np.zeros(len(scores), np.bool_)
-    if size >= len(candidates):
-        chosen[candidates] = True
-        return chosen
-    if not size:
-        return chosen
-    values = scores[candidates].astype(np.float64)
-    least = np.partition(values, len(values) - size)[len(values) - size]
-    chosen[candidates[values > least * (1 + margin)]] = True
-    close = candidates[(values <= least * (1 + margin)) & ~(values < least * (1 - margin))]
-    again = rescore(close)
-    chosen[close[np.argsort(-again, kind="stable")[: size - int(chosen.sum())]]] = True
-    return chosen
+    select: ModuleType, factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
+) -> tuple[Any, Float64]:
+    """Choose by score descending, then index ascending, and return the largest score of each matrix left out too.
+
+    Scores too close to call are computed again in float64.
+    """
+    margin = _margin(factor)
+    chosen, starts, close = select.largest(scores, present, size, margin)
+    if len(close):
+        again, taken = rescore(starts, close), np.zeros(len(close), np.bool_)
+        missing = np.maximum(size - flag_counts(chosen), 0)
+        for item, start in enumerate(starts[:-1].tolist()):
+            order = np.argsort(-again[start : starts[item + 1]], kind="stable")
+            taken[start + order[: missing[item]]] = True
+        select.include(chosen, starts, close, taken)
+    among = ~chosen if present is None else present & ~chosen
+    top = select.maxima(scores, among) * (1 - margin)
+    _, starts, rows = select.threshold(scores, among, top, np.full(len(top), np.inf))
+    left, some = np.zeros(len(top)), np.flatnonzero(np.diff(starts))
+    if len(some):
+        left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])
+    return chosen, left

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._array import Csr, on_cuda
+from levattn._array import Csr, on_cuda, to_float64
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._kernels._sums import PairwiseSum
 
@@ -32,6 +32,7 @@ __all__ = [
     "query_norms",
     "selection_for",
     "twofold_product",
+    "wide_rows",
 ]
 
 
@@ -77,6 +78,15 @@ def query_norms(Q: Any, N: Float64) -> tuple[Any, Any]:
     from levattn._kernels import _cpu
 
     return _cpu.query_norms(Q, N)
+
+
+def wide_rows(rows: Any, format: str, beside: Any) -> Any:
+    """Return the rows of a batch of one in float64: on a CUDA device if they and `beside` are there."""
+    if on_cuda(rows) and on_cuda(beside):
+        from levattn._kernels import _cuda_heavy
+
+        return _cuda_heavy.wide_rows(rows, format)
+    return to_float64(rows, format)[0]
 
 
 def heavy_entries(Q: Any, keys: Any, indices: Any, normalizers: Any, epsilon: float) -> tuple[Any, Any, Any, Any]:

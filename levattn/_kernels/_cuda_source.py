@@ -16,19 +16,32 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KERNELS", "NOTHING", "OPTIONS", "TYPES", "expression", "launch", "namespace", "text"]
+__all__ = [
+    "KERNELS",
+    "NOTHING",
+    "OPTIONS",
+    "TYPES",
+    "WORDS",
+    "expression",
+    "launch",
+    "namespace",
+    "shared_limit",
+    "text",
+]
 
 FOLDER = Path(__file__).with_name("cuda")
 
 # Nothing is contracted that does not say fma: the same bits on every architecture, and in the tests on the host
 OPTIONS = ("--std=c++17", "--fmad=false")
 
+_PLAIN_SHARED = 32 * 1024  # bytes of shared memory, beside those in its source, that a kernel may take without asking
+
 TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16": "Bfloat"}  # of stored numbers
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}  # of so many bytes
 NOTHING = np.intp(0)  # stands for an array that is not there
 
 _KEYS = tuple(TYPES.values())
 _REALS = ("float", "double")
-_WORDS = ("unsigned char", "unsigned short", "unsigned int", "unsigned long long")
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
@@ -42,12 +55,19 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "find_nonfinite": tuple((key,) for key in _KEYS),
     },
     "dense": {"invert_cholesky": ((),)},
+    "sketch": {
+        **dict.fromkeys(("count_digits", "move_rows", "find_starts"), ((),)),
+        **dict.fromkeys(("add_parts", "draw_dense"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(
+            ("sum_runs", "scatter_rows", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))
+        ),
+    },
     "select": {
         "count_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
         "fill_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
         "count_digits": tuple((real,) for real in _REALS),
         "choose_digit": tuple((real,) for real in _REALS),
-        "gather_rows": tuple((word, unit) for word in _WORDS for unit in (word, "uint4")),
+        "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
 }
@@ -98,10 +118,18 @@ def launch(
     kernel = _compiled(source, name, tuple(types), xp.cuda.runtime.getDevice())
     if shared > _PLAIN_SHARED:
         kernel.max_dynamic_shared_size_bytes = shared
-    kernel(grid, (block,), tuple(arguments), shared_mem=shared)
+    kernel(tuple(map(int, grid)), (block,), tuple(arguments), shared_mem=shared)
 
 
-_PLAIN_SHARED = 48 * 1024  # bytes that a kernel may take without asking
+def shared_limit() -> int:
+    """Return how many bytes of shared memory a block of threads may have on the current device."""
+    return _shared_limit(namespace().cuda.runtime.getDevice())
+
+
+@cache
+def _shared_limit(device: int) -> int:
+    runtime = namespace().cuda.runtime
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
 
 
 @cache

@@ -1,0 +1,224 @@
+// Which keys their scores select: thresholds, the score of a rank, lists of what was found, and the rows listed.
+//
+// Matrices are cut into tiles of entries, numbered one matrix after the other. A pass counts what each tile has, and
+// after an exclusive scan of the counts a second one writes it to its place: lists ascend, whoever comes first.
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int ROUNDS = 8;                  // entries that a thread looks at
+constexpr int RUN = 32 * ROUNDS;           // consecutive entries of a warp
+constexpr int TILE = WARPS * RUN;          // of a block
+constexpr int SPAN = 32 * THREADS;         // entries whose digits a block counts
+constexpr int DIGITS = 2048;               // of 11 bits
+constexpr int OWN = DIGITS / THREADS;      // digits that a thread sums up
+constexpr int COPIED = 16;                 // rows that a block copies
+
+// Out, in, or between the bounds, where it is to be looked at again; NaN is between all bounds.
+template <typename Real>
+__device__ inline bool is_in(Real x, double, double high) {
+    return (double)x >= high;
+}
+template <typename Real>
+__device__ inline bool is_listed(Real x, double low, double high) {
+    return !((double)x < low) && !((double)x >= high);
+}
+__device__ inline bool is_in(unsigned char x, double, double) { return x; }
+__device__ inline bool is_listed(unsigned char x, double, double) { return x; }
+
+// Bits that are ordered as the numbers are, zeros alike, and NaN above all numbers.
+__device__ inline unsigned long long ordered(float x) {
+    if (x != x) return 0xffffffffu;
+    const unsigned int bits = __float_as_uint(x == 0 ? 0.0f : x);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline unsigned long long ordered(double x) {
+    if (x != x) return ~0ull;
+    const unsigned long long bits = (unsigned long long)__double_as_longlong(x == 0 ? 0.0 : x);
+    return bits >> 63 ? ~bits : bits | 1ull << 63;
+}
+__device__ inline double number(unsigned long long bits, float) {
+    const unsigned int low = (unsigned int)bits;
+    return (double)__uint_as_float(low >> 31 ? low & 0x7fffffffu : ~low);
+}
+__device__ inline double number(unsigned long long bits, double) {
+    return __longlong_as_double((long long)(bits >> 63 ? bits & ~(1ull << 63) : ~bits));
+}
+
+}  // namespace
+
+// How many entries of each tile are to be listed: to `counts` (b · tiles,). Stored = unsigned char: those that are not
+// 0; else those between the bounds of their matrix, and `chosen` (b, n) is set for those at or above them.
+template <typename Stored>
+__global__ void __launch_bounds__(THREADS)
+    count_listed(const Stored *values, const unsigned char *present, const double *low, const double *high, long long n,
+                 long long tiles, unsigned char *chosen, long long *counts) {
+    __shared__ int found[WARPS];
+    const long long item = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long long first = tile * TILE + warp * RUN + lane, matrix = item * n;
+    const double least = low ? low[item] : 0, most = high ? high[item] : 0;
+    Stored read[ROUNDS];
+    bool part[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const long long at = first + 32 * i;
+        read[i] = at < n ? values[matrix + at] : (Stored)0;
+        part[i] = at < n && (!present || present[matrix + at]);
+    }
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const long long at = first + 32 * i;
+        count += part[i] && is_listed(read[i], least, most);
+        if (chosen && at < n) chosen[matrix + at] = part[i] && is_in(read[i], least, most);
+    }
+    for (int step = 16; step; step /= 2) count += __shfl_xor_sync(0xffffffffu, count, step);
+    if (lane == 0) found[warp] = count;
+    __syncthreads();
+    if (threadIdx.x) return;
+    long long total = 0;
+    for (int i = 0; i < WARPS; ++i) total += found[i];
+    counts[blockIdx.x] = total;
+}
+
+// The numbers within their matrix of the entries that were counted, to places from `offsets` on, of which there are
+// `room`.
+template <typename Stored>
+__global__ void __launch_bounds__(THREADS)
+    fill_listed(const Stored *values, const unsigned char *present, const double *low, const double *high, long long n,
+                long long tiles, const long long *offsets, long long room, long long *indices) {
+    __shared__ int found[WARPS];
+    if (offsets[blockIdx.x] == offsets[blockIdx.x + 1]) return;
+    const long long item = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long long first = tile * TILE + warp * RUN + lane, matrix = item * n;
+    const double least = low ? low[item] : 0, most = high ? high[item] : 0;
+    unsigned int votes[ROUNDS];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const long long at = first + 32 * i;
+        const bool there = at < n && (!present || present[matrix + at]);
+        votes[i] = __ballot_sync(0xffffffffu, there && is_listed(values[matrix + at], least, most));
+        count += __popc(votes[i]);
+    }
+    if (lane == 0) found[warp] = count;
+    __syncthreads();
+    long long place = offsets[blockIdx.x];
+    for (int i = 0; i < warp; ++i) place += found[i];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const long long mine = place + __popc(votes[i] & ((1u << lane) - 1));
+        if (votes[i] >> lane & 1 && mine < room) indices[mine] = first + 32 * i;
+        place += __popc(votes[i]);
+    }
+}
+
+// How many of the entries whose higher digits are those of `prefixes` (b,) have each next digit, of `bits` bits above
+// `shift`: added to `counts` (b, DIGITS). The grid is b · (spans of a matrix).
+template <typename Real>
+__global__ void __launch_bounds__(THREADS)
+    count_digits(const Real *values, const unsigned char *present, long long n, long long spans,
+                 const unsigned long long *prefixes, int shift, int bits, unsigned long long *counts) {
+    __shared__ unsigned int found[DIGITS];
+    const long long item = blockIdx.x / spans, matrix = item * n;
+    const long long start = blockIdx.x % spans * SPAN, stop = min(start + SPAN, n);
+    const unsigned long long prefix = prefixes[item];
+    for (int i = threadIdx.x; i < DIGITS; i += THREADS) found[i] = 0;
+    __syncthreads();
+#pragma unroll 4
+    for (long long at = start + threadIdx.x; at < stop; at += THREADS) {
+        if (present && !present[matrix + at]) continue;
+        const unsigned long long key = ordered(values[matrix + at]) >> shift;
+        if (key >> bits == prefix) atomicAdd(&found[key & ((1ull << bits) - 1)], 1u);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < DIGITS; i += THREADS)
+        if (found[i]) atomicAdd(&counts[item * DIGITS + i], (unsigned long long)found[i]);
+}
+
+// The next digit of the entry of rank `ranks` (b,), counted from the largest among those with the same higher digits:
+// appended to the prefix; the rank becomes that among the entries with this digit, and the counts 0. A rank that is
+// not below the number of entries becomes 0, which says that all are wanted. The last digit completes `least` (b,),
+// −∞ where all are wanted. The grid is b.
+template <typename Real>
+__global__ void __launch_bounds__(THREADS)
+    choose_digit(unsigned long long *counts, unsigned long long *prefixes, long long *ranks, int bits, bool first,
+                 bool last, double *least) {
+    __shared__ unsigned long long sums[THREADS];
+    const long long item = blockIdx.x;
+    unsigned long long *const mine = counts + item * DIGITS + DIGITS - 1 - (long long)threadIdx.x * OWN;
+    unsigned long long own[OWN], total = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        own[i] = mine[-i];
+        mine[-i] = 0;
+        total += own[i];
+    }
+    sums[threadIdx.x] = total;
+    for (int step = 1; step < THREADS; step *= 2) {
+        __syncthreads();
+        const unsigned long long before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+        __syncthreads();
+        sums[threadIdx.x] += before;
+    }
+    __syncthreads();
+    const unsigned long long rank = (unsigned long long)ranks[item], prefix = prefixes[item];
+    __syncthreads();
+    if (rank == 0 || (first && rank >= sums[THREADS - 1])) {
+        if (threadIdx.x) return;
+        ranks[item] = 0;
+        if (last) least[item] = -__longlong_as_double(0x7ff0000000000000ll);
+        return;
+    }
+    unsigned long long before = sums[threadIdx.x] - total;
+    if (rank <= before || rank > before + total) return;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        if (rank > before && rank <= before + own[i]) {
+            const unsigned long long key = prefix << bits | (unsigned long long)(DIGITS - 1 - threadIdx.x * OWN - i);
+            prefixes[item] = key;
+            ranks[item] = (long long)(rank - before);
+            if (last) least[item] = number(key, Real());
+        }
+        before += own[i];
+    }
+}
+
+// The rows `indices` of each matrix (of d numbers; strides are in numbers): to rows of `out` next to each other, or with
+// a `width` to those from item · width on. No more are copied than `starts` (items + 1,) tells.
+template <typename Stored>
+__global__ void __launch_bounds__(THREADS)
+    gather_rows(const Stored *rows, long long item_stride, long long row_stride, long long column_stride,
+                const long long *starts, long long items, const long long *indices, long long room, long long width,
+                int d, Stored *out) {
+    __shared__ long long sources[COPIED], targets[COPIED];
+    const long long first = (long long)blockIdx.x * COPIED;
+    const int count = (int)min((long long)COPIED, min(room, starts[items]) - first);
+    if (count <= 0) return;
+    if (threadIdx.x < count) {
+        const long long at = first + threadIdx.x;
+        long long item = 0, end = items;  // starts[item] <= at < starts[end]
+        while (end - item > 1) {
+            const long long middle = (item + end) / 2;
+            if (starts[middle] <= at) item = middle;
+            else end = middle;
+        }
+        sources[threadIdx.x] = item * item_stride + indices[at] * row_stride;
+        targets[threadIdx.x] = (width ? item * width + at - starts[item] : at) * d;
+    }
+    __syncthreads();
+    constexpr int pack = sizeof(uint4) / sizeof(Stored);
+    const unsigned long long places = (unsigned long long)rows | (unsigned long long)out;
+    const long long steps = item_stride | row_stride | d;
+    const bool whole = column_stride == 1 && places % sizeof(uint4) == 0 && steps % pack == 0;
+    const unsigned int units = whole ? d / pack : d;
+    for (unsigned int i = threadIdx.x; i < count * units; i += THREADS) {
+        const unsigned int row = i / units, unit = i % units;
+        const Stored *const from = rows + sources[row];
+        if (whole) ((uint4 *)(out + targets[row]))[unit] = ((const uint4 *)from)[unit];
+        else out[targets[row] + unit] = from[unit * column_stride];
+    }
+}
