@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from emulator import on_host
 
+from emulator import on_host
 from levattn._array import to_float64
 from levattn._kernels import BLOCK, Rows, _cpu, _cuda, _cuda_rows
 
@@ -16,9 +15,8 @@ FORMATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @pytest.fixture(params=[0, 1, 7], ids="order{}".format)
-def device(monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[None]:
+def device(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     on_host(monkeypatch, request.param)
-    yield
 
 
 def stored(X: Any, format: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,10 @@ import numpy as np
 import pytest
 
 import levattn
-import strategies
 from emulator import device
 from levattn import _array
 from levattn._kernels import BLOCK
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, SignJL, Sketch
 from strategies import as_float64
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
@@ -165,16 +167,64 @@ def test_keys_of_another_device_are_refused(cupy: Any, monkeypatch: pytest.Monke
         levattn.leverage_scores(K)
 
 
-def test_functions_give_what_they_give_in_main_memory(cupy: Any) -> None:
-    K = strategies.case("coherent").astype(np.float32)
-    here = cupy.asarray(K)
-    for f in (1.0, 4.0, levattn.Huber(1.0)):
-        there, expected = (levattn.sensitivities(x, f) for x in (here, K))
-        np.testing.assert_allclose(as_float64(there.upper), expected.upper, rtol=1e-5)
-    for method in ("auto", "gram", "qr", "svd"):
-        scores = levattn.leverage_scores(here, method=method)
-        np.testing.assert_allclose(scores.get(), levattn.leverage_scores(K, method=method), rtol=1e-5)
-    assert np.array_equal(levattn.universal_set(here, size=7).indices, levattn.universal_set(K, size=7).indices)
+METHODS = ("auto", "gram", "qr", "svd")
+SKETCHED = (
+    ("countsketch", 256),
+    ("osnap", 128),
+    ("srht", 128),
+    ("jl", 4),
+    ("halving", 256),
+    ("countsketch", (256, 4)),
+)
+FUNCTIONS = (1.0, 3.0, 4.0, levattn.Huber(1.0), levattn.Tukey(1.0), levattn.L1L2(), levattn.Fair(1.0))
+FAMILIES = (CountSketch(64), OSNAP(64), SRHT(64), GaussianJL(16), SignJL(16))
+
+# name -> what it returns for keys (1500, 8), queries and values of any kind of array
+EVERYTHING: dict[str, Callable[..., Any]] = {
+    **{f"scores by {m}": partial(lambda m, k, *_: levattn.leverage_scores(k, method=m), m) for m in METHODS},
+    **{
+        f"scores by {m} {s}": partial(lambda m, s, k, *_: levattn.leverage_scores(k, method=m, sketch_size=s), m, s)
+        for m, s in SKETCHED
+    },
+    **{
+        f"set by {m} {s}, checked": partial(
+            lambda m, s, k, *_: levattn.universal_set(k, 0.05, method=m, sketch_size=s, recheck=True).mask, m, s
+        )
+        for m, s in SKETCHED
+    },
+    **{f"sensitivities, {f}": partial(lambda f, k, *_: levattn.sensitivities(k, f).upper, f) for f in FUNCTIONS},
+    **{f"set, {f}": partial(lambda f, k, *_: levattn.universal_set(k, 0.2, f=f).mask, f) for f in FUNCTIONS},
+    **{
+        f"heavy entries, {f}": partial(lambda f, k, q, _: levattn.heavy_attention(q, k, 0.2, f=f).entries.toarray(), f)
+        for f in FUNCTIONS
+    },
+    **{f"{d}": partial(lambda d, k, *_: Sketch(d, 3).apply(k), d) for d in FAMILIES},
+    "scores with a ridge": lambda k, *_: levattn.leverage_scores(k, ridge=0.1),
+    "scores of centred keys": lambda k, *_: levattn.leverage_scores(k, center=True),
+    "scores under a mask": lambda k, *_: levattn.leverage_scores(k, mask=np.arange(len(k)) % 3 > 0),
+    "scores of a set": lambda k, *_: levattn.universal_set(k, 0.05).scores,
+    "set": lambda k, *_: levattn.universal_set(k, 0.05).mask,
+    "set of a size": lambda k, *_: levattn.universal_set(k, size=7).mask,
+    "set with groups": lambda k, *_: levattn.universal_set(k, 0.1, groups=np.arange(len(k)) % 7).mask,
+    "group leverage": lambda k, *_: levattn.group_leverage(k, np.arange(len(k)) % 7),
+    "near duplicates": lambda k, *_: levattn.near_duplicates(k),
+    "Lewis weights": lambda k, *_: levattn.lewis_weights(k, 3.0),
+    "exact sensitivities": lambda k, *_: levattn.exact_sensitivities(k[:20], 3.0).lower,
+    "heavy entries": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).entries.toarray(),
+    "normalisers": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).normalizers,
+    "outputs": lambda k, q, v: levattn.heavy_attention(q, k, 0.05).apply(v)[0],
+    "causal": lambda k, *_: levattn.heavy_attention(k[:150], k[:150], 0.05, causal=True).entries.toarray(),
+    "softmax mass": lambda k, q, _: levattn.softmax_mass(q, k, levattn.universal_set(k, 0.05)).lower,
+    "two passes": lambda k, *_: levattn.universal_set(lambda: [k[:1000], k[1000:]], 0.05).mask,
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_functions_give_what_they_give_in_main_memory(cupy: Any, name: str) -> None:
+    K, Q, V = keys(1500), keys(40, seed=1), keys(1500, 3, seed=2)
+    expected = as_float64(EVERYTHING[name](K, Q, V))
+    found = as_float64(EVERYTHING[name](*map(cupy.asarray, (K, Q, V))))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
 class CudaTensor:

@@ -87,6 +87,11 @@ def dressed(value: Any) -> Any:
     return value
 
 
+def in_cupy(name: str) -> bool:
+    """Whether CuPy has a function of this name, as far as can be told."""
+    return CUPY is None or hasattr(CUPY, name)
+
+
 @cache
 def signature(owner: str, name: str) -> inspect.Signature | None:
     """The parameters of a function of CuPy, or of a method of its arrays; None where CuPy does not tell."""
@@ -133,13 +138,17 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         refuse_numpy(*inputs, *(out or ()))
+        if method != "__call__" or not in_cupy(ufunc.__name__):
+            raise TypeError(f"numpy.{ufunc.__name__}, {method}, of an array of the device: CuPy has no such thing")
         if out is not None:
             options["out"] = bare(out)
         result = dressed(getattr(ufunc, method)(*bare(inputs), **options))
         return out[0] if out is not None and len(out) == 1 else result
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        return on_numpy(function)(*args, **options)
+        if not in_cupy(function.__name__):
+            raise TypeError(f"numpy.{function.__name__} of an array of the device: CuPy has no such function")
+        return on_numpy(function, "", function.__name__)(*args, **options)
 
     def get(self) -> np.ndarray:
         return self.held.copy()
