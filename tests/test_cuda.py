@@ -9,7 +9,7 @@ import pytest
 
 from emulator import on_host
 from levattn._array import to_float64
-from levattn._kernels import BLOCK, Rows, _cpu, _cuda, _cuda_rows
+from levattn._kernels import BLOCK, Rows, _cpu, _cuda, _cuda_dense, _cuda_rows
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -210,7 +210,7 @@ def test_rows_that_are_not_finite(device: None) -> None:
 
 @pytest.mark.parametrize("shared", [1 << 10, 232448], ids=["room", "shared"])
 def test_inverse_cholesky(device: None, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "shared_limit", lambda: shared)
+    monkeypatch.setattr(_cuda_dense, "shared_limit", lambda: shared)
     rng = np.random.default_rng(6)
     for d in (1, 2, 17, 65):
         A = rng.standard_normal((4, 2 * d + 1, d))
@@ -229,6 +229,30 @@ def test_inverse_cholesky(device: None, shared: int, monkeypatch: pytest.MonkeyP
             size = np.sqrt(np.diagonal(G, axis1=1, axis2=2))
             np.testing.assert_allclose((size[:, :, None] * W)[good], (size[:, :, None] * expected[0])[good], atol=1e-9)
             assert np.array_equal(W[1] != 0, expected[0][1] != 0)
+
+
+@pytest.mark.parametrize("block", [4, 7, 16])
+def test_inverse_cholesky_in_blocks(device: None, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cuda_dense, "_WIDE", 1)
+    monkeypatch.setattr(_cuda_dense, "_BLOCK", block)
+    rng = np.random.default_rng(8)
+    for d in (1, 5, 16, 33):
+        A = rng.standard_normal((5, 2 * d + 1, d))
+        A[1, :, d // 2] = 0
+        A[2] *= np.exp2(rng.integers(-60, 60, d))
+        G = np.swapaxes(A, 1, 2) @ A
+        G[3] -= (1.5 if d > 1 else 0) * np.linalg.eigvalsh(G[3])[0] * np.eye(d)  # not positive definite
+        G[4] = np.outer(A[4, 0], A[4, 0])  # of rank 1
+        for shift in (0.0, 1e-3):
+            W, pivot, reach = _cuda.inverse_cholesky(G, shift)
+            expected = _cpu.inverse_cholesky(G, shift)
+            assert np.array_equal(pivot[:4] > 0, expected[1][:4] > 0)
+            sure = slice(0, 3)
+            np.testing.assert_allclose(reach[sure], expected[2][sure], rtol=1e-9)
+            size = np.sqrt(np.diagonal(G, axis1=1, axis2=2))[sure, :, None]
+            np.testing.assert_allclose(size * W[sure], size * expected[0][sure], atol=1e-9)
+            if d > 1 and pivot[4] > 0:  # by rounding, or by the shift
+                assert reach[4] > (1e12 if not shift else 1e2)
 
 
 def test_what_cannot_be_factored_says_so(device: None) -> None:

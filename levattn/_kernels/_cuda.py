@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from levattn._array import to_numpy
+from levattn._kernels._cuda_dense import inverse_cholesky
 from levattn._kernels._cuda_rows import key_arguments, key_type, on_device
 from levattn._kernels._cuda_sketch import add_products, dense_sketch, scatter, sketch_zeros, subsampled_hadamard
-from levattn._kernels._cuda_source import NOTHING, launch, namespace, shared_limit
+from levattn._kernels._cuda_source import launch, namespace
+from levattn._kernels._cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
 __all__ = [
@@ -40,7 +42,6 @@ __all__ = [
 _TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
 _THREADS = 256
 _ROOM = 1 << 28  # bytes that are taken at a time beside the keys
-_STATIC = 8 * 512  # bytes of shared memory that invert_cholesky has besides
 _MOST = 65535  # blocks of threads along the second and the third axis of a grid
 
 
@@ -83,16 +84,13 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
         count = int(firsts[stop] - firsts[at])
         chosen, places = on_device(pieces[at:stop], np.int64), on_device(firsts[at : stop + 1] - firsts[at])
         partial = xp.empty((count, d, d))
-        tiles = -(-d // _TILE)
-        shape = (count, tiles * (tiles + 1) // 2)
-        launch(
-            "moments",
-            "moment_blocks",
-            (key_type(rows), real),
-            shape,
-            _THREADS,
-            [*arguments, chosen, places, np.int32(stop - at), np.int32(BLOCK), partial],
-        )
+        tail = [chosen, places, np.int32(stop - at), np.int32(BLOCK), partial]
+        if arithmetic == "single" and has_tensor_products(rows):
+            tensor_moments(rows, [*arguments, *tail], count)
+        else:
+            tiles = -(-d // _TILE)
+            shape = (count, tiles * (tiles + 1) // 2)
+            launch("moments", "moment_blocks", (key_type(rows), real), shape, _THREADS, [*arguments, *tail])
         sums = out[at:stop]
         grid = (-(-(stop - at) * d * d // _THREADS),)
         launch("moments", "add_blocks", (), grid, _THREADS, [partial, places, np.int64(stop - at), np.int32(d), sums])
@@ -151,6 +149,9 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Any, out: Any, arithmetic: A
 
 
 def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling: float, *, triangular: bool) -> None:
+    if real == "float" and has_tensor_products(rows, W.shape[2]):
+        tensor_squares(rows, items, W, out, ceiling, triangular=triangular)
+        return
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
     types = key_type(rows), real, "double" if out.dtype == np.float64 else "float"
@@ -197,17 +198,3 @@ def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     grid = (-(-n // (_THREADS // 32)),)
     launch("scan", "find_nonfinite", (key_type(rows),), grid, _THREADS, [*key_arguments(rows), *tail])
     return [int(row) for row in to_numpy(xp.flatnonzero(flags)[:limit])]
-
-
-def inverse_cholesky(G: Any, shift: float = 0.0) -> tuple[Any, Float64, Float64]:
-    """Return W on the device, and pivots and reaches; the contract of `levattn._kernels.inverse_cholesky`."""
-    xp = namespace()
-    b, d, _ = G.shape
-    W, figures = xp.zeros((b, d, d)), xp.empty((2, b))
-    shared = 8 * (d * (d | 1) + 2 * d)
-    fits = shared <= shared_limit() - _STATIC
-    room = NOTHING if fits else xp.empty((b, d, d | 1))
-    tail = [np.int32(d), np.float64(shift), room, W, figures[0], figures[1]]
-    launch("dense", "invert_cholesky", (), (b,), 512, [on_device(G), *tail], shared if fits else 16 * d)
-    pivot, reach = to_numpy(figures)
-    return W, pivot, reach
