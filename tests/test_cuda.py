@@ -9,7 +9,7 @@ import pytest
 
 from emulator import on_host
 from levattn._array import to_float64
-from levattn._kernels import BLOCK, Rows, _cpu, _cuda, _cuda_dense, _cuda_rows
+from levattn._kernels import BLOCK, Rows, _cpu, _cuda, _cuda_dense, _cuda_rows, _cuda_wide
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -17,6 +17,11 @@ FORMATS = ("float64", "float32", "float16", "bfloat16")
 @pytest.fixture(params=[0, 1, 7], ids="order{}".format)
 def device(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     on_host(monkeypatch, request.param)
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_cuda, _cuda_wide):
+        monkeypatch.setattr(module, "BLOCK", 16)
 
 
 def stored(X: Any, format: str) -> Any:
@@ -60,13 +65,13 @@ def read(rows: Rows) -> Any:
 
 
 KINDS = ("plain", "columns", "every other", "transformed")
-SHAPES = ((1, 1, 1), (2, 70, 3), (1, 200, 64), (2, 33, 65), (1, 50, 130))
+SHAPES = ((1, 1, 1), (2, 70, 3), (1, 200, 64), (2, 33, 65), (1, 50, 130), (1, 40, 257))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_moments(device: None, kind: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "BLOCK", 16)
+    small_blocks(monkeypatch)
     b, n, d = shape
     for format in FORMATS:
         rows = rows_of(kind, b, n, d, format)
@@ -84,7 +89,7 @@ def test_moments(device: None, kind: str, shape: tuple[int, int, int], monkeypat
 @pytest.mark.parametrize("arithmetic", ["double", "compensated"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_turned_moments(device: None, kind: str, arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "BLOCK", 16)
+    small_blocks(monkeypatch)
     monkeypatch.setattr(_cuda, "_ROOM", 8 * 66 * 16)
     rows = rows_of(kind, 2, 70, 66)
     X = read(rows)
@@ -114,7 +119,7 @@ def test_sums_are_those_of_the_cpu_in_pairs(device: None) -> None:
 
 def test_room_for_partial_sums_changes_nothing(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of("plain", 5, 300, 7)
-    monkeypatch.setattr(_cuda, "BLOCK", 16)
+    small_blocks(monkeypatch)
     pieces = np.array([[i, i, a, z] for i in range(5) for a, z in ((0, 128), (128, 300))])
     expected = _cuda.moments(rows, pieces)
     for room in (1, 8 * 49 * 9, 8 * 49 * 40):
@@ -148,7 +153,7 @@ def test_squared_norms(device: None, kind: str, shape: tuple[int, int, int]) -> 
 @pytest.mark.parametrize("arithmetic", ["double", "compensated"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_squared_norms_in_a_basis(device: None, kind: str, arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "BLOCK", 16)
+    small_blocks(monkeypatch)
     monkeypatch.setattr(_cuda, "_ROOM", 8 * 9 * 16)
     rng = np.random.default_rng(3)
     rows = rows_of(kind, 2, 70, 9, "float64")
@@ -157,6 +162,31 @@ def test_squared_norms_in_a_basis(device: None, kind: str, arithmetic: Any, monk
     _cuda.sqnorms(rows, np.array([1, 0]), W, out, basis=B, arithmetic=arithmetic)
     exact = np.sum((read(rows)[::-1] @ B @ W) ** 2, axis=2)[::-1]
     np.testing.assert_allclose(out, exact, rtol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_keys(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with products of blocks that are written out, which wide keys have."""
+    small_blocks(monkeypatch)
+    rng = np.random.default_rng(9)
+    for format in FORMATS:
+        rows = rows_of(kind, 2, 50, 9, format)
+        X = read(rows)
+        pieces = np.array([[0, 1, 0, 32], [1, 0, 16, 50], [0, 0, 48, 48]])
+        partial = np.full((5, 9, 9), np.nan)
+        _cuda_wide.partial_moments(rows, pieces, partial)
+        spans = ((1, 0, 16), (1, 16, 32), (0, 16, 32), (0, 32, 48), (0, 48, 50))
+        for G, (item, start, stop) in zip(partial, spans, strict=True):
+            part = X[item, start:stop]
+            np.testing.assert_allclose(G, part.T @ part, rtol=1e-12, atol=1e-12)
+        for triangular in (True, False):
+            W = rng.standard_normal((2, 9, 9 if triangular else 5))
+            used = np.triu(W) if triangular else W
+            for dtype, error in ((np.float64, 1e-12), (np.float32, 1e-4)):
+                out = np.zeros((2, 50), dtype)
+                _cuda_wide.square_rows(rows, np.array([1, 0]), W, out, dtype, 3.0, triangular=triangular)
+                exact = np.minimum(np.sum((X[::-1] @ used) ** 2, axis=2)[::-1], 3.0)
+                np.testing.assert_allclose(out, exact, rtol=error, atol=error)
 
 
 def test_compensated_products_are_rounded_once(device: None) -> None:
@@ -186,7 +216,7 @@ def test_projected_squared_norms(device: None, arithmetic: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda, "BLOCK", 16)
+    small_blocks(monkeypatch)
     for b, n, d in (*SHAPES, (1, 0, 3), (3, 100, 300)):
         rows = rows_of(kind, b, n, d)
         X = read(rows)

@@ -18,6 +18,7 @@ from levattn._kernels._cuda_rows import key_arguments, key_type, on_device
 from levattn._kernels._cuda_sketch import add_products, dense_sketch, scatter, sketch_zeros, subsampled_hadamard
 from levattn._kernels._cuda_source import launch, namespace
 from levattn._kernels._cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
+from levattn._kernels._cuda_wide import WIDE, partial_moments, square_rows
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
 
 _TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
 _THREADS = 256
+_REALS = {"float": np.float32, "double": np.float64}
 _ROOM = 1 << 28  # bytes that are taken at a time beside the keys
 _MOST = 65535  # blocks of threads along the second and the third axis of a grid
 
@@ -87,6 +89,8 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
         tail = [chosen, places, np.int32(stop - at), np.int32(BLOCK), partial]
         if arithmetic == "single" and has_tensor_products(rows):
             tensor_moments(rows, [*arguments, *tail], count)
+        elif arithmetic == "double" and d >= WIDE:
+            partial_moments(rows, pieces[at:stop], partial)
         else:
             tiles = -(-d // _TILE)
             shape = (count, tiles * (tiles + 1) // 2)
@@ -151,6 +155,9 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Any, out: Any, arithmetic: A
 def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling: float, *, triangular: bool) -> None:
     if real == "float" and has_tensor_products(rows, W.shape[2]):
         tensor_squares(rows, items, W, out, ceiling, triangular=triangular)
+        return
+    if max(W.shape[1:]) >= WIDE:
+        square_rows(rows, items, W, out, np.dtype(_REALS[real]), ceiling, triangular=triangular)
         return
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))

@@ -42,6 +42,7 @@ NOTHING = np.intp(0)  # stands for an array that is not there
 
 _KEYS = tuple(TYPES.values())
 _REALS = ("float", "double")
+_MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
@@ -50,9 +51,15 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "square_rows": tuple(product(_KEYS, _REALS, _REALS)),
         "turn_rows": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
     },
+    "tensor": {
+        "tensor_moments": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
+        "tensor_squares": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
+        "split_factors": (("64",), ("128",)),
+    },
     "scan": {
         "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
         "find_nonfinite": tuple((key,) for key in _KEYS),
+        "read_rows": tuple(product(_KEYS, _REALS)),
     },
     "dense": {"invert_cholesky": ((),)},
     "sketch": {

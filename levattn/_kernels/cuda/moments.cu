@@ -1,6 +1,7 @@
 // Second moments: sums of k kᵀ over blocks of rows, and of those over pieces, in the one order of the library.
 
 #include "keys.cuh"
+#include "blocks.cuh"
 
 namespace {
 
@@ -29,8 +30,6 @@ __device__ void fetch(const Column<Key> &column, long long row, long long stop, 
 }  // namespace
 
 // One block of rows and one tile of the upper triangle of its moment: to `partial`, (blocks, d, d).
-//
-// `pieces` (count, 4) are slot, item, first row, row after the last; `firsts` (count + 1,) numbers their first blocks.
 // The grid is (blocks, tiles of the upper triangle).
 template <typename Key, typename Real>
 __global__ void __launch_bounds__(THREADS, 2)
@@ -39,16 +38,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     __shared__ Quad<Real> left[STAGE][SIDE], right[STAGE][SIDE];
     const Reader<Key> reader KEY_READER;
 
-    const long long block = blockIdx.x;
-    int low = 0, high = count;  // the last piece that begins at this block or before
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (firsts[middle] <= block) low = middle;
-        else high = middle;
-    }
-    const long long item = pieces[4 * low + 1];
-    const long long start = pieces[4 * low + 2] + (block - firsts[low]) * block_rows;
-    const long long stop = min(start + block_rows, pieces[4 * low + 3]);
+    const Block block(pieces, firsts, count, blockIdx.x, block_rows);
+    const long long item = block.item, start = block.start, stop = block.stop;
 
     int down = 0, across = blockIdx.y;  // row and column of the tile among those of the upper triangle
     const int tiles = (d + TILE - 1) / TILE;

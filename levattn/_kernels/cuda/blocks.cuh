@@ -1,0 +1,19 @@
+// Blocks of rows, numbered over all pieces of a call.
+
+// The rows of one block: `pieces` (count, 4) are slot, item, first row, row after the last; `firsts` (count + 1,)
+// numbers their first blocks.
+struct Block {
+    long long item, start, stop;
+
+    __device__ Block(const long long *pieces, const long long *firsts, int count, long long block, int block_rows) {
+        int low = 0, high = count;  // the last piece that begins at this block or before
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (firsts[middle] <= block) low = middle;
+            else high = middle;
+        }
+        item = pieces[4 * low + 1];
+        start = pieces[4 * low + 2] + (block - firsts[low]) * block_rows;
+        stop = min(start + block_rows, pieces[4 * low + 3]);
+    }
+};
