@@ -17,7 +17,9 @@ from test_cuda import read, rows_of, stored
 FORMATS = ("float32", "float16", "bfloat16")
 UNIT = 2.0**-24
 
-PRIMITIVES = "".join((FOLDER / name).read_text() for name in ("keys.cuh", "mma.cuh")) + """
+PRIMITIVES = (
+    "".join((FOLDER / name).read_text() for name in ("keys.cuh", "mma.cuh"))
+    + """
 template <typename Number>
 __global__ void __launch_bounds__(32) multiply(const unsigned short *A, const unsigned short *B, float *C) {
     const int g = threadIdx.x / 4, t = threadIdx.x % 4;
@@ -42,7 +44,8 @@ __global__ void __launch_bounds__(32) transpose(const unsigned short *in, unsign
     for (int i = 0; i < 4; ++i) out[i * 32 + threadIdx.x] = words[i];
 }
 
-__global__ void __launch_bounds__(32) copy(const unsigned char *in, int bytes, unsigned char *early, unsigned char *late) {
+__global__ void __launch_bounds__(32)
+    copy(const unsigned char *in, int bytes, unsigned char *early, unsigned char *late) {
     __shared__ __align__(16) unsigned char there[2][32][16];
     for (int k = 0; k < 2; ++k) {
         for (int i = 0; i < 16; ++i) there[k][threadIdx.x][i] = 1;
@@ -62,6 +65,7 @@ __global__ void __launch_bounds__(32) narrow(const float *in, int n, unsigned in
     }
 }
 """
+)
 
 
 def primitive(name: str, *arguments: Any) -> None:
@@ -168,8 +172,9 @@ SHAPES = (
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.usefixtures("device")
 class TestErrors:
-    def test_moments(self, device: None, format: str, shape: tuple[int, int, int]) -> None:
+    def test_moments(self, format: str, shape: tuple[int, int, int]) -> None:
         rows = rows_of("plain", *shape, format)
         X = read(rows)
         size = np.abs(X).swapaxes(1, 2) @ np.abs(X)
@@ -178,7 +183,7 @@ class TestErrors:
         assert (np.abs(found - X.swapaxes(1, 2) @ X) <= (16 + shape[1] / 32) * UNIT * size).all()
         assert np.array_equal(found, found.swapaxes(1, 2))
 
-    def test_squares(self, device: None, format: str, shape: tuple[int, int, int]) -> None:
+    def test_squares(self, format: str, shape: tuple[int, int, int]) -> None:
         rows, W = rows_of("plain", *shape, format), factors_of(shape[0], shape[2])
         exact, bound = ((np.nan_to_num(f(read(rows))) @ f(np.nan_to_num(W))) for f in (np.asarray, np.abs))
         error = np.sqrt(np.sum(bound**2, axis=2))
@@ -208,7 +213,8 @@ class TestBits:
                     assert np.array_equal(G, found[0][0])
                 assert np.array_equal(s, found[0][1])
 
-    def test_masked_rows_are_zero(self, device: None, format: str) -> None:
+    @pytest.mark.usefixtures("device")
+    def test_masked_rows_are_zero(self, format: str) -> None:
         rows, W = rows_of("plain", 2, 90, 24, format), factors_of(2, 24)
         keep = np.random.default_rng(0).random((2, 90)) < 0.6
         zeros = np.where(keep[:, :, None], rows.keys, np.zeros((), rows.keys.dtype))
@@ -218,7 +224,8 @@ class TestBits:
         assert np.array_equal(moments_of(masked), moments_of(replace(rows, keys=zeros)))
         assert np.array_equal(squares_of(masked, W), squares_of(replace(rows, keys=zeros), W))
 
-    def test_batch_mates_and_pieces(self, device: None, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.usefixtures("device")
+    def test_batch_mates_and_pieces(self, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_cuda, "BLOCK", 64)
         rows, W = rows_of("plain", 3, 200, 16, format), factors_of(3, 16)
         G, s = moments_of(rows), squares_of(rows, W)

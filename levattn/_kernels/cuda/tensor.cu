@@ -1,8 +1,8 @@
 // Second moments and squared norms on tensor cores, for keys of up to 128 columns and products in single precision.
 //
-// Numbers of 16 bits are multiplied as they are. Others are scaled by powers of two and split into two halves (float16),
-// which hold them to within half a unit of float32, and of which all products are summed up. Tensor cores cut sums off
-// instead of rounding them: so they add up no more than 32 products, the smallest ones first, and the rest is rounded.
+// Numbers of 16 bits are multiplied as they are. Others are scaled by powers of two and split into two float16,
+// the number rounded and what that leaves, which hold it to within 2^-23. Tensor cores cut sums off instead of rounding
+// them: so they add up 32 products or fewer of either sort, the small ones first, and the rest is added with rounding.
 
 #include "keys.cuh"
 #include "blocks.cuh"
@@ -11,9 +11,9 @@
 
 namespace {
 
-constexpr int SIDE = 32;     // columns of a tile of moments, and products summed up by tensor cores alone
-constexpr int COLUMNS = 128;  // times rows / SIDE of a stage of the pipeline
-constexpr int WARPS = 8;     // of a block of threads that splits factors
+constexpr int SIDE = 32;      // columns of a tile of moments, and products summed up by tensor cores alone
+constexpr int COLUMNS = 128;  // of a stage of the pipeline, those of all groups of SIDE rows together
+constexpr int WARPS = 8;      // of a block of threads that splits factors
 
 template <int WIDE>
 constexpr int TILES = (WIDE / SIDE) * (WIDE / SIDE + 1) / 2;  // of the upper triangle
@@ -36,7 +36,7 @@ struct Multiplied<float> {
 template <typename Raw>
 constexpr int SCORE_WARPS = sizeof(Raw) == 4 ? 8 : 6;
 
-// Blocks of threads that a multiprocessor is to hold at once; keys that are changed on the way in are read slowly anyway.
+// Blocks of threads that a multiprocessor is to hold; keys that are changed on the way in are read slowly anyway.
 template <typename Key, typename Raw>
 constexpr int RESIDENT = sizeof(Key) == sizeof(Raw) ? 2 : 1;
 
@@ -65,8 +65,8 @@ __device__ bool is_direct(const Reader<Key> &reader) {
            (size_t)reader.keys % 16 == 0;
 }
 
-// A power of two by which numbers of at most this size (the bits of a float) are brought below 2^15, the largest of them
-// to 2^14 or more unless they are tiny; and its inverse.
+// A power of two by which numbers of at most this size (the bits of a float) are brought below 2^15, the largest of
+// them to 2^14 or more unless they are tiny; and its inverse.
 __device__ float raising(unsigned int size) { return __uint_as_float((268 - max(size >> 23, 27u)) << 23); }
 __device__ float lowering(unsigned int size) { return __uint_as_float((max(size >> 23, 27u) - 14) << 23); }
 
@@ -86,14 +86,15 @@ __device__ int place_of_floats(int row, int chunk) { return (row * (WIDE / 4) + 
 
 // Bring `rows` rows of keys from `first` on to shared memory, zero where there are none; direct ones are on their way.
 template <typename Key, typename Raw, int WIDE>
-__device__ void bring(const Reader<Key> &reader, bool direct, long long item, long long first, long long stop, int rows,
-                      unsigned char *to) {
+__device__ void bring(const Reader<Key> &reader, bool direct, long long item, long long first, long long stop,
+                      int rows, unsigned char *to) {
     constexpr int EACH = 16 / sizeof(Raw), CHUNKS = WIDE / EACH;
     for (int at = threadIdx.x; at < rows * CHUNKS; at += MOMENT_THREADS<WIDE>) {
         const int r = at / CHUNKS, chunk = at % CHUNKS, column = chunk * EACH;
         const long long row = first + r;
         const int count = row < stop && reader.takes_part(item, row) ? max(0, min(EACH, reader.d - column)) : 0;
-        unsigned char *const place = to + (sizeof(Raw) == 2 ? place_of_words<WIDE>(r, chunk) : place_of_floats<WIDE>(r, chunk));
+        unsigned char *const place =
+            to + (sizeof(Raw) == 2 ? place_of_words<WIDE>(r, chunk) : place_of_floats<WIDE>(r, chunk));
         if (direct) {
             const Key *const from = reader.keys + item * reader.item_stride + row * reader.row_stride + column;
             copy_async(place, count ? from : reader.keys, count * (int)sizeof(Raw));
@@ -128,7 +129,8 @@ __device__ void split(const unsigned char *raw, unsigned char *halves, unsigned 
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
 #pragma unroll
-            for (int far = 4; far < 32; far *= 2) sizes[k] = max(sizes[k], __shfl_xor_sync(0xffffffffu, sizes[k], far));
+            for (int far = 4; far < 32; far *= 2)
+                sizes[k] = max(sizes[k], __shfl_xor_sync(0xffffffffu, sizes[k], far));
             if (lane < 4) lowered[group * WIDE + low + quad * 4 + k] = lowering(sizes[k]);
         }
 #pragma unroll
@@ -214,13 +216,15 @@ __device__ float number_at(const unsigned int (&words)[4], int k, Bfloat) {
 }
 
 __device__ void put_number(unsigned int (&words)[8], int k, float x) { words[k] = __float_as_uint(x); }
-__device__ void put_number(unsigned int (&words)[4], int k, Half x) { words[k / 2] |= (unsigned int)x.bits << k % 2 * 16; }
-__device__ void put_number(unsigned int (&words)[4], int k, Bfloat x) { words[k / 2] |= (unsigned int)x.bits << k % 2 * 16; }
+template <typename Number>
+__device__ void put_number(unsigned int (&words)[4], int k, Number x) {
+    words[k / 2] |= (unsigned int)x.bits << k % 2 * 16;
+}
 
 // Eight entries of a row from `column` on, zero where there are none.
 template <typename Key, typename Raw, int WORDS>
-__device__ void read_eight(const Reader<Key> &reader, bool direct, long long item, long long row, bool there, int column,
-                           unsigned int (&words)[WORDS]) {
+__device__ void read_eight(const Reader<Key> &reader, bool direct, long long item, long long row, bool there,
+                           int column, unsigned int (&words)[WORDS]) {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) words[i] = 0;
     if (!there || column >= reader.d) return;
@@ -244,8 +248,8 @@ __device__ void read_eight(const Reader<Key> &reader, bool direct, long long ite
 // Words of a factor as B: two of each of two products, for every lane, of SIDE rows and 8 columns; those of the halves
 // come first, and the rests after them.
 //
-// A lane has the entries of eight columns of a key next to each other, 8t to 8t + 7 of SIDE, and of the factor the same
-// eight rows: sums do not mind the order.
+// A lane has the entries of eight columns of a key next to each other, 8t to 8t + 7 of SIDE, and of the factor the
+// same eight rows: as A and B agree, the products are those of the same columns.
 template <int WIDE>
 constexpr int FACTOR_WORDS = WIDE * WIDE / 2;
 
@@ -274,7 +278,7 @@ __global__ void __launch_bounds__(MOMENT_THREADS<WIDE>, RESIDENT<Key, Raw>)
     const int stages = (int)((block.stop - block.start + ROWS - 1) / ROWS);
 
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32 / TILES<WIDE>;
-    int down = 0, across = threadIdx.x / 32 % TILES<WIDE>;  // row and column of the tile among those of the upper triangle
+    int down = 0, across = threadIdx.x / 32 % TILES<WIDE>;  // of the tile, among those of the upper triangle
     while (across >= WIDE / SIDE - down) across -= WIDE / SIDE - down++;
     across = (across + down) * SIDE;
     down *= SIDE;
@@ -355,15 +359,16 @@ __global__ void __launch_bounds__(32 * WARPS)
     }
 }
 
-// ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`, or to `wide`
-// if it is there, with the factors as `split_factors` leaves them. d and width are at most WIDE. The grid is (any number, slots of this launch),
-// of which slots `before` come before.
+// ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`, or to
+// `wide` if it is there, with factors as `split_factors` leaves them. d and width are at most WIDE. The grid is (any
+// number, slots of this launch); `before` slots come before these, and the factors are those of this launch alone.
 template <typename Key, typename Raw, int WIDE>
 __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
     tensor_squares(KEY_PARAMETERS, long long n, const long long *items, long long before, const unsigned int *factors,
                    const float *lowered, int width, bool triangular, double ceiling, float *out, double *wide,
                    long long out_stride) {
-    constexpr int WARPS = SCORE_WARPS<Raw>, PARTS = sizeof(Raw) == 4 ? 2 : 1, HIGH = 2 / PARTS, ROWS = 16 * HIGH, DEEP = WIDE / SIDE;
+    constexpr int WARPS = SCORE_WARPS<Raw>, DEEP = WIDE / SIDE;
+    constexpr int PARTS = sizeof(Raw) == 4 ? 2 : 1, HIGH = 2 / PARTS, ROWS = 16 * HIGH;
     DYNAMIC_SHARED(shared);
     uint4 *const factor = (uint4 *)shared, *const factor_rests = factor + FACTOR_WORDS<WIDE> / 4;
     float *const scales = (float *)(factor_rests + FACTOR_WORDS<WIDE> / 4);
@@ -385,7 +390,7 @@ __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
             unsigned int stored[2][DEEP][2 * sizeof(Raw)];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const long long row = first + 16 * m + 8 * r + g;
+                const long long row = min(first + 16 * m + 8 * r + g, n);
                 const bool there = row < n && reader.takes_part(item, row);
 #pragma unroll
                 for (int q = 0; q < DEEP; ++q)
@@ -398,11 +403,13 @@ __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
                 for (int k = 0; k < 8; ++k)
 #pragma unroll
                     for (int r = 0; r < 2; ++r)
-                        size[r] = max(size[r], size_of(number_at(stored[r][q], k, Raw()) * scales[q * SIDE + t * 8 + k]));
+                        size[r] =
+                            max(size[r], size_of(number_at(stored[r][q], k, Raw()) * scales[q * SIDE + t * 8 + k]));
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
-                for (int far = 1; far < 4; far *= 2) size[r] = max(size[r], __shfl_xor_sync(0xffffffffu, size[r], far));
+                for (int far = 1; far < 4; far *= 2)
+                    size[r] = max(size[r], __shfl_xor_sync(0xffffffffu, size[r], far));
 #pragma unroll
             for (int q = 0; q < DEEP; ++q)
 #pragma unroll
@@ -444,7 +451,8 @@ __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
 #pragma unroll
                                 for (int c = 0; c < PARTS; ++c) {
                                     const uint4 &b = step == 1 ? low[c] : high[c];
-                                    multiply_add(Half(), products[m][c], a[step / 2][m][q][k], k ? b.z : b.x, k ? b.w : b.y);
+                                    multiply_add(Half(), products[m][c], a[step / 2][m][q][k], k ? b.z : b.x,
+                                                 k ? b.w : b.y);
                                 }
 #pragma unroll
                     for (int m = 0; m < HIGH; ++m)
