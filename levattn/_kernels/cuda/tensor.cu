@@ -1,8 +1,8 @@
 // Second moments and squared norms on tensor cores, for keys of up to 128 columns and products in single precision.
 //
-// Numbers of 16 bits are multiplied as they are. Others are scaled by powers of two and split into two float16,
-// the number rounded and what that leaves, which hold it to within 2^-23. Tensor cores cut sums off instead of rounding
-// them: so they add up 32 products or fewer of either sort, the small ones first, and the rest is added with rounding.
+// Moments multiply numbers of 16 bits as they are; all others are scaled by powers of two and split into two float16,
+// the number rounded and what that leaves, which hold it to within 2^-23. Tensor cores cut sums off, they do not
+// round: so they add up 32 products or fewer of each sort, the small ones first, and rounded sums add up the rest.
 
 #include "keys.cuh"
 #include "blocks.cuh"
@@ -48,7 +48,9 @@ __device__ void fetch(const Reader<Key> &reader, long long item, long long row, 
 }
 
 __device__ void fetch(const Reader<Bfloat> &reader, long long item, long long row, int column, Bfloat &to) {
-    to.bits = (unsigned short)(__float_as_uint(reader.read<float>(item, row, column)) >> 16);
+    float x = widen(reader.keys[item * reader.item_stride + row * reader.row_stride + column * reader.column_stride]);
+    if (reader.scale) x = (float)(x * reader.scale[item * reader.d + column]);
+    to.bits = reader.takes_part(item, row) ? (unsigned short)(__float_as_uint(x) >> 16) : 0;
 }
 
 __device__ void fetch(const Reader<Half> &reader, long long item, long long row, int column, Half &to) {
@@ -390,7 +392,7 @@ __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
             unsigned int stored[2][DEEP][2 * sizeof(Raw)];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const long long row = min(first + 16 * m + 8 * r + g, n);
+                const long long row = first + 16 * m + 8 * r + g;
                 const bool there = row < n && reader.takes_part(item, row);
 #pragma unroll
                 for (int q = 0; q < DEEP; ++q)
