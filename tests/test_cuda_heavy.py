@@ -14,27 +14,14 @@ import emulator
 import levattn
 import naive
 from emulator import device as emulated
+from emulator import in_orders
 from levattn._kernels import _cpu, _cuda_heavy
 from strategies import as_float64, examples, integer_keys
-
-ORDERS = (0, 1, 5)  # in which threads and blocks take turns
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.on_host(monkeypatch)
-
-
-def in_orders(function: Any, *args: Any) -> Any:
-    """What a function returns, which has the same bits in every order."""
-    results = []
-    for seed in ORDERS:
-        emulator.order = seed
-        results.append(function(*args))
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(a, b)
-    return results[0]
 
 
 # -- normalisers -----------------------------------------------------------------------

@@ -16,30 +16,16 @@ import levattn
 import naive
 import strategies
 from emulator import device as emulated
+from emulator import in_orders
 from levattn._kernels import _cuda_select, _select
 from strategies import as_bool, as_float64, examples
 
 SIZES = (0, 1, 31, 33, 255, 256, 2047, 2048, 2049, 4100, 8193)  # around warps, their runs, tiles and spans
-ORDERS = (0, 1, 5)  # in which threads and blocks take turns
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.on_host(monkeypatch)
-
-
-def in_orders(function: Any, *args: Any) -> Any:
-    """What a function returns, which is the same in every order."""
-    results = []
-    for seed in ORDERS:
-        emulator.order = seed
-        results.append(function(*args))
-    first = results[0] if isinstance(results[0], tuple) else (results[0],)
-    for other in results[1:]:
-        for a, b in zip(first, other if isinstance(other, tuple) else (other,), strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
-    return results[0]
 
 
 def listed(flags: NDArray[np.bool_]) -> list[list[int]]:

@@ -353,3 +353,18 @@ def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
     monkeypatch.setattr(_cuda_source, "_shared_limit", lambda _device: MOST_SHARED)
     monkeypatch.setattr(sys.modules[__name__], "order", seed)
     return host
+
+
+def in_orders(function: Any, *args: Any) -> Any:
+    """What a function returns, which has the same bits in every order in which threads and blocks take turns."""
+    global order
+    results = []
+    for seed in (0, 1, 5):
+        order = seed
+        result = function(*args)
+        results.append(result if isinstance(result, tuple) else (result,))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+    return result
