@@ -28,9 +28,10 @@ def held(array: Any) -> Any:
 
 def compact(chosen: Flags) -> tuple[Int64, Int64]:
     """List the entries of flags (b, n) that are set."""
-    starts = np.zeros(len(chosen) + 1, np.int64)
+    b, n = chosen.shape
+    starts = np.zeros(b + 1, np.int64)
     np.cumsum(np.count_nonzero(chosen, axis=1), out=starts[1:])
-    return starts, np.nonzero(chosen)[1]
+    return starts, np.flatnonzero(chosen) - np.repeat(n * np.arange(b), np.diff(starts))  # faster than in two axes
 
 
 def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[Flags, Int64, Int64]:
