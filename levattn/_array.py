@@ -20,6 +20,7 @@ __all__ = [
     "as_mask",
     "as_matrices",
     "entries",
+    "numbers",
     "on_cuda",
     "pick",
     "take",
@@ -444,6 +445,13 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
     return np.asarray(array)
 
 
+def numbers(data: Any, kind: str) -> Any:
+    """Return an array of numpy or CuPy, in which 16-bit floats are words, as the numbers that it holds."""
+    if kind == "float16":
+        return data.view(np.float16)
+    return (data.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else data
+
+
 def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
     """Return a new numpy array of float64 with the numbers of `data`, whose format is `kind`."""
     if isinstance(data, Csr):
@@ -451,10 +459,6 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
     if on_cuda(data):
         data = to_numpy(data)
     if isinstance(data, np.ndarray):
-        if kind == "float16":
-            data = data.view(np.float16)
-        elif kind == "bfloat16":
-            data = (data.astype(np.uint32) << 16).view(np.float32)
-        return np.array(data, dtype=np.float64)
+        return np.array(numbers(data, kind), dtype=np.float64)
     xp = array_api_compat.array_namespace(data)
     return np.array(to_numpy(xp.astype(data, xp.float64)), dtype=np.float64)

@@ -14,7 +14,7 @@ import numpy as np
 
 from levattn._array import to_numpy
 from levattn._kernels._cuda_dense import inverse_cholesky
-from levattn._kernels._cuda_rows import key_arguments, key_type, on_device
+from levattn._kernels._cuda_rows import key_arguments, key_type, on_device, sum_in_pairs
 from levattn._kernels._cuda_sketch import add_products, dense_sketch, scatter, sketch_zeros, subsampled_hadamard
 from levattn._kernels._cuda_source import launch, namespace
 from levattn._kernels._cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
@@ -162,11 +162,12 @@ def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
     types = key_type(rows), real, "double" if out.dtype == np.float64 else "float"
+    arguments = key_arguments(rows)
     for before in range(0, len(items), _MOST):
         tail = [np.int64(n), listed, np.int64(before), matrices, np.int32(W.shape[2]), np.bool_(triangular)]
         tail += [np.float64(ceiling), out, np.int64(out.strides[0] // out.itemsize)]
         grid = (-(-n // _TILE), min(_MOST, len(items) - before))
-        launch("products", "square_rows", types, grid, _THREADS, [*key_arguments(rows), *tail])
+        launch("products", "square_rows", types, grid, _THREADS, [*arguments, *tail])
 
 
 def column_sums(rows: Rows) -> Float64:
@@ -184,17 +185,14 @@ def _columns(rows: Rows, *, largest: bool) -> Float64:
     b, n, d = rows.shape
     blocks = -(-n // BLOCK)
     partial = xp.zeros((b, blocks, d))
-    types = key_type(rows), "true" if largest else "false"
+    types, arguments = (key_type(rows), "true" if largest else "false"), key_arguments(rows)
     for before in range(0, b, _MOST):
         grid = (blocks, -(-d // _THREADS), min(_MOST, b - before))
         tail = [np.int64(n), np.int64(before), np.int32(BLOCK), partial]
-        launch("scan", "scan_columns", types, grid, _THREADS, [*key_arguments(rows), *tail])
+        launch("scan", "scan_columns", types, grid, _THREADS, [*arguments, *tail])
     if largest and blocks:
         return to_numpy(partial.max(axis=1))
-    while partial.shape[1] > 1:  # in pairs, of which the last may be a single one
-        whole = partial.shape[1] // 2 * 2
-        partial = xp.concatenate([partial[:, 0:whole:2] + partial[:, 1:whole:2], partial[:, whole:]], axis=1)
-    return to_numpy(partial.sum(axis=1))
+    return to_numpy(sum_in_pairs(partial))
 
 
 def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:

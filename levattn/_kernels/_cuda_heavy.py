@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels._cuda_rows import on_device
+from levattn._array import numbers
+from levattn._kernels._cuda_rows import on_device, sum_in_pairs
 from levattn._kernels._cuda_source import launch, namespace
 
 __all__ = ["heavy_entries", "query_norms", "wide_rows"]
@@ -21,11 +22,7 @@ _CHUNK = 2048  # keys that a block counts: a count and a sum are kept for each q
 
 def wide_rows(rows: Any, format: str) -> Any:
     """Return the rows of a batch of one in float64."""
-    if format == "float16":
-        rows = rows.view(np.float16)
-    elif format == "bfloat16":
-        rows = (rows.astype(np.uint32) << 16).view(np.float32)
-    return rows[0].astype(np.float64)
+    return numbers(rows, format)[0].astype(np.float64)
 
 
 def query_norms(Q: Any, N: Any) -> tuple[Any, Any]:
@@ -55,7 +52,4 @@ def heavy_entries(Q: Any, keys: Any, indices: Any, normalizers: Any, epsilon: fl
     arguments = [Q, keys, on_device(indices, np.int64), normalizers, np.float64(epsilon), *sizes]
     if total:
         launch("heavy", "fill_heavy", (), grid, _THREADS, [*arguments, offsets, found, scores])
-    while masses.shape[1] > 1:  # in pairs, of which the last may be a single one
-        whole = masses.shape[1] // 2 * 2
-        masses = xp.concatenate([masses[:, 0:whole:2] + masses[:, 1:whole:2], masses[:, whole:]], axis=1)
-    return offsets[::chunks], found, scores, masses[:, 0]
+    return offsets[::chunks], found, scores, sum_in_pairs(masses)

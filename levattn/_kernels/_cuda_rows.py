@@ -9,7 +9,7 @@ import numpy as np
 from levattn._kernels._cuda_source import NOTHING, TYPES, namespace
 from levattn._kernels._rows import Rows
 
-__all__ = ["key_arguments", "key_type", "on_device"]
+__all__ = ["key_arguments", "key_type", "on_device", "sum_in_pairs"]
 
 
 def key_type(rows: Rows) -> str:
@@ -31,6 +31,14 @@ def key_arguments(rows: Rows) -> list[Any]:
         NOTHING if columns is None else on_device(columns, np.float64) for columns in (rows.shift, rows.scale)
     )
     return [rows.keys, *steps, mask, mask_step, shift, scale, weights, weight_step, np.int32(rows.shape[2])]
+
+
+def sum_in_pairs(terms: Any) -> Any:
+    """Return the sum over axis 1 in pairs, pairs of pairs, and so on, of which the last may be a single one."""
+    while terms.shape[1] > 1:
+        whole = terms.shape[1] // 2 * 2
+        terms = namespace().concatenate([terms[:, 0:whole:2] + terms[:, 1:whole:2], terms[:, whole:]], axis=1)
+    return terms.sum(axis=1)
 
 
 def _beside(array: Any, dtype: Any) -> tuple[Any, np.int64]:
