@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from levattn._array import Csr, on_cuda, to_float64
+from levattn._kernels._mixture import Mixture
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._kernels._sums import PairwiseSum
 
@@ -21,12 +22,14 @@ __all__ = [
     "BLOCK",
     "Arithmetic",
     "Float64",
+    "Mixture",
     "PairwiseSum",
     "Pieces",
     "Rows",
     "heavy_entries",
     "inverse_cholesky",
     "kernels_for",
+    "latent_kernels_for",
     "precise_products",
     "precise_solutions",
     "query_norms",
@@ -64,6 +67,27 @@ def selection_for(keys: Any) -> ModuleType:
     from levattn._kernels import _select
 
     return _select
+
+
+def latent_kernels_for(array: Any) -> ModuleType:
+    """Return the table of latent attention for the arrays of a `Mixture`.
+
+    ``forward(x)`` is the output (b, T, D); ``backward(x, dY)`` the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate
+    and beside (None for those that there are not), with nothing for `state`; ``summary(K, V, mask, offsets)`` the
+    state of all positions; ``decayed_scan(a, x, first=None, *, reverse=False)`` a linear recurrence of each channel.
+    The definitions have no backward: in torch, gradients follow them.
+    """
+    if on_cuda(array):
+        from levattn._kernels import _cuda_latent
+
+        return _cuda_latent
+    if isinstance(array, np.ndarray):
+        from levattn._kernels import _latent
+
+        return _latent
+    from levattn._kernels import _generic_latent
+
+    return _generic_latent
 
 
 def query_norms(Q: Any, N: Float64) -> tuple[Any, Any]:

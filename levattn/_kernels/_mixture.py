@@ -1,0 +1,50 @@
+"""What the kernels of latent attention read: logits, values, and which positions a row may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Mixture", "State"]
+
+State = tuple[Any, Any, Any]  # (m, s, S) of the softmax over positions, of each sequence and latent
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """The arguments of latent attention, for a stack of heads.
+
+    Row t weighs the latents by ``p(l|t)``, the softmax of Q[t], and each latent weighs the positions u that row t may
+    see by ``p(u|l, t)``, the softmax of K[:, l] over them: ``y_t = Σ_l p(l|t) Σ_u p(u|l, t) V_u``. A latent that has
+    seen no position yet takes no part in the softmax over latents; where none has, the row is zero.
+
+    Arrays are float32 or float64, all of one kind, with any strides along the first two axes (0 among them) and
+    contiguous numbers along the last.
+
+    Q: (b, T, L) logits of the latents.
+    K: (b, U, L) logits of the positions; −inf for one that a latent does not see.
+    V: (b, U, D) values.
+    offsets: (n + 1,) int64 in main memory, ascending from 0 to T: sequence i is ``offsets[i]:offsets[i + 1]``, and
+        sees nothing of the others. More than one sequence have U = T.
+    causal: row t sees the positions ``u ≤ t + ahead`` of its sequence (both counted from its beginning), else all.
+    ahead: at most 0 where U = T: rows that are −ahead positions behind. U − T ≥ ahead always.
+    gate: (b, T) the logit of one more component, whose output is `beside`, (b, T, D); or both None. It takes no part
+        where it is −inf.
+    mask: (b, U) bool, False for a position that nobody sees, or None. Its values and logits are not used.
+    state: what every row of a sequence sees besides: m (b, n, L), s (b, n, L), S (b, n, L, D) in float64 with
+        ``Σ e^{K−m}`` and ``Σ e^{K−m} V``; m = −inf where there is nothing. Or None.
+    """
+
+    Q: Any
+    K: Any
+    V: Any
+    offsets: npt.NDArray[np.int64]
+    causal: bool
+    ahead: int = 0
+    gate: Any = None
+    beside: Any = None
+    mask: Any = None
+    state: State | None = None
