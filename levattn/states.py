@@ -259,9 +259,10 @@ class SoftmaxState:
     """Softmax averages of values over positions that come in chunks, one for each latent.
 
     Of logits K (positions × latents) and values V it holds ``m = max K``, ``s = Σ e^{K − m}`` and
-    ``S = Σ e^{K − m} V``, the sums over positions, and reads ``S / s``: for each latent the mean of the values under the
-    softmax of its logits. A latent is whatever has a softmax of its own over positions: a latent value of `levattn.attention.latte`, or a
-    query, whose logits are its products with keys; then this is exact attention, split over parts of the keys.
+    ``S = Σ e^{K − m} V``, the sums over positions, and reads ``S / s``: for each latent the mean of the values under
+    the softmax of its logits. A latent is whatever has a softmax of its own over positions: a latent value of
+    `levattn.attention.latte`, or a query, whose logits are its products with keys; then this is exact attention, split
+    over parts of the keys.
 
     Merging is associative and commutative, and the state of a set of positions is the same for all ways to split it,
     to rounding. It is held in float64 whatever the logits and values are, so its error does not grow with their number
@@ -391,7 +392,8 @@ class SoftmaxState:
         double = "float64" in (K.format, values.format)
         wide = (_as_computed(array, double) for array in (K, values))
         parts = latent_kernels_for(K.data).summary(*wide, present, np.array([0, K.n]))
-        return self._join(tuple(part.reshape(*self.batch, *part.shape[2:]) for part in parts))  # type: ignore[arg-type]
+        m, s, S = (part.reshape(*self.batch, *part.shape[2:]) for part in parts)
+        return self._join((m, s, S))
 
     def merge(self, other: SoftmaxState) -> SoftmaxState:
         """Add what another state has seen.
@@ -501,9 +503,8 @@ class SoftmaxState:
             if (fields["empty"], set(arrays)) not in ((True, set()), (False, set(shapes))):
                 raise ValueError(f"it holds the arrays {sorted(arrays)}")
             if arrays:
-                self._held = tuple(
-                    shaped(arrays[name], np.float64, shape, finite=False) for name, shape in shapes.items()
-                )
+                m, s, S = (shaped(arrays[name], np.float64, shape, finite=False) for name, shape in shapes.items())
+                self._held = m, s, S
             return self
 
 

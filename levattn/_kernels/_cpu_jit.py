@@ -13,7 +13,17 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 
-__all__ = ["FULL_ROWS", "LONE_ROWS", "PANEL", "SCORE_ROWS", "SCORE_VECTORS", "TILE_ROWS", "VECTOR_BYTES", "jit"]
+__all__ = [
+    "FULL_ROWS",
+    "LONE_ROWS",
+    "PANEL",
+    "SCORE_ROWS",
+    "SCORE_VECTORS",
+    "STATE_VECTORS",
+    "TILE_ROWS",
+    "VECTOR_BYTES",
+    "jit",
+]
 
 
 def _sources() -> str:
@@ -54,6 +64,7 @@ if _wide():
     FULL_ROWS = 6  # rows of a tile of PANEL vectors above it
     LONE_ROWS = 16  # rows of a tile of one vector, where a vector is long enough
     SCORE_ROWS, SCORE_VECTORS = 12, 2  # keys by vectors of whitened columns
+    STATE_VECTORS = 4  # across a tile of four rows of running sums
 else:
     VECTOR_BYTES = 32
     PANEL = 3
@@ -61,3 +72,4 @@ else:
     FULL_ROWS = 4
     LONE_ROWS = 8
     SCORE_ROWS, SCORE_VECTORS = 6, 2
+    STATE_VECTORS = 2

@@ -1,7 +1,160 @@
-"""Latent attention on the CPU: the arguments of the compiled code, shared out over threads."""
+"""Latent attention on the CPU: cuts rows into runs, and shares these out over threads.
+
+A state grows in the arithmetic of the values within a run, and is held in float64 between runs: so errors do not grow
+with the number of positions.
+"""
 
 from __future__ import annotations
 
-from levattn._kernels._generic_latent import decayed_scan, forward, summary
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels import _cpu_latent
+from levattn._kernels._cpu import _share
+from levattn._kernels._generic_latent import decayed_scan
+from levattn._kernels._mixture import Mixture, State
 
 __all__ = ["decayed_scan", "forward", "summary"]
+
+_RUN = 4096  # positions that are summed in one piece
+
+_Indices = npt.NDArray[np.int64]
+_Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
+
+
+def forward(x: Mixture) -> Any:
+    """Return the output (b, T, D) of latent attention; see `Mixture`."""
+    (b, T, L), D = x.Q.shape, x.V.shape[2]
+    out = np.empty((b, T, D), x.V.dtype)
+    runs = _cuts(x.offsets)
+    tasks = _tasks(b, [(low, high, x.offsets[i]) for i, low, high in runs])
+    views = _Views(x, Y=out)
+    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks)
+    state = _before(x, runs)
+    _share(
+        lambda first, last: _cpu_latent.forward_tasks(*arguments, first, last, *state), len(tasks), 2 * out.size * L
+    )
+    return out
+
+
+def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
+    """Return the state of all positions of each sequence, in float64."""
+    state = _nothing(len(K), len(offsets) - 1, K.shape[2], V.shape[2])
+    cuts = _cuts(offsets)
+    parts = _summaries(Mixture(K, K, V, offsets, False, mask=mask), [(low, high) for _, low, high in cuts])
+    for place, (sequence, _, _) in enumerate(cuts):
+        _add(state, sequence, parts, place)
+    return state
+
+
+def _cuts(offsets: _Indices) -> _Cuts:
+    """Cut sequences into runs."""
+    return [
+        (i, low, min(low + _RUN, int(end)))
+        for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+        for low in range(begin, end, _RUN)
+    ]
+
+
+def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
+    """Return the tasks of all heads, one head after the other: (head, ...)."""
+    each = np.array(rows, np.int64).reshape(len(rows), -1)
+    heads = np.repeat(np.arange(b), len(rows))
+    return np.column_stack([heads, np.tile(each, (b, 1))])
+
+
+class _Views:
+    """Where the arrays of a mixture lie, for compiled code: addresses, and steps in bytes. It keeps them alive."""
+
+    def __init__(self, x: Mixture, **further: Any) -> None:
+        names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
+        self.table = np.zeros((_cpu_latent.VIEWS, 3), np.int64)
+        self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.bool_)
+        self._kept = []
+        for name, array in names.items():
+            if array is not None:
+                if array.ndim == 3 and array.strides[2] != array.itemsize:
+                    array = np.ascontiguousarray(array)
+                self._kept.append(array)
+                self.table[getattr(_cpu_latent, name)] = array.ctypes.data, *array.strides[:2]
+
+
+def _nothing(b: int, n: int, L: int, D: int) -> State:
+    return np.full((b, n, L), -np.inf), np.zeros((b, n, L)), np.zeros((b, n, L, D))
+
+
+def _add(states: State, at: int, others: State, place: int) -> None:
+    """Merge one of some states into one of others, in place."""
+    m, s, S = (part[:, at] for part in states)
+    n, t, U = (part[:, place] for part in others)
+    top = np.maximum(m, n)
+    base = np.where(top == -np.inf, 0.0, top)
+    kept, added = np.exp(m - base), np.exp(n - base)
+    m[...] = top
+    s[...] = kept * s + added * t
+    S[...] = kept[..., None] * S + added[..., None] * U
+
+
+def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
+    """Return the states of cuts of the positions: m (b, cuts, L), s, S."""
+    (b, _, L), D = x.K.shape, x.V.shape[2]
+    m, s, S = _nothing(b, len(cuts), L, D)
+    tasks, views = _tasks(b, list(cuts)), _Views(x)
+    arguments = (*views.kinds, views.table, L, D, tasks)
+    flat = m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)
+    work = b * sum(high - low for low, high in cuts) * L * D
+    _share(lambda first, last: _cpu_latent.summary_tasks(*arguments, first, last, *flat), len(tasks), work)
+    return m, s, S
+
+
+def _lead(x: Mixture) -> State | None:
+    """Return what all rows of a sequence read: its state, and positions before those of rows; None for nothing."""
+    positions, last = x.offsets, x.K.shape[1]
+    if x.causal:
+        last = min(max(x.ahead, 0), last)
+    if len(x.offsets) == 2:
+        positions = np.array([0, last])
+    elif x.causal:  # no position is before the first row
+        last = 0
+    if not last:
+        return x.state
+    whole = summary(x.K, x.V, x.mask, positions)
+    if x.state is not None:
+        for i in range(whole[0].shape[1]):
+            _add(whole, i, x.state, i)
+    return whole
+
+
+def _before(x: Mixture, runs: _Cuts) -> State:
+    """Return the state before each run of rows, (b · runs, ...); empty arrays where no run has any."""
+    (b, _, L), D = x.Q.shape, x.V.shape[2]
+    lead = _lead(x)
+    growing = x.causal and any(low > x.offsets[i] for i, low, _ in runs)
+    if lead is None and not growing:
+        return np.empty((0, L)), np.empty((0, L)), np.empty((0, L, D))
+    lead = _nothing(b, len(x.offsets) - 1, L, D) if lead is None else lead
+    before: State = tuple(part[:, [i for i, _, _ in runs]] for part in lead)  # type: ignore[assignment]
+    if growing:
+        begins = x.offsets.tolist()
+        entered = [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in runs]
+        parts = _summaries(x, entered)
+        for r in range(1, len(runs)):
+            if runs[r][0] == runs[r - 1][0]:
+                for held in before:
+                    held[:, r] = held[:, r - 1]
+                _add(before, r, parts, r - 1)
+    return _representable(before, x.V.dtype)
+
+
+def _representable(state: State, kind: Any) -> State:
+    """Return a state (b, n, ...) as (b · n, ...), with references that the dtype of the values holds exactly."""
+    m, s, S = state
+    rounded = m.astype(kind).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        factor = np.where(np.isfinite(m), np.exp(m - rounded), 1.0)
+    if (factor != 1).any():
+        m, s, S = rounded, s * factor, S * factor[..., None]
+    L, D = S.shape[2:]
+    return m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)
