@@ -5,8 +5,8 @@ logit of each latent, which is raised where a logit exceeds it by more than SLAC
 before stays as it is, and no sum leaves the range. Rows between two raises, at most ROWS, are a segment: their
 exponentials and weights are written down, and tiles of the state run over them in registers.
 
-`views` (arrays, 3) holds the address of each array and its steps between heads and rows, in bytes; 0 for an address of
-an array that is not there. Rows are padded to whole vectors.
+`views` (arrays, 3) holds the address of each array and its steps between heads and rows, in bytes; the address of an
+array that is not there is 0. Rows are copied to scratch of whole vectors, `room`. Names that end in _at are addresses.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels._cpu_jit import STATE_VECTORS, VECTOR_BYTES, jit
-from levattn._kernels._cpu_latent_simd import exceeds, exp_row, state_tile, weigh_row
+from levattn._kernels._cpu_latent_simd import (
+    copy_vectors,
+    dot_vectors,
+    exceeds,
+    exp_row,
+    key_row,
+    query_row,
+    state_tile,
+    weigh_row,
+)
 from levattn._kernels._cpu_simd import as_pointer
 
-__all__ = ["VIEWS", "forward_tasks", "summary_tasks"]
+__all__ = ["VIEWS", "backward_room", "backward_tasks", "forward_tasks", "room_of", "summary_tasks"]
 
 # places in `views`
 Q, K, V, GATE, BESIDE, MASK, Y, D_Y, D_Q, D_K, D_V, D_GATE, D_BESIDE = range(13)
@@ -26,6 +35,19 @@ VIEWS = 13
 ROWS = 32  # of a segment: what it reads and writes stays in the first cache
 SLACK = 4.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
 TALL = 4  # rows of a tile
+SINGLE = 8  # rows of scratch that stand alone
+
+
+def room_of(lanes, latents, channels):
+    """Return how many numbers of scratch a forward task takes."""
+    wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
+    return SINGLE * wide + wide * deep + ROWS * (5 * wide + 3 * deep)
+
+
+def backward_room(lanes, latents, channels, longest):
+    """Return how many numbers of scratch a backward task takes, for runs of at most so many rows."""
+    wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
+    return room_of(lanes, latents, channels) + 2 * wide * deep + (3 * longest + 1) * wide
 
 
 @jit
@@ -34,52 +56,68 @@ def _at(views, which, head, row):
 
 
 @jit
-def _copy_row(like, address, n, fill, row):
-    """Write the n numbers at an address to a padded row."""
-    source = as_pointer(address, like)
-    for j in range(n):
-        row[j] = source[j]
-    for j in range(n, len(row)):
-        row[j] = fill
-
-
-@jit
-def _write_row(like, row, n, address):
+def _fill(like, address, n, value):
     target = as_pointer(address, like)
     for j in range(n):
-        target[j] = row[j]
+        target[j] = value
 
 
 @jit
-def _write_number(like, value, address):
-    as_pointer(address, like)[0] = value
+def _copy_row(like, address, n, fill, target_at, width):
+    """Write the n numbers at an address to a padded row."""
+    size = like.itemsize
+    whole = n // (VECTOR_BYTES // size)
+    copy_vectors(like, address, target_at, whole)
+    done = whole * (VECTOR_BYTES // size)
+    if done < width:
+        source, target = as_pointer(address, like), as_pointer(target_at, like)
+        for j in range(done, n):
+            target[j] = source[j]
+        for j in range(n, width):
+            target[j] = fill
 
 
 @jit
-def _read_number(like, address):
-    return as_pointer(address, like)[0]
+def _write_row(like, row_at, n, address):
+    """Write the first n numbers of a row to an address."""
+    whole = n // (VECTOR_BYTES // like.itemsize)
+    copy_vectors(like, row_at, address, whole)
+    source, target = as_pointer(row_at, like), as_pointer(address, like)
+    for j in range(whole * (VECTOR_BYTES // like.itemsize), n):
+        target[j] = source[j]
 
 
 @jit
-def _read_position(like, flag, views, head, position, latents, channels, logits, values):
-    """Write the logits and values of a position to padded rows; −inf and zeros if nobody sees it or there is none."""
-    seen = position >= 0
-    if seen and views[MASK, 0] != 0:
-        seen = as_pointer(_at(views, MASK, head, position), flag)[0] != 0
+def _is_there(flag, views, head, position, begin):
+    """Tell whether there is such a position, and it is not masked."""
+    if position < begin:
+        return False
+    if views[MASK, 0] == 0:
+        return True
+    return as_pointer(_at(views, MASK, head, position), flag)[0] != 0
+
+
+@jit
+def _read_position(like, flag, views, head, position, begin, latents, channels, logits_at, wide, values_at, deep):
+    """Write the logits and values of a position to padded rows; −inf and zeros where no latent sees it."""
+    seen = _is_there(flag, views, head, position, begin)
     if seen:
-        _copy_row(like, _at(views, K, head, position), latents, -np.inf, logits)
-        seen = False
-        for j in range(latents):
-            seen = seen or logits[j] != -np.inf
+        _copy_row(like, _at(views, K, head, position), latents, -np.inf, logits_at, wide)
+        logits = as_pointer(logits_at, like)
+        seen = logits[0] != -np.inf
+        for j in range(1, latents):
+            if seen:
+                break
+            seen = logits[j] != -np.inf
     if seen:
-        _copy_row(like, _at(views, V, head, position), channels, 0, values)
+        _copy_row(like, _at(views, V, head, position), channels, 0, values_at, deep)
     else:
-        logits[:] = -np.inf
-        values[:] = 0
+        _fill(like, logits_at, wide, -np.inf)
+        _fill(like, values_at, deep, 0)
 
 
 @jit
-def _raise_references(logits, reference, base, limit, total, factors):
+def _raise_references(logits, slack, reference, base, limit, total, factors):
     """Raise the references that a row exceeds to its logits, and write by what the sums are to be multiplied."""
     for j in range(len(logits)):
         factors[j] = 1
@@ -88,7 +126,7 @@ def _raise_references(logits, reference, base, limit, total, factors):
             total[j] *= factors[j]
             reference[j] = logits[j]
             base[j] = logits[j]
-            limit[j] = logits[j] + SLACK
+            limit[j] = logits[j] + slack
 
 
 @jit
@@ -108,29 +146,18 @@ def _scale_columns(state, factors):
 
 
 def _tiles(adds, reads):
-    """Return a function that does what `state_tile` does for a whole state, over n rows of the arrays."""
+    """Return a function that does what `state_tile` does for a whole state (rows, width), step by step."""
 
     @jit
-    def run(like, add, x, read, y, n, backwards, state):
+    def run(like, add, da, x, dx, read, dr, y, dy, n, state_at, rows, width):
         size = like.itemsize
         lanes = VECTOR_BYTES // size
-        rows, width = state.shape
-        da, dx, dr, dy = add.strides[0], x.strides[0], read.strides[0], y.strides[0]
-        a_at, x_at, r_at, y_at = add.ctypes.data, x.ctypes.data, read.ctypes.data, y.ctypes.data
-        if backwards:
-            a_at, x_at, r_at, y_at = (
-                a_at + (n - 1) * da,
-                x_at + (n - 1) * dx,
-                r_at + (n - 1) * dr,
-                y_at + (n - 1) * dy,
-            )
-            da, dx, dr, dy = -da, -dx, -dr, -dy
-        to, dt = state.ctypes.data, width * size
+        dt = width * size
         for i in range(0, rows, TALL):
-            a, r = a_at + i * size, r_at + i * size
+            a, r = add + i * size, read + i * size
             low = 0
             while low < width:
-                v, o, s = x_at + low * size, y_at + low * size, to + i * dt + low * size
+                v, o, s = x + low * size, y + low * size, state_at + i * dt + low * size
                 left = (width - low) // lanes
                 if left >= STATE_VECTORS:
                     state_tile(like, TALL, STATE_VECTORS, adds, reads, a, da, v, dx, r, dr, o, dy, n, s, dt)
@@ -151,46 +178,51 @@ _grow_and_read = _tiles(1, 1)
 
 
 @jit
-def summary_tasks(like, flag, views, latents, channels, tasks, first, last, m, s, S):
+def _begin(state_m, state_s, task, slack, reference, base, limit, total):
+    """Take the state before a run: its references, and its sums, which are relative to them."""
+    reference[:] = -np.inf
+    total[:] = 0
+    if len(state_m):
+        for k in range(state_m.shape[1]):
+            reference[k] = state_m[task, k]
+            total[k] = state_s[task, k]
+    for k in range(len(reference)):
+        base[k] = 0 if reference[k] == -np.inf else reference[k]
+        limit[k] = reference[k] + slack
+
+
+@jit
+def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, first, last):
     """Write the states of positions of tasks (head, first position, position after the last) to rows of m, s and S."""
-    lanes = VECTOR_BYTES // like.itemsize
+    size = like.itemsize
+    lanes = VECTOR_BYTES // size
     wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
-    E, X = np.empty((ROWS, wide), like.dtype), np.empty((ROWS, deep), like.dtype)
-    reference, base, top, total, factors = (
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-    )
-    state = np.empty((wide, deep), like.dtype)
+    reference, base, limit, total, factors, top = room[: 6 * wide].reshape(6, wide)
+    state = room[SINGLE * wide :][: wide * deep].reshape(wide, deep)
+    e_at = room.ctypes.data + (SINGLE * wide + wide * deep) * size
+    x_at = e_at + ROWS * wide * size
+    de, dx = wide * size, deep * size
     for task in range(first, last):
         head, low, high = tasks[task]
-        reference[:] = -np.inf
-        base[:] = 0
-        total[:] = 0
+        _begin(np.empty((0, 0)), np.empty((0, 0)), task, 0.0, reference, base, limit, total)
         state[:] = 0
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
             top[:] = reference
             for i in range(n):
-                _read_position(like, flag, views, head, start + i, latents, channels, E[i], X[i])
+                row_at = e_at + i * de
+                _read_position(
+                    like, flag, views, head, start + i, low, latents, channels, row_at, wide, x_at + i * dx, deep
+                )
+                row = as_pointer(row_at, like)
                 for j in range(wide):
-                    top[j] = E[i, j] if E[i, j] > top[j] else top[j]
-            risen = False
-            for j in range(wide):
-                factors[j] = 1
-                if top[j] > reference[j]:
-                    risen = True
-                    factors[j] = np.exp(reference[j] - top[j])
-                    total[j] *= factors[j]
-                    reference[j] = top[j]
-                    base[j] = top[j]
-            if risen:
+                    top[j] = row[j] if row[j] > top[j] else top[j]
+            if exceeds(like, top.ctypes.data, reference.ctypes.data, wide // lanes):
+                _raise_references(top, 0.0, reference, base, limit, total, factors)
                 _scale_rows(state, factors)
             for i in range(n):
-                exp_row(like, E[i].ctypes.data, base.ctypes.data, total.ctypes.data, wide // lanes)
-            _grow(like, E, X, E, X, n, False, state)
+                exp_row(like, e_at + i * de, base.ctypes.data, total.ctypes.data, wide // lanes)
+            _grow(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, state.ctypes.data, wide, deep)
         for k in range(latents):
             m[task, k] = reference[k]
             s[task, k] = total[k]
@@ -199,85 +231,272 @@ def summary_tasks(like, flag, views, latents, channels, tasks, first, last, m, s
 
 
 @jit
-def _begin(state_m, state_s, task, reference, base, limit, total):
-    """Take the state before a run: its references, which the sums are relative to."""
-    latents = state_m.shape[1]
-    reference[:] = -np.inf
-    total[:] = 0
-    if len(state_m):
-        for k in range(latents):
-            reference[k] = state_m[task, k]
-            total[k] = state_s[task, k]
-    for k in range(len(reference)):
-        base[k] = 0 if reference[k] == -np.inf else reference[k]
-        limit[k] = reference[k] + SLACK
-
-
-@jit
-def forward_tasks(like, flag, views, latents, channels, ahead, enters, tasks, first, last, state_m, state_s, state_S):
+def forward_tasks(
+    like, flag, views, latents, channels, ahead, enters, tasks, state_m, state_s, state_S, room, first, last
+):
     """Write the output of the rows of tasks (head, first row, row after the last, first position that there is).
 
-    With row t position ``t + ahead`` enters the state. Without `enters` no position
-    enters the state, which then is all that rows read.
+    With row t position ``t + ahead`` enters the state. Without `enters` none does, and the state before a task is all
+    that its rows read.
     """
-    lanes = VECTOR_BYTES // like.itemsize
+    size = like.itemsize
+    lanes = VECTOR_BYTES // size
     wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
     vectors = wide // lanes
-    E, C = np.empty((ROWS, wide), like.dtype), np.empty((ROWS, wide), like.dtype)
-    X, out = np.empty((ROWS, deep), like.dtype), np.empty((ROWS, deep), like.dtype)
-    reference, base, limit, total, factors = (
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-        np.empty(wide, like.dtype),
-    )
-    state = np.empty((wide, deep), like.dtype)
+    reference, base, limit, total, factors = room[: 5 * wide].reshape(5, wide)
+    limit_at, base_at, total_at = limit.ctypes.data, base.ctypes.data, total.ctypes.data
+    state = room[SINGLE * wide :][: wide * deep].reshape(wide, deep)
+    e_at = room.ctypes.data + (SINGLE * wide + wide * deep) * size
+    c_at = e_at + ROWS * wide * size
+    x_at = c_at + ROWS * wide * size
+    y_at = x_at + ROWS * deep * size
+    de, dx = wide * size, deep * size
     least = like.dtype.type(-np.inf)
     for task in range(first, last):
         head, low, high, begin = tasks[task]
-        _begin(state_m, state_s, task, reference, base, limit, total)
+        _begin(state_m, state_s, task, SLACK, reference, base, limit, total)
         state[:] = 0
-        if len(state_S):
+        if len(state_m):
             for k in range(latents):
                 for j in range(channels):
                     state[k, j] = state_S[task, k, j]
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
             for i in range(n):
+                row = start + i
                 if enters:
-                    position = start + i + ahead
-                    position = position if position >= begin else -1
-                    _read_position(like, flag, views, head, position, latents, channels, E[i], X[i])
-                _copy_row(like, _at(views, Q, head, start + i), latents, -np.inf, C[i])
-                out[i] = 0
+                    _read_position(
+                        *(like, flag, views, head, row + ahead, begin, latents, channels),
+                        *(e_at + i * de, wide, x_at + i * dx, deep),
+                    )
+                _copy_row(like, _at(views, Q, head, row), latents, -np.inf, c_at + i * de, wide)
+            _fill(like, y_at, n * deep, 0)
             done = 0
             while done < n:
                 i = done
-                if enters and exceeds(like, E[i].ctypes.data, limit.ctypes.data, vectors):
-                    _raise_references(E[i], reference, base, limit, total, factors)
+                if enters and exceeds(like, e_at + i * de, limit_at, vectors):
+                    logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
+                    _raise_references(logits, SLACK, reference, base, limit, total, factors)
                     _scale_rows(state, factors)
                 while i < n:
                     if enters:
-                        if i > done and exceeds(like, E[i].ctypes.data, limit.ctypes.data, vectors):
+                        if i > done and exceeds(like, e_at + i * de, limit_at, vectors):
                             break
-                        exp_row(like, E[i].ctypes.data, base.ctypes.data, total.ctypes.data, vectors)
+                        exp_row(like, e_at + i * de, base_at, total_at, vectors)
                     gate = least
                     if views[GATE, 0] != 0:
-                        gate = _read_number(like, _at(views, GATE, head, start + i))
-                    at = C[i].ctypes.data
-                    p = weigh_row(like, False, at, total.ctypes.data, gate, vectors, at, at)
-                    if p > 0:
+                        gate = as_pointer(_at(views, GATE, head, start + i), like)[0]
+                    row_at = c_at + i * de
+                    p = weigh_row(like, False, row_at, total_at, gate, vectors, row_at, row_at)
+                    if views[GATE, 0] != 0 and p != 0:
                         beside = as_pointer(_at(views, BESIDE, head, start + i), like)
+                        out = as_pointer(y_at + i * dx, like)
                         for j in range(channels):
-                            out[i, j] = p * beside[j]
-                    elif p != 0:
-                        out[i] = p
+                            out[j] = p * beside[j]
                     i += 1
+                e, c, x, y = e_at + done * de, c_at + done * de, x_at + done * dx, y_at + done * dx
                 if enters:
-                    _grow_and_read(like, E[done:i], X[done:i], C[done:i], out[done:i], i - done, False, state)
+                    _grow_and_read(like, e, de, x, dx, c, de, y, dx, i - done, state.ctypes.data, wide, deep)
                 else:
-                    _read(like, C[done:i], out[done:i], C[done:i], out[done:i], i - done, False, state)
+                    _read(like, c, de, y, dx, c, de, y, dx, i - done, state.ctypes.data, wide, deep)
                 done = i
             for i in range(n):
-                _write_row(like, out[i], channels, _at(views, Y, head, start + i))
+                _write_row(like, y_at + i * dx, channels, _at(views, Y, head, start + i))
+
+
+@jit
+def _sweep_back(like, enters, e, c, x, z, r_at, v_at, p_at, n, rho_at, wide, deep, R_at, T_at):
+    """Take a segment of rows into the states of later rows, from the last to the first; its positions read them.
+
+    The states are ``R_l = Σ c dY`` (wide, deep), its transpose, and rho, the sum of the rows at `r_at`. A position
+    reads ``Σ_l e R_l`` to its row at `v_at`, and ``e (⟨V, R_l⟩ − rho)`` to that at `p_at`.
+    """
+    size = like.itemsize
+    de, dx, end = wide * size, deep * size, n - 1
+    vectors = wide // (VECTOR_BYTES // size)
+    c, z, e, x = c + end * de, z + end * dx, e + end * de, x + end * dx
+    if enters:
+        _fill(like, v_at, n * deep, 0)
+        _fill(like, p_at, n * wide, 0)
+        _grow_and_read(like, c, -de, z, -dx, e, -de, v_at + end * dx, -dx, n, R_at, wide, deep)
+        _grow_and_read(like, z, -dx, c, -de, x, -dx, p_at + end * de, -de, n, T_at, deep, wide)
+    else:
+        _grow(like, c, -de, z, -dx, c, -de, z, -dx, n, R_at, wide, deep)
+        _grow(like, z, -dx, c, -de, z, -dx, c, -de, n, T_at, deep, wide)
+    for i in range(end, -1, -1):  # without positions what is written here is not read
+        key_row(like, e + (i - end) * de, p_at + i * de, rho_at, r_at + i * de, vectors)
+
+
+@jit
+def backward_tasks(
+    like,
+    flag,
+    views,
+    latents,
+    channels,
+    ahead,
+    enters,
+    lead,
+    tasks,
+    runs,
+    before_m,
+    before_s,
+    before_S,
+    room,
+    first,
+    last,
+):
+    """Write the gradients of tasks (head, first position of a sequence, after the last, its first run, after them).
+
+    Runs are (first row, row after the last); `before_m`, `before_s` and `before_S` are the states before them, head
+    after head. The first `lead` positions of a sequence are in these states, and all rows read them.
+    """
+    size = like.itemsize
+    lanes = VECTOR_BYTES // size
+    wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
+    vectors, de, dx = wide // lanes, wide * size, deep * size
+    reference, base, limit, total, factors, held, rho, idle = room[: SINGLE * wide].reshape(SINGLE, wide)
+    limit_at, base_at, total_at, rho_at = limit.ctypes.data, base.ctypes.data, total.ctypes.data, rho.ctypes.data
+    states = room[SINGLE * wide :][: 3 * wide * deep]
+    M = states[: wide * deep].reshape(deep, wide)  # Σ e V of the latents, transposed
+    R = states[wide * deep : 2 * wide * deep].reshape(wide, deep)
+    T = states[2 * wide * deep :].reshape(deep, wide)
+    M_at, R_at, T_at = M.ctypes.data, R.ctypes.data, T.ctypes.data
+    e_at = room.ctypes.data + (SINGLE * wide + 3 * wide * deep) * size
+    p_at = e_at + ROWS * de
+    inverse_at = p_at + ROWS * de
+    g_at = inverse_at + ROWS * de
+    x_at = g_at + ROWS * de
+    z_at = x_at + ROWS * dx
+    v_at = z_at + ROWS * dx
+    kept = room[SINGLE * wide + 3 * wide * deep + ROWS * (4 * wide + 3 * deep) :]
+    longest = (len(kept) // wide - 1) // 3
+    c_at = kept.ctypes.data  # c of every row of a run, then c g / s, then the references of segments
+    r_at = c_at + longest * de
+    references = kept[2 * longest * wide :][: (longest + 1) * wide].reshape(longest + 1, wide)
+    segments = np.empty((longest, 3), np.int64)  # first row, number of rows, place of the references
+    least = like.dtype.type(-np.inf)
+    for task in range(first, last):
+        head, begin, end, early, late = tasks[task]
+        R[:] = 0
+        T[:] = 0
+        rho[:] = 0
+        held[:] = -np.inf
+        for run in range(late - 1, early - 1, -1):
+            low, high = runs[run]
+            before = head * len(runs) + run
+            _begin(before_m, before_s, before, SLACK, reference, base, limit, total)
+            M[:] = 0
+            if len(before_m):
+                for k in range(latents):
+                    for j in range(channels):
+                        M[j, k] = before_S[before, k, j]
+            references[0] = reference
+            place, count = 0, 0
+            for start in range(low, high, ROWS):
+                n = min(ROWS, high - start)
+                for i in range(n):
+                    row = start + i
+                    if enters:
+                        _read_position(
+                            *(like, flag, views, head, row + ahead, begin, latents, channels),
+                            *(e_at + i * de, wide, x_at + i * dx, deep),
+                        )
+                    _copy_row(like, _at(views, Q, head, row), latents, -np.inf, c_at + (row - low) * de, wide)
+                    _copy_row(like, _at(views, D_Y, head, row), channels, 0, z_at + i * dx, deep)
+                _fill(like, g_at, n * wide, 0)
+                done = 0
+                while done < n:
+                    i = done
+                    if enters and exceeds(like, e_at + i * de, limit_at, vectors):
+                        logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
+                        _raise_references(logits, SLACK, reference, base, limit, total, factors)
+                        _scale_columns(M, factors)
+                        place += 1
+                        references[place] = reference
+                    while i < n:
+                        if enters:
+                            if i > done and exceeds(like, e_at + i * de, limit_at, vectors):
+                                break
+                            exp_row(like, e_at + i * de, base_at, total_at, vectors)
+                        gate = least
+                        if views[GATE, 0] != 0:
+                            gate = as_pointer(_at(views, GATE, head, start + i), like)[0]
+                        at = c_at + (start - low + i) * de
+                        p = weigh_row(like, True, at, total_at, gate, vectors, p_at + i * de, inverse_at + i * de)
+                        as_pointer(v_at, like)[i] = p
+                        i += 1
+                    e, x, z, g = e_at + done * de, x_at + done * dx, z_at + done * dx, g_at + done * de
+                    if enters:
+                        _grow_and_read(like, x, dx, e, de, z, dx, g, de, i - done, M_at, deep, wide)
+                    else:
+                        _read(like, z, dx, g, de, z, dx, g, de, i - done, M_at, deep, wide)
+                    segments[count, 0], segments[count, 1], segments[count, 2] = start + done, i - done, place
+                    count += 1
+                    done = i
+                for i in range(n):
+                    row = start + i
+                    at = c_at + (row - low) * de
+                    mean = dot_vectors(like, at, g_at + i * de, vectors)
+                    if views[GATE, 0] != 0:
+                        p = as_pointer(v_at, like)[i]
+                        z = z_at + i * dx
+                        _copy_row(like, _at(views, BESIDE, head, row), channels, 0, x_at, deep)
+                        beside = dot_vectors(like, x_at, z, deep // lanes) if p != 0 else p
+                        mean += p * beside
+                        as_pointer(_at(views, D_GATE, head, row), like)[0] = p * (beside - mean)
+                        dY, out = as_pointer(z, like), as_pointer(_at(views, D_BESIDE, head, row), like)
+                        for j in range(channels):
+                            out[j] = p * dY[j]
+                    query_row(like, at, g_at + i * de, p_at + i * de, inverse_at + i * de, mean, vectors)
+                    _write_row(like, p_at + i * de, latents, _at(views, D_Q, head, row))
+                copy_vectors(like, g_at, r_at + (start - low) * de, n * vectors)
+            for k in range(count - 1, -1, -1):
+                start, n = segments[k, 0], segments[k, 1]
+                if k == count - 1 or segments[k, 2] != segments[k + 1, 2]:
+                    now = references[segments[k, 2]]
+                    for j in range(wide):
+                        factors[j] = 1 if held[j] == now[j] or held[j] == -np.inf else np.exp(now[j] - held[j])
+                        held[j] = now[j]
+                        base[j] = 0 if now[j] == -np.inf else now[j]
+                        rho[j] *= factors[j]
+                    _scale_rows(R, factors)
+                    _scale_columns(T, factors)
+                for i in range(n):
+                    row = start + i
+                    if enters:
+                        _read_position(
+                            *(like, flag, views, head, row + ahead, begin, latents, channels),
+                            *(e_at + i * de, wide, x_at + i * dx, deep),
+                        )
+                        exp_row(like, e_at + i * de, base_at, idle.ctypes.data, vectors)
+                    _copy_row(like, _at(views, D_Y, head, row), channels, 0, z_at + i * dx, deep)
+                skip = (start - low) * de
+                _sweep_back(
+                    *(like, enters, e_at, c_at + skip, x_at, z_at, r_at + skip, v_at, p_at),
+                    *(n, rho_at, wide, deep, R_at, T_at),
+                )
+                if enters:
+                    for i in range(n):
+                        position = start + i + ahead
+                        if _is_there(flag, views, head, position, begin):
+                            _write_row(like, p_at + i * de, latents, _at(views, D_K, head, position))
+                            _write_row(like, v_at + i * dx, channels, _at(views, D_V, head, position))
+        _fill(like, g_at, wide, 0)
+        for start in range(begin, min(begin + lead, end), ROWS):
+            n = min(ROWS, min(begin + lead, end) - start)
+            for i in range(n):
+                _read_position(
+                    *(like, flag, views, head, start + i, begin, latents, channels),
+                    *(e_at + i * de, wide, x_at + i * dx, deep),
+                )
+                exp_row(like, e_at + i * de, base_at, idle.ctypes.data, vectors)
+            _fill(like, v_at, n * deep, 0)
+            _fill(like, p_at, n * wide, 0)
+            _read(like, e_at, de, v_at, dx, e_at, de, v_at, dx, n, R_at, wide, deep)
+            _read(like, x_at, dx, p_at, de, x_at, dx, p_at, de, n, T_at, deep, wide)
+            for i in range(n):
+                key_row(like, e_at + i * de, p_at + i * de, rho_at, g_at, vectors)
+                if _is_there(flag, views, head, start + i, begin):
+                    _write_row(like, p_at + i * de, latents, _at(views, D_K, head, start + i))
+                    _write_row(like, v_at + i * dx, channels, _at(views, D_V, head, start + i))

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from levattn._kernels._cpu_simd import _I64, _fma, _int, _literals, _load, _pointer, _splat, _store, _vector_type
 
-__all__ = ["exceeds", "exp_row", "state_tile", "weigh_row"]
+__all__ = ["copy_vectors", "dot_vectors", "exceeds", "exp_row", "key_row", "query_row", "state_tile", "weigh_row"]
 
 Builder = Any
 Value = Any
@@ -127,6 +127,22 @@ def _each(b: Builder, vectors: Value, size: int, vector: Value) -> Any:
 
 
 @intrinsic(prefer_literal=True)
+def copy_vectors(typing, like, source, target, vectors):
+    """Copy whole vectors."""
+    size, scalar, vector = _vector_type(like)
+    signature = types.void(like, *([types.int64] * 3))
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        source, target, vectors = arguments[1:]
+        with _each(b, vectors, size, vector) as (at, _):
+            value = _load(b, _pointer(b, b.add(source, at), scalar), vector, size)
+            _store(b, value, _pointer(b, b.add(target, at), scalar), size)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
 def exceeds(typing, like, x, limit, vectors):
     """Tell whether any number of a row is larger than that of the limits."""
     size, scalar, vector = _vector_type(like)
@@ -228,5 +244,61 @@ def weigh_row(typing, like, keeps, q, sums, gate, vectors, weights, inverses):
                 _store(b, p, _pointer(b, b.add(weights, at), scalar), size)
                 _store(b, inverse, _pointer(b, b.add(inverses, at), scalar), size)
         return b.fmul(beside, factor)
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def dot_vectors(typing, like, x, y, vectors):
+    """Return the inner product of two padded rows."""
+    size, scalar, vector = _vector_type(like)
+    signature = like.dtype(like, *([types.int64] * 3))
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        x, y, vectors = arguments[1:]
+        total = cgutils.alloca_once_value(b, _constant(vector, 0.0))
+        with _each(b, vectors, size, vector) as (at, _):
+            left, right = (_load(b, _pointer(b, b.add(base, at), scalar), vector, size) for base in (x, y))
+            b.store(_fma(b, left, right, b.load(total)), total)
+        return _across(b, b.load(total), "sum")
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def query_row(typing, like, c, g, p, inverse, mean, vectors):
+    """Replace p by the gradient ``c g − p mean`` of the logits of a row, and g by ``c g / s``, given 1/s."""
+    size, scalar, vector = _vector_type(like)
+    signature = types.void(like, *([types.int64] * 4), like.dtype, types.int64)
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        *rows, mean, vectors = arguments[1:]
+        less = _splat(b, b.fneg(mean), vector.count)
+        with _each(b, vectors, size, vector) as (at, _):
+            places = [_pointer(b, b.add(row, at), scalar) for row in rows]
+            c, g, p, inverse = (_load(b, place, vector, size) for place in places)
+            product = b.fmul(c, g)
+            _store(b, _fma(b, p, less, product), places[2], size)
+            _store(b, b.fmul(product, inverse), places[1], size)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def key_row(typing, like, e, products, rho, added, vectors):
+    """Add a row to rho, and replace the products of a position by the gradient ``e (product − rho)`` of its logits."""
+    size, scalar, vector = _vector_type(like)
+    signature = types.void(like, *([types.int64] * 5))
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        *rows, vectors = arguments[1:]
+        with _each(b, vectors, size, vector) as (at, _):
+            places = [_pointer(b, b.add(row, at), scalar) for row in rows]
+            e, product, rho, more = (_load(b, place, vector, size) for place in places)
+            rho = b.fadd(rho, more)
+            _store(b, rho, places[2], size)
+            _store(b, b.fmul(e, b.fsub(product, rho)), places[1], size)
+        return context.get_dummy_value()
 
     return signature, codegen

@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from levattn._kernels import _cpu_latent
 from levattn._kernels._cpu import _share
+from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._generic_latent import decayed_scan
 from levattn._kernels._mixture import Mixture, State
 
-__all__ = ["decayed_scan", "forward", "summary"]
+__all__ = ["backward", "decayed_scan", "forward", "summary"]
 
 _RUN = 4096  # positions that are summed in one piece
 
@@ -26,17 +27,46 @@ _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after
 
 def forward(x: Mixture) -> Any:
     """Return the output (b, T, D) of latent attention; see `Mixture`."""
-    (b, T, L), D = x.Q.shape, x.V.shape[2]
-    out = np.empty((b, T, D), x.V.dtype)
+    b, L, D = len(x.Q), x.Q.shape[2], x.V.shape[2]
+    out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
     runs = _cuts(x.offsets)
     tasks = _tasks(b, [(low, high, x.offsets[i]) for i, low, high in runs])
     views = _Views(x, Y=out)
-    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks)
-    state = _before(x, runs)
-    _share(
-        lambda first, last: _cpu_latent.forward_tasks(*arguments, first, last, *state), len(tasks), 2 * out.size * L
-    )
+    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, *_before(x, runs))
+    size = _cpu_latent.room_of(views.lanes, L, D)
+
+    def body(first: int, last: int) -> None:
+        _cpu_latent.forward_tasks(*arguments, np.empty(size, out.dtype), first, last)
+
+    _share(body, len(tasks), 2 * out.size * L)
     return out
+
+
+def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and beside; None for what there is not."""
+    (b, T, L), (_, U, D) = x.Q.shape, x.V.shape
+    dQ, dK, dV = (np.zeros((b, n, width), x.V.dtype) for n, width in ((T, L), (U, L), (U, D)))
+    gate, beside = (None, None) if x.gate is None else (np.empty((b, T), dQ.dtype), np.empty((b, T, D), dQ.dtype))
+    runs = _cuts(x.offsets)
+    begins, ends, lead = x.offsets[:-1], x.offsets[1:], U
+    if x.causal:
+        lead = min(max(x.ahead, 0), U)
+    if len(begins) == 1:  # positions and rows may differ in number
+        ends = np.array([U])
+    bounds = np.searchsorted([i for i, _, _ in runs], np.arange(len(begins) + 1))
+    tasks = _tasks(b, list(zip(begins, ends, bounds[:-1], bounds[1:], strict=True)))
+    views = _Views(x, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_GATE=gate, D_BESIDE=beside)
+    each = np.array([(low, high) for _, low, high in runs], np.int64).reshape(-1, 2)
+    before = _before(x, runs)
+    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, lead, tasks, each, *before)
+    longest = max((high - low for _, low, high in runs), default=0)
+    size = _cpu_latent.backward_room(views.lanes, L, D, longest)
+
+    def body(first: int, last: int) -> None:
+        _cpu_latent.backward_tasks(*arguments, np.empty(size, dQ.dtype), first, last)
+
+    _share(body, len(tasks), 6 * b * T * D * L)
+    return dQ, dK, dV, gate, beside
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
@@ -71,7 +101,8 @@ class _Views:
     def __init__(self, x: Mixture, **further: Any) -> None:
         names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
         self.table = np.zeros((_cpu_latent.VIEWS, 3), np.int64)
-        self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.bool_)
+        self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
+        self.lanes = VECTOR_BYTES // x.V.dtype.itemsize
         self._kept = []
         for name, array in names.items():
             if array is not None:
@@ -102,10 +133,14 @@ def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
     (b, _, L), D = x.K.shape, x.V.shape[2]
     m, s, S = _nothing(b, len(cuts), L, D)
     tasks, views = _tasks(b, list(cuts)), _Views(x)
-    arguments = (*views.kinds, views.table, L, D, tasks)
     flat = m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)
-    work = b * sum(high - low for low, high in cuts) * L * D
-    _share(lambda first, last: _cpu_latent.summary_tasks(*arguments, first, last, *flat), len(tasks), work)
+    arguments = (*views.kinds, views.table, L, D, tasks, *flat)
+    size = _cpu_latent.room_of(views.lanes, L, D)
+
+    def body(first: int, last: int) -> None:
+        _cpu_latent.summary_tasks(*arguments, np.empty(size, x.V.dtype), first, last)
+
+    _share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
     return m, s, S
 
 
