@@ -19,6 +19,7 @@ from levattn._kernels._cpu_latent_simd import (
     dot_vectors,
     exceeds,
     exp_row,
+    is_seen,
     key_row,
     query_row,
     state_tile,
@@ -26,7 +27,7 @@ from levattn._kernels._cpu_latent_simd import (
 )
 from levattn._kernels._cpu_simd import as_pointer
 
-__all__ = ["VIEWS", "backward_room", "backward_tasks", "forward_tasks", "room_of", "summary_tasks"]
+__all__ = ["ROWS", "SINGLE", "VIEWS", "backward_tasks", "forward_tasks", "summary_tasks"]
 
 # places in `views`
 Q, K, V, GATE, BESIDE, MASK, Y, D_Y, D_Q, D_K, D_V, D_GATE, D_BESIDE = range(13)
@@ -36,18 +37,6 @@ ROWS = 32  # of a segment: what it reads and writes stays in the first cache
 SLACK = 4.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
 TALL = 4  # rows of a tile
 SINGLE = 8  # rows of scratch that stand alone
-
-
-def room_of(lanes, latents, channels):
-    """Return how many numbers of scratch a forward task takes."""
-    wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
-    return SINGLE * wide + wide * deep + ROWS * (5 * wide + 3 * deep)
-
-
-def backward_room(lanes, latents, channels, longest):
-    """Return how many numbers of scratch a backward task takes, for runs of at most so many rows."""
-    wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
-    return room_of(lanes, latents, channels) + 2 * wide * deep + (3 * longest + 1) * wide
 
 
 @jit
@@ -63,57 +52,66 @@ def _fill(like, address, n, value):
 
 
 @jit
-def _copy_row(like, address, n, fill, target_at, width):
-    """Write the n numbers at an address to a padded row."""
+def _copy_rows(like, address, step, rows, n, fill, target_at, width):
+    """Write rows of n numbers, `step` bytes apart, to padded rows."""
     size = like.itemsize
     whole = n // (VECTOR_BYTES // size)
-    copy_vectors(like, address, target_at, whole)
     done = whole * (VECTOR_BYTES // size)
-    if done < width:
-        source, target = as_pointer(address, like), as_pointer(target_at, like)
-        for j in range(done, n):
+    for i in range(rows):
+        source_at, row_at = address + i * step, target_at + i * width * size
+        copy_vectors(like, source_at, row_at, whole)
+        if done < width:
+            source, target = as_pointer(source_at, like), as_pointer(row_at, like)
+            for j in range(done, n):
+                target[j] = source[j]
+            for j in range(n, width):
+                target[j] = fill
+
+
+@jit
+def _write_rows(like, row_at, width, rows, n, address, step):
+    """Write the first n numbers of padded rows to rows that are `step` bytes apart."""
+    size = like.itemsize
+    whole = n // (VECTOR_BYTES // size)
+    for i in range(rows):
+        source_at, target_at = row_at + i * width * size, address + i * step
+        copy_vectors(like, source_at, target_at, whole)
+        source, target = as_pointer(source_at, like), as_pointer(target_at, like)
+        for j in range(whole * (VECTOR_BYTES // size), n):
             target[j] = source[j]
-        for j in range(n, width):
-            target[j] = fill
 
 
 @jit
-def _write_row(like, row_at, n, address):
-    """Write the first n numbers of a row to an address."""
-    whole = n // (VECTOR_BYTES // like.itemsize)
-    copy_vectors(like, row_at, address, whole)
-    source, target = as_pointer(row_at, like), as_pointer(address, like)
-    for j in range(whole * (VECTOR_BYTES // like.itemsize), n):
-        target[j] = source[j]
+def _read_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
+    """Write logits and values of positions to padded rows; −inf and zeros for those before `begin` and masked ones.
+
+    The values of a position whose logits all are −inf are zeros as well.
+    """
+    size = like.itemsize
+    missing = min(max(begin - first, 0), rows)
+    k_at, v_at = logits_at + missing * wide * size, values_at + missing * deep * size
+    _fill(like, logits_at, missing * wide, -np.inf)
+    _fill(like, values_at, missing * deep, 0)
+    k, v, masks = _at(views, K, head, first), _at(views, V, head, first), _at(views, MASK, head, first)
+    there = rows - missing
+    _copy_rows(like, k + missing * views[K, 2], views[K, 2], there, latents, -np.inf, k_at, wide)
+    _copy_rows(like, v + missing * views[V, 2], views[V, 2], there, channels, 0, v_at, deep)
+    masked, step, vectors = views[MASK, 0] != 0, views[MASK, 2], wide // (VECTOR_BYTES // size)
+    for i in range(missing, rows):
+        if masked and as_pointer(masks + i * step, flag)[0] == 0:
+            _fill(like, logits_at + i * wide * size, wide, -np.inf)
+        if not is_seen(like, logits_at + i * wide * size, vectors):
+            _fill(like, values_at + i * deep * size, deep, 0)
 
 
 @jit
-def _is_there(flag, views, head, position, begin):
-    """Tell whether there is such a position, and it is not masked."""
-    if position < begin:
-        return False
-    if views[MASK, 0] == 0:
-        return True
-    return as_pointer(_at(views, MASK, head, position), flag)[0] != 0
-
-
-@jit
-def _read_position(like, flag, views, head, position, begin, latents, channels, logits_at, wide, values_at, deep):
-    """Write the logits and values of a position to padded rows; −inf and zeros where no latent sees it."""
-    seen = _is_there(flag, views, head, position, begin)
-    if seen:
-        _copy_row(like, _at(views, K, head, position), latents, -np.inf, logits_at, wide)
-        logits = as_pointer(logits_at, like)
-        seen = logits[0] != -np.inf
-        for j in range(1, latents):
-            if seen:
-                break
-            seen = logits[j] != -np.inf
-    if seen:
-        _copy_row(like, _at(views, V, head, position), channels, 0, values_at, deep)
-    else:
-        _fill(like, logits_at, wide, -np.inf)
-        _fill(like, values_at, deep, 0)
+def _write_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
+    """Write the gradients of positions that there are and that are not masked."""
+    size = like.itemsize
+    for i in range(min(max(begin - first, 0), rows), rows):
+        if views[MASK, 0] == 0 or as_pointer(_at(views, MASK, head, first + i), flag)[0] != 0:
+            _write_rows(like, logits_at + i * wide * size, wide, 1, latents, _at(views, D_K, head, first + i), 0)
+            _write_rows(like, values_at + i * deep * size, deep, 1, channels, _at(views, D_V, head, first + i), 0)
 
 
 @jit
@@ -209,14 +207,11 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, fi
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
             top[:] = reference
+            _read_positions(like, flag, views, head, start, n, low, latents, channels, e_at, wide, x_at, deep)
+            E = room[SINGLE * wide + wide * deep :][: n * wide].reshape(n, wide)
             for i in range(n):
-                row_at = e_at + i * de
-                _read_position(
-                    like, flag, views, head, start + i, low, latents, channels, row_at, wide, x_at + i * dx, deep
-                )
-                row = as_pointer(row_at, like)
                 for j in range(wide):
-                    top[j] = row[j] if row[j] > top[j] else top[j]
+                    top[j] = E[i, j] if E[i, j] > top[j] else top[j]
             if exceeds(like, top.ctypes.data, reference.ctypes.data, wide // lanes):
                 _raise_references(top, 0.0, reference, base, limit, total, factors)
                 _scale_rows(state, factors)
@@ -262,14 +257,10 @@ def forward_tasks(
                     state[k, j] = state_S[task, k, j]
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
-            for i in range(n):
-                row = start + i
-                if enters:
-                    _read_position(
-                        *(like, flag, views, head, row + ahead, begin, latents, channels),
-                        *(e_at + i * de, wide, x_at + i * dx, deep),
-                    )
-                _copy_row(like, _at(views, Q, head, row), latents, -np.inf, c_at + i * de, wide)
+            if enters:
+                position = start + ahead
+                _read_positions(like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep)
+            _copy_rows(like, _at(views, Q, head, start), views[Q, 2], n, latents, -np.inf, c_at, wide)
             _fill(like, y_at, n * deep, 0)
             done = 0
             while done < n:
@@ -300,8 +291,7 @@ def forward_tasks(
                 else:
                     _read(like, c, de, y, dx, c, de, y, dx, i - done, state.ctypes.data, wide, deep)
                 done = i
-            for i in range(n):
-                _write_row(like, y_at + i * dx, channels, _at(views, Y, head, start + i))
+            _write_rows(like, y_at, deep, n, channels, _at(views, Y, head, start), views[Y, 2])
 
 
 @jit
@@ -395,15 +385,14 @@ def backward_tasks(
             place, count = 0, 0
             for start in range(low, high, ROWS):
                 n = min(ROWS, high - start)
-                for i in range(n):
-                    row = start + i
-                    if enters:
-                        _read_position(
-                            *(like, flag, views, head, row + ahead, begin, latents, channels),
-                            *(e_at + i * de, wide, x_at + i * dx, deep),
-                        )
-                    _copy_row(like, _at(views, Q, head, row), latents, -np.inf, c_at + (row - low) * de, wide)
-                    _copy_row(like, _at(views, D_Y, head, row), channels, 0, z_at + i * dx, deep)
+                if enters:
+                    position = start + ahead
+                    _read_positions(
+                        like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep
+                    )
+                skip = (start - low) * de
+                _copy_rows(like, _at(views, Q, head, start), views[Q, 2], n, latents, -np.inf, c_at + skip, wide)
+                _copy_rows(like, _at(views, D_Y, head, start), views[D_Y, 2], n, channels, 0, z_at, deep)
                 _fill(like, g_at, n * wide, 0)
                 done = 0
                 while done < n:
@@ -422,7 +411,7 @@ def backward_tasks(
                         gate = least
                         if views[GATE, 0] != 0:
                             gate = as_pointer(_at(views, GATE, head, start + i), like)[0]
-                        at = c_at + (start - low + i) * de
+                        at = c_at + skip + i * de
                         p = weigh_row(like, True, at, total_at, gate, vectors, p_at + i * de, inverse_at + i * de)
                         as_pointer(v_at, like)[i] = p
                         i += 1
@@ -436,12 +425,12 @@ def backward_tasks(
                     done = i
                 for i in range(n):
                     row = start + i
-                    at = c_at + (row - low) * de
+                    at = c_at + skip + i * de
                     mean = dot_vectors(like, at, g_at + i * de, vectors)
                     if views[GATE, 0] != 0:
                         p = as_pointer(v_at, like)[i]
                         z = z_at + i * dx
-                        _copy_row(like, _at(views, BESIDE, head, row), channels, 0, x_at, deep)
+                        _copy_rows(like, _at(views, BESIDE, head, row), 0, 1, channels, 0, x_at, deep)
                         beside = dot_vectors(like, x_at, z, deep // lanes) if p != 0 else p
                         mean += p * beside
                         as_pointer(_at(views, D_GATE, head, row), like)[0] = p * (beside - mean)
@@ -449,8 +438,8 @@ def backward_tasks(
                         for j in range(channels):
                             out[j] = p * dY[j]
                     query_row(like, at, g_at + i * de, p_at + i * de, inverse_at + i * de, mean, vectors)
-                    _write_row(like, p_at + i * de, latents, _at(views, D_Q, head, row))
-                copy_vectors(like, g_at, r_at + (start - low) * de, n * vectors)
+                _write_rows(like, p_at, wide, n, latents, _at(views, D_Q, head, start), views[D_Q, 2])
+                copy_vectors(like, g_at, r_at + skip, n * vectors)
             for k in range(count - 1, -1, -1):
                 start, n = segments[k, 0], segments[k, 1]
                 if k == count - 1 or segments[k, 2] != segments[k + 1, 2]:
@@ -462,34 +451,28 @@ def backward_tasks(
                         rho[j] *= factors[j]
                     _scale_rows(R, factors)
                     _scale_columns(T, factors)
-                for i in range(n):
-                    row = start + i
-                    if enters:
-                        _read_position(
-                            *(like, flag, views, head, row + ahead, begin, latents, channels),
-                            *(e_at + i * de, wide, x_at + i * dx, deep),
-                        )
+                position = start + ahead
+                if enters:
+                    _read_positions(
+                        like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep
+                    )
+                    for i in range(n):
                         exp_row(like, e_at + i * de, base_at, idle.ctypes.data, vectors)
-                    _copy_row(like, _at(views, D_Y, head, row), channels, 0, z_at + i * dx, deep)
+                _copy_rows(like, _at(views, D_Y, head, start), views[D_Y, 2], n, channels, 0, z_at, deep)
                 skip = (start - low) * de
                 _sweep_back(
                     *(like, enters, e_at, c_at + skip, x_at, z_at, r_at + skip, v_at, p_at),
                     *(n, rho_at, wide, deep, R_at, T_at),
                 )
                 if enters:
-                    for i in range(n):
-                        position = start + i + ahead
-                        if _is_there(flag, views, head, position, begin):
-                            _write_row(like, p_at + i * de, latents, _at(views, D_K, head, position))
-                            _write_row(like, v_at + i * dx, channels, _at(views, D_V, head, position))
+                    _write_positions(
+                        like, flag, views, head, position, n, begin, latents, channels, p_at, wide, v_at, deep
+                    )
         _fill(like, g_at, wide, 0)
         for start in range(begin, min(begin + lead, end), ROWS):
             n = min(ROWS, min(begin + lead, end) - start)
+            _read_positions(like, flag, views, head, start, n, begin, latents, channels, e_at, wide, x_at, deep)
             for i in range(n):
-                _read_position(
-                    *(like, flag, views, head, start + i, begin, latents, channels),
-                    *(e_at + i * de, wide, x_at + i * dx, deep),
-                )
                 exp_row(like, e_at + i * de, base_at, idle.ctypes.data, vectors)
             _fill(like, v_at, n * deep, 0)
             _fill(like, p_at, n * wide, 0)
@@ -497,6 +480,4 @@ def backward_tasks(
             _read(like, x_at, dx, p_at, de, x_at, dx, p_at, de, n, T_at, deep, wide)
             for i in range(n):
                 key_row(like, e_at + i * de, p_at + i * de, rho_at, g_at, vectors)
-                if _is_there(flag, views, head, start + i, begin):
-                    _write_row(like, p_at + i * de, latents, _at(views, D_K, head, start + i))
-                    _write_row(like, v_at + i * dx, channels, _at(views, D_V, head, start + i))
+            _write_positions(like, flag, views, head, start, n, begin, latents, channels, p_at, wide, v_at, deep)

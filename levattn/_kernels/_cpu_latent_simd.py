@@ -15,7 +15,17 @@ from numba.extending import intrinsic
 
 from levattn._kernels._cpu_simd import _I64, _fma, _int, _literals, _load, _pointer, _splat, _store, _vector_type
 
-__all__ = ["copy_vectors", "dot_vectors", "exceeds", "exp_row", "key_row", "query_row", "state_tile", "weigh_row"]
+__all__ = [
+    "copy_vectors",
+    "dot_vectors",
+    "exceeds",
+    "exp_row",
+    "is_seen",
+    "key_row",
+    "query_row",
+    "state_tile",
+    "weigh_row",
+]
 
 Builder = Any
 Value = Any
@@ -142,6 +152,16 @@ def copy_vectors(typing, like, source, target, vectors):
     return signature, codegen
 
 
+def _any(b: Builder, vectors: Value, size: int, vector: Value, test: Any) -> Value:
+    """Tell whether the test, given the offset of a vector, is true for any lane."""
+    flags = ir.VectorType(ir.IntType(1), vector.count)
+    found = cgutils.alloca_once_value(b, ir.Constant(flags, [0] * vector.count))
+    with _each(b, vectors, size, vector) as (at, _):
+        b.store(b.or_(b.load(found), test(at)), found)
+    word = b.bitcast(b.load(found), ir.IntType(vector.count))
+    return b.icmp_unsigned("!=", word, ir.Constant(word.type, 0))
+
+
 @intrinsic(prefer_literal=True)
 def exceeds(typing, like, x, limit, vectors):
     """Tell whether any number of a row is larger than that of the limits."""
@@ -149,14 +169,27 @@ def exceeds(typing, like, x, limit, vectors):
     signature = types.boolean(like, *([types.int64] * 3))
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        x, limit, vectors = arguments[1:]
-        flags = ir.VectorType(ir.IntType(1), vector.count)
-        found = cgutils.alloca_once_value(b, ir.Constant(flags, [0] * vector.count))
-        with _each(b, vectors, size, vector) as (at, _):
-            left, right = (_load(b, _pointer(b, b.add(base, at), scalar), vector, size) for base in (x, limit))
-            b.store(b.or_(b.load(found), b.fcmp_ordered(">", left, right)), found)
-        word = b.bitcast(b.load(found), ir.IntType(vector.count))
-        return b.icmp_unsigned("!=", word, ir.Constant(word.type, 0))
+        def test(at: Value) -> Value:
+            left, right = (_load(b, _pointer(b, b.add(base, at), scalar), vector, size) for base in arguments[1:3])
+            return b.fcmp_ordered(">", left, right)
+
+        return _any(b, arguments[3], size, vector, test)
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def is_seen(typing, like, x, vectors):
+    """Tell whether any logit of a padded row is not −inf."""
+    size, scalar, vector = _vector_type(like)
+    signature = types.boolean(like, types.int64, types.int64)
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        def test(at: Value) -> Value:
+            value = _load(b, _pointer(b, b.add(arguments[1], at), scalar), vector, size)
+            return b.fcmp_unordered("!=", value, _constant(vector, -math.inf))
+
+        return _any(b, arguments[2], size, vector, test)
 
     return signature, codegen
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from levattn._kernels import _cpu_latent
 from levattn._kernels._cpu import _share
 from levattn._kernels._cpu_jit import VECTOR_BYTES
-from levattn._kernels._generic_latent import decayed_scan
+from levattn._kernels._decay import decayed_scan
 from levattn._kernels._mixture import Mixture, State
 
 __all__ = ["backward", "decayed_scan", "forward", "summary"]
@@ -33,7 +33,7 @@ def forward(x: Mixture) -> Any:
     tasks = _tasks(b, [(low, high, x.offsets[i]) for i, low, high in runs])
     views = _Views(x, Y=out)
     arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, *_before(x, runs))
-    size = _cpu_latent.room_of(views.lanes, L, D)
+    size = views.room(L, D)
 
     def body(first: int, last: int) -> None:
         _cpu_latent.forward_tasks(*arguments, np.empty(size, out.dtype), first, last)
@@ -60,7 +60,7 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     before = _before(x, runs)
     arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, lead, tasks, each, *before)
     longest = max((high - low for _, low, high in runs), default=0)
-    size = _cpu_latent.backward_room(views.lanes, L, D, longest)
+    size = views.room(L, D, longest)
 
     def body(first: int, last: int) -> None:
         _cpu_latent.backward_tasks(*arguments, np.empty(size, dQ.dtype), first, last)
@@ -102,7 +102,7 @@ class _Views:
         names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
         self.table = np.zeros((_cpu_latent.VIEWS, 3), np.int64)
         self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
-        self.lanes = VECTOR_BYTES // x.V.dtype.itemsize
+        self._lanes = VECTOR_BYTES // x.V.dtype.itemsize
         self._kept = []
         for name, array in names.items():
             if array is not None:
@@ -110,6 +110,12 @@ class _Views:
                     array = np.ascontiguousarray(array)
                 self._kept.append(array)
                 self.table[getattr(_cpu_latent, name)] = array.ctypes.data, *array.strides[:2]
+
+    def room(self, L: int, D: int, longest: int | None = None) -> int:
+        """Return how many numbers of scratch a task takes, backwards if given the longest run of rows."""
+        wide, deep = -(-L // self._lanes) * self._lanes, -(-D // self._lanes) * self._lanes
+        size: int = _cpu_latent.SINGLE * wide + wide * deep + _cpu_latent.ROWS * (4 * wide + 3 * deep)
+        return size if longest is None else size + 2 * wide * deep + (3 * longest + 1) * wide
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:
@@ -135,7 +141,7 @@ def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
     tasks, views = _tasks(b, list(cuts)), _Views(x)
     flat = m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)
     arguments = (*views.kinds, views.table, L, D, tasks, *flat)
-    size = _cpu_latent.room_of(views.lanes, L, D)
+    size = views.room(L, D)
 
     def body(first: int, last: int) -> None:
         _cpu_latent.summary_tasks(*arguments, np.empty(size, x.V.dtype), first, last)
@@ -170,7 +176,7 @@ def _before(x: Mixture, runs: _Cuts) -> State:
     if lead is None and not growing:
         return np.empty((0, L)), np.empty((0, L)), np.empty((0, L, D))
     lead = _nothing(b, len(x.offsets) - 1, L, D) if lead is None else lead
-    before: State = tuple(part[:, [i for i, _, _ in runs]] for part in lead)  # type: ignore[assignment]
+    before: State = tuple(part[:, [i for i, _, _ in runs]] for part in lead)
     if growing:
         begins = x.offsets.tolist()
         entered = [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in runs]
