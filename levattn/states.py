@@ -392,7 +392,8 @@ class SoftmaxState:
         double = "float64" in (K.format, values.format)
         wide = (_as_computed(array, double) for array in (K, values))
         parts = latent_kernels_for(K.data).summary(*wide, present, np.array([0, K.n]))
-        m, s, S = (part.reshape(*self.batch, *part.shape[2:]) for part in parts)
+        xp = array_api_compat.array_namespace(parts[2])
+        m, s, S = (xp.reshape(part, (*self.batch, *part.shape[2:])) for part in parts)
         return self._join((m, s, S))
 
     def merge(self, other: SoftmaxState) -> SoftmaxState:

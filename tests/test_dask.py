@@ -30,10 +30,11 @@ from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
     _merged_set,
     from_keys,
     leverage_scores,
+    softmax_state,
     universal_set,
     universal_set_of_files,
 )
-from levattn.states import Moments  # noqa: E402
+from levattn.states import Moments, SoftmaxState  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -431,3 +432,33 @@ def test_a_killed_worker_changes_nothing(client: Any, tmp_path: Path) -> None:
     check(future.result(timeout=120), K, 0.02)
     read = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
     assert len(read) > len(set(read)) == 40  # what the victim had in hand was read again
+
+
+# -- softmax states -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[500], [100, 0, 300], [1, 2, 3]])
+@pytest.mark.parametrize("others", [[500], [250]])
+def test_softmax_state_is_that_of_all_positions(sizes: list[int], others: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    logits, V = rng.normal(scale=20, size=(2, 500, 4)), rng.normal(size=(2, 500, 3))
+    state = softmax_state(in_chunks(logits, sizes), in_chunks(V, others)).compute()
+    alone = SoftmaxState(4, 3, (2,)).update(logits, V)
+    np.testing.assert_allclose(state.read(), alone.read(), rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(state.m, alone.m)
+
+
+def test_softmax_state_of_chunks_of_unknown_size() -> None:
+    rng = np.random.default_rng(1)
+    logits, V = rng.normal(size=(500, 4)), rng.normal(size=(500, 3))
+    lazy = softmax_state(unknown(in_chunks(logits, [200])), unknown(in_chunks(V, [200])))
+    np.testing.assert_allclose(lazy.compute().read(), SoftmaxState(4, 3).update(logits, V).read(), rtol=1e-12)
+
+
+def test_softmax_state_refuses_what_does_not_go_together() -> None:
+    with pytest.raises(ValueError, match="as many positions"):
+        softmax_state(in_chunks(np.zeros((9, 2)), [4]), in_chunks(np.zeros((9, 2, 2)), [4]))
+    with pytest.raises(ValueError, match="as many positions"):
+        softmax_state(in_chunks(np.zeros((9, 2)), [9]), in_chunks(np.zeros((8, 2)), [4]))
+    with pytest.raises(TypeError, match="V is of type ndarray"):
+        softmax_state(in_chunks(np.zeros((9, 2)), [4]), np.zeros((9, 2)))

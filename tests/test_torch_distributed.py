@@ -26,7 +26,14 @@ dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 
-from levattn.distributed.torch import Traffic, _compact, _expanded, universal_set  # noqa: E402 (no use without torch)
+from levattn.distributed.torch import (  # noqa: E402 (no use without torch)
+    Traffic,
+    _compact,
+    _expanded,
+    softmax_state,
+    universal_set,
+)
+from levattn.states import SoftmaxState  # noqa: E402
 
 RANKS = 3
 
@@ -147,6 +154,21 @@ WRONG = {
 }
 
 
+WRONG_STATES: dict[str, Any] = {"another size": SoftmaxState(2, 4), "no state": 3}
+
+
+def softmax_chunks() -> list[tuple[Any, Any]]:
+    """Logits and values of each rank; the second has none."""
+    return [
+        (generator(rank).normal(3 * rank, 20, (2, n, 4)), generator(9 + rank).normal(size=(2, n, 5)))
+        for rank, n in enumerate((70, 0, 300))
+    ]
+
+
+def softmax_shards() -> list[SoftmaxState]:
+    return [SoftmaxState(4, 5, (2,)).update(logits, V) for logits, V in softmax_chunks()]
+
+
 # -- the ranks ----------------------------------------------------------------------------------------
 
 
@@ -166,6 +188,12 @@ def run_rank(rank: int, folder: str) -> None:
             if place >= 0:
                 travelled.clear()
                 answers[name] = answer(case, place, groups.get(case.size)), list(travelled)
+        answers["softmax"] = [softmax_state(softmax_shards()[rank], before=before) for before in (False, True)]
+        for name, wrong in WRONG_STATES.items():
+            try:
+                softmax_state(wrong if rank == 1 else SoftmaxState(2, 3))
+            except (TypeError, ValueError) as error:
+                answers[name] = error
         try:
             universal_set(keys(), 0.1, group=groups[1])
         except ValueError as error:
@@ -400,3 +428,24 @@ def test_without_a_group() -> None:
 def test_traffic_adds_up() -> None:
     traffic = Traffic(shapes=10, moments=20, selected=30, dense=600)
     assert (traffic.gathered, traffic.saved, traffic.ratio) == (60, 540, 10)
+
+
+# -- softmax states -----------------------------------------------------------------------------------
+
+
+def test_softmax_states_are_merged_in_order(answers: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(answers):
+        for state, count in zip(of_rank["softmax"], (RANKS, rank), strict=True):
+            logits, V = (np.concatenate(parts, axis=1) for parts in zip(*softmax_chunks(), strict=True))
+            n = sum(chunk.shape[1] for chunk, _ in softmax_chunks()[:count])
+            E = np.exp(logits[:, :n] - logits[:, :n].max(axis=1, keepdims=True, initial=-1e9))
+            expected = np.einsum("btl,btd->bld", E / np.maximum(E.sum(axis=1, keepdims=True), 1e-300), V[:, :n])
+            np.testing.assert_allclose(state.read(), expected, rtol=1e-12, atol=1e-14)
+    assert len({of_rank["softmax"][0].to_bytes() for of_rank in answers}) == 1
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_softmax_states_that_differ_are_refused_on_all_ranks(answers: list[dict[str, Any]], name: str) -> None:
+    said = {str(of_rank[name]) for of_rank in answers}
+    assert any("differs between the ranks" in each or "expected SoftmaxState" in each for each in said)
+    assert all(isinstance(of_rank[name], TypeError | ValueError) for of_rank in answers)

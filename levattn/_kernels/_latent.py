@@ -90,7 +90,9 @@ def _cuts(offsets: _Indices) -> _Cuts:
 
 def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
     """Return the tasks of all heads, one head after the other: (head, ...)."""
-    each = np.array(rows, np.int64).reshape(len(rows), -1)
+    if not rows:
+        return np.empty((0, 5), np.int64)
+    each = np.array(rows, np.int64)
     heads = np.repeat(np.arange(b), len(rows))
     return np.column_stack([heads, np.tile(each, (b, 1))])
 

@@ -1,4 +1,4 @@
-"""Universal sets and leverage scores of keys in dask arrays: one state for each chunk of rows, merged in a tree.
+"""Universal sets, leverage scores and softmax states of dask arrays: one state a chunk of rows, merged in a tree.
 
 The states are those of one process, and so is the result. Tasks are pure, so that dask may run any of them again: a
 worker that is lost costs the time of its chunks and changes nothing.
@@ -23,10 +23,10 @@ from levattn._threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
 from levattn.linalg import Factor
-from levattn.states import Moments
+from levattn.states import Moments, SoftmaxState
 from levattn.streaming import StreamedSet, StreamingUniversalSet
 
-__all__ = ["from_keys", "leverage_scores", "universal_set", "universal_set_of_files"]
+__all__ = ["from_keys", "leverage_scores", "softmax_state", "universal_set", "universal_set_of_files"]
 
 _FAN_IN = 8  # states that one task merges
 _RANGE = 64  # times d/ε: rows that one task makes a state of, at least
@@ -165,6 +165,67 @@ def leverage_scores(K: Any, /) -> Any:
     return bind(K, factor).map_blocks(
         _scores, factor, dtype=dtype, drop_axis=K.ndim - 1, meta=np.empty((0,) * (K.ndim - 1), dtype)
     )
+
+
+def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
+    """Softmax state of values over all positions of dask arrays: one pass over the chunks, each where it is.
+
+    For each latent the mean of the values under the softmax of its logits over positions; see
+    `levattn.states.SoftmaxState`, which every chunk of positions becomes. These are merged in a tree. The result is
+    that of one state to rounding, whatever the chunks, and has the same bits in every run with the same chunks.
+
+    Parameters
+    ----------
+    logits : dask.array.Array of shape (..., T, L)
+        The logits of positions for latents, in chunks of any size along the positions.
+    V : dask.array.Array of shape (..., T, D)
+        Values. They are cut as the logits are, unless both have chunks of unknown size, as many and as long.
+    client : distributed.Client, str or cluster, optional
+        As in `universal_set`.
+
+    Returns
+    -------
+    dask.delayed.Delayed or SoftmaxState
+        The state as a lazy value; with `client` that state itself.
+
+    Raises
+    ------
+    ImportError
+        If dask, or for `client` distributed, is not installed.
+    TypeError, ValueError
+        If an argument is no dask array, or the shapes do not go together.
+
+    Notes
+    -----
+    Time O(TLD), divided by the number of workers. What is merged is L (D + 2) numbers for each item of the batch.
+
+    Examples
+    --------
+    >>> import numpy as np, dask.array as da
+    >>> from levattn.distributed.dask import softmax_state
+    >>> logits, V = np.random.default_rng(0).standard_normal((2, 1000, 4))
+    >>> lazy = softmax_state(da.from_array(logits, chunks=(300, 4)), da.from_array(V, chunks=(500, 4)))
+    >>> A = np.exp(logits) / np.exp(logits).sum(axis=0)
+    >>> np.allclose(lazy.compute(scheduler="threads").read(), A.T @ V)
+    True
+    """
+    _require_dask()
+    import dask.array as da
+
+    logits, V = _in_row_chunks(logits, "logits"), _in_row_chunks(V, "V")
+    rows, known = logits.chunks[-2], not any(map(math.isnan, (*logits.chunks[-2], *V.chunks[-2])))
+    if known and logits.shape[-2] == V.shape[-2]:
+        V = V.rechunk({V.ndim - 2: rows})
+    if V.numblocks != logits.numblocks or (known and V.chunks[-2] != rows):
+        raise ValueError(
+            f"V has chunks {V.chunks} and logits have {logits.chunks}; expected as many positions, and batches alike"
+        )
+    new = partial(SoftmaxState, logits.shape[-1], V.shape[-1], tuple(logits.shape[:-2]))
+    new().update(_no_rows(logits), _no_rows(V))  # what is wrong with the arguments shows here
+    meta = np.empty((0,) * logits.ndim, object)
+    states = da.map_blocks(_chunk_softmax, logits, V, dtype=object, meta=meta, enforce_ndim=False, new=new)
+    lazy = _in_tree(states, partial(_merged_softmax, new=new), SoftmaxState.copy)
+    return lazy if client is None else _computed(lazy, client)
 
 
 def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
@@ -320,22 +381,22 @@ def _absolute(paths: _Path | Sequence[_Path]) -> Path | list[Path]:
     return [Path(path).absolute() for path in paths]
 
 
-def _in_row_chunks(K: Any) -> Any:
-    """Return keys that are cut along the rows only."""
+def _in_row_chunks(K: Any, name: str = "K") -> Any:
+    """Return an array that is cut along the rows only."""
     import dask.array as da
 
     if not isinstance(K, da.Array):
         raise TypeError(
-            f"K is of type {type(K).__name__}; expected a dask array. Make one by dask.array.from_array, or of files "
-            "by levattn.distributed.dask.from_keys"
+            f"{name} is of type {type(K).__name__}; expected a dask array. Make one by dask.array.from_array, or of "
+            "files by levattn.distributed.dask.from_keys"
         )
     if K.ndim < 2:
-        raise ValueError(f"K has shape {K.shape}; expected (..., n, d), rows last but one")
+        raise ValueError(f"{name} has shape {K.shape}; expected (..., n, d), rows last but one")
     others = [axis for axis in range(K.ndim) if axis != K.ndim - 2]
     if any(math.isnan(K.shape[axis]) for axis in others):
         raise ValueError(
-            f"K has shape {K.shape}; expected sizes that are known, but for the number of rows. Call "
-            "K.compute_chunk_sizes() first"
+            f"{name} has shape {K.shape}; expected sizes that are known, but for the number of rows. Call "
+            f"{name}.compute_chunk_sizes() first"
         )
     split = {axis: -1 for axis in others if K.numblocks[axis] > 1}
     return K.rechunk(split) if split else K
@@ -445,6 +506,18 @@ def _chunk_moments(K: Any, block_id: Any = None) -> Moments:
 
 def _merged_moments(states: list[Moments], no_rows: npt.NDArray[Any]) -> Moments:
     merged = Moments(no_rows.shape[-1], no_rows.shape[:-2]).update(no_rows)  # which tells the dtype of the keys
+    for state in states:
+        merged.merge(state)
+    return merged
+
+
+def _chunk_softmax(logits: Any, V: Any, new: Callable[[], SoftmaxState]) -> SoftmaxState:
+    with _threads_of_worker():
+        return new().update(logits, V)
+
+
+def _merged_softmax(states: list[SoftmaxState], new: Callable[[], SoftmaxState]) -> SoftmaxState:
+    merged = new()
     for state in states:
         merged.merge(state)
     return merged

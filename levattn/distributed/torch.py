@@ -1,7 +1,8 @@
-"""Universal sets of keys and values whose rows are shared out among the processes of a torch group.
+"""Universal sets and softmax states of positions that are shared out among the processes of a torch group.
 
-Each rank makes a `levattn.StreamingUniversalSet` of its own rows. What travels are these states without their keys, so
-sums of d² numbers, and then the keys that reach ε among the keys of all ranks, with their values.
+For a universal set each rank makes a `levattn.StreamingUniversalSet` of its own rows. What travels are these states
+without their keys, so sums of d² numbers, and then the keys that reach ε among the keys of all ranks, with their
+values. Softmax states travel as they are.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from levattn._array import as_mask, as_matrices, to_float64
 from levattn._bytes import pack, unpack
 from levattn._kernels import BLOCK
 from levattn._stream import HeldKeys
+from levattn.states import SoftmaxState
 from levattn.streaming import _VERSION as _STATE_VERSION
 from levattn.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 
-__all__ = ["Traffic", "universal_set"]
+__all__ = ["Traffic", "softmax_state", "universal_set"]
 
 _VERSION = 1  # of the messages
 _STATE = "StreamingUniversalSet"
@@ -198,6 +200,73 @@ def universal_set(
         sets = replace(sets, items=tuple(map(_with_numbers, sets.items)))
     dense = sum(shard["bytes"] for shard in shards)
     return sets, Traffic(shapes, moments, ranks.gathered - shapes - moments, dense)
+
+
+def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = None) -> SoftmaxState:
+    """Softmax state of the positions of all ranks of a process group, or of those of the ranks before this one.
+
+    Each rank gives the state of its own shard of a sequence. All of them together are what latent attention reads that
+    looks at the whole sequence; those before a rank are the ``state=`` with which causal latent attention over its own
+    shard goes on. This is a collective operation: all ranks of the group call it. States are merged in the order of
+    the ranks, so every rank has the same bits.
+
+    Parameters
+    ----------
+    state : SoftmaxState
+        The positions of this rank, of the same batch and sizes on all ranks.
+    before : bool, default False
+        Merge only the states of ranks of a lower number, the same on all ranks.
+    group : torch.distributed.ProcessGroup, optional
+        As in `universal_set`.
+
+    Returns
+    -------
+    SoftmaxState
+        With arrays of numpy; the empty state on the first rank if `before`.
+
+    Raises
+    ------
+    ImportError
+        If torch is not installed.
+    TypeError, ValueError
+        If the argument is no state, or the states do not go together; on all ranks alike, as by `universal_set`.
+
+    Notes
+    -----
+    A rank gathers L (D + 2) float64 numbers for each item of the batch from every other, whatever the length of the
+    sequence.
+
+    Examples
+    --------
+    One process, which is a group as well:
+
+    >>> import numpy as np, torch.distributed as dist
+    >>> from levattn.distributed.torch import softmax_state
+    >>> from levattn.states import SoftmaxState
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mine = SoftmaxState(2, 3).update(np.zeros((4, 2)), np.ones((4, 3)))
+    >>> whole, earlier = softmax_state(mine), softmax_state(mine, before=True)
+    >>> dist.destroy_process_group()
+    >>> whole.read()[0], earlier.read()[0]
+    (array([1., 1., 1.]), array([0., 0., 0.]))
+    """
+    ranks = _Ranks(group)
+
+    def mine() -> tuple[_Fields, _Arrays]:
+        if not isinstance(state, SoftmaxState):
+            raise TypeError(f"state is of type {type(state).__name__}; expected SoftmaxState")
+        sizes = [state.latents, state.d, list(state.batch)]
+        return {"sizes": sizes, "before": bool(before)}, {"state": np.frombuffer(state.to_bytes(), np.uint8)}
+
+    told = ranks.together("Softmax", mine)
+    for name, what in (("sizes", "(latents, d, batch) of the state"), ("before", "before")):
+        values = [fields[name] for fields, _ in told]
+        if values.count(values[0]) < len(values):
+            raise ValueError(f"{what} differs between the ranks of the group: {values}; expected the same on all")
+    whole = SoftmaxState(state.latents, state.d, state.batch)
+    for _, arrays in told[: ranks.rank if before else None]:
+        whole.merge(SoftmaxState.from_bytes(arrays["state"].tobytes()))
+    return whole
 
 
 # -- the group ----------------------------------------------------------------------------------------
