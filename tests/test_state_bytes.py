@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 import levattn
 from levattn import StreamingUniversalSet
 from levattn._kernels import BLOCK
-from levattn.states import Moments
+from levattn.states import Moments, SoftmaxState
 from strategies import STORAGE, Float, examples, stores
 
-State = StreamingUniversalSet | Moments
+State = StreamingUniversalSet | Moments | SoftmaxState
 
 MUTATIONS = 100_000  # that break the checksum
 SEALED = 10_000  # under a checksum made anew
@@ -72,7 +72,13 @@ STATES: dict[str, Callable[[], State]] = {
     "moments-batch": lambda: Moments(2, (2,)).update(gaussian(2 * BLOCK + 2).reshape(2, -1, 2)),
     "moments-wide": lambda: Moments(2).update(ill_conditioned(BLOCK + 2)),
     "moments-merged": lambda: Moments(2).update(gaussian(3)).merge(Moments(2).update(gaussian(5))),
+    "softmax": lambda: SoftmaxState(2, 3).update(gaussian(5), gaussian(5, 3)),
+    "softmax-empty": lambda: SoftmaxState(2, 3),
+    "softmax-batch": lambda: SoftmaxState(2, 2, (3,)).update(
+        gaussian(6).reshape(3, 2, 2), gaussian(6).reshape(3, 2, 2)
+    ),
 }
+KINDS: dict[str, type[State]] = {"moments": Moments, "softmax": SoftmaxState}
 
 
 @cache
@@ -81,7 +87,7 @@ def saved(name: str) -> bytes:
 
 
 def kind_of(name: str) -> type[State]:
-    return Moments if name.startswith("moments") else StreamingUniversalSet
+    return KINDS.get(name.partition("-")[0], StreamingUniversalSet)
 
 
 # -- a state that was saved goes on -----------------------------------------------------------------
@@ -624,6 +630,9 @@ def use(state: State) -> None:
     if isinstance(state, Moments):
         state.read()
         state.update(np.ones((*state.batch, 3, state.d), state._tail.rows.keys.dtype if state._tail else np.float64))
+    elif isinstance(state, SoftmaxState):
+        with np.errstate(all="ignore"):
+            state.update(np.ones((*state.batch, 3, state.latents)), np.ones((*state.batch, 3, state.d))).read()
     else:
         state.result()
     assert type(state).from_bytes(state.to_bytes()).to_bytes() == state.to_bytes()
