@@ -431,11 +431,7 @@ class SoftmaxState:
                 f"this state holds arrays of {type(self._held[2]).__module__} and was given those of {xp.__name__}; "
                 "expected one library. Keep a state for each, and merge them by their bytes"
             )
-        (m, s, S), (n, t, U) = self._held, other
-        top = xp.maximum(m, n)
-        base = xp.where(top == -math.inf, xp.zeros_like(top), top)
-        a, b = xp.exp(m - base), xp.exp(n - base)
-        self._held = top, a * s + b * t, a[..., None] * S + b[..., None] * U
+        self._held = latent_kernels_for(other[2]).joined(self._held, other)
         return self
 
     def read(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,17 @@ settings.load_profile("repeatable")
 
 # The examples of these modules need a package that the suite can do without.
 NEEDS = {"levattn/distributed/torch.py": "torch"}
+# These need it to be imported at all.
+NEEDED_BY = {
+    "torch": ("levattn/nn", "levattn/attention/_torch.py", "levattn/integrations/transformers"),
+    "transformers": ("levattn/integrations/transformers",),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    root = Path(__file__).parents[1]
+    missing = [root / path for package, paths in NEEDED_BY.items() if find_spec(package) is None for path in paths]
+    config.option.ignore = [*(config.option.ignore or []), *map(str, missing)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

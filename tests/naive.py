@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -490,3 +491,76 @@ def distortion(SU: ArrayLike) -> float:
     """By how much a sketch SU of an orthonormal basis U changes squared norms at most, relatively."""
     X = np.asarray(SU, dtype=np.float64)
     return float(np.max(np.abs(np.linalg.eigvalsh(X.T @ X) - 1)))
+
+
+# -- latent attention --------------------------------------------------------------------
+
+
+def softmax(logits: ArrayLike) -> Float:
+    """Weights in proportion to the exponentials of logits, at least one of which is finite."""
+    x = np.asarray(logits, dtype=np.float64)
+    e = np.exp(x - np.max(x))
+    return np.asarray(e / np.sum(e))
+
+
+def latte_weights(
+    Q: ArrayLike,
+    K: ArrayLike,
+    *,
+    causal: bool = True,
+    mask: ArrayLike | None = None,
+    offsets: list[int] | None = None,
+) -> Float:
+    """The matrix of Latte (rows of Q × positions of K): each row mixes what the latents see by their softmax.
+
+    A latent that sees nothing is no part of the mixture, and a mixture of nothing is zero.
+    """
+    Q, K = np.asarray(Q, dtype=np.float64), np.asarray(K, dtype=np.float64)
+    counts = np.ones(len(K), dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
+    P = np.zeros((len(Q), len(K)))
+    for t in range(len(Q)):
+        low, high = 0, len(K)
+        if offsets is not None:
+            low, high = next((a, b) for a, b in pairwise(offsets) if a <= t < b)
+        last = t if causal else high - 1
+        components = []
+        for latent in range(Q.shape[1]):
+            seen = [s for s in range(low, last + 1) if counts[s] and K[s, latent] > -np.inf]
+            if seen and Q[t, latent] > -np.inf:
+                components.append((Q[t, latent], seen, softmax(K[seen, latent])))
+        if components:
+            for weight, (_, seen, p) in zip(softmax([logit for logit, _, _ in components]), components, strict=True):
+                P[t, seen] += weight * p
+    return P
+
+
+def latte(Q: ArrayLike, K: ArrayLike, V: ArrayLike, **options: Any) -> Float:
+    """The outputs of Latte by its matrix; masked values are not read."""
+    P, V = latte_weights(Q, K, **options), np.asarray(V, dtype=np.float64)
+    return np.stack([sum((p * v for p, v in zip(row, V, strict=True) if p > 0), np.zeros(V.shape[1])) for row in P])
+
+
+def latte_recurrence(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
+    """Causal Latte token by token: the maximum, the sum and the weighted values of each latent."""
+    Q, K, V = (np.asarray(x, dtype=np.float64) for x in (Q, K, V))
+    m, s, S = np.full(K.shape[1], -np.inf), np.zeros(K.shape[1]), np.zeros((K.shape[1], V.shape[1]))
+    rows = []
+    for q, k, v in zip(Q, K, V, strict=True):
+        top = np.maximum(m, k)
+        a, b = np.exp(m - top), np.exp(k - top)
+        m, s, S = top, a * s + b, a[:, None] * S + b[:, None] * v
+        rows.append((softmax(q) / s) @ S)
+    return np.stack(rows)
+
+
+def latte_normalized(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
+    """Causal Latte as a gated linear attention: decays and keys are normalised by what all positions so far weigh."""
+    Q, K, V = (np.asarray(x, dtype=np.float64) for x in (Q, K, V))
+    Z = np.logaddexp.accumulate(K, axis=0)
+    S = np.zeros((K.shape[1], V.shape[1]))
+    rows = []
+    for t in range(len(Q)):
+        decay = np.exp(Z[t - 1] - Z[t]) if t else np.zeros(K.shape[1])
+        S = decay[:, None] * S + np.exp(K[t] - Z[t])[:, None] * V[t]
+        rows.append(softmax(Q[t]) @ S)
+    return np.stack(rows)

@@ -81,6 +81,8 @@ EAGER = {
     "llvmlite": CPU_KERNELS,
     **{name: HOMES[name] for name in ("typer", "click", "sklearn")},
     "rich": ("cli", "cli.*"),
+    "torch": ("attention._torch", "nn", "nn.*", "integrations.transformers", "integrations.transformers.*"),
+    "transformers": ("integrations.transformers", "integrations.transformers.*"),
 }
 
 # The compiler's flags are chosen in one module; the rest of the kernels uses its decorators.

@@ -74,7 +74,8 @@ def latent_kernels_for(array: Any) -> ModuleType:
 
     ``forward(x)`` is the output (b, T, D); ``backward(x, dY)`` the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate
     and beside (None for those that there are not), with nothing for `state`; ``summary(K, V, mask, offsets)`` the
-    state of all positions; ``decayed_scan(a, x, first=None, *, reverse=False)`` a linear recurrence of each channel.
+    state of all positions; ``joined(state, other)`` two states as one; ``decayed_scan(a, x, first=None, *,
+    reverse=False)`` a linear recurrence of each channel.
     The definitions have no backward: in torch, gradients follow them.
     """
     if on_cuda(array):

@@ -27,7 +27,7 @@ from levattn._kernels._cpu_latent_simd import (
 )
 from levattn._kernels._cpu_simd import as_pointer
 
-__all__ = ["ROWS", "SINGLE", "VIEWS", "backward_tasks", "forward_tasks", "summary_tasks"]
+__all__ = ["ROWS", "SINGLE", "VIEWS", "backward_tasks", "forward_tasks", "join_rows", "join_runs", "summary_tasks"]
 
 # places in `views`
 Q, K, V, GATE, BESIDE, MASK, Y, D_Y, D_Q, D_K, D_V, D_GATE, D_BESIDE = range(13)
@@ -226,13 +226,36 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, fi
 
 
 @jit
-def forward_tasks(
-    like, flag, views, latents, channels, ahead, enters, tasks, state_m, state_s, state_S, room, first, last
-):
-    """Write the output of the rows of tasks (head, first row, row after the last, first position that there is).
+def join_rows(m, s, n, t, top, total, S, U, out):
+    """Write the states of some latents and those of others as one."""
+    for i in range(len(m)):
+        largest = n[i] if n[i] > m[i] else m[i]
+        a = np.exp(m[i] - largest) if m[i] > -np.inf or s[i] != 0 else 0.0
+        b = np.exp(n[i] - largest) if n[i] > -np.inf or t[i] != 0 else 0.0
+        top[i] = largest
+        total[i] = a * s[i] + b * t[i]
+        for j in range(S.shape[1]):
+            out[i, j] = a * S[i, j] + b * U[i, j]
 
-    With row t position ``t + ahead`` enters the state. Without `enters` none does, and the state before a task is all
-    that its rows read.
+
+@jit
+def join_runs(m, s, S, joins, first, last):
+    """Add to the state of each run those of the runs before it, unless it is the first of its sequence."""
+    for head in range(first, last):
+        for k in range(1, len(joins)):
+            if joins[k]:
+                n, t, U = m[head, k - 1], s[head, k - 1], S[head, k - 1]
+                join_rows(m[head, k], s[head, k], n, t, m[head, k], s[head, k], S[head, k], U, S[head, k])
+
+
+@jit
+def forward_tasks(
+    like, flag, views, latents, channels, ahead, enters, tasks, places, state_m, state_s, state_S, room, first, last
+):
+    """Write the output of rows; tasks are (head, first row, after the last, first position that there is, place).
+
+    The state before a task is at its place among the `places` of its head, unless there is none. With row t position
+    ``t + ahead`` enters the state; without `enters` none does.
     """
     size = like.itemsize
     lanes = VECTOR_BYTES // size
@@ -248,13 +271,14 @@ def forward_tasks(
     de, dx = wide * size, deep * size
     least = like.dtype.type(-np.inf)
     for task in range(first, last):
-        head, low, high, begin = tasks[task]
-        _begin(state_m, state_s, task, SLACK, reference, base, limit, total)
+        head, low, high, begin, place = tasks[task]
+        place += head * places
+        _begin(state_m, state_s, place, SLACK, reference, base, limit, total)
         state[:] = 0
         if len(state_m):
             for k in range(latents):
                 for j in range(channels):
-                    state[k, j] = state_S[task, k, j]
+                    state[k, j] = state_S[place, k, j]
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
             if enters:
@@ -329,6 +353,7 @@ def backward_tasks(
     lead,
     tasks,
     runs,
+    places,
     before_m,
     before_s,
     before_S,
@@ -338,8 +363,9 @@ def backward_tasks(
 ):
     """Write the gradients of tasks (head, first position of a sequence, after the last, its first run, after them).
 
-    Runs are (first row, row after the last); `before_m`, `before_s` and `before_S` are the states before them, head
-    after head. The first `lead` positions of a sequence are in these states, and all rows read them.
+    Runs are (first row, row after the last, first position, place); `before_m`, `before_s` and `before_S` are the
+    states before them, as in `forward_tasks`. The first `lead` positions of a sequence are in these states, and all
+    rows read them.
     """
     size = like.itemsize
     lanes = VECTOR_BYTES // size
@@ -373,8 +399,8 @@ def backward_tasks(
         rho[:] = 0
         held[:] = -np.inf
         for run in range(late - 1, early - 1, -1):
-            low, high = runs[run]
-            before = head * len(runs) + run
+            low, high, _, before = runs[run]
+            before += head * places
             _begin(before_m, before_s, before, SLACK, reference, base, limit, total)
             M[:] = 0
             if len(before_m):

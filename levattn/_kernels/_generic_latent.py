@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from levattn._kernels._mixture import Mixture, State
 
-__all__ = ["decayed_scan", "forward", "summary"]
+__all__ = ["decayed_scan", "forward", "joined", "summary"]
 
 _BLOCK = 16  # rows whose exponents are formed together, for each pair of them
 
@@ -52,6 +52,16 @@ def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
         m, s, S = _summed(xp, K[:, low:high, :], V[:, low:high, :])
         states.append((xp.astype(m, wide), xp.astype(s, wide), xp.astype(S, wide)))
     return tuple(xp.stack(list(parts), axis=1) for parts in zip(*states, strict=True))
+
+
+def joined(state: State, other: State) -> State:
+    """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
+    (m, s, S), (n, t, U) = state, other
+    xp = array_api_compat.array_namespace(S)
+    top = xp.maximum(m, n)
+    base = _finite(xp, top)
+    a, b = xp.exp(m - base), xp.exp(n - base)
+    return top, a * s + b * t, a[..., None] * S + b[..., None] * U
 
 
 def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:

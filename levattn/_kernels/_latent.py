@@ -6,6 +6,7 @@ with the number of positions.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._decay import decayed_scan
 from levattn._kernels._mixture import Mixture, State
 
-__all__ = ["backward", "decayed_scan", "forward", "summary"]
+__all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
 
-_RUN = 4096  # positions that are summed in one piece
+_FIRST = 4096  # positions that are summed in one piece where there is nothing before
+_NEXT = 1024  # and where there is: a sum that is large already loses what single positions add to it
 
 _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
@@ -29,10 +31,10 @@ def forward(x: Mixture) -> Any:
     """Return the output (b, T, D) of latent attention; see `Mixture`."""
     b, L, D = len(x.Q), x.Q.shape[2], x.V.shape[2]
     out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
-    runs = _cuts(x.offsets)
-    tasks = _tasks(b, [(low, high, x.offsets[i]) for i, low, high in runs])
+    runs, states = _runs(x)
+    tasks = _tasks(b, runs)
     views = _Views(x, Y=out)
-    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, *_before(x, runs))
+    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, len(states[0]) // max(b, 1), *states)
     size = views.room(L, D)
 
     def body(first: int, last: int) -> None:
@@ -47,20 +49,19 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     (b, T, L), (_, U, D) = x.Q.shape, x.V.shape
     dQ, dK, dV = (np.zeros((b, n, width), x.V.dtype) for n, width in ((T, L), (U, L), (U, D)))
     gate, beside = (None, None) if x.gate is None else (np.empty((b, T), dQ.dtype), np.empty((b, T, D), dQ.dtype))
-    runs = _cuts(x.offsets)
+    runs, states = _runs(x)
     begins, ends, lead = x.offsets[:-1], x.offsets[1:], U
     if x.causal:
         lead = min(max(x.ahead, 0), U)
+    first_runs = np.searchsorted([low for low, *_ in runs], x.offsets)
     if len(begins) == 1:  # positions and rows may differ in number
         ends = np.array([U])
-    bounds = np.searchsorted([i for i, _, _ in runs], np.arange(len(begins) + 1))
-    tasks = _tasks(b, list(zip(begins, ends, bounds[:-1], bounds[1:], strict=True)))
+    tasks = _tasks(b, list(zip(begins, ends, first_runs[:-1], first_runs[1:], strict=True)))
     views = _Views(x, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_GATE=gate, D_BESIDE=beside)
-    each = np.array([(low, high) for _, low, high in runs], np.int64).reshape(-1, 2)
-    before = _before(x, runs)
-    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, lead, tasks, each, *before)
-    longest = max((high - low for _, low, high in runs), default=0)
-    size = views.room(L, D, longest)
+    each = np.array(runs, np.int64).reshape(-1, 4)
+    places = len(states[0]) // max(b, 1)
+    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, lead, tasks, each, places, *states)
+    size = views.room(L, D, max((high - low for low, high, *_ in runs), default=0))
 
     def body(first: int, last: int) -> None:
         _cpu_latent.backward_tasks(*arguments, np.empty(size, dQ.dtype), first, last)
@@ -71,30 +72,50 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
     """Return the state of all positions of each sequence, in float64."""
-    state = _nothing(len(K), len(offsets) - 1, K.shape[2], V.shape[2])
-    cuts = _cuts(offsets)
+    cuts = _cuts(offsets, _FIRST)
     parts = _summaries(Mixture(K, K, V, offsets, False, mask=mask), [(low, high) for _, low, high in cuts])
+    n = len(offsets) - 1
+    if [i for i, _, _ in cuts] == list(range(n)):
+        return parts
+    state = _nothing(len(K), n, K.shape[2], V.shape[2])
     for place, (sequence, _, _) in enumerate(cuts):
         _add(state, sequence, parts, place)
     return state
 
 
-def _cuts(offsets: _Indices) -> _Cuts:
+def joined(state: State, other: State) -> State:
+    """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
+    m, s, S = (np.require(part, requirements=["C", "W"]) for part in state)
+    n, t, U = (np.require(part, requirements=["C", "W"]) for part in other)
+    new = np.empty_like(m), np.empty_like(s), np.empty_like(S)
+    D = S.shape[-1]
+
+    def body(first: int, last: int) -> None:
+        rows = slice(first, last)
+        flat = (part.reshape(-1)[rows] for part in (m, s, n, t, *new[:2]))
+        deep = (part.reshape(-1, D)[rows] for part in (S, U, new[2]))
+        _cpu_latent.join_rows(*flat, *deep)
+
+    _share(body, m.size, 2 * S.size)
+    return new
+
+
+def _cuts(offsets: _Indices, first: int) -> _Cuts:
     """Cut sequences into runs."""
-    return [
-        (i, low, min(low + _RUN, int(end)))
-        for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
-        for low in range(begin, end, _RUN)
-    ]
+    cuts = []
+    for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        edges = [begin, *range(begin + first, end, _NEXT), end]
+        cuts += [(i, low, high) for low, high in pairwise(edges) if low < high]
+    return cuts
 
 
 def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
     """Return the tasks of all heads, one head after the other: (head, ...)."""
-    if not rows:
-        return np.empty((0, 5), np.int64)
-    each = np.array(rows, np.int64)
-    heads = np.repeat(np.arange(b), len(rows))
-    return np.column_stack([heads, np.tile(each, (b, 1))])
+    tasks = np.empty((b, len(rows), 1 + len(rows[0]) if rows else 5), np.int64)
+    tasks[:, :, 0] = np.arange(b)[:, None]
+    if rows:
+        tasks[:, :, 1:] = rows
+    return tasks.reshape(-1, tasks.shape[2])
 
 
 class _Views:
@@ -126,14 +147,9 @@ def _nothing(b: int, n: int, L: int, D: int) -> State:
 
 def _add(states: State, at: int, others: State, place: int) -> None:
     """Merge one of some states into one of others, in place."""
-    m, s, S = (part[:, at] for part in states)
-    n, t, U = (part[:, place] for part in others)
-    top = np.maximum(m, n)
-    base = np.where(top == -np.inf, 0.0, top)
-    kept, added = np.exp(m - base), np.exp(n - base)
-    m[...] = top
-    s[...] = kept * s + added * t
-    S[...] = kept[..., None] * S + added[..., None] * U
+    new = joined(tuple(part[:, at] for part in states), tuple(part[:, place] for part in others))
+    for held, part in zip(states, new, strict=True):
+        held[:, at] = part
 
 
 def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
@@ -170,34 +186,38 @@ def _lead(x: Mixture) -> State | None:
     return whole
 
 
-def _before(x: Mixture, runs: _Cuts) -> State:
-    """Return the state before each run of rows, (b · runs, ...); empty arrays where no run has any."""
-    (b, _, L), D = x.Q.shape, x.V.shape[2]
+def _runs(x: Mixture) -> tuple[list[tuple[int, int, int, int]], State]:
+    """Cut the rows into runs (first, after the last, first position of the sequence, place of the state before it).
+
+    The states are those of all places of one head, then of the next, (b · places, ...); empty if none is needed.
+    """
+    (b, _, L), D, begins = x.Q.shape, x.V.shape[2], x.offsets.tolist()
     lead = _lead(x)
-    growing = x.causal and any(low > x.offsets[i] for i, low, _ in runs)
-    if lead is None and not growing:
-        return np.empty((0, L)), np.empty((0, L)), np.empty((0, L, D))
-    lead = _nothing(b, len(x.offsets) - 1, L, D) if lead is None else lead
-    before: State = tuple(part[:, [i for i, _, _ in runs]] for part in lead)
-    if growing:
-        begins = x.offsets.tolist()
-        entered = [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in runs]
-        parts = _summaries(x, entered)
-        for r in range(1, len(runs)):
-            if runs[r][0] == runs[r - 1][0]:
-                for held in before:
-                    held[:, r] = held[:, r - 1]
-                _add(before, r, parts, r - 1)
-    return _representable(before, x.V.dtype)
+    cuts = _cuts(x.offsets, _FIRST if lead is None else _NEXT)
+    later = [k > 0 and cuts[k - 1][0] == i for k, (i, _, _) in enumerate(cuts)]
+    if not x.causal or not any(later):
+        if lead is None:
+            lead = np.empty((0, 0, L)), np.empty((0, 0, L)), np.empty((0, 0, L, D))
+        return [(low, high, begins[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+    entered = [(0, 0)]
+    entered += [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in cuts[:-1]]
+    states = _summaries(x, [part if joins else (0, 0) for part, joins in zip(entered, later, strict=True)])
+    if lead is not None:
+        for k, (i, _, _) in enumerate(cuts):
+            if not later[k]:
+                _add(states, k, lead, i)
+    joins = np.array(later)
+    _share(lambda low, high: _cpu_latent.join_runs(*states, joins, low, high), b, states[2].size)
+    return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(states, x.V.dtype)
 
 
 def _representable(state: State, kind: Any) -> State:
     """Return a state (b, n, ...) as (b · n, ...), with references that the dtype of the values holds exactly."""
     m, s, S = state
     rounded = m.astype(kind).astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        factor = np.where(np.isfinite(m), np.exp(m - rounded), 1.0)
-    if (factor != 1).any():
+    if (rounded != m).any():
+        with np.errstate(invalid="ignore"):
+            factor = np.where(np.isfinite(m), np.exp(m - rounded), 1.0)
         m, s, S = rounded, s * factor, S * factor[..., None]
     L, D = S.shape[2:]
     return m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)

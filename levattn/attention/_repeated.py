@@ -1,0 +1,128 @@
+"""How much of a mixture with a window counts positions of the window twice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._array import _is_torch, to_device, to_numpy
+from levattn._kernels import Float64
+from levattn.attention._common import check_sizes, dense, prepare
+from levattn.attention._heads import heads_of
+from levattn.attention._packed import cumulative
+from levattn.attention._window import check_window
+
+__all__ = ["repeated_mass"]
+
+
+def repeated_mass(
+    q_logits: Any,
+    k_logits: Any,
+    gate: Any,
+    /,
+    *,
+    window: int,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+) -> Any:
+    r"""The weight that `macchiato` gives to the positions of the window a second time, by its latents.
+
+    .. math:: \sum_{l \ge 1} p(l \mid t) \sum_{s \in (t-W, t]} p(s \mid l, t),
+
+    in the mode "mixture"; in "exclusive" there is none. For keys that are all but alike it is about
+    :math:`(1 - p(0 \mid t)) \min(1, W/t)`, which vanishes for positions far beyond W; where it does not, latents
+    attend to what is near, and "exclusive" leaves them more to say.
+
+    Parameters
+    ----------
+    q_logits, k_logits, gate : array
+        As in `macchiato`, (..., H, T, L), (..., H or G, T, L) and (..., H, T).
+    window : int
+        W, at least 1.
+    mask : array of bool, shape (..., G, T), optional
+        True for a position that may be seen.
+    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
+        Where packed sequences begin, ending with T, or how long they are.
+
+    Returns
+    -------
+    array of float64, shape (..., H, T)
+        Between 0 and 1, accurate to about 1e-15 times the largest logits. In torch, without gradients.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another kind, shape or range.
+
+    Notes
+    -----
+    Time O(T L) for each head, in main memory; memory O(T L) for one head at a time. It is found from the running sums
+    of exponentials, as 1 − Z(t − W)/Z(t) for each latent.
+
+    References
+    ----------
+    A remark of the public reviews of Dolga et al., arXiv:2402.17512: positions in the window count twice. Weights sum
+    to 1 all the same.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import repeated_mass
+    >>> r = repeated_mass(np.zeros((1000, 4)), np.zeros((1000, 4)), np.zeros(1000), window=10)
+    >>> r[[9, 99, 999]]  # the window has 1/5 of the weight, as each latent
+    array([0.8  , 0.08 , 0.008])
+    """
+    window = check_window(window)
+    named = zip(("q_logits", "k_logits", "gate"), (q_logits, k_logits, gate), strict=True)
+    q_logits, k_logits, gate = (dense(name, array) for name, array in named)
+    check_sizes(
+        {"q_logits": (q_logits, -2, "T"), "k_logits": (k_logits, -2, "T"), "gate": (gate, -1, "T")}
+        | {"q_logits .": (q_logits, -1, "L"), "k_logits .": (k_logits, -1, "L")}
+    )
+    heads = heads_of(q_logits, k_logits, k_logits)
+    arguments = {
+        "q_logits": (heads.per_query("q_logits", q_logits, 2), 3),
+        "k_logits": (k_logits, 2),
+        "gate": (heads.per_query("gate", gate[..., None], 2), 3),
+    }
+    T = q_logits.shape[-2]
+    given = prepare(arguments, like="q_logits", mask=(mask, T))
+    bounds = cumulative(offsets, lengths, T)
+    ends = [0, T] if bounds is None else bounds.tolist()
+    stacks = (x.detach() if _is_torch(x) else x for x in given.stacks)
+    Q, K, gates = (to_numpy(x).astype(np.float64) for x in stacks)
+    K = K if given.mask is None else np.where(to_numpy(given.mask)[..., None], K, -np.inf)
+    flags = np.ones(K.shape[:2], np.bool_) if given.mask is None else to_numpy(given.mask)
+    gates = np.broadcast_to(gates[..., 0], Q.shape[:-1])
+    out = np.zeros(Q.shape[:-1])
+    for item in range(len(K)):
+        for low, high in pairwise(ends):
+            out[item, :, low:high] = _repeated(
+                Q[item, :, low:high], K[item, low:high], gates[item, :, low:high], flags[item, low:high], window
+            )
+    out = out.reshape(*given.batch, *out.shape[1:])
+    return heads.joined(to_device(out, q_logits), 1)
+
+
+def _repeated(Q: Float64, K: Float64, gate: Float64, mask: npt.NDArray[np.bool_], window: int) -> Float64:
+    """Return the repeated weight (g, T) of one sequence, for g rows of weights."""
+    Z = np.logaddexp.accumulate(K, axis=0)
+    live = np.isfinite(Z)
+    before = np.full_like(Z, -np.inf)
+    before[window:] = Z[:-window]
+    share = -np.expm1(before - np.where(live, Z, 0.0))
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+    places = np.arange(len(K))
+    some = counts[1:] > counts[np.maximum(places - window + 1, 0)]
+    gate = np.where(some, gate, -np.inf)[..., None]
+    alone = gate == np.inf
+    logits = np.concatenate([np.where(alone, 0.0, gate), np.where(live & ~alone, Q, -np.inf)], axis=-1)
+    top = logits.max(axis=-1, keepdims=True)
+    E = np.exp(logits - np.where(top == -np.inf, 0.0, top))
+    total = E.sum(axis=-1)
+    repeated: Float64 = np.einsum("gtl,tl->gt", E[..., 1:], share) / np.where(total > 0, total, 1.0)
+    return repeated

@@ -1,0 +1,29 @@
+"""The library of an array, found in a way that torch can trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+import array_api_compat.numpy
+import numpy as np
+
+from levattn._array import _is_torch
+
+__all__ = ["device_of", "namespace_of"]
+
+
+def namespace_of(array: Any) -> Any:
+    """Return the functions of an array's library, by the names of the array-API standard."""
+    if isinstance(array, np.ndarray):
+        return array_api_compat.numpy
+    if _is_torch(array):
+        from array_api_compat import torch as functions
+
+        return functions
+    return array_api_compat.array_namespace(array)
+
+
+def device_of(array: Any) -> Any:
+    """Return the device of an array."""
+    return array.device if _is_torch(array) else array_api_compat.device(array)

@@ -1,0 +1,253 @@
+"""The kernels as operators of torch: on the memory of its tensors, with gradients, and opaque to its compiler.
+
+Where neither a gradient nor the compiler asks for the operator, the kernel is called directly.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.forward_ad import unpack_dual
+
+from levattn._array import _as_tensor, as_cupy
+from levattn._kernels import Mixture, latent_kernels_for
+from levattn._kernels._mixture import State
+from levattn.attention._packed import check_offsets
+
+__all__ = ["decayed_scan", "latent_attention", "memory_of", "untraced"]
+
+_HAS_CUPY = find_spec("cupy") is not None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def latent_attention(
+    Q: Any,
+    K: Any,
+    V: Any,
+    gate: Any,
+    beside: Any,
+    mask: Any,
+    offsets: Any,
+    causal: bool,
+    ahead: int,
+    state: State | None,
+) -> Any:
+    """Return the output (b, T, D) of latent attention on stacks of tensors; see `Mixture`.
+
+    offsets: None for one sequence, a numpy array, or a tensor while torch compiles. state: arrays that numpy or CuPy
+    hold, or tensors.
+    """
+    tensors = (Q, K, V, gate, beside)
+    if not _has_kernels(Q):
+        x = Mixture(Q, K, V, _bounds(offsets, Q), causal, ahead, gate, beside, mask, _state_of(state, Q))
+        return latent_kernels_for(Q).forward(x)
+    if _is_plain(tensors):
+        held = state if Q.device.type == "cpu" else _state_of(state, Q)
+        return _forward(*tensors, mask, offsets, causal, ahead, *(held or (None,) * 3))
+    parts = _state_of(state, Q) or (None,) * 3
+    if isinstance(offsets, np.ndarray):
+        offsets = torch.from_numpy(offsets)
+    return _ATTENTION(*tensors, mask, offsets, causal, ahead, *parts)
+
+
+def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
+    """Return ``h_t = a_t h_{t−1} + x_t`` for stacks (b, T, C) of tensors, from ``first`` (b, C) or 0."""
+    if not _has_kernels(a):
+        return latent_kernels_for(a).decayed_scan(a, x, first)
+    return _scan(a, x, first, False) if _is_plain((a, x, first)) else _SCAN(a, x, first, False)
+
+
+def memory_of(tensor: Any) -> Any:
+    """Return what the kernels read of a tensor: its memory as an array of numpy or CuPy, without its gradient.
+
+    It is copied only where neighbours along the last axis are apart. Tensors of other devices stay tensors, and
+    what is no tensor as it is.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    tensor = tensor.detach().resolve_neg()
+    if tensor.ndim and tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    if tensor.device.type == "cpu":
+        return tensor.numpy()
+    shared = as_cupy(tensor, "an argument")
+    return tensor if shared is None else shared
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def untraced(function: Any, *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, which torch's compiler leaves to Python: states are no tensors."""
+    return function(*arguments)
+
+
+def _has_kernels(tensor: Any) -> bool:
+    """Tell whether kernels read the tensor: else the definitions run on it, and gradients follow them."""
+    return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _HAS_CUPY)
+
+
+def _is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether tensors are numbers in memory and nothing else, so that the operator would add nothing."""
+    if torch.compiler.is_compiling():
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(unpack_dual(tensor).tangent is not None for tensor in given):
+        raise NotImplementedError(
+            "a tensor carries a tangent of forward-mode differentiation, which latent attention does not have; "
+            "use reverse mode (backward, torch.autograd.grad)"
+        )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return False
+    return all(type(tensor) in _PLAIN and not tensor.is_meta for tensor in given)
+
+
+def _bounds(offsets: Any, Q: Any) -> Any:
+    """Return offsets as a numpy array that the kernels may follow."""
+    T = Q.shape[1]
+    if offsets is None:
+        return np.array([0, T], np.int64)
+    return check_offsets(offsets.cpu().numpy() if isinstance(offsets, torch.Tensor) else offsets, T)
+
+
+def _state_of(state: State | None, like: Any) -> State | None:
+    """Return the arrays of a state as tensors on the device of one, on the same memory where that is possible."""
+    if state is None:
+        return None
+    found = []
+    for part in state:
+        if isinstance(part, np.ndarray):
+            part = torch.from_numpy(np.require(part, requirements=["C", "W"]))
+        elif not isinstance(part, torch.Tensor):
+            part = _as_tensor(part)
+        found.append(part.to(like.device))
+    return found[0], found[1], found[2]
+
+
+def _tensor(array: Any) -> Any:
+    """Return what a kernel made as a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else _as_tensor(array)
+
+
+def _mixture(
+    Q: Any,
+    K: Any,
+    V: Any,
+    gate: Any,
+    beside: Any,
+    mask: Any,
+    offsets: Any,
+    causal: bool,
+    ahead: int,
+    m: Any,
+    s: Any,
+    S: Any,
+) -> Mixture:
+    bounds = _bounds(offsets, Q)
+    Q, K, V, gate, beside, mask, m, s, S = map(memory_of, (Q, K, V, gate, beside, mask, m, s, S))
+    return Mixture(Q, K, V, bounds, causal, ahead, gate, beside, mask, None if m is None else (m, s, S))
+
+
+def _forward(Q: Any, K: Any, V: Any, *others: Any) -> Any:
+    if not Q.shape[0] * Q.shape[1]:
+        return _like_output(Q, K, V)
+    x = _mixture(Q, K, V, *others)
+    return _tensor(latent_kernels_for(x.Q).forward(x))
+
+
+def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
+    return V.new_empty(Q.shape[0], Q.shape[1], V.shape[2])
+
+
+def _backward(dY: Any, Q: Any, K: Any, V: Any, gate: Any, beside: Any, *others: Any) -> Any:
+    if not Q.shape[0] * Q.shape[1]:
+        return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, K, V, gate, beside))
+    x = _mixture(Q, K, V, gate, beside, *others)
+    gradients = latent_kernels_for(x.Q).backward(x, memory_of(dY))
+    return tuple(Q.new_empty(0) if gradient is None else _tensor(gradient) for gradient in gradients)
+
+
+def _like_gradients(_dY: Any, Q: Any, K: Any, V: Any, gate: Any, beside: Any, *_others: Any) -> Any:
+    return tuple(Q.new_empty(() if array is None else array.shape) for array in (Q, K, V, gate, beside))
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 (torch names it)
+    *tensors, causal, ahead, m, s, S = inputs
+    ctx.save_for_backward(*tensors, m, s, S)
+    ctx.causal, ctx.ahead = causal, ahead
+
+
+def _gradients(ctx: Any, dY: Any) -> Any:
+    *tensors, m, s, S = ctx.saved_tensors
+    found = _ATTENTION_BACKWARD(dY, *tensors, ctx.causal, ctx.ahead, m, s, S)
+    wanted = zip(found, ctx.needs_input_grad, strict=False)
+    return *(gradient if needed else None for gradient, needed in wanted), *(None,) * 7
+
+
+def _refuse_again(_ctx: Any, *_gradients: Any) -> Any:
+    raise RuntimeError(
+        "a gradient of latent attention was differentiated again; it has first derivatives only. Leave out "
+        "create_graph=True, or detach the first gradient"
+    )
+
+
+def _scan(a: Any, x: Any, first: Any, reverse: bool) -> Any:
+    if not a.numel():
+        return torch.empty_like(x)
+    a, x, first = map(memory_of, (a, x, first))
+    return _tensor(latent_kernels_for(a).decayed_scan(a, x, first, reverse=reverse))
+
+
+def _like_scan(_a: Any, x: Any, *_others: Any) -> Any:
+    return x.new_empty(x.shape)
+
+
+def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, _, first, ctx.reverse = inputs
+    ctx.save_for_backward(a, first, output)
+
+
+def _scan_gradients(ctx: Any, dh: Any) -> Any:
+    """Return the gradients of a scan: of x it is the scan of `dh` the other way."""
+    a, first, h = ctx.saved_tensors
+    r = _SCAN(a, dh, None, not ctx.reverse)
+    nothing = torch.zeros_like(a[:, :1, :])
+    if ctx.reverse:
+        return torch.cat([nothing, r[:, :-1, :]], 1) * h, r, None, None
+    before = torch.cat([nothing if first is None else first[:, None, :], h[:, :-1, :]], 1)
+    return r * before, r, None if first is None else (a * r)[:, 0, :], None
+
+
+_ARGUMENTS = (
+    "Tensor Q, Tensor K, Tensor V, Tensor? gate, Tensor? beside, Tensor? mask, Tensor? offsets, bool causal, "
+    "SymInt ahead, Tensor? m, Tensor? s, Tensor? S"
+)
+
+
+def _operator(name: str, schema: str, run: Any, shape: Any, setup_context: Any, backward: Any) -> Any:
+    operator = torch.library.custom_op(f"levattn::{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(shape)
+    operator.register_autograd(backward, setup_context=setup_context)
+    return operator
+
+
+_ATTENTION = _operator(
+    "latent_attention", f"({_ARGUMENTS}) -> Tensor", _forward, _like_output, _keep_arguments, _gradients
+)
+_ATTENTION_BACKWARD = _operator(
+    "latent_attention_backward",
+    f"(Tensor dY, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _like_gradients,
+    None,
+    _refuse_again,
+)
+_SCAN = _operator(
+    "decayed_scan",
+    "(Tensor a, Tensor x, Tensor? first, bool reverse) -> Tensor",
+    _scan,
+    _like_scan,
+    _keep_scan,
+    _scan_gradients,
+)

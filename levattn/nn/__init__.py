@@ -1,0 +1,14 @@
+"""Torch modules: attention in linear time, with caches of constant size for decoding."""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401 (so that it is missed here, with what to install)
+except ImportError as error:
+    raise ImportError('levattn.nn needs torch: pip install "levattn[torch]"') from error
+
+from levattn.nn._latte import Latte, LatteCache
+from levattn.nn._macchiato import Macchiato, MacchiatoCache
+from levattn.nn._memory import RGLRU, CausalConv
+
+__all__ = ["RGLRU", "CausalConv", "Latte", "LatteCache", "Macchiato", "MacchiatoCache"]

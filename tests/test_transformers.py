@@ -1,0 +1,695 @@
+"""Pretrained decoders extended by latents: tiny random models, against a T × T computation of the same layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.56")
+
+from transformers import AttentionInterface, DynamicCache, StaticCache  # noqa: E402
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface  # noqa: E402
+
+from levattn.integrations.transformers import (  # noqa: E402
+    latent_parameters,
+    latent_state_dict,
+    load_latent_state_dict,
+    macchiato_from,
+    remove,
+    state_size,
+)
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.3,  # large, so that attention matters
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Gemma2": {  # softcap, a scale of its own, and every other layer slides
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 20,
+        "attn_implementation": "eager",
+    },
+    "Qwen2": {"num_key_value_heads": 1},
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 4},
+    "GPTNeoX": {"rotary_pct": 0.5},
+}
+WINDOW, LATENTS, T = 6, 3, 15
+REAL = torch.tensor([[1] * T, [0] * 4 + [1] * (T - 4)])  # which positions are no padding, on the left
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Seeded, and on one thread, as the models are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def base(family: str = "Llama", **options: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **options})
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def tokens(batch: int = 2, length: int = T) -> Any:
+    return torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def trained(model: Any) -> Any:
+    """Give the latents of a model weights as if they had been trained."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in latent_parameters(model):
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+        for name, tensor in latent_state_dict(model).items():
+            if name.endswith("gate.bias"):
+                tensor.sub_(3)  # so that latents have much of the weight
+    return model
+
+
+def extended(family: str = "Llama", **options: Any) -> Any:
+    return trained(macchiato_from(base(family), **{"window": WINDOW, "latents": LATENTS, **options}))
+
+
+def logits(model: Any, ids: Any, **options: Any) -> Any:
+    with torch.no_grad():
+        return model(ids, **options).logits
+
+
+def position_ids(real: Any) -> Any:
+    return (real.cumsum(-1) - 1).clamp(min=0)
+
+
+def difference(a: Any, b: Any, real: Any = None) -> float:
+    distance = (a - b).abs()
+    return float((distance if real is None else distance[real.bool()]).max())
+
+
+# The explicit computation
+
+
+@dataclass
+class Explicit:
+    """The attention of a base model, computed with matrices of T × T × L in float64.
+
+    `weights` by module: query, key and gate of the latents. A module without has its own attention, and where none has
+    any, all have a window alone.
+    """
+
+    weights: dict[Any, dict[str, Any]]
+    window: int
+    overlap: str
+    real: Any
+
+    def __call__(
+        self,
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        _: Any,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        **__: Any,
+    ) -> tuple[Any, None]:
+        batch, heads, length, _d = query.shape
+        group = heads // key.shape[1]
+        q, k, V = query.double(), *(x.double().repeat_interleave(group, 1) for x in (key, value))
+        weights = self.weights.get(module)
+        window = length if weights is None and self.weights else self.window
+        window = window if sliding_window is None else min(window, sliding_window)
+        t, s = torch.arange(length)[:, None], torch.arange(length)[None, :]
+        real = torch.ones(batch, length).bool() if self.real is None else self.real.bool()
+        sees = (s <= t) & real[:, None, None, :]  # (batch, 1, T, T)
+        near = sees & (s > t - window)
+        far = sees if self.overlap == "mixture" else sees & (s <= t - window)
+        scores = scaling * q @ k.transpose(-1, -2)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        P = torch.softmax(scores.masked_fill(~near, -torch.inf), -1).nan_to_num()
+        if weights is not None:
+            hidden = module.hidden.double()
+            Q = self.project(hidden, weights["query.weight"], heads)  # (batch, heads, T, L)
+            K = self.project(hidden, weights["key.weight"], heads // group).repeat_interleave(group, 1)
+            g = hidden @ weights["gate.weight"].double().T + weights["gate.bias"].double()
+            K = K[:, :, None].expand(-1, -1, length, -1, -1)  # (batch, heads, T, T, L): the logits that row t sees
+            R = torch.softmax(K.masked_fill(~far[..., None], -torch.inf), 3).nan_to_num()
+            Q = Q.masked_fill(~far.any(-1)[..., None], -torch.inf)
+            p = torch.softmax(torch.cat([g.transpose(1, 2)[..., None], Q], -1), -1)
+            P = p[..., :1] * P + torch.einsum("bhtl,bhtsl->bhts", p[..., 1:], R)
+            rows = P.sum(-1)[real[:, None].expand(-1, heads, -1)]
+            assert torch.allclose(rows, torch.ones_like(rows))
+        return (P @ V).transpose(1, 2).to(query.dtype), None
+
+    @staticmethod
+    def project(hidden: Any, weight: Any, heads: int) -> Any:
+        return (hidden @ weight.double().T).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def explicit(model: Any, *, window: int, overlap: str = "mixture", learned: dict[str, Any], real: Any = None) -> Any:
+    """A copy of a base model whose attention is the explicit mixture, with weights by their names."""
+    model = copy.deepcopy(model)
+    weights: dict[Any, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        mine = {
+            key.rpartition("macchiato.")[2]: w for key, w in learned.items() if key.startswith(f"{name}.macchiato.")
+        }
+        if mine:
+            weights[module] = mine
+
+    def keep(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        module.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+    for module in weights:
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+    AttentionInterface.register("explicit_mixture", Explicit(weights, window, overlap, real))
+    AttentionMaskInterface.register("explicit_mixture", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model.set_attn_implementation("explicit_mixture")
+    return model
+
+
+# What the model computes
+
+
+@pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_is_the_explicit_mixture(family: str, overlap: str) -> None:
+    model, ids = base(family), tokens()
+    plain = copy.deepcopy(model)
+    learned = latent_state_dict(trained(macchiato_from(model, window=WINDOW, latents=LATENTS, overlap=overlap)))
+    for real in (None, REAL, REAL.flip(-1)):
+        positions = {} if real is None else {"position_ids": position_ids(real)}
+        other = explicit(plain, window=WINDOW, overlap=overlap, learned=learned, real=real)
+        wanted = logits(other, ids, **positions)
+        found = logits(model, ids, attention_mask=real, **positions)
+        assert difference(found, wanted, real) < 2e-4  # of about 10
+    assert difference(wanted, logits(plain, ids)) > 0.1
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_layers_left_out_keep_their_attention(family: str, implementation: str) -> None:
+    plain, ids = base(family, attn_implementation=implementation), tokens()
+    model = trained(macchiato_from(copy.deepcopy(plain), window=WINDOW, latents=LATENTS, layers=[1]))
+    learned = latent_state_dict(model)
+    assert all(".1." in name for name in learned)
+    for real in (None, REAL):
+        positions = {} if real is None else {"position_ids": position_ids(real)}
+        wanted = logits(explicit(plain, window=WINDOW, learned=learned, real=real), ids, **positions)
+        assert difference(logits(model, ids, attention_mask=real, **positions), wanted, real) < 2e-4
+    assert set(state_size(model(ids).past_key_values)) == {1}
+    generated = model.generate(ids, attention_mask=REAL, max_new_tokens=6, do_sample=False)
+    alone = model.generate(ids[1:, 4:], max_new_tokens=6, do_sample=False)
+    assert torch.equal(generated[1:, 4:], alone)
+
+
+@pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_is_the_forward_pass(family: str, overlap: str) -> None:
+    model, ids = extended(family, overlap=overlap), tokens(length=26)
+    wanted = logits(model, ids)
+    for cuts in ([1] * 26, [9] + [1] * 17, [5, 8, 1, 12]):
+        past, found = None, []
+        for part in ids.split(cuts, 1):
+            with torch.no_grad():
+                output = model(part, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            found.append(output.logits)
+        assert past.get_seq_length() == 26
+        assert difference(torch.cat(found, 1), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_continues_as_forward_passes_do(family: str) -> None:
+    model, ids = extended(family), tokens()
+    found = model.generate(ids, max_new_tokens=9, do_sample=False)
+    wanted = ids
+    for _ in range(9):
+        wanted = torch.cat([wanted, logits(model, wanted)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_on_the_left_changes_no_continuation(family: str, overlap: str) -> None:
+    model, ids = extended(family, overlap=overlap), tokens()
+    together = model.generate(ids, attention_mask=REAL, max_new_tokens=9, do_sample=False)
+    first = model.generate(ids[:1], max_new_tokens=9, do_sample=False)
+    second = model.generate(ids[1:, 4:], max_new_tokens=9, do_sample=False)
+    assert torch.equal(together[:1], first)
+    assert torch.equal(together[1:, 4:], second)
+
+
+@pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
+@pytest.mark.parametrize("feature", ["conv", "rg_lru"])
+def test_features_decode_as_they_go_forward(feature: str, overlap: str) -> None:
+    torch.manual_seed(6)
+    model, ids = extended(feature=feature, overlap=overlap), tokens(length=26)
+    wanted = logits(model, ids)
+    assert difference(wanted, logits(without_feature(model), ids)) > 0.01
+    past, found = None, []
+    for part in ids.split([9] + [1] * 17, 1):
+        with torch.no_grad():
+            output = model(part, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        found.append(output.logits)
+    assert difference(torch.cat(found, 1), wanted) < 1e-4
+    ids = tokens()
+    together = model.generate(ids, attention_mask=REAL, max_new_tokens=9, do_sample=False)
+    assert torch.equal(together[1:, 4:], model.generate(ids[1:, 4:], max_new_tokens=9, do_sample=False))
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "attention_mask": REAL}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+def without_feature(model: Any) -> Any:
+    """A copy of an extended model whose logits read the hidden states themselves."""
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        layer.self_attn.macchiato.feature = None
+    return other
+
+
+@pytest.mark.parametrize("feature", ["conv", "rg_lru"])
+def test_features_are_trained_and_saved(feature: str) -> None:
+    plain, ids = base().train(), tokens()
+    macchiato_from(plain, window=WINDOW, latents=LATENTS, feature=feature)
+    plain(ids, labels=ids).loss.backward()
+    new = list(latent_parameters(plain))
+    assert len(new) == 2 * (4 + {"conv": 2, "rg_lru": 5}[feature])
+    assert all(parameter.grad.abs().max() > 0 for parameter in new)
+    other = macchiato_from(remove(copy.deepcopy(plain)), window=WINDOW, latents=LATENTS, feature=feature)
+    assert difference(logits(other, ids), logits(plain, ids)) > 0
+    load_latent_state_dict(other, latent_state_dict(plain))
+    assert torch.equal(logits(other, ids), logits(plain, ids))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_beam_search_takes_states_along(family: str) -> None:
+    model, ids = extended(family), tokens()
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "attention_mask": REAL}
+    found = model.generate(ids, **options)
+    assert torch.equal(found, model.generate(ids, use_cache=False, **options))
+
+
+def test_a_cache_can_be_copied_selected_and_repeated() -> None:
+    model, ids = extended(), tokens()
+    with torch.no_grad():
+        past = model(ids[:, :9], use_cache=True).past_key_values
+        fork = copy.deepcopy(past)
+        one = model(ids[:, 9:], past_key_values=past).logits
+        two = model(ids[:, 9:], past_key_values=fork).logits
+        assert torch.equal(one, two)
+        past.batch_select_indices(torch.tensor([1]))
+        past.batch_repeat_interleave(2)
+        more = model(ids[:, :3], past_key_values=past).logits
+        fork.batch_select_indices(torch.tensor([1]))
+        assert difference(more[0], model(ids[:1, :3], past_key_values=fork).logits[0]) < 1e-5
+        past.reset()
+        assert past.get_seq_length() == 0
+        assert difference(model(ids, past_key_values=past).logits, logits(model, ids)) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_of_decoding_is_constant(family: str) -> None:
+    model = extended(family)
+    past, held = None, []
+    for part in tokens(length=40).split([10] * 4, 1):
+        with torch.no_grad():
+            past = model(part, past_key_values=past, use_cache=True).past_key_values
+        held.append(state_size(past))
+    assert set(held[0]) == {0, 1}
+    assert held[0] == held[1] == held[3]
+    assert 0 < max(held[0].values()) < 2 * 4 * (WINDOW + LATENTS + 2) * 2 * (8 + 4 + LATENTS) * 8
+    assert all(layer.keys is None for layer in past.layers)
+
+
+# Where it starts, and what is trained
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_starts_as_the_base_model_where_latents_have_no_weight(family: str) -> None:
+    model, ids = base(family), tokens()
+    wanted = logits(model, ids), logits(model, ids, attention_mask=REAL)
+    macchiato_from(model, window=T, delta=1e-9)
+    assert difference(logits(model, ids), wanted[0]) < 1e-4
+    assert difference(logits(model, ids, attention_mask=REAL), wanted[1], REAL) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_it_starts_near_the_windowed_base_model(family: str) -> None:
+    plain, ids = base(family, initializer_range=0.1), tokens()
+    windowed = logits(explicit(plain, window=WINDOW, learned={}), ids)
+    apart = []
+    for delta in (1e-2, 1e-3):
+        torch.manual_seed(3)
+        model = macchiato_from(copy.deepcopy(plain), window=WINDOW, latents=LATENTS, delta=delta)
+        apart.append(difference(logits(model, ids), windowed))
+    assert apart[0] < 0.5
+    assert 5 < apart[0] / apart[1] < 20  # proportional to δ
+
+
+@pytest.mark.parametrize("delta", [0.05, 0.5])
+def test_the_weight_of_latents_at_the_start_is_delta(delta: float) -> None:
+    model = macchiato_from(base(), latents=7, delta=delta)
+    part = model.model.layers[0].self_attn.macchiato
+    Q, K, gate, _ = part(torch.randn(2, 5, 32), None, None)
+    assert Q.shape == (2, 4, 5, 7)
+    assert K.shape == (2, 2, 5, 7)  # a head of keys and values has one state for its group
+    weights = torch.softmax(torch.cat([gate[..., None], Q], -1), -1)
+    assert torch.allclose(weights[..., 0], torch.tensor(1 - delta))
+
+
+@pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_gradients_reach_all_that_is_new_and_nothing_else(family: str, overlap: str) -> None:
+    plain, ids = base(family).train(), tokens()
+    fixed = list(plain.parameters())
+    fixed[0].requires_grad_(False)
+    untouched = copy.deepcopy(plain)
+    model = trained(macchiato_from(plain, window=WINDOW, latents=LATENTS, overlap=overlap))
+    assert not any(parameter.requires_grad for parameter in fixed)
+    new = list(latent_parameters(model))
+    assert len(new) == 8
+    assert all(parameter.requires_grad for parameter in new)
+    weights = torch.randn(2, T, SIZES["vocab_size"])
+    (model(ids, attention_mask=REAL).logits * weights)[REAL.bool()].sum().backward()
+    assert all(parameter.grad is None for parameter in fixed)
+    learned = {name: tensor.clone() for name, tensor in latent_state_dict(model).items()}
+    wanted = [tensor.requires_grad_() for name, tensor in learned.items() if "settings" not in name]
+    other = explicit(untouched, window=WINDOW, overlap=overlap, learned=learned, real=REAL)
+    (other(ids).logits * weights)[REAL.bool()].sum().backward()
+    for parameter, tensor in zip(new, wanted, strict=True):
+        assert tensor.grad.abs().max() > 0
+        assert difference(parameter.grad, tensor.grad) < 1e-4 * float(tensor.grad.abs().max()) + 1e-4
+
+
+def test_gradients_are_those_of_differences() -> None:
+    model, ids = macchiato_from(base("GPTNeoX").double(), window=WINDOW, latents=LATENTS, delta=0.2), tokens()
+    weights = torch.randn(2, T, SIZES["vocab_size"], dtype=torch.float64)
+
+    def loss(**options: Any) -> Any:
+        return (model(ids, **options).logits * weights).sum()
+
+    for options in ({"use_cache": False}, {"use_cache": True}):
+        model.zero_grad()
+        loss(**options).backward()
+        for parameter in latent_parameters(model):
+            assert parameter.grad.abs().max() > 0
+            step = 1e-5 * torch.randn(parameter.shape, dtype=torch.float64)
+            values = []
+            with torch.no_grad():
+                for sign in (1, -2):
+                    parameter.add_(sign * step)
+                    values.append(float(loss()))
+                parameter.add_(step)
+            wanted = float((parameter.grad * step).sum())
+            assert (values[0] - values[1]) / 2 == pytest.approx(wanted, rel=1e-5, abs=1e-9)
+
+
+def test_checkpoints_of_activations_give_the_same_gradients() -> None:
+    model, ids = extended().train(), tokens()
+
+    def gradients() -> list[Any]:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return [parameter.grad.clone() for parameter in latent_parameters(model)]
+
+    wanted = gradients()
+    name = (
+        "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    )
+    getattr(model, f"{name}_enable")({"use_reentrant": False})
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(), wanted, strict=True))
+
+
+def test_a_model_in_half_precision_learns_in_float32() -> None:
+    plain, ids = base(initializer_range=0.05), tokens()
+    torch.manual_seed(5)
+    wanted = macchiato_from(copy.deepcopy(plain), window=WINDOW, latents=LATENTS)
+    torch.manual_seed(5)
+    model = macchiato_from(plain.bfloat16(), window=WINDOW, latents=LATENTS)
+    assert {parameter.dtype for parameter in latent_parameters(model)} == {torch.float32}
+    found = logits(model, ids)
+    assert found.dtype == torch.bfloat16
+    assert difference(found.float(), logits(wanted, ids)) < 0.05
+    assert torch.equal(
+        model.generate(ids[:, :5], max_new_tokens=3, do_sample=False)[:, :5], ids[:, :5]
+    )  # with its state too
+
+
+# Taking it off, keeping what was learned
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_remove_restores_the_base_model(family: str, layers: list[int] | None) -> None:
+    model, ids = base(family), tokens()
+    held = model.get_input_embeddings().weight.requires_grad_(False)
+    before = logits(model, ids), model.state_dict(), model.config._attn_implementation
+    macchiato_from(model, window=WINDOW, layers=layers)
+    assert remove(model) is model
+    assert torch.equal(logits(model, ids), before[0])
+    assert list(model.state_dict()) == list(before[1])
+    assert model.config._attn_implementation == before[2]
+    assert [parameter is held for parameter in model.parameters() if not parameter.requires_grad] == [True]
+    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (2, T + 2)
+    with pytest.raises(ValueError, match="not extended"):
+        remove(model)
+
+
+def test_what_was_learned_travels_by_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    plain, ids = base(), tokens()
+    model = trained(macchiato_from(copy.deepcopy(plain), window=WINDOW, latents=LATENTS))
+    learned = latent_state_dict(model)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in learned.items())
+    save_file(learned, tmp_path / "latents.safetensors")
+    other = macchiato_from(plain, window=WINDOW, latents=LATENTS)
+    load_latent_state_dict(other, load_file(tmp_path / "latents.safetensors"))
+    assert torch.equal(logits(other, ids), logits(model, ids))
+
+
+def test_save_pretrained_takes_latents_along(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, ids = extended(), tokens()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    macchiato_from(again, window=WINDOW, latents=LATENTS)
+    saved = load_file(tmp_path / "model.safetensors")
+    load_latent_state_dict(again, {name: saved[name] for name in latent_state_dict(again)})
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_weights_of_another_mixture_are_refused() -> None:
+    learned = latent_state_dict(extended())
+    for options, message in (
+        ({"window": WINDOW + 1}, "was trained with window=6"),
+        ({"overlap": "exclusive"}, "overlap='mixture'"),
+        ({"latents": LATENTS + 1}, "expected \\(16, 32\\)"),
+        ({"layers": [0]}, "has besides 'model.layers.1"),
+    ):
+        other = extended(**options)
+        before = {name: tensor.clone() for name, tensor in latent_state_dict(other).items()}
+        with pytest.raises(ValueError, match=message):
+            load_latent_state_dict(other, learned)
+        assert all(torch.equal(before[name], tensor) for name, tensor in latent_state_dict(other).items())
+    with pytest.raises(ValueError, match=r"state lacks 'model.layers.0"):
+        load_latent_state_dict(extended(), {})
+
+
+def test_several_models_at_once() -> None:
+    ids = tokens()
+    one, two = extended(window=4), extended("Mistral", latents=5, overlap="exclusive")
+    plain = base("Qwen2")
+    wanted = [logits(model, ids) for model in (one, two, plain)]
+    three = copy.deepcopy(one)
+    assert torch.equal(logits(three, ids), wanted[0])
+    remove(three)
+    assert difference(logits(three, ids), wanted[0]) > 0.1
+    for model, before in zip((one, two, plain), wanted, strict=True):
+        assert torch.equal(logits(model, ids), before)
+
+
+# What is refused
+
+
+def small(family: str, **options: Any) -> Callable[[], Any]:
+    return lambda: macchiato_from(base(family, **options))
+
+
+def sequence_to_sequence() -> Any:
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=20)
+    return macchiato_from(transformers.T5ForConditionalGeneration(config))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no model": (lambda: macchiato_from(torch.nn.Linear(2, 2)), "model is of type Linear"),
+    "encoder-decoder": (sequence_to_sequence, "T5ForConditionalGeneration, an encoder-decoder"),
+    "ALiBi": (small("Falcon", alibi=True), "ALiBi"),
+    "ALiBi without a switch": (small("Bloom", n_head=4, n_layer=2), "BloomAttention does not go through"),
+    "no interface": (
+        small("GPTJ", n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+        "GPTJAttention.* does not go through",
+    ),
+    "sinks": (
+        small("GptOss", num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
+        "passes s_aux .*attention sinks",
+    ),
+    "no attention": (small("Mamba"), "no attention module"),
+    "twice": (lambda: macchiato_from(extended()), "extended already"),
+    "window": (lambda: macchiato_from(base(), window=0), "window is 0"),
+    "latents": (lambda: macchiato_from(base(), latents=2.5), "latents is 2.5"),
+    "delta": (lambda: macchiato_from(base(), delta=1.0), "delta is 1.0"),
+    "overlap": (lambda: macchiato_from(base(), overlap="both"), "overlap is 'both'"),
+    "feature": (lambda: macchiato_from(base(), feature="fourier"), "feature is 'fourier'"),
+    "layers": (
+        lambda: macchiato_from(base(), layers=[2]),
+        r"layers is \[2\]; expected different numbers among \[0, 1\]",
+    ),
+    "no layers": (lambda: macchiato_from(base(), layers=[]), "at least one"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_extended_are_refused_by_name(case: str) -> None:
+    call, message = MODELS[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_model_that_is_refused_is_as_it_was() -> None:
+    model = base("GptOss", num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    model.train()
+    before, config = list(model.state_dict()), model.model.layers[0].self_attn.config
+    with pytest.raises(ValueError, match="s_aux"):
+        macchiato_from(model)
+    assert list(model.state_dict()) == before
+    assert model.model.layers[0].self_attn.config is config
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def packed_mask() -> Any:
+    mask = torch.ones(T, T).tril().bool()
+    mask[8:, :8] = False
+    return mask[None, None]
+
+
+def offloaded(model: Any) -> Any:
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True
+    return cache
+
+
+ENDS = torch.tensor([0, T], dtype=torch.int32)
+CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "packed by positions": (
+        lambda _: {"position_ids": torch.arange(T)[None] % 8, "use_cache": False},
+        "not causal with padding; .*packed",
+    ),
+    "mask of pairs": (lambda _: {"attention_mask": packed_mask()}, "not causal with padding"),
+    "packed by lengths": (
+        lambda _: {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": T, "max_length_k": T},
+        "passes cu_seq_lens_q .*packed sequences",
+    ),
+    "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
+    "static cache": (
+        lambda model: {"past_key_values": StaticCache(config=model.config, max_cache_len=30)},
+        "past_key_values is of type StaticCache",
+    ),
+    "offloaded cache": (lambda model: {"past_key_values": offloaded(model)}, "DynamicCache, offloaded"),
+    "cache of the base": (
+        lambda _: {"past_key_values": base()(tokens(), use_cache=True).past_key_values},
+        "holds 15 positions of the base model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_the_mixture_would_ignore_are_refused_by_name(case: str) -> None:
+    options, message = CALLS[case]
+    model = extended()
+    with pytest.raises((TypeError, ValueError), match=message):
+        logits(model, tokens(), **options(model))
+
+
+def test_a_mask_of_pairs_that_is_causal_with_padding_is_taken() -> None:
+    model, ids = extended(), tokens()
+    pairs = torch.ones(T, T).tril().bool() & REAL.bool()[:, None, None, :]
+    options = {"position_ids": position_ids(REAL)}
+    wanted = logits(model, ids, attention_mask=REAL, **options)
+    assert difference(logits(model, ids, attention_mask=pairs, **options), wanted, REAL) == 0
+
+
+def test_dropout_of_attention_weights_is_refused() -> None:
+    model = macchiato_from(base(attention_dropout=0.1))
+    assert torch.isfinite(logits(model, tokens())).all()
+    with pytest.raises(ValueError, match="drops attention weights with probability"):
+        logits(model.train(), tokens())
+
+
+@pytest.mark.filterwarnings("ignore:`output_attentions=True` is not supported:UserWarning:transformers")
+def test_attention_weights_are_never_made_up() -> None:
+    try:
+        attentions = extended()(tokens(), output_attentions=True).attentions
+    except ValueError as error:
+        assert "output_attentions" in str(error)  # noqa: PT017
+    else:  # transformers has warned, and gives none
+        assert set(attentions) == {None}
+
+
+def test_drafts_that_must_be_forgotten_are_refused() -> None:
+    past = extended()(tokens(), use_cache=True).past_key_values
+    assert not past.layers[0].is_croppable
+    with pytest.raises(ValueError, match="cannot forget positions"):
+        past.crop(-2)
+
+
+def test_a_cache_of_an_extended_model_is_of_no_use_to_another() -> None:
+    model, ids = extended(), tokens()
+    past = model(ids, use_cache=True).past_key_values
+    remove(model)
+    with pytest.raises(ValueError, match="extended by macchiato_from"):
+        model(ids[:, :1], past_key_values=past)
+
+
+def test_an_attention_implementation_of_ours_needs_the_extension() -> None:
+    extended()
+    model = base()
+    model.set_attn_implementation("levattn_macchiato")
+    with pytest.raises(ValueError, match="chosen by hand"):
+        model(tokens())
+
+
+def test_a_layer_that_goes_past_the_mixture_is_noticed() -> None:
+    model = extended()
+    wanted = logits(model, tokens())
+    model.set_attn_implementation("sdpa")  # of the rest of the model: extended layers have a config of their own
+    assert difference(logits(model, tokens()), wanted) < 1e-4
+    model.model.layers[1].self_attn.config._attn_implementation = "sdpa"
+    with pytest.raises(RuntimeError, match="LlamaAttention 0 did not call"):
+        logits(model, tokens())
