@@ -42,6 +42,8 @@ NOTHING = np.intp(0)  # stands for an array that is not there
 
 _KEYS = tuple(TYPES.values())
 _REALS = ("float", "double")
+_LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
+_TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
@@ -77,6 +79,16 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
+    "latent": {
+        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("sum_runs", "write_rows"), _TILES),
+        "join_states": ((),),
+    },
+    "latent_back": {
+        **dict.fromkeys(("finish_rows", "raise_logits"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("trace_runs", "sum_flows", "write_flows"), _TILES),
+    },
+    "decay": {"scan_decayed": tuple((real,) for real in _REALS)},
 }
 
 

@@ -1,0 +1,283 @@
+// What the kernels of latent attention share: runs, the part of a state that a thread holds, and the scan of logits.
+//
+// A run is a stretch of a sequence that one block takes step by step: a position enters, then a row is written, or one
+// of the two alone. The sums of a latent are kept relative to a reference, which rises at a position whose logit is
+// larger by more than SLACK. So no row depends on a later position, and no exponential exceeds e^SLACK. In shared memory
+// and in arrays of exponentials E, a position that raises the reference has −a in place of its 1, where a < 1 is what
+// the sums before it are multiplied by; the sign of −0 counts.
+
+namespace {
+
+constexpr int WIDEST = 128;  // columns of a block
+constexpr int FIELDS = 8;    // of a run
+constexpr int FOLLOWED = 7;  // which of them
+constexpr float SLACK = 4;
+constexpr unsigned int ALL = 0xffffffffu;
+
+struct Run {
+    long long sequence;
+    long long slot;       // of the state that it begins with
+    long long position;   // the first of its positions
+    long long row;        // the first of its rows
+    long long seen;       // the last position that this row sees, counted from the beginning of the sequence
+    int positions, rows;  // as many of both, or none of one of them
+    bool followed;        // by another run of the sequence, which needs what this one sums up
+
+    __device__ Run(const long long *runs, long long number) {
+        const long long *const fields = runs + number * FIELDS;
+        sequence = fields[0], slot = fields[1], position = fields[2], row = fields[3], seen = fields[4];
+        positions = (int)fields[5], rows = (int)fields[6], followed = fields[FOLLOWED];
+    }
+
+    __device__ int steps() const { return max(positions, rows); }
+};
+
+__device__ inline float exponential(float x) { return expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
+
+template <typename Real>
+__device__ inline Real nothing() {
+    return (Real)__int_as_float(0xff800000);  // −∞
+}
+
+__device__ inline bool raises(float e) { return __float_as_int(e) < 0; }
+__device__ inline bool raises(double e) { return __double_as_longlong(e) < 0; }
+
+__device__ inline void load_four(const float *from, float (&to)[4]) {
+    const float4 four = *(const float4 *)from;
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+}
+
+__device__ inline void load_four(const double *from, double (&to)[4]) {
+    const double2 low = *(const double2 *)from, high = *(const double2 *)(from + 2);
+    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+}
+
+// Add up N values over LANES lanes that are APART from each other, and share out the sums: a lane is left with those
+// whose number modulo LANES is its own (modulo N, if there are fewer), at the multiples of LANES.
+template <int LANES, int APART, int N, typename Real>
+__device__ inline void share_sums(Real (&values)[N]) {
+    const int lane = threadIdx.x % 32 / APART;
+#pragma unroll
+    for (int far = LANES / 2; far; far /= 2)
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (far >= N) {
+                values[i] += __shfl_xor_sync(ALL, values[i], far * APART);
+            } else if (!(i & (LANES - 1) & ~(far - 1))) {
+                const bool upper = lane & far;
+                const Real kept = upper ? values[i | far] : values[i], given = upper ? values[i] : values[i | far];
+                values[i] = kept + __shfl_xor_sync(ALL, given, far * APART);
+            }
+        }
+}
+
+// A part of a matrix of LATENTS rows that is spread over the threads of a block, WIDE columns to each warp: the sums
+// S of a state, or what flows back into them.
+template <typename Real, int LATENTS>
+struct Tile {
+    static constexpr int ALONG = LATENTS > 64 ? 8 : 4;         // lanes along the latents
+    static constexpr int ACROSS = 32 / ALONG;                  // lanes along the columns
+    static constexpr int EACH = LATENTS / ALONG;               // latents of a thread
+    static constexpr int COLUMNS = sizeof(Real) == 4 ? 8 : 4;  // of a thread
+    static constexpr int WIDE = ACROSS * COLUMNS;
+    static constexpr int WARPS = WIDEST / WIDE;
+    static constexpr int THREADS = 32 * WARPS;
+
+    // Fours of latents and of columns go round the lanes, so that what they read lies in different banks
+    Real sums[EACH][COLUMNS];
+
+    static __device__ int along() { return threadIdx.x % ALONG; }
+    static __device__ int across() { return threadIdx.x % 32 / ALONG; }
+    static __device__ int latent(int j) { return 4 * (along() + ALONG * (j / 4)) + j % 4; }
+    static __device__ int column(int c) {
+        return threadIdx.x / 32 * WIDE + 4 * (across() + ACROSS * (c / 4)) + c % 4;
+    }
+
+    // Begin with a matrix of `latents` rows and `columns` columns, D apart; with zeros if there is none.
+    __device__ void begin(const Real *from, int latents, int columns, int D) {
+#pragma unroll
+        for (int j = 0; j < EACH; ++j)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                sums[j][c] = from && latent(j) < latents && column(c) < columns
+                                 ? from[(long long)latent(j) * D + column(c)]
+                                 : 0;
+    }
+
+    // Write S down, each row times a factor.
+    __device__ void end(const Real *factors, Real *to, int latents, int columns, int D) const {
+#pragma unroll
+        for (int j = 0; j < EACH; ++j)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                if (latent(j) < latents && column(c) < columns)
+                    to[(long long)latent(j) * D + column(c)] =
+                        factors ? factors[latent(j)] * sums[j][c] : sums[j][c];
+    }
+
+    static __device__ void load_columns(const Real *row, Real (&x)[COLUMNS]) {
+#pragma unroll
+        for (int q = 0; q < COLUMNS / 4; ++q) {
+            Real four[4];
+            load_four(row + column(4 * q), four);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[4 * q + i] = four[i];
+        }
+    }
+
+    // S[l] *= a for the latents whose reference a position raised.
+    __device__ void lower(const Real *E) {
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            const Real e = E[latent(j)];
+            if (raises(e))
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) sums[j][c] *= -e;
+        }
+    }
+
+    // S += w ⊗ x; `encoded` weights are those of a position that raised references.
+    template <bool encoded>
+    __device__ void add(const Real *w, const Real *row) {
+        Real x[COLUMNS];
+        load_columns(row, x);
+#pragma unroll
+        for (int q = 0; q < EACH / 4; ++q) {
+            Real four[4];
+            load_four(w + latent(4 * q), four);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Real weight = encoded && raises(four[i]) ? (Real)1 : four[i];
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) sums[4 * q + i][c] = fma(weight, x[c], sums[4 * q + i][c]);
+            }
+        }
+    }
+
+    // A position enters.
+    __device__ void enter(const Real *E, const Real *V, bool raised) {
+        if (raised) {
+            lower(E);
+            add<true>(E, V);
+        } else {
+            add<false>(E, V);
+        }
+    }
+
+    // Σ w_l S[l], shared out over the lanes along the latents.
+    template <bool encoded>
+    __device__ void sum_latents(const Real *w, Real (&y)[COLUMNS]) const {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) y[c] = 0;
+#pragma unroll
+        for (int q = 0; q < EACH / 4; ++q) {
+            Real four[4];
+            load_four(w + latent(4 * q), four);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Real weight = encoded && raises(four[i]) ? (Real)1 : four[i];
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) y[c] = fma(weight, sums[4 * q + i][c], y[c]);
+            }
+        }
+        share_sums<ALONG, 1>(y);
+    }
+
+    // Call `use(column, sum)` for the sums that `sum_latents` has left this lane.
+    template <typename Use>
+    static __device__ void each_column(const Real (&y)[COLUMNS], Use use) {
+        if (along() >= COLUMNS) return;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += ALONG) use(column(0) + 4 * (ACROSS * ((along() + c) / 4)) + along() % 4, y[c]);
+    }
+
+    // ⟨S[l], x⟩ over the columns of this warp, to `to` (LATENTS,).
+    __device__ void sum_columns(const Real *row, Real *to) const {
+        Real x[COLUMNS], products[EACH];
+        load_columns(row, x);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            products[j] = sums[j][0] * x[0];
+#pragma unroll
+            for (int c = 1; c < COLUMNS; ++c) products[j] = fma(sums[j][c], x[c], products[j]);
+        }
+        share_sums<ACROSS, ALONG>(products);
+        if (across() >= EACH) return;
+#pragma unroll
+        for (int j = 0; j < EACH; j += ACROSS) {
+            const int place = across() + j;
+            to[4 * (along() + ALONG * (place / 4)) + place % 4] = products[j];
+        }
+    }
+};
+
+// Bring rows to shared memory, `pitch` apart: on their way until `finish_copies`.
+template <typename Real>
+__device__ inline void bring(Real *to, int pitch, const Real *from, long long step, int rows, int columns) {
+    for (int row = 0; row < rows; ++row)
+        for (int column = threadIdx.x; column < columns; column += blockDim.x)
+            copy_later(to + row * pitch + column, from + row * step + column);
+}
+
+// Which of at most 32 positions take part: one bit each. For the first warp.
+__device__ inline void bring_mask(unsigned int *to, const unsigned char *mask, long long step, int positions) {
+    const int lane = threadIdx.x;
+    const unsigned int taken = __ballot_sync(ALL, lane < positions && (!mask || mask[lane * step]));
+    if (lane == 0) *to = taken;
+}
+
+// Collect the bits of all threads.
+__device__ inline void collect(unsigned int *to, unsigned int bits) {
+#pragma unroll
+    for (int far = 16; far; far /= 2) bits |= __shfl_xor_sync(ALL, bits, far);
+    if (threadIdx.x % 32 == 0 && bits) atomicOr(to, bits);
+}
+
+template <typename Real>
+__device__ inline void fill_zeros(Real *from, Real *to) {
+    for (Real *at = from + threadIdx.x; at < to; at += blockDim.x) *at = 0;
+}
+
+// Turn the logits of some steps (steps, LATENTS) into exponentials, one latent after the other, and call
+// `use(step, latent, e, sum, reference)` for each with the sum of its latent up to there. `flags` are the steps that
+// anything is seen at, and those that raise a reference.
+template <int LATENTS, typename Real, typename Use>
+__device__ inline void scan_logits(Real *K, unsigned int taken, int steps, int latents, Real *references, Real *sums,
+                                   unsigned int *flags, Use use) {
+    unsigned int seen = 0, raised = 0;
+    for (int l = threadIdx.x; l < latents; l += blockDim.x) {
+        Real reference = references[l], sum = sums[l];
+#pragma unroll 4
+        for (int k = 0; k < steps; ++k) {
+            const Real x = taken >> k & 1 ? K[k * LATENTS + l] : nothing<Real>();
+            Real e = 0, stored = 0;
+            if (x > reference + (Real)SLACK && x < -nothing<Real>()) {  // +∞ makes NaN below
+                stored = -exponential(reference - x);
+                sum *= -stored;
+                reference = x;
+                e = 1;
+                raised |= 1u << k;
+                seen |= 1u << k;
+            } else if (x != nothing<Real>()) {
+                stored = e = exponential(x - reference);
+                seen |= 1u << k;
+            }
+            sum += e;
+            K[k * LATENTS + l] = stored;
+            use(k, l, stored, sum, x);
+        }
+        references[l] = reference, sums[l] = sum;
+    }
+    collect(flags, seen);
+    collect(flags + 1, raised);
+}
+
+}  // namespace
+
+// The parameters of kernels that read positions, and of those that begin with states (b, slots, L[, D]).
+#define POSITION_PARAMETERS                                                                                         \
+    const Real *K, long long k_item, long long k_row, const Real *V, long long v_item, long long v_row,             \
+        const unsigned char *mask, long long mask_item, long long mask_row
+
+#define START_PARAMETERS const Real *references, const Real *sums, const Real *states, long long slots
