@@ -51,7 +51,7 @@ class Heads:
 
     def leading(self, batch: tuple[int, ...]) -> tuple[int, ...]:
         """Return the leading axes of a result from those of keys and values."""
-        return () if self.bare else (*batch[:-1], self.shared * self.group)
+        return batch if self.bare else (*batch[:-1], self.shared * self.group)
 
 
 def heads_of(q: Any, k: Any, V: Any) -> Heads:

@@ -1,0 +1,418 @@
+"""Latte-Macchiato: against explicit matrices, at its limits, streamed, packed, masked, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import pytest
+
+import naive_attention as naive
+from levattn.attention import MacchiatoState, latte, macchiato, repeated_mass, window_attention
+
+HAS_TORCH = find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+STORAGES = ["numpy", "strict", pytest.param("torch", marks=needs_torch)]
+over_storages = pytest.mark.parametrize("storage", STORAGES)
+over_overlaps = pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
+T, L, d, D = 29, 4, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors one after another: handing them to threads costs more than they do."""
+    if not HAS_TORCH:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def stored(array: Any, storage: str) -> Any:
+    if array is None or storage == "numpy":
+        return array
+    if storage == "strict":
+        return array_api_strict.asarray(np.ascontiguousarray(array))
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def some(H: int = 2, G: int = 2, n: int = T, seed: int = 0, scale: float = 1.0) -> list[Any]:
+    """q, k, V, q_logits, k_logits and gate of H heads of queries and G of keys."""
+    rng = np.random.default_rng(seed)
+    shapes = [(H, n, d), (G, n, d), (G, n, D), (H, n, L), (H, n, L), (H, n)]
+    q, k, V, Q, K, gate = (rng.standard_normal(shape) for shape in shapes)
+    return [q * scale, k, V, Q * scale, 2 * K * scale, gate * scale]
+
+
+def explicit(arrays: Any, window: int, overlap: str, mask: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Outputs and weights of all heads of queries, by matrices."""
+    q, k, V, Q, K, gate = arrays
+    group = len(q) // len(k)
+    exclusive = overlap == "exclusive"
+    found = []
+    for h in range(len(q)):
+        own = h // group
+        head = q[h], k[own], V[own], Q[h], K[h] if len(K) == len(q) else K[own], gate[h]
+        flags = None if mask is None else mask[own]
+        found.append(naive.macchiato(*head, window, exclusive=exclusive, mask=flags, **options))
+    outputs, weights = zip(*found, strict=True)
+    return np.stack(outputs), np.stack(weights)
+
+
+def run(arrays: Any, storage: str = "numpy", *, mask: Any = None, **options: Any) -> Any:
+    return macchiato(*(stored(x, storage) for x in arrays), mask=stored(mask, storage), **options)
+
+
+MASKS: dict[str, Any] = {
+    "all": None,
+    "some": np.random.default_rng(9).random((2, T)) < 0.4,
+    "padding": np.stack([np.arange(T) >= 9, np.arange(T) < 20]),
+}
+over_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+
+@over_storages
+@over_overlaps
+@over_masks
+@pytest.mark.parametrize("window", [1, 7, 60])
+def test_it_is_the_explicit_matrix(storage: str, overlap: str, mask: Any, window: int) -> None:
+    arrays = some()
+    for offsets in (None, [0, 11, 11, T]):
+        for softcap in (None, 1.5):
+            options = {"offsets": offsets, "softcap": softcap}
+            answer, _ = explicit(arrays, window, overlap, mask, **options)
+            found = run(arrays, storage, window=window, overlap=overlap, mask=mask, **options)
+            np.testing.assert_allclose(np.asarray(found), answer, atol=1e-13)
+
+
+@over_storages
+@over_overlaps
+@pytest.mark.parametrize(("H", "G"), [(4, 2), (3, 1)])
+def test_groups_of_queries_share_keys_and_values(storage: str, overlap: str, H: int, G: int) -> None:
+    arrays = some(H, G)
+    mask = MASKS["some"][:G]
+    answer, _ = explicit(arrays, 6, overlap, mask)
+    np.testing.assert_allclose(
+        np.asarray(run(arrays, storage, window=6, overlap=overlap, mask=mask)), answer, atol=1e-13
+    )
+    arrays[4] = arrays[4][:G]  # logits of positions for each head of keys
+    answer, _ = explicit(arrays, 6, overlap, mask)
+    np.testing.assert_allclose(
+        np.asarray(run(arrays, storage, window=6, overlap=overlap, mask=mask)), answer, atol=1e-13
+    )
+
+
+@over_overlaps
+def test_leading_axes_are_a_batch_and_one_head_needs_none(overlap: str) -> None:
+    arrays = some()
+    whole = run(arrays, window=5, overlap=overlap)
+    np.testing.assert_array_equal(run([x[None] for x in arrays], window=5, overlap=overlap)[0], whole)
+    one = run([x[0] for x in arrays], window=5, overlap=overlap)
+    np.testing.assert_allclose(one, whole[0], atol=1e-15)
+    assert one.shape == (T, D)
+    masks = MASKS["some"]
+    both = run([x[0] for x in arrays], window=5, overlap=overlap, mask=masks)  # one head under two masks
+    for item in range(2):
+        alone = run([x[0] for x in arrays], window=5, overlap=overlap, mask=masks[item])
+        np.testing.assert_allclose(both[item], alone, atol=1e-15)
+
+
+# L12: the limits
+
+
+@over_storages
+@over_overlaps
+def test_a_wide_window_alone_is_softmax_attention(storage: str, overlap: str) -> None:
+    arrays = some()
+    arrays[5] = np.full((2, T), np.inf)
+    answer = [naive.window_matrix(q, k, T) @ V for q, k, V in zip(*arrays[:3], strict=True)]
+    np.testing.assert_allclose(np.asarray(run(arrays, storage, window=T, overlap=overlap)), answer, atol=1e-13)
+
+
+@over_storages
+@over_overlaps
+def test_a_gate_of_infinity_is_the_window_exactly(storage: str, overlap: str) -> None:
+    arrays = some(scale=100.0)
+    arrays[5][:, ::2] = np.inf
+    found = np.asarray(run(arrays, storage, window=4, overlap=overlap))
+    alone = np.asarray(window_attention(*(stored(x, storage) for x in arrays[:3]), window=4))
+    np.testing.assert_array_equal(found[:, ::2], alone[:, ::2])
+    assert np.isfinite(found).all()
+
+
+@over_storages
+def test_a_gate_of_minus_infinity_is_latte(storage: str) -> None:
+    arrays = some()
+    arrays[5] = np.full((2, T), -np.inf)
+    found = np.asarray(run(arrays, storage, window=4))
+    answer = np.asarray(latte(*(stored(arrays[i], storage) for i in (3, 4, 2))))
+    np.testing.assert_allclose(found, answer, atol=1e-14)
+    exclusive = np.asarray(run(arrays, storage, window=4, overlap="exclusive"))
+    np.testing.assert_allclose(exclusive[:, 4:], answer_delayed(arrays, 4), atol=1e-13)
+    assert (exclusive[:, :4] == 0).all()  # latents have seen nothing, and the window is left out
+
+
+def answer_delayed(arrays: Any, delay: int) -> Any:
+    _, _, V, Q, K, _ = arrays
+    rows = []
+    for h in range(2):
+        P = naive.latent_matrices(K[h], delay)
+        rows.append([naive.softmax(Q[h, t]) @ P[:, t] @ V[h] for t in range(delay, T)])
+    return np.array(rows)
+
+
+@over_storages
+@over_overlaps
+@pytest.mark.parametrize("scale", [1, 30, 300])
+def test_weights_sum_to_one_in_single_precision(storage: str, overlap: str, scale: float) -> None:
+    arrays = [x.astype(np.float32) for x in some(n=200, scale=scale)]
+    arrays[2] = np.broadcast_to(np.eye(200, dtype=np.float32), (2, 200, 200))
+    weights = np.asarray(run(arrays, storage, window=16, overlap=overlap))
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
+    assert (weights >= 0).all()
+    assert (np.triu(weights, 1) == 0).all()
+
+
+@over_storages
+@over_overlaps
+@over_masks
+def test_a_row_has_weight_one_or_none(storage: str, overlap: str, mask: Any) -> None:
+    arrays = some()
+    arrays[2] = np.ones((2, T, 1))
+    found = np.asarray(run(arrays, storage, window=3, overlap=overlap, mask=mask))[..., 0]
+    sees = np.ones((2, T), np.bool_) if mask is None else np.cumsum(mask, 1) > 0
+    np.testing.assert_allclose(found, sees, atol=1e-14)
+
+
+@over_overlaps
+def test_exclusive_weights_do_not_overlap(overlap: str) -> None:
+    arrays = some()
+    arrays[2] = np.broadcast_to(np.eye(T), (2, T, T))
+    arrays[3] += 50.0  # latents have all the weight that they can have
+    weights = run(arrays, window=6, overlap=overlap)
+    place = np.arange(T)
+    near = weights[:, (place[:, None] >= place) & (place[:, None] - place < 6) & (place[:, None] >= 6)]
+    assert (near.max() < 1e-15) == (overlap == "exclusive")
+
+
+@needs_torch
+@over_overlaps
+def test_the_window_alone_is_windowed_attention_of_torch(overlap: str) -> None:
+    import torch
+
+    arrays = [torch.from_numpy(x).float() for x in some(n=300)]
+    arrays[5] = torch.full((2, 300), math.inf)
+    place = torch.arange(300)
+    seen = (place[:, None] >= place) & (place[:, None] - place < 32)
+    answer = torch.nn.functional.scaled_dot_product_attention(*arrays[:3], attn_mask=seen)
+    torch.testing.assert_close(macchiato(*arrays, window=32, overlap=overlap), answer, atol=1e-5, rtol=0)
+
+
+# Streaming
+
+
+def stream(
+    arrays: Any, sizes: list[int], storage: str, mask: Any = None, **options: Any
+) -> tuple[Any, MacchiatoState]:
+    parts, state, low = [], None, 0
+    for size in sizes:
+        rows = slice(low, low + size)
+        chunk = [x[:, rows] for x in arrays]
+        flags = None if mask is None else mask[:, rows]
+        y, state = run(chunk, storage, mask=flags, state=state, return_state=True, **options)
+        parts.append(np.asarray(y))
+        low += size
+    assert low == arrays[0].shape[1]
+    assert state is not None
+    return np.concatenate(parts, 1), state
+
+
+SIZES = {"single": [1] * T, "random": [3, 1, 9, 1, 1, 8, 6], "long": [20, 1, 8], "short": [2, 2, 1, 24]}
+
+
+@over_storages
+@over_overlaps
+@over_masks
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_chunks_continue_to_the_whole(storage: str, overlap: str, mask: Any, sizes: list[int]) -> None:
+    arrays = some(4)
+    for window in (1, 6):
+        options: dict[str, Any] = {"window": window, "overlap": overlap, "softcap": 3.0}
+        answer, _ = explicit(arrays, window, overlap, mask, softcap=3.0)
+        found, state = stream(arrays, sizes, storage, mask, **options)
+        np.testing.assert_allclose(found, answer, atol=1e-13)
+        ring = min(window - 1, T)
+        size = 2 * ring * (d + D) + 4 * L * (D + 2) + (4 * ring * L if overlap == "exclusive" else 0)
+        assert (state.size, state.positions) == (size, T)
+        held = [state.k, state.V, state.logits, state.latents.m, state.latents.s, state.latents.S]
+        assert sum(math.prod(x.shape) for x in held if x is not None) == size
+
+
+@over_overlaps
+def test_an_empty_chunk_changes_nothing(overlap: str) -> None:
+    arrays = some()
+    found, _ = stream(arrays, [0, 5, 0, T - 5], "numpy", window=8, overlap=overlap)
+    np.testing.assert_allclose(found, run(arrays, window=8, overlap=overlap), atol=1e-13)
+
+
+@over_overlaps
+def test_a_mask_may_come_late(overlap: str) -> None:
+    arrays = some()
+    mask = np.ones((2, T), np.bool_)
+    mask[:, 15:22] = False
+    _, state = run([x[:, :10] for x in arrays], window=8, overlap=overlap, return_state=True)
+    y = run([x[:, 10:] for x in arrays], window=8, overlap=overlap, mask=mask[:, 10:], state=state)
+    np.testing.assert_allclose(y, explicit(arrays, 8, overlap, mask)[0][:, 10:], atol=1e-13)
+
+
+@over_overlaps
+def test_states_are_constant_in_size_and_are_not_changed(overlap: str) -> None:
+    arrays = some(n=400)
+    sizes, state, states = set(), None, []
+    for low in range(0, 400, 20):
+        chunk = [x[:, low : low + 20] for x in arrays]
+        _, state = run(chunk, window=16, overlap=overlap, state=state, return_state=True)
+        sizes.add(state.size)
+        states.append(state)
+    assert len(sizes) == 1
+    chunk = [x[:, 200:220] for x in arrays]
+    options: dict[str, Any] = {"window": 16, "overlap": overlap, "state": states[9]}
+    first = run(chunk, **options)
+    np.testing.assert_array_equal(run(chunk, **options), first)
+    whole = run(arrays, window=16, overlap=overlap)
+    np.testing.assert_allclose(first, whole[:, 200:220], atol=1e-13)
+
+
+def test_half_precision_is_kept_in_the_ring() -> None:
+    arrays = [x.astype(np.float16) for x in some()]
+    y, state = run(arrays, window=8, overlap="exclusive", return_state=True)
+    assert (y.dtype, state.k.dtype, state.V.dtype, state.logits.dtype) == (np.float16,) * 4
+    parts, _ = stream(arrays, [1] * T, "numpy", window=8, overlap="exclusive")
+    np.testing.assert_allclose(parts, y, atol=2e-3)
+
+
+# The diagnostic
+
+
+@over_storages
+@over_masks
+@pytest.mark.parametrize("window", [1, 6, 100])
+def test_repeated_mass_is_that_of_the_matrix(storage: str, mask: Any, window: int) -> None:
+    _, _, _, Q, K, gate = some()
+    gate[0, 3], gate[1, 7] = np.inf, -np.inf
+    for offsets in (None, [0, 11, 11, T]):
+        answer = [
+            naive.repeated_mass(Q[h], K[h], gate[h], window, None if mask is None else mask[h], offsets)
+            for h in range(2)
+        ]
+        found = repeated_mass(
+            *(stored(x, storage) for x in (Q, K, gate)), window=window, mask=stored(mask, storage), offsets=offsets
+        )
+        np.testing.assert_allclose(np.asarray(found), answer, atol=1e-13)
+
+
+def test_repeated_mass_vanishes_far_beyond_the_window() -> None:
+    rng = np.random.default_rng(5)
+    Q, K = rng.standard_normal((4000, 8)), 0.1 * rng.standard_normal((4000, 8))
+    gate = np.full(4000, 1.0)
+    share = 1 - 1 / (1 + np.exp(Q - 1.0).sum(1))
+    expected = share * np.minimum(1, 16 / (1 + np.arange(4000)))
+    np.testing.assert_allclose(repeated_mass(Q, K, gate, window=16), expected, rtol=0.15)
+    assert repeated_mass(Q[0:1], K[0:1], gate[0:1], window=16).shape == (1,)
+
+
+@needs_torch
+def test_repeated_mass_of_torch_has_no_gradient() -> None:
+    import torch
+
+    Q, K, gate = (torch.randn(shape, requires_grad=True) for shape in ((3, 9, 4), (1, 9, 4), (3, 9)))
+    found = repeated_mass(Q, K, gate, window=2)
+    assert (found.shape, found.dtype, found.requires_grad) == ((3, 9), torch.float64, False)
+
+
+# Gradients
+
+
+@needs_torch
+@over_overlaps
+@pytest.mark.parametrize("options", ["plain", "packed", "masked", "softcap"])
+def test_gradients_are_those_of_finite_differences(overlap: str, options: str) -> None:
+    import torch
+
+    arrays = [torch.from_numpy(x).requires_grad_() for x in some(2, 1, n=7)]
+    mask = torch.ones(7, dtype=torch.bool)
+    mask[[0, 3, 4]] = False
+    given: dict[str, Any] = {"packed": {"offsets": [0, 4, 7]}, "masked": {"mask": mask}, "softcap": {"softcap": 1.0}}
+    chosen = {"window": 2, "overlap": overlap, **given.get(options, {})}
+    assert torch.autograd.gradcheck(lambda *x: macchiato(*x, **chosen), arrays)
+
+
+@needs_torch
+@over_overlaps
+def test_gradients_are_finite_and_zero_where_nothing_is_read(overlap: str) -> None:
+    import torch
+
+    arrays = [torch.from_numpy(x).requires_grad_() for x in some()]
+    mask = torch.ones(T, dtype=torch.bool)
+    mask[10:20] = False
+    gate = arrays[5].detach().clone()
+    gate[:, 25], gate[:, 27] = math.inf, -math.inf
+    arrays[5] = gate.requires_grad_()
+    macchiato(*arrays, window=4, overlap=overlap, mask=mask).square().sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in arrays)
+    for x in (arrays[1], arrays[2], arrays[4]):
+        assert (x.grad[:, 10:20] == 0).all()
+    assert (arrays[3].grad[:, 25] == 0).all()
+    torch.testing.assert_close(
+        arrays[4].grad.sum(1), torch.zeros_like(arrays[4].grad.sum(1)), atol=1e-12, rtol=0
+    )  # shifting all logits of a latent changes nothing
+
+
+@needs_torch
+@over_overlaps
+def test_gradients_of_a_continued_sequence_reach_the_chunk(overlap: str) -> None:
+    import torch
+
+    arrays = [torch.from_numpy(x) for x in some(1, 1, n=11)]
+    _, state = macchiato(*(x[:, :8] for x in arrays), window=3, overlap=overlap, return_state=True)
+    chunk = [x[:, 8:].clone().requires_grad_() for x in arrays]
+    assert torch.autograd.gradcheck(lambda *x: macchiato(*x, window=3, overlap=overlap, state=state), chunk)
+    _, after = macchiato(*chunk, window=3, overlap=overlap, state=state, return_state=True)
+    assert not any(x.requires_grad for x in (after.k, after.V))
+
+
+def test_wrong_arguments_are_named() -> None:
+    arrays = some()
+    q, k, V, Q, K, gate = arrays
+    _, state = run(arrays, window=5, return_state=True)
+    for call, error, message in (
+        (lambda: run(arrays, window=0), ValueError, "window is 0; expected"),
+        (lambda: run(arrays, window=3, overlap="both"), ValueError, "overlap is 'both'; expected"),
+        (lambda: run([q, k, V, Q, K[..., :2], gate], window=3), ValueError, "k_logits has shape .*expected L = 4"),
+        (lambda: run([q, k, V, Q, K, gate[:, :9]], window=3), ValueError, "gate has shape .*expected T = 29"),
+        (
+            lambda: run([q, k, V, Q, K, gate[:1].repeat(3, 0)], window=3),
+            ValueError,
+            "gate has shape .*expected 2 heads",
+        ),
+        (lambda: run(arrays, window=5, state=state.latents), TypeError, "state is of type SoftmaxState; expected"),
+        (lambda: run(arrays, window=6, state=state), ValueError, "state is of window 5 .*expected 6"),
+        (lambda: run(arrays, window=5, overlap="exclusive", state=state), ValueError, "overlap 'mixture'; expected"),
+        (lambda: run([x[:1] for x in arrays], window=5, state=state), ValueError, "state has .batch"),
+        (lambda: run(arrays, window=5, state=state, lengths=[T]), ValueError, "expected one sequence"),
+        (lambda: run(arrays, window=5, return_state=True, offsets=[0, T]), ValueError, "expected one sequence"),
+        (lambda: run(arrays, "strict", window=5, state=state), TypeError, "state holds arrays of"),
+        (lambda: repeated_mass(Q, K[:, :5], gate, window=3), ValueError, "k_logits has shape"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
