@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
+import importlib
 import inspect
 import re
 import sys
@@ -437,6 +438,19 @@ def test_misspelt_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", sorted(public_objects()))
 def test_public_object_is_documented(name: str) -> None:
     assert list(undocumented(name, public_objects()[name])) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "distributed.dask", "distributed.torch", "integrations.transformers", "nn"]
+)
+def test_modules_of_their_own_name_are_documented(name: str) -> None:
+    try:
+        module = importlib.import_module(f"levattn.{name}")
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert module.__doc__
+    found = {f"{name}.{member}": getattr(module, member) for member in module.__all__}
+    assert [fault for label, value in found.items() for fault in undocumented(label, value)] == []
 
 
 def _documented(K: object, *, ridge: float = 0.0) -> float:

@@ -296,7 +296,12 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
 
     Examples
     --------
-    See `latent_state_dict`.
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from levattn.integrations.transformers import latent_state_dict, load_latent_state_dict, macchiato_from
+    >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=50)
+    >>> config.num_attention_heads = config.num_key_value_heads = 4
+    >>> model = macchiato_from(LlamaForCausalLM(config), latents=8, window=16)
+    >>> load_latent_state_dict(model, latent_state_dict(model))
     """
     own = _named_tensors(model)
     for problem, names in (("lacks", own.keys() - state.keys()), ("has besides", state.keys() - own.keys())):
