@@ -34,7 +34,7 @@ Q, K, V, GATE, BESIDE, MASK, Y, D_Y, D_Q, D_K, D_V, D_GATE, D_BESIDE = range(13)
 VIEWS = 13
 
 ROWS = 32  # of a segment: what it reads and writes stays in the first cache
-SLACK = 4.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
+SLACK = 8.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
 TALL = 4  # rows of a tile
 SINGLE = 8  # rows of scratch that stand alone
 
