@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -277,12 +278,19 @@ class SoftmaxState:
     batch : tuple of int
         Leading axes (batch, heads).
 
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is no whole number, or `latents` or `d` is below 1.
+
     Notes
     -----
     Time O(TLD) for T positions, memory L (D + 2) float64 numbers for each item of the batch. A latent that has seen no
     position, or only logits of −inf, reads zero. NaN spreads to what it touches.
-    Equation (5) of the softmax monoid, as in Milakov and Gimelshein, arXiv:1805.02867, and Dolga et al.,
-    arXiv:2402.17512.
+
+    References
+    ----------
+    Milakov and Gimelshein, arXiv:1805.02867, section 3 (the merge). Dolga et al., arXiv:2402.17512 (latents).
 
     Examples
     --------
@@ -299,9 +307,11 @@ class SoftmaxState:
     """
 
     def __init__(self, latents: int, d: int, batch: tuple[int, ...] = ()) -> None:
-        self.latents = whole(latents, 1)
-        self.d = whole(d, 1)
-        self.batch = tuple(batch)
+        self.latents = _size("latents", latents, 1)
+        self.d = _size("d", d, 1)
+        if not isinstance(batch, tuple | list):
+            raise TypeError(f"batch is {batch!r}; expected a tuple of sizes, such as (batch, heads)")
+        self.batch = tuple(_size("batch", size, 0) for size in batch)
         self._held: State | None = None
 
     @property
@@ -327,7 +337,7 @@ class SoftmaxState:
 
     @classmethod
     def from_arrays(cls, m: Any, s: Any, S: Any) -> SoftmaxState:
-        """Return the state that holds these arrays, without a copy.
+        """Return the state that holds these arrays, without a copy; tensors of torch in main memory as numpy's.
 
         Parameters
         ----------
@@ -343,15 +353,18 @@ class SoftmaxState:
 
         Raises
         ------
+        TypeError
+            If an argument is no array of float64.
         ValueError
             If the shapes do not go together.
         """
-        *batch, latents, d = S.shape
-        if tuple(m.shape) != (*batch, latents) or tuple(s.shape) != tuple(m.shape):
+        m, s, S = (_held_as(name, part) for name, part in (("m", m), ("s", s), ("S", S)))
+        if S.ndim < 2 or tuple(m.shape) != tuple(S.shape[:-1]) or tuple(s.shape) != tuple(m.shape):
             raise ValueError(
                 f"m, s and S have shapes {tuple(m.shape)}, {tuple(s.shape)} and {tuple(S.shape)}; expected (..., L), "
                 "(..., L) and (..., L, D)"
             )
+        *batch, latents, d = S.shape
         self = cls(int(latents), int(d), tuple(map(int, batch)))
         self._held = (m, s, S)
         return self
@@ -364,7 +377,8 @@ class SoftmaxState:
         logits : array of shape (..., T, L)
             The logit of each position for each latent, T ≥ 0 of them; −inf for a position that a latent does not see.
         V : array of shape (..., T, D)
-            Values. Both are of any kind that `levattn.leverage_scores` takes, of one library and device.
+            Values. Both are of any kind that `levattn.leverage_scores` takes, of one library and device; the state
+            holds arrays of the same, and numpy's for torch in main memory.
         mask : array of bool, shape (..., T), optional
             True for a position that takes part.
 
@@ -503,6 +517,28 @@ class SoftmaxState:
                 m, s, S = (shaped(arrays[name], np.float64, shape, finite=False) for name, shape in shapes.items())
                 self._held = m, s, S
             return self
+
+
+def _size(name: str, value: Any, least: int) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = least - 1
+    if isinstance(value, bool) or size < least:
+        raise (ValueError if isinstance(value, int) else TypeError)(
+            f"{name} is {value!r}; expected a whole number of at least {least}"
+        )
+    return size
+
+
+def _held_as(name: str, array: Any) -> Any:
+    """Return an array of float64 as a state holds it, or raise."""
+    if array_api_compat.is_torch_array(array) and array.device.type == "cpu":
+        array = array.detach().numpy()
+    if not array_api_compat.is_array_api_obj(array) or str(array.dtype).rpartition(".")[2] != "float64":
+        kind = getattr(array, "dtype", type(array).__name__)
+        raise TypeError(f"{name} is of {kind}; expected an array of float64, as the attributes of a state are")
+    return array
 
 
 def _as_computed(matrices: Matrices, double: bool) -> Any:

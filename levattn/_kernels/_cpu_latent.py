@@ -16,10 +16,10 @@ import numpy as np
 from levattn._kernels._cpu_jit import STATE_VECTORS, VECTOR_BYTES, jit
 from levattn._kernels._cpu_latent_simd import (
     copy_vectors,
+    differs,
     dot_vectors,
     exceeds,
     exp_row,
-    is_seen,
     key_row,
     query_row,
     state_tile,
@@ -35,8 +35,9 @@ VIEWS = 13
 
 ROWS = 32  # of a segment: what it reads and writes stays in the first cache
 SLACK = 8.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
+FOLD = 64  # rows whose gain is summed apart, and then added to sums in float64
 TALL = 4  # rows of a tile
-SINGLE = 8  # rows of scratch that stand alone
+SINGLE = 9  # rows of scratch that stand alone
 
 
 @jit
@@ -96,11 +97,12 @@ def _read_positions(like, flag, views, head, first, rows, begin, latents, channe
     there = rows - missing
     _copy_rows(like, k + missing * views[K, 2], views[K, 2], there, latents, -np.inf, k_at, wide)
     _copy_rows(like, v + missing * views[V, 2], views[V, 2], there, channels, 0, v_at, deep)
+    least = like.dtype.type(-np.inf)
     masked, step, vectors = views[MASK, 0] != 0, views[MASK, 2], wide // (VECTOR_BYTES // size)
     for i in range(missing, rows):
         if masked and as_pointer(masks + i * step, flag)[0] == 0:
             _fill(like, logits_at + i * wide * size, wide, -np.inf)
-        if not is_seen(like, logits_at + i * wide * size, vectors):
+        if not differs(like, logits_at + i * wide * size, least, vectors):
             _fill(like, values_at + i * deep * size, deep, 0)
 
 
@@ -125,6 +127,51 @@ def _raise_references(logits, slack, reference, base, limit, total, factors):
             reference[j] = logits[j]
             base[j] = logits[j]
             limit[j] = logits[j] + slack
+
+
+@jit
+def _add_rows(like, row_at, n, gain):
+    """Add n padded rows to one."""
+    width = len(gain)
+    for i in range(n):
+        row = as_pointer(row_at + i * width * like.itemsize, like)
+        for j in range(width):
+            gain[j] += row[j]
+
+
+@jit
+def _multiply(kept, factors):
+    for j in range(len(factors)):
+        kept[j] *= factors[j]
+
+
+@jit
+def _fold(kept, gain, total, wide_total, gains, state, wide_state, turned):
+    """Add what was gained since the last time to the sums in float64, and begin anew with these, rounded.
+
+    Additions of single positions to a sum that is much larger are rounded, and for like ones all in one direction. So
+    they are summed apart, and the state that rows read forgets its own rounding here. References have been raised by
+    as much as `kept` says. The state has latents along its rows, or along its columns if `turned`.
+    """
+    for j in range(len(kept)):
+        wide_total[j] = wide_total[j] * kept[j] + gain[j]
+        total[j] = wide_total[j]
+        gain[j] = 0
+    raised = False
+    for j in range(len(kept)):
+        raised = raised or kept[j] != 1
+    if raised and turned:
+        _scale_columns(wide_state, kept)
+    elif raised:
+        _scale_rows(wide_state, kept)
+    for i in range(len(state)):
+        wide_row, row, gained = wide_state[i], state[i], gains[i]
+        for j in range(len(row)):
+            added = wide_row[j] + gained[j]
+            wide_row[j] = added
+            row[j] = added
+            gained[j] = 0
+    kept[:] = 1
 
 
 @jit
@@ -176,53 +223,62 @@ _grow_and_read = _tiles(1, 1)
 
 
 @jit
-def _begin(state_m, state_s, task, slack, reference, base, limit, total):
+def _begin(state_m, state_s, task, slack, reference, base, limit, total, wide_total, kept):
     """Take the state before a run: its references, and its sums, which are relative to them."""
     reference[:] = -np.inf
-    total[:] = 0
+    wide_total[:] = 0
+    kept[:] = 1
     if len(state_m):
         for k in range(state_m.shape[1]):
             reference[k] = state_m[task, k]
-            total[k] = state_s[task, k]
+            wide_total[k] = state_s[task, k]
+    total[:] = wide_total
     for k in range(len(reference)):
         base[k] = 0 if reference[k] == -np.inf else reference[k]
         limit[k] = reference[k] + slack
 
 
 @jit
-def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, first, last):
+def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, wide_room, first, last):
     """Write the states of positions of tasks (head, first position, position after the last) to rows of m, s and S."""
     size = like.itemsize
     lanes = VECTOR_BYTES // size
     wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
-    reference, base, limit, total, factors, top = room[: 6 * wide].reshape(6, wide)
-    state = room[SINGLE * wide :][: wide * deep].reshape(wide, deep)
-    e_at = room.ctypes.data + (SINGLE * wide + wide * deep) * size
+    reference, base, limit, total, factors, top, gain = room[: 7 * wide].reshape(7, wide)
+    kept, wide_total = wide_room[: 2 * wide].reshape(2, wide)
+    wide_state = wide_room[2 * wide :][: wide * deep].reshape(wide, deep)
+    state, gains = room[SINGLE * wide :][: 2 * wide * deep].reshape(2, wide, deep)
+    e_at = room.ctypes.data + (SINGLE * wide + 2 * wide * deep) * size
     x_at = e_at + ROWS * wide * size
     de, dx = wide * size, deep * size
     for task in range(first, last):
         head, low, high = tasks[task]
-        _begin(np.empty((0, 0)), np.empty((0, 0)), task, 0.0, reference, base, limit, total)
-        state[:] = 0
+        _begin(np.empty((0, 0)), np.empty((0, 0)), task, 0.0, reference, base, limit, total, wide_total, kept)
+        wide_state[:] = 0
+        gains[:] = 0
+        gain[:] = 0
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
             top[:] = reference
             _read_positions(like, flag, views, head, start, n, low, latents, channels, e_at, wide, x_at, deep)
-            E = room[SINGLE * wide + wide * deep :][: n * wide].reshape(n, wide)
+            E = room[SINGLE * wide + 2 * wide * deep :][: n * wide].reshape(n, wide)
             for i in range(n):
                 for j in range(wide):
                     top[j] = E[i, j] if E[i, j] > top[j] else top[j]
             if exceeds(like, top.ctypes.data, reference.ctypes.data, wide // lanes):
-                _raise_references(top, 0.0, reference, base, limit, total, factors)
-                _scale_rows(state, factors)
+                _raise_references(top, 0.0, reference, base, limit, gain, factors)
+                _multiply(kept, factors)
+                _scale_rows(gains, factors)
             for i in range(n):
-                exp_row(like, e_at + i * de, base.ctypes.data, total.ctypes.data, wide // lanes)
-            _grow(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, state.ctypes.data, wide, deep)
+                exp_row(like, e_at + i * de, base.ctypes.data, gain.ctypes.data, wide // lanes)
+            _grow(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, gains.ctypes.data, wide, deep)
+            if (start + n - low) % FOLD == 0 or start + n == high:
+                _fold(kept, gain, total, wide_total, gains, state, wide_state, False)
         for k in range(latents):
             m[task, k] = reference[k]
-            s[task, k] = total[k]
+            s[task, k] = wide_total[k]
             for j in range(channels):
-                S[task, k, j] = state[k, j]
+                S[task, k, j] = wide_state[k, j]
 
 
 @jit
@@ -250,7 +306,22 @@ def join_runs(m, s, S, joins, first, last):
 
 @jit
 def forward_tasks(
-    like, flag, views, latents, channels, ahead, enters, tasks, places, state_m, state_s, state_S, room, first, last
+    like,
+    flag,
+    views,
+    latents,
+    channels,
+    ahead,
+    enters,
+    tasks,
+    places,
+    state_m,
+    state_s,
+    state_S,
+    room,
+    wide_room,
+    first,
+    last,
 ):
     """Write the output of rows; tasks are (head, first row, after the last, first position that there is, place).
 
@@ -261,10 +332,13 @@ def forward_tasks(
     lanes = VECTOR_BYTES // size
     wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
     vectors = wide // lanes
-    reference, base, limit, total, factors = room[: 5 * wide].reshape(5, wide)
+    reference, base, limit, total, factors, gain = room[: 6 * wide].reshape(6, wide)
+    kept, wide_total = wide_room[: 2 * wide].reshape(2, wide)
+    wide_state = wide_room[2 * wide :][: wide * deep].reshape(wide, deep)
     limit_at, base_at, total_at = limit.ctypes.data, base.ctypes.data, total.ctypes.data
-    state = room[SINGLE * wide :][: wide * deep].reshape(wide, deep)
-    e_at = room.ctypes.data + (SINGLE * wide + wide * deep) * size
+    state, gains = room[SINGLE * wide :][: 2 * wide * deep].reshape(2, wide, deep)
+    state_at, gains_at = state.ctypes.data, gains.ctypes.data
+    e_at = room.ctypes.data + (SINGLE * wide + 2 * wide * deep) * size
     c_at = e_at + ROWS * wide * size
     x_at = c_at + ROWS * wide * size
     y_at = x_at + ROWS * deep * size
@@ -273,14 +347,18 @@ def forward_tasks(
     for task in range(first, last):
         head, low, high, begin, place = tasks[task]
         place += head * places
-        _begin(state_m, state_s, place, SLACK, reference, base, limit, total)
-        state[:] = 0
+        _begin(state_m, state_s, place, SLACK, reference, base, limit, total, wide_total, kept)
+        wide_state[:] = 0
         if len(state_m):
             for k in range(latents):
                 for j in range(channels):
-                    state[k, j] = state_S[place, k, j]
+                    wide_state[k, j] = state_S[place, k, j]
+        state[:] = wide_state
+        gains[:] = 0
+        gain[:] = 0
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
+            folds = enters and size == 4 and (start - low) // FOLD < (high - low - 1) // FOLD  # not the last ones
             if enters:
                 position = start + ahead
                 _read_positions(like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep)
@@ -293,6 +371,10 @@ def forward_tasks(
                     logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
                     _raise_references(logits, SLACK, reference, base, limit, total, factors)
                     _scale_rows(state, factors)
+                    if folds:
+                        _multiply(kept, factors)
+                        _multiply(gain, factors)
+                        _scale_rows(gains, factors)
                 while i < n:
                     if enters:
                         if i > done and exceeds(like, e_at + i * de, limit_at, vectors):
@@ -311,10 +393,15 @@ def forward_tasks(
                     i += 1
                 e, c, x, y = e_at + done * de, c_at + done * de, x_at + done * dx, y_at + done * dx
                 if enters:
-                    _grow_and_read(like, e, de, x, dx, c, de, y, dx, i - done, state.ctypes.data, wide, deep)
+                    _grow_and_read(like, e, de, x, dx, c, de, y, dx, i - done, state_at, wide, deep)
+                    if folds:
+                        _grow(like, e, de, x, dx, e, de, x, dx, i - done, gains_at, wide, deep)
+                        _add_rows(like, e, i - done, gain)
                 else:
-                    _read(like, c, de, y, dx, c, de, y, dx, i - done, state.ctypes.data, wide, deep)
+                    _read(like, c, de, y, dx, c, de, y, dx, i - done, state_at, wide, deep)
                 done = i
+            if folds and (start + n - low) % FOLD == 0:
+                _fold(kept, gain, total, wide_total, gains, state, wide_state, False)
             _write_rows(like, y_at, deep, n, channels, _at(views, Y, head, start), views[Y, 2])
 
 
@@ -358,6 +445,7 @@ def backward_tasks(
     before_s,
     before_S,
     room,
+    wide_room,
     first,
     last,
 ):
@@ -371,25 +459,29 @@ def backward_tasks(
     lanes = VECTOR_BYTES // size
     wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
     vectors, de, dx = wide // lanes, wide * size, deep * size
-    reference, base, limit, total, factors, held, rho, idle = room[: SINGLE * wide].reshape(SINGLE, wide)
+    reference, base, limit, total, factors, held, rho, idle, gain = room[: 9 * wide].reshape(9, wide)
+    kept_factors, wide_total = wide_room[: 2 * wide].reshape(2, wide)
+    wide_state = wide_room[2 * wide :][: wide * deep].reshape(deep, wide)
     limit_at, base_at, total_at, rho_at = limit.ctypes.data, base.ctypes.data, total.ctypes.data, rho.ctypes.data
-    states = room[SINGLE * wide :][: 3 * wide * deep]
+    states = room[SINGLE * wide :][: 4 * wide * deep]
     M = states[: wide * deep].reshape(deep, wide)  # Σ e V of the latents, transposed
     R = states[wide * deep : 2 * wide * deep].reshape(wide, deep)
-    T = states[2 * wide * deep :].reshape(deep, wide)
-    M_at, R_at, T_at = M.ctypes.data, R.ctypes.data, T.ctypes.data
-    e_at = room.ctypes.data + (SINGLE * wide + 3 * wide * deep) * size
+    T = states[2 * wide * deep : 3 * wide * deep].reshape(deep, wide)
+    gains = states[3 * wide * deep :].reshape(deep, wide)
+    M_at, R_at, T_at, gains_at = M.ctypes.data, R.ctypes.data, T.ctypes.data, gains.ctypes.data
+    e_at = room.ctypes.data + (SINGLE * wide + 4 * wide * deep) * size
     p_at = e_at + ROWS * de
     inverse_at = p_at + ROWS * de
     g_at = inverse_at + ROWS * de
     x_at = g_at + ROWS * de
     z_at = x_at + ROWS * dx
     v_at = z_at + ROWS * dx
-    kept = room[SINGLE * wide + 3 * wide * deep + ROWS * (4 * wide + 3 * deep) :]
+    kept = room[SINGLE * wide + 4 * wide * deep + ROWS * (4 * wide + 3 * deep) :]
     longest = (len(kept) // wide - 1) // 3
     c_at = kept.ctypes.data  # c of every row of a run, then c g / s, then the references of segments
     r_at = c_at + longest * de
     references = kept[2 * longest * wide :][: (longest + 1) * wide].reshape(longest + 1, wide)
+    zero = like.dtype.type(0)
     segments = np.empty((longest, 3), np.int64)  # first row, number of rows, place of the references
     least = like.dtype.type(-np.inf)
     for task in range(first, last):
@@ -401,16 +493,20 @@ def backward_tasks(
         for run in range(late - 1, early - 1, -1):
             low, high, _, before = runs[run]
             before += head * places
-            _begin(before_m, before_s, before, SLACK, reference, base, limit, total)
-            M[:] = 0
+            _begin(before_m, before_s, before, SLACK, reference, base, limit, total, wide_total, kept_factors)
+            wide_state[:] = 0
             if len(before_m):
                 for k in range(latents):
                     for j in range(channels):
-                        M[j, k] = before_S[before, k, j]
+                        wide_state[j, k] = before_S[before, k, j]
+            M[:] = wide_state
+            gains[:] = 0
+            gain[:] = 0
             references[0] = reference
             place, count = 0, 0
             for start in range(low, high, ROWS):
                 n = min(ROWS, high - start)
+                folds = enters and size == 4 and (start - low) // FOLD < (high - low - 1) // FOLD
                 if enters:
                     position = start + ahead
                     _read_positions(
@@ -427,6 +523,10 @@ def backward_tasks(
                         logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
                         _raise_references(logits, SLACK, reference, base, limit, total, factors)
                         _scale_columns(M, factors)
+                        if folds:
+                            _multiply(kept_factors, factors)
+                            _multiply(gain, factors)
+                            _scale_columns(gains, factors)
                         place += 1
                         references[place] = reference
                     while i < n:
@@ -439,16 +539,25 @@ def backward_tasks(
                             gate = as_pointer(_at(views, GATE, head, start + i), like)[0]
                         at = c_at + skip + i * de
                         p = weigh_row(like, True, at, total_at, gate, vectors, p_at + i * de, inverse_at + i * de)
+                        if not differs(like, z_at + i * dx, zero, deep // lanes):  # of no weight: a masked row, say
+                            _fill(like, at, wide, 0)
+                            _fill(like, p_at + i * de, wide, 0)
+                            p = zero
                         as_pointer(v_at, like)[i] = p
                         i += 1
                     e, x, z, g = e_at + done * de, x_at + done * dx, z_at + done * dx, g_at + done * de
                     if enters:
                         _grow_and_read(like, x, dx, e, de, z, dx, g, de, i - done, M_at, deep, wide)
+                        if folds:
+                            _grow(like, x, dx, e, de, x, dx, e, de, i - done, gains_at, deep, wide)
+                            _add_rows(like, e, i - done, gain)
                     else:
                         _read(like, z, dx, g, de, z, dx, g, de, i - done, M_at, deep, wide)
                     segments[count, 0], segments[count, 1], segments[count, 2] = start + done, i - done, place
                     count += 1
                     done = i
+                if folds and (start + n - low) % FOLD == 0:
+                    _fold(kept_factors, gain, total, wide_total, gains, M, wide_state, True)
                 for i in range(n):
                     row = start + i
                     at = c_at + skip + i * de

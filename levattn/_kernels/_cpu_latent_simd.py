@@ -17,10 +17,10 @@ from levattn._kernels._cpu_simd import _I64, _fma, _int, _literals, _load, _poin
 
 __all__ = [
     "copy_vectors",
+    "differs",
     "dot_vectors",
     "exceeds",
     "exp_row",
-    "is_seen",
     "key_row",
     "query_row",
     "state_tile",
@@ -179,17 +179,19 @@ def exceeds(typing, like, x, limit, vectors):
 
 
 @intrinsic(prefer_literal=True)
-def is_seen(typing, like, x, vectors):
-    """Tell whether any logit of a padded row is not −inf."""
+def differs(typing, like, x, value, vectors):
+    """Tell whether any number of a padded row is another than the value; NaN is."""
     size, scalar, vector = _vector_type(like)
-    signature = types.boolean(like, types.int64, types.int64)
+    signature = types.boolean(like, types.int64, like.dtype, types.int64)
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        def test(at: Value) -> Value:
-            value = _load(b, _pointer(b, b.add(arguments[1], at), scalar), vector, size)
-            return b.fcmp_unordered("!=", value, _constant(vector, -math.inf))
+        expected = _splat(b, arguments[2], vector.count)
 
-        return _any(b, arguments[2], size, vector, test)
+        def test(at: Value) -> Value:
+            found = _load(b, _pointer(b, b.add(arguments[1], at), scalar), vector, size)
+            return b.fcmp_unordered("!=", found, expected)
+
+        return _any(b, arguments[3], size, vector, test)
 
     return signature, codegen
 

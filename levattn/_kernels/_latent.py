@@ -1,7 +1,7 @@
 """Latent attention on the CPU: cuts rows into runs, and shares these out over threads.
 
-A state grows in the arithmetic of the values within a run, and is held in float64 between runs: so errors do not grow
-with the number of positions.
+Of sequences of several runs the sums of each run are made first; then all runs are worked on at once, each from the
+state that those before it add up to.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from levattn._kernels._cpu import _share
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 from levattn._kernels._decay import decayed_scan
 from levattn._kernels._mixture import Mixture, State
+from levattn._kernels._rows import Float64
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
 
-_FIRST = 4096  # positions that are summed in one piece where there is nothing before
-_NEXT = 1024  # and where there is: a sum that is large already loses what single positions add to it
+_RUN = 4096  # rows of a task, at most
 
 _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
@@ -35,10 +35,9 @@ def forward(x: Mixture) -> Any:
     tasks = _tasks(b, runs)
     views = _Views(x, Y=out)
     arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, len(states[0]) // max(b, 1), *states)
-    size = views.room(L, D)
 
     def body(first: int, last: int) -> None:
-        _cpu_latent.forward_tasks(*arguments, np.empty(size, out.dtype), first, last)
+        _cpu_latent.forward_tasks(*arguments, *views.scratch(L, D), first, last)
 
     _share(body, len(tasks), 2 * out.size * L)
     return out
@@ -61,10 +60,10 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     each = np.array(runs, np.int64).reshape(-1, 4)
     places = len(states[0]) // max(b, 1)
     arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, lead, tasks, each, places, *states)
-    size = views.room(L, D, max((high - low for low, high, *_ in runs), default=0))
+    longest = max((high - low for low, high, *_ in runs), default=0)
 
     def body(first: int, last: int) -> None:
-        _cpu_latent.backward_tasks(*arguments, np.empty(size, dQ.dtype), first, last)
+        _cpu_latent.backward_tasks(*arguments, *views.scratch(L, D, longest), first, last)
 
     _share(body, len(tasks), 6 * b * T * D * L)
     return dQ, dK, dV, gate, beside
@@ -72,7 +71,7 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
     """Return the state of all positions of each sequence, in float64."""
-    cuts = _cuts(offsets, _FIRST)
+    cuts = _cuts(offsets)
     parts = _summaries(Mixture(K, K, V, offsets, False, mask=mask), [(low, high) for _, low, high in cuts])
     n = len(offsets) - 1
     if [i for i, _, _ in cuts] == list(range(n)):
@@ -100,12 +99,12 @@ def joined(state: State, other: State) -> State:
     return new
 
 
-def _cuts(offsets: _Indices, first: int) -> _Cuts:
+def _cuts(offsets: _Indices) -> _Cuts:
     """Cut sequences into runs."""
     cuts = []
     for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        edges = [begin, *range(begin + first, end, _NEXT), end]
-        cuts += [(i, low, high) for low, high in pairwise(edges) if low < high]
+        edges = [*range(begin, end, _RUN), end]
+        cuts += [(i, low, high) for low, high in pairwise(edges)]
     return cuts
 
 
@@ -125,7 +124,6 @@ class _Views:
         names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
         self.table = np.zeros((_cpu_latent.VIEWS, 3), np.int64)
         self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
-        self._lanes = VECTOR_BYTES // x.V.dtype.itemsize
         self._kept = []
         for name, array in names.items():
             if array is not None:
@@ -134,11 +132,14 @@ class _Views:
                 self._kept.append(array)
                 self.table[getattr(_cpu_latent, name)] = array.ctypes.data, *array.strides[:2]
 
-    def room(self, L: int, D: int, longest: int | None = None) -> int:
-        """Return how many numbers of scratch a task takes, backwards if given the longest run of rows."""
-        wide, deep = -(-L // self._lanes) * self._lanes, -(-D // self._lanes) * self._lanes
-        size: int = _cpu_latent.SINGLE * wide + wide * deep + _cpu_latent.ROWS * (4 * wide + 3 * deep)
-        return size if longest is None else size + 2 * wide * deep + (3 * longest + 1) * wide
+    def scratch(self, L: int, D: int, longest: int | None = None) -> tuple[Any, Float64]:
+        """Return the scratch of a task, more of it backwards, if given the longest run of rows."""
+        lanes = VECTOR_BYTES // self.kinds[0].itemsize
+        wide, deep = -(-L // lanes) * lanes, -(-D // lanes) * lanes
+        size = _cpu_latent.SINGLE * wide + 2 * wide * deep + _cpu_latent.ROWS * (4 * wide + 3 * deep)
+        if longest is not None:
+            size += 2 * wide * deep + (3 * longest + 1) * wide
+        return np.empty(size, self.kinds[0].dtype), np.empty(2 * wide + wide * deep)
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:
@@ -159,10 +160,9 @@ def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
     tasks, views = _tasks(b, list(cuts)), _Views(x)
     flat = m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)
     arguments = (*views.kinds, views.table, L, D, tasks, *flat)
-    size = views.room(L, D)
 
     def body(first: int, last: int) -> None:
-        _cpu_latent.summary_tasks(*arguments, np.empty(size, x.V.dtype), first, last)
+        _cpu_latent.summary_tasks(*arguments, *views.scratch(L, D), first, last)
 
     _share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
     return m, s, S
@@ -193,7 +193,7 @@ def _runs(x: Mixture) -> tuple[list[tuple[int, int, int, int]], State]:
     """
     (b, _, L), D, begins = x.Q.shape, x.V.shape[2], x.offsets.tolist()
     lead = _lead(x)
-    cuts = _cuts(x.offsets, _FIRST if lead is None else _NEXT)
+    cuts = _cuts(x.offsets)
     later = [k > 0 and cuts[k - 1][0] == i for k, (i, _, _) in enumerate(cuts)]
     if not x.causal or not any(later):
         if lead is None:
@@ -214,8 +214,14 @@ def _runs(x: Mixture) -> tuple[list[tuple[int, int, int, int]], State]:
 def _representable(state: State, kind: Any) -> State:
     """Return a state (b, n, ...) as (b · n, ...), with references that the dtype of the values holds exactly."""
     m, s, S = state
-    rounded = m.astype(kind).astype(np.float64)
+    with np.errstate(over="ignore"):
+        rounded = m.astype(kind).astype(np.float64)
     if (rounded != m).any():
+        if np.isinf(rounded[np.isfinite(m)]).any():
+            raise ValueError(
+                f"state holds logits of up to {np.abs(m[np.isfinite(m)]).max():.3g}, which {np.dtype(kind)} does not; "
+                "expected some that it does. Give the logits or values in float64"
+            )
         with np.errstate(invalid="ignore"):
             factor = np.where(np.isfinite(m), np.exp(m - rounded), 1.0)
         m, s, S = rounded, s * factor, S * factor[..., None]
