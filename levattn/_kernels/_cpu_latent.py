@@ -20,6 +20,7 @@ from levattn._kernels._cpu_latent_simd import (
     dot_vectors,
     exceeds,
     exp_row,
+    fold_vectors,
     key_row,
     query_row,
     state_tile,
@@ -146,32 +147,26 @@ def _multiply(kept, factors):
 
 
 @jit
-def _fold(kept, gain, total, wide_total, gains, state, wide_state, turned):
+def _fold(like, kept, gain, total, wide_total, gains, state, wide_state, turned):
     """Add what was gained since the last time to the sums in float64, and begin anew with these, rounded.
 
     Additions of single positions to a sum that is much larger are rounded, and for like ones all in one direction. So
     they are summed apart, and the state that rows read forgets its own rounding here. References have been raised by
     as much as `kept` says. The state has latents along its rows, or along its columns if `turned`.
     """
-    for j in range(len(kept)):
-        wide_total[j] = wide_total[j] * kept[j] + gain[j]
-        total[j] = wide_total[j]
-        gain[j] = 0
     raised = False
     for j in range(len(kept)):
         raised = raised or kept[j] != 1
+        wide_total[j] = wide_total[j] * kept[j] + gain[j]
+        total[j] = wide_total[j]
+        gain[j] = 0
     if raised and turned:
         _scale_columns(wide_state, kept)
     elif raised:
         _scale_rows(wide_state, kept)
-    for i in range(len(state)):
-        wide_row, row, gained = wide_state[i], state[i], gains[i]
-        for j in range(len(row)):
-            added = wide_row[j] + gained[j]
-            wide_row[j] = added
-            row[j] = added
-            gained[j] = 0
     kept[:] = 1
+    vectors = state.size // (VECTOR_BYTES // like.itemsize)
+    fold_vectors(like, gains.ctypes.data, wide_state.ctypes.data, state.ctypes.data, vectors)
 
 
 @jit
@@ -273,7 +268,7 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, wi
                 exp_row(like, e_at + i * de, base.ctypes.data, gain.ctypes.data, wide // lanes)
             _grow(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, gains.ctypes.data, wide, deep)
             if (start + n - low) % FOLD == 0 or start + n == high:
-                _fold(kept, gain, total, wide_total, gains, state, wide_state, False)
+                _fold(like, kept, gain, total, wide_total, gains, state, wide_state, False)
         for k in range(latents):
             m[task, k] = reference[k]
             s[task, k] = wide_total[k]
@@ -401,7 +396,7 @@ def forward_tasks(
                     _read(like, c, de, y, dx, c, de, y, dx, i - done, state_at, wide, deep)
                 done = i
             if folds and (start + n - low) % FOLD == 0:
-                _fold(kept, gain, total, wide_total, gains, state, wide_state, False)
+                _fold(like, kept, gain, total, wide_total, gains, state, wide_state, False)
             _write_rows(like, y_at, deep, n, channels, _at(views, Y, head, start), views[Y, 2])
 
 
@@ -557,7 +552,7 @@ def backward_tasks(
                     count += 1
                     done = i
                 if folds and (start + n - low) % FOLD == 0:
-                    _fold(kept_factors, gain, total, wide_total, gains, M, wide_state, True)
+                    _fold(like, kept_factors, gain, total, wide_total, gains, M, wide_state, True)
                 for i in range(n):
                     row = start + i
                     at = c_at + skip + i * de

@@ -21,6 +21,7 @@ __all__ = [
     "dot_vectors",
     "exceeds",
     "exp_row",
+    "fold_vectors",
     "key_row",
     "query_row",
     "state_tile",
@@ -296,6 +297,30 @@ def dot_vectors(typing, like, x, y, vectors):
             left, right = (_load(b, _pointer(b, b.add(base, at), scalar), vector, size) for base in (x, y))
             b.store(_fma(b, left, right, b.load(total)), total)
         return _across(b, b.load(total), "sum")
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def fold_vectors(typing, like, gains, sums, state, vectors):
+    """Add gains to sums in float64, write these to the state, rounded, and make the gains zero."""
+    size, scalar, vector = _vector_type(like)
+    signature = types.void(like, *([types.int64] * 4))
+    double = ir.DoubleType()
+    doubles = ir.VectorType(double, vector.count)
+    converts = size == 4
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        gains, sums, state, vectors = arguments[1:]
+        with _each(b, vectors, size, vector) as (at, _):
+            gain_at, state_at = (_pointer(b, b.add(base, at), scalar) for base in (gains, state))
+            sum_at = _pointer(b, b.add(sums, b.mul(at, _int(8 // size))), double)
+            gain = _load(b, gain_at, vector, size)
+            total = b.fadd(_load(b, sum_at, doubles, 8), b.fpext(gain, doubles) if converts else gain)
+            _store(b, total, sum_at, 8)
+            _store(b, b.fptrunc(total, vector) if converts else total, state_at, size)
+            _store(b, _constant(vector, 0.0), gain_at, size)
+        return context.get_dummy_value()
 
     return signature, codegen
 
