@@ -258,3 +258,32 @@ def test_tensors_in_other_forms_are_numbers_too() -> None:
         latte(Q, K, V.to("meta"))
     with pytest.raises(TypeError, match="V is a nested or sparse torch tensor"):
         latte(Q, K, V.to_sparse())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"lengths": [4, 5]}], ids=["causal", "all", "packed"])
+def test_torch_func_follows_the_definitions(options: dict[str, Any]) -> None:
+    arrays = [x.detach() for x in leaves()]
+
+    def loss(*x: Any) -> Any:
+        return latte(*x, **options).square().sum()
+
+    wanted = [x.clone().requires_grad_() for x in arrays]
+    expected = grad(loss(*wanted), wanted)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(*arrays)
+    each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*arrays)
+    for one, other, answer in zip(found, each, expected, strict=True):
+        torch.testing.assert_close(one, answer, atol=1e-12, rtol=0)
+        torch.testing.assert_close(other, answer, atol=1e-12, rtol=0)
+    Q, K, V = arrays
+    rows = torch.func.vmap(lambda v: latte(Q, K, v, **options), in_dims=-1, out_dims=-1)(V[..., None, :])
+    torch.testing.assert_close(rows[..., 0, :], latte(Q, K, V, **options), atol=1e-12, rtol=0)
+    with pytest.raises(NotImplementedError, match=r"within torch\.func"):
+        torch.func.vmap(lambda *x: latte(*x, return_state=True)[0])(*arrays)
+
+
+def test_torch_func_keeps_what_is_not_finite_to_later_rows() -> None:
+    Q, K, V = (x.detach() for x in leaves())
+    V[0, 4, 1] = torch.nan
+    Y = torch.func.vmap(latte)(Q, K, V)
+    torch.testing.assert_close(Y, latte(Q, K, V), equal_nan=True, atol=1e-12, rtol=0)
+    assert Y.isnan().nonzero().tolist() == [[0, t, 1] for t in range(4, 9)]

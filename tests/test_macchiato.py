@@ -413,6 +413,11 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: run(arrays, window=5, return_state=True, offsets=[0, T]), ValueError, "expected one sequence"),
         (lambda: run(arrays, "strict", window=5, state=state), TypeError, "state holds arrays of"),
         (lambda: repeated_mass(Q, K[:, :5], gate, window=3), ValueError, "k_logits has shape"),
+        (
+            lambda: repeated_mass(Q[[0] * 3], K[[0, 0]], gate, window=3),
+            ValueError,
+            "q_logits has 3 heads and k_logits",
+        ),
     ):
         with pytest.raises(error, match=message):
             call()

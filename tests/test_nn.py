@@ -12,7 +12,7 @@ import naive
 
 torch = pytest.importorskip("torch")
 
-from levattn.nn import Latte, LatteCache  # noqa: E402
+from levattn.nn import RGLRU, CausalConv, Latte, LatteCache, MacchiatoCache  # noqa: E402
 
 
 def layer_and_input(B: int = 2, T: int = 17, C: int = 12, *, dtype: Any = torch.float64, **options: Any) -> Any:
@@ -218,7 +218,15 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: Latte(0), ValueError, "dim is 0; expected at least 1"),
         (lambda: Latte(8, latents=2.0), TypeError, "latents is 2.0; expected a whole number"),
         (lambda: Latte(8, feature="con"), ValueError, "feature is 'con'; expected"),
-        (lambda: Latte(8, feature=3), ValueError, "feature is 3; expected"),
+        (lambda: Latte(8, feature=3), TypeError, "feature is of type int; expected"),
+        (lambda: Latte(8, feature=["conv"]), TypeError, "feature is of type list; expected"),
+        (lambda: Latte(8, base=math.nan), ValueError, "base is nan; expected"),
+        (lambda: Latte(8, base=-1), ValueError, "base is -1; expected"),
+        (lambda: Latte(8)([[[0.0] * 8]]), TypeError, "x is of type list; expected a tensor"),
+        (lambda: Latte(8)(torch.ones(1, 2, 8), cache=MacchiatoCache()), TypeError, "cache is of type MacchiatoCache"),
+        (lambda: Latte(8)(torch.ones(1, 2, 8), mask=[[True, True]]), TypeError, "mask is of type list; expected"),
+        (lambda: RGLRU(8)(torch.ones(1, 2, 7)), ValueError, r"x has shape \(1, 2, 7\); expected"),
+        (lambda: CausalConv(8)(torch.ones(2, 8)), ValueError, r"x has shape \(2, 8\); expected"),
         (lambda: layer(X[0]), ValueError, r"x has shape \(17, 12\); expected \(B, T, 12\)"),
         (lambda: layer(X[..., :3]), ValueError, r"x has shape \(2, 17, 3\)"),
         (lambda: layer(X, mask=mask[0]), ValueError, r"mask has shape \(17,\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import naive_attention as naive
 
 torch = pytest.importorskip("torch")
 
-from levattn.nn import RGLRU, CausalConv, Latte, Macchiato, MacchiatoCache  # noqa: E402
+from levattn.nn import RGLRU, CausalConv, Latte, LatteCache, Macchiato, MacchiatoCache  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +203,11 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: Macchiato(8, window=0), ValueError, "window is 0; expected at least 1"),
         (lambda: Macchiato(8, heads=2, overlap="both"), ValueError, "overlap is 'both'; expected"),
         (lambda: Macchiato(8, heads=2, delta=1.0), ValueError, "delta is 1.0; expected"),
+        (lambda: Macchiato(8, heads=2, delta=math.nan), ValueError, "delta is nan; expected"),
+        (lambda: Macchiato(8, heads=2, delta="0.1"), TypeError, "delta is '0.1'; expected"),
+        (lambda: Macchiato(8, heads=2, base=math.inf), ValueError, "base is inf; expected"),
+        (lambda: Macchiato(8, heads=2, softcap=-2), ValueError, "softcap is -2; expected"),
+        (lambda: Macchiato(8, heads=2)(torch.ones(1, 2, 8), cache=LatteCache()), TypeError, "cache is of type LatteC"),
         (lambda: Macchiato(8, heads=2, feature="lru"), ValueError, "feature is 'lru'; expected 'conv', 'rg_lru'"),
         (lambda: layer(X[0]), ValueError, r"x has shape \(19, 12\); expected \(B, T, 12\)"),
         (lambda: layer(X, mask=torch.ones(19, dtype=torch.bool)), ValueError, r"mask has shape \(19,\)"),

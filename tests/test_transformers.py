@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -579,6 +580,20 @@ def test_models_that_cannot_be_extended_are_refused_by_name(case: str) -> None:
     call, message = MODELS[case]
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_options_of_another_type_are_refused_by_name() -> None:
+    for options, message in (
+        ({"layers": 0}, "layers is 0; expected numbers"),
+        ({"layers": [True]}, r"layers is \[True\]; expected whole numbers"),
+        ({"layers": [[0]]}, r"layers is \[\[0\]\]; expected whole numbers"),
+        ({"delta": "0.1"}, "delta is '0.1'; expected"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            macchiato_from(base(), **options)
+    with pytest.raises(ValueError, match="feature is"):
+        macchiato_from(base(), feature=["conv"])
+    macchiato_from(base(), delta=np.float32(0.1), layers=np.arange(1))
 
 
 def test_a_model_that_is_refused_is_as_it_was() -> None:

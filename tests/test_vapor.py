@@ -107,6 +107,19 @@ def test_torch_keeps_its_dtype_and_gradients_turn_back() -> None:
     assert torch.autograd.gradcheck(lambda x: rotate_values(x, torch.arange(9)), wide)
 
 
+@needs_torch
+def test_positions_may_require_gradients_that_they_do_not_get() -> None:
+    import torch
+
+    places = torch.arange(9.0, requires_grad=True)
+    V = np.random.default_rng(5).standard_normal((9, 4))
+    answer = naive.rotate(V, np.arange(9))
+    np.testing.assert_allclose(rotate_values(V, places), answer, atol=1e-14)
+    found = rotate_values(torch.from_numpy(V), places)
+    assert not found.requires_grad
+    np.testing.assert_allclose(found, answer, atol=1e-14)
+
+
 def test_wrong_arguments_are_named() -> None:
     V = np.zeros((2, 5, 4))
     for call, error, message in (
@@ -116,6 +129,8 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: rotate_values(V, 3), TypeError, "positions is of type int"),
         (lambda: rotate_values(V, np.zeros((3, 5))), ValueError, "expected leading axes that broadcast"),
         (lambda: rotate_values(V, np.zeros((1, 2, 5))), ValueError, "expected leading axes that broadcast"),
+        (lambda: rotate_values(V, np.arange(5) + 0j), TypeError, "positions has dtype complex128; expected whole"),
+        (lambda: rotate_values(V, np.ones(5, bool)), TypeError, "positions has dtype bool; expected whole"),
         (lambda: rotate_values(V, np.arange(5), base=0), ValueError, "base is 0; expected"),
     ):
         with pytest.raises(error, match=message):

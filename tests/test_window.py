@@ -127,6 +127,48 @@ def test_what_is_masked_is_not_read_and_a_row_without_positions_is_zero(storage:
     assert (Y[:, :, :13] != 0).any(-1).all()
 
 
+@over_storages
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_window_and_sequence(storage: str, softcap: float | None, bad: float) -> None:
+    q, k, V = some(40, 2, 1)
+    mask = np.ones(40, np.bool_)
+    mask[[18, 23]] = False
+    options: dict[str, Any] = {"window": 5, "softcap": softcap, "lengths": [20, 20], "mask": stored(mask, storage)}
+    whole = np.asarray(window_attention(*(stored(x, storage) for x in (q, k, V)), **options))
+    for place, rows in ((25, range(25, 30)), (17, range(17, 20)), (18, ()), (38, (38, 39))):
+        for channels, arrays in (([1], (k, V.copy())), (range(5), (k.copy(), V))):
+            arrays[len(channels) == 1][:, :, place, 1] = bad
+            Y = np.asarray(window_attention(*(stored(x, storage) for x in (q, *arrays)), **options))
+            spoilt = np.zeros(Y.shape, np.bool_)
+            for row in rows:
+                spoilt[:, :, row, channels] = True
+            np.testing.assert_array_equal(np.isnan(Y), spoilt)
+            np.testing.assert_allclose(Y[~spoilt], whole[~spoilt], rtol=0, atol=1e-13)
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_is_not_finite_leaves_the_gradients_of_other_rows(softcap: float | None) -> None:
+    import torch
+
+    q, k, V = (torch.from_numpy(x) for x in some(30, 2, 1))
+    k[:, :, 12, 0], V[:, :, 20, 1] = math.nan, -math.inf
+    arrays = [x.requires_grad_() for x in (q, k, V)]
+    Y = window_attention(*arrays, window=4, softcap=softcap)
+    assert Y.isnan().any(-1)[0, 0].nonzero().flatten().tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
+    torch.where(Y.isnan(), 0, Y).square().sum().backward()
+    for x in arrays:
+        assert torch.isfinite(x.grad).all()
+        assert (x.grad[:, :, 1:12] != 0).any(-1).all()
+    torch._dynamo.reset()
+    fast = torch.compile(
+        lambda *x: window_attention(*x, window=4, softcap=softcap), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(fast(*(x.detach() for x in arrays)), Y.detach(), equal_nan=True)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("kind", ["float16", "float32"])
 def test_half_precision_is_computed_in_single(kind: str) -> None:
     q, k, V = some(80, dtype=kind)

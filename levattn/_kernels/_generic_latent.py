@@ -13,6 +13,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
+from levattn._kernels._finite import surely_finite
 from levattn._kernels._mixture import Mixture, State
 
 __all__ = ["decayed_scan", "forward", "joined", "summary"]
@@ -137,6 +138,16 @@ def _divided(xp: Any, p: Any, s: Any) -> Any:
     return p / xp.where(s > 0, s, _number(xp, 1.0, s))
 
 
+def _product(xp: Any, P: Any, v: Any, finite: bool) -> Any:
+    """Return P v, in which a weight of zero makes nothing of a value, whatever the value is."""
+    if finite:
+        return xp.matmul(P, v)
+    good, zero = xp.isfinite(v), _number(xp, 0.0, v)
+    met = (P[..., None] != 0) & ~good[:, None, :, :]
+    beyond = xp.sum(P[..., None] * xp.where(met, v[:, None, :, :], zero), axis=2)
+    return xp.matmul(P, xp.where(good, v, zero)) + beyond
+
+
 def _everywhere(xp: Any, Q: Any, K: Any, V: Any, gate: Any, state: State) -> tuple[Any, Any]:
     _, s, S = _summed(xp, K, V, state)
     p, beside = _weights(xp, Q, xp.broadcast_to(s[:, None, :] > 0, Q.shape), gate)
@@ -148,6 +159,7 @@ def _causal(xp: Any, Q: Any, K: Any, V: Any, gate: Any, ahead: int, state: State
     T, U = Q.shape[1], K.shape[1]
     device = array_api_compat.device(K)
     entered = min(max(ahead, 0), U)
+    finite = surely_finite(V)
     state = _summed(xp, K[:, :entered, :], V[:, :entered, :], state)
     outputs, besides = [], []
     for low in range(0, T, _BLOCK):
@@ -164,7 +176,7 @@ def _causal(xp: Any, Q: Any, K: Any, V: Any, gate: Any, ahead: int, state: State
         z = kept * s[:, None, :] + xp.sum(E, axis=2)
         p, beside = _weights(xp, Q[:, low:high, :], z > 0, None if gate is None else gate[:, low:high])
         w = _divided(xp, p, z)
-        own = xp.matmul(xp.sum(w[:, :, None, :] * E, axis=-1), v)
+        own = _product(xp, xp.sum(w[:, :, None, :] * E, axis=-1), v, finite)
         outputs.append(xp.matmul(w * kept, S) + own)
         besides.append(beside)
         state, entered = _summed(xp, k, v, state), until

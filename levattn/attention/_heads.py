@@ -54,14 +54,15 @@ class Heads:
         return batch if self.bare else (*batch[:-1], self.shared * self.group)
 
 
-def heads_of(q: Any, k: Any, V: Any) -> Heads:
-    """Return the heads of dense queries, keys and values, or raise."""
+def heads_of(q: Any, k: Any, V: Any, *, names: tuple[str, str, str] = ("q", "k", "V")) -> Heads:
+    """Return the heads of dense queries, keys and values, or raise by the names that the caller knows them by."""
     heads = [array.shape[-3] if array.ndim > 2 else 1 for array in (q, k, V)]
     shared = max(heads[1:])
     if any(count not in (1, shared) for count in heads[1:]):
-        raise ValueError(f"k has {heads[1]} heads and V has {heads[2]}; expected as many")
+        raise ValueError(f"{names[1]} has {heads[1]} heads and {names[2]} has {heads[2]}; expected as many")
     if heads[0] % shared and heads[0] != 1:
         raise ValueError(
-            f"q has {heads[0]} heads and k has {shared}; expected a multiple: each head of keys serves as many of q"
+            f"{names[0]} has {heads[0]} heads and {names[1]} has {shared}; expected a multiple: each head of "
+            f"{names[1]} serves as many of {names[0]}"
         )
     return Heads(shared, max(1, heads[0] // shared), all(array.ndim == 2 for array in (q, k, V)))

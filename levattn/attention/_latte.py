@@ -42,19 +42,23 @@ def latte(
         y_t = \sum_l p(l \mid t) \sum_s p(s \mid l, t) V_s,
 
     where without `causal` the sums over positions have no limit t. Weights are of at least 0 and sum to 1 over
-    positions, so that each channel of :math:`y_t` is between the least and the largest value that row t sees. Causal
-    row t is the last row of the bidirectional form on the first t positions.
+    positions, but for rows of zeros (below), so that each channel of :math:`y_t` is between the least and the largest
+    value that row t sees, to rounding. Causal row t is the last row of the bidirectional form on the positions up to
+    t.
 
     A latent that has seen no position (all are masked, or have logits of −inf for it) takes no part in the softmax
-    over latents, and a row that no latent has seen anything for is zero. NaN and infinite logits spread as in a
-    softmax of torch: −inf is no weight, and NaN or +inf make NaN of what they touch. Masked positions are not read.
+    over latents, and a row that no latent has seen anything for is zero. So is a row whose `q_logits` are −inf for all
+    latents that take part, where a softmax of torch is NaN. Otherwise NaN and infinite logits spread as in that: −inf
+    is no weight, and NaN or +inf make NaN of what they touch. Of a masked position `k_logits` and V are not used; its
+    `q_logits` are, as its row is an output like the others.
 
     Parameters
     ----------
     q_logits : array of float, shape (..., T, L)
         Logits of the latents for each row.
     k_logits : array of float, shape (..., U, L)
-        Logits of the positions for each latent. U = T, unless there is only one sequence and it is not causal.
+        Logits of the positions for each latent. U = T, unless `causal` is False and neither `offsets` nor `lengths` is
+        given.
     V : array of float, shape (..., U, D)
         Values. Leading axes of all arrays broadcast as in numpy, so that heads may share values. The arrays are of one
         library (numpy, CuPy, torch or another namespace of the array-API standard) and on one device; lists are made
@@ -89,8 +93,9 @@ def latte(
 
     Notes
     -----
-    Time O(TLD), memory O(T(L + D)) for arrays of other precisions and layouts, and O(LD) besides; nothing of size
-    T × T or T × L × D is formed. A step of decoding is a call with T = 1, a `state` and `return_state`.
+    Time O(TLD), memory O(T(L + D)) for arrays of other precisions and layouts, and O(LD) besides, with O(TLD/8192)
+    numbers of float64 for the states between runs of positions; nothing of size T × T or T × L × D is formed. A step
+    of decoding is a call with T = 1, a `state` and `return_state`.
 
     Computed in float64 if any of the arrays is, else in float32, with the state between runs of positions in float64.
     The largest logit is taken out of every exponential among what the row sees, so the result is accurate whatever the
@@ -98,6 +103,8 @@ def latte(
 
     In torch gradients reach `q_logits`, `k_logits` and V, by an operator that ``torch.compile`` keeps whole. They do
     not reach states, and none come from them; the compiler leaves these to Python. There are no second derivatives.
+    Within ``torch.func`` (grad, vmap, jvp and others) the definitions run instead: slower by far, and gradients keep
+    16 TL numbers and more.
 
     References
     ----------

@@ -52,6 +52,11 @@ class MacchiatoState:
     -----
     No method changes a state, and `macchiato` makes new ones, so that a sequence may be continued in several ways.
 
+    References
+    ----------
+    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
+       arXiv:2402.17512v5, Latte-Macchiato. What a state has to hold for the exclusive mode is ours.
+
     Examples
     --------
     >>> import numpy as np

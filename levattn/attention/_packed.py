@@ -37,12 +37,13 @@ def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
     whole = _whole_numbers(name, given)
     if lengths is None:
         return check_offsets(whole, T)
-    if (whole < 0).any() or int(whole.sum()) != T:
+    total = sum(whole.tolist())  # exact: the sum of an array may overflow to T
+    if (whole < 0).any() or total != T:
         raise ValueError(
-            f"lengths is {_shown(whole)}, which sum to {int(whole.sum())}; expected numbers of at least 0 whose sum "
-            f"is T = {T}, the number of packed positions"
+            f"lengths is {_shown(whole)}, which sum to {total}; expected numbers of at least 0 whose sum is T = {T}, "
+            "the number of packed positions"
         )
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)])
+    return check_offsets(np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)]), T)
 
 
 def check_offsets(offsets: npt.NDArray[np.int64], T: int) -> npt.NDArray[np.int64]:
@@ -55,8 +56,8 @@ def check_offsets(offsets: npt.NDArray[np.int64], T: int) -> npt.NDArray[np.int6
     return offsets
 
 
-def _shown(whole: npt.NDArray[np.int64]) -> str:
-    return np.array2string(whole, threshold=8)
+def _shown(whole: npt.NDArray[Any]) -> str:
+    return np.array2string(whole, max_line_width=1000, threshold=8)
 
 
 def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:
@@ -67,4 +68,6 @@ def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:
     found = to_numpy(array) if array_api_compat.is_array_api_obj(array) else np.asarray(None)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise TypeError(f"{name} is {given!r}; expected one axis of whole numbers")
+    if found.size and found.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} is {_shown(found)}; expected whole numbers below 2**63")
     return found.astype(np.int64)

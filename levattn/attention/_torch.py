@@ -41,7 +41,7 @@ def latent_attention(
     hold, or tensors.
     """
     tensors = (Q, K, V, gate, beside)
-    if not _has_kernels(Q):
+    if not _has_kernels(Q) or any(map(_is_transformed, tensors)):
         x = Mixture(Q, K, V, _bounds(offsets, Q), causal, ahead, gate, beside, mask, _state_of(state, Q))
         return latent_kernels_for(Q).forward(x)
     if _is_plain(tensors):
@@ -55,7 +55,7 @@ def latent_attention(
 
 def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
     """Return ``h_t = a_t h_{t−1} + x_t`` for stacks (b, T, C) of tensors, from ``first`` (b, C) or 0."""
-    if not _has_kernels(a):
+    if not _has_kernels(a) or any(map(_is_transformed, (a, x, first))):
         return latent_kernels_for(a).decayed_scan(a, x, first)
     return _scan(a, x, first, False) if _is_plain((a, x, first)) else _SCAN(a, x, first, False)
 
@@ -68,6 +68,11 @@ def memory_of(tensor: Any) -> Any:
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
+    if _is_transformed(tensor):
+        raise NotImplementedError(
+            "a state was asked for within torch.func (vmap, grad or another), which has no numbers to keep yet; "
+            "leave out return_state there, or call without torch.func"
+        )
     tensor = tensor.detach().resolve_neg()
     if tensor.ndim and tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
@@ -86,6 +91,13 @@ def untraced(function: Any, *arguments: Any) -> Any:
 def _has_kernels(tensor: Any) -> bool:
     """Tell whether kernels read the tensor: else the definitions run on it, and gradients follow them."""
     return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _HAS_CUPY)
+
+
+def _is_transformed(tensor: Any) -> bool:
+    """Tell whether a tensor stands for others within torch.func, whose transformations follow the definitions."""
+    if tensor is None or torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _is_plain(tensors: tuple[Any, ...]) -> bool:

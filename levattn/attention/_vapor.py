@@ -6,13 +6,11 @@ import math
 from numbers import Real
 from typing import Any
 
-import numpy as np
-
-from levattn._array import to_device
+from levattn._array import _is_torch, to_device, to_numpy
 from levattn.attention._common import dense, prepare
 from levattn.attention._space import device_of, namespace_of
 
-__all__ = ["rotate_values"]
+__all__ = ["check_base", "rotate_values"]
 
 
 def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: bool = False) -> Any:
@@ -74,15 +72,20 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     D = V.shape[-1]
     if V.ndim < 2 or not D or D % 2:
         raise ValueError(f"V has shape {tuple(V.shape)}; expected (..., T, D) with an even D, whose halves are pairs")
-    _check_base(base)
+    check_base(base)
     given = prepare({"V": (V, 2)}, like="V")
     (stack,) = given.stacks
     xp = namespace_of(stack)
     device = device_of(stack)
     places = dense("positions", positions)
+    if not _is_real(places):
+        raise TypeError(f"positions has dtype {places.dtype}; expected whole numbers or real floats")
+    if _is_torch(places):
+        places = places.detach().double()
     if namespace_of(places) is not xp:
-        places = to_device(np.asarray(places), stack)
-    places = xp.astype(xp.asarray(places, device=device), xp.float64)
+        places = to_device(to_numpy(places), stack)
+    places = places.to(stack.device) if _is_torch(places) else xp.asarray(places, device=device)
+    places = xp.astype(places, xp.float64)
     if not places.shape or places.shape[-1] != V.shape[-2]:
         raise ValueError(
             f"positions has shape {tuple(places.shape)}; expected (..., {V.shape[-2]}), one entry a row of V"
@@ -104,6 +107,13 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     return given.give_back(xp.reshape(turned, stack.shape))
 
 
-def _check_base(base: Any) -> None:
+def _is_real(array: Any) -> bool:
+    kind = str(array.dtype).rpartition(".")[2]  # by name, which torch's compiler can follow
+    return "int" in kind or "float" in kind
+
+
+def check_base(base: Any) -> float:
+    """Return the base of the angles, or raise."""
     if isinstance(base, bool) or not isinstance(base, Real) or not 0 < float(base) < math.inf:
         raise ValueError(f"base is {base!r}; expected a finite number above 0")
+    return float(base)

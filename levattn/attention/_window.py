@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from levattn._array import _is_torch
+from levattn._kernels._finite import surely_finite
 from levattn.attention._common import check_sizes, dense, prepare
 from levattn.attention._heads import heads_of
 from levattn.attention._packed import cumulative
@@ -43,7 +44,8 @@ def window_attention(
 
     over the positions of the window that the mask leaves in, with :math:`\phi(x) = c \tanh(x/c)` for ``softcap = c``
     and :math:`\phi(x) = x` without. It is exact: with a window of at least T, causal softmax attention. Weights of a
-    row sum to 1; a row whose window holds no position is zero.
+    row sum to 1; a row whose window holds no position is zero. NaN and infinite numbers stay in their windows: a value
+    that is one makes NaN of its channel, and a key of all channels, in the rows that see it.
 
     Parameters
     ----------
@@ -175,11 +177,15 @@ def windowed(
         bounds = xp.asarray(offsets, device=device)
         begins = xp.take(bounds, xp.searchsorted(bounds[1:], rows, side="right"))
     lowest = xp.maximum(rows - (window - 1), begins)
-    seen = None
+    seen = spoilt = None
     if mask is not None:
-        counts = xp.cumulative_sum(xp.astype(mask, xp.int64), axis=1, include_initial=True)
-        seen = counts[:, U - T + 1 :] > xp.take(counts, lowest, axis=1)
+        seen = _any_in_window(xp, mask, lowest)
         k, V = (xp.where(mask[..., None], x, xp.zeros_like(x)) for x in (k, V))  # NaN there would spread
+    if not surely_finite(k, V):  # a weight of zero times NaN is NaN: none may enter a product
+        whole = xp.all(xp.isfinite(k), axis=-1, keepdims=True)
+        good = xp.isfinite(V)
+        spoilt = _any_in_window(xp, ~(good & whole), lowest)
+        k, V = (xp.where(flags, x, xp.zeros_like(x)) for flags, x in ((whole, k), (good, V)))
 
     block = max(1, min(T, max(_LEAST, window // 2)))
     pairs = g * block * (block + window - 1)
@@ -200,7 +206,18 @@ def windowed(
         outputs.append(results[0] if len(results) == 1 else xp.concat(results, axis=2))
     Y = outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)
     Y = xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
+    if spoilt is not None:
+        Y = xp.where(spoilt[:, None, :, :], xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
     return (Y if seen is None else xp.where(seen[:, None, :, None], Y, xp.zeros_like(Y))), seen
+
+
+def _any_in_window(xp: Any, flags: Any, lowest: Any) -> Any:
+    """Return whether a flag, (b, U, ...), is set between the lowest position of a row and its own, (b, T, ...)."""
+    if _is_torch(flags):  # its namespace takes a way that its compiler warns of
+        counts = sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
+    else:
+        counts = xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)
+    return counts[:, flags.shape[1] - lowest.shape[0] + 1 :, ...] > xp.take(counts, lowest, axis=1)
 
 
 def _cut(x: Any, size: int, count: int) -> Any:

@@ -1,27 +1,57 @@
-"""What all layers ask of their arguments."""
+"""What all layers ask of their arguments, and the projections that they are made of."""
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-__all__ = ["check_input", "whole_number"]
+__all__ = ["check_input", "check_sequence", "projection", "share", "whole_number"]
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
     """Return an argument that is a whole number, or raise."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {value!r}; expected a whole number")
     if value < least:
         raise ValueError(f"{name} is {value}; expected at least {least}")
-    return value
+    return int(value)
 
 
-def check_input(dim: int, x: Any, mask: Any, offsets: Any, cache: Any) -> None:
-    """Raise unless the arguments of a call go with a layer and with one another."""
+def share(name: str, value: Any) -> float:
+    """Return an argument that is a weight between 0 and 1, or raise."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}; expected a real number")
+    if not 0 < float(value) < 1:
+        raise ValueError(f"{name} is {value!r}; expected a number above 0 and below 1, e.g. 0.05")
+    return float(value)
+
+
+def projection(dim: int, width: int, **factory: Any) -> Any:
+    """Return a linear map without biases, whose weights begin as normal numbers of standard deviation 1/√dim."""
+    linear = torch.nn.Linear(dim, width, bias=False, **factory)
+    torch.nn.init.normal_(linear.weight, std=dim**-0.5)
+    return linear
+
+
+def check_sequence(dim: int, x: Any) -> None:
+    """Raise unless the input of a layer is a batch of sequences."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is of type {type(x).__name__}; expected a tensor of torch")
     if x.ndim != 3 or x.shape[2] != dim:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, T, {dim})")
+
+
+def check_input(dim: int, x: Any, mask: Any, offsets: Any, cache: Any, kind: type) -> None:
+    """Raise unless the arguments of a call go with a layer and with one another; `kind` is the class of its caches."""
+    if cache is not None and not isinstance(cache, kind):
+        raise TypeError(
+            f"cache is of type {type(cache).__name__}; expected a {kind.__name__}, as new_cache of the layer returns"
+        )
+    check_sequence(dim, x)
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask is of type {type(mask).__name__}; expected a tensor of torch")
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != tuple(x.shape[:2])):
         raise ValueError(
             f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected {tuple(x.shape[:2])} and "

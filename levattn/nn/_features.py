@@ -22,6 +22,8 @@ def feature_map(feature: Any, dim: int, **factory: Any) -> Any:
     """
     if feature is None or isinstance(feature, torch.nn.Module):
         return feature
+    if not isinstance(feature, str):
+        raise TypeError(f"feature is of type {type(feature).__name__}; expected a name, a torch module, or None")
     if feature in _NAMED:
         return _NAMED[feature](dim, **factory)
     names = "".join(f"{name!r}, " for name in _NAMED)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from levattn.attention import latte, rotate_values
-from levattn.nn._checks import check_input, whole_number
+from levattn.attention._vapor import check_base
+from levattn.nn._checks import check_input, projection, whole_number
 from levattn.nn._features import feature_map, feature_size, run_feature
 from levattn.states import SoftmaxState
 
@@ -29,6 +30,11 @@ class LatteCache:
         The softmax over positions of each latent, in float64, for each sequence and head; None before the first ones.
     feature : tensor or None
         The state of the feature in front of the logits.
+
+    Notes
+    -----
+    With H heads, L latents and C channels, H L (C/H + 2) floats for each sequence, and those of the feature, whatever
+    the number of positions; a step of decoding takes time O(C (H L + C)), and copies them once.
 
     Examples
     --------
@@ -88,6 +94,14 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
     device, dtype
         Of the parameters, as in torch's own layers.
 
+    Raises
+    ------
+    TypeError
+        If a size is no whole number, or `feature` is neither a string nor a module.
+    ValueError
+        If a size is below 1, `dim` no multiple of `heads`, ``dim / heads`` odd with `vapor`, `base` no finite number
+        above 0, or `feature` a string that is not known.
+
     Notes
     -----
     Parameters: 2C(HL + C), and those of the feature. Time of a call O(TC(HL + C)) for the projections and O(TLC) for
@@ -136,16 +150,11 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
             raise ValueError(
                 f"dim / heads is {self.head_dim}; expected an even number, as vapor turns pairs of channels"
             )
-        self.causal, self.vapor, self.base = bool(causal), bool(vapor), float(base)
+        self.causal, self.vapor, self.base = bool(causal), bool(vapor), check_base(base)
         factory = {"device": device, "dtype": dtype}
         self.feature = feature_map(feature, self.dim, **factory)
-        self.Wq, self.Wk = (self._projection(self.heads * self.latents, **factory) for _ in range(2))
-        self.Wv, self.Wo = (self._projection(self.dim, **factory) for _ in range(2))
-
-    def _projection(self, width: int, **factory: Any) -> Any:
-        projection = torch.nn.Linear(self.dim, width, bias=False, **factory)
-        torch.nn.init.normal_(projection.weight, std=self.dim**-0.5)
-        return projection
+        self.Wq, self.Wk = (projection(self.dim, self.heads * self.latents, **factory) for _ in range(2))
+        self.Wv, self.Wo = (projection(self.dim, self.dim, **factory) for _ in range(2))
 
     def new_cache(self) -> LatteCache:
         """Return an empty cache of decoding, for a batch of any size.
@@ -201,10 +210,12 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
 
         Raises
         ------
+        TypeError
+            If `x` or `mask` is no tensor, `cache` no `LatteCache`, or offsets are no whole numbers.
         ValueError
             If shapes do not go together, or the options of the call exclude one another.
         """
-        check_input(self.dim, x, mask, offsets, cache)
+        check_input(self.dim, x, mask, offsets, cache, LatteCache)
         if cache is not None:
             self._refuse_bidirectional()
         start = 0 if cache is None else cache.position

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from levattn.attention import MacchiatoState, macchiato, rotate_values
-from levattn.nn._checks import check_input, whole_number
+from levattn.attention._vapor import check_base
+from levattn.attention._window import check_softcap
+from levattn.nn._checks import check_input, projection, share, whole_number
 from levattn.nn._features import feature_map, feature_size, run_feature
 
 __all__ = ["Macchiato", "MacchiatoCache"]
@@ -28,6 +30,12 @@ class MacchiatoCache:
         The last keys and values, and the sums of the latents; None before the first positions.
     feature : tensor or None
         The state of the feature in front of the logits.
+
+    Notes
+    -----
+    With G heads of keys and values and C/H channels of each, 2 (W − 1) G C/H floats for each sequence for the window
+    when it is full, (W − 1) H L more in the mode "exclusive", H L (C/H + 2) for the latents, and those of the feature.
+    A step of decoding takes time O(C² + C H L + W C), and copies them once.
 
     Examples
     --------
@@ -99,6 +107,14 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
     device, dtype
         Of the parameters, as in torch's own layers.
 
+    Raises
+    ------
+    TypeError
+        If a size or `delta` is no number, or `feature` neither a string nor a module.
+    ValueError
+        If a size is below 1, `dim` no multiple of `heads`, `heads` none of `kv_heads`, ``dim / heads`` odd with `rope`
+        or `vapor`, or an option out of its range.
+
     Notes
     -----
     Time of a call O(T (C² + C H L)) for the projections and O(T C (W + L)) for attention; nothing of size T × T is
@@ -157,15 +173,14 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
             )
         if overlap not in ("mixture", "exclusive"):
             raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
-        if delta is not None and not 0 < delta < 1:
-            raise ValueError(f"delta is {delta!r}; expected a weight above 0 and below 1, or None")
-        self.overlap, self.softcap = overlap, softcap
-        self.rope, self.vapor, self.base = bool(rope), bool(vapor), float(base)
+        delta = None if delta is None else share("delta", delta)
+        self.overlap, self.softcap = overlap, check_softcap(softcap)
+        self.rope, self.vapor, self.base = bool(rope), bool(vapor), check_base(base)
         factory = {"device": device, "dtype": dtype}
         self.feature = feature_map(feature, self.dim, **factory)
-        self.Wq, self.Wo = (self._projection(self.dim, **factory) for _ in range(2))
-        self.Wk, self.Wv = (self._projection(self.kv_heads * self.head_dim, **factory) for _ in range(2))
-        self.latent_q, self.latent_k = (self._projection(self.heads * self.latents, **factory) for _ in range(2))
+        self.Wq, self.Wo = (projection(self.dim, self.dim, **factory) for _ in range(2))
+        self.Wk, self.Wv = (projection(self.dim, self.kv_heads * self.head_dim, **factory) for _ in range(2))
+        self.latent_q, self.latent_k = (projection(self.dim, self.heads * self.latents, **factory) for _ in range(2))
         self.gate = torch.nn.Linear(self.dim, self.heads, **factory)
         with torch.no_grad():
             self.gate.bias.zero_()
@@ -175,11 +190,6 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
                 self.gate.weight.zero_()
                 # logits of latents begin as normal numbers: the logarithm of their sum is about log L + 1/2
                 self.gate.bias.fill_(math.log((1 - delta) / delta) + math.log(self.latents) + 0.5)
-
-    def _projection(self, width: int, **factory: Any) -> Any:
-        projection = torch.nn.Linear(self.dim, width, bias=False, **factory)
-        torch.nn.init.normal_(projection.weight, std=self.dim**-0.5)
-        return projection
 
     def new_cache(self) -> MacchiatoCache:
         """Return an empty cache of decoding, for a batch of any size.
@@ -224,10 +234,12 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
 
         Raises
         ------
+        TypeError
+            If `x` or `mask` is no tensor, `cache` no `MacchiatoCache`, or offsets are no whole numbers.
         ValueError
             If shapes do not go together, or the options of the call exclude one another.
         """
-        check_input(self.dim, x, mask, offsets, cache)
+        check_input(self.dim, x, mask, offsets, cache, MacchiatoCache)
         start = 0 if cache is None else cache.position
         positions = torch.arange(start, start + x.shape[1], device=x.device)
         h, memory = run_feature(self.feature, x, offsets, None if cache is None else cache.feature, mask)

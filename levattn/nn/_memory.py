@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from levattn.attention import causal_conv, rg_lru
-from levattn.nn._checks import whole_number
+from levattn.nn._checks import check_sequence, whole_number
 
 __all__ = ["RGLRU", "CausalConv"]
 
@@ -29,9 +29,18 @@ class CausalConv(torch.nn.Module):  # type: ignore[misc]
     device, dtype
         Of the parameters, as in torch's own layers.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is no whole number of at least 1.
+
     Notes
     -----
     C (k + 1) parameters, time O(TCk). A state has (k − 1) C numbers for each sequence.
+
+    References
+    ----------
+    As in front of the recurrence of De et al., Griffin, arXiv:2402.19427.
 
     Examples
     --------
@@ -71,7 +80,14 @@ class CausalConv(torch.nn.Module):  # type: ignore[misc]
         -------
         (tensor of shape (B, T, C), tensor of shape (B, k − 1, C) or None)
             The output, and the state; None for packed sequences.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If shapes do not go together, the mask is not of bool, or offsets do not ascend from 0 to T or are given
+            together with a state.
         """
+        check_sequence(self.dim, x)
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         if offsets is not None:
             return causal_conv(x, weight, bias, mask=mask, offsets=offsets, state=state), None
@@ -112,6 +128,11 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
         Number of blocks of the gates, a divisor of `dim`; None for the largest of 8, 4, 2, 1 that divides it.
     device, dtype
         Of the parameters, as in torch's own layers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is no whole number of at least 1, or `dim` no multiple of `heads`.
 
     Notes
     -----
@@ -171,7 +192,14 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
         -------
         (tensor of shape (B, T, C), tensor of shape (B, C + 1) or None)
             The output, and the state; None for packed sequences.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If shapes do not go together, the mask is not of bool, or offsets do not ascend from 0 to T or are given
+            together with a state.
         """
+        check_sequence(self.dim, x)
         gates = (
             torch.einsum("bthi,hij->bthj", x.unflatten(-1, (self.heads, -1)), weight.to(x.dtype)).flatten(-2)
             + bias.to(x.dtype)

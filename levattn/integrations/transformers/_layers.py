@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -85,7 +86,11 @@ def attention_modules(model: Any) -> dict[int, Any]:
 
 
 def chosen_among(candidates: dict[int, Any], layers: Iterable[int] | None) -> list[Any]:
+    if layers is not None and not isinstance(layers, Iterable):
+        raise TypeError(f"layers is {layers!r}; expected numbers of layers, e.g. [{layers!r}], or None for all")
     numbers = list(candidates) if layers is None else list(layers)
+    if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
+        raise TypeError(f"layers is {numbers}; expected whole numbers among {list(candidates)}")
     unknown = [number for number in numbers if number not in candidates]
     if not numbers or unknown or len(set(numbers)) < len(numbers):
         raise ValueError(f"layers is {numbers}; expected different numbers among {list(candidates)}, at least one")

@@ -27,6 +27,7 @@ from levattn.integrations.transformers._layers import (
     chosen_among,
     probed,
 )
+from levattn.nn._checks import share
 
 __all__ = [
     "latent_parameters",
@@ -134,8 +135,7 @@ def macchiato_from(
     """
     check_model(model)
     window, latents = _count("window", window), _count("latents", latents)
-    if isinstance(delta, bool) or not isinstance(delta, float) or not 0 < delta < 1:
-        raise ValueError(f"delta is {delta!r}; expected a number between 0 and 1, e.g. 0.05")
+    delta = share("delta", delta)
     if overlap not in OVERLAPS:
         raise ValueError(f'overlap is {overlap!r}; expected "mixture" or "exclusive"')
     if feature is not None and feature not in FEATURES:
