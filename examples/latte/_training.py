@@ -48,9 +48,7 @@ def arguments(description: str, steps: int) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=steps, help="steps of training for each model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="more help on a machine with nothing else to do")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/latte"), help="folder of the picture and the figures"
-    )
+    parser.add_argument("--out", type=Path, default=Path("build/latte"), help="folder of the picture and the figures")
     return parser
 
 
