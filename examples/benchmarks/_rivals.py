@@ -17,18 +17,24 @@ Array = Any
 THREADS = len(sched_getaffinity(0))
 
 
-def interleaved(candidates: dict[str, Callable[[], object]], rounds: int, pause: float = 0.0) -> dict[str, float]:
+def interleaved(
+    candidates: dict[str, Callable[[], object]], rounds: int, pause: float = 0.0, warm: float = 0.0
+) -> dict[str, float]:
     """Median seconds of each candidate; all take their turn in every round.
 
     A turn is two calls, of which the second counts: threads that the one before left spinning, and caches and clocks
     that it left cold, would else be counted against the next. Calls of a few milliseconds need a `pause` (seconds)
-    before them if a rival uses BLAS, whose threads spin for a tenth of a second.
+    before them if a rival uses BLAS, whose threads spin for a tenth of a second; and as processors that were idle take
+    some time to be fast again, calls for `warm` seconds behind it that do not count.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, call in candidates.items():
             time.sleep(pause)
+            begin = time.perf_counter()
             call()
+            while time.perf_counter() - begin < warm:
+                call()
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)

@@ -23,6 +23,7 @@ D = 64
 LENGTHS = (64, 128, 256, 512, 1024, 4096)
 LATENTS = (16, 64, 128)
 PAUSE = 0.12  # seconds: threads of a rival that spin are asleep by then
+WARM = 0.08
 
 
 def attend(heads: int, T: int, *, causal: bool) -> Callable[[], object]:
@@ -42,7 +43,7 @@ def against_attention(heads: int, rounds: int, *, causal: bool) -> None:
     for T in LENGTHS:
         calls = {"attention": attend(heads, T, causal=causal)}
         calls |= {f"L = {L}": mix(heads, T, L, causal=causal) for L in LATENTS}
-        times = interleaved(calls, rounds, PAUSE)
+        times = interleaved(calls, rounds, PAUSE, WARM)
         base = times.pop("attention")
         ratios[T] = base / times["L = 64"]
         rows.append([str(T), f"{1e3 * base:.3f}", *(f"{1e3 * s:.3f} ({base / s:.1f})" for s in times.values())])
@@ -78,7 +79,7 @@ def backward(heads: int, rounds: int) -> None:
                     return torch.autograd.grad(y, leaves, dY, retain_graph=True)
 
                 calls |= {f"{name}, forward": forward, f"{name}, backward": back}
-            times = interleaved(calls, rounds, PAUSE)
+            times = interleaved(calls, rounds, PAUSE, WARM)
             ratio = times["Latte, backward"] / times["Latte, forward"]
             worst = max(worst, ratio)
             both = {name: times[f"{name}, forward"] + times[f"{name}, backward"] for name in ("Latte", "attention")}

@@ -37,6 +37,7 @@ VIEWS = 13
 ROWS = 32  # of a segment: what it reads and writes stays in the first cache
 SLACK = 8.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
 FOLD = 64  # rows whose gain is summed apart, and then added to sums in float64
+PLAIN = 192  # rows of a run before which nothing is, up to which a sum is not large yet
 TALL = 4  # rows of a tile
 SINGLE = 9  # rows of scratch that stand alone
 
@@ -144,6 +145,12 @@ def _add_rows(like, row_at, n, gain):
 def _multiply(kept, factors):
     for j in range(len(factors)):
         kept[j] *= factors[j]
+
+
+@jit
+def _folds(single, fresh, row, rows):
+    """Tell whether what a row of a run adds is summed apart; the last rows are not followed by any."""
+    return single and row // FOLD < (rows - 1) // FOLD and not (fresh and row < PLAIN)
 
 
 @jit
@@ -336,7 +343,7 @@ def forward_tasks(
     e_at = room.ctypes.data + (SINGLE * wide + 2 * wide * deep) * size
     c_at = e_at + ROWS * wide * size
     x_at = c_at + ROWS * wide * size
-    y_at = x_at + ROWS * deep * size
+    padded_at = x_at + ROWS * deep * size
     de, dx = wide * size, deep * size
     least = like.dtype.type(-np.inf)
     for task in range(first, last):
@@ -353,11 +360,16 @@ def forward_tasks(
         gain[:] = 0
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
-            folds = enters and size == 4 and (start - low) // FOLD < (high - low - 1) // FOLD  # not the last ones
+            folds = _folds(enters and size == 4, len(state_m) == 0, start - low, high - low)
+            if folds and start - low == PLAIN and len(state_m) == 0:
+                wide_total[:] = total
+                wide_state[:] = state
             if enters:
                 position = start + ahead
                 _read_positions(like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep)
             _copy_rows(like, _at(views, Q, head, start), views[Q, 2], n, latents, -np.inf, c_at, wide)
+            out_at = _at(views, Y, head, start)
+            y_at = out_at if channels == deep else padded_at  # rows of the output follow each other
             _fill(like, y_at, n * deep, 0)
             done = 0
             while done < n:
@@ -397,7 +409,8 @@ def forward_tasks(
                 done = i
             if folds and (start + n - low) % FOLD == 0:
                 _fold(like, kept, gain, total, wide_total, gains, state, wide_state, False)
-            _write_rows(like, y_at, deep, n, channels, _at(views, Y, head, start), views[Y, 2])
+            if channels != deep:
+                _write_rows(like, y_at, deep, n, channels, out_at, views[Y, 2])
 
 
 @jit
@@ -501,7 +514,10 @@ def backward_tasks(
             place, count = 0, 0
             for start in range(low, high, ROWS):
                 n = min(ROWS, high - start)
-                folds = enters and size == 4 and (start - low) // FOLD < (high - low - 1) // FOLD
+                folds = _folds(enters and size == 4, len(before_m) == 0, start - low, high - low)
+                if folds and start - low == PLAIN and len(before_m) == 0:
+                    wide_total[:] = total
+                    wide_state[:] = M
                 if enters:
                     position = start + ahead
                     _read_positions(

@@ -93,11 +93,13 @@ def latte(
 
     Notes
     -----
-    Time O(TLD), memory O(T(L + D)) for arrays of other precisions and layouts, and O(LD) besides, with O(TLD/8192)
+    Time O(TLD), memory O(T(L + D)) for arrays of other precisions and layouts, and O(LD) besides, with O(TLD/4096)
     numbers of float64 for the states between runs of positions; nothing of size T × T or T × L × D is formed. A step
     of decoding is a call with T = 1, a `state` and `return_state`.
 
-    Computed in float64 if any of the arrays is, else in float32, with the state between runs of positions in float64.
+    Computed in float64 if any of the arrays is, else in float32 with sums of more than a few positions in float64, so
+    that errors do not grow with T. Sums are not divided before they are read: values beyond about 1e28 in float32, or
+    1e298 in float64, may overflow.
     The largest logit is taken out of every exponential among what the row sees, so the result is accurate whatever the
     size of the logits, and does not depend on what comes after.
 
