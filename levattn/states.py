@@ -267,7 +267,7 @@ class SoftmaxState:
 
     Merging is associative and commutative, and the state of a set of positions is the same for all ways to split it,
     to rounding. It is held in float64 whatever the logits and values are, so its error does not grow with their number
-    (within one call of `update`, numbers of at most float32 are summed in float32, 4096 positions at a time).
+    (on the CPU, numbers of at most float32 are summed in float32 for 64 positions at a time).
 
     Parameters
     ----------

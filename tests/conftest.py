@@ -41,6 +41,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.ignore = [*(config.option.ignore or []), *map(str, missing)]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors one after another: handing them to threads costs more than they do."""
+    if find_spec("torch") is None:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for path, package in NEEDS.items():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
-import array_api_strict
 import numpy as np
 import pytest
 
@@ -14,36 +11,11 @@ import naive_attention as naive
 from levattn import thread_limit
 from levattn._kernels import _decay, _generic_latent
 from levattn.attention import causal_conv, rg_lru
+from libraries import needs_torch, over_storages, stored
 
-HAS_TORCH = find_spec("torch") is not None
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
-STORAGES = ["numpy", "strict", pytest.param("torch", marks=needs_torch)]
-over_storages = pytest.mark.parametrize("storage", STORAGES)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 T, C = 23, 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors one after another: handing them to threads costs more than they do."""
-    if not HAS_TORCH:
-        yield
-        return
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def stored(array: Any, storage: str) -> Any:
-    if storage == "numpy":
-        return np.asarray(array)
-    if storage == "strict":
-        return array_api_strict.asarray(np.ascontiguousarray(array))
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 class Case:

@@ -3,47 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
-import array_api_strict
 import numpy as np
 import pytest
 
 import naive_attention as naive
 from levattn.attention import MacchiatoState, latte, macchiato, repeated_mass, window_attention
+from libraries import needs_torch, over_storages, stored
 
-HAS_TORCH = find_spec("torch") is not None
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
-STORAGES = ["numpy", "strict", pytest.param("torch", marks=needs_torch)]
-over_storages = pytest.mark.parametrize("storage", STORAGES)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 over_overlaps = pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
 T, L, d, D = 29, 4, 4, 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors one after another: handing them to threads costs more than they do."""
-    if not HAS_TORCH:
-        yield
-        return
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def stored(array: Any, storage: str) -> Any:
-    if array is None or storage == "numpy":
-        return array
-    if storage == "strict":
-        return array_api_strict.asarray(np.ascontiguousarray(array))
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def some(H: int = 2, G: int = 2, n: int = T, seed: int = 0, scale: float = 1.0) -> list[Any]:

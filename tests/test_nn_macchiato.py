@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,7 @@ torch = pytest.importorskip("torch")
 
 from levattn.nn import RGLRU, CausalConv, Latte, LatteCache, Macchiato, MacchiatoCache  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors one after another: handing them to threads costs more than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def layer_and_input(B: int = 2, T: int = 19, C: int = 12, *, dtype: Any = torch.float64, **options: Any) -> Any:

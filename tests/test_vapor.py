@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
-import array_api_strict
 import numpy as np
 import pytest
 
 import naive_attention as naive
 from levattn.attention import latte, macchiato, rotate_values
-
-HAS_TORCH = find_spec("torch") is not None
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
-STORAGES = ["numpy", "strict", pytest.param("torch", marks=needs_torch)]
-
-
-def stored(array: Any, storage: str) -> Any:
-    if storage == "numpy":
-        return np.asarray(array)
-    if storage == "strict":
-        return array_api_strict.asarray(np.ascontiguousarray(array))
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(array))
+from libraries import STORAGES, needs_torch, stored
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
-import array_api_strict
 import numpy as np
 import pytest
 
 import naive_attention as naive
 from levattn.attention import _window, window_attention
+from libraries import HAS_TORCH, over_storages, stored
 
-HAS_TORCH = find_spec("torch") is not None
-STORAGES = ["numpy", "strict", pytest.param("torch", marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch"))]
-over_storages = pytest.mark.parametrize("storage", STORAGES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors one after another: handing them to threads costs more than they do."""
-    if not HAS_TORCH:
-        yield
-        return
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def stored(array: Any, storage: str) -> Any:
-    if storage == "numpy":
-        return np.asarray(array)
-    if storage == "strict":
-        return array_api_strict.asarray(np.ascontiguousarray(array))
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(array))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def some(T: int, H: int = 4, G: int = 2, d: int = 6, D: int = 5, dtype: Any = np.float64) -> Any:

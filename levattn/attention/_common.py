@@ -24,6 +24,7 @@ __all__ = [
     "dense",
     "latent_attention",
     "prepare",
+    "reshaped",
     "state_after",
     "state_stacks",
 ]
@@ -47,7 +48,7 @@ class Prepared:
 
     def give_back(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's dtype."""
-        array = _reshaped(array, (*self.batch, *array.shape[1:]))
+        array = reshaped(array, (*self.batch, *array.shape[1:]))
         if isinstance(array, np.ndarray):
             return array.astype(self.dtype, copy=False)
         if _is_torch(array):
@@ -147,7 +148,7 @@ def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
             f"{L} latents and d = {D}, as the logits and values"
         )
     b = math.prod(batch)
-    parts = (_reshaped(part, (b, n, *part.shape[len(expected) :])) for part in (state.m, state.s, state.S))
+    parts = (reshaped(part, (b, n, *part.shape[len(expected) :])) for part in (state.m, state.s, state.S))
     here = isinstance(K, np.ndarray) or _is_torch(K)
     m, s, S = (to_device(part, K) if not here and isinstance(part, np.ndarray) else part for part in parts)
     return m, s, S
@@ -170,7 +171,7 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
         K, V, mask = (_torch.memory_of(array) for array in (K, V, mask))
     axes = batch if bounds is None else (*batch, len(bounds) - 1)
     parts = latent_kernels_for(K).summary(K, V, mask, ends)
-    m, s, S = (_reshaped(part, (*axes, *part.shape[2:])) for part in parts)
+    m, s, S = (reshaped(part, (*axes, *part.shape[2:])) for part in parts)
     new = SoftmaxState.from_arrays(m, s, S)
     return new if state is None else state.copy().merge(new)
 
@@ -300,10 +301,11 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
             array = array.expand(full)
         else:
             array = array_api_compat.array_namespace(array).broadcast_to(array, full)
-    return _reshaped(array, shape)
+    return reshaped(array, shape)
 
 
-def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array of any library in another shape."""
     if isinstance(array, np.ndarray) or _is_torch(array):
         return array.reshape(shape)
     return array_api_compat.array_namespace(array).reshape(array, shape)

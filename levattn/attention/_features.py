@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._array import _is_torch
-from levattn.attention._common import check_sizes, decayed_scan, dense, prepare
+from levattn.attention._common import check_sizes, decayed_scan, dense, prepare, reshaped
 from levattn.attention._packed import cumulative
 from levattn.attention._space import device_of, namespace_of
 
@@ -287,7 +287,7 @@ def _root(xp: Any, x: Any) -> Any:
 
 
 def _batched(array: Any, batch: tuple[int, ...]) -> Any:
-    return namespace_of(array).reshape(array, (*batch, *array.shape[1:]))
+    return reshaped(array, (*batch, *array.shape[1:]))
 
 
 def _detached(array: Any) -> Any:

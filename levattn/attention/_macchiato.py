@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 from levattn._array import _is_torch
 from levattn._kernels._mixture import State
-from levattn.attention._common import check_sizes, dense, latent_attention, prepare, state_after, state_stacks
+from levattn.attention._common import (
+    check_sizes,
+    dense,
+    latent_attention,
+    prepare,
+    reshaped,
+    state_after,
+    state_stacks,
+)
 from levattn.attention._heads import heads_of
 from levattn.attention._packed import cumulative
 from levattn.attention._space import device_of, namespace_of
@@ -247,7 +255,7 @@ def macchiato(
     ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0
     beside, some = _spread(beside, heads.group), None if some is None else _spread(some[:, None, :], heads.group)
     Y = _mixed(Q, read, gates[..., 0], beside, some, ahead, bounds, before)
-    result = heads.joined(given.give_back(_reshaped(Y, shape)))
+    result = heads.joined(given.give_back(reshaped(Y, shape)))
     if not return_state:
         return result
     ring = min(seen.V.shape[1], window - 1)
@@ -312,15 +320,11 @@ def _mixed(
     return xp.where(alone[..., None], beside, Y)
 
 
-def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    return namespace_of(array).reshape(array, shape)
-
-
 def _spread(array: Any, group: int) -> Any:
     """Return (b, 1, ...) or (b, group, ...) as (b group, ...), repeated for each of a group."""
     b, _, *core = array.shape
     array = namespace_of(array).broadcast_to(array, (b, group, *core))
-    return _reshaped(array, (b * group, *core))
+    return reshaped(array, (b * group, *core))
 
 
 def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
