@@ -167,10 +167,8 @@ def _fold(like, kept, gain, total, wide_total, gains, state, wide_state, turned)
         wide_total[j] = wide_total[j] * kept[j] + gain[j]
         total[j] = wide_total[j]
         gain[j] = 0
-    if raised and turned:
-        _scale_columns(wide_state, kept)
-    elif raised:
-        _scale_rows(wide_state, kept)
+    if raised:
+        _scale(wide_state, kept, turned)
     kept[:] = 1
     vectors = state.size // (VECTOR_BYTES // like.itemsize)
     fold_vectors(like, gains.ctypes.data, wide_state.ctypes.data, state.ctypes.data, vectors)
@@ -190,6 +188,25 @@ def _scale_columns(state, factors):
     for i in range(len(state)):
         for j in range(len(factors)):
             state[i, j] *= factors[j]
+
+
+@jit
+def _scale(state, factors, turned):
+    """Multiply the latents of a state, which are its rows, or its columns if `turned`."""
+    if turned:
+        _scale_columns(state, factors)
+    else:
+        _scale_rows(state, factors)
+
+
+@jit
+def _rescale(factors, state, turned, folds, kept, gain, gains):
+    """Follow references that were raised with a state, and if it `folds` with what is summed apart."""
+    _scale(state, factors, turned)
+    if folds:
+        _multiply(kept, factors)
+        _multiply(gain, factors)
+        _scale(gains, factors, turned)
 
 
 def _tiles(adds, reads):
@@ -377,11 +394,7 @@ def forward_tasks(
                 if enters and exceeds(like, e_at + i * de, limit_at, vectors):
                     logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
                     _raise_references(logits, SLACK, reference, base, limit, total, factors)
-                    _scale_rows(state, factors)
-                    if folds:
-                        _multiply(kept, factors)
-                        _multiply(gain, factors)
-                        _scale_rows(gains, factors)
+                    _rescale(factors, state, False, folds, kept, gain, gains)
                 while i < n:
                     if enters:
                         if i > done and exceeds(like, e_at + i * de, limit_at, vectors):
@@ -533,11 +546,7 @@ def backward_tasks(
                     if enters and exceeds(like, e_at + i * de, limit_at, vectors):
                         logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
                         _raise_references(logits, SLACK, reference, base, limit, total, factors)
-                        _scale_columns(M, factors)
-                        if folds:
-                            _multiply(kept_factors, factors)
-                            _multiply(gain, factors)
-                            _scale_columns(gains, factors)
+                        _rescale(factors, M, True, folds, kept_factors, gain, gains)
                         place += 1
                         references[place] = reference
                     while i < n:
