@@ -131,3 +131,58 @@ def causal_conv(x, weight, bias=None, mask=None, offsets=None):
                 for j, s in enumerate(reversed(present[-width:])):
                     out[t, c] += weight[c, width - 1 - j] * x[s, c]
     return out
+
+
+def token_statistics(
+    W,
+    temperature,
+    membership="diag_leverage",
+    causal=True,
+    mean=False,
+    offset=None,
+    decay=None,
+    c=1.0,
+    step=1.0,
+    mask=None,
+    offsets=None,
+):
+    """Token statistics attention of tokens W (h, T, d), and its memberships (h, T), token by token.
+
+    Each token reads all others that it sees anew. The released form adds 1e-8 to sums of memberships, and replaces
+    sums of squares below 1e-12 by that (causal), or below 1e-24.
+    """
+    h, T, d = W.shape
+    released = membership == "diag_leverage" and not mean
+    ridge, least = (1e-8 if released else 0.0), ((1e-12 if causal else 1e-24) if released else 1e-300)
+    rates = np.ones(h) if decay is None else np.broadcast_to(decay, h)
+    Y, P = np.zeros(W.shape), np.zeros((h, T))
+    for low, high in bounds_of(T, offsets):
+        present = [t for t in range(low, high) if mask is None or mask[t]]
+
+        def seen(t, present=present):
+            """The tokens that a token sees, and the weight of each of its heads."""
+            tokens = [s for s in present if s <= t or not causal]
+            after = [sum(1 for r in tokens if r > s) if causal else 0 for s in tokens]
+            return tokens, [[rates[k] ** n for n in after] for k in range(h)]
+
+        for t in present:
+            tokens, weights = seen(t)
+            logits = []
+            for k in range(h):
+                score = 0.0
+                if membership == "norm":
+                    score = float(W[k, t] @ W[k, t])
+                elif membership == "diag_leverage":
+                    A = sum(w * W[k, s] ** 2 for w, s in zip(weights[k], tokens, strict=True))
+                    score = float(np.sum(W[k, t] ** 2 / np.maximum(A, least)))
+                    score *= sum(weights[k]) if mean else 1
+                logits.append(temperature[k] * (score + (0 if offset is None else offset[k, t])))
+            P[:, t] = softmax(logits)
+        for t in present:
+            tokens, weights = seen(t)
+            for k in range(h):
+                M = sum(w * P[k, s] * W[k, s] ** 2 for w, s in zip(weights[k], tokens, strict=True))
+                N = sum(w * P[k, s] for w, s in zip(weights[k], tokens, strict=True)) + ridge
+                moment = M / N if N else np.zeros(d)
+                Y[k, t] = -step * c * P[k, t] * W[k, t] / (1 + c * moment)
+    return Y, P

@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 import levattn
 from levattn import StreamingUniversalSet
 from levattn._kernels import BLOCK
-from levattn.states import Moments, SoftmaxState
+from levattn.states import Moments, SoftmaxState, TokenState
 from strategies import STORAGE, Float, examples, stores
 
-State = StreamingUniversalSet | Moments | SoftmaxState
+State = StreamingUniversalSet | Moments | SoftmaxState | TokenState
 
 MUTATIONS = 100_000  # that break the checksum
 SEALED = 10_000  # under a checksum made anew
@@ -71,6 +71,11 @@ STATES: dict[str, Callable[[], State]] = {
     "moments-empty": lambda: Moments(2),
     "moments-batch": lambda: Moments(2, (2,)).update(gaussian(2 * BLOCK + 2).reshape(2, -1, 2)),
     "moments-wide": lambda: Moments(2).update(ill_conditioned(BLOCK + 2)),
+    "moments-weighted": lambda: Moments(2).update(gaussian(3), weights=[0.5, 2.0, 0.0]),
+    "moments-diagonal": lambda: Moments(2, diagonal=True).update(gaussian(3), weights=[0.5, 2.0, 0.0]),
+    "moments-decayed": lambda: Moments(2, (2,), decay=[0.5, 0.9]).update(gaussian(6).reshape(2, 3, 2)),
+    "tokens": lambda: TokenState(*(Moments(2, (3,), diagonal=True).update(gaussian(6).reshape(3, 2, 2)) for _ in "An")),
+    "tokens-one": lambda: TokenState(None, Moments(2, diagonal=True, decay=0.5)),
     "moments-merged": lambda: Moments(2).update(gaussian(3)).merge(Moments(2).update(gaussian(5))),
     "softmax": lambda: SoftmaxState(2, 3).update(gaussian(5), gaussian(5, 3)),
     "softmax-empty": lambda: SoftmaxState(2, 3),
@@ -78,7 +83,7 @@ STATES: dict[str, Callable[[], State]] = {
         gaussian(6).reshape(3, 2, 2), gaussian(6).reshape(3, 2, 2)
     ),
 }
-KINDS: dict[str, type[State]] = {"moments": Moments, "softmax": SoftmaxState}
+KINDS: dict[str, type[State]] = {"moments": Moments, "softmax": SoftmaxState, "tokens": TokenState}
 
 
 @cache
@@ -629,7 +634,11 @@ def use(state: State) -> None:
     """Read the state and add to it; its numbers may be nonsense, so what is read may be."""
     if isinstance(state, Moments):
         state.read()
-        state.update(np.ones((*state.batch, 3, state.d), state._tail.rows.keys.dtype if state._tail else np.float64))
+        state.update(np.ones((*state.batch, 3, state.d), state.parts()[0].get("format") or "float64"))
+    elif isinstance(state, TokenState):
+        for part in (state.norms, state.tokens):
+            if part is not None:
+                use(part)
     elif isinstance(state, SoftmaxState):
         with np.errstate(all="ignore"):
             state.update(np.ones((*state.batch, 3, state.latents)), np.ones((*state.batch, 3, state.d))).read()

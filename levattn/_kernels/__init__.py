@@ -16,6 +16,7 @@ import numpy as np
 from levattn._array import Csr, on_cuda, to_float64
 from levattn._kernels._mixture import Mixture
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._kernels._statistics import Statistics, TokenSums
 from levattn._kernels._sums import PairwiseSum
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "PairwiseSum",
     "Pieces",
     "Rows",
+    "Statistics",
+    "TokenSums",
     "heavy_entries",
     "inverse_cholesky",
     "kernels_for",
@@ -34,6 +37,7 @@ __all__ = [
     "precise_solutions",
     "query_norms",
     "selection_for",
+    "token_kernels_for",
     "twofold_product",
     "wide_rows",
 ]
@@ -89,6 +93,29 @@ def latent_kernels_for(array: Any) -> ModuleType:
     from levattn._kernels import _generic_latent
 
     return _generic_latent
+
+
+def token_kernels_for(array: Any) -> ModuleType:
+    """Return the table of token statistics attention for the arrays of a `Statistics`.
+
+    ``forward(x, *, state=False)`` is the output (b, h, T, d) and, if `state`, the sums after all tokens of each
+    sequence, else None (those that it was given, where none is added); ``memberships(x)`` are the memberships
+    (b, h, T); ``backward(x, dY)`` the gradients of ``Σ dY · forward(x)`` in W (b, h, T, d), temperature (b, h) and
+    offset (b, h, T), the last None where there is none, with nothing for `state`; ``add_squares(X, mask, weights,
+    decay, held)`` the sums of a diagonal second moment. The definitions have no backward: in torch, gradients follow
+    them.
+    """
+    if on_cuda(array):
+        from levattn._kernels import _cuda_tokens
+
+        return _cuda_tokens
+    if isinstance(array, np.ndarray):
+        from levattn._kernels import _tokens
+
+        return _tokens
+    from levattn._kernels import _generic_tokens
+
+    return _generic_tokens
 
 
 def query_norms(Q: Any, N: Float64) -> tuple[Any, Any]:

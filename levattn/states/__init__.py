@@ -1,0 +1,13 @@
+"""Mergeable statistics of keys, values and tokens: an identity, ``update``, ``merge``, and a read-out.
+
+Whatever runs on a state runs at once, in chunks and across machines without mathematics of its own.
+"""
+
+from __future__ import annotations
+
+from levattn.states._factors import factor_of, factor_of_sum
+from levattn.states._moments import Moments
+from levattn.states._softmax import SoftmaxState
+from levattn.states._tokens import TokenState
+
+__all__ = ["Moments", "SoftmaxState", "TokenState", "factor_of", "factor_of_sum"]

@@ -1,0 +1,33 @@
+"""What states check of their arguments."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import array_api_compat
+
+__all__ = ["held_as", "size_of"]
+
+
+def size_of(name: str, value: Any, least: int) -> int:
+    """Return a whole number of at least `least`, or raise."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = least - 1
+    if isinstance(value, bool) or size < least:
+        raise (ValueError if isinstance(value, int) else TypeError)(
+            f"{name} is {value!r}; expected a whole number of at least {least}"
+        )
+    return size
+
+
+def held_as(name: str, array: Any) -> Any:
+    """Return an array of float64 as a state holds it, or raise."""
+    if array_api_compat.is_torch_array(array) and array.device.type == "cpu":
+        array = array.detach().numpy()
+    if not array_api_compat.is_array_api_obj(array) or str(array.dtype).rpartition(".")[2] != "float64":
+        kind = getattr(array, "dtype", type(array).__name__)
+        raise TypeError(f"{name} is of {kind}; expected an array of float64, as the attributes of a state are")
+    return array
