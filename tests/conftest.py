@@ -30,7 +30,12 @@ settings.load_profile("repeatable")
 NEEDS = {"levattn/distributed/torch.py": "torch"}
 # These need it to be imported at all.
 NEEDED_BY = {
-    "torch": ("levattn/nn", "levattn/attention/_torch.py", "levattn/integrations/transformers"),
+    "torch": (
+        "levattn/nn",
+        "levattn/attention/_torch.py",
+        "levattn/attention/_torch_tokens.py",
+        "levattn/integrations/transformers",
+    ),
     "transformers": ("levattn/integrations/transformers",),
 }
 

@@ -82,7 +82,7 @@ EAGER = {
     "llvmlite": CPU_KERNELS,
     **{name: HOMES[name] for name in ("typer", "click", "sklearn")},
     "rich": ("cli", "cli.*"),
-    "torch": ("attention._torch", "nn", "nn.*", "integrations.transformers", "integrations.transformers.*"),
+    "torch": ("attention._torch", "attention._torch_tokens", "nn", "nn.*", "integrations.transformers", "integrations.transformers.*"),
     "transformers": ("integrations.transformers", "integrations.transformers.*"),
 }
 

@@ -1,0 +1,217 @@
+"""Calls of token statistics attention: arguments checked, and what memberships are made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+from levattn._array import _is_torch, to_numpy
+from levattn._kernels import Statistics
+from levattn._tail import readable
+from levattn.attention._common import Prepared, check_sizes, cumulative, dense, prepare, reshaped
+from levattn.attention._space import device_of, namespace_of
+from levattn.leverage import leverage_scores
+from levattn.states import Moments, TokenState
+
+__all__ = ["Call", "Membership", "prepared"]
+
+Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
+_NAMES = ("diag_leverage", "norm", "leverage", "uniform")
+
+# The constants of the released code: what sums of squares, and of memberships, are kept from being zero by
+_LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
+_TINY = 2.0**-126  # the first of these for forms that do not depend on the scale of the tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call whose arguments are checked.
+
+    bounds: what `cumulative` returned.
+    norms: a full second moment of all tokens, where memberships are made of it and a state is asked for.
+    """
+
+    given: Prepared
+    x: Statistics
+    bounds: Any
+    keeps_norms: bool
+    leverage: bool
+    state: TokenState | None
+
+
+def prepared(
+    W: Any,
+    temperature: Any,
+    membership: Any,
+    normalize: Any,
+    bias: Any,
+    causal: Any,
+    decay: Any,
+    mask: Any,
+    offsets: Any,
+    lengths: Any,
+    state: Any,
+    *,
+    c: Any = 1.0,
+    step: Any = 1.0,
+) -> Call:
+    """Check the arguments of `tssa` or `memberships`; the state is looked at by `entered`."""
+    W = dense("W", W)
+    if W.ndim < 3:
+        raise ValueError(f"W has shape {tuple(W.shape)}; expected (..., h, T, d), heads last but two")
+    name = membership if isinstance(membership, str) else "logits"
+    _check_form(name, normalize, bool(causal), bias)
+    theta = _temperatures(temperature, W)
+    own = None if isinstance(membership, str) else dense("membership", membership)
+    bias = None if bias is None else dense("bias", bias)
+    sizes = {"W heads": (W, -3, "h"), "W": (W, -2, "T"), "temperature": (theta, -1, "h")}
+    for label, array in (("membership", own), ("bias", bias)):
+        if array is not None:
+            sizes |= {f"{label} heads": (array, -2, "h"), label: (array, -1, "T")}
+    check_sizes(sizes)
+    h, T, d = W.shape[-3:]
+    beside = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
+    given = prepare({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
+    stack, theta, own, bias = given.stacks
+    bounds = cumulative(offsets, lengths, T)
+    rates = _rates(decay, h, bool(causal))
+    offset = None if bias is None else d * bias[..., 0]
+    if name == "leverage":
+        own = _leverage(stack, given.mask, bounds, normalize == "mean", state)[..., None]
+    if own is not None:
+        offset = own[..., 0] if offset is None else offset + own[..., 0]
+    released = name == "diag_leverage" and normalize == "sum"
+    x = Statistics(
+        stack,
+        theta,
+        offset,
+        np.array([0, T], np.int64) if bounds is None else bounds,
+        bool(causal),
+        "diagonal" if name == "diag_leverage" else "norm" if name == "norm" else "none",
+        normalize == "mean" and name == "diag_leverage",
+        (_LEAST_CAUSAL if causal else _LEAST) if released else _TINY,
+        _RIDGE if released else 0.0,
+        _positive("c", c),
+        _positive("step", step) * _positive("c", c),
+        rates,
+        given.mask,
+    )
+    return Call(given, x, bounds, name == "diag_leverage", name == "leverage", state)
+
+
+def _check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
+    if name not in (*_NAMES, "logits"):
+        raise ValueError(f"membership is {name!r}; expected one of {', '.join(map(repr, _NAMES))}, or an array")
+    if normalize not in ("sum", "mean"):
+        raise ValueError(f"normalize is {normalize!r}; expected 'sum' or 'mean'")
+    if normalize == "mean" and name not in ("diag_leverage", "leverage"):
+        raise ValueError(
+            f"normalize is 'mean' and membership is {name!r}; expected leverage scores, which have a sum to be "
+            "normalised. Leave normalize out, and choose the temperature"
+        )
+    if name == "leverage" and causal:
+        raise ValueError(
+            "membership is 'leverage' and causal is True; expected causal=False: these are scores among all tokens. "
+            "Give levattn.online_leverage_scores(W) as membership, or take 'diag_leverage'"
+        )
+    if name == "uniform" and bias is not None:
+        raise ValueError("bias was given and membership is 'uniform'; expected no bias, as it would not be used")
+
+
+def _temperatures(temperature: Any, W: Any) -> Any:
+    """Return temperatures as an array that has an axis of heads, in the library of W."""
+    h = W.shape[-3]
+    if isinstance(temperature, int | float) and not isinstance(temperature, bool):
+        if not math.isfinite(temperature):
+            raise ValueError(f"temperature is {temperature!r}; expected a finite number")
+        xp = namespace_of(W)
+        if isinstance(W, np.ndarray):
+            return np.full(h, temperature, W.dtype if W.dtype.kind == "f" else np.float64)
+        return xp.full((h,), temperature, dtype=W.dtype, device=device_of(W))
+    theta = dense("temperature", temperature)
+    if not theta.ndim:
+        return namespace_of(theta).broadcast_to(theta, (h,))
+    return theta
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} is {value!r}; expected a number above 0")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
+    return float(value)
+
+
+def _rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
+    """Return a decay for each head, or None where nothing decays."""
+    if isinstance(decay, int | float) and decay == 1:
+        return None
+    if _is_torch(decay) and decay.requires_grad:
+        raise ValueError("decay requires a gradient, which there is none of; give decay.detach()")
+    rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay)
+    if rates.dtype.kind not in "fiu" or rates.shape not in ((), (h,)):
+        raise ValueError(f"decay is {decay!r}; expected a number in (0, 1], or one for each of {h} heads")
+    if not ((rates > 0) & (rates <= 1)).all():
+        raise ValueError(f"decay is {decay!r}; expected numbers above 0 and at most 1")
+    if not causal:
+        raise ValueError("decay was given and causal is False; expected causal=True, as tokens have no order without")
+    return np.array(np.broadcast_to(rates.astype(np.float64), (h,)))
+
+
+def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
+    """Return the leverage scores (b, h, T) of the tokens of each head and sequence; gradients of torch reach W."""
+    if state is not None:
+        if bounds is not None:
+            raise ValueError(
+                "membership is 'leverage', and a state and packed sequences are given; expected one of them"
+            )
+        norms = state.norms if isinstance(state, TokenState) else None
+        if norms is None or norms.diagonal:
+            raise ValueError(
+                "state has no full second moment as norms, which membership 'leverage' reads; expected "
+                "TokenState(Moments(d, (..., h)).update(W))"
+            )
+        if _is_torch(W) and W.requires_grad:
+            raise ValueError(
+                "membership is 'leverage', a state is given and W requires a gradient, which does not go through it; "
+                "give W.detach(), or no state"
+            )
+    ends = [0, W.shape[2]] if bounds is None else np.asarray(bounds).tolist()
+    parts = []
+    for low, high in pairwise(ends):
+        there = None if mask is None else mask[:, None, low:high]
+        part = W[:, :, low:high, :]
+        if state is not None:
+            scores = _scores_in(state.norms, part, there)
+        elif _is_torch(part):
+            from levattn.attention import _torch_tokens
+
+            scores = _torch_tokens.leverage(part, there)
+        else:
+            scores = leverage_scores(part, mask=there)
+        if mean:
+            n = high - low if there is None else namespace_of(W).sum(namespace_of(W).astype(there, W.dtype), axis=-1)
+            n = state.norms.count.reshape(*W.shape[:2]) if state is not None else n
+            scores = scores * (n if isinstance(n, int) else _beside(n, scores))
+        parts.append(scores)
+    return namespace_of(W).concat(parts, axis=2) if parts else W[..., 0]
+
+
+def _beside(n: Any, scores: Any) -> Any:
+    """Return numbers of tokens (b, h or 1) as they multiply scores (b, h, T)."""
+    if isinstance(n, np.ndarray) and not isinstance(scores, np.ndarray):
+        n = namespace_of(scores).asarray(n.astype(np.float64), dtype=scores.dtype, device=device_of(scores))
+    return n[..., None].astype(scores.dtype) if isinstance(n, np.ndarray) else n[..., None]
+
+
+def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:
+    """Return ``w G⁺ w`` of tokens (b, h, T, d) by a full second moment of them and others."""
+    matrices, rows = readable(W.detach() if _is_torch(W) else W, mask)
+    scores = norms.factor().on(rows).scores()[0]
+    return matrices.give_back(reshaped(scores, tuple(W.shape[:3])))
