@@ -11,6 +11,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from levattn._kernels._generic_latent import decayed_scan
 from levattn._kernels._statistics import Statistics, TokenSums
 
 __all__ = ["add_squares", "forward", "memberships"]
@@ -153,35 +154,34 @@ def _as(xp: Any, numbers: Any, like: Any) -> Any:
 def _causal(
     xp: Any, x: Statistics, W: Any, there: Any, offset: Any, begin: TokenSums | None
 ) -> tuple[Any, Any, TokenSums]:
-    """Return what causal tokens read, block by block: sums before by `begin`, and the block's own by a product."""
+    """Return what causal tokens read, block by block: sums before by `begin`, and the block's own."""
     b, h, T, d = W.shape
     nothing = _zeros(xp, W, (b, h, d), wide=True), _zeros(xp, W, (b, h), wide=True)
     A, n, M, N = begin if begin is not None else (*nothing, *nothing)
     rates = None if x.decay is None else _like(xp, x.decay, W)[None, :, None]
+    ones = xp.ones((b, h, 1, 1), dtype=W.dtype, device=array_api_compat.device(W))
     outputs, members = [], []
     for low in range(0, T, _BLOCK):
         high = min(low + _BLOCK, T)
         w, here = W[:, :, low:high, :], there[:, :, low:high]
-        order = xp.arange(high - low, device=array_api_compat.device(W))
-        sees = (order[:, None] >= order[None, :])[None, None, :, :] & here[:, :, None, :]
-        seen = xp.astype(sees, W.dtype)
-        kept = xp.ones_like(w[..., 0])
+        kept, decays = xp.ones_like(w[..., 0]), None
         if rates is not None:
-            place = xp.cumulative_sum(xp.astype(here, W.dtype), axis=2)
-            kept = kept * rates**place
-            gap = place[..., :, None] - place[..., None, :]
-            seen = xp.where(sees, rates[..., None] ** xp.where(sees, gap, xp.zeros_like(gap)), seen)
-        seen = seen * xp.ones_like(w[:, :, :, :1])
+            kept = kept * rates ** xp.cumulative_sum(xp.astype(here, W.dtype), axis=2)
+            decays = xp.where(here, rates + xp.zeros_like(kept), xp.ones_like(kept))
 
-        def summed(before: Any, terms: Any, seen: Any = seen, kept: Any = kept) -> tuple[Any, Any]:
+        def summed(before: Any, terms: Any, kept: Any = kept, decays: Any = decays) -> tuple[Any, Any]:
             """Return the sum at each token of the block, and in float64 after its last."""
-            own = xp.matmul(seen, terms)
+            if decays is None:
+                own = xp.cumulative_sum(terms, axis=2)
+            else:
+                flat = (xp.reshape(part, (b * h, *part.shape[2:])) for part in (decays[..., None], terms))
+                own = xp.reshape(decayed_scan(*flat), terms.shape)
             total = _as(xp, kept[..., -1:], before) * before + _as(xp, own[:, :, -1, :], before)
             return kept[..., None] * _as(xp, before, terms)[:, :, None, :] + own, total
 
         X = w * w
         At, A = summed(A, X)
-        nt, n = (part[..., 0] for part in summed(n[..., None], xp.ones_like(X[..., :1])))
+        nt, n = (part[..., 0] for part in summed(n[..., None], xp.astype(here, w.dtype)[..., None] * ones))
         P = _members(xp, x, _scores(xp, x, X, At, nt), None if offset is None else offset[:, :, low:high], here)
         Mt, M = summed(M, P[..., None] * X)
         Nt, N = (part[..., 0] for part in summed(N[..., None], P[..., None]))

@@ -26,7 +26,7 @@ _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
 
 # The constants of the released code: what sums of squares, and of memberships, are kept from being zero by
 _LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
-_TINY = 2.0**-126  # the first of these for forms that do not depend on the scale of the tokens
+_TINY = {True: 2.0**-1022, False: 2.0**-126}  # the first for forms that do not depend on scale, of float64 and others
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ def prepared(
         bool(causal),
         "diagonal" if name == "diag_leverage" else "norm" if name == "norm" else "none",
         normalize == "mean" and name == "diag_leverage",
-        (_LEAST_CAUSAL if causal else _LEAST) if released else _TINY,
+        (_LEAST_CAUSAL if causal else _LEAST) if released else _TINY[str(stack.dtype).endswith("64")],
         _RIDGE if released else 0.0,
         _positive("c", c),
         _positive("step", step) * _positive("c", c),
@@ -149,19 +149,22 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
-    """Return a decay for each head, or None where nothing decays."""
+    """Return a decay for each head, or None where nothing decays. Numbers of Python are read as torch can trace it."""
     if isinstance(decay, int | float) and decay == 1:
         return None
     if _is_torch(decay) and decay.requires_grad:
         raise ValueError("decay requires a gradient, which there is none of; give decay.detach()")
-    rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay)
-    if rates.dtype.kind not in "fiu" or rates.shape not in ((), (h,)):
+    each = list(decay) if isinstance(decay, list | tuple) else [decay] * h
+    if not all(isinstance(rate, int | float) for rate in each):
+        rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay)
+        each = np.broadcast_to(rates, h).tolist() if rates.dtype.kind in "fiu" and rates.shape in ((), (h,)) else []
+    if len(each) != h:
         raise ValueError(f"decay is {decay!r}; expected a number in (0, 1], or one for each of {h} heads")
-    if not ((rates > 0) & (rates <= 1)).all():
+    if not all(0 < rate <= 1 for rate in each):
         raise ValueError(f"decay is {decay!r}; expected numbers above 0 and at most 1")
     if not causal:
         raise ValueError("decay was given and causal is False; expected causal=True, as tokens have no order without")
-    return np.array(np.broadcast_to(rates.astype(np.float64), (h,)))
+    return np.array(each, np.float64)
 
 
 def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:

@@ -32,8 +32,8 @@ class BlockSums:
     def add(self, rows: Rows, weights: Float64 | None) -> None:
         """Add rows, or raise and stay as it was; rows with weights are held in float64."""
         if weights is not None:  # Σ w k kᵀ is the second moment of √w k
-            keys = to_float64(rows.keys, rows.format) * np.sqrt(weights)[..., None]
-            rows = Rows(keys, "float64", rows.mask)
+            keys = to_float64(rows.keys, rows.format) * np.sqrt(to_numpy(weights))[..., None]
+            rows = Rows(keys, "float64", None if rows.mask is None else to_numpy(rows.mask))
         tail = self._tail.copy() if self._tail is not None else Tail(self._b, self._d, rows.format)
         sums, before = self._sum.copy(), self._sum.blocks.count * BLOCK + tail.count
         try:
@@ -99,7 +99,7 @@ class RunningSums:
         self.decay = decay
         self._shape = (b, d, d) if full else (b, d)
         self._full = full
-        self._rows = 0
+        self.rows = 0
         self.held: Any = None
 
     def arrays(self) -> Any:
@@ -118,8 +118,8 @@ class RunningSums:
         try:
             check_finite(rows, to_numpy(new[0]))
         except FloatingPointError:
-            refuse_nonfinite(rows, self._rows)
-        self.held, self._rows = new, self._rows + rows.shape[1]
+            refuse_nonfinite(rows, self.rows)
+        self.held, self.rows = new, self.rows + rows.shape[1]
 
     def read(self) -> Any:
         """Return the moment."""
@@ -153,16 +153,16 @@ class RunningSums:
                 mine = mine * xp.reshape(kept, (-1, *[1] * (mine.ndim - 1)))
                 mass = mass * kept
             total, weight = mine + total, mass + weight
-        self.held, self._rows = (total, weight), self._rows + other._rows
+        self.held, self.rows = (total, weight), self.rows + other.rows
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return what `from_parts` takes."""
         total, weight = map(to_numpy, self.arrays())
-        return {"rows": self._rows}, {"total": total, "weight": weight}
+        return {"rows": self.rows}, {"total": total, "weight": weight}
 
     def restore(self, rows: int, total: Float64, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Take up a moment and the other arrays that `parts` took apart, or raise ValueError or LookupError."""
         weight = shaped(arrays["weight"], np.float64, self._shape[:1])
         if (weight < 0).any() or ((total if total.ndim == 2 else np.diagonal(total, axis1=1, axis2=2)) < 0).any():
             raise ValueError("a sum of weights or of squares is negative")
-        self._rows, self.held = rows, (total, weight)
+        self.rows, self.held = rows, (total, weight)

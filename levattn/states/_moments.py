@@ -139,7 +139,9 @@ class Moments:
         self = cls(d, tuple(batch), diagonal=True, decay=decay)
         self.count = np.asarray(count, np.int64)
         xp, b = array_api_compat.array_namespace(total), math.prod(batch)
-        self._sums.held = xp.reshape(total, (b, d)), xp.reshape(mass, (b,))  # type: ignore[union-attr]
+        if isinstance(self._sums, RunningSums):
+            self._sums.held = xp.reshape(total, (b, d)), xp.reshape(mass, (b,))
+            self._sums.rows = int(self.count.max(initial=0))
         return self
 
     def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:

@@ -1,0 +1,508 @@
+"""Token statistics attention: its definitions, its properties, its states, and what it does at the edges."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import naive_attention
+import strategies
+from levattn.attention import memberships, tssa
+from levattn.states import Moments, TokenState
+from strategies import ALL_STORAGE, STORAGE, Float, as_float64
+
+SETTINGS = strategies.examples(20)
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+WIDE = tuple(name for name in ALL_STORAGE if name.endswith(("64", "32")))
+
+# name -> (options of tssa, options of the oracle): every form, one line each
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "released": ({}, {}),
+    "released-bidirectional": ({"causal": False}, {"causal": False}),
+    "paper": ({"membership": "norm"}, {"membership": "norm"}),
+    "paper-bidirectional": ({"membership": "norm", "causal": False}, {"membership": "norm", "causal": False}),
+    "uniform": ({"membership": "uniform"}, {"membership": "uniform"}),
+    "uniform-bidirectional": (
+        {"membership": "uniform", "causal": False},
+        {"membership": "uniform", "causal": False},
+    ),
+    "mean": ({"normalize": "mean"}, {"mean": True}),
+    "mean-bidirectional": ({"normalize": "mean", "causal": False}, {"mean": True, "causal": False}),
+    "decayed": ({"decay": 0.9}, {"decay": 0.9}),
+    "decayed-mean": ({"decay": [0.5, 0.9, 1.0], "normalize": "mean"}, {"decay": [0.5, 0.9, 1.0], "mean": True}),
+    "decayed-paper": ({"decay": 0.9, "membership": "norm"}, {"decay": 0.9, "membership": "norm"}),
+    "scaled": ({"c": 4.0, "step": 0.3, "membership": "norm"}, {"c": 4.0, "step": 0.3, "membership": "norm"}),
+}
+CAUSAL = [name for name, (options, _) in FORMS.items() if options.get("causal", True)]
+BIDIRECTIONAL = [name for name in FORMS if name not in CAUSAL]
+
+
+def tokens(seed: int, T: int = 37, h: int = 3, d: int = 4, *, batch: Any = (), scale: float = 1.0) -> Float:
+    return np.random.default_rng(seed).standard_normal((*batch, h, T, d)) * scale
+
+
+THETA = np.array([0.5, 1.0, 1.7])
+
+
+def in_chunks(
+    W: Float, sizes: list[int], theta: Any = THETA, bias: Any = None, **options: Any
+) -> tuple[Any, TokenState]:
+    """Outputs with the state handed from chunk to chunk."""
+    parts, state = [], options.pop("state", None)
+    for low, high in pairwise(np.cumsum([0, *sizes])):
+        here = None if bias is None else bias[..., low:high]
+        Y, state = tssa(W[..., low:high, :], theta, bias=here, state=state, return_state=True, **options)
+        parts.append(Y)
+    return np.concatenate(parts, axis=-2), state
+
+
+# -- the definition ----------------------------------------------------------------------
+
+
+@strategies.stores(*ALL_STORAGE)
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_loop_over_tokens(storage: str, form: str) -> None:
+    options, oracle = FORMS[form]
+    W = STORAGE[storage](tokens(0, 21))
+    held = as_float64(W)
+    mask = np.random.default_rng(1).random(21) > 0.2
+    for more in ({}, {"mask": mask}, {"offsets": [0, 9, 9, 21]}):
+        Y, P = naive_attention.token_statistics(held, THETA, **oracle, **more)
+        theta = STORAGE[storage](THETA[None])[0, :]
+        P_seen = memberships(W, theta, **{k: v for k, v in options.items() if k not in ("c", "step")}, **more)
+        out = tssa(W, theta, **options, **more)
+        atol = TOLERANCE[storage.rpartition("-")[2]]
+        assert out.dtype == W.dtype
+        if not storage.endswith("16"):
+            np.testing.assert_allclose(as_float64(P_seen), P, atol=atol, err_msg=str(more))
+        np.testing.assert_allclose(as_float64(out), Y, atol=4 * atol * max(1.0, np.abs(Y).max()), err_msg=str(more))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_positional_bias_and_logits_of_ones_own(causal: bool) -> None:
+    W = tokens(2, batch=(2,))
+    rng = np.random.default_rng(3)
+    bias, logits = rng.standard_normal((3, 37)), rng.standard_normal((2, 3, 37))
+    Y = tssa(W, THETA, bias=bias, causal=causal)
+    own = tssa(W, THETA, membership=logits, bias=bias, causal=causal)
+    for i in range(2):
+        expected = naive_attention.token_statistics(W[i], THETA, causal=causal, offset=4 * bias)[0]
+        np.testing.assert_allclose(Y[i], expected, atol=1e-12)
+        offset = 4 * bias + logits[i]
+        expected = naive_attention.token_statistics(W[i], THETA, "logits", causal, offset=offset)[0]
+        np.testing.assert_allclose(own[i], expected, atol=1e-12)
+
+
+def test_exact_leverage_memberships_are_the_softmax_of_leverage_scores() -> None:
+    W = tokens(4)
+    W[:, :, 1] = W[:, :, 0]  # rank 3
+    scores = np.stack([naive.leverage_svd(head)[0] for head in W])
+    for normalize, factor in (("sum", 1), ("mean", 37)):
+        P = memberships(W, THETA, membership="leverage", normalize=normalize, causal=False)
+        expected = np.array([naive_attention.softmax(THETA * factor * scores[:, t]) for t in range(37)]).T
+        np.testing.assert_allclose(P, expected, atol=1e-10)
+        by_logits = tssa(W, THETA, membership=factor * scores, causal=False)
+        Y = tssa(W, THETA, membership="leverage", normalize=normalize, causal=False)
+        np.testing.assert_allclose(Y, by_logits, atol=1e-10)
+    packed = memberships(W, membership="leverage", causal=False, offsets=[0, 20, 37])
+    np.testing.assert_allclose(packed[:, :20], memberships(W[:, :20], membership="leverage", causal=False), atol=1e-12)
+
+
+# -- T1 to T5: memberships and sizes --------------------------------------------------------
+
+
+@SETTINGS
+@given(
+    seed=st.integers(0, 2**32),
+    T=st.integers(1, 40),
+    h=st.integers(1, 5),
+    scale=st.sampled_from([1e-6, 1.0, 30.0]),
+    form=st.sampled_from(sorted(FORMS)),
+    dtype=st.sampled_from([np.float64, np.float32]),
+)
+def test_memberships_are_distributions_and_outputs_are_shrunk_tokens(
+    seed: int, T: int, h: int, scale: float, form: str, dtype: Any
+) -> None:
+    W = tokens(seed, T, h, scale=scale).astype(dtype)
+    options = dict(FORMS[form][0])
+    if isinstance(options.get("decay"), list):
+        options["decay"] = 0.9
+    c, step = options.pop("c", 1.0), options.pop("step", 1.0)
+    P = memberships(W, **options)
+    room = 8 * np.finfo(dtype).eps
+    assert P.min() >= 0
+    np.testing.assert_allclose(P.sum(axis=0), 1, rtol=room)
+    Y = tssa(W, c=c, step=step, **options)
+    bound = c * step * P[..., None] * np.abs(W)
+    assert np.all(np.abs(Y) <= bound * (1 + room))
+    assert np.all(Y * W <= 0)
+
+
+@pytest.mark.parametrize("form", BIDIRECTIONAL)
+def test_bidirectional_is_equivariant_to_the_order_of_tokens(form: str) -> None:
+    W, order = tokens(5), np.random.default_rng(6).permutation(37)
+    Y = tssa(W, THETA, **FORMS[form][0])
+    np.testing.assert_allclose(tssa(W[:, order], THETA, **FORMS[form][0]), Y[:, order], atol=1e-13)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_released_memberships_do_not_depend_on_the_scale_of_channels(causal: bool) -> None:
+    W, sizes = tokens(7), np.exp(np.random.default_rng(8).uniform(-3, 3, (3, 1, 4)))
+    for normalize in ("sum", "mean"):
+        P = memberships(W, THETA, normalize=normalize, causal=causal)
+        np.testing.assert_allclose(memberships(W * sizes, THETA, normalize=normalize, causal=causal), P, atol=1e-13)
+    paper = memberships(W, THETA, membership="norm", causal=causal)
+    assert np.abs(memberships(W * sizes, THETA, membership="norm", causal=causal) - paper).max() > 0.1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_small_tokens_are_weighted_and_large_ones_vanish(causal: bool) -> None:
+    W = tokens(9)
+    small, large = W * 1e-9, W * 1e9
+    mean = {"normalize": "mean", "causal": causal}
+    np.testing.assert_allclose(tssa(small, **mean) / 1e-9, -memberships(W, **mean)[..., None] * W, rtol=1e-9)
+    np.testing.assert_allclose(tssa(small, membership="norm", causal=causal) / 1e-9, -W / 3, rtol=1e-9)
+    assert np.abs(tssa(large, causal=causal)).max() < 1e-6
+
+
+def test_uniform_where_the_temperature_is_zero_and_a_constant_bias_shifts_logits() -> None:
+    W, bias = tokens(10), np.random.default_rng(11).standard_normal((3, 37))
+    np.testing.assert_array_equal(memberships(W, 0.0, bias=bias), 1 / 3)
+    np.testing.assert_allclose(tssa(W, 0.0, bias=bias), tssa(W, membership="uniform"), rtol=1e-6)  # up to the 1e-8
+    shifted = np.zeros((3, 37))
+    shifted[1] = 0.3  # moves the logit of head 1 by θ d b
+    log = np.log(memberships(W, THETA, bias=shifted)) - np.log(memberships(W, THETA))
+    np.testing.assert_allclose(log[1] - log[0], THETA[1] * 4 * 0.3, rtol=1e-10)
+    np.testing.assert_allclose(log[2] - log[0], 0, atol=1e-12)
+
+
+# -- T6, T7: prefixes, chunks, steps ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("form", CAUSAL)
+def test_steps_chunks_and_everything_at_once_agree(form: str, dtype: Any) -> None:
+    options = FORMS[form][0]
+    T = 210
+    W = tokens(12, T, batch=(2,)).astype(dtype)
+    bias = None if options.get("membership") == "uniform" else tokens(13, T)[..., 0].astype(dtype)
+    Y, whole = tssa(W, THETA.astype(dtype), bias=bias, return_state=True, **options)
+    theta = THETA.astype(dtype)
+    room = TOLERANCE[np.dtype(dtype).name] * np.abs(W).max()
+    for size in (1, 7, 64, 100):
+        sizes = [min(size, T - low) for low in range(0, T, size)]
+        parts, state = in_chunks(W, sizes, theta, bias, **options)
+        np.testing.assert_allclose(parts, Y, rtol=0, atol=room)
+        assert (state.norms is None) == (whole.norms is None)
+        for mine, theirs in ((state.norms, whole.norms), (state.tokens, whole.tokens)):
+            if mine is not None and theirs is not None:
+                np.testing.assert_allclose(mine.read(), theirs.read(), rtol=10 * TOLERANCE[np.dtype(dtype).name])
+                np.testing.assert_array_equal(mine.count, theirs.count)
+
+
+@pytest.mark.parametrize("form", ["paper", "uniform", "scaled"])
+def test_paper_rows_are_the_last_rows_of_the_bidirectional_form_on_their_prefix(form: str) -> None:
+    W, options = tokens(14), FORMS[form][0]
+    Y = tssa(W, THETA, **options)
+    for t in range(37):
+        prefix = tssa(W[:, : t + 1], THETA, causal=False, **options)
+        np.testing.assert_allclose(Y[:, t], prefix[:, -1], atol=1e-13)
+
+
+def test_released_rows_are_not() -> None:
+    W = tokens(14)
+    off = [tssa(W)[:, t] - tssa(W[:, : t + 1], causal=False)[:, -1] for t in range(37)]
+    assert 0.01 < np.abs(off).max() < 1
+
+
+@pytest.mark.parametrize("form", CAUSAL)
+def test_what_comes_later_changes_no_bit(form: str) -> None:
+    W = tokens(15, 90)
+    Y = tssa(W, THETA, **FORMS[form][0])
+    W[:, 50:] = 1e6
+    np.testing.assert_array_equal(tssa(W, THETA, **FORMS[form][0])[:, :50], Y[:, :50])
+
+
+def test_shards_of_a_sequence_merge() -> None:
+    W = tokens(16, 60)
+    for options in ({"membership": "norm"}, {"membership": "norm", "decay": 0.9}, {"membership": "uniform"}):
+        _, whole = tssa(W, THETA, return_state=True, **options)
+        parts = [tssa(W[:, low:high], THETA, return_state=True, **options)[1] for low, high in ((0, 25), (25, 60))]
+        state = TokenState.from_bytes(parts[0].to_bytes()).merge(parts[1])
+        np.testing.assert_allclose(state.tokens.read(), whole.tokens.read(), rtol=1e-12)
+        np.testing.assert_allclose(state.tokens.weight, whole.tokens.weight, rtol=1e-12)
+        again = tssa(W[:, 25:], THETA, state=parts[0], **options)
+        np.testing.assert_allclose(again, tssa(W, THETA, **options)[:, 25:], atol=1e-12)
+
+
+@pytest.mark.parametrize("form", BIDIRECTIONAL)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_complete_state_is_read_and_not_added_to(form: str, masked: bool) -> None:
+    W, options = tokens(17, 60), FORMS[form][0]
+    mask = np.random.default_rng(18).random(60) > 0.3 if masked else np.ones(60, bool)
+    Y, complete = tssa(W, THETA, mask=mask, return_state=True, **options)
+    before = complete.to_bytes()
+    for low, high in ((0, 20), (20, 60)):
+        part, after = tssa(W[:, low:high], THETA, mask=mask[low:high], state=complete, return_state=True, **options)
+        np.testing.assert_allclose(part, Y[:, low:high], atol=1e-13)
+        assert after.to_bytes() == complete.to_bytes() == before
+    norms = Moments(4, (3,), diagonal=True)
+    sums = Moments(4, (3,), diagonal=True)
+    for low, high in ((0, 20), (20, 60)):
+        norms.update(W[:, low:high], mask[None, low:high].repeat(3, axis=0))
+    for low, high in ((0, 20), (20, 60)):
+        there = mask[None, low:high].repeat(3, axis=0)
+        seen = TokenState(norms)
+        P = memberships(W[:, low:high], THETA, mask=mask[low:high], state=seen, **options)
+        sums.update(W[:, low:high], there, weights=P)
+    part = tssa(W[:, :20], THETA, mask=mask[:20], state=TokenState(norms, sums), **options)
+    np.testing.assert_allclose(part, Y[:, :20], atol=1e-13)
+
+
+def test_exact_leverage_is_read_from_a_full_moment() -> None:
+    W = tokens(19, 60)
+    for normalize in ("sum", "mean"):
+        options = {"membership": "leverage", "normalize": normalize, "causal": False}
+        Y, state = tssa(W, THETA, return_state=True, **options)
+        assert not state.norms.diagonal
+        np.testing.assert_allclose(tssa(W[:, 20:], THETA, state=state, **options), Y[:, 20:], atol=1e-11)
+
+
+@strategies.stores(*WIDE)
+def test_states_stay_in_the_library_of_the_tokens_and_go_on(storage: str) -> None:
+    W = STORAGE[storage](tokens(20, 40))
+    Y = as_float64(tssa(W))
+    head, state = tssa(W[:, :25, :], return_state=True)
+    tail, end = tssa(W[:, 25:, :], state=state, return_state=True)
+    found = np.concatenate([as_float64(head), as_float64(tail)], axis=1)
+    np.testing.assert_allclose(found, Y, atol=4 * TOLERANCE[storage.rpartition("-")[2]])
+    assert end.numbers() == 2 * 3 * (4 + 1)
+    again = tssa(W[:, 25:, :], state=TokenState.from_bytes(state.to_bytes()))
+    np.testing.assert_allclose(as_float64(again), as_float64(tail), atol=1e-7)
+
+
+# -- masks, packing, layouts, T13, T14 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masked_tokens_are_as_if_they_were_not_there(form: str) -> None:
+    W, options = tokens(21, 50, batch=(2,)), FORMS[form][0]
+    mask = np.random.default_rng(22).random((2, 50)) > 0.3
+    mask[0, :3] = False
+    dirty = np.where(mask[:, None, :, None], W, np.nan)
+    Y, state = tssa(dirty, THETA, mask=mask, return_state=True, **options)
+    for i in range(2):
+        expected, own = tssa(W[i][:, mask[i]], THETA, return_state=True, **options)
+        np.testing.assert_allclose(Y[i][:, mask[i]], expected, atol=1e-13)
+        assert not Y[i][:, ~mask[i]].any()
+        np.testing.assert_array_equal(state.tokens.count[i], own.tokens.count)
+    nothing = tssa(dirty, mask=np.zeros((2, 50), bool), **options)
+    np.testing.assert_array_equal(nothing, 0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_sequences_do_not_see_each_other(form: str) -> None:
+    W, options = tokens(23, 50), FORMS[form][0]
+    lengths = [20, 0, 1, 29]
+    Y, state = tssa(W, THETA, lengths=lengths, return_state=True, **options)
+    ends = np.cumsum([0, *lengths])
+    for i, (low, high) in enumerate(pairwise(ends)):
+        expected, own = tssa(W[:, low:high], THETA, return_state=True, **options)
+        np.testing.assert_allclose(Y[:, low:high], expected, atol=1e-14)
+        np.testing.assert_allclose(state.tokens.read()[:, i], own.tokens.read(), rtol=1e-13)
+    if options.get("causal", True):
+        again = tssa(W, THETA, lengths=lengths, state=state, **options)
+        low, high = ends[3], ends[4]
+        whole = tssa(np.concatenate([W[:, low:high]] * 2, 1), THETA, **options)
+        np.testing.assert_allclose(again[:, low:high], whole[:, high - low :], atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("causal", [True, False])
+def test_layouts_and_batches_change_no_bit(causal: bool, dtype: Any) -> None:
+    W = tokens(24, 70, h=4, d=5, batch=(3,)).astype(dtype)
+    Y = tssa(W, causal=causal)
+    side_by_side = np.ascontiguousarray(W.swapaxes(1, 2)).swapaxes(1, 2)
+    found = tssa(side_by_side, causal=causal)
+    np.testing.assert_array_equal(found, Y)
+    assert found.strides == side_by_side.strides
+    wide = np.zeros((3, 4, 70, 11), dtype)[..., 3:8]
+    wide[:] = W
+    np.testing.assert_array_equal(tssa(wide, causal=causal), Y)
+    np.testing.assert_array_equal(tssa(W[1], causal=causal), Y[1])
+    np.testing.assert_array_equal(tssa(W[:, :, ::-1][:, :, ::-1], causal=causal), Y)
+    with levattn.thread_limit(1):
+        np.testing.assert_array_equal(tssa(W, causal=causal), Y)
+
+
+def test_leading_axes_broadcast() -> None:
+    W, theta = tokens(25, batch=(2, 3)), np.random.default_rng(26).random((3, 3)) + 0.5
+    Y = tssa(W, theta)
+    for i in range(2):
+        for j in range(3):
+            np.testing.assert_allclose(Y[i, j], tssa(W[i, j], theta[j]), atol=1e-15)
+
+
+@strategies.stores("numpy-float16", "numpy-bfloat16", "torch-bfloat16", "torch-float16")
+def test_halves_are_summed_in_single_precision(storage: str) -> None:
+    W = STORAGE[storage](np.full((2, 3000, 4), 0.1))  # sums of halves end at 4 or 0.3
+    Y = as_float64(tssa(W))
+    expected = tssa(as_float64(W))
+    np.testing.assert_allclose(Y, expected, rtol=8e-3)
+
+
+@pytest.mark.parametrize("kind", ["random", "equal"])
+def test_errors_of_single_precision_do_not_grow_with_the_number_of_tokens(kind: str) -> None:
+    T = 100_000
+    W = tokens(27, T, 2, 3) if kind == "random" else np.full((2, T, 3), 0.7)
+    single = W.astype(np.float32)
+    for form in ("released", "paper", "mean", "released-bidirectional"):
+        exact, found = (tssa(X, membership_scale(form), **FORMS[form][0]) for X in (single.astype(np.float64), single))
+        assert np.abs(found - exact).max() <= 1e-5 * np.abs(W).max(), form
+
+
+def membership_scale(form: str) -> float:
+    return 0.3 if form == "mean" else 1.0
+
+
+# -- T13: the bridge, and dilution -----------------------------------------------------------------------
+
+
+def test_released_logits_are_diagonal_leverage_scores() -> None:
+    W = tokens(28, 50)
+    scores = np.stack([(head**2 / (head**2).sum(axis=0)).sum(axis=1) for head in W])
+    np.testing.assert_allclose(scores.sum(axis=1), 4, rtol=1e-13)
+    np.testing.assert_allclose(
+        memberships(W, causal=False), memberships(W, membership=scores, causal=False), atol=1e-13
+    )
+
+
+def test_released_memberships_dilute_and_the_others_do_not() -> None:
+    """Mean logit d / t, and so h·|Π − 1/h| near 0; the figures are those of random tokens of 12 heads, d = 64."""
+    h, d, T = 12, 64, 1025
+    W = tokens(29, T, h, d)
+    spread = {}
+    for name, options in {
+        "released": {},
+        "mean": {"normalize": "mean"},
+        "decayed": {"decay": 1 - 1 / 16},
+    }.items():
+        P = memberships(W, d**-0.5 if name == "mean" else 1.0, **options)
+        spread[name] = [np.abs(h * P[:, t - 8 : t] - 1).max() for t in (16, 256, 1024)]
+    assert 1.0 < spread["released"][0] < 4
+    assert 0.03 < spread["released"][1] < 0.15
+    assert 0.008 < spread["released"][2] < 0.03
+    assert min(spread["mean"]) > 1
+    assert min(spread["decayed"]) > 0.5
+
+
+# -- edges ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_empty_single_and_zero_tokens(form: str) -> None:
+    options = FORMS[form][0]
+    Y, state = tssa(np.zeros((3, 0, 4)), THETA, return_state=True, **options)
+    assert Y.shape == (3, 0, 4)
+    assert not state.tokens.read().any()
+    assert not state.tokens.count.any()
+    np.testing.assert_array_equal(tssa(np.zeros((3, 5, 4)), THETA, **options), 0)
+    assert tssa(np.zeros((0, 3, 5, 4)), THETA, **options).shape == (0, 3, 5, 4)
+    one = tokens(30, 1)
+    expected = naive_attention.token_statistics(one, THETA, **FORMS[form][1])[0]
+    np.testing.assert_allclose(tssa(one, THETA, **options), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+def test_forms_of_ours_do_not_depend_on_the_scale(scale: float) -> None:
+    W = tokens(31)
+    for options in ({"normalize": "mean"}, {"normalize": "mean", "causal": False}):
+        np.testing.assert_allclose(memberships(W * scale, 0.3, **options), memberships(W, 0.3, **options), rtol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_nonfinite_tokens_spread_to_what_sees_them(causal: bool) -> None:
+    W = tokens(32, 40)
+    W[1, 20] = np.nan
+    with np.errstate(invalid="ignore"):
+        Y = tssa(W, causal=causal)
+    assert np.isnan(Y[:, 20]).all()
+    assert np.isfinite(Y[:, :20]).all() == causal
+    assert np.isnan(Y[1, 21:]).all()
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "membership": ({"membership": "key"}, ValueError, "membership is 'key'; expected one of"),
+    "membership-shape": (
+        {"membership": np.zeros((3, 5))},
+        ValueError,
+        r"membership has shape \(3, 5\); expected T = 37",
+    ),
+    "normalize": ({"normalize": "max"}, ValueError, "normalize is 'max'"),
+    "mean-norm": ({"normalize": "mean", "membership": "norm"}, ValueError, "expected leverage scores"),
+    "leverage-causal": ({"membership": "leverage"}, ValueError, "expected causal=False.*online_leverage_scores"),
+    "uniform-bias": ({"membership": "uniform", "bias": np.zeros((3, 37))}, ValueError, "expected no bias"),
+    "bias": ({"bias": np.zeros((2, 37))}, ValueError, r"bias has shape \(2, 37\); expected h = 3"),
+    "decay": ({"decay": 1.5}, ValueError, "decay is 1.5; expected numbers above 0 and at most 1"),
+    "decay-shape": ({"decay": [0.5, 0.5]}, ValueError, "one for each of 3 heads"),
+    "decay-order": ({"decay": 0.5, "causal": False}, ValueError, "expected causal=True"),
+    "c": ({"c": 0}, ValueError, "c is 0; expected a finite number above 0"),
+    "step": ({"step": "1"}, TypeError, "step is '1'; expected a number above 0"),
+    "mask": ({"mask": np.ones(36, bool)}, ValueError, r"mask has shape \(36,\)"),
+    "mask-kind": ({"mask": np.ones(37)}, TypeError, "mask has dtype float64; expected bool"),
+    "offsets": ({"offsets": [0, 5]}, ValueError, "offsets is .0 5.; expected whole numbers"),
+    "both": ({"offsets": [0, 37], "lengths": [37]}, ValueError, "both given"),
+    "state": ({"state": 3}, TypeError, "state is of type int; expected a levattn.states.TokenState"),
+    "state-empty": ({"state": TokenState()}, ValueError, "state has no norms"),
+    "state-tokens": (
+        {"state": TokenState(Moments(4, (3,), diagonal=True)), "causal": False},
+        ValueError,
+        "state has no tokens",
+    ),
+    "state-shape": (
+        {"state": TokenState(*(Moments(4, (2,), diagonal=True) for _ in "An"))},
+        ValueError,
+        r"batch \(2,\) and d = 4; expected diagonal ones with batch \(3,\)",
+    ),
+    "state-decay": (
+        {"state": TokenState(*(Moments(4, (3,), diagonal=True, decay=0.5) for _ in "An"))},
+        ValueError,
+        "with decay 0.5",
+    ),
+    "state-full": (
+        {"membership": "leverage", "causal": False, "state": TokenState(Moments(4, (3,), diagonal=True))},
+        ValueError,
+        "no full second moment",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    options, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        tssa(tokens(33), **options)
+
+
+def test_bad_tokens_and_temperatures_are_named() -> None:
+    with pytest.raises(ValueError, match=r"W has shape \(37, 4\); expected \(..., h, T, d\)"):
+        tssa(tokens(33)[0])
+    with pytest.raises(TypeError, match="W has dtype int64"):
+        tssa(np.ones((3, 5, 4), np.int64))
+    with pytest.raises(ValueError, match=r"temperature has shape \(2,\); expected h = 3"):
+        tssa(tokens(33), np.ones(2))
+    with pytest.raises(ValueError, match="temperature is nan"):
+        tssa(tokens(33), float("nan"))
+    with pytest.raises(TypeError, match="norms is of type int"):
+        TokenState(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="other holds nothing; expected norms"):
+        TokenState(Moments(2, diagonal=True)).merge(TokenState())
+    with pytest.raises(TypeError, match="other is of type Moments"):
+        TokenState().merge(Moments(2))  # type: ignore[arg-type]
