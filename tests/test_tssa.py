@@ -103,7 +103,7 @@ def test_positional_bias_and_logits_of_ones_own(causal: bool) -> None:
 def test_exact_leverage_memberships_are_the_softmax_of_leverage_scores() -> None:
     W = tokens(4)
     W[:, :, 1] = W[:, :, 0]  # rank 3
-    scores = np.stack([naive.leverage_svd(head)[0] for head in W])
+    scores = np.stack([naive.leverage_svd(head) for head in W])
     for normalize, factor in (("sum", 1), ("mean", 37)):
         P = memberships(W, THETA, membership="leverage", normalize=normalize, causal=False)
         expected = np.array([naive_attention.softmax(THETA * factor * scores[:, t]) for t in range(37)]).T
