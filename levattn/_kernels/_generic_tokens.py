@@ -69,6 +69,7 @@ def _run(x: Statistics) -> tuple[Any, Any, TokenSums]:
         offset = None if x.offset is None else x.offset[:, :, low:high]
         begin = _begin(xp, x, W, i)
         W = xp.where(there[..., None], W, xp.zeros_like(W))
+        offset = None if offset is None else xp.where(there, offset, xp.zeros_like(offset))
         run = _causal if x.causal else _everywhere
         Y, P, end = run(xp, x, W, there, offset, begin)
         outputs.append(Y)

@@ -1,7 +1,159 @@
-"""Token statistics attention on the CPU."""
+"""Token statistics attention on the CPU: says where arrays lie, and shares tasks out over threads.
+
+Where there are many sequences, a task is all of one; else each step is shared out by itself, head by head. What is
+computed is the same.
+"""
 
 from __future__ import annotations
 
-from levattn._kernels._generic_tokens import add_squares, forward, memberships
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["add_squares", "forward", "memberships"]
+import numpy as np
+
+from levattn._kernels import _cpu_tokens as compiled
+from levattn._kernels._cpu import _share
+from levattn._kernels._cpu_tokens import BLOCK, KINDS, SPAN, VIEWS, Plan
+from levattn._kernels._rows import Float64
+from levattn._kernels._statistics import Statistics, TokenSums
+from levattn._threads import num_threads
+
+__all__ = ["add_squares", "backward", "forward", "memberships"]
+
+_ENOUGH = 8  # sequences for each thread
+_ROWS = 4096  # rows that are read as float64 at a time
+
+
+def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
+    """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
+    out = _like(x.W)
+    after = _after(x) if state else None
+    P = np.empty(x.W.shape[:3], x.W.dtype)
+    plan, _kept = _plan(x, after if after is None or x.causal or x.state is None else None, P=P, Y=out)
+    _run(x, compiled.forward_tasks, plan, (compiled.SCORE, compiled.SHARE, compiled.LAST), 4, True)
+    return out, after
+
+
+def memberships(x: Statistics) -> Any:
+    """Return the memberships (b, h, T)."""
+    P = np.empty(x.W.shape[:3], x.W.dtype)
+    plan, _kept = _plan(x, None, P=P)
+    _run(x, compiled.forward_tasks, plan, (compiled.SCORE, compiled.SHARE), 2, False)
+    return P
+
+
+def backward(x: Statistics, dY: Any) -> tuple[Any, Any, Any]:
+    """Return the gradients of ``Σ dY · forward(x)`` in W, temperature and offset; None for an offset there is not."""
+    b, h, _, _ = x.W.shape
+    out = _like(x.W)
+    P, E = np.empty((2, *x.W.shape[:3]), x.W.dtype)
+    dT = np.zeros((b, h, len(x.offsets) - 1))
+    dY = _rows(np.asarray(dY, x.W.dtype))
+    plan, _kept = _plan(x, None, dT=dT, P=P, D_Y=dY, D_W=out, E=E)
+    _run(x, compiled.forward_tasks, plan, (compiled.SCORE, compiled.SHARE), 2, False)
+    _run(x, compiled.backward_tasks, plan, (compiled.BACK, compiled.BLAME, compiled.REST), 8)
+    offset = None if x.offset is None else E * np.asarray(x.temperature, E.dtype)[..., None]
+    return out, dT.sum(axis=2).astype(x.W.dtype), offset
+
+
+def add_squares(
+    X: Any, mask: Any, weights: Any, decay: Any, held: tuple[Any, Any] | None, *, full: bool = False
+) -> tuple[Float64, Float64]:
+    """Return ``Σ w x²`` (b, d), or if `full` ``Σ w x xᵀ`` (b, d, d), and ``Σ w`` (b,), after the sums `held`.
+
+    Row after row, so that the size of chunks does not show; see `_generic_tokens`.
+    """
+    b, T, d = X.shape
+    if held is None:
+        total, mass = np.zeros((b, d, d) if full else (b, 1, d)), np.zeros(b)
+    else:
+        total, mass = np.array(held[0], np.float64).reshape(b, -1, d), np.array(held[1], np.float64)
+    rates = np.empty(0) if decay is None else np.ascontiguousarray(decay, np.float64)
+    for low in range(0, T, _ROWS if X.dtype == np.float16 else max(T, 1)):
+        part = slice(low, low + _ROWS) if X.dtype == np.float16 else slice(None)
+        rows = X[:, part].astype(np.float32) if X.dtype == np.float16 else _rows(X)
+        there = np.empty((0, 0), np.uint8) if mask is None else np.ascontiguousarray(mask[:, part]).view(np.uint8)
+        w = np.empty((0, 0)) if weights is None else np.ascontiguousarray(weights[:, part], np.float64)
+        arguments = rows, there, w, rates, total, mass, full
+
+        def body(first: int, last: int, arguments: Any = arguments) -> None:
+            compiled.square_rows(*arguments, first, last)
+
+        _share(body, b, float(rows.size) * (d if full else 2))
+    return total if full else total[:, 0], mass
+
+
+def _like(W: Any) -> Any:
+    """Return an array of the shape of W, in which the heads of a token lie side by side if they do in W."""
+    b, h, T, d = W.shape
+    if W.strides[1] < W.strides[2]:
+        return np.empty((b, T, h, d), W.dtype).transpose(0, 2, 1, 3)
+    return np.empty((b, h, T, d), W.dtype)
+
+
+def _rows(X: Any) -> Any:
+    """Return an array whose last axis is contiguous."""
+    return X if X.strides[-1] == X.itemsize else np.ascontiguousarray(X)
+
+
+def _after(x: Statistics) -> TokenSums | None:
+    """Return arrays for the sums after all tokens, or the sums there are, if none is added."""
+    if x.state is not None and not x.causal:
+        return x.state
+    if x.state is not None:
+        A, n, M, N = (np.array(part, np.float64) for part in x.state)
+        return A, n, M, N
+    (b, h, _, d), count = x.W.shape, len(x.offsets) - 1
+    return np.zeros((b, h, count, d)), np.zeros((b, h, count)), np.zeros((b, h, count, d)), np.zeros((b, h, count))
+
+
+_NO_SUMS: TokenSums = np.empty((0, 0, 0, 0)), np.empty((0, 0, 0)), np.empty((0, 0, 0, 0)), np.empty((0, 0, 0))
+_FLAG = np.empty(0, np.uint8)
+
+
+def _plan(x: Statistics, after: TokenSums | None, dT: Any = None, **further: Any) -> tuple[Plan, list[Any]]:
+    """Return what the compiled code works on, and what has to live as long as it does."""
+    b, h, _, d = x.W.shape
+    views, kept = np.zeros((VIEWS, 4), np.int64), []
+    for name, array in {"W": x.W, "OFFSET": x.offset, "MASK": x.mask, **further}.items():
+        if array is None:
+            continue
+        if array.ndim == 4:
+            array = _rows(array)
+        b_step, *steps = array.strides[:3]
+        kept.append(array)
+        views[getattr(compiled, name)] = array.ctypes.data, b_step, *([0, *steps] if array.ndim == 2 else steps)
+    rates = np.ones(h) if x.decay is None else np.asarray(x.decay, np.float64)
+    powers = rates[:, None] ** np.arange(BLOCK + 1)
+    before = tuple(np.ascontiguousarray(part, np.float64) for part in x.state or _NO_SUMS)
+    kind = KINDS.index(x.logits)
+    sizes = np.array([b, h, d, x.causal, kind, x.mean and x.logits == "diagonal"], np.int64)
+    plan = Plan(
+        np.empty(0, x.W.dtype),
+        _FLAG,
+        views,
+        np.ascontiguousarray(x.offsets, np.int64),
+        sizes,
+        np.ascontiguousarray(x.temperature, x.W.dtype),
+        powers[:, 1:].astype(x.W.dtype),
+        powers,
+        np.array([max(x.least, float(np.finfo(x.W.dtype).tiny)), x.ridge, x.c, x.gain]),
+        *before,
+        *(_NO_SUMS if after is None else after),
+        np.empty((0, 0, 0)) if dT is None else dT,
+    )
+    return plan, kept
+
+
+def _run(x: Statistics, tasks: Callable[..., None], plan: Plan, steps: tuple[int, ...], cost: int, *more: Any) -> None:
+    """Do all steps, each for all sequences, or one sequence after another where these are many."""
+    (b, h, T, d), n = x.W.shape, len(x.offsets) - 1
+    if not x.W.size:
+        return
+    work = float(cost * x.W.size)
+    if b * n >= _ENOUGH * num_threads() or work < 2_000_000:
+        _share(lambda first, last: tasks(plan, compiled.ALL, *more, first, last), b * n, work)
+        return
+    for step in steps:
+        counts = b * -(-T // SPAN) if step in (compiled.SHARE, compiled.BLAME) else b * n * h
+        _share(lambda first, last, step=step: tasks(plan, step, *more, first, last), counts, work)

@@ -54,13 +54,18 @@ def token_memberships(x: Statistics) -> Any:
     return _tensor_of(found)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def leverage(W: Any, mask: Any) -> Any:
     """Return the leverage scores (b, h, T) of tokens (b, h, T, d), of which `mask` (b, 1, T) takes part."""
+    if _is_transformed(W):
+        raise NotImplementedError(
+            "membership is 'leverage' within torch.func (vmap, grad or another), which these scores do not follow; "
+            "call without torch.func, or give scores of your own as membership"
+        )
     there = None if mask is None else mask.expand(W.shape[:3])
     return _Leverage.apply(W, there) if torch.is_grad_enabled() and W.requires_grad else _scores(W, there)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _scores(W: Any, mask: Any) -> Any:
     return leverage_scores(W.detach(), mask=mask)
 
@@ -160,9 +165,12 @@ def _forward(W: Any, *others: Any) -> Any:
 
 
 def _like_output(W: Any, *_others: Any) -> Any:
-    """Return a tensor laid out as the kernels do: tokens with their heads side by side where those of W are."""
+    """Return a tensor laid out as the kernels do: tokens with their heads side by side where those of W are.
+
+    Where neighbours along the last axis are apart, `memory_of` makes a copy, head by head.
+    """
     b, h, T, d = W.shape
-    if W.stride(1) < W.stride(2):
+    if W.stride(3) == 1 and W.stride(1) < W.stride(2):
         return W.new_empty(b, T, h, d).transpose(1, 2)
     return W.new_empty(b, h, T, d)
 
