@@ -44,6 +44,8 @@ _KEYS = tuple(TYPES.values())
 _REALS = ("float", "double")
 _LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
 _TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
+_UNITS = (("float", "1"), ("float", "4"), ("double", "1"), ("double", "2"))  # channels of a thread
+_BACK_UNITS = tuple(product(_REALS, ("1", "2")))
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
 # source -> kernel -> the types that it is compiled for; () for a kernel that is no template
@@ -89,6 +91,11 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         **dict.fromkeys(("trace_runs", "sum_flows", "write_flows"), _TILES),
     },
     "decay": {"scan_decayed": tuple((real,) for real in _REALS)},
+    "tokens": {
+        **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens"), _UNITS),
+        "scan_tokens": tuple((real,) for real in _REALS),
+    },
+    "tokens_back": dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
 }
 
 
