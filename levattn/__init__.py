@@ -21,6 +21,7 @@ from levattn.heavy import HeavyAttention, heavy_attention
 from levattn.io import KeySource, open_keys
 from levattn.leverage import leverage_scores
 from levattn.mass import SoftmaxMass, softmax_mass
+from levattn.online import online_leverage_scores
 from levattn.sensitivity import Sensitivities, lewis_weights, sensitivities
 from levattn.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.universal import UniversalSet, universal_set
@@ -58,6 +59,7 @@ __all__ = [
     "leverage_scores",
     "lewis_weights",
     "near_duplicates",
+    "online_leverage_scores",
     "open_keys",
     "sensitivities",
     "softmax_mass",

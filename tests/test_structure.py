@@ -42,6 +42,7 @@ LAYERS = {
         "_softmax",
         "exact",
         "groups",
+        "online",
     ),
     4: ("universal", "heavy", "_causal", "_recovery", "_stream", "decoding", "mass", "streaming"),
     5: ("distributed", "attention"),
@@ -82,7 +83,14 @@ EAGER = {
     "llvmlite": CPU_KERNELS,
     **{name: HOMES[name] for name in ("typer", "click", "sklearn")},
     "rich": ("cli", "cli.*"),
-    "torch": ("attention._torch", "attention._torch_tokens", "nn", "nn.*", "integrations.transformers", "integrations.transformers.*"),
+    "torch": (
+        "attention._torch",
+        "attention._torch_tokens",
+        "nn",
+        "nn.*",
+        "integrations.transformers",
+        "integrations.transformers.*",
+    ),
     "transformers": ("integrations.transformers", "integrations.transformers.*"),
 }
 
@@ -441,7 +449,8 @@ def test_public_object_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "distributed.dask", "distributed.torch", "integrations.transformers", "nn"]
+    "name",
+    ["attention", "attention.rates", "distributed.dask", "distributed.torch", "integrations.transformers", "nn"],
 )
 def test_modules_of_their_own_name_are_documented(name: str) -> None:
     try:

@@ -22,12 +22,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import array_api_compat
 import numpy as np
 
 from levattn._array import to_numpy
-from levattn.attention._common import Prepared, check_sizes, prepare
+from levattn.attention._common import Prepared, check_sizes, dense, prepare, reshaped
 from levattn.attention._space import device_of, namespace_of
+from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 
 __all__ = [
@@ -41,12 +41,15 @@ __all__ = [
     "variational_rate",
 ]
 
-_LARGE = 1e12  # of c‖Z‖², from which on rounding a Cholesky factor would show in small singular values
+_LARGE = 1e6  # of c‖Z‖²/n, from which on rounding a Cholesky factor would show in small singular values
+_FAR = 1e145  # entries over ε/√d whose squares can be summed
+_LEAST = 1e-140  # of ε and of steps
+_TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at most about 1e145 eps. Scale {0} down"
 _SUM = 1e-2  # by which memberships of a token may miss 1, as those of 16 bits do
 
 
 def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
-    r"""Return the coding rate R of tokens: the nats that storing them up to the distortion ε takes, for each token.
+    r"""Return the coding rate R of tokens: about how many nats each takes, to be stored up to the distortion ε.
 
     .. math:: R = \tfrac12 \log\det\bigl(I + \tfrac{d}{n \epsilon^2} Z^T Z\bigr),
 
@@ -80,9 +83,9 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     Notes
     -----
     Time O(n d min(n, d)), memory O(min(n, d)²) and Z in float64. The determinant comes from a Cholesky factor of the
-    smaller side; where :math:`c \|Z\|^2` is above 10¹², for which that would be rounded too much, from the
-    singular values. The error is about 1e-13 in absolute terms up to there, and grows as
-    :math:`2^{-53} \sqrt{c} \|Z\|` beyond.
+    smaller side; where :math:`d \|Z\|_F^2 / (n \epsilon^2)` is above 10⁶, for which that would be rounded too much,
+    from the singular values. The absolute error is below about 1e-10 up to there, and beyond about
+    :math:`2^{-53} \sqrt{d/n} \|Z\|_2 / \epsilon`.
 
     References
     ----------
@@ -96,18 +99,17 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     >>> from levattn.states import Moments
     >>> Z = np.random.default_rng(0).standard_normal((100, 4))
     >>> rate = rates.coding_rate(Z, 0.5)
-    >>> np.isclose(rate, np.linalg.slogdet(np.eye(4) + 4 / (100 * 0.25) * Z.T @ Z)[1] / 2)
+    >>> np.allclose(rate, np.linalg.slogdet(np.eye(4) + 4 / (100 * 0.25) * Z.T @ Z)[1] / 2)
     True
-    >>> np.isclose(rates.coding_rate(Moments(4).update(Z[:60]).update(Z[60:]), 0.5), rate)
+    >>> np.allclose(rates.coding_rate(Moments(4).update(Z[:60]).update(Z[60:]), 0.5), rate)
     True
     """
-    eps = _distortion(eps)
     if isinstance(Z, Moments):
-        _refuse_beside(Z, None, mask, "mask")
-        return _scalar(_rate_of(_root(Z), np.asarray(to_numpy(Z.weight)), eps))
-    call, Z, present = _tokens(Z, mask)
-    xp = namespace_of(Z)
-    return _scalar(_back(call, _rate_of(Z, xp.sum(present, axis=1), eps)))
+        _refuse_beside(None, mask)
+        roots, weights = _roots(Z, eps)
+        return _scalar(_rate(roots, weights), Z.batch)
+    call, (Z,), present = _tokens({"Z": (Z, 2)}, eps, mask)
+    return _scalar(_rate(Z, namespace_of(Z).sum(present, axis=1)), call.batch)
 
 
 def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
@@ -166,13 +168,11 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
     >>> bool(rates.compression_rate(Z, Pi, 0.5) < rates.coding_rate(Z, 0.5))
     True
     """
-    eps = _distortion(eps)
     if isinstance(Z, Moments):
-        _refuse_beside(Z, Pi, mask, "Pi and mask")
-        _require_groups(Z)
-        return _scalar(_grouped_rate(_root(Z), None, np.asarray(to_numpy(Z.weight)), eps))
-    call, Z, Pi = _members(Z, Pi, mask)
-    return _scalar(_back(call, _grouped(Z, Pi, eps)))
+        _refuse_beside(Pi, mask)
+        return _scalar(_rate_of_groups(*_groups_of(Z, eps)), Z.batch[:-1])
+    call, (Z, Pi), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2)}, eps, mask)
+    return _scalar(_compression(Z, Pi), call.batch)
 
 
 def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None) -> Any:
@@ -229,22 +229,21 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
     >>> rng = np.random.default_rng(0)
     >>> Z, one = rng.standard_normal((50, 3)) * [1, 2, 3], np.ones((50, 1))
     >>> V = np.linalg.eigh(Z.T @ Z)[1]
-    >>> np.isclose(rates.variational_rate(Z, one, V[None], 0.5), rates.compression_rate(Z, one, 0.5))
+    >>> np.allclose(rates.variational_rate(Z, one, V[None], 0.5), rates.compression_rate(Z, one, 0.5))
     True
     >>> V = np.linalg.qr(rng.standard_normal((3, 3)))[0]
     >>> bool(rates.variational_rate(Z, one, V[None], 0.5) > rates.compression_rate(Z, one, 0.5))
     True
     """
-    eps = _distortion(eps)
-    call, Z, Pi, U = _projected(Z, Pi, U, mask)
-    return _scalar(_back(call, _variational(Z, Pi, U, eps)))
+    call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
+    return _scalar(_variational(Z, Pi, U), call.batch)
 
 
 def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the rate reduction R − R_c: what is saved by a code for each group.
 
-    It is at least 0, and largest where groups are far apart and each is compact, if tokens are held to a scale. Without
-    such a constraint (tokens of unit norm, or groups of a given Frobenius norm) it grows with the size of Z.
+    It is at least 0, and largest where groups are far apart and each is compact, if tokens are held to a scale.
+    Without such a constraint (tokens of unit norm, or groups of a given Frobenius norm) it grows with the size of Z.
 
     Parameters
     ----------
@@ -287,19 +286,17 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     >>> float(rates.rate_reduction(Z, along, 0.5).round(3)), abs(float(rates.rate_reduction(Z, across, 0.5).round(3)))
     (0.511, 0.0)
     """
-    eps = _distortion(eps)
     if isinstance(Z, Moments):
-        _refuse_beside(Z, Pi, mask, "Pi and mask")
-        _require_groups(Z)
-        roots, weights = _root(Z), np.asarray(to_numpy(Z.weight))
-        *batch, K, m, d = roots.shape
-        whole = _rate_of(roots.reshape(*batch, K * m, d), weights.sum(axis=-1), eps)
-        return _scalar(whole - _grouped_rate(roots, None, weights, eps))
-    call, Z, Pi = _members(Z, Pi, mask)
+        _refuse_beside(Pi, mask)
+        roots, weights = _groups_of(Z, eps)
+        b, K, m, d = roots.shape
+        whole = _rate(roots.reshape(b, K * m, d), weights.sum(axis=1))
+        return _scalar(whole - _rate_of_groups(roots, weights), Z.batch[:-1])
+    call, (Z, Pi), present = _tokens({"Z": (Z, 2), "Pi": (Pi, 2)}, eps, mask)
     xp = namespace_of(Z)
-    present = xp.astype(xp.sum(Pi, axis=2) > 0, xp.float64)
-    whole = _rate_of(Z * present[..., None], xp.sum(present, axis=1), eps)
-    return _scalar(_back(call, whole - _grouped(Z, Pi, eps)))
+    shares = xp.sum(Pi, axis=2)  # 1 but for rounding
+    rows = Z * xp.sqrt(xp.where(present > 0, shares, xp.ones_like(shares)))[..., None]
+    return _scalar(_rate(rows, xp.sum(shares, axis=1)) - _compression(Z, Pi), call.batch)
 
 
 def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
@@ -335,8 +332,8 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
 
     References
     ----------
-    Yu et al., "White-Box Transformers via Sparse Rate Reduction", arXiv:2306.01129: the rate of tokens that is measured
-    layer by layer there.
+    Yu et al., "White-Box Transformers via Sparse Rate Reduction", arXiv:2306.01129: the rate that is measured layer by
+    layer there.
 
     Examples
     --------
@@ -346,18 +343,376 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     >>> np.allclose(rates.head_rate(W), rates.head_rate(7 * W)), rates.head_rate(W).shape
     (True, (2,))
     """
-    eps = _distortion(eps)
-    call = prepare({"W": (W, 3)}, like="W", mask=(mask, _axis(W, -2)))
-    (W,) = _wide(call)
+    call, (W,), present = _tokens({"W": (W, 3)}, None, mask)
     xp = namespace_of(W)
     b, h, T, p = W.shape
-    flags = _present(call, W, T)
-    W = xp.where((flags > 0)[:, None, :, None], W, xp.zeros_like(W))
-    # The largest entry goes first, so that no square leaves the range
-    most = xp.max(xp.abs(W), axis=-1, keepdims=True) if T else W[..., :1]
+    most = xp.max(xp.abs(W), axis=-1, keepdims=True)  # goes first, so that no square leaves the range
     W = W / xp.where(most > 0, most, xp.ones_like(most))
     squares = xp.sum(W * W, axis=-1, keepdims=True)
     W = W / xp.sqrt(xp.where(squares > 0, squares, xp.ones_like(squares)))
-    counts = xp.sum(flags, axis=1)[:, None] * xp.ones_like(squares[:, :, 0, 0] if T else xp.zeros_like(W[..., 0, 0]))
-    rates = _rate_of(xp.reshape(W, (b * h, T, p)), xp.reshape(counts, (b * h,)), eps)
-    return _scalar(_back(call, xp.sum(xp.reshape(rates, (b, h)), axis=1)))
+    counts = xp.broadcast_to(xp.sum(present, axis=1)[:, None], (b, h))
+    rates = _rate(xp.reshape(W * _gain(p, eps), (b * h, T, p)), xp.reshape(counts, (b * h,)))
+    return _scalar(xp.sum(xp.reshape(rates, (b, h)), axis=1), call.batch)
+
+
+def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> Any:
+    r"""Return tokens after a step of token statistics attention with tied outputs: down the gradient of R_var.
+
+    .. math::
+        z_t^+ = z_t - \alpha H_t z_t, \qquad H_t = \sum_k \Pi_{tk} U_k D_k U_k^T, \qquad
+        D_k = \mathrm{diag}_i\Bigl(\frac{c}{1 + c\, m_{ki}}\Bigr), \qquad c = d/\epsilon^2,
+
+    with the second moments :math:`m_{ki}` of the tokens as they are. That is :math:`Z - n \alpha \nabla R_{var}(Z)`,
+    the memberships Π held fixed: the operator of the paper with α = τ/n.
+
+    *Descent.* R_var does not rise, for fixed Π and any :math:`U_k`, orthogonal or not, if
+
+    .. math:: \alpha \, c \, \max_k \|U_k\|_2^2 \le 2 .
+
+    Proof: log(1 + x) is below its tangents, so with those at the moments of Z, for any Z′,
+    :math:`R_{var}(Z') \le R_{var}(Z) + \tfrac{1}{2n} \sum_t (z_t'^T H_t z_t' - z_t^T H_t z_t)`. For the step, an
+    eigenvalue λ of :math:`H_t` contributes :math:`\lambda ((1 - \alpha\lambda)^2 - 1) \langle v, z_t\rangle^2`, which
+    is not positive as :math:`0 \le \alpha\lambda \le \alpha c \max_k \|U_k\|_2^2 \le 2`.
+
+    So it falls strictly below the bound (`largest_step`) unless the gradient is zero. Nothing is promised for
+    memberships that are computed anew from the new tokens, for untied outputs, or for steps on normalised tokens.
+
+    Parameters
+    ----------
+    Z : array of float, shape (..., n, d)
+        Tokens, of any library.
+    Pi : array of float, shape (..., n, K)
+        Memberships, as in `compression_rate`.
+    U : array of float, shape (..., K, d, p)
+        One matrix of p columns for each group.
+    eps : float
+        The distortion ε > 0, finite.
+    step : float
+        The step α, above 0 and finite. Larger ones than `largest_step` are taken as well.
+    mask : array of bool, shape (..., n), optional
+        True for a token that takes part. The others come back as they came.
+
+    Returns
+    -------
+    array of shape (..., n, d)
+        The new tokens, in the dtype of Z.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array of real floats, or arrays are of several libraries or devices.
+    ValueError
+        If shapes do not go together, ε or the step is out of range, or memberships are negative or do not sum to 1.
+
+    Notes
+    -----
+    Time O(K n d p), memory O(K n p). `levattn.attention.tssa` computes the same for projected tokens, in one pass.
+
+    References
+    ----------
+    Wu et al., arXiv:2412.17810, section 3, for the operator.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import rates
+    >>> rng = np.random.default_rng(0)
+    >>> Z, U = rng.standard_normal((20, 4)), rng.standard_normal((3, 4, 2))
+    >>> Pi = rng.dirichlet(np.ones(3), 20)
+    >>> new = rates.descent_step(Z, Pi, U, 1.0, step=0.999 * float(rates.largest_step(U, 1.0)))
+    >>> bool(rates.variational_rate(new, Pi, U, 1.0) < rates.variational_rate(Z, Pi, U, 1.0))
+    True
+    """
+    alpha = _positive("step", step)
+    call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
+    plain = namespace_of(Z).astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
+    return call.give_back(plain - _step(Z, Pi, U, eps, alpha) / _gain(Z.shape[2], eps))
+
+
+def descent(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> tuple[Any, Any]:
+    """Return R_var of tokens before and after a step of token statistics attention, for the same memberships.
+
+    The second is not above the first where the step is at most `largest_step`: the theorem of `descent_step`.
+
+    Parameters
+    ----------
+    Z : array of float, shape (..., n, d)
+        Tokens, of any library.
+    Pi : array of float, shape (..., n, K)
+        Memberships, as in `compression_rate`.
+    U : array of float, shape (..., K, d, p)
+        One matrix of p columns for each group.
+    eps : float
+        The distortion ε > 0, finite.
+    step : float
+        The step α of `descent_step`, above 0 and finite.
+    mask : array of bool, shape (..., n), optional
+        True for a token that takes part. The others are as if they were not there.
+
+    Returns
+    -------
+    tuple of two arrays of float64, shape (...,)
+        `variational_rate` before and after.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `descent_step`.
+
+    Notes
+    -----
+    Time O(K n d p), memory O(K n p). Tokens are not rounded to the dtype of Z in between.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import rates
+    >>> before, after = rates.descent(np.eye(3), np.ones((3, 1)), np.eye(3)[None], 1.0, step=0.5)
+    >>> bool(after < before)
+    True
+    """
+    alpha = _positive("step", step)
+    call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
+    rates = _variational(Z, Pi, U), _variational(Z - _step(Z, Pi, U, eps, alpha), Pi, U)
+    return _scalar(rates[0], call.batch), _scalar(rates[1], call.batch)
+
+
+def largest_step(U: Any, eps: float, /) -> Any:
+    r"""Return the step up to which token statistics attention does not raise R_var, for fixed memberships.
+
+    .. math:: \frac{2}{c \max_k \|U_k\|_2^2}, \qquad c = d/\epsilon^2,
+
+    with the largest singular values of the :math:`U_k`; `descent_step` has the proof. It holds for all tokens and
+    memberships. For given ones larger steps may do, and at twice the bound some rise.
+
+    Parameters
+    ----------
+    U : array of float, shape (..., K, d, p)
+        One matrix of p columns for each group.
+    eps : float
+        The distortion ε > 0, finite.
+
+    Returns
+    -------
+    array of float64, shape (...,)
+        One bound for each set of matrices; infinite where all are zero.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If U is no array of real floats of at least three axes, or ε is out of range.
+
+    Notes
+    -----
+    Time O(K d p min(d, p)).
+
+    Examples
+    --------
+    Orthonormal columns, for which the bound is 2 ε²/d:
+
+    >>> import numpy as np
+    >>> from levattn.attention import rates
+    >>> float(rates.largest_step(np.eye(4).reshape(4, 2, 2).transpose(1, 0, 2), 1.0).round(6))
+    0.5
+    """
+    call = prepare({"U": (dense("U", U), 3)}, like="U")
+    U = call.stacks[0]
+    xp = namespace_of(U)
+    _, K, d, _ = U.shape
+    if not K:
+        raise ValueError(f"U has shape {tuple(U.shape)}; expected at least one group")
+    sizes = xp.max(xp.linalg.svdvals(xp.astype(U, xp.float64)), axis=-1)
+    largest = xp.max(sizes, axis=-1) * _gain(d, eps)
+    least = _or_one(xp, largest)
+    return _scalar(xp.where(largest > 0, 2 / (least * least), xp.full_like(largest, math.inf)), call.batch)
+
+
+def _tokens(arguments: dict[str, tuple[Any, int]], eps: float | None, mask: Any) -> tuple[Prepared, list[Any], Any]:
+    """Check the arrays of a call and return their stacks in float64, and which tokens are present, (b, n) of 0 and 1.
+
+    Tokens come divided by ε/√d, as rates depend on nothing else, unless ε is None. What a mask leaves out is 0.
+    """
+    arrays = {name: dense(name, given) for name, (given, _) in arguments.items()}
+    places = {"Z": "nd", "Pi": "nK", "U": "Kdp", "W": "hTp"}
+    check_sizes(
+        {
+            f"{name} {symbol}": (array, axis - len(places[name]), symbol)
+            for name, array in arrays.items()
+            for axis, symbol in enumerate(places[name])
+        }
+    )
+    first = next(iter(arrays))
+    call = prepare(
+        {name: (arrays[name], axes) for name, (_, axes) in arguments.items()},
+        like=first,
+        mask=(mask, arrays[first].shape[-2]),
+    )
+    xp = namespace_of(call.stacks[0])
+    stacks = [xp.astype(part, xp.float64) for part in call.stacks]
+    b, n = stacks[0].shape[0], stacks[0].shape[-2]
+    present = xp.ones((b, n), dtype=xp.float64, device=device_of(stacks[0]))
+    if call.mask is not None:
+        present = xp.astype(call.mask, xp.float64)
+        for place, name in enumerate(arrays):
+            if name != "U":
+                flags = call.mask[:, None, :, None] if name == "W" else call.mask[..., None]
+                stacks[place] = xp.where(flags, stacks[place], xp.zeros_like(stacks[place]))
+    for name, part in zip(arrays, stacks, strict=True):
+        if not bool(xp.all(xp.isfinite(part))):
+            raise NonFiniteError(f"{name} holds NaN or infinity; expected finite numbers. Leave tokens out with mask=")
+    if eps is not None:
+        stacks[0] = stacks[0] * _gain(stacks[0].shape[-1], eps)
+        if not bool(xp.all(xp.abs(stacks[0]) <= _FAR)):
+            raise ValueError(_TOO_FAR.format(first))
+    if "Pi" in arrays:
+        _check_memberships(xp, stacks[1], present)
+    return call, stacks, present
+
+
+def _check_memberships(xp: Any, Pi: Any, present: Any) -> None:
+    if not bool(xp.all(Pi >= 0)):
+        raise ValueError("Pi holds a number below 0; expected memberships, of at least 0 and of sum 1 for each token")
+    missed = xp.abs(xp.sum(Pi, axis=2) - present)
+    if not bool(xp.all(missed <= _SUM)):
+        raise ValueError(
+            f"Pi has a row whose sum is off 1 by more than {_SUM}; expected memberships of sum 1 for each token, "
+            "along the last axis. Leave tokens out with mask="
+        )
+
+
+def _positive(name: str, value: Any) -> float:
+    """Return a number as a float, or raise unless its powers are in range."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {value!r}; expected a real number")
+    if not _LEAST < value < 1 / _LEAST:
+        raise ValueError(
+            f"{name} is {value!r}; expected a number above 0, between {_LEAST:g} and {1 / _LEAST:g}. Rates depend on "
+            "Z/eps alone: scale both alike"
+        )
+    return float(value)
+
+
+def _gain(d: int, eps: Any) -> float:
+    """Return √d/ε."""
+    return math.sqrt(d) / _positive("eps", eps)
+
+
+def _refuse_beside(Pi: Any, mask: Any) -> None:
+    """Raise for what is given beside moments."""
+    for name, given in (("Pi", Pi), ("mask", mask)):
+        if given is not None:
+            raise ValueError(
+                f"{name} is given beside Moments, which hold what is needed of it; expected None. Give it to their "
+                "update, as weights= or mask="
+            )
+
+
+def _roots(moments: Moments, eps: Any) -> tuple[Any, Any]:
+    """Return matrices (b, d, d) whose second moments are those of the tokens over ε²/d, and the weights (b,)."""
+    if moments.diagonal:
+        raise ValueError("Z is a diagonal Moments; expected all of the second moment. Make it without diagonal=True")
+    with np.errstate(over="ignore"):
+        roots = moments.factor().normalizer * _gain(moments.d, eps)
+    if not (np.abs(roots) <= _FAR).all():
+        raise ValueError(_TOO_FAR.format("Z"))
+    return roots, np.asarray(to_numpy(moments.weight)).reshape(-1)
+
+
+def _groups_of(moments: Moments, eps: Any) -> tuple[Any, Any]:
+    """Return what `_roots` does as (b, K, d, d) and (b, K)."""
+    if not moments.batch or not moments.batch[-1]:
+        raise ValueError(
+            f"Z is a Moments of batch {moments.batch}; expected one of each group, (..., K). For a single group make "
+            "it with batch (1,)"
+        )
+    roots, weights = _roots(moments, eps)
+    K, d = moments.batch[-1], moments.d
+    return roots.reshape(-1, K, d, d), weights.reshape(-1, K)
+
+
+def _scalar(rates: Any, batch: tuple[int, ...]) -> Any:
+    """Return rates (b,) as (batch...); of numpy a number where that has no axes."""
+    rates = reshaped(rates, batch)
+    return rates[()] if isinstance(rates, np.ndarray) else rates
+
+
+def _or_one(xp: Any, counts: Any) -> Any:
+    return xp.where(counts > 0, counts, xp.ones_like(counts))
+
+
+def _rate(Z: Any, counts: Any) -> Any:
+    """Return ½ logdet(I + ZᵀZ/n), (b,), for rows Z (b, m, d) and numbers n (b,)."""
+    xp = namespace_of(Z)
+    return _logdet(Z / xp.sqrt(_or_one(xp, counts))[:, None, None]) / 2
+
+
+def _rate_of_groups(roots: Any, weights: Any) -> Any:
+    """Return the compression rates (b,) of groups given by matrices (b, K, m, d) and their weights (b, K)."""
+    b, K, m, d = roots.shape
+    rates = _rate(roots.reshape(b * K, m, d), weights.reshape(b * K)).reshape(b, K)
+    return (rates * weights).sum(axis=1) / _or_one(np, weights.sum(axis=1))
+
+
+def _compression(Z: Any, Pi: Any) -> Any:
+    """Return the compression rates (b,) of tokens (b, n, d), group by group, so that one at a time is in memory."""
+    xp = namespace_of(Z)
+    sizes = xp.sum(Pi, axis=1)
+    shares = sizes / _or_one(xp, xp.sum(sizes, axis=1))[:, None]
+    weights = Pi / _or_one(xp, sizes)[:, None, :]
+    parts = [shares[:, k] * _logdet(Z, weights[:, :, k]) for k in range(Pi.shape[2])]
+    return sum(parts[1:], parts[0]) / 2
+
+
+def _variational(Z: Any, Pi: Any, U: Any) -> Any:
+    xp = namespace_of(Z)
+    sizes = xp.sum(Pi, axis=1)
+    shares = sizes / _or_one(xp, xp.sum(sizes, axis=1))[:, None]
+    parts = [
+        shares[:, k] * xp.sum(xp.log1p(_moments(Z, Pi[:, :, k], U[:, k, :, :])[1]), axis=1) for k in range(Pi.shape[2])
+    ]
+    return sum(parts[1:], parts[0]) / 2
+
+
+def _moments(Z: Any, weights: Any, U: Any) -> tuple[Any, Any]:
+    """Return tokens (b, n, p) projected by U (b, d, p), and their second moments (b, p), weighted by (b, n)."""
+    xp = namespace_of(Z)
+    W = xp.matmul(Z, U)
+    shares = weights / _or_one(xp, xp.sum(weights, axis=1))[:, None]
+    return W, xp.sum(shares[..., None] * (W * W), axis=1)
+
+
+def _step(Z: Any, Pi: Any, U: Any, eps: float, step: float) -> Any:
+    """Return what a step takes of the tokens, scaled as Z is."""
+    xp = namespace_of(Z)
+    gain = step * _gain(Z.shape[2], eps) ** 2
+    total = xp.zeros_like(Z)
+    for k in range(Pi.shape[2]):
+        V = U[:, k, :, :]
+        W, m = _moments(Z, Pi[:, :, k], V)
+        W = W * (gain / (1 + m))[:, None, :] * Pi[:, :, k, None]
+        total = total + xp.matmul(W, xp.matrix_transpose(V))
+    return total
+
+
+def _logdet(Z: Any, weights: Any = None) -> Any:
+    """Return logdet(I + Zᵀ diag(weights) Z), (b,), for rows (b, n, d) and weights (b, n), or 1."""
+    xp = namespace_of(Z)
+    b, n, d = Z.shape
+    if not b or not n:
+        return xp.sum(Z, axis=(1, 2))
+    weighted = Z if weights is None else weights[..., None] * Z
+    if not bool(xp.all(xp.sum(weighted * Z, axis=(1, 2)) <= _LARGE)):
+        # in a Cholesky factor rounding relative to the largest singular value would show in the small ones
+        if weights is not None:
+            there = weights > 0
+            Z = xp.where(there, xp.sqrt(xp.where(there, weights, xp.ones_like(weights))), weights)[..., None] * Z
+        s = xp.linalg.svdvals(Z)
+        return xp.sum(xp.log1p(s * s), axis=1)
+    side = xp.eye(min(n, d), dtype=Z.dtype, device=device_of(Z))
+    if d <= n:
+        M = side + xp.matmul(xp.matrix_transpose(weighted), Z)
+    elif weights is None:
+        M = side + xp.matmul(Z, xp.matrix_transpose(Z))
+    else:  # not symmetric, so that no root of a weight is taken: it has no slope at 0
+        return xp.linalg.slogdet(side + xp.matmul(weighted, xp.matrix_transpose(Z)))[1]
+    return 2 * xp.sum(xp.log(xp.linalg.diagonal(xp.linalg.cholesky(M))), axis=1)
