@@ -30,6 +30,7 @@ __all__ = [
     "factor_sum",
     "prepare",
     "rank_tolerance",
+    "require_finite",
 ]
 
 # Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
@@ -311,7 +312,7 @@ def prepare(rows: Rows, *, center: bool) -> Rows:
     counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
     divisor = np.maximum(counts, 1)[:, None]
     sums = kernels_for(rows).column_sums(rows)
-    if _require_finite(rows, sums):
+    if require_finite(rows, sums):
         raise ValueError("the column sums of K overflow float64, so K cannot be centred; scale K down first")
     centred = replace(rows, shift=sums / divisor)
     # once more, so that the rounding of the first mean does not leave a direction of its own
@@ -319,7 +320,7 @@ def prepare(rows: Rows, *, center: bool) -> Rows:
     return replace(rows, shift=sums / divisor + rest)
 
 
-def _require_finite(rows: Rows, per_item: Float64) -> list[int]:
+def require_finite(rows: Rows, per_item: Float64) -> list[int]:
     """Raise if a matrix whose figures are not finite holds NaN or infinity; return those that merely overflowed."""
     bad = [int(i) for i in np.flatnonzero(~np.isfinite(per_item.reshape(len(per_item), -1)).all(axis=1))]
     for item in bad:
@@ -356,7 +357,7 @@ def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple
     odd = ~np.all((diagonal >= low * max(n, 1)) & (diagonal <= high), axis=1)
     if not odd.any():
         return rows, G
-    _require_finite(rows, diagonal)
+    require_finite(rows, diagonal)
     largest = kernels_for(rows).column_maxima(rows)
     exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
     limit = 30 if narrow else 400
@@ -523,7 +524,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     batch = _Batch(rows, np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b))
     batch.arithmetic = ["double"] * b
     batch.counts_outside = rtol is None and ridge == 0
-    _require_finite(rows, kernels_for(rows).column_maxima(rows))
+    require_finite(rows, kernels_for(rows).column_maxima(rows))
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else dense(one, 0, n)

@@ -11,7 +11,7 @@ import numpy as np
 from levattn._array import as_matrices
 from levattn._kernels import kernels_for
 from levattn._tail import in_main_memory
-from levattn.linalg import _require_finite
+from levattn.linalg import require_finite
 
 __all__ = ["online_leverage_scores"]
 
@@ -109,7 +109,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     _, rows = in_main_memory(K, mask)
     largest = kernels_for(rows).column_maxima(rows)
     if not np.isfinite(largest).all():
-        _require_finite(rows, largest)
+        require_finite(rows, largest)
     root = math.sqrt(ridge)
     # Powers of two, which round nothing, for columns whose norm might overflow and those of numbers without all digits
     exponents = np.frexp(np.maximum(largest, root))[1]
