@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from levattn.attention._space import device_of, namespace_of
 from levattn.leverage import leverage_scores
 from levattn.states import Moments, TokenState
 
-__all__ = ["Call", "Membership", "prepared"]
+__all__ = ["Call", "Membership", "check_form", "decay_rates", "positive_number", "prepared"]
 
 Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
 _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
@@ -66,7 +67,7 @@ def prepared(
     if W.ndim < 3:
         raise ValueError(f"W has shape {tuple(W.shape)}; expected (..., h, T, d), heads last but two")
     name = membership if isinstance(membership, str) else "logits"
-    _check_form(name, normalize, bool(causal), bias)
+    check_form(name, normalize, bool(causal), bias)
     theta = _temperatures(temperature, W)
     own = None if isinstance(membership, str) else dense("membership", membership)
     bias = None if bias is None else dense("bias", bias)
@@ -80,7 +81,7 @@ def prepared(
     given = prepare({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
     stack, theta, own, bias = given.stacks
     bounds = cumulative(offsets, lengths, T)
-    rates = _rates(decay, h, bool(causal))
+    rates = decay_rates(decay, h, bool(causal))
     offset = None if bias is None else d * bias[..., 0]
     if name == "leverage":
         own = _leverage(stack, given.mask, bounds, normalize == "mean", state)[..., None]
@@ -97,15 +98,16 @@ def prepared(
         normalize == "mean" and name == "diag_leverage",
         (_LEAST_CAUSAL if causal else _LEAST) if released else _TINY[str(stack.dtype).endswith("64")],
         _RIDGE if released else 0.0,
-        _positive("c", c),
-        _positive("step", step) * _positive("c", c),
+        positive_number("c", c),
+        positive_number("step", step) * positive_number("c", c),
         rates,
         given.mask,
     )
     return Call(given, x, bounds, name == "diag_leverage", name == "leverage", state)
 
 
-def _check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
+def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
+    """Raise if a form of memberships does not go with other arguments."""
     if name not in (*_NAMES, "logits"):
         raise ValueError(f"membership is {name!r}; expected one of {', '.join(map(repr, _NAMES))}, or an array")
     if normalize not in ("sum", "mean"):
@@ -140,7 +142,8 @@ def _temperatures(temperature: Any, W: Any) -> Any:
     return theta
 
 
-def _positive(name: str, value: Any) -> float:
+def positive_number(name: str, value: Any) -> float:
+    """Return a finite number above 0, or raise."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} is {value!r}; expected a number above 0")
     if not 0 < value < math.inf:
@@ -148,7 +151,7 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
+def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
     """Return a decay for each head, or None where nothing decays. Numbers of Python are read as torch can trace it."""
     if isinstance(decay, int | float) and decay == 1:
         return None
@@ -180,7 +183,7 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
                 "state has no full second moment as norms, which membership 'leverage' reads; expected "
                 "TokenState(Moments(d, (..., h)).update(W))"
             )
-        if _is_torch(W) and W.requires_grad:
+        if _is_torch(W) and W.requires_grad and sys.modules["torch"].is_grad_enabled():
             raise ValueError(
                 "membership is 'leverage', a state is given and W requires a gradient, which does not go through it; "
                 "give W.detach(), or no state"

@@ -107,8 +107,8 @@ def _is_plain(tensors: tuple[Any, ...]) -> bool:
     given = [tensor for tensor in tensors if tensor is not None]
     if any(unpack_dual(tensor).tangent is not None for tensor in given):
         raise NotImplementedError(
-            "a tensor carries a tangent of forward-mode differentiation, which latent attention does not have; "
-            "use reverse mode (backward, torch.autograd.grad)"
+            "a tensor carries a tangent of forward-mode differentiation, which this operator does not have; use "
+            "reverse mode (backward, torch.autograd.grad)"
         )
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return False

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from levattn._array import _is_torch
 from levattn._kernels import token_kernels_for
-from levattn.attention._packed import compiling
 from levattn.attention._token_call import Call, Membership, prepared
 from levattn.attention._token_states import entered, state_after
 from levattn.states import TokenState
@@ -146,11 +145,12 @@ def tssa(
     True
     """
     form = membership, normalize, bias, causal, decay
-    call = entered(prepared(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
-    if return_state:
-        Y, state = _with_state(call)
-        return call.given.give_back(Y), state
-    return call.given.give_back(_output(call))
+    arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
+    if _is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
+        from levattn.attention import _torch_tokens
+
+        return _torch_tokens.untraced(_answer, *arguments)
+    return _answer(*arguments)
 
 
 def memberships(
@@ -215,6 +215,25 @@ def memberships(
     return call.given.give_back(token_kernels_for(x.W).memberships(x))
 
 
+def _answer(
+    W: Any,
+    temperature: Any,
+    form: tuple[Any, Any, Any, Any, Any],
+    mask: Any,
+    offsets: Any,
+    lengths: Any,
+    state: Any,
+    return_state: bool,
+    c: Any,
+    step: Any,
+) -> Any:
+    call = entered(prepared(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
+    if return_state:
+        Y, state = _with_state(call)
+        return call.given.give_back(Y), state
+    return call.given.give_back(_output(call))
+
+
 def _output(call: Call) -> Any:
     x = call.x
     if _is_torch(x.W):
@@ -231,13 +250,5 @@ def _with_state(call: Call) -> tuple[Any, TokenState]:
         return Y, state_after(call, sums)
     from levattn.attention import _torch_tokens
 
-    if compiling():
-        return _torch_tokens.token_statistics(call.x), _torch_tokens.untraced(_state_of_torch, call)
     Y, sums = _torch_tokens.token_statistics_and_sums(call.x)
     return Y, state_after(call, sums)
-
-
-def _state_of_torch(call: Call) -> TokenState:
-    from levattn.attention import _torch_tokens
-
-    return state_after(call, _torch_tokens.token_statistics_and_sums(call.x)[1])

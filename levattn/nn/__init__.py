@@ -10,5 +10,15 @@ except ImportError as error:
 from levattn.nn._latte import Latte, LatteCache
 from levattn.nn._macchiato import Macchiato, MacchiatoCache
 from levattn.nn._memory import RGLRU, CausalConv
+from levattn.nn._tokens import TokenStatistics, TokenStatisticsCache
 
-__all__ = ["RGLRU", "CausalConv", "Latte", "LatteCache", "Macchiato", "MacchiatoCache"]
+__all__ = [
+    "RGLRU",
+    "CausalConv",
+    "Latte",
+    "LatteCache",
+    "Macchiato",
+    "MacchiatoCache",
+    "TokenStatistics",
+    "TokenStatisticsCache",
+]

@@ -1,0 +1,109 @@
+"""The names under which the public code of token statistics transformers stores a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Released", "read_released"]
+
+# The names here, and those of the image models and of the language models there
+_IMAGES = {
+    "project.weight": "qkv.weight",
+    "project.bias": "qkv.bias",
+    "temperature": "temp",
+    "out.weight": "to_out.0.weight",
+    "out.bias": "to_out.0.bias",
+}
+_LANGUAGE = {
+    "project.weight": "c_attn.weight",
+    "project.bias": "c_attn.bias",
+    "temperature": "temp",
+    "position_bias": "denom_bias",
+    "out.weight": "c_proj.weight",
+    "out.bias": "c_proj.bias",
+}
+
+
+@dataclass(frozen=True)
+class Released:
+    """The weights of one layer by the names that they have here, and the names that they came by."""
+
+    tensors: dict[str, Any]
+    names: dict[str, str]
+    causal: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a layer is made with that these weights fit."""
+        places = self.tensors.get("position_bias")
+        return {
+            "dim": int(self.tensors["project.weight"].shape[1]),
+            "heads": len(self.tensors["temperature"]),
+            "causal": self.causal,
+            "positions": None if places is None else int(places.shape[1]),
+            "bias": "project.bias" in self.tensors,
+            "out_bias": "out.bias" in self.tensors,
+        }
+
+
+def read_released(state_dict: Any, prefix: Any) -> Released:
+    """Return the weights of the layer whose names begin with a prefix, or raise."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is of type {type(state_dict).__name__}; expected a dict of tensors")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix is {prefix!r}; expected a string, e.g. 'blocks.3.attn.'")
+    found = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    layouts = [names for names in (_IMAGES, _LANGUAGE) if names["project.weight"] in found]
+    if len(layouts) != 1:
+        raise ValueError(
+            f"state_dict has {'both' if layouts else 'neither'} of {prefix}qkv.weight and {prefix}c_attn.weight; "
+            "expected one of them, of an image or a language model. A prefix ends with its dot: "
+            "'blocks.3.attn.', 'transformer.h.0.attn.'"
+        )
+    names = {mine: prefix + theirs for mine, theirs in layouts[0].items()}
+    _refuse_unknown(found, layouts[0], prefix)
+    needed = [theirs for mine, theirs in names.items() if not mine.endswith(".bias")]
+    if missing := [name for name in needed if name not in state_dict]:
+        raise ValueError(f"state_dict has no {', '.join(missing)}; expected the weights of all of a layer")
+    tensors = {mine: state_dict[theirs] for mine, theirs in names.items() if theirs in state_dict}
+    for mine, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise TypeError(f"{names[mine]} is no tensor of floats; expected what the released code stores")
+    _refuse_misshapen(tensors, names)
+    # Temperatures and biases of positions have a last axis there, which broadcasts along channels
+    tensors = {mine: t[..., 0] if mine in ("temperature", "position_bias") else t for mine, t in tensors.items()}
+    return Released(tensors, names, layouts[0] is _LANGUAGE)
+
+
+def _refuse_unknown(found: dict[str, Any], layout: dict[str, str], prefix: str) -> None:
+    if unknown := sorted(set(found) - set(layout.values())):
+        shown = ", ".join(prefix + name for name in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        raise ValueError(
+            f"state_dict has {shown}, which is not of a layer of token statistics; expected, behind the prefix, "
+            f"{', '.join(layout.values())} alone"
+        )
+
+
+def _refuse_misshapen(tensors: dict[str, Any], names: dict[str, str]) -> None:
+    dim = tensors["project.weight"].shape[-1] if tensors["project.weight"].ndim else 0
+    temperature = tensors["temperature"]
+    heads = len(temperature) if temperature.ndim else 0
+    places = tensors.get("position_bias")
+    expected = {
+        "project.weight": (dim, dim),
+        "project.bias": (dim,),
+        "temperature": (heads, 1),
+        "position_bias": (heads, places.shape[1] if places is not None and places.ndim > 1 else 0, 1),
+        "out.weight": (dim, dim),
+        "out.bias": (dim,),
+    }
+    for mine, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[mine] or not tensor.numel():
+            raise ValueError(
+                f"{names[mine]} has shape {tuple(tensor.shape)}; expected {expected[mine]}, with dim = {dim} as "
+                f"{names['project.weight']} and {heads} heads as {names['temperature']} have"
+            )
