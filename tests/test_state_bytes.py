@@ -74,7 +74,9 @@ STATES: dict[str, Callable[[], State]] = {
     "moments-weighted": lambda: Moments(2).update(gaussian(3), weights=[0.5, 2.0, 0.0]),
     "moments-diagonal": lambda: Moments(2, diagonal=True).update(gaussian(3), weights=[0.5, 2.0, 0.0]),
     "moments-decayed": lambda: Moments(2, (2,), decay=[0.5, 0.9]).update(gaussian(6).reshape(2, 3, 2)),
-    "tokens": lambda: TokenState(*(Moments(2, (3,), diagonal=True).update(gaussian(6).reshape(3, 2, 2)) for _ in "An")),
+    "tokens": lambda: TokenState(
+        *(Moments(2, (3,), diagonal=True).update(gaussian(6).reshape(3, 2, 2)) for _ in "An")
+    ),
     "tokens-one": lambda: TokenState(None, Moments(2, diagonal=True, decay=0.5)),
     "moments-merged": lambda: Moments(2).update(gaussian(3)).merge(Moments(2).update(gaussian(5))),
     "softmax": lambda: SoftmaxState(2, 3).update(gaussian(5), gaussian(5, 3)),

@@ -2,8 +2,10 @@
 
 Heads meet in the softmax of their logits only. So there are steps, each over one head of a sequence or over all heads
 of some tokens: scores, memberships, outputs, and on the way back the gradients by outputs, by memberships, and by
-scores. A task is one step, or all of them for a sequence, head after head. Tokens that take part are worked on BLOCK
-at a time: sums at these are the rounded sum before them plus their gain, which is then added in float64.
+scores. A task is one step, or all of them for a sequence, head after head. Tokens that take part are worked on RUN at
+a time, so that what is written down for each of them stays in the first caches.
+
+All but dtypes is numbers here, as references to arrays would be counted at each call: names of addresses end in _at.
 """
 
 from __future__ import annotations
@@ -15,20 +17,21 @@ import numpy as np
 from levattn._kernels._cpu_jit import jit
 from levattn._kernels._cpu_simd import as_pointer
 from levattn._kernels._cpu_tokens_simd import (
-    back_block,
-    blend_block,
-    dot_block,
-    gather_block,
-    mend_block,
-    past_block,
-    read_block,
-    rest_block,
-    score_block,
-    share_block,
-    spread_block,
+    BLOCK,
+    back_run,
+    blend_run,
+    dot_run,
+    gather_run,
+    mend_run,
+    past_run,
+    read_run,
+    rest_run,
+    score_run,
+    share_run,
+    spread_run,
 )
 
-__all__ = ["BLOCK", "KINDS", "SPAN", "VIEWS", "Plan", "backward_tasks", "forward_tasks", "square_rows"]
+__all__ = ["BAND", "KINDS", "RUN", "SPAN", "VIEWS", "backward_tasks", "forward_tasks", "scratch_sizes", "square_rows"]
 
 # places in `views`
 W, OFFSET, MASK, P, Y, D_Y, D_W, E = range(8)
@@ -39,59 +42,193 @@ _NONE, _NORM, _DIAGONAL = range(3)
 
 ALL, SCORE, SHARE, LAST, BACK, BLAME, REST = range(7)  # steps
 
-BLOCK = 16  # tokens whose gain is summed apart
-CHUNK = 8  # blocks between two places where sums are kept for the way back
-SPAN = 512  # tokens of a task over all heads
+RUN = 8 * BLOCK
+SPAN = 4 * RUN  # tokens of a task over all heads
+BAND = 16  # rows of a second moment
+TABLES = 8  # of a number for each token of a run
 
 
 class Plan(NamedTuple):
-    """What the compiled code works on.
+    """What the compiled code works on: numbers, and addresses of contiguous arrays, 0 for none.
 
-    like, flag: any array of the dtype, and of uint8.
-    views: (VIEWS, 4), the address of each array, 0 if it is not there, and its steps between groups of heads, heads
-        and tokens, in bytes. P holds logits and then memberships, E the gradients in these and then in the logits.
-    offsets: (n + 1,), the sequences.
-    sizes: groups, heads, channels, and whether it is causal, the kind of logits, and whether these are means.
-    temperature: (b, h).
-    powers, kept: (h, BLOCK) in the dtype, and (h, BLOCK + 1) in float64, powers 1, 2, ... and 0, 1, ... of the decay.
-    numbers: least, ridge, c, gain.
-    A, n, M, N: the sums before, or arrays without a first axis.
-    after_A, after_n, after_M, after_N: the sums to write, or as much.
-    dT: (b, h, n), what the gradient in the temperature is the sum of.
+    views: (VIEWS, 4) int64, the address of each array, 0 if it is not there, and its steps between groups of heads,
+        heads and tokens, in bytes. P holds logits and then memberships, E the gradients in these and then in logits.
+    offsets: the bounds of so many sequences.
+    kind, mean: the logits, and whether scores are multiplied by the number of tokens.
+    temperature: (b, h) in the dtype, as powers (h, BLOCK), 1, 2, ... of the decay; `kept` (h, BLOCK + 1) is 0, 1, ...
+    A, n, M, N: the sums before, in float64.
+    new_norms, new_counts, new_sums, new_totals: the sums to write.
+    blame: (b, h, sequences), what the gradient in the temperature is the sum of.
     """
+
+    views: int
+    offsets: int
+    sequences: int
+    heads: int
+    d: int
+    causal: int
+    kind: int
+    mean: int
+    temperature: int
+    powers: int
+    kept: int
+    least: float
+    ridge: float
+    c: float
+    gain: float
+    A: int
+    n: int
+    M: int
+    N: int
+    new_norms: int
+    new_counts: int
+    new_sums: int
+    new_totals: int
+    blame: int
+
+
+class Room(NamedTuple):
+    """Addresses of scratch.
+
+    tokens: RUN numbers of tokens. tables: (TABLES, RUN) in the dtype. shares: (2, heads, RUN).
+    row, other, rows: (heads, d), d and (RUN, d) in the dtype.
+    norms, sums, totals, later: (heads, d) twice, (2, heads) and d in float64.
+    """
+
+    tokens: int
+    tables: int
+    shares: int
+    row: int
+    other: int
+    rows: int
+    norms: int
+    sums: int
+    totals: int
+    later: int
+
+
+class _Kinds(NamedTuple):
+    """Pointers to nowhere, for their types."""
 
     like: Any
     flag: Any
-    views: Any
-    offsets: Any
-    sizes: Any
-    temperature: Any
-    powers: Any
-    kept: Any
-    numbers: Any
-    A: Any
-    n: Any
-    M: Any
-    N: Any
-    after_A: Any
-    after_n: Any
-    after_M: Any
-    after_N: Any
-    dT: Any
+    whole: Any
+    wide: Any
 
 
 @jit
-def _take(p, g, at, high, tokens):
-    """Write the numbers of the next tokens that take part, up to BLOCK; return how many, and where to go on."""
-    masks, step = p.views[MASK, 0], p.views[MASK, 3]
+def _address(array):
+    return array.ctypes.data if array.size else 0
+
+
+@jit
+def _entered(like, flag, given, scratch):
+    """Return what all functions are given, of arrays whose references the caller holds; see `Plan` and `Room`."""
+    views, offsets, sizes, numbers, temperature, powers, kept, before, after, blame = given
+    tokens, narrow, wide = scratch
+    heads, d, causal, kind, mean = sizes
+    least, ridge, weight, gain = numbers
+    A, n, M, N = before
+    new_norms, new_counts, new_sums, new_totals = after
+    c = _Kinds(as_pointer(0, like), as_pointer(0, flag), as_pointer(0, offsets), as_pointer(0, kept))
+    p = Plan(
+        *(views.ctypes.data, offsets.ctypes.data, len(offsets) - 1, heads, d, causal, kind, mean),
+        *(temperature.ctypes.data, powers.ctypes.data, kept.ctypes.data, least, ridge, weight, gain),
+        *(_address(A), _address(n), _address(M), _address(N)),
+        *(_address(new_norms), _address(new_counts), _address(new_sums), _address(new_totals), _address(blame)),
+    )
+    s, narrow_at, wide_at = like.itemsize, narrow.ctypes.data, wide.ctypes.data
+    shares = narrow_at + TABLES * RUN * s
+    row = shares + 2 * heads * RUN * s
+    deep = heads * d * 8
+    r = Room(
+        *(tokens.ctypes.data, narrow_at, shares, row, row + heads * d * s, row + (heads + 1) * d * s),
+        *(wide_at, wide_at + deep, wide_at + 2 * deep, wide_at + 2 * deep + 16 * heads),
+    )
+    return c, p, r
+
+
+def scratch_sizes(heads: int, d: int) -> tuple[int, int, int]:
+    """Return the sizes of the scratch: of int64, of the dtype, of float64."""
+    return RUN, TABLES * RUN + 2 * heads * RUN + (heads + 1 + RUN) * d, 2 * heads * (d + 1) + d
+
+
+@jit
+def _head(c, p, which, g, k):
+    """Return the address of an array's first token of a head."""
+    view = as_pointer(p.views + 32 * which, c.whole)
+    return view[0] + g * view[1] + k * view[2]
+
+
+@jit
+def _step(c, p, which):
+    return as_pointer(p.views + 32 * which, c.whole)[3]
+
+
+@jit
+def _there(c, p, which):
+    return as_pointer(p.views + 32 * which, c.whole)[0] != 0
+
+
+@jit
+def _bound(c, p, i):
+    return as_pointer(p.offsets, c.whole)[i]
+
+
+@jit
+def _table(s, r, i):
+    """Return the address of a table of a run."""
+    return r.tables + i * RUN * s
+
+
+@jit
+def _fill(c, at, n, value):
+    target = as_pointer(at, c.like)
+    for j in range(n):
+        target[j] = value
+
+
+@jit
+def _copy_sums(c, source_at, target_at, n):
+    """Copy sums; zeros from address 0."""
+    target = as_pointer(target_at, c.wide)
+    if source_at == 0:
+        for j in range(n):
+            target[j] = 0
+        return
+    source = as_pointer(source_at, c.wide)
+    for j in range(n):
+        target[j] = source[j]
+
+
+@jit
+def _kept(c, p, k, n):
+    return as_pointer(p.kept, c.wide)[k * (BLOCK + 1) + n]
+
+
+@jit
+def _temperature(c, p, g, k):
+    return as_pointer(p.temperature, c.like)[g * p.heads + k]
+
+
+@jit
+def _place(p, g, k, i):
+    """Return the number of a head's sums."""
+    return (g * p.heads + k) * p.sequences + i
+
+
+@jit
+def _take(c, p, r, g, at, high):
+    """Write down the next tokens that take part, up to RUN; return how many, and where to go on."""
+    tokens = as_pointer(r.tokens, c.whole)
     n = 0
-    if masks == 0:
-        n = min(BLOCK, high - at)
-        for k in range(n):
-            tokens[k] = at + k
+    if not _there(c, p, MASK):
+        n = min(RUN, high - at)
+        for t in range(n):
+            tokens[t] = at + t
         return n, at + n
-    present = as_pointer(masks + g * p.views[MASK, 1], p.flag)
-    while n < BLOCK and at < high:
+    present, step = as_pointer(_head(c, p, MASK, g, 0), c.flag), _step(c, p, MASK)
+    while n < RUN and at < high:
         if present[at * step] != 0:
             tokens[n] = at
             n += 1
@@ -100,566 +237,701 @@ def _take(p, g, at, high, tokens):
 
 
 @jit
-def _at(p, which, g, k):
-    return p.views[which, 0] + g * p.views[which, 1] + k * p.views[which, 2]
-
-
-@jit
-def _clear(p, which, g, k, low, high, d):
+def _clear(c, p, which, g, k, low, high, d):
     """Fill rows of d numbers with zeros, of tokens that are masked."""
-    if p.views[MASK, 0] == 0:
+    if not _there(c, p, MASK):
         return
-    present = as_pointer(p.views[MASK, 0] + g * p.views[MASK, 1], p.flag)
-    start, step = _at(p, which, g, k), p.views[which, 3]
+    present, skip = as_pointer(_head(c, p, MASK, g, 0), c.flag), _step(c, p, MASK)
+    start, step = _head(c, p, which, g, k), _step(c, p, which)
     for t in range(low, high):
-        if present[t * p.views[MASK, 3]] == 0:
-            row = as_pointer(start + t * step, p.like)
-            for j in range(d):
-                row[j] = 0
+        if present[t * skip] == 0:
+            _fill(c, start + t * step, d, 0)
 
 
 @jit
-def _write(p, which, g, k, tokens, n, row):
-    start, step = _at(p, which, g, k), p.views[which, 3]
-    for t in range(n):
-        as_pointer(start + tokens[t] * step, p.like)[0] = row[t]
+def _write(c, s, p, r, which, g, k, n, row_at):
+    """Write a number for each token of a run."""
+    tokens, row = as_pointer(r.tokens, c.whole), as_pointer(row_at, c.like)
+    start, step = _head(c, p, which, g, k), _step(c, p, which)
+    if n and step == s and tokens[n - 1] - tokens[0] == n - 1:
+        target = as_pointer(start + tokens[0] * step, c.like)
+        for t in range(n):
+            target[t] = row[t]
+    else:
+        for t in range(n):
+            as_pointer(start + tokens[t] * step, c.like)[0] = row[t]
 
 
 @jit
-def _read(p, which, g, k, tokens, n, row):
-    start, step = _at(p, which, g, k), p.views[which, 3]
-    for t in range(n):
-        row[t] = as_pointer(start + tokens[t] * step, p.like)[0]
+def _read(c, s, p, r, which, g, k, n, row_at):
+    """Read a number for each token of a run."""
+    tokens, row = as_pointer(r.tokens, c.whole), as_pointer(row_at, c.like)
+    start, step = _head(c, p, which, g, k), _step(c, p, which)
+    if n and step == s and tokens[n - 1] - tokens[0] == n - 1:
+        source = as_pointer(start + tokens[0] * step, c.like)
+        for t in range(n):
+            row[t] = source[t]
+    else:
+        for t in range(n):
+            row[t] = as_pointer(start + tokens[t] * step, c.like)[0]
 
 
 @jit
-def _gather(p, g, k, other, tokens, n, sums, rate, weights):
-    """Add ``weight · w z`` of a block to sums; z is a row of the array `other`."""
-    w, z = p.views[W, 3], p.views[other, 3]
-    gather_block(
-        *(p.like, len(sums), tokens.ctypes.data, n, _at(p, W, g, k), w, _at(p, other, g, k), z, sums.ctypes.data),
-        *(rate, p.kept[k, n], weights.ctypes.data),
-    )
+def _powers(s, p, k):
+    return p.powers + k * BLOCK * s, p.kept + k * (BLOCK + 1) * 8
 
 
 @jit
-def _dot(p, g, k, other, tokens, n, row, out):
-    """Write ``Σ w z · row`` of a block; z is a row of the array `other`."""
-    w, z = p.views[W, 3], p.views[other, 3]
-    out[:] = 0
-    dot_block(
-        *(p.like, len(row), tokens.ctypes.data, n, _at(p, W, g, k), w, _at(p, other, g, k), z, row.ctypes.data),
-        out.ctypes.data,
-    )
+def _gather(c, s, p, r, g, k, other, n, sums_at, weights_at):
+    """Add ``weight · w z`` of a run to sums; z is a row of the array `other`."""
+    w_at, w, z_at, z = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, other, g, k), _step(c, p, other)
+    powers_at, kept_at = _powers(s, p, k)
+    gather_run(c.like, p.d, r.tokens, n, w_at, w, z_at, z, sums_at, powers_at, kept_at, weights_at)
 
 
 @jit
-def _count(p, g, k, tokens, n, count, scores, factors):
-    """Complete the scores of a block to what the temperature multiplies, and write what a score was multiplied by.
+def _dot(c, s, p, r, g, k, other, n, row_at, out_at):
+    """Write ``Σ w z · row`` of a run; z is a row of the array `other`."""
+    w_at, w, z_at, z = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, other, g, k), _step(c, p, other)
+    _fill(c, out_at, n, 0)
+    dot_run(c.like, p.d, r.tokens, n, w_at, w, z_at, z, row_at, out_at)
+
+
+@jit
+def _advance(c, s, p, r, g, k, n, weighted, weights_at, sums_at, total):
+    """Add the squares of a run to sums, weighted by memberships or 1; return the sum of weights after it."""
+    weights = as_pointer(weights_at, c.like)
+    if weighted:
+        _read(c, s, p, r, P, g, k, n, weights_at)
+    else:
+        _fill(c, weights_at, n, 1)
+    rate = _kept(c, p, k, 1)
+    if rate == 1:
+        for t in range(n):
+            total += weights[t]
+    else:
+        for t in range(n):
+            total = rate * total + weights[t]
+    _gather(c, s, p, r, g, k, W, n, sums_at, weights_at)
+    return total
+
+
+@jit
+def _all(c, s, p, r, g, k, i, weighted, weights_at, sums_at):
+    """Write the sums of a sequence, and return that of the weights."""
+    at, high, total = _bound(c, p, i), _bound(c, p, i + 1), 0.0
+    _copy_sums(c, 0, sums_at, p.d)
+    while at < high:
+        n, at = _take(c, p, r, g, at, high)
+        total = _advance(c, s, p, r, g, k, n, weighted, weights_at, sums_at, total)
+    return total
+
+
+# -- scores ----------------------------------------------------------------------------------
+
+
+@jit
+def _norms(c, s, p, r, g, i, k, sums_at):
+    """Write the sums A that a sequence starts with, or all of it reads; return the number of tokens."""
+    if p.A != 0:
+        place = _place(p, g, k, i)
+        _copy_sums(c, p.A + place * p.d * 8, sums_at, p.d)
+        return as_pointer(p.n, c.wide)[place]
+    if p.causal:
+        _copy_sums(c, 0, sums_at, p.d)
+        return 0.0
+    return _all(c, s, p, r, g, k, i, False, _table(s, r, 0), sums_at)
+
+
+@jit
+def _inverses(c, p, sums_at, row_at):
+    """Write what the products of a token are multiplied by in scores, if all tokens see the same sums."""
+    row, A = as_pointer(row_at, c.like), as_pointer(sums_at, c.wide)
+    for j in range(p.d):
+        row[j] = p.kind == _NORM
+        if p.kind == _DIAGONAL:
+            row[j] = A[j]  # rounded as the sums at tokens are
+            row[j] = 1 / max(p.least, row[j]) if row[j] == row[j] else row[j]
+
+
+@jit
+def _score(c, s, p, r, g, k, n, back, sums_at, row_at, ones_at, scores_at):
+    """Write the scores of a run, and if `back` 1/A of each token to `rows`."""
+    if p.causal and p.kind == _DIAGONAL:
+        _fill(c, scores_at, n, 0)
+        w_at, w = _head(c, p, W, g, k), _step(c, p, W)
+        (powers_at, kept_at), d, tokens_at, row_step = _powers(s, p, k), p.d, r.tokens, p.d * s
+        like, least = c.like, p.least
+        if back:
+            score_run(
+                like, 1, d, tokens_at, n, w_at, w, sums_at, powers_at, kept_at, least, scores_at, r.rows, row_step
+            )
+        else:
+            score_run(like, 0, d, tokens_at, n, w_at, w, sums_at, powers_at, kept_at, least, scores_at, 0, 0)
+        return
+    if p.kind == _NONE:
+        _fill(c, scores_at, n, 0)
+    else:
+        _dot(c, s, p, r, g, k, W, n, row_at, scores_at)
+    if p.causal and p.new_norms != 0:
+        _fill(c, ones_at, n, 1)
+        _gather(c, s, p, r, g, k, W, n, sums_at, ones_at)
+
+
+@jit
+def _complete(c, p, r, g, k, n, count, scores_at, factors_at):
+    """Make the scores of a run what the temperature multiplies, and write what a score was multiplied by.
 
     Returns the number of tokens seen after it.
     """
-    causal, mean = p.sizes[3], p.sizes[5]
-    offsets, step = _at(p, OFFSET, g, k), p.views[OFFSET, 3]
-    for t in range(n):
-        if causal:
-            count = p.kept[k, 1] * count + 1
-        factors[t] = count if mean else 1
-        scores[t] *= factors[t]
-        if p.views[OFFSET, 0] != 0:
-            scores[t] += as_pointer(offsets + tokens[t] * step, p.like)[0]
-    return count
-
-
-@jit
-def _all_squares(p, g, k, low, high, tokens, ones, A):
-    """Write the sum of squares of a sequence; return the number of tokens."""
-    A[:] = 0
-    at, count = low, 0.0
-    while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        _gather(p, g, k, W, tokens, n, A, p.like.dtype.type(1), ones)
-        count += n
-    return count
-
-
-@jit
-def _norms(p, g, k, i, tokens, ones, A, row):
-    """Write the sums A that a sequence starts with, or all of it reads, and 1/A; return the number of tokens."""
-    count = 0.0
-    if len(p.A):
-        A[:] = p.A[g, k, i]
-        count = p.n[g, k, i]
-    elif p.sizes[3]:
-        A[:] = 0
-    else:
-        count = _all_squares(p, g, k, p.offsets[i], p.offsets[i + 1], tokens, ones, A)
-    least = p.like.dtype.type(p.numbers[0])
-    for j in range(len(row)):
-        row[j] = p.sizes[4] == _NORM
-        if p.sizes[4] == _DIAGONAL:
-            value = p.like.dtype.type(A[j])
-            row[j] = 1 / (least if least > value else value)
-    return count
-
-
-@jit
-def _score(p, g, k, tokens, n, ones, A, row, inverses, scores):
-    """Write the scores of a block; with rows to write them to, also 1/A, and A stays as it is."""
-    like, d = p.like, len(row)
-    causal, kind = p.sizes[3], p.sizes[4]
-    rate = like.dtype.type(p.kept[k, 1])
-    if causal and kind == _DIAGONAL:
-        scores[:] = 0
-        w_at, step, powers_at = _at(p, W, g, k), p.views[W, 3], p.powers[k].ctypes.data
-        least, tokens_at = like.dtype.type(p.numbers[0]), tokens.ctypes.data
-        sums_at, kept, out_at = A.ctypes.data, p.kept[k, n], scores.ctypes.data
-        if len(inverses):
-            to, row_step = inverses.ctypes.data, d * like.itemsize
-            score_block(
-                like, 1, d, tokens_at, n, w_at, step, sums_at, rate, kept, powers_at, least, out_at, to, row_step
-            )
-        else:
-            score_block(like, 0, d, tokens_at, n, w_at, step, sums_at, rate, kept, powers_at, least, out_at, 0, 0)
-        return
-    if kind == _NONE:
-        scores[:] = 0
-    else:
-        _dot(p, g, k, W, tokens, n, row, scores)
-    if causal and len(p.after_A):
-        _gather(p, g, k, W, tokens, n, A, rate, ones)
-
-
-@jit
-def _score_head(p, g, i, k):
-    """Write the logits of a head, and the sums A after its tokens."""
-    d, low, high = p.sizes[2], p.offsets[i], p.offsets[i + 1]
-    tokens, A = np.empty(BLOCK, np.int64), np.empty(d)
-    row, inverses = np.empty(d, p.like.dtype), np.empty((0, d), p.like.dtype)
-    scores, factors, ones = np.ones((3, BLOCK), p.like.dtype)
-    count, at = _norms(p, g, k, i, tokens, ones, A, row), low
-    while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        _score(p, g, k, tokens, n, ones, A, row, inverses, scores)
-        count = _count(p, g, k, tokens, n, count, scores, factors)
+    scores, factors = as_pointer(scores_at, c.like), as_pointer(factors_at, c.like)
+    rate = _kept(c, p, k, 1)
+    if p.causal and (p.mean or rate != 1):
         for t in range(n):
-            scores[t] *= p.temperature[g, k]
-        _write(p, P, g, k, tokens, n, scores)
-    if len(p.after_A):
-        p.after_A[g, k, i] = A
-        p.after_n[g, k, i] = count
+            count = rate * count + 1
+            factors[t] = count if p.mean else 1
+    else:
+        if p.causal:
+            count += n
+        for t in range(n):
+            factors[t] = count if p.mean else 1
+    if p.mean:
+        for t in range(n):
+            scores[t] *= factors[t]
+    if _there(c, p, OFFSET):
+        start, step = _head(c, p, OFFSET, g, k), _step(c, p, OFFSET)
+        tokens = as_pointer(r.tokens, c.whole)
+        for t in range(n):
+            scores[t] += as_pointer(start + tokens[t] * step, c.like)[0]
+    return count
 
 
 @jit
-def _share_tokens(p, g, low, high):
+def _logits(c, s, p, r, g, k, n, count, sums_at, row_at, logits_at):
+    """Write the logits of a run; return the number of tokens seen after it."""
+    _score(c, s, p, r, g, k, n, False, sums_at, row_at, _table(s, r, 1), logits_at)
+    count = _complete(c, p, r, g, k, n, count, logits_at, _table(s, r, 2))
+    logits, temperature = as_pointer(logits_at, c.like), _temperature(c, p, g, k)
+    for t in range(n):
+        logits[t] *= temperature
+    return count
+
+
+@jit
+def _score_head(c, s, p, r, g, i, k):
+    """Write the logits of a head, and the sums A after its tokens."""
+    count, at, high = _norms(c, s, p, r, g, i, k, r.norms), _bound(c, p, i), _bound(c, p, i + 1)
+    _inverses(c, p, r.norms, r.row)
+    while at < high:
+        n, at = _take(c, p, r, g, at, high)
+        count = _logits(c, s, p, r, g, k, n, count, r.norms, r.row, _table(s, r, 0))
+        _write(c, s, p, r, P, g, k, n, _table(s, r, 0))
+    _keep(c, p, p.new_norms, p.new_counts, _place(p, g, k, i), r.norms, count)
+
+
+@jit
+def _keep(c, p, sums_after, totals_after, place, sums_at, total):
+    """Write sums after a sequence, if they are wanted."""
+    if sums_after != 0:
+        _copy_sums(c, sums_at, sums_after + place * p.d * 8, p.d)
+        as_pointer(totals_after, c.wide)[place] = total
+
+
+@jit
+def _share_tokens(c, s, p, r, g, low, high):
     """Replace the logits of some tokens by memberships."""
-    heads = p.sizes[1]
-    tokens = np.empty(BLOCK, np.int64)
-    table = np.zeros((heads, BLOCK), p.like.dtype)
     at = low
     while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        for k in range(heads):
-            _read(p, P, g, k, tokens, n, table[k])
-        share_block(p.like, BLOCK, heads, table.ctypes.data)
-        for k in range(heads):
-            _write(p, P, g, k, tokens, n, table[k])
-    for k in range(heads):
-        _clear(p, P, g, k, low, high, 1)
+        n, at = _take(c, p, r, g, at, high)
+        for k in range(p.heads):
+            _read(c, s, p, r, P, g, k, n, r.shares + k * RUN * s)
+        share_run(c.like, p.heads, n, r.shares, RUN * s)
+        for k in range(p.heads):
+            _write(c, s, p, r, P, g, k, n, r.shares + k * RUN * s)
+    for k in range(p.heads):
+        _clear(c, p, P, g, k, low, high, 1)
+
+
+# -- outputs ---------------------------------------------------------------------------------
 
 
 @jit
 def _slope(p, total):
     """Return ``c / N``; c for no weight at all, and a finite number for the smallest one."""
-    weight = total + p.numbers[1]
+    weight = total + p.ridge
     if weight == 0:
         weight = 1.0
-    slope = p.numbers[2] / weight
-    return p.like.dtype.type(3e38 if slope > 3e38 else slope)
+    slope = p.c / weight
+    return 3e38 if slope > 3e38 else slope
 
 
 @jit
-def _weigh(p, g, k, tokens, n, total, members, slopes, factors):
-    """Write memberships, slopes and factors of a block; return the sum of memberships after it."""
-    _read(p, P, g, k, tokens, n, members)
+def _weigh(c, p, k, n, total, members_at, slopes_at, factors_at):
+    """Write slopes and factors of a run, given memberships; return the sum of these after it."""
+    members, slopes, factors = (
+        as_pointer(members_at, c.like),
+        as_pointer(slopes_at, c.like),
+        as_pointer(factors_at, c.like),
+    )
+    rate = _kept(c, p, k, 1)
     for t in range(n):
-        if p.sizes[3]:
-            total = p.kept[k, 1] * total + members[t]
+        if p.causal:
+            total = rate * total + members[t]
         slopes[t] = _slope(p, total)
-        factors[t] = -p.numbers[3] * members[t]
+        factors[t] = -p.gain * members[t]
     return total
 
 
 @jit
-def _moments(p, g, k, i, tokens, members, M):
-    """Write the sums M that a sequence starts with, or all of it reads; return the sum N of memberships."""
-    low, high, total = p.offsets[i], p.offsets[i + 1], 0.0
-    if len(p.A):
-        M[:] = p.M[g, k, i]
-        return p.N[g, k, i]
-    M[:] = 0
-    if p.sizes[3]:
-        return total
+def _moments(c, s, p, r, g, i, k, sums_at, members_at):
+    """Write the sums M that a sequence starts with, or that all of it reads; return the sum N of memberships."""
+    if p.A != 0:
+        place = _place(p, g, k, i)
+        _copy_sums(c, p.M + place * p.d * 8, sums_at, p.d)
+        return as_pointer(p.N, c.wide)[place]
+    if p.causal:
+        _copy_sums(c, 0, sums_at, p.d)
+        return 0.0
+    return _all(c, s, p, r, g, k, i, True, members_at, sums_at)
+
+
+@jit
+def _shrinkage(c, p, total, sums_at, row_at):
+    """Write ``1 / (1 + c M / N)`` for all tokens of a sequence."""
+    row, M, slope = as_pointer(row_at, c.like), as_pointer(sums_at, c.wide), _slope(p, total)
+    for j in range(p.d):
+        row[j] = 1 / (1 + slope * M[j])
+
+
+@jit
+def _outputs(c, s, p, r, g, k, n, total, sums_at, row_at, members_at):
+    """Write the outputs of a run; return the sum of memberships after it."""
+    slopes_at, factors_at = _table(s, r, 1), _table(s, r, 2)
+    w_at, w, y_at, y = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, Y, g, k), _step(c, p, Y)
+    powers_at, kept_at = _powers(s, p, k)
+    total = _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
+    if p.causal:
+        read_run(
+            *(c.like, p.d, r.tokens, n, w_at, w, y_at, y, sums_at, powers_at, kept_at),
+            *(members_at, slopes_at, factors_at),
+        )
+    else:
+        spread_run(c.like, p.d, r.tokens, n, w_at, w, y_at, y, row_at, factors_at)
+    return total
+
+
+@jit
+def _output_head(c, s, p, r, g, i, k):
+    """Write the outputs of a head, and the sums M after its tokens."""
+    members_at, low, high = _table(s, r, 0), _bound(c, p, i), _bound(c, p, i + 1)
+    total, at = _moments(c, s, p, r, g, i, k, r.sums, members_at), low
+    _shrinkage(c, p, total, r.sums, r.row)
+    while at < high:
+        n, at = _take(c, p, r, g, at, high)
+        _read(c, s, p, r, P, g, k, n, members_at)
+        total = _outputs(c, s, p, r, g, k, n, total, r.sums, r.row, members_at)
+    _clear(c, p, Y, g, k, low, high, p.d)
+    _keep(c, p, p.new_sums, p.new_totals, _place(p, g, k, i), r.sums, total)
+
+
+@jit
+def _clear_all(c, p, which, g, low, high, d):
+    for k in range(p.heads):
+        _clear(c, p, which, g, k, low, high, d)
+
+
+@jit
+def _keep_all(c, p, r, g, i, counts, totals):
+    deep = p.d * 8
+    for k in range(p.heads):
+        place = _place(p, g, k, i)
+        _keep(c, p, p.new_norms, p.new_counts, place, r.norms + k * deep, counts[k])
+        _keep(c, p, p.new_sums, p.new_totals, place, r.sums + k * deep, totals[k])
+
+
+@jit
+def _causal_sequence(c, s, p, r, g, i, reads):
+    """Write the outputs of a sequence, or its memberships, run by run: each is read from memory once."""
+    heads, low, high, deep, table = p.heads, _bound(c, p, i), _bound(c, p, i + 1), p.d * 8, RUN * s
+    counts, totals = as_pointer(r.totals, c.wide), as_pointer(r.totals + 8 * heads, c.wide)
+    for k in range(heads):
+        counts[k] = _norms(c, s, p, r, g, i, k, r.norms + k * deep)
+        totals[k] = _moments(c, s, p, r, g, i, k, r.sums + k * deep, 0)
+    _inverses(c, p, r.norms, r.row)
     at = low
     while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        _read(p, P, g, k, tokens, n, members)
-        for t in range(n):
-            total += members[t]
-        _gather(p, g, k, W, tokens, n, M, p.like.dtype.type(1), members)
-    return total
-
-
-@jit
-def _shrinkage(p, M, total, row):
-    """Write ``1 / (1 + c M / N)``."""
-    slope = _slope(p, total)
-    for j in range(len(row)):
-        row[j] = 1 / (1 + slope * p.like.dtype.type(M[j]))
-
-
-@jit
-def _output_head(p, g, i, k):
-    """Write the outputs of a head, and the sums M after its tokens."""
-    like, d, low, high = p.like, p.sizes[2], p.offsets[i], p.offsets[i + 1]
-    tokens, M, row = np.empty(BLOCK, np.int64), np.empty(d), np.empty(d, like.dtype)
-    members, slopes, factors = np.ones((3, BLOCK), like.dtype)
-    total, at = _moments(p, g, k, i, tokens, members, M), low
-    w_at, w, y_at, y = _at(p, W, g, k), p.views[W, 3], _at(p, Y, g, k), p.views[Y, 3]
-    tokens_at, factors_at = tokens.ctypes.data, factors.ctypes.data
-    _shrinkage(p, M, total, row)
-    while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        total = _weigh(p, g, k, tokens, n, total, members, slopes, factors)
-        if p.sizes[3]:
-            read_block(
-                *(like, d, tokens_at, n, w_at, w, y_at, y, M.ctypes.data, like.dtype.type(p.kept[k, 1])),
-                *(p.kept[k, n], p.powers[k].ctypes.data, members.ctypes.data, slopes.ctypes.data, factors_at),
-            )
-        else:
-            spread_block(like, d, tokens_at, n, w_at, w, y_at, y, row.ctypes.data, factors_at)
-    _clear(p, Y, g, k, low, high, d)
-    if len(p.after_A):
-        p.after_M[g, k, i] = M
-        p.after_N[g, k, i] = total
-
-
-@jit
-def forward_tasks(p, step, reads, first, last):
-    """Do tasks of one step, or all steps of sequences; outputs only if it `reads`."""
-    heads, d, count = p.sizes[1], p.sizes[2], len(p.offsets) - 1
-    spans = -(-p.offsets[count] // SPAN)
-    for task in range(first, last):
-        if step == ALL:
-            g, i = task // count, task % count
-            for k in range(heads):
-                _score_head(p, g, i, k)
-            _share_tokens(p, g, p.offsets[i], p.offsets[i + 1])
+        n, at = _take(c, p, r, g, at, high)
+        for k in range(heads):
+            counts[k] = _logits(c, s, p, r, g, k, n, counts[k], r.norms + k * deep, r.row, r.shares + k * table)
+        share_run(c.like, heads, n, r.shares, table)
+        for k in range(heads):
+            members_at = r.shares + k * table
             if reads:
-                for k in range(heads):
-                    _output_head(p, g, i, k)
+                totals[k] = _outputs(c, s, p, r, g, k, n, totals[k], r.sums + k * deep, r.row, members_at)
+            else:
+                _write(c, s, p, r, P, g, k, n, members_at)
+    _clear_all(c, p, Y if reads else P, g, low, high, p.d if reads else 1)
+    _keep_all(c, p, r, g, i, counts, totals)
+
+
+@jit
+def _even_sequence(c, s, p, r, g, i, reads):
+    """The same for a sequence all of whose tokens see the same sums: these are made first."""
+    heads, low, high, deep, table, row = p.heads, _bound(c, p, i), _bound(c, p, i + 1), p.d * 8, RUN * s, p.d * s
+    counts, totals = as_pointer(r.totals, c.wide), as_pointer(r.totals + 8 * heads, c.wide)
+    alone, at = p.A != 0, low
+    for k in range(heads):
+        place = _place(p, g, k, i)
+        counts[k] = as_pointer(p.n, c.wide)[place] if alone else 0
+        totals[k] = as_pointer(p.N, c.wide)[place] if alone else 0
+        _copy_sums(c, p.A + place * deep if alone else 0, r.norms + k * deep, p.d)
+        _copy_sums(c, p.M + place * deep if alone else 0, r.sums + k * deep, p.d)
+    while at < high and not alone:
+        n, at = _take(c, p, r, g, at, high)
+        for k in range(heads):
+            counts[k] = _advance(c, s, p, r, g, k, n, False, _table(s, r, 0), r.norms + k * deep, counts[k])
+    for k in range(heads):
+        _inverses(c, p, r.norms + k * deep, r.row + k * row)
+    at = low
+    while at < high:
+        n, at = _take(c, p, r, g, at, high)
+        for k in range(heads):
+            row_at, logits_at = r.row + k * row, r.shares + k * table
+            counts[k] = _logits(c, s, p, r, g, k, n, counts[k], r.norms + k * deep, row_at, logits_at)
+        share_run(c.like, heads, n, r.shares, table)
+        for k in range(heads):
+            members_at = r.shares + k * table
+            _write(c, s, p, r, P, g, k, n, members_at)
+            if reads and not alone:
+                totals[k] = _advance(c, s, p, r, g, k, n, True, members_at, r.sums + k * deep, totals[k])
+    at = low
+    for k in range(heads):
+        _shrinkage(c, p, totals[k], r.sums + k * deep, r.row + k * row)
+    while at < high and reads:
+        n, at = _take(c, p, r, g, at, high)
+        for k in range(heads):
+            _read(c, s, p, r, P, g, k, n, _table(s, r, 0))
+            _outputs(c, s, p, r, g, k, n, totals[k], 0, r.row + k * row, _table(s, r, 0))
+    _clear_all(c, p, Y if reads else P, g, low, high, p.d if reads else 1)
+    _keep_all(c, p, r, g, i, counts, totals)
+
+
+@jit
+def forward_tasks(like, flag, given, scratch, step, reads, first, last):
+    """Do tasks of one step, or all steps of sequences; outputs only if it `reads`."""
+    c, p, r = _entered(like, flag, given, scratch)
+    s = like.itemsize
+    spans = -(-_bound(c, p, p.sequences) // SPAN)
+    for task in range(first, last):
+        if step == ALL and p.causal:
+            _causal_sequence(c, s, p, r, task // p.sequences, task % p.sequences, reads)
+        elif step == ALL:
+            _even_sequence(c, s, p, r, task // p.sequences, task % p.sequences, reads)
         elif step == SHARE:
             low = task % spans * SPAN
-            _share_tokens(p, task // spans, low, min(low + SPAN, p.offsets[count]))
+            _share_tokens(c, s, p, r, task // spans, low, min(low + SPAN, _bound(c, p, p.sequences)))
         else:
-            g, i, k = task // (heads * count), task // heads % count, task % heads
+            g, i, k = task // (p.heads * p.sequences), task // p.heads % p.sequences, task % p.heads
             if step == SCORE:
-                _score_head(p, g, i, k)
+                _score_head(c, s, p, r, g, i, k)
             elif step == LAST:
-                _output_head(p, g, i, k)
+                _output_head(c, s, p, r, g, i, k)
+
+
+# -- the way back ----------------------------------------------------------------------------
 
 
 @jit
-def _advance(p, g, k, tokens, n, weighted, members, sums, total):
-    """Add the squares of a block to sums, weighted by memberships or by 1; return the sum of weights after it."""
-    if weighted:
-        _read(p, P, g, k, tokens, n, members)
-    for t in range(n):
-        total = p.kept[k, 1] * total + members[t]
-    _gather(p, g, k, W, tokens, n, sums, p.like.dtype.type(p.kept[k, 1]), members)
-    return total
-
-
-@jit
-def _marks(p, g, i, k, weighted, members, sums, total):
-    """Go through a sequence, and return the sums, the sums of weights and the first token of each chunk."""
-    at, high = p.offsets[i], p.offsets[i + 1]
-    most = -(-(high - at) // (CHUNK * BLOCK))
-    tokens, marks = np.empty(BLOCK, np.int64), np.empty((most, len(sums)))
-    totals, places = np.empty(most), np.empty(most, np.int64)
-    block = 0
+def _marks(c, s, p, r, g, i, k, weighted, weights_at, total):
+    """Go through a sequence; return sums, sums of weights and first tokens of its runs, and the number of these."""
+    at, high, d = _bound(c, p, i), _bound(c, p, i + 1), p.d
+    most = -(-(high - at) // RUN)
+    marks, totals, places = np.empty((most, d)), np.empty(most), np.empty(most, np.int64)
+    sums = as_pointer(r.sums, c.wide)
+    run = 0
     while at < high:
-        if block % CHUNK == 0:
-            marks[block // CHUNK], totals[block // CHUNK], places[block // CHUNK] = sums, total, at
-        n, at = _take(p, g, at, high, tokens)
-        total = _advance(p, g, k, tokens, n, weighted, members, sums, total)
-        block += 1
-    return marks[: -(-block // CHUNK)], totals, places
+        for j in range(d):
+            marks[run, j] = sums[j]
+        totals[run], places[run] = total, at
+        n, at = _take(c, p, r, g, at, high)
+        total = _advance(c, s, p, r, g, k, n, weighted, weights_at, r.sums, total)
+        run += 1
+    return marks, totals, places, run
 
 
 @jit
-def _chunk(p, g, k, weighted, members, at, high, sums, total, tokens, counts, starts, befores):
-    """Go through a chunk, and write the sums before each of its blocks; return the number of these."""
-    block = 0
-    while at < high and block < CHUNK:
-        starts[block], befores[block] = sums, total
-        counts[block], at = _take(p, g, at, high, tokens[block])
-        total = _advance(p, g, k, tokens[block], counts[block], weighted, members, sums, total)
-        block += 1
-    return block
+def _resume(c, r, marks, run):
+    sums = as_pointer(r.sums, c.wide)
+    for j in range(marks.shape[1]):
+        sums[j] = marks[run, j]
 
 
 @jit
-def _back_block(p, g, k, tokens, n, total, M, sums, past, gammas, tables):
-    """Write what a block of causal outputs gives W, and the gradients in memberships.
-
-    `sums` and `past` are those of Γ and of ``⟨Γ, m⟩`` over later tokens; returns the second with this block.
-    """
-    like, d = p.like, len(M)
-    members, slopes, factors, steps, dots, means, others = tables[:7]
-    rate, c, gain = p.kept[k, 1], p.numbers[2], p.numbers[3]
-    _weigh(p, g, k, tokens, n, total, members, slopes, factors)
+def _steps(c, p, n, members_at, slopes_at, steps_at):
+    """Write what ``w r² dY`` is multiplied by to be the gradient in M."""
+    members, slopes, steps = (
+        as_pointer(members_at, c.like),
+        as_pointer(slopes_at, c.like),
+        as_pointer(steps_at, c.like),
+    )
     for t in range(n):
-        steps[t] = gain * members[t] * slopes[t]
-    tables[4:7] = 0
-    w_at, w, out_at, out = _at(p, W, g, k), p.views[W, 3], _at(p, D_W, g, k), p.views[D_W, 3]
-    tokens_at, powers_at, row_step = tokens.ctypes.data, p.powers[k].ctypes.data, d * like.itemsize
-    back_block(
-        *(like, d, tokens_at, n, w_at, w, _at(p, D_Y, g, k), p.views[D_Y, 3], out_at, out, M.ctypes.data),
-        *(like.dtype.type(rate), powers_at, members.ctypes.data, slopes.ctypes.data, factors.ctypes.data),
-        *(steps.ctypes.data, gammas.ctypes.data, row_step, dots.ctypes.data, means.ctypes.data),
-    )
-    past_block(
-        *(like, d, tokens_at, n, w_at, w, out_at, out, gammas.ctypes.data, row_step, sums.ctypes.data),
-        *(like.dtype.type(rate), p.kept[k, n], powers_at, members.ctypes.data, others.ctypes.data),
-    )
-    for t in range(n - 1, -1, -1):
-        past = rate * past + steps[t] / c * means[t]
-        dots[t] = others[t] - gain * dots[t] - past
-    _write(p, E, g, k, tokens, n, dots)
-    return past
+        steps[t] = p.gain * members[t] * slopes[t]
 
 
 @jit
-def _back_causal(p, g, i, k, sums, tables):
-    like, d, high = p.like, p.sizes[2], p.offsets[i + 1]
-    tokens, counts = np.empty((CHUNK, BLOCK), np.int64), np.empty(CHUNK, np.int64)
-    M, starts, befores, gammas = np.empty(d), np.empty((CHUNK, d)), np.empty(CHUNK), np.empty((BLOCK, d), like.dtype)
-    total = _moments(p, g, k, i, tokens[0], tables[0], M)
-    marks, totals, places = _marks(p, g, i, k, True, tables[0], M, total)
-    past = 0.0
-    for c in range(len(marks) - 1, -1, -1):
-        blocks = _chunk(
-            *(p, g, k, True, tables[0], places[c], high, marks[c], totals[c], tokens, counts, starts, befores)
+def _back_causal(c, s, p, r, g, i, k):
+    members_at, slopes_at, factors_at, steps_at = (
+        _table(s, r, 0),
+        _table(s, r, 1),
+        _table(s, r, 2),
+        _table(s, r, 3),
+    )
+    dots_at, means_at, others_at = _table(s, r, 4), _table(s, r, 5), _table(s, r, 6)
+    steps, dots, means = as_pointer(steps_at, c.like), as_pointer(dots_at, c.like), as_pointer(means_at, c.like)
+    others = as_pointer(others_at, c.like)
+    w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
+    dy_at, dy = _head(c, p, D_Y, g, k), _step(c, p, D_Y)
+    powers_at, kept_at = _powers(s, p, k)
+    high, past, rate, row_step = _bound(c, p, i + 1), 0.0, _kept(c, p, k, 1), p.d * s
+    total = _moments(c, s, p, r, g, i, k, r.sums, members_at)
+    marks, totals, places, runs = _marks(c, s, p, r, g, i, k, True, members_at, total)
+    for run in range(runs - 1, -1, -1):
+        n, _ = _take(c, p, r, g, places[run], high)
+        _resume(c, r, marks, run)
+        _read(c, s, p, r, P, g, k, n, members_at)
+        _weigh(c, p, k, n, totals[run], members_at, slopes_at, factors_at)
+        _steps(c, p, n, members_at, slopes_at, steps_at)
+        _fill(c, dots_at, n, 0)
+        _fill(c, means_at, n, 0)
+        _fill(c, others_at, n, 0)
+        back_run(
+            *(c.like, p.d, r.tokens, n, w_at, w, dy_at, dy, out_at, out, r.sums, powers_at, kept_at),
+            *(members_at, slopes_at, factors_at, steps_at, r.rows, row_step, dots_at, means_at),
         )
-        for j in range(blocks - 1, -1, -1):
-            past = _back_block(p, g, k, tokens[j], counts[j], befores[j], starts[j], sums, past, gammas, tables)
+        past_run(
+            *(c.like, p.d, r.tokens, n, w_at, w, out_at, out, r.rows, row_step, r.later, powers_at, kept_at),
+            *(members_at, others_at),
+        )
+        for t in range(n - 1, -1, -1):
+            past = rate * past + steps[t] / p.c * means[t]
+            dots[t] = others[t] - p.gain * dots[t] - past
+        _write(c, s, p, r, E, g, k, n, dots_at)
 
 
 @jit
-def _back_everywhere(p, g, i, k, sums, tables):
-    like, d, low, high = p.like, p.sizes[2], p.offsets[i], p.offsets[i + 1]
-    tokens, M = np.empty(BLOCK, np.int64), np.empty(d)
-    row, other = np.zeros((2, d), like.dtype)
-    members, slopes, factors, steps, dots, _, others = tables[:7]
-    total = _moments(p, g, k, i, tokens, members, M)
-    _shrinkage(p, M, total, row)
-    gain, past, at = p.numbers[3], 0.0, low
-    alone = len(p.A) > 0  # no sum depends on the tokens
+def _back_everywhere(c, s, p, r, g, i, k):
+    members_at, slopes_at, factors_at = _table(s, r, 0), _table(s, r, 1), _table(s, r, 2)
+    steps_at, dots_at, others_at = _table(s, r, 3), _table(s, r, 4), _table(s, r, 5)
+    dots, others = as_pointer(dots_at, c.like), as_pointer(others_at, c.like)
+    w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
+    dy_at, dy = _head(c, p, D_Y, g, k), _step(c, p, D_Y)
+    low, high, d, past = _bound(c, p, i), _bound(c, p, i + 1), p.d, 0.0
+    total = _moments(c, s, p, r, g, i, k, r.sums, members_at)
+    _shrinkage(c, p, total, r.sums, r.row)
+    alone = p.A != 0  # no sum depends on the tokens
+    at = low
     while at < high and not alone:
-        n, at = _take(p, g, at, high, tokens)
-        _weigh(p, g, k, tokens, n, total, members, slopes, factors)
-        for t in range(n):
-            steps[t] = gain * members[t] * slopes[t]
-        _gather(p, g, k, D_Y, tokens, n, sums, like.dtype.type(1), steps)
-    slope = _slope(p, total)
+        n, at = _take(c, p, r, g, at, high)
+        _read(c, s, p, r, P, g, k, n, members_at)
+        _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
+        _steps(c, p, n, members_at, slopes_at, steps_at)
+        _gather(c, s, p, r, g, k, D_Y, n, r.later, steps_at)
+    row, other, M = as_pointer(r.row, c.like), as_pointer(r.other, c.like), as_pointer(r.sums, c.wide)
+    sums, slope = as_pointer(r.later, c.wide), _slope(p, total)
     for j in range(d):
         sums[j] *= row[j] * row[j]
         other[j] = sums[j]
-        past += sums[j] * (slope * M[j] / p.numbers[2])
+        past += sums[j] * (slope * M[j] / p.c)
     at = low
-    w_at, w, out_at, out = _at(p, W, g, k), p.views[W, 3], _at(p, D_W, g, k), p.views[D_W, 3]
     while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        _weigh(p, g, k, tokens, n, total, members, slopes, factors)
-        _dot(p, g, k, D_Y, tokens, n, row, dots)
-        others[:] = 0
+        n, at = _take(c, p, r, g, at, high)
+        _read(c, s, p, r, P, g, k, n, members_at)
+        _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
+        _dot(c, s, p, r, g, k, D_Y, n, r.row, dots_at)
+        _fill(c, others_at, n, 0)
         if not alone:
-            _dot(p, g, k, W, tokens, n, other, others)
+            _dot(c, s, p, r, g, k, W, n, r.other, others_at)
         for t in range(n):
-            dots[t] = others[t] - gain * dots[t] - past
-        _write(p, E, g, k, tokens, n, dots)
-        blend_block(
-            *(like, d, tokens.ctypes.data, n, w_at, w, _at(p, D_Y, g, k), p.views[D_Y, 3], out_at, out),
-            *(row.ctypes.data, factors.ctypes.data, other.ctypes.data, members.ctypes.data),
-        )
+            dots[t] = others[t] - p.gain * dots[t] - past
+        _write(c, s, p, r, E, g, k, n, dots_at)
+        blend_run(*(c.like, d, r.tokens, n, w_at, w, dy_at, dy, out_at, out, r.row, factors_at, r.other, members_at))
 
 
 @jit
-def _back_head(p, g, i, k):
+def _back_head(c, s, p, r, g, i, k):
     """Write the gradients in memberships, and what outputs give W at once."""
-    tables = np.ones((7, BLOCK), p.like.dtype)
-    sums = np.zeros(p.sizes[2])
-    if p.sizes[3]:
-        _back_causal(p, g, i, k, sums, tables)
+    _copy_sums(c, 0, r.later, p.d)
+    if p.causal:
+        _back_causal(c, s, p, r, g, i, k)
     else:
-        _back_everywhere(p, g, i, k, sums, tables)
-    low, high = p.offsets[i], p.offsets[i + 1]
-    _clear(p, D_W, g, k, low, high, p.sizes[2])
-    _clear(p, E, g, k, low, high, 1)
+        _back_everywhere(c, s, p, r, g, i, k)
+    low, high = _bound(c, p, i), _bound(c, p, i + 1)
+    _clear(c, p, D_W, g, k, low, high, p.d)
+    _clear(c, p, E, g, k, low, high, 1)
 
 
 @jit
-def _blame_tokens(p, g, low, high):
+def _blame_tokens(c, s, p, r, g, low, high):
     """Replace the gradients in memberships of some tokens by those in logits."""
-    heads = p.sizes[1]
-    tokens = np.empty(BLOCK, np.int64)
-    members, blame = np.zeros((2, heads, BLOCK), p.like.dtype)
-    mean = np.empty(BLOCK, p.like.dtype)
-    at = low
+    heads, at = p.heads, low
+    mean = as_pointer(_table(s, r, 0), c.like)
     while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        mean[:] = 0
+        n, at = _take(c, p, r, g, at, high)
+        _fill(c, _table(s, r, 0), n, 0)
         for k in range(heads):
-            _read(p, P, g, k, tokens, n, members[k])
-            _read(p, E, g, k, tokens, n, blame[k])
-            for t in range(BLOCK):
-                mean[t] += members[k, t] * blame[k, t]
+            members_at, blame_at = r.shares + k * RUN * s, r.shares + (heads + k) * RUN * s
+            _read(c, s, p, r, P, g, k, n, members_at)
+            _read(c, s, p, r, E, g, k, n, blame_at)
+            members, blame = as_pointer(members_at, c.like), as_pointer(blame_at, c.like)
+            for t in range(n):
+                mean[t] += members[t] * blame[t]
         for k in range(heads):
-            for t in range(BLOCK):
-                blame[k, t] = members[k, t] * (blame[k, t] - mean[t])
-            _write(p, E, g, k, tokens, n, blame[k])
+            members_at, blame_at = r.shares + k * RUN * s, r.shares + (heads + k) * RUN * s
+            members, blame = as_pointer(members_at, c.like), as_pointer(blame_at, c.like)
+            for t in range(n):
+                blame[t] = members[t] * (blame[t] - mean[t])
+            _write(c, s, p, r, E, g, k, n, blame_at)
 
 
 @jit
-def _blame(p, g, i, k, tokens, n, scores, factors, slopes):
-    """Write the gradients in the bare scores of a block, given what the temperature multiplies."""
-    _read(p, E, g, k, tokens, n, slopes)
-    total = 0.0
+def _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at):
+    """Write the gradients in the bare scores of a run, given what the temperature multiplies."""
+    _read(c, s, p, r, E, g, k, n, slopes_at)
+    scores, factors, slopes = (
+        as_pointer(scores_at, c.like),
+        as_pointer(factors_at, c.like),
+        as_pointer(slopes_at, c.like),
+    )
+    temperature, total = _temperature(c, p, g, k), 0.0
     for t in range(n):
         total += slopes[t] * scores[t]
-        slopes[t] *= p.temperature[g, k] * factors[t]
-    p.dT[g, k, i] += total
+        slopes[t] *= temperature * factors[t]
+    as_pointer(p.blame, c.wide)[_place(p, g, k, i)] += total
 
 
 @jit
-def _rest_causal(p, g, i, k, sums, tables):
-    like, d, high = p.like, p.sizes[2], p.offsets[i + 1]
-    tokens, counts = np.empty((CHUNK, BLOCK), np.int64), np.empty(CHUNK, np.int64)
-    A, starts, befores, inverses = np.empty(d), np.empty((CHUNK, d)), np.empty(CHUNK), np.empty((BLOCK, d), like.dtype)
-    row = np.empty(d, like.dtype)
-    scores, factors, slopes, ones = tables[:4]
-    count = _norms(p, g, k, i, tokens[0], ones, A, row)
-    marks, totals, places = _marks(p, g, i, k, False, ones, A, count)
-    w_at, w, out_at, out = _at(p, W, g, k), p.views[W, 3], _at(p, D_W, g, k), p.views[D_W, 3]
-    for c in range(len(marks) - 1, -1, -1):
-        blocks = _chunk(
-            *(p, g, k, False, ones, places[c], high, marks[c], totals[c], tokens, counts, starts, befores)
+def _rest_causal(c, s, p, r, g, i, k):
+    scores_at, factors_at, slopes_at, ones_at = (
+        _table(s, r, 0),
+        _table(s, r, 1),
+        _table(s, r, 2),
+        _table(s, r, 3),
+    )
+    w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
+    powers_at, kept_at = _powers(s, p, k)
+    high = _bound(c, p, i + 1)
+    count = _norms(c, s, p, r, g, i, k, r.sums)
+    marks, totals, places, runs = _marks(c, s, p, r, g, i, k, False, ones_at, count)
+    for run in range(runs - 1, -1, -1):
+        n, _ = _take(c, p, r, g, places[run], high)
+        _resume(c, r, marks, run)
+        _score(c, s, p, r, g, k, n, True, r.sums, r.row, ones_at, scores_at)
+        _complete(c, p, r, g, k, n, totals[run], scores_at, factors_at)
+        _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at)
+        rest_run(
+            *(c.like, p.d, r.tokens, n, w_at, w, out_at, out, r.rows, p.d * s, r.later, powers_at, kept_at, slopes_at)
         )
-        for j in range(blocks - 1, -1, -1):
-            n = counts[j]
-            _score(p, g, k, tokens[j], n, ones, starts[j], row, inverses, scores)
-            _count(p, g, k, tokens[j], n, befores[j], scores, factors)
-            _blame(p, g, i, k, tokens[j], n, scores, factors, slopes)
-            rest_block(
-                *(like, d, tokens[j].ctypes.data, n, w_at, w, out_at, out, inverses.ctypes.data, d * like.itemsize),
-                *(sums.ctypes.data, like.dtype.type(p.kept[k, 1]), p.kept[k, n], p.powers[k].ctypes.data),
-                slopes.ctypes.data,
-            )
 
 
 @jit
-def _rest_everywhere(p, g, i, k, sums, tables):
+def _rest_everywhere(c, s, p, r, g, i, k):
     """As there, where scores are by the same row for all tokens."""
-    like, d, low, high, kind = p.like, p.sizes[2], p.offsets[i], p.offsets[i + 1], p.sizes[4]
-    tokens, A = np.empty(BLOCK, np.int64), np.empty(d)
-    row, less = np.zeros((2, d), like.dtype)
-    nothing = np.empty((0, d), like.dtype)
-    scores, factors, slopes, ones = tables[:4]
-    count = _norms(p, g, k, i, tokens, ones, A, row)
-    w_at, w, out_at, out = _at(p, W, g, k), p.views[W, 3], _at(p, D_W, g, k), p.views[D_W, 3]
-    at = low
+    scores_at, factors_at, slopes_at, ones_at = (
+        _table(s, r, 0),
+        _table(s, r, 1),
+        _table(s, r, 2),
+        _table(s, r, 3),
+    )
+    w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
+    low, high, d = _bound(c, p, i), _bound(c, p, i + 1), p.d
+    count, at = _norms(c, s, p, r, g, i, k, r.sums), low
+    _inverses(c, p, r.sums, r.row)
+    turns = p.kind == _DIAGONAL and p.A == 0  # sums depend on the tokens
     while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        _score(p, g, k, tokens, n, ones, A, row, nothing, scores)
-        count = _count(p, g, k, tokens, n, count, scores, factors)
-        _blame(p, g, i, k, tokens, n, scores, factors, slopes)
-        if kind == _DIAGONAL and not len(p.A):
-            _gather(p, g, k, W, tokens, n, sums, like.dtype.type(1), slopes)
-    if kind == _NONE:
+        n, at = _take(c, p, r, g, at, high)
+        _score(c, s, p, r, g, k, n, False, r.sums, r.row, ones_at, scores_at)
+        count = _complete(c, p, r, g, k, n, count, scores_at, factors_at)
+        _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at)
+        if turns:
+            _gather(c, s, p, r, g, k, W, n, r.later, slopes_at)
+    if p.kind == _NONE:
         return
+    row, less = as_pointer(r.row, c.like), as_pointer(r.other, c.like)
+    A, sums = as_pointer(r.sums, c.wide), as_pointer(r.later, c.wide)
     for j in range(d):
-        if kind == _DIAGONAL and not like.dtype.type(A[j]) < like.dtype.type(p.numbers[0]):
-            less[j] = sums[j] * row[j] * row[j]
+        less[j] = A[j]
+        less[j] = sums[j] * row[j] * row[j] if turns and not less[j] < p.least else 0
+    slopes, factors, temperature = (
+        as_pointer(slopes_at, c.like),
+        as_pointer(factors_at, c.like),
+        _temperature(c, p, g, k),
+    )
     at = low
     while at < high:
-        n, at = _take(p, g, at, high, tokens)
-        _read(p, E, g, k, tokens, n, slopes)
+        n, at = _take(c, p, r, g, at, high)
+        _read(c, s, p, r, E, g, k, n, slopes_at)
         for t in range(n):
-            slopes[t] *= p.temperature[g, k] * factors[0]
-        mend_block(
-            *(like, d, tokens.ctypes.data, n, w_at, w, out_at, out, row.ctypes.data, slopes.ctypes.data),
-            less.ctypes.data,
-        )
+            slopes[t] *= temperature * factors[0]
+        mend_run(c.like, d, r.tokens, n, w_at, w, out_at, out, r.row, slopes_at, r.other)
 
 
 @jit
-def _rest_head(p, g, i, k):
+def _rest_head(c, s, p, r, g, i, k):
     """Add what logits give W, and write the gradient in the temperature."""
-    tables = np.ones((4, BLOCK), p.like.dtype)
-    sums = np.zeros(p.sizes[2])
-    p.dT[g, k, i] = 0
-    if p.sizes[3] and p.sizes[4] == _DIAGONAL:
-        _rest_causal(p, g, i, k, sums, tables)
+    _copy_sums(c, 0, r.later, p.d)
+    as_pointer(p.blame, c.wide)[_place(p, g, k, i)] = 0
+    if p.causal and p.kind == _DIAGONAL:
+        _rest_causal(c, s, p, r, g, i, k)
     else:
-        _rest_everywhere(p, g, i, k, sums, tables)
+        _rest_everywhere(c, s, p, r, g, i, k)
 
 
 @jit
-def backward_tasks(p, step, first, last):
+def backward_tasks(like, flag, given, scratch, step, reads, first, last):
     """Do tasks of one step of the way back, or all of them for sequences; memberships are known."""
-    heads, count = p.sizes[1], len(p.offsets) - 1
-    spans = -(-p.offsets[count] // SPAN)
+    c, p, r = _entered(like, flag, given, scratch)
+    s = like.itemsize
+    spans = -(-_bound(c, p, p.sequences) // SPAN)
     for task in range(first, last):
         if step == ALL:
-            g, i = task // count, task % count
-            for k in range(heads):
-                _back_head(p, g, i, k)
-            _blame_tokens(p, g, p.offsets[i], p.offsets[i + 1])
-            for k in range(heads):
-                _rest_head(p, g, i, k)
+            g, i = task // p.sequences, task % p.sequences
+            for k in range(p.heads):
+                _back_head(c, s, p, r, g, i, k)
+            _blame_tokens(c, s, p, r, g, _bound(c, p, i), _bound(c, p, i + 1))
+            for k in range(p.heads):
+                _rest_head(c, s, p, r, g, i, k)
         elif step == BLAME:
             low = task % spans * SPAN
-            _blame_tokens(p, task // spans, low, min(low + SPAN, p.offsets[count]))
+            _blame_tokens(c, s, p, r, task // spans, low, min(low + SPAN, _bound(c, p, p.sequences)))
         else:
-            g, i, k = task // (heads * count), task // heads % count, task % heads
+            g, i, k = task // (p.heads * p.sequences), task // p.heads % p.sequences, task % p.heads
             if step == BACK:
-                _back_head(p, g, i, k)
+                _back_head(c, s, p, r, g, i, k)
             elif step == REST:
-                _rest_head(p, g, i, k)
+                _rest_head(c, s, p, r, g, i, k)
 
 
 @jit
-def square_rows(X, mask, weights, rates, total, mass, full, first, last):
-    """Add ``w x²`` of the rows x of some matrices to `total`, or if `full` ``w x xᵀ``, row after row, and w to `mass`."""
+def square_rows(X, mask, weights, rates, total, mass, full, bands, first, last):
+    """Add ``w x²`` of rows x to `total`, or if `full` ``w x xᵀ``, row after row, and w to `mass`.
+
+    A task is a matrix of rows, or if `full` a band of BAND rows of its moment.
+    """
     d = X.shape[2]
     wide = np.empty(d)
-    for i in range(first, last):
+    for task in range(first, last):
+        i, low = task // bands, task % bands * BAND
+        high = min(low + BAND, d) if full else 1
+        rate = rates[i] if len(rates) else 1.0
         for t in range(X.shape[1]):
             if len(mask) and not mask[i, t]:
                 continue
-            weight = weights[i, t] if len(weights) else 1.0
-            rate = rates[i] if len(rates) else 1.0
-            mass[i] = rate * mass[i] + weight
+            w = weights[i, t] if len(weights) else 1.0
+            if low == 0:
+                mass[i] = rate * mass[i] + w
             for j in range(d):
                 wide[j] = X[i, t, j]
-            if full:
-                for r in range(d):
-                    left = weight * wide[r]
-                    row = total[i, r]
-                    for j in range(d):
-                        row[j] = rate * row[j] + left * wide[j]
-            else:
-                row = total[i, 0]
+            for k in range(low, high):
+                row, left = total[i, k], w * wide[k]
                 for j in range(d):
-                    row[j] = rate * row[j] + weight * wide[j] * wide[j]
+                    row[j] = rate * row[j] + (left if full else w * wide[j]) * wide[j]

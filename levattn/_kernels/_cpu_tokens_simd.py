@@ -1,12 +1,12 @@
-"""Vector code of token statistics attention: some tokens of one head, whose running sums are in registers meanwhile.
+"""Vector code of token statistics attention: a run of tokens of one head, whose sums are in registers meanwhile.
 
 Addresses and steps are in bytes; `tokens` is that of the numbers (int64) of the n tokens, whose rows in an array are
 so many steps from its address. Rows of d channels are cut into stretches of whole vectors, of half ones, and so on.
-``like`` is any array of the dtype to compute in.
+``like`` is anything with the dtype to compute in.
 
-Running sums are kept in float64, at `sums`, of d numbers. The sum at a token is the one that was there, rounded, plus
-the gain of the tokens since in the dtype; the gain is added in float64 behind the last token. At `powers` are the
-powers (1, 2, ...) of what is left of a sum at the next token, `rate` the first and `kept` the last of them.
+Running sums are in float64, d numbers at `sums`. The sum at a token is the one before its block of BLOCK tokens,
+rounded, plus the gain in the dtype since then; behind the block this is added in float64. Where sums decay, `powers`
+has what is left of a sum 1, 2, ... tokens later, in the dtype, and `kept` that of 0, 1, ... later in float64.
 """
 
 from __future__ import annotations
@@ -21,25 +21,40 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from levattn._kernels._cpu_latent_simd import _across, _constant, _exp
-from levattn._kernels._cpu_simd import _I64, _fma, _int, _literals, _load, _pointer, _splat, _store, _vector_type
+from levattn._kernels._cpu_simd import (
+    _I64,
+    _fma,
+    _int,
+    _literals,
+    _load,
+    _pointer,
+    _prefetch,
+    _splat,
+    _store,
+    _vector_type,
+)
 
 __all__ = [
-    "back_block",
-    "blend_block",
-    "dot_block",
-    "gather_block",
-    "mend_block",
-    "past_block",
-    "read_block",
-    "rest_block",
-    "score_block",
-    "share_block",
-    "spread_block",
+    "BLOCK",
+    "back_run",
+    "blend_run",
+    "dot_run",
+    "gather_run",
+    "mend_run",
+    "past_run",
+    "read_run",
+    "rest_run",
+    "score_run",
+    "share_run",
+    "spread_run",
 ]
 
 Builder = Any
 Value = Any
 
+BLOCK = 16  # tokens whose gain is summed apart
+
+_AHEAD = 16  # tokens until a row is read that is asked for
 _WIDE = 4  # vectors of the longest stretch
 _DOUBLE = ir.DoubleType()
 
@@ -62,19 +77,11 @@ class _Stretch:
     def store(self, value: Value, address: Value) -> None:
         _store(self.b, value, self._place(address, self.size, self.scalar), self.size)
 
-    def sums(self, address: Value) -> tuple[Value, Value]:
-        """Return sums, and what they are rounded to."""
-        held = _load(self.b, self._place(address, 8, _DOUBLE), self.doubles, 8)
-        return held, held if self.size == 8 else self.b.fptrunc(held, self.vector)
-
-    def fold(self, held: Value, kept: Value, gain: Value, address: Value) -> None:
-        """Store ``kept · held + gain``."""
-        wide = gain if self.size == 8 else self.b.fpext(gain, self.doubles)
-        total = _fma(self.b, held, _splat(self.b, kept, self.vector.count), wide)
-        _store(self.b, total, self._place(address, 8, _DOUBLE), 8)
-
     def all(self, number: Value) -> Value:
         return _splat(self.b, number, self.vector.count)
+
+    def constant(self, number: float) -> Value:
+        return _constant(self.vector, number)
 
     def one_of(self, address: Value, t: Value) -> Value:
         """Return the number of a token, in all lanes."""
@@ -90,10 +97,54 @@ class _Stretch:
         _store(self.b, total, place, self.size)
 
     def row(self, tokens: Value, t: Value, address: Value, step: Value) -> Value:
-        """Return the address of a token's row."""
+        """Return the address of a token's row; that of a later one is asked for."""
         b = self.b
         number = _load(b, _pointer(b, b.add(tokens, b.mul(t, _int(8))), _I64), _I64, 8)
-        return b.add(address, b.mul(number, step))
+        place = b.add(address, b.mul(number, step))
+        later = self._place(b.add(place, b.mul(step, _int(_AHEAD))), self.size, self.scalar)
+        for line in range(0, self.vector.count * self.size, 64):
+            _prefetch(b, b.add(b.ptrtoint(later, _I64), _int(line)))
+        return place
+
+    def each(self, n: Value, step: Callable[[Value], None]) -> None:
+        """Emit a loop over tokens."""
+        with cgutils.for_range(self.b, n) as loop:
+            step(loop.index)
+
+    def summing(
+        self,
+        n: Value,
+        sums: Value,
+        powers: Value,
+        kept: Value,
+        step: Callable[[Value, Callable[[Value], Value]], None],
+        back: bool = False,
+    ) -> None:
+        """Emit a loop over tokens, from the last one if `back`; a step, given a function that adds to the sums."""
+        b = self.b
+        rates = self.all(_load(b, _pointer(b, powers, self.scalar), self.scalar, self.size))
+        gain = cgutils.alloca_once(b, self.vector)
+        last = b.sub(n, _int(1))
+        with cgutils.for_range_slice(b, _int(0), n, _int(BLOCK)) as (begin, _):
+            held = _load(b, self._place(sums, 8, _DOUBLE), self.doubles, 8)
+            base = held if self.size == 8 else b.fptrunc(held, self.vector)
+            left = b.sub(n, begin)
+            count = b.select(b.icmp_signed("<", left, _int(BLOCK)), left, _int(BLOCK))
+            b.store(self.constant(0.0), gain)
+            with cgutils.for_range(b, count) as loop:
+                t = b.add(begin, loop.index)
+
+                def add(term: Value) -> Value:
+                    """Add a term to the sum, and return it."""
+                    new = _fma(b, b.load(gain), rates, term)
+                    b.store(new, gain)
+                    return _fma(b, base, self.one_of(powers, loop.index), new)
+
+                step(b.sub(last, t) if back else t, add)
+            wide = b.load(gain) if self.size == 8 else b.fpext(b.load(gain), self.doubles)
+            factor = _load(b, _pointer(b, b.add(kept, b.mul(count, _int(8))), _DOUBLE), _DOUBLE, 8)
+            total = _fma(b, held, _splat(b, factor, self.vector.count), wide)
+            _store(b, total, self._place(sums, 8, _DOUBLE), 8)
 
 
 def _stretches(b: Builder, like: Any, d: Value, emit: Callable[[_Stretch], None]) -> None:
@@ -107,62 +158,48 @@ def _stretches(b: Builder, like: Any, d: Value, emit: Callable[[_Stretch], None]
         lanes //= 2
 
 
-def _each_token(
-    b: Builder, n: Value, carried: list[Value], step: Callable[[Value, list[Value]], list[Value]], back: bool = False
-) -> list[Value]:
-    """Emit a loop over tokens, from the last if `back`, and return what `step` makes of the carried values."""
-    first = b.sub(n, _int(1)) if back else _int(0)
-    before = b.block
-    loop, after = b.append_basic_block("tokens"), b.append_basic_block("after")
-    b.cbranch(b.icmp_signed(">", n, _int(0)), loop, after)
-    b.position_at_end(loop)
-    t, *held = (b.phi(kind) for kind in (_I64, *(value.type for value in carried)))
-    new = step(t, held)
-    following = b.add(t, _int(-1 if back else 1))
-    more = b.icmp_signed(">=", following, _int(0)) if back else b.icmp_signed("<", following, n)
-    for phi, start, moved in zip((t, *held), (first, *carried), (following, *new), strict=True):
-        phi.add_incoming(start, before)
-        phi.add_incoming(moved, b.block)
-    end = b.block
-    b.cbranch(more, loop, after)
-    b.position_at_end(after)
-    results = [b.phi(value.type) for value in carried]
-    for result, start, moved in zip(results, carried, new, strict=True):
-        result.add_incoming(start, before)
-        result.add_incoming(moved, end)
-    return results
+def _code(like: Any, emit: Callable[..., None]) -> Any:
+    """Return the code of an intrinsic (like, d, ...), given what emits it for a stretch and the further arguments."""
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        _stretches(b, like, arguments[1], lambda at: emit(at, *arguments[2:]))
+        return context.get_dummy_value()
+
+    return codegen
 
 
-def _reciprocal(b: Builder, x: Value, lanes: int) -> Value:
-    """Return 1/x for x of at least the smallest normal number or NaN, to about one unit in the last place.
+def _reciprocal(at: _Stretch, x: Value) -> Value:
+    """Return 1/x for x of at least the smallest normal number, or NaN, to about one unit in the last place.
 
-    Division of vectors takes many times as long as a multiplication. So in float32, where all is below 2¹²⁵, 1/x is
-    guessed to 5 % by a difference of bit patterns, of which a step of third order makes 1e-4, and one of Newton's 1e-8.
+    Vectors are divided much slower than multiplied. So in float32, where all is below 2¹²⁵, 1/x is guessed to 5 % by a
+    difference of bit patterns, of which a step of third order makes 1e-4, and one of Newton's 1e-8.
     """
-    one = _constant(x.type, 1.0)
-    if isinstance(x.type.element, ir.DoubleType):
+    b, one = at.b, at.constant(1.0)
+    if at.size == 8:
         return b.fdiv(one, x)
     whole = ir.VectorType(ir.IntType(32), x.type.count)
     bits = b.bitcast(x, whole)
     largest = bits
-    while largest.type.count > lanes:  # NaN is above all
+    while largest.type.count > at.lanes:  # NaN is above all
         low, high = _halves(b, largest)
         largest = b.select(b.icmp_signed(">", low, high), low, high)
-    beyond = b.icmp_signed(">", largest, ir.Constant(largest.type, [_bits(2.0**125)] * largest.type.count))
+    limit = int(np.float32(2.0**125).view(np.int32))
+    beyond = b.icmp_signed(">", largest, ir.Constant(largest.type, [limit] * largest.type.count))
     flags = ir.IntType(largest.type.count)
-    with b.if_else(b.icmp_unsigned("!=", b.bitcast(beyond, flags), ir.Constant(flags, 0)), likely=False) as (far, near):
+    result = cgutils.alloca_once(b, x.type)
+    with b.if_else(b.icmp_unsigned("!=", b.bitcast(beyond, flags), ir.Constant(flags, 0)), likely=False) as (
+        far,
+        near,
+    ):
         with far:
-            exact, far_end = b.fdiv(one, x), b.block
+            b.store(b.fdiv(one, x), result)
         with near:
             y = b.bitcast(b.sub(ir.Constant(whole, [0x7EF311C3] * whole.count), bits), x.type)
             less = b.fneg(x)
             e = _fma(b, less, y, one)
             y = _fma(b, y, _fma(b, e, e, e), y)
-            guess, near_end = _fma(b, y, _fma(b, less, y, one), y), b.block
-    result = b.phi(x.type)
-    result.add_incoming(exact, far_end)
-    result.add_incoming(guess, near_end)
-    return result
+            b.store(_fma(b, y, _fma(b, less, y, one), y), result)
+    return b.load(result)
 
 
 def _halves(b: Builder, value: Value) -> tuple[Value, Value]:
@@ -173,361 +210,264 @@ def _halves(b: Builder, value: Value) -> tuple[Value, Value]:
     return b.shuffle_vector(value, undefined, low), b.shuffle_vector(value, undefined, high)
 
 
-def _bits(number: float) -> int:
-    return int(np.float32(number).view(np.int32))
-
-
 @intrinsic(prefer_literal=True)
-def score_block(
-    typing, like, back, d, tokens, n, w, w_step, sums, rate, kept, powers, least, scores, inverses, row_step
-):
+def score_run(typing, like, back, d, tokens, n, w, w_step, sums, powers, kept, least, scores, inverses, row_step):
     """Add ``Σ x / max(A, least)`` of each token to its score, where x = w² goes into the sums A before.
 
-    If `back`, the sums stay as they are, and ``1 / max(A, least)`` goes to rows at `inverses`, negative where it is
-    that of `least`.
+    If `back`, ``1 / max(A, least)`` goes to rows at `inverses`, negative where it is that of `least`.
     """
-    signature = types.void(
-        *(like, back, *([types.int64] * 6), like.dtype, types.float64, types.int64, like.dtype, *([types.int64] * 3))
-    )
     (goes_back,) = _literals(back)
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, sums, rate, kept, powers, least, scores, inverses, row_step = arguments[2:]
+        d, tokens, n, w, w_step, sums, powers, kept, least, scores, inverses, row_step = arguments[2:]
 
         def emit(at: _Stretch) -> None:
-            held, base = at.sums(sums)
-            rates, lowest = at.all(rate), at.all(least)
+            lowest = at.all(least)
 
-            def step(t: Value, carried: list[Value]) -> list[Value]:
+            def step(t: Value, add: Callable[[Value], Value]) -> None:
                 w_t = at.load(at.row(tokens, t, w, w_step))
                 x = b.fmul(w_t, w_t)
-                gain = _fma(b, carried[0], rates, x)
-                A = _fma(b, base, at.one_of(powers, t), gain)
+                A = add(x)
                 below = b.fcmp_ordered(">", lowest, A)
-                A = b.select(below, lowest, A)
-                inverse = _reciprocal(b, A, at.lanes)
+                inverse = _reciprocal(at, b.select(below, lowest, A))
                 at.add_across(b.fmul(x, inverse), scores, t)
                 if goes_back:
                     at.store(b.select(below, b.fneg(inverse), inverse), b.add(inverses, b.mul(t, row_step)))
-                return [gain]
 
-            (gain,) = _each_token(b, n, [_constant(at.vector, 0.0)], step)
-            if not goes_back:
-                at.fold(held, kept, gain, sums)
+            at.summing(n, sums, powers, kept, step)
 
         _stretches(b, like, d, emit)
         return context.get_dummy_value()
 
-    return signature, codegen
+    return types.void(like, back, *([types.int64] * 8), like.dtype, *([types.int64] * 3)), codegen
 
 
 @intrinsic(prefer_literal=True)
-def read_block(typing, like, d, tokens, n, w, w_step, y, y_step, sums, rate, kept, powers, weights, slopes, factors):
+def read_run(typing, like, d, tokens, n, w, w_step, y, y_step, sums, powers, kept, weights, slopes, factors):
     """Write ``factor · w / (1 + slope · M)`` of each token, where ``weight · x`` goes into the sums M before."""
-    signature = types.void(like, *([types.int64] * 8), like.dtype, types.float64, *([types.int64] * 4))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, y, y_step, sums, rate, kept, powers, weights, slopes, factors = arguments[1:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, w, w_step, y, y_step, sums, powers, kept, weights, slopes, factors = arguments
 
-        def emit(at: _Stretch) -> None:
-            held, base = at.sums(sums)
-            rates, one = at.all(rate), _constant(at.vector, 1.0)
+        def step(t: Value, add: Callable[[Value], Value]) -> None:
+            w_t = at.load(at.row(tokens, t, w, w_step))
+            M = add(b.fmul(b.fmul(w_t, w_t), at.one_of(weights, t)))
+            r = _reciprocal(at, _fma(b, at.one_of(slopes, t), M, at.constant(1.0)))
+            at.store(b.fmul(b.fmul(at.one_of(factors, t), w_t), r), at.row(tokens, t, y, y_step))
 
-            def step(t: Value, carried: list[Value]) -> list[Value]:
-                w_t = at.load(at.row(tokens, t, w, w_step))
-                gain = _fma(b, b.fmul(w_t, w_t), at.one_of(weights, t), b.fmul(carried[0], rates))
-                M = _fma(b, base, at.one_of(powers, t), gain)
-                divisor = _fma(b, at.one_of(slopes, t), M, one)
-                value = b.fmul(b.fmul(at.one_of(factors, t), w_t), _reciprocal(b, divisor, at.lanes))
-                at.store(value, at.row(tokens, t, y, y_step))
-                return [gain]
+        at.summing(n, sums, powers, kept, step)
 
-            (gain,) = _each_token(b, n, [_constant(at.vector, 0.0)], step)
-            at.fold(held, kept, gain, sums)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 13)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def gather_block(typing, like, d, tokens, n, x, x_step, z, z_step, sums, rate, kept, weights):
+def gather_run(typing, like, d, tokens, n, x, x_step, z, z_step, sums, powers, kept, weights):
     """Add ``weight · x z`` of the tokens to the sums, channel by channel."""
-    signature = types.void(like, *([types.int64] * 8), like.dtype, types.float64, types.int64)
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, x, x_step, z, z_step, sums, rate, kept, weights = arguments[1:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, x, x_step, z, z_step, sums, powers, kept, weights = arguments
 
-        def emit(at: _Stretch) -> None:
-            held, _ = at.sums(sums)
-            rates = at.all(rate)
+        def step(t: Value, add: Callable[[Value], Value]) -> None:
+            product = b.fmul(at.load(at.row(tokens, t, x, x_step)), at.load(at.row(tokens, t, z, z_step)))
+            add(b.fmul(product, at.one_of(weights, t)))
 
-            def step(t: Value, carried: list[Value]) -> list[Value]:
-                product = b.fmul(at.load(at.row(tokens, t, x, x_step)), at.load(at.row(tokens, t, z, z_step)))
-                return [_fma(b, product, at.one_of(weights, t), b.fmul(carried[0], rates))]
+        at.summing(n, sums, powers, kept, step)
 
-            (gain,) = _each_token(b, n, [_constant(at.vector, 0.0)], step)
-            at.fold(held, kept, gain, sums)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 11)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def dot_block(typing, like, d, tokens, n, x, x_step, z, z_step, row, scores):
+def dot_run(typing, like, d, tokens, n, x, x_step, z, z_step, row, scores):
     """Add ``Σ x z · row`` over the channels of each token to its score."""
-    signature = types.void(like, *([types.int64] * 9))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, x, x_step, z, z_step, row, scores = arguments[1:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, x, x_step, z, z_step, row, scores = arguments
+        held = at.load(row)
 
-        def emit(at: _Stretch) -> None:
-            held = at.load(row)
+        def step(t: Value) -> None:
+            product = b.fmul(at.load(at.row(tokens, t, x, x_step)), at.load(at.row(tokens, t, z, z_step)))
+            at.add_across(b.fmul(product, held), scores, t)
 
-            def step(t: Value, _: list[Value]) -> list[Value]:
-                product = b.fmul(at.load(at.row(tokens, t, x, x_step)), at.load(at.row(tokens, t, z, z_step)))
-                at.add_across(b.fmul(product, held), scores, t)
-                return []
+        at.each(n, step)
 
-            _each_token(b, n, [], step)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 9)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def spread_block(typing, like, d, tokens, n, w, w_step, y, y_step, row, factors):
+def spread_run(typing, like, d, tokens, n, w, w_step, y, y_step, row, factors):
     """Write ``factor · w · row`` of each token."""
-    signature = types.void(like, *([types.int64] * 9))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, y, y_step, row, factors = arguments[1:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, w, w_step, y, y_step, row, factors = arguments
+        held = at.load(row)
 
-        def emit(at: _Stretch) -> None:
-            held = at.load(row)
+        def step(t: Value) -> None:
+            value = b.fmul(at.one_of(factors, t), at.load(at.row(tokens, t, w, w_step)))
+            at.store(b.fmul(value, held), at.row(tokens, t, y, y_step))
 
-            def step(t: Value, _: list[Value]) -> list[Value]:
-                value = b.fmul(at.one_of(factors, t), at.load(at.row(tokens, t, w, w_step)))
-                at.store(b.fmul(value, held), at.row(tokens, t, y, y_step))
-                return []
+        at.each(n, step)
 
-            _each_token(b, n, [], step)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 9)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def blend_block(typing, like, d, tokens, n, w, w_step, dy, dy_step, out, out_step, row, factors, other, weights):
+def blend_run(typing, like, d, tokens, n, w, w_step, dy, dy_step, out, out_step, row, factors, other, weights):
     """Write ``factor · dY · row + 2 weight · w · other``."""
-    signature = types.void(like, *([types.int64] * 13))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, dy, dy_step, out, out_step, row, factors, other, weights = arguments[1:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, w, w_step, dy, dy_step, out, out_step, row, factors, other, weights = arguments
+        r, p = at.load(row), at.load(other)
+        p = b.fadd(p, p)
 
-        def emit(at: _Stretch) -> None:
-            r, p = at.load(row), at.load(other)
-            p = b.fadd(p, p)
+        def step(t: Value) -> None:
+            own = b.fmul(b.fmul(at.one_of(factors, t), at.load(at.row(tokens, t, dy, dy_step))), r)
+            w_t = b.fmul(at.one_of(weights, t), at.load(at.row(tokens, t, w, w_step)))
+            at.store(_fma(b, w_t, p, own), at.row(tokens, t, out, out_step))
 
-            def step(t: Value, _: list[Value]) -> list[Value]:
-                own = b.fmul(b.fmul(at.one_of(factors, t), at.load(at.row(tokens, t, dy, dy_step))), r)
-                w_t = b.fmul(at.one_of(weights, t), at.load(at.row(tokens, t, w, w_step)))
-                at.store(_fma(b, w_t, p, own), at.row(tokens, t, out, out_step))
-                return []
+        at.each(n, step)
 
-            _each_token(b, n, [], step)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 13)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def mend_block(typing, like, d, tokens, n, w, w_step, out, out_step, row, slopes, less):
+def mend_run(typing, like, d, tokens, n, w, w_step, out, out_step, row, slopes, less):
     """Add ``2 w · (slope · row − less)`` to `out`."""
-    signature = types.void(like, *([types.int64] * 10))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, out, out_step, row, slopes, less = arguments[1:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, w, w_step, out, out_step, row, slopes, less = arguments
+        held, q = at.load(row), b.fneg(at.load(less))
 
-        def emit(at: _Stretch) -> None:
-            held, q = at.load(row), b.fneg(at.load(less))
+        def step(t: Value) -> None:
+            w_t, place = at.load(at.row(tokens, t, w, w_step)), at.row(tokens, t, out, out_step)
+            dx = _fma(b, at.one_of(slopes, t), held, q)
+            at.store(_fma(b, b.fadd(w_t, w_t), dx, at.load(place)), place)
 
-            def step(t: Value, _: list[Value]) -> list[Value]:
-                w_t, place = at.load(at.row(tokens, t, w, w_step)), at.row(tokens, t, out, out_step)
-                dx = _fma(b, at.one_of(slopes, t), held, q)
-                at.store(_fma(b, b.fadd(w_t, w_t), dx, at.load(place)), place)
-                return []
+        at.each(n, step)
 
-            _each_token(b, n, [], step)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 10)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def back_block(
-    typing, like, d, tokens, n, w, w_step, dy, dy_step, out, out_step, sums, rate, powers,
+def back_run(
+    typing, like, d, tokens, n, w, w_step, dy, dy_step, out, out_step, sums, powers, kept,
     weights, slopes, factors, steps, gammas, row_step, dots, means,
 ):  # fmt: skip
-    """Read the sums M of tokens once more, which stay as they are, for the gradients in what they are made of.
+    """Read the sums M of tokens once more, for the gradients in what these are made of.
 
     With ``r = 1 / (1 + slope · M)`` and ``u = w r dY`` write ``factor · r · dY`` to `out`, and ``Γ = step · u r`` to
     rows at `gammas`. Add Σ u to the token's number at `dots`, and ``Σ u (1 − r)`` to that at `means`.
     """
-    signature = types.void(like, *([types.int64] * 10), like.dtype, *([types.int64] * 9))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, dy, dy_step, out, out_step, sums, rate, powers = arguments[1:13]
-        weights, slopes, factors, steps, gammas, row_step, dots, means = arguments[13:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, w, w_step, dy, dy_step, out, out_step, sums, powers, kept = arguments[:11]
+        weights, slopes, factors, steps, gammas, row_step, dots, means = arguments[11:]
 
-        def emit(at: _Stretch) -> None:
-            base, rates, one = at.sums(sums)[1], at.all(rate), _constant(at.vector, 1.0)
+        def step(t: Value, add: Callable[[Value], Value]) -> None:
+            w_t = at.load(at.row(tokens, t, w, w_step))
+            moment = b.fmul(at.one_of(slopes, t), add(b.fmul(b.fmul(w_t, w_t), at.one_of(weights, t))))
+            r = _reciprocal(at, b.fadd(at.constant(1.0), moment))
+            part = b.fmul(r, at.load(at.row(tokens, t, dy, dy_step)))
+            at.store(b.fmul(at.one_of(factors, t), part), at.row(tokens, t, out, out_step))
+            u = b.fmul(w_t, part)
+            ur = b.fmul(u, r)
+            at.store(b.fmul(at.one_of(steps, t), ur), b.add(gammas, b.mul(t, row_step)))
+            at.add_across(u, dots, t)
+            at.add_across(b.fmul(ur, moment), means, t)
 
-            def step(t: Value, carried: list[Value]) -> list[Value]:
-                w_t = at.load(at.row(tokens, t, w, w_step))
-                gain = _fma(b, b.fmul(w_t, w_t), at.one_of(weights, t), b.fmul(carried[0], rates))
-                moment = b.fmul(at.one_of(slopes, t), _fma(b, base, at.one_of(powers, t), gain))
-                r = _reciprocal(b, b.fadd(one, moment), at.lanes)
-                part = b.fmul(r, at.load(at.row(tokens, t, dy, dy_step)))
-                at.store(b.fmul(at.one_of(factors, t), part), at.row(tokens, t, out, out_step))
-                u = b.fmul(w_t, part)
-                ur = b.fmul(u, r)
-                at.store(b.fmul(at.one_of(steps, t), ur), b.add(gammas, b.mul(t, row_step)))
-                at.add_across(u, dots, t)
-                at.add_across(b.fmul(ur, moment), means, t)
-                return [gain]
+        at.summing(n, sums, powers, kept, step)
 
-            _each_token(b, n, [_constant(at.vector, 0.0)], step)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 20)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def past_block(
-    typing, like, d, tokens, n, w, w_step, out, out_step, gammas, row_step, sums, rate, kept, powers, weights, dots
+def past_run(
+    typing, like, d, tokens, n, w, w_step, out, out_step, gammas, row_step, sums, powers, kept, weights, dots
 ):
     """From the last token to the first, add Γ to the sums P, ``2 weight · P · w`` to `out`, and ``Σ P x`` to dots."""
-    signature = types.void(like, *([types.int64] * 10), like.dtype, types.float64, *([types.int64] * 3))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, out, out_step, gammas, row_step = arguments[1:10]
-        sums, rate, kept, powers, weights, dots = arguments[10:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, w, w_step, out, out_step, gammas, row_step, sums, powers, kept, weights, dots = arguments
 
-        def emit(at: _Stretch) -> None:
-            held, base = at.sums(sums)
-            rates = at.all(rate)
+        def step(t: Value, add: Callable[[Value], Value]) -> None:
+            w_t, place = at.load(at.row(tokens, t, w, w_step)), at.row(tokens, t, out, out_step)
+            Pw = b.fmul(add(at.load(b.add(gammas, b.mul(t, row_step)))), w_t)
+            weight = at.one_of(weights, t)
+            at.store(_fma(b, b.fadd(weight, weight), Pw, at.load(place)), place)
+            at.add_across(b.fmul(Pw, w_t), dots, t)
 
-            def step(t: Value, carried: list[Value]) -> list[Value]:
-                w_t, place = at.load(at.row(tokens, t, w, w_step)), at.row(tokens, t, out, out_step)
-                gain = _fma(b, carried[0], rates, at.load(b.add(gammas, b.mul(t, row_step))))
-                P = _fma(b, base, at.one_of(powers, b.sub(b.sub(n, _int(1)), t)), gain)
-                Pw = b.fmul(P, w_t)
-                weight = at.one_of(weights, t)
-                at.store(_fma(b, b.fadd(weight, weight), Pw, at.load(place)), place)
-                at.add_across(b.fmul(Pw, w_t), dots, t)
-                return [gain]
+        at.summing(n, sums, powers, kept, step, back=True)
 
-            (gain,) = _each_token(b, n, [_constant(at.vector, 0.0)], step, back=True)
-            at.fold(held, kept, gain, sums)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 14)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def rest_block(
-    typing, like, d, tokens, n, w, w_step, out, out_step, inverses, row_step, sums, rate, kept, powers, slopes
-):
+def rest_run(typing, like, d, tokens, n, w, w_step, out, out_step, inverses, row_step, sums, powers, kept, slopes):
     """From the last token to the first, add ``2 w · (slope / A − Q)`` to `out`.
 
     ``slope · x / A²`` goes into the sums Q before, but for what is at `least`; 1/A is at `inverses`.
     """
-    signature = types.void(like, *([types.int64] * 10), like.dtype, types.float64, *([types.int64] * 2))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        d, tokens, n, w, w_step, out, out_step, inverses, row_step = arguments[1:10]
-        sums, rate, kept, powers, slopes = arguments[10:]
+    def emit(at: _Stretch, *arguments: Value) -> None:
+        b = at.b
+        tokens, n, w, w_step, out, out_step, inverses, row_step, sums, powers, kept, slopes = arguments
 
-        def emit(at: _Stretch) -> None:
-            held, base = at.sums(sums)
-            rates, zero = at.all(rate), _constant(at.vector, 0.0)
+        def step(t: Value, add: Callable[[Value], Value]) -> None:
+            w_t, place = at.load(at.row(tokens, t, w, w_step)), at.row(tokens, t, out, out_step)
+            inverse = at.load(b.add(inverses, b.mul(t, row_step)))
+            below = b.fcmp_ordered("<", inverse, at.constant(0.0))
+            dx = b.fmul(at.one_of(slopes, t), b.select(below, b.fneg(inverse), inverse))
+            own = b.fmul(dx, b.fmul(b.fmul(w_t, w_t), inverse))
+            dx = b.fsub(dx, add(b.select(below, at.constant(0.0), own)))
+            at.store(_fma(b, b.fadd(w_t, w_t), dx, at.load(place)), place)
 
-            def step(t: Value, carried: list[Value]) -> list[Value]:
-                w_t, place = at.load(at.row(tokens, t, w, w_step)), at.row(tokens, t, out, out_step)
-                inverse = at.load(b.add(inverses, b.mul(t, row_step)))
-                below = b.fcmp_ordered("<", inverse, zero)
-                dx = b.fmul(at.one_of(slopes, t), b.select(below, b.fneg(inverse), inverse))
-                own = b.fmul(dx, b.fmul(b.fmul(w_t, w_t), inverse))
-                gain = _fma(b, carried[0], rates, b.select(below, zero, own))
-                dx = b.fsub(dx, _fma(b, base, at.one_of(powers, b.sub(b.sub(n, _int(1)), t)), gain))
-                at.store(_fma(b, b.fadd(w_t, w_t), dx, at.load(place)), place)
-                return [gain]
+        at.summing(n, sums, powers, kept, step, back=True)
 
-            (gain,) = _each_token(b, n, [zero], step, back=True)
-            at.fold(held, kept, gain, sums)
-
-        _stretches(b, like, d, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    return types.void(like, *([types.int64] * 13)), _code(like, emit)
 
 
 @intrinsic(prefer_literal=True)
-def share_block(typing, like, tokens, heads, logits):
+def share_run(typing, like, heads, n, logits, row_step):
     """Replace rows of so many logits, one for each head, by their softmax over the heads."""
-    signature = types.void(like, tokens, types.int64, types.int64)
-    (width,) = _literals(tokens)
     size, scalar, vector = _vector_type(like)
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        heads, logits = arguments[2:]
-        stop, skip = b.mul(heads, _int(width * size)), _int(width * size)
+        heads, n, logits, row_step = arguments[1:]
+        stop = b.mul(heads, row_step)
 
         def each_head(at: Value, start: Value, step: Callable[[Value, Value], Value]) -> Value:
             """Return what `step` makes of a vector, given the place of each row's part in turn."""
             held = cgutils.alloca_once_value(b, start)
-            with cgutils.for_range_slice(b, at, b.add(at, stop), skip) as (place, _):
+            with cgutils.for_range_slice(b, at, b.add(at, stop), row_step) as (place, _):
                 b.store(step(_pointer(b, place, scalar), b.load(held)), held)
             return b.load(held)
 
-        for column in range(0, width, vector.count):
-            at = b.add(logits, _int(column * size))
+        with cgutils.for_range_slice(b, _int(0), b.mul(n, _int(size)), _int(size * vector.count)) as (column, _):
+            at = b.add(logits, column)
 
             def larger(place: Value, top: Value) -> Value:
                 value = _load(b, place, vector, size)
                 return b.select(b.fcmp_ordered(">", value, top), value, top)
 
-            top = each_head(at, _load(b, _pointer(b, at, scalar), vector, size), larger)
-
-            def add(place: Value, total: Value, top: Value = top) -> Value:
+            def add(place: Value, total: Value) -> Value:
                 value = _exp(b, b.fsub(_load(b, place, vector, size), top))
                 _store(b, value, place, size)
                 return b.fadd(total, value)
-
-            total = each_head(at, _constant(vector, 0.0), add)
-            factor = b.fdiv(_constant(vector, 1.0), total)
 
             def scale(place: Value, factor: Value) -> Value:
                 _store(b, b.fmul(_load(b, place, vector, size), factor), place, size)
                 return factor
 
-            each_head(at, factor, scale)
+            top = each_head(at, _load(b, _pointer(b, at, scalar), vector, size), larger)
+            total = each_head(at, _constant(vector, 0.0), add)
+            each_head(at, b.fdiv(_constant(vector, 1.0), total), scale)
         return context.get_dummy_value()
 
-    return signature, codegen
+    return types.void(like, *([types.int64] * 4)), codegen

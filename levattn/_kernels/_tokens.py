@@ -13,7 +13,8 @@ import numpy as np
 
 from levattn._kernels import _cpu_tokens as compiled
 from levattn._kernels._cpu import _share
-from levattn._kernels._cpu_tokens import BLOCK, KINDS, SPAN, VIEWS, Plan
+from levattn._kernels._cpu_tokens import BAND, KINDS, SPAN, VIEWS, scratch_sizes
+from levattn._kernels._cpu_tokens_simd import BLOCK
 from levattn._kernels._rows import Float64
 from levattn._kernels._statistics import Statistics, TokenSums
 from levattn._threads import num_threads
@@ -21,6 +22,7 @@ from levattn._threads import num_threads
 __all__ = ["add_squares", "backward", "forward", "memberships"]
 
 _ENOUGH = 8  # sequences for each thread
+_SMALL = 2_000_000  # multiply-adds that are not shared out
 _ROWS = 4096  # rows that are read as float64 at a time
 
 
@@ -29,16 +31,15 @@ def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | Non
     out = _like(x.W)
     after = _after(x) if state else None
     P = np.empty(x.W.shape[:3], x.W.dtype)
-    plan, _kept = _plan(x, after if after is None or x.causal or x.state is None else None, P=P, Y=out)
-    _run(x, compiled.forward_tasks, plan, (compiled.SCORE, compiled.SHARE, compiled.LAST), 4, True)
+    work = _Work(x, after if x.causal or x.state is None else None, P=P, Y=out)
+    work.run(compiled.forward_tasks, (compiled.SCORE, compiled.SHARE, compiled.LAST), 4)
     return out, after
 
 
 def memberships(x: Statistics) -> Any:
     """Return the memberships (b, h, T)."""
     P = np.empty(x.W.shape[:3], x.W.dtype)
-    plan, _kept = _plan(x, None, P=P)
-    _run(x, compiled.forward_tasks, plan, (compiled.SCORE, compiled.SHARE), 2, False)
+    _Work(x, None, P=P).run(compiled.forward_tasks, (compiled.SCORE, compiled.SHARE), 2, reads=False)
     return P
 
 
@@ -49,9 +50,9 @@ def backward(x: Statistics, dY: Any) -> tuple[Any, Any, Any]:
     P, E = np.empty((2, *x.W.shape[:3]), x.W.dtype)
     dT = np.zeros((b, h, len(x.offsets) - 1))
     dY = _rows(np.asarray(dY, x.W.dtype))
-    plan, _kept = _plan(x, None, dT=dT, P=P, D_Y=dY, D_W=out, E=E)
-    _run(x, compiled.forward_tasks, plan, (compiled.SCORE, compiled.SHARE), 2, False)
-    _run(x, compiled.backward_tasks, plan, (compiled.BACK, compiled.BLAME, compiled.REST), 8)
+    work = _Work(x, None, dT, P=P, D_Y=dY, D_W=out, E=E)
+    work.run(compiled.forward_tasks, (compiled.SCORE, compiled.SHARE), 2, reads=False)
+    work.run(compiled.backward_tasks, (compiled.BACK, compiled.BLAME, compiled.REST), 8)
     offset = None if x.offset is None else E * np.asarray(x.temperature, E.dtype)[..., None]
     return out, dT.sum(axis=2).astype(x.W.dtype), offset
 
@@ -74,12 +75,13 @@ def add_squares(
         rows = X[:, part].astype(np.float32) if X.dtype == np.float16 else _rows(X)
         there = np.empty((0, 0), np.uint8) if mask is None else np.ascontiguousarray(mask[:, part]).view(np.uint8)
         w = np.empty((0, 0)) if weights is None else np.ascontiguousarray(weights[:, part], np.float64)
-        arguments = rows, there, w, rates, total, mass, full
+        bands = -(-d // BAND) if full else 1
+        arguments = rows, there, w, rates, total, mass, full, bands
 
         def body(first: int, last: int, arguments: Any = arguments) -> None:
             compiled.square_rows(*arguments, first, last)
 
-        _share(body, b, float(rows.size) * (d if full else 2))
+        _share(body, b * bands, float(rows.size) * (d if full else 2))
     return total if full else total[:, 0], mass
 
 
@@ -107,53 +109,56 @@ def _after(x: Statistics) -> TokenSums | None:
     return np.zeros((b, h, count, d)), np.zeros((b, h, count)), np.zeros((b, h, count, d)), np.zeros((b, h, count))
 
 
-_NO_SUMS: TokenSums = np.empty((0, 0, 0, 0)), np.empty((0, 0, 0)), np.empty((0, 0, 0, 0)), np.empty((0, 0, 0))
-_FLAG = np.empty(0, np.uint8)
+_FLAG, _FLAT, _DEEP = np.empty(0, np.uint8), np.empty((0, 0, 0)), np.empty((0, 0, 0, 0))
+_NO_SUMS: TokenSums = _DEEP, _FLAT, _DEEP, _FLAT
 
 
-def _plan(x: Statistics, after: TokenSums | None, dT: Any = None, **further: Any) -> tuple[Plan, list[Any]]:
-    """Return what the compiled code works on, and what has to live as long as it does."""
-    b, h, _, d = x.W.shape
-    views, kept = np.zeros((VIEWS, 4), np.int64), []
-    for name, array in {"W": x.W, "OFFSET": x.offset, "MASK": x.mask, **further}.items():
-        if array is None:
-            continue
-        if array.ndim == 4:
-            array = _rows(array)
-        b_step, *steps = array.strides[:3]
-        kept.append(array)
-        views[getattr(compiled, name)] = array.ctypes.data, b_step, *([0, *steps] if array.ndim == 2 else steps)
-    rates = np.ones(h) if x.decay is None else np.asarray(x.decay, np.float64)
-    powers = rates[:, None] ** np.arange(BLOCK + 1)
-    before = tuple(np.ascontiguousarray(part, np.float64) for part in x.state or _NO_SUMS)
-    kind = KINDS.index(x.logits)
-    sizes = np.array([b, h, d, x.causal, kind, x.mean and x.logits == "diagonal"], np.int64)
-    plan = Plan(
-        np.empty(0, x.W.dtype),
-        _FLAG,
-        views,
-        np.ascontiguousarray(x.offsets, np.int64),
-        sizes,
-        np.ascontiguousarray(x.temperature, x.W.dtype),
-        powers[:, 1:].astype(x.W.dtype),
-        powers,
-        np.array([max(x.least, float(np.finfo(x.W.dtype).tiny)), x.ridge, x.c, x.gain]),
-        *before,
-        *(_NO_SUMS if after is None else after),
-        np.empty((0, 0, 0)) if dT is None else dT,
-    )
-    return plan, kept
+class _Work:
+    """What the compiled code works on. It keeps the arrays alive."""
 
+    def __init__(self, x: Statistics, after: TokenSums | None, dT: Any = _FLAT, **further: Any) -> None:
+        h, d, kind = x.W.shape[1], x.W.shape[3], x.W.dtype
+        self.x, self.like, self._kept = x, np.empty(0, kind), []
+        views = np.zeros((VIEWS, 4), np.int64)
+        for name, array in {"W": x.W, "OFFSET": x.offset, "MASK": x.mask, **further}.items():
+            if array is not None:
+                array = _rows(array) if array.ndim == 4 else array
+                self._kept.append(array)
+                b_step, *steps = array.strides[:3]
+                steps = [0, *steps] if array.ndim == 2 else steps
+                views[getattr(compiled, name)] = array.__array_interface__["data"][0], b_step, *steps
+        if x.decay is None:
+            kept = np.ones((h, BLOCK + 1))
+        else:
+            kept = np.asarray(x.decay, np.float64)[:, None] ** np.arange(BLOCK + 1)
+        self._given = (
+            views,
+            np.array(x.offsets, np.int64),
+            (h, d, int(x.causal), KINDS.index(x.logits), int(x.mean and x.logits == "diagonal")),
+            (max(float(x.least), float(np.finfo(kind).tiny)), float(x.ridge), float(x.c), float(x.gain)),
+            np.array(x.temperature, kind, order="C"),
+            np.ascontiguousarray(kept[:, 1:], kind),
+            kept,
+            _NO_SUMS if x.state is None else tuple(np.array(S, np.float64, order="C") for S in x.state),
+            _NO_SUMS if after is None else after,
+            dT,
+        )
 
-def _run(x: Statistics, tasks: Callable[..., None], plan: Plan, steps: tuple[int, ...], cost: int, *more: Any) -> None:
-    """Do all steps, each for all sequences, or one sequence after another where these are many."""
-    (b, h, T, d), n = x.W.shape, len(x.offsets) - 1
-    if not x.W.size:
-        return
-    work = float(cost * x.W.size)
-    if b * n >= _ENOUGH * num_threads() or work < 2_000_000:
-        _share(lambda first, last: tasks(plan, compiled.ALL, *more, first, last), b * n, work)
-        return
-    for step in steps:
-        counts = b * -(-T // SPAN) if step in (compiled.SHARE, compiled.BLAME) else b * n * h
-        _share(lambda first, last, step=step: tasks(plan, step, *more, first, last), counts, work)
+    def run(self, tasks: Callable[..., None], steps: tuple[int, ...], cost: int, *, reads: bool = True) -> None:
+        """Do all steps, each for all sequences, or one sequence after another where these are many."""
+        (b, h, T, d), n = self.x.W.shape, len(self.x.offsets) - 1
+        if not self.x.W.size:
+            return
+        work = float(cost * self.x.W.size)
+        threads = num_threads() if work >= _SMALL else 1
+        alone = threads == 1 or b * n >= _ENOUGH * threads
+        for step in (compiled.ALL,) if alone else steps:
+            over_heads = step in (compiled.SHARE, compiled.BLAME)
+            count = b * n if step == compiled.ALL else b * -(-T // SPAN) if over_heads else b * n * h
+
+            def body(first: int, last: int, step: int = step) -> None:
+                whole, narrow, wide = scratch_sizes(h, d)
+                scratch = np.empty(whole, np.int64), np.empty(narrow, self.like.dtype), np.empty(wide)
+                tasks(self.like, _FLAG, self._given, scratch, step, reads, first, last)
+
+            _share(body, count, work)
