@@ -31,7 +31,7 @@ from levattn._kernels._cpu_tokens_simd import (
     spread_run,
 )
 
-__all__ = ["BAND", "KINDS", "RUN", "SPAN", "VIEWS", "backward_tasks", "forward_tasks", "scratch_sizes", "square_rows"]
+__all__ = ["BAND", "KINDS", "SLAB", "SPAN", "VIEWS", "backward_tasks", "forward_tasks", "scratch_sizes", "square_rows"]
 
 # places in `views`
 W, OFFSET, MASK, P, Y, D_Y, D_W, E = range(8)
@@ -44,6 +44,7 @@ ALL, SCORE, SHARE, LAST, BACK, BLAME, REST = range(7)  # steps
 
 RUN = 8 * BLOCK
 SPAN = 4 * RUN  # tokens of a task over all heads
+SLAB = 64 * RUN  # tokens of a head that are worked on before the next step
 BAND = 16  # rows of a second moment
 TABLES = 8  # of a number for each token of a run
 
@@ -53,7 +54,7 @@ class Plan(NamedTuple):
 
     views: (VIEWS, 4) int64, the address of each array, 0 if it is not there, and its steps between groups of heads,
         heads and tokens, in bytes. P holds logits and then memberships, E the gradients in these and then in logits.
-    offsets: the bounds of so many sequences.
+    bounds: (sequences, 2) int64, the tokens to work on.
     kind, mean: the logits, and whether scores are multiplied by the number of tokens.
     temperature: (b, h) in the dtype, as powers (h, BLOCK), 1, 2, ... of the decay; `kept` (h, BLOCK + 1) is 0, 1, ...
     A, n, M, N: the sums before, in float64.
@@ -62,7 +63,7 @@ class Plan(NamedTuple):
     """
 
     views: int
-    offsets: int
+    bounds: int
     sequences: int
     heads: int
     d: int
@@ -124,15 +125,15 @@ def _address(array):
 @jit
 def _entered(like, flag, given, scratch):
     """Return what all functions are given, of arrays whose references the caller holds; see `Plan` and `Room`."""
-    views, offsets, sizes, numbers, temperature, powers, kept, before, after, blame = given
+    views, bounds, sizes, numbers, temperature, powers, kept, before, after, blame = given
     tokens, narrow, wide = scratch
     heads, d, causal, kind, mean = sizes
     least, ridge, weight, gain = numbers
     A, n, M, N = before
     new_norms, new_counts, new_sums, new_totals = after
-    c = _Kinds(as_pointer(0, like), as_pointer(0, flag), as_pointer(0, offsets), as_pointer(0, kept))
+    c = _Kinds(as_pointer(0, like), as_pointer(0, flag), as_pointer(0, bounds), as_pointer(0, kept))
     p = Plan(
-        *(views.ctypes.data, offsets.ctypes.data, len(offsets) - 1, heads, d, causal, kind, mean),
+        *(views.ctypes.data, bounds.ctypes.data, len(bounds), heads, d, causal, kind, mean),
         *(temperature.ctypes.data, powers.ctypes.data, kept.ctypes.data, least, ridge, weight, gain),
         *(_address(A), _address(n), _address(M), _address(N)),
         *(_address(new_norms), _address(new_counts), _address(new_sums), _address(new_totals), _address(blame)),
@@ -171,8 +172,13 @@ def _there(c, p, which):
 
 
 @jit
-def _bound(c, p, i):
-    return as_pointer(p.offsets, c.whole)[i]
+def _low(c, p, i):
+    return as_pointer(p.bounds, c.whole)[2 * i]
+
+
+@jit
+def _high(c, p, i):
+    return as_pointer(p.bounds, c.whole)[2 * i + 1]
 
 
 @jit
@@ -218,8 +224,11 @@ def _place(p, g, k, i):
 
 
 @jit
-def _take(c, p, r, g, at, high):
-    """Write down the next tokens that take part, up to RUN; return how many, and where to go on."""
+def _take(c, p, r, g, i, at, high):
+    """Write down the next tokens that take part, up to RUN; return how many, and where to go on.
+
+    No run is in two slabs of SLAB tokens.
+    """
     tokens = as_pointer(r.tokens, c.whole)
     n = 0
     if not _there(c, p, MASK):
@@ -228,6 +237,7 @@ def _take(c, p, r, g, at, high):
             tokens[t] = at + t
         return n, at + n
     present, step = as_pointer(_head(c, p, MASK, g, 0), c.flag), _step(c, p, MASK)
+    high = min(high, at - (at - _low(c, p, i)) % SLAB + SLAB)
     while n < RUN and at < high:
         if present[at * step] != 0:
             tokens[n] = at
@@ -319,10 +329,10 @@ def _advance(c, s, p, r, g, k, n, weighted, weights_at, sums_at, total):
 @jit
 def _all(c, s, p, r, g, k, i, weighted, weights_at, sums_at):
     """Write the sums of a sequence, and return that of the weights."""
-    at, high, total = _bound(c, p, i), _bound(c, p, i + 1), 0.0
+    at, high, total = _low(c, p, i), _high(c, p, i), 0.0
     _copy_sums(c, 0, sums_at, p.d)
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         total = _advance(c, s, p, r, g, k, n, weighted, weights_at, sums_at, total)
     return total
 
@@ -420,10 +430,10 @@ def _logits(c, s, p, r, g, k, n, count, sums_at, row_at, logits_at):
 @jit
 def _score_head(c, s, p, r, g, i, k):
     """Write the logits of a head, and the sums A after its tokens."""
-    count, at, high = _norms(c, s, p, r, g, i, k, r.norms), _bound(c, p, i), _bound(c, p, i + 1)
+    count, at, high = _norms(c, s, p, r, g, i, k, r.norms), _low(c, p, i), _high(c, p, i)
     _inverses(c, p, r.norms, r.row)
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         count = _logits(c, s, p, r, g, k, n, count, r.norms, r.row, _table(s, r, 0))
         _write(c, s, p, r, P, g, k, n, _table(s, r, 0))
     _keep(c, p, p.new_norms, p.new_counts, _place(p, g, k, i), r.norms, count)
@@ -438,11 +448,11 @@ def _keep(c, p, sums_after, totals_after, place, sums_at, total):
 
 
 @jit
-def _share_tokens(c, s, p, r, g, low, high):
+def _share_tokens(c, s, p, r, g, i, low, high):
     """Replace the logits of some tokens by memberships."""
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         for k in range(p.heads):
             _read(c, s, p, r, P, g, k, n, r.shares + k * RUN * s)
         share_run(c.like, p.heads, n, r.shares, RUN * s)
@@ -523,11 +533,11 @@ def _outputs(c, s, p, r, g, k, n, total, sums_at, row_at, members_at):
 @jit
 def _output_head(c, s, p, r, g, i, k):
     """Write the outputs of a head, and the sums M after its tokens."""
-    members_at, low, high = _table(s, r, 0), _bound(c, p, i), _bound(c, p, i + 1)
+    members_at, low, high = _table(s, r, 0), _low(c, p, i), _high(c, p, i)
     total, at = _moments(c, s, p, r, g, i, k, r.sums, members_at), low
     _shrinkage(c, p, total, r.sums, r.row)
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         _read(c, s, p, r, P, g, k, n, members_at)
         total = _outputs(c, s, p, r, g, k, n, total, r.sums, r.row, members_at)
     _clear(c, p, Y, g, k, low, high, p.d)
@@ -552,7 +562,7 @@ def _keep_all(c, p, r, g, i, counts, totals):
 @jit
 def _causal_sequence(c, s, p, r, g, i, reads):
     """Write the outputs of a sequence, or its memberships, run by run: each is read from memory once."""
-    heads, low, high, deep, table = p.heads, _bound(c, p, i), _bound(c, p, i + 1), p.d * 8, RUN * s
+    heads, low, high, deep, table = p.heads, _low(c, p, i), _high(c, p, i), p.d * 8, RUN * s
     counts, totals = as_pointer(r.totals, c.wide), as_pointer(r.totals + 8 * heads, c.wide)
     for k in range(heads):
         counts[k] = _norms(c, s, p, r, g, i, k, r.norms + k * deep)
@@ -560,7 +570,7 @@ def _causal_sequence(c, s, p, r, g, i, reads):
     _inverses(c, p, r.norms, r.row)
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         for k in range(heads):
             counts[k] = _logits(c, s, p, r, g, k, n, counts[k], r.norms + k * deep, r.row, r.shares + k * table)
         share_run(c.like, heads, n, r.shares, table)
@@ -577,7 +587,7 @@ def _causal_sequence(c, s, p, r, g, i, reads):
 @jit
 def _even_sequence(c, s, p, r, g, i, reads):
     """The same for a sequence all of whose tokens see the same sums: these are made first."""
-    heads, low, high, deep, table, row = p.heads, _bound(c, p, i), _bound(c, p, i + 1), p.d * 8, RUN * s, p.d * s
+    heads, low, high, deep, table, row = p.heads, _low(c, p, i), _high(c, p, i), p.d * 8, RUN * s, p.d * s
     counts, totals = as_pointer(r.totals, c.wide), as_pointer(r.totals + 8 * heads, c.wide)
     alone, at = p.A != 0, low
     for k in range(heads):
@@ -587,14 +597,14 @@ def _even_sequence(c, s, p, r, g, i, reads):
         _copy_sums(c, p.A + place * deep if alone else 0, r.norms + k * deep, p.d)
         _copy_sums(c, p.M + place * deep if alone else 0, r.sums + k * deep, p.d)
     while at < high and not alone:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         for k in range(heads):
             counts[k] = _advance(c, s, p, r, g, k, n, False, _table(s, r, 0), r.norms + k * deep, counts[k])
     for k in range(heads):
         _inverses(c, p, r.norms + k * deep, r.row + k * row)
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         for k in range(heads):
             row_at, logits_at = r.row + k * row, r.shares + k * table
             counts[k] = _logits(c, s, p, r, g, k, n, counts[k], r.norms + k * deep, row_at, logits_at)
@@ -608,7 +618,7 @@ def _even_sequence(c, s, p, r, g, i, reads):
     for k in range(heads):
         _shrinkage(c, p, totals[k], r.sums + k * deep, r.row + k * row)
     while at < high and reads:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         for k in range(heads):
             _read(c, s, p, r, P, g, k, n, _table(s, r, 0))
             _outputs(c, s, p, r, g, k, n, totals[k], 0, r.row + k * row, _table(s, r, 0))
@@ -617,19 +627,22 @@ def _even_sequence(c, s, p, r, g, i, reads):
 
 
 @jit
-def forward_tasks(like, flag, given, scratch, step, reads, first, last):
-    """Do tasks of one step, or all steps of sequences; outputs only if it `reads`."""
+def forward_tasks(like, flag, given, scratch, step, spans, reads, first, last):
+    """Do tasks of one step, or all steps of sequences; outputs only if it `reads`.
+
+    Steps over all heads have `spans` tasks for each sequence.
+    """
     c, p, r = _entered(like, flag, given, scratch)
     s = like.itemsize
-    spans = -(-_bound(c, p, p.sequences) // SPAN)
     for task in range(first, last):
         if step == ALL and p.causal:
             _causal_sequence(c, s, p, r, task // p.sequences, task % p.sequences, reads)
         elif step == ALL:
             _even_sequence(c, s, p, r, task // p.sequences, task % p.sequences, reads)
         elif step == SHARE:
-            low = task % spans * SPAN
-            _share_tokens(c, s, p, r, task // spans, low, min(low + SPAN, _bound(c, p, p.sequences)))
+            g, i = task // (spans * p.sequences), task // spans % p.sequences
+            low = _low(c, p, i) + task % spans * SPAN
+            _share_tokens(c, s, p, r, g, i, low, min(low + SPAN, _high(c, p, i)))
         else:
             g, i, k = task // (p.heads * p.sequences), task // p.heads % p.sequences, task % p.heads
             if step == SCORE:
@@ -644,7 +657,7 @@ def forward_tasks(like, flag, given, scratch, step, reads, first, last):
 @jit
 def _marks(c, s, p, r, g, i, k, weighted, weights_at, total):
     """Go through a sequence; return sums, sums of weights and first tokens of its runs, and the number of these."""
-    at, high, d = _bound(c, p, i), _bound(c, p, i + 1), p.d
+    at, high, d = _low(c, p, i), _high(c, p, i), p.d
     most = -(-(high - at) // RUN)
     marks, totals, places = np.empty((most, d)), np.empty(most), np.empty(most, np.int64)
     sums = as_pointer(r.sums, c.wide)
@@ -653,7 +666,7 @@ def _marks(c, s, p, r, g, i, k, weighted, weights_at, total):
         for j in range(d):
             marks[run, j] = sums[j]
         totals[run], places[run] = total, at
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         total = _advance(c, s, p, r, g, k, n, weighted, weights_at, r.sums, total)
         run += 1
     return marks, totals, places, run
@@ -692,11 +705,11 @@ def _back_causal(c, s, p, r, g, i, k):
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
     dy_at, dy = _head(c, p, D_Y, g, k), _step(c, p, D_Y)
     powers_at, kept_at = _powers(s, p, k)
-    high, past, rate, row_step = _bound(c, p, i + 1), 0.0, _kept(c, p, k, 1), p.d * s
+    high, past, rate, row_step = _high(c, p, i), 0.0, _kept(c, p, k, 1), p.d * s
     total = _moments(c, s, p, r, g, i, k, r.sums, members_at)
     marks, totals, places, runs = _marks(c, s, p, r, g, i, k, True, members_at, total)
     for run in range(runs - 1, -1, -1):
-        n, _ = _take(c, p, r, g, places[run], high)
+        n, _ = _take(c, p, r, g, i, places[run], high)
         _resume(c, r, marks, run)
         _read(c, s, p, r, P, g, k, n, members_at)
         _weigh(c, p, k, n, totals[run], members_at, slopes_at, factors_at)
@@ -725,13 +738,13 @@ def _back_everywhere(c, s, p, r, g, i, k):
     dots, others = as_pointer(dots_at, c.like), as_pointer(others_at, c.like)
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
     dy_at, dy = _head(c, p, D_Y, g, k), _step(c, p, D_Y)
-    low, high, d, past = _bound(c, p, i), _bound(c, p, i + 1), p.d, 0.0
+    low, high, d, past = _low(c, p, i), _high(c, p, i), p.d, 0.0
     total = _moments(c, s, p, r, g, i, k, r.sums, members_at)
     _shrinkage(c, p, total, r.sums, r.row)
     alone = p.A != 0  # no sum depends on the tokens
     at = low
     while at < high and not alone:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         _read(c, s, p, r, P, g, k, n, members_at)
         _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
         _steps(c, p, n, members_at, slopes_at, steps_at)
@@ -744,7 +757,7 @@ def _back_everywhere(c, s, p, r, g, i, k):
         past += sums[j] * (slope * M[j] / p.c)
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         _read(c, s, p, r, P, g, k, n, members_at)
         _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
         _dot(c, s, p, r, g, k, D_Y, n, r.row, dots_at)
@@ -765,18 +778,18 @@ def _back_head(c, s, p, r, g, i, k):
         _back_causal(c, s, p, r, g, i, k)
     else:
         _back_everywhere(c, s, p, r, g, i, k)
-    low, high = _bound(c, p, i), _bound(c, p, i + 1)
+    low, high = _low(c, p, i), _high(c, p, i)
     _clear(c, p, D_W, g, k, low, high, p.d)
     _clear(c, p, E, g, k, low, high, 1)
 
 
 @jit
-def _blame_tokens(c, s, p, r, g, low, high):
+def _blame_tokens(c, s, p, r, g, i, low, high):
     """Replace the gradients in memberships of some tokens by those in logits."""
     heads, at = p.heads, low
     mean = as_pointer(_table(s, r, 0), c.like)
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         _fill(c, _table(s, r, 0), n, 0)
         for k in range(heads):
             members_at, blame_at = r.shares + k * RUN * s, r.shares + (heads + k) * RUN * s
@@ -819,11 +832,11 @@ def _rest_causal(c, s, p, r, g, i, k):
     )
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
     powers_at, kept_at = _powers(s, p, k)
-    high = _bound(c, p, i + 1)
+    high = _high(c, p, i)
     count = _norms(c, s, p, r, g, i, k, r.sums)
     marks, totals, places, runs = _marks(c, s, p, r, g, i, k, False, ones_at, count)
     for run in range(runs - 1, -1, -1):
-        n, _ = _take(c, p, r, g, places[run], high)
+        n, _ = _take(c, p, r, g, i, places[run], high)
         _resume(c, r, marks, run)
         _score(c, s, p, r, g, k, n, True, r.sums, r.row, ones_at, scores_at)
         _complete(c, p, r, g, k, n, totals[run], scores_at, factors_at)
@@ -843,12 +856,12 @@ def _rest_everywhere(c, s, p, r, g, i, k):
         _table(s, r, 3),
     )
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
-    low, high, d = _bound(c, p, i), _bound(c, p, i + 1), p.d
+    low, high, d = _low(c, p, i), _high(c, p, i), p.d
     count, at = _norms(c, s, p, r, g, i, k, r.sums), low
     _inverses(c, p, r.sums, r.row)
     turns = p.kind == _DIAGONAL and p.A == 0  # sums depend on the tokens
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         _score(c, s, p, r, g, k, n, False, r.sums, r.row, ones_at, scores_at)
         count = _complete(c, p, r, g, k, n, count, scores_at, factors_at)
         _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at)
@@ -868,7 +881,7 @@ def _rest_everywhere(c, s, p, r, g, i, k):
     )
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, at, high)
+        n, at = _take(c, p, r, g, i, at, high)
         _read(c, s, p, r, E, g, k, n, slopes_at)
         for t in range(n):
             slopes[t] *= temperature * factors[0]
@@ -887,22 +900,22 @@ def _rest_head(c, s, p, r, g, i, k):
 
 
 @jit
-def backward_tasks(like, flag, given, scratch, step, reads, first, last):
+def backward_tasks(like, flag, given, scratch, step, spans, reads, first, last):
     """Do tasks of one step of the way back, or all of them for sequences; memberships are known."""
     c, p, r = _entered(like, flag, given, scratch)
     s = like.itemsize
-    spans = -(-_bound(c, p, p.sequences) // SPAN)
     for task in range(first, last):
         if step == ALL:
             g, i = task // p.sequences, task % p.sequences
             for k in range(p.heads):
                 _back_head(c, s, p, r, g, i, k)
-            _blame_tokens(c, s, p, r, g, _bound(c, p, i), _bound(c, p, i + 1))
+            _blame_tokens(c, s, p, r, g, i, _low(c, p, i), _high(c, p, i))
             for k in range(p.heads):
                 _rest_head(c, s, p, r, g, i, k)
         elif step == BLAME:
-            low = task % spans * SPAN
-            _blame_tokens(c, s, p, r, task // spans, low, min(low + SPAN, _bound(c, p, p.sequences)))
+            g, i = task // (spans * p.sequences), task // spans % p.sequences
+            low = _low(c, p, i) + task % spans * SPAN
+            _blame_tokens(c, s, p, r, g, i, low, min(low + SPAN, _high(c, p, i)))
         else:
             g, i, k = task // (p.heads * p.sequences), task // p.heads % p.sequences, task % p.heads
             if step == BACK:
@@ -932,6 +945,6 @@ def square_rows(X, mask, weights, rates, total, mass, full, bands, first, last):
             for j in range(d):
                 wide[j] = X[i, t, j]
             for k in range(low, high):
-                row, left = total[i, k], w * wide[k]
+                row, left = total[i, k], wide[k]
                 for j in range(d):
-                    row[j] = rate * row[j] + (left if full else w * wide[j]) * wide[j]
+                    row[j] = rate * row[j] + w * ((left if full else wide[j]) * wide[j])

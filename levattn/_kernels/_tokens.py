@@ -13,7 +13,7 @@ import numpy as np
 
 from levattn._kernels import _cpu_tokens as compiled
 from levattn._kernels._cpu import _share
-from levattn._kernels._cpu_tokens import BAND, KINDS, SPAN, VIEWS, scratch_sizes
+from levattn._kernels._cpu_tokens import BAND, KINDS, SLAB, SPAN, VIEWS, scratch_sizes
 from levattn._kernels._cpu_tokens_simd import BLOCK
 from levattn._kernels._rows import Float64
 from levattn._kernels._statistics import Statistics, TokenSums
@@ -23,38 +23,37 @@ __all__ = ["add_squares", "backward", "forward", "memberships"]
 
 _ENOUGH = 8  # sequences for each thread
 _SMALL = 2_000_000  # multiply-adds that are not shared out
-_ROWS = 4096  # rows that are read as float64 at a time
+_ROWS = 4096  # rows of float16 that are widened at a time
 
 
 def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
     """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
-    out = _like(x.W)
-    after = _after(x) if state else None
-    P = np.empty(x.W.shape[:3], x.W.dtype)
-    work = _Work(x, after if x.causal or x.state is None else None, P=P, Y=out)
-    work.run(compiled.forward_tasks, (compiled.SCORE, compiled.SHARE, compiled.LAST), 4)
-    return out, after
+    out, after = _like(x.W), None
+    if x.state is not None and not x.causal:
+        after = x.state
+    elif state:
+        after = _begin(x)
+    _Work(x, after if x.causal or x.state is None else None, Y=out).forward()
+    return out, after if state else None
 
 
 def memberships(x: Statistics) -> Any:
     """Return the memberships (b, h, T)."""
-    P = np.empty(x.W.shape[:3], x.W.dtype)
-    _Work(x, None, P=P).run(compiled.forward_tasks, (compiled.SCORE, compiled.SHARE), 2, reads=False)
-    return P
+    work = _Work(x)
+    work.share_out()
+    return work.P
 
 
 def backward(x: Statistics, dY: Any) -> tuple[Any, Any, Any]:
     """Return the gradients of ``Σ dY · forward(x)`` in W, temperature and offset; None for an offset there is not."""
     b, h, _, _ = x.W.shape
-    out = _like(x.W)
-    P, E = np.empty((2, *x.W.shape[:3]), x.W.dtype)
-    dT = np.zeros((b, h, len(x.offsets) - 1))
-    dY = _rows(np.asarray(dY, x.W.dtype))
-    work = _Work(x, None, dT, P=P, D_Y=dY, D_W=out, E=E)
-    work.run(compiled.forward_tasks, (compiled.SCORE, compiled.SHARE), 2, reads=False)
-    work.run(compiled.backward_tasks, (compiled.BACK, compiled.BLAME, compiled.REST), 8)
+    out, blame = _like(x.W), np.zeros((b, h, len(x.offsets) - 1))
+    E = np.empty(x.W.shape[:3], x.W.dtype)
+    work = _Work(x, blame=blame, D_Y=np.asarray(dY, x.W.dtype), D_W=out, E=E)
+    work.share_out()
+    work.backward()
     offset = None if x.offset is None else E * np.asarray(x.temperature, E.dtype)[..., None]
-    return out, dT.sum(axis=2).astype(x.W.dtype), offset
+    return out, blame.sum(axis=2).astype(x.W.dtype), offset
 
 
 def add_squares(
@@ -98,12 +97,10 @@ def _rows(X: Any) -> Any:
     return X if X.strides[-1] == X.itemsize else np.ascontiguousarray(X)
 
 
-def _after(x: Statistics) -> TokenSums | None:
-    """Return arrays for the sums after all tokens, or the sums there are, if none is added."""
-    if x.state is not None and not x.causal:
-        return x.state
+def _begin(x: Statistics) -> TokenSums:
+    """Return the sums before the tokens, in arrays of their own."""
     if x.state is not None:
-        A, n, M, N = (np.array(part, np.float64) for part in x.state)
+        A, n, M, N = (np.array(part, np.float64, order="C") for part in x.state)
         return A, n, M, N
     (b, h, _, d), count = x.W.shape, len(x.offsets) - 1
     return np.zeros((b, h, count, d)), np.zeros((b, h, count)), np.zeros((b, h, count, d)), np.zeros((b, h, count))
@@ -114,13 +111,14 @@ _NO_SUMS: TokenSums = _DEEP, _FLAT, _DEEP, _FLAT
 
 
 class _Work:
-    """What the compiled code works on. It keeps the arrays alive."""
+    """What the compiled code works on. It keeps the arrays alive; P are the memberships, once they are known."""
 
-    def __init__(self, x: Statistics, after: TokenSums | None, dT: Any = _FLAT, **further: Any) -> None:
+    def __init__(self, x: Statistics, after: TokenSums | None = None, blame: Any = _FLAT, **further: Any) -> None:
         h, d, kind = x.W.shape[1], x.W.shape[3], x.W.dtype
-        self.x, self.like, self._kept = x, np.empty(0, kind), []
+        self.P = np.empty(x.W.shape[:3], kind)
+        self._x, self._like, self._kept, self._after = x, np.empty(0, kind), [], after
         views = np.zeros((VIEWS, 4), np.int64)
-        for name, array in {"W": x.W, "OFFSET": x.offset, "MASK": x.mask, **further}.items():
+        for name, array in {"W": x.W, "OFFSET": x.offset, "MASK": x.mask, "P": self.P, **further}.items():
             if array is not None:
                 array = _rows(array) if array.ndim == 4 else array
                 self._kept.append(array)
@@ -128,37 +126,74 @@ class _Work:
                 steps = [0, *steps] if array.ndim == 2 else steps
                 views[getattr(compiled, name)] = array.__array_interface__["data"][0], b_step, *steps
         if x.decay is None:
-            kept = np.ones((h, BLOCK + 1))
+            powers = np.ones((h, BLOCK + 1))
         else:
-            kept = np.asarray(x.decay, np.float64)[:, None] ** np.arange(BLOCK + 1)
+            powers = np.asarray(x.decay, np.float64)[:, None] ** np.arange(BLOCK + 1)
+        self._bounds = np.stack([x.offsets[:-1], x.offsets[1:]], axis=1)
         self._given = (
             views,
-            np.array(x.offsets, np.int64),
+            self._bounds,
             (h, d, int(x.causal), KINDS.index(x.logits), int(x.mean and x.logits == "diagonal")),
             (max(float(x.least), float(np.finfo(kind).tiny)), float(x.ridge), float(x.c), float(x.gain)),
             np.array(x.temperature, kind, order="C"),
-            np.ascontiguousarray(kept[:, 1:], kind),
-            kept,
-            _NO_SUMS if x.state is None else tuple(np.array(S, np.float64, order="C") for S in x.state),
-            _NO_SUMS if after is None else after,
-            dT,
+            np.ascontiguousarray(powers[:, 1:], kind),
+            powers,
         )
+        self._before: TokenSums | None = None if x.state is None else _begin(x)
+        self._blame = blame
 
-    def run(self, tasks: Callable[..., None], steps: tuple[int, ...], cost: int, *, reads: bool = True) -> None:
-        """Do all steps, each for all sequences, or one sequence after another where these are many."""
-        (b, h, T, d), n = self.x.W.shape, len(self.x.offsets) - 1
-        if not self.x.W.size:
+    def forward(self) -> None:
+        """Write the outputs."""
+        work = 4.0 * self._x.W.size
+        if self._alone(work):
+            self._do(compiled.forward_tasks, compiled.ALL, work)
             return
-        work = float(cost * self.x.W.size)
+        steps = compiled.SCORE, compiled.SHARE, compiled.LAST
+        lows, highs = self._bounds.T.copy()
+        longest = slab = int((highs - lows).max())
+        if self._x.causal and slab > SLAB:  # so that tokens are in the caches still when the last step comes
+            slab = SLAB
+            self._before = self._after = _begin(self._x) if self._after is None else self._after
+        for low in range(0, longest, slab):
+            self._bounds[:, 0] = np.minimum(lows + low, highs)
+            self._bounds[:, 1] = np.minimum(lows + low + slab, highs)
+            for step in steps:
+                self._do(compiled.forward_tasks, step, work)
+
+    def share_out(self) -> None:
+        """Write the memberships."""
+        work = 2.0 * self._x.W.size
+        for step in (compiled.ALL,) if self._alone(work) else (compiled.SCORE, compiled.SHARE):
+            self._do(compiled.forward_tasks, step, work, reads=False)
+
+    def backward(self) -> None:
+        """Write the gradients."""
+        work = 8.0 * self._x.W.size
+        steps = compiled.BACK, compiled.BLAME, compiled.REST
+        for step in (compiled.ALL,) if self._alone(work) else steps:
+            self._do(compiled.backward_tasks, step, work)
+
+    def _alone(self, work: float) -> bool:
+        """Tell whether sequences are not shared out among threads."""
         threads = num_threads() if work >= _SMALL else 1
-        alone = threads == 1 or b * n >= _ENOUGH * threads
-        for step in (compiled.ALL,) if alone else steps:
-            over_heads = step in (compiled.SHARE, compiled.BLAME)
-            count = b * n if step == compiled.ALL else b * -(-T // SPAN) if over_heads else b * n * h
+        return threads == 1 or len(self._x.W) * len(self._bounds) >= _ENOUGH * threads
 
-            def body(first: int, last: int, step: int = step) -> None:
-                whole, narrow, wide = scratch_sizes(h, d)
-                scratch = np.empty(whole, np.int64), np.empty(narrow, self.like.dtype), np.empty(wide)
-                tasks(self.like, _FLAG, self._given, scratch, step, reads, first, last)
+    def _do(self, tasks: Callable[..., None], step: int, work: float, *, reads: bool = True) -> None:
+        """Do the tasks of a step."""
+        (b, h, _, d), kind = self._x.W.shape, self._x.W.dtype
+        spans, count = 1, b * len(self._bounds)
+        if step in (compiled.SHARE, compiled.BLAME):
+            spans = -(-int(np.diff(self._bounds).max(initial=0)) // SPAN)
+            count *= spans
+        elif step != compiled.ALL:
+            count *= h
+        sums = (_NO_SUMS if part is None else part for part in (self._before, self._after))
+        given = (*self._given, *sums, self._blame)
+        whole, narrow, wide = scratch_sizes(h, d)
 
+        def body(first: int, last: int) -> None:
+            scratch = np.empty(whole, np.int64), np.empty(narrow, kind), np.empty(wide)
+            tasks(self._like, _FLAG, given, scratch, step, spans, reads, first, last)
+
+        if self._x.W.size:
             _share(body, count, work)

@@ -22,8 +22,10 @@ __all__ = [
     "cumulative",
     "decayed_scan",
     "dense",
+    "is_wide",
     "latent_attention",
     "prepare",
+    "promoted",
     "reshaped",
     "state_after",
     "state_stacks",
@@ -98,7 +100,7 @@ def prepare(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
         _refuse_short(name, array, axes)
         if axes > 1 and not array.shape[-1]:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
-        wide = _is_wide(name, array) or wide
+        wide = is_wide(name, array) or wide
         leading[name] = tuple(array.shape[: array.ndim - axes])
     first = next(iter(arrays))
     _refuse_mixtures(first, arrays)
@@ -107,7 +109,7 @@ def prepare(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
         leading["mask"] = tuple(flags.shape[:-1])
     batch = _broadcast(leading)
     stacks = [
-        None if given is None else _stacked(_promoted(arrays[name], wide), batch, axes)
+        None if given is None else _stacked(promoted(arrays[name], wide), batch, axes)
         for name, (given, axes) in arguments.items()
     ]
     return Prepared(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
@@ -246,14 +248,14 @@ def _home(array: Any) -> tuple[Any, Any]:
     return type(array).__module__.partition(".")[0], array_api_compat.device(array)
 
 
-def _is_wide(name: str, array: Any) -> bool:
+def is_wide(name: str, array: Any) -> bool:
     """Tell whether an array of real floats is of float64, or raise for another kind."""
     if isinstance(array, np.ndarray) and array.dtype.char in "fd":
         return bool(array.dtype.char == "d")
     return _format_of(array.dtype, name, f"{name} to float64") == "float64"
 
 
-def _promoted(array: Any, wide: bool) -> Any:
+def promoted(array: Any, wide: bool) -> Any:
     """Return an array in the kind that a call is computed in, its last axis contiguous where kernels read it."""
     if isinstance(array, np.ndarray):
         array = np.asarray(array, np.float64 if wide else np.float32)

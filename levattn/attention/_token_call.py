@@ -15,7 +15,7 @@ import numpy.typing as npt
 from levattn._array import _is_torch, to_numpy
 from levattn._kernels import Statistics
 from levattn._tail import readable
-from levattn.attention._common import Prepared, check_sizes, cumulative, dense, prepare, reshaped
+from levattn.attention._common import Prepared, check_sizes, cumulative, dense, is_wide, prepare, promoted, reshaped
 from levattn.attention._space import device_of, namespace_of
 from levattn.leverage import leverage_scores
 from levattn.states import Moments, TokenState
@@ -77,12 +77,14 @@ def prepared(
             sizes |= {f"{label} heads": (array, -2, "h"), label: (array, -1, "T")}
     check_sizes(sizes)
     h, T, d = W.shape[-3:]
+    if bias is not None:  # multiplied before it is repeated for each of the batch
+        bias = d * promoted(bias, is_wide("bias", bias))
     beside = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
     given = prepare({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
     stack, theta, own, bias = given.stacks
     bounds = cumulative(offsets, lengths, T)
     rates = decay_rates(decay, h, bool(causal))
-    offset = None if bias is None else d * bias[..., 0]
+    offset = None if bias is None else bias[..., 0]
     if name == "leverage":
         own = _leverage(stack, given.mask, bounds, normalize == "mean", state)[..., None]
     if own is not None:
