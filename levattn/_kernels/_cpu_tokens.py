@@ -2,8 +2,8 @@
 
 Heads meet in the softmax of their logits only. So there are steps, each over one head of a sequence or over all heads
 of some tokens: scores, memberships, outputs, and on the way back the gradients by outputs, by memberships, and by
-scores. A task is one step, or all of them for a sequence, head after head. Tokens that take part are worked on RUN at
-a time, so that what is written down for each of them stays in the first caches.
+scores. A task is one step, or all of them for a sequence. Tokens that take part are worked on RUN at a time, so that
+what is written down for each of them stays in the first caches.
 
 All but dtypes is numbers here, as references to arrays would be counted at each call: names of addresses end in _at.
 """
@@ -33,7 +33,7 @@ from levattn._kernels._cpu_tokens_simd import (
 
 __all__ = ["BAND", "KINDS", "SLAB", "SPAN", "VIEWS", "backward_tasks", "forward_tasks", "scratch_sizes", "square_rows"]
 
-# places in `views`
+# arrays; P holds logits and then memberships, E the gradients in these and then in the logits
 W, OFFSET, MASK, P, Y, D_Y, D_W, E = range(8)
 VIEWS = 8
 
@@ -46,66 +46,24 @@ RUN = 8 * BLOCK
 SPAN = 4 * RUN  # tokens of a task over all heads
 SLAB = 64 * RUN  # tokens of a head that are worked on before the next step
 BAND = 16  # rows of a second moment
-TABLES = 8  # of a number for each token of a run
+TABLES = 7  # of a number for each token of a run
 
+# places in the plan, of numbers and of addresses, 0 for what there is not
+ARRAYS = 0  # (VIEWS, 4), the address of each array and its steps between groups of heads, heads and tokens, in bytes
+BOUNDS, SEQUENCES = 1, 2  # (SEQUENCES, 2), the tokens to work on
+HEADS, WIDTH, CAUSAL, KIND, MEAN = range(3, 8)
+NUMBERS = 8  # LEAST, ...
+TEMPERATURE = 9  # (b, h) in the dtype
+POWERS, KEPT = 10, 11  # (h, BLOCK) and (h, BLOCK + 1), the powers 1, 2, ... and 0, 1, ... of the decay
+OLD_NORMS, OLD_COUNTS, OLD_SUMS, OLD_TOTALS = range(12, 16)  # A, n, M and N before
+NEW_NORMS, NEW_COUNTS, NEW_SUMS, NEW_TOTALS = range(16, 20)  # and those to be written
+FLOW = 20  # (b, h, SEQUENCES), what the gradient in the temperature is the sum of
+TOKENS, TABLE, SHARES = 21, 22, 23  # scratch: numbers of tokens; (TABLES, RUN); (2, h, RUN)
+ROW, OTHER, ROWS = 24, 25, 26  # (h, d), d and (RUN, d)
+NORMS, SUMS, TOTALS, LATER = range(27, 31)  # in float64: A and M (h, d), n and N (2, h), and d more
+FIELDS = 31
 
-class Plan(NamedTuple):
-    """What the compiled code works on: numbers, and addresses of contiguous arrays, 0 for none.
-
-    views: (VIEWS, 4) int64, the address of each array, 0 if it is not there, and its steps between groups of heads,
-        heads and tokens, in bytes. P holds logits and then memberships, E the gradients in these and then in logits.
-    bounds: (sequences, 2) int64, the tokens to work on.
-    kind, mean: the logits, and whether scores are multiplied by the number of tokens.
-    temperature: (b, h) in the dtype, as powers (h, BLOCK), 1, 2, ... of the decay; `kept` (h, BLOCK + 1) is 0, 1, ...
-    A, n, M, N: the sums before, in float64.
-    new_norms, new_counts, new_sums, new_totals: the sums to write.
-    blame: (b, h, sequences), what the gradient in the temperature is the sum of.
-    """
-
-    views: int
-    bounds: int
-    sequences: int
-    heads: int
-    d: int
-    causal: int
-    kind: int
-    mean: int
-    temperature: int
-    powers: int
-    kept: int
-    least: float
-    ridge: float
-    c: float
-    gain: float
-    A: int
-    n: int
-    M: int
-    N: int
-    new_norms: int
-    new_counts: int
-    new_sums: int
-    new_totals: int
-    blame: int
-
-
-class Room(NamedTuple):
-    """Addresses of scratch.
-
-    tokens: RUN numbers of tokens. tables: (TABLES, RUN) in the dtype. shares: (2, heads, RUN).
-    row, other, rows: (heads, d), d and (RUN, d) in the dtype.
-    norms, sums, totals, later: (heads, d) twice, (2, heads) and d in float64.
-    """
-
-    tokens: int
-    tables: int
-    shares: int
-    row: int
-    other: int
-    rows: int
-    norms: int
-    sums: int
-    totals: int
-    later: int
+LEAST, RIDGE, WEIGHT, GAIN, LARGEST = range(5)  # c is a weight; the largest number of the dtype
 
 
 class _Kinds(NamedTuple):
@@ -124,67 +82,74 @@ def _address(array):
 
 @jit
 def _entered(like, flag, given, scratch):
-    """Return what all functions are given, of arrays whose references the caller holds; see `Plan` and `Room`."""
-    views, bounds, sizes, numbers, temperature, powers, kept, before, after, blame = given
-    tokens, narrow, wide = scratch
+    """Write the plan; return pointers to nowhere, for their types, and one to it. The caller holds the arrays."""
+    views, bounds, sizes, numbers, temperature, powers, kept, before, after, flow = given
+    whole, narrow, wide = scratch
+    c = _Kinds(as_pointer(0, like), as_pointer(0, flag), as_pointer(0, whole), as_pointer(0, wide))
+    p = as_pointer(whole.ctypes.data, whole)
     heads, d, causal, kind, mean = sizes
-    least, ridge, weight, gain = numbers
-    A, n, M, N = before
-    new_norms, new_counts, new_sums, new_totals = after
-    c = _Kinds(as_pointer(0, like), as_pointer(0, flag), as_pointer(0, bounds), as_pointer(0, kept))
-    p = Plan(
-        *(views.ctypes.data, bounds.ctypes.data, len(bounds), heads, d, causal, kind, mean),
-        *(temperature.ctypes.data, powers.ctypes.data, kept.ctypes.data, least, ridge, weight, gain),
-        *(_address(A), _address(n), _address(M), _address(N)),
-        *(_address(new_norms), _address(new_counts), _address(new_sums), _address(new_totals), _address(blame)),
-    )
-    s, narrow_at, wide_at = like.itemsize, narrow.ctypes.data, wide.ctypes.data
-    shares = narrow_at + TABLES * RUN * s
-    row = shares + 2 * heads * RUN * s
-    deep = heads * d * 8
-    r = Room(
-        *(tokens.ctypes.data, narrow_at, shares, row, row + heads * d * s, row + (heads + 1) * d * s),
-        *(wide_at, wide_at + deep, wide_at + 2 * deep, wide_at + 2 * deep + 16 * heads),
-    )
-    return c, p, r
+    p[ARRAYS], p[BOUNDS], p[SEQUENCES] = views.ctypes.data, bounds.ctypes.data, len(bounds)
+    p[HEADS], p[WIDTH], p[CAUSAL], p[KIND], p[MEAN] = heads, d, causal, kind, mean
+    p[NUMBERS], p[TEMPERATURE] = numbers.ctypes.data, temperature.ctypes.data
+    p[POWERS], p[KEPT], p[FLOW] = powers.ctypes.data, kept.ctypes.data, _address(flow)
+    p[OLD_NORMS], p[OLD_COUNTS] = _address(before[0]), _address(before[1])
+    p[OLD_SUMS], p[OLD_TOTALS] = _address(before[2]), _address(before[3])
+    p[NEW_NORMS], p[NEW_COUNTS] = _address(after[0]), _address(after[1])
+    p[NEW_SUMS], p[NEW_TOTALS] = _address(after[2]), _address(after[3])
+    s, deep = like.itemsize, heads * d
+    p[TOKENS], p[TABLE] = whole.ctypes.data + FIELDS * 8, narrow.ctypes.data
+    p[SHARES] = p[TABLE] + TABLES * RUN * s
+    p[ROW] = p[SHARES] + 2 * heads * RUN * s
+    p[OTHER] = p[ROW] + deep * s
+    p[ROWS] = p[OTHER] + d * s
+    p[NORMS] = wide.ctypes.data
+    p[SUMS] = p[NORMS] + deep * 8
+    p[TOTALS] = p[SUMS] + deep * 8
+    p[LATER] = p[TOTALS] + 2 * heads * 8
+    return c, p
 
 
 def scratch_sizes(heads: int, d: int) -> tuple[int, int, int]:
     """Return the sizes of the scratch: of int64, of the dtype, of float64."""
-    return RUN, TABLES * RUN + 2 * heads * RUN + (heads + 1 + RUN) * d, 2 * heads * (d + 1) + d
+    return FIELDS + RUN, TABLES * RUN + 2 * heads * RUN + (heads + 1 + RUN) * d, 2 * heads * (d + 1) + d
+
+
+@jit
+def _number(c, p, which):
+    return as_pointer(p[NUMBERS], c.wide)[which]
 
 
 @jit
 def _head(c, p, which, g, k):
     """Return the address of an array's first token of a head."""
-    view = as_pointer(p.views + 32 * which, c.whole)
+    view = as_pointer(p[ARRAYS] + 32 * which, c.whole)
     return view[0] + g * view[1] + k * view[2]
 
 
 @jit
 def _step(c, p, which):
-    return as_pointer(p.views + 32 * which, c.whole)[3]
+    return as_pointer(p[ARRAYS] + 32 * which, c.whole)[3]
 
 
 @jit
 def _there(c, p, which):
-    return as_pointer(p.views + 32 * which, c.whole)[0] != 0
+    return as_pointer(p[ARRAYS] + 32 * which, c.whole)[0] != 0
 
 
 @jit
 def _low(c, p, i):
-    return as_pointer(p.bounds, c.whole)[2 * i]
+    return as_pointer(p[BOUNDS], c.whole)[2 * i]
 
 
 @jit
 def _high(c, p, i):
-    return as_pointer(p.bounds, c.whole)[2 * i + 1]
+    return as_pointer(p[BOUNDS], c.whole)[2 * i + 1]
 
 
 @jit
-def _table(s, r, i):
+def _table(s, p, i):
     """Return the address of a table of a run."""
-    return r.tables + i * RUN * s
+    return p[TABLE] + i * RUN * s
 
 
 @jit
@@ -209,27 +174,27 @@ def _copy_sums(c, source_at, target_at, n):
 
 @jit
 def _kept(c, p, k, n):
-    return as_pointer(p.kept, c.wide)[k * (BLOCK + 1) + n]
+    return as_pointer(p[KEPT], c.wide)[k * (BLOCK + 1) + n]
 
 
 @jit
 def _temperature(c, p, g, k):
-    return as_pointer(p.temperature, c.like)[g * p.heads + k]
+    return as_pointer(p[TEMPERATURE], c.like)[g * p[HEADS] + k]
 
 
 @jit
 def _place(p, g, k, i):
     """Return the number of a head's sums."""
-    return (g * p.heads + k) * p.sequences + i
+    return (g * p[HEADS] + k) * p[SEQUENCES] + i
 
 
 @jit
-def _take(c, p, r, g, i, at, high):
+def _take(c, p, g, i, at, high):
     """Write down the next tokens that take part, up to RUN; return how many, and where to go on.
 
     No run is in two slabs of SLAB tokens.
     """
-    tokens = as_pointer(r.tokens, c.whole)
+    tokens = as_pointer(p[TOKENS], c.whole)
     n = 0
     if not _there(c, p, MASK):
         n = min(RUN, high - at)
@@ -259,9 +224,9 @@ def _clear(c, p, which, g, k, low, high, d):
 
 
 @jit
-def _write(c, s, p, r, which, g, k, n, row_at):
+def _write(c, s, p, which, g, k, n, row_at):
     """Write a number for each token of a run."""
-    tokens, row = as_pointer(r.tokens, c.whole), as_pointer(row_at, c.like)
+    tokens, row = as_pointer(p[TOKENS], c.whole), as_pointer(row_at, c.like)
     start, step = _head(c, p, which, g, k), _step(c, p, which)
     if n and step == s and tokens[n - 1] - tokens[0] == n - 1:
         target = as_pointer(start + tokens[0] * step, c.like)
@@ -273,9 +238,9 @@ def _write(c, s, p, r, which, g, k, n, row_at):
 
 
 @jit
-def _read(c, s, p, r, which, g, k, n, row_at):
+def _read(c, s, p, which, g, k, n, row_at):
     """Read a number for each token of a run."""
-    tokens, row = as_pointer(r.tokens, c.whole), as_pointer(row_at, c.like)
+    tokens, row = as_pointer(p[TOKENS], c.whole), as_pointer(row_at, c.like)
     start, step = _head(c, p, which, g, k), _step(c, p, which)
     if n and step == s and tokens[n - 1] - tokens[0] == n - 1:
         source = as_pointer(start + tokens[0] * step, c.like)
@@ -288,31 +253,31 @@ def _read(c, s, p, r, which, g, k, n, row_at):
 
 @jit
 def _powers(s, p, k):
-    return p.powers + k * BLOCK * s, p.kept + k * (BLOCK + 1) * 8
+    return p[POWERS] + k * BLOCK * s, p[KEPT] + k * (BLOCK + 1) * 8
 
 
 @jit
-def _gather(c, s, p, r, g, k, other, n, sums_at, weights_at):
+def _gather(c, s, p, g, k, other, n, sums_at, weights_at):
     """Add ``weight · w z`` of a run to sums; z is a row of the array `other`."""
     w_at, w, z_at, z = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, other, g, k), _step(c, p, other)
     powers_at, kept_at = _powers(s, p, k)
-    gather_run(c.like, p.d, r.tokens, n, w_at, w, z_at, z, sums_at, powers_at, kept_at, weights_at)
+    gather_run(c.like, p[WIDTH], p[TOKENS], n, w_at, w, z_at, z, sums_at, powers_at, kept_at, weights_at)
 
 
 @jit
-def _dot(c, s, p, r, g, k, other, n, row_at, out_at):
+def _dot(c, s, p, g, k, other, n, row_at, out_at):
     """Write ``Σ w z · row`` of a run; z is a row of the array `other`."""
     w_at, w, z_at, z = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, other, g, k), _step(c, p, other)
     _fill(c, out_at, n, 0)
-    dot_run(c.like, p.d, r.tokens, n, w_at, w, z_at, z, row_at, out_at)
+    dot_run(c.like, p[WIDTH], p[TOKENS], n, w_at, w, z_at, z, row_at, out_at)
 
 
 @jit
-def _advance(c, s, p, r, g, k, n, weighted, weights_at, sums_at, total):
+def _advance(c, s, p, g, k, n, weighted, weights_at, sums_at, total):
     """Add the squares of a run to sums, weighted by memberships or 1; return the sum of weights after it."""
     weights = as_pointer(weights_at, c.like)
     if weighted:
-        _read(c, s, p, r, P, g, k, n, weights_at)
+        _read(c, s, p, P, g, k, n, weights_at)
     else:
         _fill(c, weights_at, n, 1)
     rate = _kept(c, p, k, 1)
@@ -322,18 +287,18 @@ def _advance(c, s, p, r, g, k, n, weighted, weights_at, sums_at, total):
     else:
         for t in range(n):
             total = rate * total + weights[t]
-    _gather(c, s, p, r, g, k, W, n, sums_at, weights_at)
+    _gather(c, s, p, g, k, W, n, sums_at, weights_at)
     return total
 
 
 @jit
-def _all(c, s, p, r, g, k, i, weighted, weights_at, sums_at):
+def _all(c, s, p, g, k, i, weighted, weights_at, sums_at):
     """Write the sums of a sequence, and return that of the weights."""
     at, high, total = _low(c, p, i), _high(c, p, i), 0.0
-    _copy_sums(c, 0, sums_at, p.d)
+    _copy_sums(c, 0, sums_at, p[WIDTH])
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        total = _advance(c, s, p, r, g, k, n, weighted, weights_at, sums_at, total)
+        n, at = _take(c, p, g, i, at, high)
+        total = _advance(c, s, p, g, k, n, weighted, weights_at, sums_at, total)
     return total
 
 
@@ -341,86 +306,86 @@ def _all(c, s, p, r, g, k, i, weighted, weights_at, sums_at):
 
 
 @jit
-def _norms(c, s, p, r, g, i, k, sums_at):
+def _norms(c, s, p, g, i, k, sums_at):
     """Write the sums A that a sequence starts with, or all of it reads; return the number of tokens."""
-    if p.A != 0:
+    if p[OLD_NORMS] != 0:
         place = _place(p, g, k, i)
-        _copy_sums(c, p.A + place * p.d * 8, sums_at, p.d)
-        return as_pointer(p.n, c.wide)[place]
-    if p.causal:
-        _copy_sums(c, 0, sums_at, p.d)
+        _copy_sums(c, p[OLD_NORMS] + place * p[WIDTH] * 8, sums_at, p[WIDTH])
+        return as_pointer(p[OLD_COUNTS], c.wide)[place]
+    if p[CAUSAL]:
+        _copy_sums(c, 0, sums_at, p[WIDTH])
         return 0.0
-    return _all(c, s, p, r, g, k, i, False, _table(s, r, 0), sums_at)
+    return _all(c, s, p, g, k, i, False, _table(s, p, 0), sums_at)
 
 
 @jit
 def _inverses(c, p, sums_at, row_at):
     """Write what the products of a token are multiplied by in scores, if all tokens see the same sums."""
     row, A = as_pointer(row_at, c.like), as_pointer(sums_at, c.wide)
-    for j in range(p.d):
-        row[j] = p.kind == _NORM
-        if p.kind == _DIAGONAL:
+    for j in range(p[WIDTH]):
+        row[j] = p[KIND] == _NORM
+        if p[KIND] == _DIAGONAL:
             row[j] = A[j]  # rounded as the sums at tokens are
-            row[j] = 1 / max(p.least, row[j]) if row[j] == row[j] else row[j]
+            row[j] = 1 / max(_number(c, p, LEAST), row[j]) if row[j] == row[j] else row[j]
 
 
 @jit
-def _score(c, s, p, r, g, k, n, back, sums_at, row_at, ones_at, scores_at):
+def _score(c, s, p, g, k, n, back, sums_at, row_at, ones_at, scores_at):
     """Write the scores of a run, and if `back` 1/A of each token to `rows`."""
-    if p.causal and p.kind == _DIAGONAL:
+    if p[CAUSAL] and p[KIND] == _DIAGONAL:
         _fill(c, scores_at, n, 0)
         w_at, w = _head(c, p, W, g, k), _step(c, p, W)
-        (powers_at, kept_at), d, tokens_at, row_step = _powers(s, p, k), p.d, r.tokens, p.d * s
-        like, least = c.like, p.least
+        (powers_at, kept_at), d, tokens_at, row_step = _powers(s, p, k), p[WIDTH], p[TOKENS], p[WIDTH] * s
+        like, least = c.like, _number(c, p, LEAST)
         if back:
             score_run(
-                like, 1, d, tokens_at, n, w_at, w, sums_at, powers_at, kept_at, least, scores_at, r.rows, row_step
+                like, 1, d, tokens_at, n, w_at, w, sums_at, powers_at, kept_at, least, scores_at, p[ROWS], row_step
             )
         else:
             score_run(like, 0, d, tokens_at, n, w_at, w, sums_at, powers_at, kept_at, least, scores_at, 0, 0)
         return
-    if p.kind == _NONE:
+    if p[KIND] == _NONE:
         _fill(c, scores_at, n, 0)
     else:
-        _dot(c, s, p, r, g, k, W, n, row_at, scores_at)
-    if p.causal and p.new_norms != 0:
+        _dot(c, s, p, g, k, W, n, row_at, scores_at)
+    if p[CAUSAL] and p[NEW_NORMS] != 0:
         _fill(c, ones_at, n, 1)
-        _gather(c, s, p, r, g, k, W, n, sums_at, ones_at)
+        _gather(c, s, p, g, k, W, n, sums_at, ones_at)
 
 
 @jit
-def _complete(c, p, r, g, k, n, count, scores_at, factors_at):
+def _complete(c, p, g, k, n, count, scores_at, factors_at):
     """Make the scores of a run what the temperature multiplies, and write what a score was multiplied by.
 
     Returns the number of tokens seen after it.
     """
     scores, factors = as_pointer(scores_at, c.like), as_pointer(factors_at, c.like)
     rate = _kept(c, p, k, 1)
-    if p.causal and (p.mean or rate != 1):
+    if p[CAUSAL] and (p[MEAN] or rate != 1):
         for t in range(n):
             count = rate * count + 1
-            factors[t] = count if p.mean else 1
+            factors[t] = count if p[MEAN] else 1
     else:
-        if p.causal:
+        if p[CAUSAL]:
             count += n
         for t in range(n):
-            factors[t] = count if p.mean else 1
-    if p.mean:
+            factors[t] = count if p[MEAN] else 1
+    if p[MEAN]:
         for t in range(n):
             scores[t] *= factors[t]
     if _there(c, p, OFFSET):
         start, step = _head(c, p, OFFSET, g, k), _step(c, p, OFFSET)
-        tokens = as_pointer(r.tokens, c.whole)
+        tokens = as_pointer(p[TOKENS], c.whole)
         for t in range(n):
             scores[t] += as_pointer(start + tokens[t] * step, c.like)[0]
     return count
 
 
 @jit
-def _logits(c, s, p, r, g, k, n, count, sums_at, row_at, logits_at):
+def _logits(c, s, p, g, k, n, count, sums_at, row_at, logits_at):
     """Write the logits of a run; return the number of tokens seen after it."""
-    _score(c, s, p, r, g, k, n, False, sums_at, row_at, _table(s, r, 1), logits_at)
-    count = _complete(c, p, r, g, k, n, count, logits_at, _table(s, r, 2))
+    _score(c, s, p, g, k, n, False, sums_at, row_at, _table(s, p, 1), logits_at)
+    count = _complete(c, p, g, k, n, count, logits_at, _table(s, p, 2))
     logits, temperature = as_pointer(logits_at, c.like), _temperature(c, p, g, k)
     for t in range(n):
         logits[t] *= temperature
@@ -428,37 +393,37 @@ def _logits(c, s, p, r, g, k, n, count, sums_at, row_at, logits_at):
 
 
 @jit
-def _score_head(c, s, p, r, g, i, k):
+def _score_head(c, s, p, g, i, k):
     """Write the logits of a head, and the sums A after its tokens."""
-    count, at, high = _norms(c, s, p, r, g, i, k, r.norms), _low(c, p, i), _high(c, p, i)
-    _inverses(c, p, r.norms, r.row)
+    count, at, high = _norms(c, s, p, g, i, k, p[NORMS]), _low(c, p, i), _high(c, p, i)
+    _inverses(c, p, p[NORMS], p[ROW])
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        count = _logits(c, s, p, r, g, k, n, count, r.norms, r.row, _table(s, r, 0))
-        _write(c, s, p, r, P, g, k, n, _table(s, r, 0))
-    _keep(c, p, p.new_norms, p.new_counts, _place(p, g, k, i), r.norms, count)
+        n, at = _take(c, p, g, i, at, high)
+        count = _logits(c, s, p, g, k, n, count, p[NORMS], p[ROW], _table(s, p, 0))
+        _write(c, s, p, P, g, k, n, _table(s, p, 0))
+    _keep(c, p, p[NEW_NORMS], p[NEW_COUNTS], _place(p, g, k, i), p[NORMS], count)
 
 
 @jit
 def _keep(c, p, sums_after, totals_after, place, sums_at, total):
     """Write sums after a sequence, if they are wanted."""
     if sums_after != 0:
-        _copy_sums(c, sums_at, sums_after + place * p.d * 8, p.d)
+        _copy_sums(c, sums_at, sums_after + place * p[WIDTH] * 8, p[WIDTH])
         as_pointer(totals_after, c.wide)[place] = total
 
 
 @jit
-def _share_tokens(c, s, p, r, g, i, low, high):
+def _share_tokens(c, s, p, g, i, low, high):
     """Replace the logits of some tokens by memberships."""
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        for k in range(p.heads):
-            _read(c, s, p, r, P, g, k, n, r.shares + k * RUN * s)
-        share_run(c.like, p.heads, n, r.shares, RUN * s)
-        for k in range(p.heads):
-            _write(c, s, p, r, P, g, k, n, r.shares + k * RUN * s)
-    for k in range(p.heads):
+        n, at = _take(c, p, g, i, at, high)
+        for k in range(p[HEADS]):
+            _read(c, s, p, P, g, k, n, p[SHARES] + k * RUN * s)
+        share_run(c.like, p[HEADS], n, p[SHARES], RUN * s)
+        for k in range(p[HEADS]):
+            _write(c, s, p, P, g, k, n, p[SHARES] + k * RUN * s)
+    for k in range(p[HEADS]):
         _clear(c, p, P, g, k, low, high, 1)
 
 
@@ -466,13 +431,13 @@ def _share_tokens(c, s, p, r, g, i, low, high):
 
 
 @jit
-def _slope(p, total):
+def _slope(c, p, total):
     """Return ``c / N``; c for no weight at all, and a finite number for the smallest one."""
-    weight = total + p.ridge
+    weight = total + _number(c, p, RIDGE)
     if weight == 0:
         weight = 1.0
-    slope = p.c / weight
-    return 3e38 if slope > 3e38 else slope
+    slope = _number(c, p, WEIGHT) / weight
+    return _number(c, p, LARGEST) if slope > _number(c, p, LARGEST) else slope
 
 
 @jit
@@ -485,145 +450,145 @@ def _weigh(c, p, k, n, total, members_at, slopes_at, factors_at):
     )
     rate = _kept(c, p, k, 1)
     for t in range(n):
-        if p.causal:
+        if p[CAUSAL]:
             total = rate * total + members[t]
-        slopes[t] = _slope(p, total)
-        factors[t] = -p.gain * members[t]
+        slopes[t] = _slope(c, p, total)
+        factors[t] = -_number(c, p, GAIN) * members[t]
     return total
 
 
 @jit
-def _moments(c, s, p, r, g, i, k, sums_at, members_at):
+def _moments(c, s, p, g, i, k, sums_at, members_at):
     """Write the sums M that a sequence starts with, or that all of it reads; return the sum N of memberships."""
-    if p.A != 0:
+    if p[OLD_NORMS] != 0:
         place = _place(p, g, k, i)
-        _copy_sums(c, p.M + place * p.d * 8, sums_at, p.d)
-        return as_pointer(p.N, c.wide)[place]
-    if p.causal:
-        _copy_sums(c, 0, sums_at, p.d)
+        _copy_sums(c, p[OLD_SUMS] + place * p[WIDTH] * 8, sums_at, p[WIDTH])
+        return as_pointer(p[OLD_TOTALS], c.wide)[place]
+    if p[CAUSAL]:
+        _copy_sums(c, 0, sums_at, p[WIDTH])
         return 0.0
-    return _all(c, s, p, r, g, k, i, True, members_at, sums_at)
+    return _all(c, s, p, g, k, i, True, members_at, sums_at)
 
 
 @jit
 def _shrinkage(c, p, total, sums_at, row_at):
     """Write ``1 / (1 + c M / N)`` for all tokens of a sequence."""
-    row, M, slope = as_pointer(row_at, c.like), as_pointer(sums_at, c.wide), _slope(p, total)
-    for j in range(p.d):
+    row, M, slope = as_pointer(row_at, c.like), as_pointer(sums_at, c.wide), _slope(c, p, total)
+    for j in range(p[WIDTH]):
         row[j] = 1 / (1 + slope * M[j])
 
 
 @jit
-def _outputs(c, s, p, r, g, k, n, total, sums_at, row_at, members_at):
+def _outputs(c, s, p, g, k, n, total, sums_at, row_at, members_at):
     """Write the outputs of a run; return the sum of memberships after it."""
-    slopes_at, factors_at = _table(s, r, 1), _table(s, r, 2)
+    slopes_at, factors_at = _table(s, p, 1), _table(s, p, 2)
     w_at, w, y_at, y = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, Y, g, k), _step(c, p, Y)
     powers_at, kept_at = _powers(s, p, k)
     total = _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
-    if p.causal:
+    if p[CAUSAL]:
         read_run(
-            *(c.like, p.d, r.tokens, n, w_at, w, y_at, y, sums_at, powers_at, kept_at),
+            *(c.like, p[WIDTH], p[TOKENS], n, w_at, w, y_at, y, sums_at, powers_at, kept_at),
             *(members_at, slopes_at, factors_at),
         )
     else:
-        spread_run(c.like, p.d, r.tokens, n, w_at, w, y_at, y, row_at, factors_at)
+        spread_run(c.like, p[WIDTH], p[TOKENS], n, w_at, w, y_at, y, row_at, factors_at)
     return total
 
 
 @jit
-def _output_head(c, s, p, r, g, i, k):
+def _output_head(c, s, p, g, i, k):
     """Write the outputs of a head, and the sums M after its tokens."""
-    members_at, low, high = _table(s, r, 0), _low(c, p, i), _high(c, p, i)
-    total, at = _moments(c, s, p, r, g, i, k, r.sums, members_at), low
-    _shrinkage(c, p, total, r.sums, r.row)
+    members_at, low, high = _table(s, p, 0), _low(c, p, i), _high(c, p, i)
+    total, at = _moments(c, s, p, g, i, k, p[SUMS], members_at), low
+    _shrinkage(c, p, total, p[SUMS], p[ROW])
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        _read(c, s, p, r, P, g, k, n, members_at)
-        total = _outputs(c, s, p, r, g, k, n, total, r.sums, r.row, members_at)
-    _clear(c, p, Y, g, k, low, high, p.d)
-    _keep(c, p, p.new_sums, p.new_totals, _place(p, g, k, i), r.sums, total)
+        n, at = _take(c, p, g, i, at, high)
+        _read(c, s, p, P, g, k, n, members_at)
+        total = _outputs(c, s, p, g, k, n, total, p[SUMS], p[ROW], members_at)
+    _clear(c, p, Y, g, k, low, high, p[WIDTH])
+    _keep(c, p, p[NEW_SUMS], p[NEW_TOTALS], _place(p, g, k, i), p[SUMS], total)
 
 
 @jit
 def _clear_all(c, p, which, g, low, high, d):
-    for k in range(p.heads):
+    for k in range(p[HEADS]):
         _clear(c, p, which, g, k, low, high, d)
 
 
 @jit
-def _keep_all(c, p, r, g, i, counts, totals):
-    deep = p.d * 8
-    for k in range(p.heads):
+def _keep_all(c, p, g, i, counts, totals):
+    deep = p[WIDTH] * 8
+    for k in range(p[HEADS]):
         place = _place(p, g, k, i)
-        _keep(c, p, p.new_norms, p.new_counts, place, r.norms + k * deep, counts[k])
-        _keep(c, p, p.new_sums, p.new_totals, place, r.sums + k * deep, totals[k])
+        _keep(c, p, p[NEW_NORMS], p[NEW_COUNTS], place, p[NORMS] + k * deep, counts[k])
+        _keep(c, p, p[NEW_SUMS], p[NEW_TOTALS], place, p[SUMS] + k * deep, totals[k])
 
 
 @jit
-def _causal_sequence(c, s, p, r, g, i, reads):
+def _causal_sequence(c, s, p, g, i, reads):
     """Write the outputs of a sequence, or its memberships, run by run: each is read from memory once."""
-    heads, low, high, deep, table = p.heads, _low(c, p, i), _high(c, p, i), p.d * 8, RUN * s
-    counts, totals = as_pointer(r.totals, c.wide), as_pointer(r.totals + 8 * heads, c.wide)
+    heads, low, high, deep, table = p[HEADS], _low(c, p, i), _high(c, p, i), p[WIDTH] * 8, RUN * s
+    counts, totals = as_pointer(p[TOTALS], c.wide), as_pointer(p[TOTALS] + 8 * heads, c.wide)
     for k in range(heads):
-        counts[k] = _norms(c, s, p, r, g, i, k, r.norms + k * deep)
-        totals[k] = _moments(c, s, p, r, g, i, k, r.sums + k * deep, 0)
-    _inverses(c, p, r.norms, r.row)
+        counts[k] = _norms(c, s, p, g, i, k, p[NORMS] + k * deep)
+        totals[k] = _moments(c, s, p, g, i, k, p[SUMS] + k * deep, 0)
+    _inverses(c, p, p[NORMS], p[ROW])
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
+        n, at = _take(c, p, g, i, at, high)
         for k in range(heads):
-            counts[k] = _logits(c, s, p, r, g, k, n, counts[k], r.norms + k * deep, r.row, r.shares + k * table)
-        share_run(c.like, heads, n, r.shares, table)
+            counts[k] = _logits(c, s, p, g, k, n, counts[k], p[NORMS] + k * deep, p[ROW], p[SHARES] + k * table)
+        share_run(c.like, heads, n, p[SHARES], table)
         for k in range(heads):
-            members_at = r.shares + k * table
+            members_at = p[SHARES] + k * table
             if reads:
-                totals[k] = _outputs(c, s, p, r, g, k, n, totals[k], r.sums + k * deep, r.row, members_at)
+                totals[k] = _outputs(c, s, p, g, k, n, totals[k], p[SUMS] + k * deep, p[ROW], members_at)
             else:
-                _write(c, s, p, r, P, g, k, n, members_at)
-    _clear_all(c, p, Y if reads else P, g, low, high, p.d if reads else 1)
-    _keep_all(c, p, r, g, i, counts, totals)
+                _write(c, s, p, P, g, k, n, members_at)
+    _clear_all(c, p, Y if reads else P, g, low, high, p[WIDTH] if reads else 1)
+    _keep_all(c, p, g, i, counts, totals)
 
 
 @jit
-def _even_sequence(c, s, p, r, g, i, reads):
+def _even_sequence(c, s, p, g, i, reads):
     """The same for a sequence all of whose tokens see the same sums: these are made first."""
-    heads, low, high, deep, table, row = p.heads, _low(c, p, i), _high(c, p, i), p.d * 8, RUN * s, p.d * s
-    counts, totals = as_pointer(r.totals, c.wide), as_pointer(r.totals + 8 * heads, c.wide)
-    alone, at = p.A != 0, low
+    heads, low, high, deep, table, row = p[HEADS], _low(c, p, i), _high(c, p, i), p[WIDTH] * 8, RUN * s, p[WIDTH] * s
+    counts, totals = as_pointer(p[TOTALS], c.wide), as_pointer(p[TOTALS] + 8 * heads, c.wide)
+    alone, at = p[OLD_NORMS] != 0, low
     for k in range(heads):
         place = _place(p, g, k, i)
-        counts[k] = as_pointer(p.n, c.wide)[place] if alone else 0
-        totals[k] = as_pointer(p.N, c.wide)[place] if alone else 0
-        _copy_sums(c, p.A + place * deep if alone else 0, r.norms + k * deep, p.d)
-        _copy_sums(c, p.M + place * deep if alone else 0, r.sums + k * deep, p.d)
+        counts[k] = as_pointer(p[OLD_COUNTS], c.wide)[place] if alone else 0
+        totals[k] = as_pointer(p[OLD_TOTALS], c.wide)[place] if alone else 0
+        _copy_sums(c, p[OLD_NORMS] + place * deep if alone else 0, p[NORMS] + k * deep, p[WIDTH])
+        _copy_sums(c, p[OLD_SUMS] + place * deep if alone else 0, p[SUMS] + k * deep, p[WIDTH])
     while at < high and not alone:
-        n, at = _take(c, p, r, g, i, at, high)
+        n, at = _take(c, p, g, i, at, high)
         for k in range(heads):
-            counts[k] = _advance(c, s, p, r, g, k, n, False, _table(s, r, 0), r.norms + k * deep, counts[k])
+            counts[k] = _advance(c, s, p, g, k, n, False, _table(s, p, 0), p[NORMS] + k * deep, counts[k])
     for k in range(heads):
-        _inverses(c, p, r.norms + k * deep, r.row + k * row)
+        _inverses(c, p, p[NORMS] + k * deep, p[ROW] + k * row)
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
+        n, at = _take(c, p, g, i, at, high)
         for k in range(heads):
-            row_at, logits_at = r.row + k * row, r.shares + k * table
-            counts[k] = _logits(c, s, p, r, g, k, n, counts[k], r.norms + k * deep, row_at, logits_at)
-        share_run(c.like, heads, n, r.shares, table)
+            row_at, logits_at = p[ROW] + k * row, p[SHARES] + k * table
+            counts[k] = _logits(c, s, p, g, k, n, counts[k], p[NORMS] + k * deep, row_at, logits_at)
+        share_run(c.like, heads, n, p[SHARES], table)
         for k in range(heads):
-            members_at = r.shares + k * table
-            _write(c, s, p, r, P, g, k, n, members_at)
+            members_at = p[SHARES] + k * table
+            _write(c, s, p, P, g, k, n, members_at)
             if reads and not alone:
-                totals[k] = _advance(c, s, p, r, g, k, n, True, members_at, r.sums + k * deep, totals[k])
+                totals[k] = _advance(c, s, p, g, k, n, True, members_at, p[SUMS] + k * deep, totals[k])
     at = low
     for k in range(heads):
-        _shrinkage(c, p, totals[k], r.sums + k * deep, r.row + k * row)
+        _shrinkage(c, p, totals[k], p[SUMS] + k * deep, p[ROW] + k * row)
     while at < high and reads:
-        n, at = _take(c, p, r, g, i, at, high)
+        n, at = _take(c, p, g, i, at, high)
         for k in range(heads):
-            _read(c, s, p, r, P, g, k, n, _table(s, r, 0))
-            _outputs(c, s, p, r, g, k, n, totals[k], 0, r.row + k * row, _table(s, r, 0))
-    _clear_all(c, p, Y if reads else P, g, low, high, p.d if reads else 1)
-    _keep_all(c, p, r, g, i, counts, totals)
+            _read(c, s, p, P, g, k, n, _table(s, p, 0))
+            _outputs(c, s, p, g, k, n, totals[k], 0, p[ROW] + k * row, _table(s, p, 0))
+    _clear_all(c, p, Y if reads else P, g, low, high, p[WIDTH] if reads else 1)
+    _keep_all(c, p, g, i, counts, totals)
 
 
 @jit
@@ -632,49 +597,49 @@ def forward_tasks(like, flag, given, scratch, step, spans, reads, first, last):
 
     Steps over all heads have `spans` tasks for each sequence.
     """
-    c, p, r = _entered(like, flag, given, scratch)
+    c, p = _entered(like, flag, given, scratch)
     s = like.itemsize
     for task in range(first, last):
-        if step == ALL and p.causal:
-            _causal_sequence(c, s, p, r, task // p.sequences, task % p.sequences, reads)
+        if step == ALL and p[CAUSAL]:
+            _causal_sequence(c, s, p, task // p[SEQUENCES], task % p[SEQUENCES], reads)
         elif step == ALL:
-            _even_sequence(c, s, p, r, task // p.sequences, task % p.sequences, reads)
+            _even_sequence(c, s, p, task // p[SEQUENCES], task % p[SEQUENCES], reads)
         elif step == SHARE:
-            g, i = task // (spans * p.sequences), task // spans % p.sequences
+            g, i = task // (spans * p[SEQUENCES]), task // spans % p[SEQUENCES]
             low = _low(c, p, i) + task % spans * SPAN
-            _share_tokens(c, s, p, r, g, i, low, min(low + SPAN, _high(c, p, i)))
+            _share_tokens(c, s, p, g, i, low, min(low + SPAN, _high(c, p, i)))
         else:
-            g, i, k = task // (p.heads * p.sequences), task // p.heads % p.sequences, task % p.heads
+            g, i, k = task // (p[HEADS] * p[SEQUENCES]), task // p[HEADS] % p[SEQUENCES], task % p[HEADS]
             if step == SCORE:
-                _score_head(c, s, p, r, g, i, k)
+                _score_head(c, s, p, g, i, k)
             elif step == LAST:
-                _output_head(c, s, p, r, g, i, k)
+                _output_head(c, s, p, g, i, k)
 
 
 # -- the way back ----------------------------------------------------------------------------
 
 
 @jit
-def _marks(c, s, p, r, g, i, k, weighted, weights_at, total):
+def _marks(c, s, p, g, i, k, weighted, weights_at, total):
     """Go through a sequence; return sums, sums of weights and first tokens of its runs, and the number of these."""
-    at, high, d = _low(c, p, i), _high(c, p, i), p.d
+    at, high, d = _low(c, p, i), _high(c, p, i), p[WIDTH]
     most = -(-(high - at) // RUN)
     marks, totals, places = np.empty((most, d)), np.empty(most), np.empty(most, np.int64)
-    sums = as_pointer(r.sums, c.wide)
+    sums = as_pointer(p[SUMS], c.wide)
     run = 0
     while at < high:
         for j in range(d):
             marks[run, j] = sums[j]
         totals[run], places[run] = total, at
-        n, at = _take(c, p, r, g, i, at, high)
-        total = _advance(c, s, p, r, g, k, n, weighted, weights_at, r.sums, total)
+        n, at = _take(c, p, g, i, at, high)
+        total = _advance(c, s, p, g, k, n, weighted, weights_at, p[SUMS], total)
         run += 1
     return marks, totals, places, run
 
 
 @jit
-def _resume(c, r, marks, run):
-    sums = as_pointer(r.sums, c.wide)
+def _resume(c, p, marks, run):
+    sums = as_pointer(p[SUMS], c.wide)
     for j in range(marks.shape[1]):
         sums[j] = marks[run, j]
 
@@ -688,128 +653,125 @@ def _steps(c, p, n, members_at, slopes_at, steps_at):
         as_pointer(steps_at, c.like),
     )
     for t in range(n):
-        steps[t] = p.gain * members[t] * slopes[t]
+        steps[t] = _number(c, p, GAIN) * members[t] * slopes[t]
 
 
 @jit
-def _back_causal(c, s, p, r, g, i, k):
-    members_at, slopes_at, factors_at, steps_at = (
-        _table(s, r, 0),
-        _table(s, r, 1),
-        _table(s, r, 2),
-        _table(s, r, 3),
-    )
-    dots_at, means_at, others_at = _table(s, r, 4), _table(s, r, 5), _table(s, r, 6)
+def _back_causal(c, s, p, g, i, k):
+    members_at, slopes_at, factors_at, steps_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2), _table(s, p, 3)
+    dots_at, means_at, others_at = _table(s, p, 4), _table(s, p, 5), _table(s, p, 6)
     steps, dots, means = as_pointer(steps_at, c.like), as_pointer(dots_at, c.like), as_pointer(means_at, c.like)
     others = as_pointer(others_at, c.like)
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
     dy_at, dy = _head(c, p, D_Y, g, k), _step(c, p, D_Y)
     powers_at, kept_at = _powers(s, p, k)
-    high, past, rate, row_step = _high(c, p, i), 0.0, _kept(c, p, k, 1), p.d * s
-    total = _moments(c, s, p, r, g, i, k, r.sums, members_at)
-    marks, totals, places, runs = _marks(c, s, p, r, g, i, k, True, members_at, total)
+    high, past, rate, row_step = _high(c, p, i), 0.0, _kept(c, p, k, 1), p[WIDTH] * s
+    total = _moments(c, s, p, g, i, k, p[SUMS], members_at)
+    marks, totals, places, runs = _marks(c, s, p, g, i, k, True, members_at, total)
     for run in range(runs - 1, -1, -1):
-        n, _ = _take(c, p, r, g, i, places[run], high)
-        _resume(c, r, marks, run)
-        _read(c, s, p, r, P, g, k, n, members_at)
+        n, _ = _take(c, p, g, i, places[run], high)
+        _resume(c, p, marks, run)
+        _read(c, s, p, P, g, k, n, members_at)
         _weigh(c, p, k, n, totals[run], members_at, slopes_at, factors_at)
         _steps(c, p, n, members_at, slopes_at, steps_at)
         _fill(c, dots_at, n, 0)
         _fill(c, means_at, n, 0)
         _fill(c, others_at, n, 0)
         back_run(
-            *(c.like, p.d, r.tokens, n, w_at, w, dy_at, dy, out_at, out, r.sums, powers_at, kept_at),
-            *(members_at, slopes_at, factors_at, steps_at, r.rows, row_step, dots_at, means_at),
+            *(c.like, p[WIDTH], p[TOKENS], n, w_at, w, dy_at, dy, out_at, out, p[SUMS], powers_at, kept_at),
+            *(members_at, slopes_at, factors_at, steps_at, p[ROWS], row_step, dots_at, means_at),
         )
         past_run(
-            *(c.like, p.d, r.tokens, n, w_at, w, out_at, out, r.rows, row_step, r.later, powers_at, kept_at),
+            *(c.like, p[WIDTH], p[TOKENS], n, w_at, w, out_at, out, p[ROWS], row_step, p[LATER], powers_at, kept_at),
             *(members_at, others_at),
         )
         for t in range(n - 1, -1, -1):
-            past = rate * past + steps[t] / p.c * means[t]
-            dots[t] = others[t] - p.gain * dots[t] - past
-        _write(c, s, p, r, E, g, k, n, dots_at)
+            past = rate * past + steps[t] / _number(c, p, WEIGHT) * means[t]
+            dots[t] = others[t] - _number(c, p, GAIN) * dots[t] - past
+        _write(c, s, p, E, g, k, n, dots_at)
 
 
 @jit
-def _back_everywhere(c, s, p, r, g, i, k):
-    members_at, slopes_at, factors_at = _table(s, r, 0), _table(s, r, 1), _table(s, r, 2)
-    steps_at, dots_at, others_at = _table(s, r, 3), _table(s, r, 4), _table(s, r, 5)
+def _back_everywhere(c, s, p, g, i, k):
+    members_at, slopes_at, factors_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2)
+    steps_at, dots_at, others_at = _table(s, p, 3), _table(s, p, 4), _table(s, p, 5)
     dots, others = as_pointer(dots_at, c.like), as_pointer(others_at, c.like)
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
     dy_at, dy = _head(c, p, D_Y, g, k), _step(c, p, D_Y)
-    low, high, d, past = _low(c, p, i), _high(c, p, i), p.d, 0.0
-    total = _moments(c, s, p, r, g, i, k, r.sums, members_at)
-    _shrinkage(c, p, total, r.sums, r.row)
-    alone = p.A != 0  # no sum depends on the tokens
+    low, high, d, past = _low(c, p, i), _high(c, p, i), p[WIDTH], 0.0
+    total = _moments(c, s, p, g, i, k, p[SUMS], members_at)
+    _shrinkage(c, p, total, p[SUMS], p[ROW])
+    alone = p[OLD_NORMS] != 0  # no sum depends on the tokens
     at = low
     while at < high and not alone:
-        n, at = _take(c, p, r, g, i, at, high)
-        _read(c, s, p, r, P, g, k, n, members_at)
+        n, at = _take(c, p, g, i, at, high)
+        _read(c, s, p, P, g, k, n, members_at)
         _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
         _steps(c, p, n, members_at, slopes_at, steps_at)
-        _gather(c, s, p, r, g, k, D_Y, n, r.later, steps_at)
-    row, other, M = as_pointer(r.row, c.like), as_pointer(r.other, c.like), as_pointer(r.sums, c.wide)
-    sums, slope = as_pointer(r.later, c.wide), _slope(p, total)
+        _gather(c, s, p, g, k, D_Y, n, p[LATER], steps_at)
+    row, other, M = as_pointer(p[ROW], c.like), as_pointer(p[OTHER], c.like), as_pointer(p[SUMS], c.wide)
+    sums, slope = as_pointer(p[LATER], c.wide), _slope(c, p, total)
     for j in range(d):
         sums[j] *= row[j] * row[j]
         other[j] = sums[j]
-        past += sums[j] * (slope * M[j] / p.c)
+        past += sums[j] * (slope * M[j] / _number(c, p, WEIGHT))
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        _read(c, s, p, r, P, g, k, n, members_at)
+        n, at = _take(c, p, g, i, at, high)
+        _read(c, s, p, P, g, k, n, members_at)
         _weigh(c, p, k, n, total, members_at, slopes_at, factors_at)
-        _dot(c, s, p, r, g, k, D_Y, n, r.row, dots_at)
+        _dot(c, s, p, g, k, D_Y, n, p[ROW], dots_at)
         _fill(c, others_at, n, 0)
         if not alone:
-            _dot(c, s, p, r, g, k, W, n, r.other, others_at)
+            _dot(c, s, p, g, k, W, n, p[OTHER], others_at)
         for t in range(n):
-            dots[t] = others[t] - p.gain * dots[t] - past
-        _write(c, s, p, r, E, g, k, n, dots_at)
-        blend_run(*(c.like, d, r.tokens, n, w_at, w, dy_at, dy, out_at, out, r.row, factors_at, r.other, members_at))
+            dots[t] = others[t] - _number(c, p, GAIN) * dots[t] - past
+        _write(c, s, p, E, g, k, n, dots_at)
+        blend_run(
+            *(c.like, d, p[TOKENS], n, w_at, w, dy_at, dy, out_at, out, p[ROW], factors_at, p[OTHER], members_at)
+        )
 
 
 @jit
-def _back_head(c, s, p, r, g, i, k):
+def _back_head(c, s, p, g, i, k):
     """Write the gradients in memberships, and what outputs give W at once."""
-    _copy_sums(c, 0, r.later, p.d)
-    if p.causal:
-        _back_causal(c, s, p, r, g, i, k)
+    _copy_sums(c, 0, p[LATER], p[WIDTH])
+    if p[CAUSAL]:
+        _back_causal(c, s, p, g, i, k)
     else:
-        _back_everywhere(c, s, p, r, g, i, k)
+        _back_everywhere(c, s, p, g, i, k)
     low, high = _low(c, p, i), _high(c, p, i)
-    _clear(c, p, D_W, g, k, low, high, p.d)
+    _clear(c, p, D_W, g, k, low, high, p[WIDTH])
     _clear(c, p, E, g, k, low, high, 1)
 
 
 @jit
-def _blame_tokens(c, s, p, r, g, i, low, high):
+def _blame_tokens(c, s, p, g, i, low, high):
     """Replace the gradients in memberships of some tokens by those in logits."""
-    heads, at = p.heads, low
-    mean = as_pointer(_table(s, r, 0), c.like)
+    heads, at = p[HEADS], low
+    mean = as_pointer(_table(s, p, 0), c.like)
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        _fill(c, _table(s, r, 0), n, 0)
+        n, at = _take(c, p, g, i, at, high)
+        _fill(c, _table(s, p, 0), n, 0)
         for k in range(heads):
-            members_at, blame_at = r.shares + k * RUN * s, r.shares + (heads + k) * RUN * s
-            _read(c, s, p, r, P, g, k, n, members_at)
-            _read(c, s, p, r, E, g, k, n, blame_at)
+            members_at, blame_at = p[SHARES] + k * RUN * s, p[SHARES] + (heads + k) * RUN * s
+            _read(c, s, p, P, g, k, n, members_at)
+            _read(c, s, p, E, g, k, n, blame_at)
             members, blame = as_pointer(members_at, c.like), as_pointer(blame_at, c.like)
             for t in range(n):
                 mean[t] += members[t] * blame[t]
         for k in range(heads):
-            members_at, blame_at = r.shares + k * RUN * s, r.shares + (heads + k) * RUN * s
+            members_at, blame_at = p[SHARES] + k * RUN * s, p[SHARES] + (heads + k) * RUN * s
             members, blame = as_pointer(members_at, c.like), as_pointer(blame_at, c.like)
             for t in range(n):
                 blame[t] = members[t] * (blame[t] - mean[t])
-            _write(c, s, p, r, E, g, k, n, blame_at)
+            _write(c, s, p, E, g, k, n, blame_at)
 
 
 @jit
-def _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at):
+def _blame(c, s, p, g, i, k, n, scores_at, factors_at, slopes_at):
     """Write the gradients in the bare scores of a run, given what the temperature multiplies."""
-    _read(c, s, p, r, E, g, k, n, slopes_at)
+    _read(c, s, p, E, g, k, n, slopes_at)
     scores, factors, slopes = (
         as_pointer(scores_at, c.like),
         as_pointer(factors_at, c.like),
@@ -819,61 +781,52 @@ def _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at):
     for t in range(n):
         total += slopes[t] * scores[t]
         slopes[t] *= temperature * factors[t]
-    as_pointer(p.blame, c.wide)[_place(p, g, k, i)] += total
+    as_pointer(p[FLOW], c.wide)[_place(p, g, k, i)] += total
 
 
 @jit
-def _rest_causal(c, s, p, r, g, i, k):
-    scores_at, factors_at, slopes_at, ones_at = (
-        _table(s, r, 0),
-        _table(s, r, 1),
-        _table(s, r, 2),
-        _table(s, r, 3),
-    )
+def _rest_causal(c, s, p, g, i, k):
+    scores_at, factors_at, slopes_at, ones_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2), _table(s, p, 3)
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
     powers_at, kept_at = _powers(s, p, k)
     high = _high(c, p, i)
-    count = _norms(c, s, p, r, g, i, k, r.sums)
-    marks, totals, places, runs = _marks(c, s, p, r, g, i, k, False, ones_at, count)
+    count = _norms(c, s, p, g, i, k, p[SUMS])
+    marks, totals, places, runs = _marks(c, s, p, g, i, k, False, ones_at, count)
     for run in range(runs - 1, -1, -1):
-        n, _ = _take(c, p, r, g, i, places[run], high)
-        _resume(c, r, marks, run)
-        _score(c, s, p, r, g, k, n, True, r.sums, r.row, ones_at, scores_at)
-        _complete(c, p, r, g, k, n, totals[run], scores_at, factors_at)
-        _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at)
+        n, _ = _take(c, p, g, i, places[run], high)
+        _resume(c, p, marks, run)
+        _score(c, s, p, g, k, n, True, p[SUMS], p[ROW], ones_at, scores_at)
+        _complete(c, p, g, k, n, totals[run], scores_at, factors_at)
+        _blame(c, s, p, g, i, k, n, scores_at, factors_at, slopes_at)
         rest_run(
-            *(c.like, p.d, r.tokens, n, w_at, w, out_at, out, r.rows, p.d * s, r.later, powers_at, kept_at, slopes_at)
+            *(c.like, p[WIDTH], p[TOKENS], n, w_at, w, out_at, out, p[ROWS], p[WIDTH] * s, p[LATER]),
+            *(powers_at, kept_at, slopes_at),
         )
 
 
 @jit
-def _rest_everywhere(c, s, p, r, g, i, k):
+def _rest_everywhere(c, s, p, g, i, k):
     """As there, where scores are by the same row for all tokens."""
-    scores_at, factors_at, slopes_at, ones_at = (
-        _table(s, r, 0),
-        _table(s, r, 1),
-        _table(s, r, 2),
-        _table(s, r, 3),
-    )
+    scores_at, factors_at, slopes_at, ones_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2), _table(s, p, 3)
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
-    low, high, d = _low(c, p, i), _high(c, p, i), p.d
-    count, at = _norms(c, s, p, r, g, i, k, r.sums), low
-    _inverses(c, p, r.sums, r.row)
-    turns = p.kind == _DIAGONAL and p.A == 0  # sums depend on the tokens
+    low, high, d = _low(c, p, i), _high(c, p, i), p[WIDTH]
+    count, at = _norms(c, s, p, g, i, k, p[SUMS]), low
+    _inverses(c, p, p[SUMS], p[ROW])
+    turns = p[KIND] == _DIAGONAL and p[OLD_NORMS] == 0  # sums depend on the tokens
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        _score(c, s, p, r, g, k, n, False, r.sums, r.row, ones_at, scores_at)
-        count = _complete(c, p, r, g, k, n, count, scores_at, factors_at)
-        _blame(c, s, p, r, g, i, k, n, scores_at, factors_at, slopes_at)
+        n, at = _take(c, p, g, i, at, high)
+        _score(c, s, p, g, k, n, False, p[SUMS], p[ROW], ones_at, scores_at)
+        count = _complete(c, p, g, k, n, count, scores_at, factors_at)
+        _blame(c, s, p, g, i, k, n, scores_at, factors_at, slopes_at)
         if turns:
-            _gather(c, s, p, r, g, k, W, n, r.later, slopes_at)
-    if p.kind == _NONE:
+            _gather(c, s, p, g, k, W, n, p[LATER], slopes_at)
+    if p[KIND] == _NONE:
         return
-    row, less = as_pointer(r.row, c.like), as_pointer(r.other, c.like)
-    A, sums = as_pointer(r.sums, c.wide), as_pointer(r.later, c.wide)
+    row, less = as_pointer(p[ROW], c.like), as_pointer(p[OTHER], c.like)
+    A, sums = as_pointer(p[SUMS], c.wide), as_pointer(p[LATER], c.wide)
     for j in range(d):
         less[j] = A[j]
-        less[j] = sums[j] * row[j] * row[j] if turns and not less[j] < p.least else 0
+        less[j] = sums[j] * row[j] * row[j] if turns and not less[j] < _number(c, p, LEAST) else 0
     slopes, factors, temperature = (
         as_pointer(slopes_at, c.like),
         as_pointer(factors_at, c.like),
@@ -881,47 +834,47 @@ def _rest_everywhere(c, s, p, r, g, i, k):
     )
     at = low
     while at < high:
-        n, at = _take(c, p, r, g, i, at, high)
-        _read(c, s, p, r, E, g, k, n, slopes_at)
+        n, at = _take(c, p, g, i, at, high)
+        _read(c, s, p, E, g, k, n, slopes_at)
         for t in range(n):
             slopes[t] *= temperature * factors[0]
-        mend_run(c.like, d, r.tokens, n, w_at, w, out_at, out, r.row, slopes_at, r.other)
+        mend_run(c.like, d, p[TOKENS], n, w_at, w, out_at, out, p[ROW], slopes_at, p[OTHER])
 
 
 @jit
-def _rest_head(c, s, p, r, g, i, k):
+def _rest_head(c, s, p, g, i, k):
     """Add what logits give W, and write the gradient in the temperature."""
-    _copy_sums(c, 0, r.later, p.d)
-    as_pointer(p.blame, c.wide)[_place(p, g, k, i)] = 0
-    if p.causal and p.kind == _DIAGONAL:
-        _rest_causal(c, s, p, r, g, i, k)
+    _copy_sums(c, 0, p[LATER], p[WIDTH])
+    as_pointer(p[FLOW], c.wide)[_place(p, g, k, i)] = 0
+    if p[CAUSAL] and p[KIND] == _DIAGONAL:
+        _rest_causal(c, s, p, g, i, k)
     else:
-        _rest_everywhere(c, s, p, r, g, i, k)
+        _rest_everywhere(c, s, p, g, i, k)
 
 
 @jit
 def backward_tasks(like, flag, given, scratch, step, spans, reads, first, last):
     """Do tasks of one step of the way back, or all of them for sequences; memberships are known."""
-    c, p, r = _entered(like, flag, given, scratch)
+    c, p = _entered(like, flag, given, scratch)
     s = like.itemsize
     for task in range(first, last):
         if step == ALL:
-            g, i = task // p.sequences, task % p.sequences
-            for k in range(p.heads):
-                _back_head(c, s, p, r, g, i, k)
-            _blame_tokens(c, s, p, r, g, i, _low(c, p, i), _high(c, p, i))
-            for k in range(p.heads):
-                _rest_head(c, s, p, r, g, i, k)
+            g, i = task // p[SEQUENCES], task % p[SEQUENCES]
+            for k in range(p[HEADS]):
+                _back_head(c, s, p, g, i, k)
+            _blame_tokens(c, s, p, g, i, _low(c, p, i), _high(c, p, i))
+            for k in range(p[HEADS]):
+                _rest_head(c, s, p, g, i, k)
         elif step == BLAME:
-            g, i = task // (spans * p.sequences), task // spans % p.sequences
+            g, i = task // (spans * p[SEQUENCES]), task // spans % p[SEQUENCES]
             low = _low(c, p, i) + task % spans * SPAN
-            _blame_tokens(c, s, p, r, g, i, low, min(low + SPAN, _high(c, p, i)))
+            _blame_tokens(c, s, p, g, i, low, min(low + SPAN, _high(c, p, i)))
         else:
-            g, i, k = task // (p.heads * p.sequences), task // p.heads % p.sequences, task % p.heads
+            g, i, k = task // (p[HEADS] * p[SEQUENCES]), task // p[HEADS] % p[SEQUENCES], task % p[HEADS]
             if step == BACK:
-                _back_head(c, s, p, r, g, i, k)
+                _back_head(c, s, p, g, i, k)
             elif step == REST:
-                _rest_head(c, s, p, r, g, i, k)
+                _rest_head(c, s, p, g, i, k)
 
 
 @jit

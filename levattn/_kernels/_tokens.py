@@ -21,7 +21,7 @@ from levattn._threads import num_threads
 
 __all__ = ["add_squares", "backward", "forward", "memberships"]
 
-_ENOUGH = 8  # sequences for each thread
+_ENOUGH = 4  # sequences for each thread, so that they are balanced
 _SMALL = 2_000_000  # multiply-adds that are not shared out
 _ROWS = 4096  # rows of float16 that are widened at a time
 
@@ -115,6 +115,7 @@ class _Work:
 
     def __init__(self, x: Statistics, after: TokenSums | None = None, blame: Any = _FLAT, **further: Any) -> None:
         h, d, kind = x.W.shape[1], x.W.shape[3], x.W.dtype
+        info = np.finfo(kind)
         self.P = np.empty(x.W.shape[:3], kind)
         self._x, self._like, self._kept, self._after = x, np.empty(0, kind), [], after
         views = np.zeros((VIEWS, 4), np.int64)
@@ -134,7 +135,7 @@ class _Work:
             views,
             self._bounds,
             (h, d, int(x.causal), KINDS.index(x.logits), int(x.mean and x.logits == "diagonal")),
-            (max(float(x.least), float(np.finfo(kind).tiny)), float(x.ridge), float(x.c), float(x.gain)),
+            np.array([max(x.least, float(info.tiny)), x.ridge, x.c, x.gain, float(info.max)]),
             np.array(x.temperature, kind, order="C"),
             np.ascontiguousarray(powers[:, 1:], kind),
             powers,
