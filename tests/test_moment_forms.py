@@ -172,6 +172,33 @@ def test_a_state_is_made_of_arrays_and_goes_on() -> None:
     assert state.update(K[:, 20:]).to_bytes() == straight.to_bytes()
 
 
+def test_what_is_read_is_not_what_is_held() -> None:
+    for form in FORMS.values():
+        state = Moments(3, **form).update(rows(16, 10))
+        expected = state.to_bytes()
+        for array in (state.read(), state.weight):
+            array[...] = 7
+        assert state.to_bytes() == expected
+
+
+def test_decays_are_compared_for_each_matrix_of_the_batch() -> None:
+    one = Moments(3, (2,), diagonal=True, decay=0.9).update(rows(17, 5, batch=(2,)))
+    each = Moments(3, (2,), diagonal=True, decay=[0.9, 0.9]).update(rows(18, 5, batch=(2,)))
+    whole = Moments(3, (2,), diagonal=True, decay=0.9)
+    for seed in (17, 18):
+        whole.update(rows(seed, 5, batch=(2,)))
+    np.testing.assert_allclose(one.merge(each).read(), whole.read(), rtol=1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_merge_that_is_refused_changes_nothing(form: str) -> None:
+    state = Moments(3, **FORMS[form]).update(rows(19, 5))
+    before = state.to_bytes()
+    with pytest.raises(ValueError, match="expected"):
+        state.merge(Moments(4, **FORMS[form]))
+    assert state.to_bytes() == before
+
+
 def test_nonfinite_rows_are_named_and_leave_the_state_as_it_was() -> None:
     for form in FORMS.values():
         state = Moments(3, **form).update(rows(13, 10))

@@ -102,8 +102,8 @@ def token_kernels_for(array: Any) -> ModuleType:
     sequence, else None (those that it was given, where none is added); ``memberships(x)`` are the memberships
     (b, h, T); ``backward(x, dY)`` the gradients of ``Σ dY · forward(x)`` in W (b, h, T, d), temperature (b, h) and
     offset (b, h, T), the last None where there is none, with nothing for `state`; ``add_squares(X, mask, weights,
-    decay, held)`` the sums of a diagonal second moment. The definitions have no backward: in torch, gradients follow
-    them.
+    decay, held, *, full=False)`` the sums of a second moment, or of its diagonal. The definitions have no backward: in
+    torch, gradients follow them.
     """
     if on_cuda(array):
         from levattn._kernels import _cuda_tokens

@@ -27,15 +27,18 @@ _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
 
 # The constants of the released code: what sums of squares, and of memberships, are kept from being zero by
 _LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
-_TINY = {True: 2.0**-1022, False: 2.0**-126}  # the first for forms that do not depend on scale, of float64 and others
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call whose arguments are checked.
 
+    given: the arrays, and how results go back.
+    x: what the kernels read, but for the state.
     bounds: what `cumulative` returned.
-    norms: a full second moment of all tokens, where memberships are made of it and a state is asked for.
+    keeps_norms: whether the state has sums of squares without weights.
+    leverage: whether memberships are made of exact leverage scores, so that these are a full second moment.
+    state: what was given, not looked at yet.
     """
 
     given: Prepared
@@ -66,6 +69,8 @@ def prepared(
     W = dense("W", W)
     if W.ndim < 3:
         raise ValueError(f"W has shape {tuple(W.shape)}; expected (..., h, T, d), heads last but two")
+    if not W.shape[-3]:
+        raise ValueError(f"W has shape {tuple(W.shape)}; expected at least one head (its last axis but two)")
     name = membership if isinstance(membership, str) else "logits"
     check_form(name, normalize, bool(causal), bias)
     theta = _temperatures(temperature, W)
@@ -98,7 +103,7 @@ def prepared(
         bool(causal),
         "diagonal" if name == "diag_leverage" else "norm" if name == "norm" else "none",
         normalize == "mean" and name == "diag_leverage",
-        (_LEAST_CAUSAL if causal else _LEAST) if released else _TINY[str(stack.dtype).endswith("64")],
+        (_LEAST_CAUSAL if causal else _LEAST) if released else _least_normal(stack),
         _RIDGE if released else 0.0,
         positive_number("c", c),
         positive_number("step", step) * positive_number("c", c),
@@ -106,6 +111,11 @@ def prepared(
         given.mask,
     )
     return Call(given, x, bounds, name == "diag_leverage", name == "leverage", state)
+
+
+def _least_normal(array: Any) -> float:
+    """Return what takes the place of such a constant in forms that do not depend on the scale of tokens."""
+    return 2.0**-1022 if str(array.dtype).endswith("64") else 2.0**-126
 
 
 def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
@@ -116,8 +126,8 @@ def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
         raise ValueError(f"normalize is {normalize!r}; expected 'sum' or 'mean'")
     if normalize == "mean" and name not in ("diag_leverage", "leverage"):
         raise ValueError(
-            f"normalize is 'mean' and membership is {name!r}; expected leverage scores, which have a sum to be "
-            "normalised. Leave normalize out, and choose the temperature"
+            f"normalize is 'mean' and membership is {'an array' if name == 'logits' else repr(name)}; expected "
+            "leverage scores, which have a sum to be normalised. Leave normalize out, and choose the temperature"
         )
     if name == "leverage" and causal:
         raise ValueError(
@@ -131,13 +141,12 @@ def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
 def _temperatures(temperature: Any, W: Any) -> Any:
     """Return temperatures as an array that has an axis of heads, in the library of W."""
     h = W.shape[-3]
-    if isinstance(temperature, int | float) and not isinstance(temperature, bool):
+    if isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool):
         if not math.isfinite(temperature):
             raise ValueError(f"temperature is {temperature!r}; expected a finite number")
         xp = namespace_of(W)
-        if isinstance(W, np.ndarray):
-            return np.full(h, temperature, W.dtype if W.dtype.kind == "f" else np.float64)
-        return xp.full((h,), temperature, dtype=W.dtype, device=device_of(W))
+        kind = "float64" if str(W.dtype).endswith("float64") else "float32"  # in which halves are computed
+        return xp.full((h,), float(temperature), dtype=getattr(xp, kind), device=device_of(W))
     theta = dense("temperature", temperature)
     if not theta.ndim:
         return namespace_of(theta).broadcast_to(theta, (h,))
@@ -167,6 +176,8 @@ def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | N
         raise ValueError(f"decay is {decay!r}; expected a number in (0, 1], or one for each of {h} heads")
     if not all(0 < rate <= 1 for rate in each):
         raise ValueError(f"decay is {decay!r}; expected numbers above 0 and at most 1")
+    if all(rate == 1 for rate in each):
+        return None
     if not causal:
         raise ValueError("decay was given and causal is False; expected causal=True, as tokens have no order without")
     return np.array(each, np.float64)

@@ -13,6 +13,7 @@ from levattn._kernels import TokenSums
 from levattn.attention._common import reshaped
 from levattn.attention._token_call import Call
 from levattn.states import Moments, TokenState
+from levattn.states._common import same_decay
 
 __all__ = ["entered", "state_after"]
 
@@ -49,18 +50,16 @@ def _sums_of(call: Call, needs_tokens: bool) -> TokenSums:
                 f"state has {name} with diagonal={part.diagonal}, batch {part.batch} and d = {part.d}; expected "
                 f"diagonal ones with batch {axes} and d = {d}, as W"
             )
-        if call.x.causal and not _same_decay(part.decay, rates, axes, call.bounds is not None):
+        expected = None if rates is None else rates if call.bounds is None else rates[:, None]
+        if not same_decay(part.decay, expected, axes):
             raise ValueError(f"state has {name} with decay {part.decay}; expected {rates}, as in this call")
-        found += [reshaped(part.read(), (*shape, d)), reshaped(part.weight, shape)]
-    if not (isinstance(W, np.ndarray) or _is_torch(W)):
+        total, weight = part.sums()
+        found += [reshaped(total, (*shape, d)), reshaped(weight, shape)]
+    if isinstance(W, np.ndarray) or (_is_torch(W) and W.device.type == "cpu"):
+        found = [to_numpy(part) for part in found]
+    elif not _is_torch(W):
         found = [to_device(part, W) if isinstance(part, np.ndarray) else part for part in found]
     return found[0], found[1], found[2], found[3]
-
-
-def _same_decay(mine: Any, rates: Any, axes: tuple[int, ...], packed: bool) -> bool:
-    expected = np.ones(()) if rates is None else rates[:, None] if packed else rates
-    held = np.ones(()) if mine is None else mine
-    return bool((np.broadcast_to(held, axes) == np.broadcast_to(expected, axes)).all())
 
 
 def state_after(call: Call, sums: TokenSums | None) -> TokenState:

@@ -17,7 +17,18 @@ from levattn._kernels import Mixture, latent_kernels_for
 from levattn._kernels._mixture import State
 from levattn.attention._packed import check_offsets
 
-__all__ = ["decayed_scan", "latent_attention", "memory_of", "untraced"]
+__all__ = [
+    "bounds_of",
+    "decayed_scan",
+    "has_kernels",
+    "is_plain",
+    "is_transformed",
+    "latent_attention",
+    "make_operator",
+    "memory_of",
+    "tensor_of",
+    "untraced",
+]
 
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -41,10 +52,10 @@ def latent_attention(
     hold, or tensors.
     """
     tensors = (Q, K, V, gate, beside)
-    if not _has_kernels(Q) or any(map(_is_transformed, tensors)):
-        x = Mixture(Q, K, V, _bounds(offsets, Q), causal, ahead, gate, beside, mask, _state_of(state, Q))
+    if not has_kernels(Q) or any(map(is_transformed, tensors)):
+        x = Mixture(Q, K, V, bounds_of(offsets, Q), causal, ahead, gate, beside, mask, _state_of(state, Q))
         return latent_kernels_for(Q).forward(x)
-    if _is_plain(tensors):
+    if is_plain(tensors):
         held = state if Q.device.type == "cpu" else _state_of(state, Q)
         return _forward(*tensors, mask, offsets, causal, ahead, *(held or (None,) * 3))
     parts = _state_of(state, Q) or (None,) * 3
@@ -55,9 +66,9 @@ def latent_attention(
 
 def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
     """Return ``h_t = a_t h_{t−1} + x_t`` for stacks (b, T, C) of tensors, from ``first`` (b, C) or 0."""
-    if not _has_kernels(a) or any(map(_is_transformed, (a, x, first))):
+    if not has_kernels(a) or any(map(is_transformed, (a, x, first))):
         return latent_kernels_for(a).decayed_scan(a, x, first)
-    return _scan(a, x, first, False) if _is_plain((a, x, first)) else _SCAN(a, x, first, False)
+    return _scan(a, x, first, False) if is_plain((a, x, first)) else _SCAN(a, x, first, False)
 
 
 def memory_of(tensor: Any) -> Any:
@@ -68,7 +79,7 @@ def memory_of(tensor: Any) -> Any:
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    if _is_transformed(tensor):
+    if is_transformed(tensor):
         raise NotImplementedError(
             "a state was asked for within torch.func (vmap, grad or another), which has no numbers to keep yet; "
             "leave out return_state there, or call without torch.func"
@@ -88,19 +99,19 @@ def untraced(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _has_kernels(tensor: Any) -> bool:
+def has_kernels(tensor: Any) -> bool:
     """Tell whether kernels read the tensor: else the definitions run on it, and gradients follow them."""
     return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _HAS_CUPY)
 
 
-def _is_transformed(tensor: Any) -> bool:
+def is_transformed(tensor: Any) -> bool:
     """Tell whether a tensor stands for others within torch.func, whose transformations follow the definitions."""
     if tensor is None or torch.compiler.is_compiling():
         return False
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def _is_plain(tensors: tuple[Any, ...]) -> bool:
+def is_plain(tensors: tuple[Any, ...]) -> bool:
     """Tell whether tensors are numbers in memory and nothing else, so that the operator would add nothing."""
     if torch.compiler.is_compiling():
         return False
@@ -115,7 +126,7 @@ def _is_plain(tensors: tuple[Any, ...]) -> bool:
     return all(type(tensor) in _PLAIN and not tensor.is_meta for tensor in given)
 
 
-def _bounds(offsets: Any, Q: Any) -> Any:
+def bounds_of(offsets: Any, Q: Any) -> Any:
     """Return offsets as a numpy array that the kernels may follow."""
     T = Q.shape[1]
     if offsets is None:
@@ -137,7 +148,7 @@ def _state_of(state: State | None, like: Any) -> State | None:
     return found[0], found[1], found[2]
 
 
-def _tensor(array: Any) -> Any:
+def tensor_of(array: Any) -> Any:
     """Return what a kernel made as a tensor."""
     return torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else _as_tensor(array)
 
@@ -156,7 +167,7 @@ def _mixture(
     s: Any,
     S: Any,
 ) -> Mixture:
-    bounds = _bounds(offsets, Q)
+    bounds = bounds_of(offsets, Q)
     Q, K, V, gate, beside, mask, m, s, S = map(memory_of, (Q, K, V, gate, beside, mask, m, s, S))
     return Mixture(Q, K, V, bounds, causal, ahead, gate, beside, mask, None if m is None else (m, s, S))
 
@@ -165,7 +176,7 @@ def _forward(Q: Any, K: Any, V: Any, *others: Any) -> Any:
     if not Q.shape[0] * Q.shape[1]:
         return _like_output(Q, K, V)
     x = _mixture(Q, K, V, *others)
-    return _tensor(latent_kernels_for(x.Q).forward(x))
+    return tensor_of(latent_kernels_for(x.Q).forward(x))
 
 
 def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
@@ -177,7 +188,7 @@ def _backward(dY: Any, Q: Any, K: Any, V: Any, gate: Any, beside: Any, *others: 
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, K, V, gate, beside))
     x = _mixture(Q, K, V, gate, beside, *others)
     gradients = latent_kernels_for(x.Q).backward(x, memory_of(dY))
-    return tuple(Q.new_empty(0) if gradient is None else _tensor(gradient) for gradient in gradients)
+    return tuple(Q.new_empty(0) if gradient is None else tensor_of(gradient) for gradient in gradients)
 
 
 def _like_gradients(_dY: Any, Q: Any, K: Any, V: Any, gate: Any, beside: Any, *_others: Any) -> Any:
@@ -208,7 +219,7 @@ def _scan(a: Any, x: Any, first: Any, reverse: bool) -> Any:
     if not a.numel():
         return torch.empty_like(x)
     a, x, first = map(memory_of, (a, x, first))
-    return _tensor(latent_kernels_for(a).decayed_scan(a, x, first, reverse=reverse))
+    return tensor_of(latent_kernels_for(a).decayed_scan(a, x, first, reverse=reverse))
 
 
 def _like_scan(_a: Any, x: Any, *_others: Any) -> Any:
@@ -237,17 +248,18 @@ _ARGUMENTS = (
 )
 
 
-def _operator(name: str, schema: str, run: Any, shape: Any, setup_context: Any, backward: Any) -> Any:
+def make_operator(name: str, schema: str, run: Any, shape: Any, setup_context: Any, backward: Any) -> Any:
+    """Return a kernel as an operator of torch, with the shapes of its results and its gradient."""
     operator = torch.library.custom_op(f"levattn::{name}", run, mutates_args=(), schema=schema)
     operator.register_fake(shape)
     operator.register_autograd(backward, setup_context=setup_context)
     return operator
 
 
-_ATTENTION = _operator(
+_ATTENTION = make_operator(
     "latent_attention", f"({_ARGUMENTS}) -> Tensor", _forward, _like_output, _keep_arguments, _gradients
 )
-_ATTENTION_BACKWARD = _operator(
+_ATTENTION_BACKWARD = make_operator(
     "latent_attention_backward",
     f"(Tensor dY, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
@@ -255,7 +267,7 @@ _ATTENTION_BACKWARD = _operator(
     None,
     _refuse_again,
 )
-_SCAN = _operator(
+_SCAN = make_operator(
     "decayed_scan",
     "(Tensor a, Tensor x, Tensor? first, bool reverse) -> Tensor",
     _scan,

@@ -12,13 +12,13 @@ from levattn._array import to_numpy
 from levattn._kernels import Statistics, TokenSums, token_kernels_for
 from levattn._kernels._statistics import Logits
 from levattn.attention._torch import (
-    _bounds,
-    _has_kernels,
-    _is_plain,
-    _is_transformed,
-    _operator,
-    _tensor,
+    bounds_of,
+    has_kernels,
+    is_plain,
+    is_transformed,
+    make_operator,
     memory_of,
+    tensor_of,
     untraced,
 )
 from levattn.leverage import leverage_scores
@@ -31,19 +31,19 @@ _LOGITS = get_args(Logits)
 def token_statistics(x: Statistics) -> Any:
     """Return the output (b, h, T, d) of token statistics attention on tensors."""
     tensors = (x.W, x.temperature, x.offset)
-    if not _has_kernels(x.W) or any(map(_is_transformed, tensors)):
+    if not has_kernels(x.W) or any(map(is_transformed, tensors)):
         return token_kernels_for(x.W).forward(_on_tensors(x))[0]
-    if _is_plain(tensors):
-        return _tensor_of(token_kernels_for(memory_of(x.W)).forward(_in_memory(x))[0])
+    if is_plain(tensors):
+        return _laid_out(token_kernels_for(memory_of(x.W)).forward(_in_memory(x))[0])
     return _STATISTICS(*_arguments(x))
 
 
 def token_statistics_and_sums(x: Statistics) -> tuple[Any, TokenSums | None]:
     """Return the output, and the sums after all tokens as arrays of numpy or CuPy, or as tensors elsewhere."""
     held = _in_memory(x)
-    if _is_plain((x.W, x.temperature, x.offset)) or not _has_kernels(x.W):
+    if is_plain((x.W, x.temperature, x.offset)) or not has_kernels(x.W):
         Y, sums = token_kernels_for(held.W).forward(held, state=True)
-        return (_tensor_of(Y) if _has_kernels(x.W) else token_statistics(x)), sums
+        return (_laid_out(Y) if has_kernels(x.W) else token_statistics(x)), sums
     return token_statistics(x), token_kernels_for(held.W).forward(held, state=True)[1]
 
 
@@ -51,13 +51,13 @@ def token_memberships(x: Statistics) -> Any:
     """Return the memberships (b, h, T), without a gradient."""
     held = _in_memory(x)
     found = token_kernels_for(held.W).memberships(held)
-    return _tensor_of(found)
+    return _laid_out(found)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def leverage(W: Any, mask: Any) -> Any:
     """Return the leverage scores (b, h, T) of tokens (b, h, T, d), of which `mask` (b, 1, T) takes part."""
-    if _is_transformed(W):
+    if is_transformed(W):
         raise NotImplementedError(
             "membership is 'leverage' within torch.func (vmap, grad or another), which these scores do not follow; "
             "call without torch.func, or give scores of your own as membership"
@@ -85,16 +85,20 @@ class _Leverage(torch.autograd.Function):  # type: ignore[misc]
         X = W.double()
         if mask is not None:
             X, e = X.where(mask[..., None], X.new_zeros(())), e.where(mask, e.new_zeros(()))
-        G = X.mT @ X
-        inverse = torch.linalg.pinv(G, rtol=4 * X.shape[-1] * torch.finfo(X.dtype).eps, hermitian=True)
-        U = X @ inverse
-        flow = e.double()[..., None] * U
-        return (2 * (flow - U @ (X.mT @ flow))).to(W.dtype), None
+        sizes = torch.linalg.vector_norm(X, dim=-2, keepdim=True)
+        sizes = sizes.where(sizes > 0, sizes.new_ones(()))
+        Q, R = torch.linalg.qr(X / sizes)
+        left, s, right = torch.linalg.svd(R, full_matrices=False)
+        kept = s > 32 * X.shape[-1] * torch.finfo(X.dtype).eps * s.amax(-1, keepdim=True)
+        basis = Q @ (left * kept[..., None, :])
+        inverse = torch.where(kept, 1 / s, torch.zeros_like(s))
+        flow = e.double()[..., None] * ((basis * inverse[..., None, :]) @ right / sizes)
+        return (2 * (flow - basis @ (basis.mT @ flow))).to(W.dtype), None
 
 
-def _tensor_of(array: Any) -> Any:
+def _laid_out(array: Any) -> Any:
     """Return what a kernel made as a tensor, laid out as it is."""
-    return torch.from_numpy(array) if isinstance(array, np.ndarray) else _tensor(array)
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else tensor_of(array)
 
 
 def _in_memory(x: Statistics) -> Statistics:
@@ -107,7 +111,7 @@ def _in_memory(x: Statistics) -> Statistics:
 
 
 def _ends(x: Statistics) -> Any:
-    return _bounds(x.offsets, x.W[:, 0, :, :])
+    return bounds_of(x.offsets, x.W[:, 0, :, :])
 
 
 def _state_on(array: Any, state: TokenSums) -> TokenSums:
@@ -115,7 +119,7 @@ def _state_on(array: Any, state: TokenSums) -> TokenSums:
     if isinstance(array, torch.Tensor):
         found = [torch.from_numpy(to_numpy(part)).to(array.device) for part in state]
     else:
-        found = [memory_of(_tensor(part).to(_tensor(array[:0]).device)) for part in state]
+        found = [memory_of(tensor_of(part).to(tensor_of(array[:0]).device)) for part in state]
     return found[0], found[1], found[2], found[3]
 
 
@@ -161,7 +165,7 @@ def _forward(W: Any, *others: Any) -> Any:
     if not W.numel():
         return torch.empty_like(W)
     x = _statistics(W, *others)
-    return _tensor_of(token_kernels_for(x.W).forward(x)[0])
+    return _laid_out(token_kernels_for(x.W).forward(x)[0])
 
 
 def _like_output(W: Any, *_others: Any) -> Any:
@@ -180,7 +184,7 @@ def _backward(dY: Any, W: Any, temperature: Any, offset: Any, *others: Any) -> A
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, W, temperature, offset))
     x = _statistics(W, temperature, offset, *others)
     gradients = token_kernels_for(x.W).backward(x, memory_of(dY))
-    return tuple(W.new_empty(0) if gradient is None else _tensor_of(gradient) for gradient in gradients)
+    return tuple(W.new_empty(0) if gradient is None else _laid_out(gradient) for gradient in gradients)
 
 
 def _like_gradients(_dY: Any, W: Any, temperature: Any, offset: Any, *_others: Any) -> Any:
@@ -211,8 +215,8 @@ _SCHEMA = (
     "Tensor? M, Tensor? N, bool causal, int logits, bool mean, float least, float ridge, float c, float gain"
 )
 
-_STATISTICS = _operator("token_statistics", f"({_SCHEMA}) -> Tensor", _forward, _like_output, _keep, _gradients)
-_STATISTICS_BACKWARD = _operator(
+_STATISTICS = make_operator("token_statistics", f"({_SCHEMA}) -> Tensor", _forward, _like_output, _keep, _gradients)
+_STATISTICS_BACKWARD = make_operator(
     "token_statistics_backward",
     f"(Tensor dY, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     _backward,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from levattn._array import _is_torch
 from levattn._kernels import token_kernels_for
+from levattn.attention._common import reshaped
 from levattn.attention._token_call import Call, Membership, prepared
 from levattn.attention._token_states import entered, state_after
 from levattn.states import TokenState
@@ -52,10 +53,11 @@ def tssa(
     - ``"uniform"``: :math:`\Pi = 1/h`, whatever the temperature;
     - an array: :math:`\ell` itself.
 
-    The paper's operator is ``c = d / eps**2`` and ``step`` = τ/n of its equations with "norm" and tied outputs; its
-    rows are the last rows of the bidirectional form on their prefix. The released one has ``c = step = 1`` and untied
-    outputs; its memberships are frozen with the statistics of their time, so its rows are not. Outputs of all heads
-    are to be multiplied by :math:`[U_1, \dots, U_h]` (tied) or by another matrix (untied) and added to the tokens.
+    The paper's operator is ``c = D / eps**2``, D being the channels of z (h d, as a rule), and ``step`` = τ/n of its
+    equations, with "norm" and tied outputs; its rows are the last rows of the bidirectional form on their prefix. The
+    released one has ``c = step = 1`` and untied outputs; its memberships are frozen with the statistics of their time,
+    so its rows are not. Outputs of all heads are to be multiplied by :math:`[U_1, \dots, U_h]` (tied) or by another
+    matrix (untied) and added to the tokens.
 
     Always :math:`|y| \le \tau' c\, \Pi\, |w|`. Other tokens enter through 2d + 1 statistics of each head alone, so no
     value is copied: what needs that (retrieval, recall) has to come from another layer.
@@ -114,17 +116,18 @@ def tssa(
 
     Notes
     -----
-    Time O(T h d), in one pass over the tokens if `causal`; memory for the result and O(h d), and nothing of size
-    T × h × d besides. A step of decoding is a call with T = 1, a `state` and `return_state`.
+    Time O(T h d); memory for the result and O(h (T + d)), and nothing of size T × h × d besides, but for float32
+    copies of tokens of 16 bits and their output. A step of decoding is a call with T = 1, a `state` and
+    `return_state`.
 
     Computed in float64 if any array is, else in float32, with sums of more than a few tokens in float64, so that
     errors do not grow with T. As the released code does, "diag_leverage" replaces sums of squares below 1e-12 by that
     (not causal: below 1e-24) and adds 1e-8 to sums of memberships, unless ``normalize="mean"``; the other forms are
-    free of such constants, and a moment 0/0 is 0.
+    free of such constants, and a moment 0/0 is 0. Squares have to be within the range: in float32 tokens below 1e19.
 
     In torch gradients reach W, the temperature, the bias and logits of one's own, by an operator that
-    ``torch.compile`` keeps whole (but for "leverage"). They do not reach states, and none come from them. There are no
-    second derivatives. Within ``torch.func`` the definitions run instead, slower by far.
+    ``torch.compile`` keeps whole (but for "leverage", and calls with states). They do not reach states, and none come
+    from them. There are no second derivatives. Within ``torch.func`` the definitions run instead, slower by far.
 
     References
     ----------
@@ -182,7 +185,8 @@ def memberships(
     Returns
     -------
     array of shape (..., h, T)
-        At least 0, summing to 1 over the heads; 0 for masked tokens. In the dtype of W, without gradients.
+        At least 0, summing to 1 over the heads; 0 for masked tokens. In float64 if any array is, else in float32,
+        without gradients.
 
     Raises
     ------
@@ -211,8 +215,10 @@ def memberships(
     if _is_torch(x.W):
         from levattn.attention import _torch_tokens
 
-        return call.given.give_back(_torch_tokens.token_memberships(x))
-    return call.given.give_back(token_kernels_for(x.W).memberships(x))
+        found = _torch_tokens.token_memberships(x)
+    else:
+        found = token_kernels_for(x.W).memberships(x)
+    return reshaped(found, (*call.given.batch, *found.shape[1:]))
 
 
 def _answer(

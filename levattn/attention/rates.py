@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import array_api_compat
 import numpy as np
 
 from levattn._array import to_numpy
@@ -423,7 +424,7 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     >>> bool(rates.variational_rate(new, Pi, U, 1.0) < rates.variational_rate(Z, Pi, U, 1.0))
     True
     """
-    alpha = _positive("step", step)
+    alpha = _positive("step", _number(step))
     call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
     plain = namespace_of(Z).astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
     return call.give_back(plain - _step(Z, Pi, U, eps, alpha) / _gain(Z.shape[2], eps))
@@ -471,7 +472,7 @@ def descent(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = 
     >>> bool(after < before)
     True
     """
-    alpha = _positive("step", step)
+    alpha = _positive("step", _number(step))
     call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
     rates = _variational(Z, Pi, U), _variational(Z - _step(Z, Pi, U, eps, alpha), Pi, U)
     return _scalar(rates[0], call.batch), _scalar(rates[1], call.batch)
@@ -578,6 +579,11 @@ def _check_memberships(xp: Any, Pi: Any, present: Any) -> None:
             f"Pi has a row whose sum is off 1 by more than {_SUM}; expected memberships of sum 1 for each token, "
             "along the last axis. Leave tokens out with mask="
         )
+
+
+def _number(value: Any) -> Any:
+    """Return an array without axes, such as `largest_step` returns, as a number; others as they are."""
+    return float(value) if array_api_compat.is_array_api_obj(value) and not value.ndim else value
 
 
 def _positive(name: str, value: Any) -> float:

@@ -89,8 +89,9 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     decay : float or sequence of h floats
         What a token counts for after the next has come, in (0, 1]. Causal only. It is not learned.
     output : {"untied", "tied"}
-        Whether there is an output matrix. With tied outputs and weights :math:`\|U_k\|_2 < \sqrt 2` adding the output
-        to the tokens descends on the coding rate, memberships being fixed.
+        Whether there is an output matrix. With tied outputs, no biases, ``c = step = 1`` and :math:`\|U_k\|_2 <
+        \sqrt 2`, adding the output to the tokens that it was made of lowers the variational rate
+        (`levattn.attention.rates.variational_rate`) for fixed memberships; behind a norm nothing is promised.
     positions : int, optional
         The longest sequence, where heads have a bias for each position (as in the released language models), which
         is added to the mean score of a channel; None for no bias. Masked tokens have no position, and each of packed

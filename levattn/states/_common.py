@@ -6,8 +6,9 @@ import operator
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
-__all__ = ["held_as", "size_of"]
+__all__ = ["held_as", "same_decay", "size_of"]
 
 
 def size_of(name: str, value: Any, least: int) -> int:
@@ -31,3 +32,9 @@ def held_as(name: str, array: Any) -> Any:
         kind = getattr(array, "dtype", type(array).__name__)
         raise TypeError(f"{name} is of {kind}; expected an array of float64, as the attributes of a state are")
     return array
+
+
+def same_decay(mine: Any, other: Any, batch: tuple[int, ...]) -> bool:
+    """Tell whether decays, None for 1, are the same for all of a batch."""
+    held = (np.broadcast_to(1.0 if decay is None else decay, batch) for decay in (mine, other))
+    return bool(np.equal(*held).all())

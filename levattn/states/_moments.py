@@ -16,7 +16,7 @@ from levattn._kernels import Rows
 from levattn._tail import present_rows, readable
 from levattn.linalg import Factor
 from levattn.states._blocks import BlockSums, RunningSums
-from levattn.states._common import held_as, size_of
+from levattn.states._common import held_as, same_decay, size_of
 
 __all__ = ["Moments"]
 
@@ -35,7 +35,7 @@ class Moments:
 
     Sums are in float64 while that holds what the scores of the keys need, and else as pairs of float64, of about 100
     bits; this is decided block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal,
-    and sums that decay, are in float64 always.
+    and sums that decay, are in float64 always: squares of keys have to be within its range.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Moments:
     -----
     Time O(n d²), for ill-conditioned keys about ten times that of well-conditioned ones; memory O(d² log n) for the
     sums and at most 2048 rows that wait for their block to fill. With `diagonal` time O(n d) and memory O(d), with
-    `decay` and all of the moment O(n d²) and O(d²).
+    `decay` and all of the moment O(n d²) and O(d²); outside main memory these also take a chunk in float64.
 
     Examples
     --------
@@ -86,7 +86,6 @@ class Moments:
         self.diagonal = bool(diagonal)
         self.decay = _rates(decay, self.batch)
         self.count: npt.NDArray[np.int64] = np.zeros(self.batch, np.int64)
-        self._weight: Any = np.zeros(self.batch)
         b = math.prod(self.batch)
         rates = None if self.decay is None else np.broadcast_to(self.decay, self.batch).reshape(-1)
         self._sums: BlockSums | RunningSums
@@ -98,7 +97,14 @@ class Moments:
     @property
     def weight(self) -> Any:
         """The sum of the weights."""
-        return self._shaped(self._sums.arrays()[1]) if isinstance(self._sums, RunningSums) else self._weight
+        return self._shaped(self._sums.weight())
+
+    def sums(self) -> tuple[Any, Any]:
+        """Return a diagonal moment and the sum of the weights as they are held: not to be written to."""
+        if not isinstance(self._sums, RunningSums):
+            raise TypeError("the state holds no running sums; expected one with diagonal=True")
+        total, weight = self._sums.sums()
+        return self._shaped(total), self._shaped(weight)
 
     def _shaped(self, array: Any) -> Any:
         """Return (b, ...) as (..., ...)."""
@@ -137,7 +143,9 @@ class Moments:
             )
         *batch, d = map(int, total.shape)
         self = cls(d, tuple(batch), diagonal=True, decay=decay)
-        self.count = np.asarray(count, np.int64)
+        if np.asarray(count).dtype.kind not in "iu" or (np.asarray(count) < 0).any():
+            raise ValueError(f"count is {count!r}; expected whole numbers of at least 0")
+        self.count = np.array(count, np.int64)
         xp, b = array_api_compat.array_namespace(total), math.prod(batch)
         if isinstance(self._sums, RunningSums):
             self._sums.held = xp.reshape(total, (b, d)), xp.reshape(mass, (b,))
@@ -165,7 +173,7 @@ class Moments:
         Raises
         ------
         TypeError
-            If the dtype is another than that of the chunks before.
+            If the dtype is another than that of the chunks before (not of the diagonal, and of sums that decay).
         ValueError
             If the batch or the number of columns differs from the state's, or a weight is negative or not finite.
         NonFiniteError
@@ -183,12 +191,9 @@ class Moments:
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
                 f"and d = {self.d}"
             )
-        self._sums.add(rows, weights)
-        present = present_rows(rows).reshape(self.batch)
-        self.count = self.count + present
-        self._weight = self._weight + (
-            present if weights is None else to_numpy(weights).sum(axis=1).reshape(self.batch)
-        )
+        present = present_rows(rows)
+        self._sums.add(rows, weights, present)
+        self.count = self.count + present.reshape(self.batch)
 
     def read(self) -> Any:
         """Return the second moment of all rows so far.
@@ -230,26 +235,25 @@ class Moments:
         TypeError, ValueError
             If the states were made for different shapes or forms, or saw keys of different dtypes.
         """
+        self.check(other)
+        self._sums.merge(other._sums, other.count.reshape(-1))  # type: ignore[arg-type]
+        self.count = self.count + other.count
+        return self
+
+    def check(self, other: Any) -> None:
+        """Raise as `merge` does, if another state cannot be merged."""
         if not isinstance(other, Moments):
             raise TypeError(f"other is of type {type(other).__name__}; expected Moments")
         if other.d != self.d or other.batch != self.batch:
             raise ValueError(
                 f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
             )
-        if other.diagonal != self.diagonal or not np.array_equal(
-            1.0 if other.decay is None else other.decay, 1.0 if self.decay is None else self.decay
-        ):
+        if other.diagonal != self.diagonal or not same_decay(self.decay, other.decay, self.batch):
             raise ValueError(
                 f"other has diagonal={other.diagonal} and decay={other.decay}; expected {self.diagonal} and "
                 f"{self.decay}, as here"
             )
-        if isinstance(self._sums, RunningSums) and isinstance(other._sums, RunningSums):
-            self._sums.merge(other._sums, other.count.reshape(-1))
-        elif isinstance(self._sums, BlockSums) and isinstance(other._sums, BlockSums):
-            self._sums.merge(other._sums)
-        self.count = self.count + other.count
-        self._weight = self._weight + other._weight
-        return self
+        self._sums.check(other._sums)  # type: ignore[arg-type]
 
     def __copy__(self) -> Moments:
         """Return a state of its own."""
@@ -261,8 +265,6 @@ class Moments:
         arrays |= {"count": self.count}
         if self.decay is not None:
             arrays |= {"decay": self.decay}
-        if isinstance(self._sums, BlockSums):
-            arrays |= {"weight": self._weight}
         return fields | {"d": self.d, "batch": list(self.batch), "diagonal": self.diagonal}, arrays
 
     @classmethod
@@ -271,17 +273,21 @@ class Moments:
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
         b = math.prod(batch)
         count = shaped(arrays["count"], np.int64, batch)  # before room is made for what the fields claim
+        if (count < 0).any():
+            raise ValueError("a number of keys is negative")
         if not isinstance(fields["diagonal"], bool):
             raise ValueError(f"diagonal is {fields['diagonal']!r}")
         decay = arrays.get("decay", np.ones(()))
+        if "decay" in arrays and (decay == 1).all():
+            raise ValueError("nothing decays, and decays are stored")
         if fields["diagonal"] or "decay" in arrays:
-            held = shaped(arrays["total"], np.float64, (b, d) if fields["diagonal"] else (b, d, d))
+            held = shaped(arrays["total"], np.float64, (b, d) if fields["diagonal"] else (b, d, d), finite=False)
             self = cls(d, batch, diagonal=fields["diagonal"], decay=shaped(decay, np.float64, decay.shape))
             self._sums.restore(whole(fields["rows"]), held, arrays)  # type: ignore[union-attr]
         else:
             sums = BlockSums.from_parts(fields, arrays, b, d)
             self = cls(d, batch)
-            self._sums, self._weight = sums, shaped(arrays["weight"], np.float64, batch)
+            self._sums = sums
         self.count = count
         return self
 
@@ -337,9 +343,13 @@ def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None
 def _weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
     """Return weights as (b, m) in float64 where the rows are, 0 for masked ones, or raise."""
     shape = (*matrices.batch, matrices.n)
+    if array_api_compat.is_torch_array(weights):
+        weights = weights.detach()
+        weights = weights.float() if weights.is_floating_point() and weights.element_size() == 2 else weights
     found = as_cupy(weights, "weights") if not isinstance(rows.keys, np.ndarray) else None
     if found is None:
         found = to_numpy(weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
+        found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found
         if not isinstance(rows.keys, np.ndarray):
             found = array_api_compat.array_namespace(rows.keys).asarray(found)
     if found.dtype.kind not in "fiu":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
-import numpy as np
-
 from levattn._bytes import as_damage, pack, unpack
+from levattn.states._common import same_decay
 from levattn.states._moments import Moments
 
 __all__ = ["TokenState"]
@@ -30,18 +30,19 @@ class TokenState:
     Parameters
     ----------
     norms : Moments, optional
-        Diagonal, of the tokens without weights. Only where memberships need it.
+        Of the tokens without weights; diagonal, but for memberships by exact leverage scores, which need all of it.
+        None where memberships depend on no other token.
     tokens : Moments, optional
         Diagonal, weighted by memberships. None while it is not known yet.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is no diagonal `Moments`, or their shapes or decays differ.
+        If an argument is no `Moments`, `tokens` is not diagonal, or their shapes or decays differ.
 
     Notes
     -----
-    4 d + 4 numbers of float64 for each head with `norms`, of which 2 d + 2 are held, whatever the number of tokens.
+    2 d + 2 numbers of float64 for each head with diagonal `norms`, d + 1 without, whatever the number of tokens.
 
     References
     ----------
@@ -70,13 +71,24 @@ class TokenState:
         for name, moments in (("norms", norms), ("tokens", tokens)):
             if moments is not None and not isinstance(moments, Moments):
                 raise TypeError(f"{name} is of type {type(moments).__name__}; expected levattn.states.Moments")
+        if tokens is not None and not tokens.diagonal:
+            raise ValueError("tokens is a full second moment; expected Moments(d, batch, diagonal=True)")
+        if norms is not None and tokens is not None:
+            mine, theirs = (norms.batch, norms.d), (tokens.batch, tokens.d)
+            if mine != theirs or not same_decay(norms.decay, tokens.decay, norms.batch):
+                raise ValueError(
+                    f"norms has batch, d and decay {(*mine, norms.decay)}, and tokens {(*theirs, tokens.decay)}; "
+                    "expected the same"
+                )
         self.norms, self.tokens = norms, tokens
 
     def merge(self, other: TokenState) -> TokenState:
         """Add what another state has seen; where sums decay, after what this one has.
 
-        Of causal attention, the other state has to come from tokens whose memberships were read with all tokens
-        before them, as `tssa` with this state makes it, or by memberships that depend on no other token.
+        Each state has its own tokens: what `tssa` returns after it was given a state has the tokens of that state
+        already, and is not to be merged with it. Where memberships depend on the tokens before, so do the sums of a
+        later shard: its memberships are read from the norms before it (``memberships(W, state=TokenState(norms))``),
+        and `tokens` is made of these by ``Moments.update(W, weights=)``.
 
         Parameters
         ----------
@@ -97,8 +109,11 @@ class TokenState:
             raise TypeError(f"other is of type {type(other).__name__}; expected TokenState")
         if [part is None for part in self._all] != [part is None for part in other._all]:
             raise ValueError(f"other holds {other._names}; expected {self._names}, as here")
-        for mine, theirs in zip(self._all, other._all, strict=True):
-            if mine is not None and theirs is not None:
+        pairs = [(mine, theirs) for mine, theirs in zip(self._all, other._all, strict=True) if mine is not None]
+        for mine, theirs in pairs:
+            mine.check(theirs)
+        for mine, theirs in pairs:
+            if theirs is not None:
                 mine.merge(theirs)
         return self
 
@@ -121,14 +136,14 @@ class TokenState:
         return TokenState(*(None if part is None else copy.copy(part) for part in self._all))
 
     def numbers(self) -> int:
-        """Return how many numbers of float64 are held.
+        """Return how many numbers of float64 make up the state.
 
         Returns
         -------
         int
         """
         held = [part for part in self._all if part is not None]
-        return sum(int(np.prod(part.batch)) * (part.d + 1) for part in held)
+        return sum(math.prod(part.batch) * (part.d ** (1 if part.diagonal else 2) + 1) for part in held)
 
     def to_bytes(self) -> bytes:
         """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
