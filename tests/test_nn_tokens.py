@@ -14,6 +14,7 @@ import naive_attention as naive
 
 torch = pytest.importorskip("torch")
 
+from levattn.attention import memberships, rates  # noqa: E402
 from levattn.nn import LatteCache, TokenStatistics, TokenStatisticsCache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -227,7 +228,7 @@ def test_bidirectional_rows_see_everything() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_tied_outputs_descend_on_the_coding_rate(causal: bool) -> None:
+def test_tied_outputs_of_orthonormal_maps_shrink_every_coordinate(causal: bool) -> None:
     """With orthonormal maps each coordinate shrinks by a factor between 0 and 1, and so do tokens."""
     layer, X = layer_and_input(output="tied", causal=causal, membership="norm")
     with torch.no_grad():
@@ -237,8 +238,22 @@ def test_tied_outputs_descend_on_the_coding_rate(causal: bool) -> None:
     assert Y.shape == X.shape
     assert ((after / before > 0) & (after / before < 1)).all()
     assert ((X + Y).norm(dim=-1) < X.norm(dim=-1)).all()
-    rates = [torch.log1p((12 / 0.5**2) * W.square().mean(1)).sum() for W in (before, after)]
-    assert rates[1] < rates[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tied_outputs_lower_the_variational_rate_for_fixed_memberships(seed: int) -> None:
+    """Maps of a norm just below √2, which need not be orthonormal, and c = 1."""
+    layer, X = layer_and_input(output="tied", causal=False, membership="norm")
+    torch.manual_seed(seed)
+    heads, C = layer.heads, X.shape[-1]
+    with torch.no_grad():
+        U = torch.randn(heads, C // heads, C, dtype=torch.float64)
+        U *= 1.4 / torch.linalg.matrix_norm(U, ord=2)[:, None, None]
+        layer.project.weight.copy_(U.flatten(0, 1))
+        W = layer.project(X).unflatten(-1, (heads, -1)).transpose(1, 2)
+        Pi = memberships(W, layer.temperature, membership="norm", causal=False).transpose(1, 2)
+        rate = [rates.variational_rate(Z, Pi, U.mT, C**0.5) for Z in (X, X + layer(X))]  # c = C / eps² = 1
+    assert (rate[1] < rate[0]).all()
 
 
 @over_both

@@ -480,6 +480,9 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("batch-payload", {"tail.beside1": np.zeros((2, 2), np.float32)}),
         ("moments", {"count": np.zeros(1, np.int64)}),
         ("moments", {"tail": np.zeros((1, 3, 3))}),
+        ("moments-diagonal", {"total": np.zeros((1, 3))}),
+        ("moments-decayed", {"total": np.zeros((2, 2))}),
+        ("tokens", {"norms.total": np.zeros((3, 3))}),
     ],
     "dtype": [
         ("blocks", {"exponents": np.zeros((1, 2))}),
@@ -496,6 +499,8 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("blocks", {"counts": np.array([1])}),
         ("blocks", {"counts": np.array([HUGE])}),
         ("batch-payload", {"counts": np.array([1, -1])}),
+        ("moments", {"count": np.array(-1)}),
+        ("moments-diagonal", {"count": np.array(-1)}),
     ],
     "numbers": [
         *(("blocks", {"1.high": np.full((1, 2, 2), value)}) for value in (np.nan, np.inf)),
@@ -504,6 +509,14 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("float16", {"tail.keys": np.full((1, 5, 2), 0x7C00, np.uint16)}),
         ("blocks", {"exponents": np.full((1, 2), 2**31 - 1, np.int32)}),
         ("moments", {"tail": np.full((1, 3, 2), np.nan)}),
+        ("moments", {"weight": np.full(1, -1.0)}),
+        ("moments-diagonal", {"total": np.full((1, 2), -1.0)}),
+        ("moments-diagonal", {"total": np.full((1, 2), np.nan)}),
+        ("moments-diagonal", {"weight": np.full(1, np.nan)}),
+        ("moments-decayed", {"total": -np.ones((2, 2, 2))}),
+        ("moments-decayed", {"decay": np.ones(2)}),
+        ("moments-decayed", {"decay": np.array([0.5, 1.5])}),
+        ("tokens", {"tokens.total": np.full((3, 2), -1.0)}),
         ("wide", {"0.low": np.full((1, 2, 2), np.nan)}),
     ],
     "groups": [

@@ -250,6 +250,17 @@ def test_gradients_through_leverage_scores_along_matrices_of_less_than_full_rank
     assert gradcheck(run, (leaf(2, T, 2), leaf(2, 2, 4, seed=1)))
 
 
+def test_gradients_through_leverage_scores_of_columns_of_very_different_sizes() -> None:
+    """Squares of a condition number of 1e8 would leave nothing of float64."""
+    W = leaf(1, 2, 12, 3, seed=9).detach()
+    sizes = torch.tensor([1e8, 1.0, 1e-3], dtype=torch.float64)
+
+    def run(V: Any) -> Any:
+        return tssa(V * sizes, 3.0, membership="leverage", causal=False) / sizes
+
+    assert gradcheck(run, W.requires_grad_())
+
+
 def test_leverage_scores_of_no_more_tokens_than_channels_are_one_and_have_no_gradient() -> None:
     W = leaf(1, 2, 3, 5)
     scores = operators.leverage(W, None)

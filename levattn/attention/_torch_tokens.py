@@ -93,7 +93,10 @@ class _Leverage(torch.autograd.Function):  # type: ignore[misc]
         basis = Q @ (left * kept[..., None, :])
         inverse = torch.where(kept, 1 / s, torch.zeros_like(s))
         flow = e.double()[..., None] * ((basis * inverse[..., None, :]) @ right / sizes)
-        return (2 * (flow - basis @ (basis.mT @ flow))).to(W.dtype), None
+        found = 2 * (flow - basis @ (basis.mT @ flow))
+        if mask is not None:  # rotations leave rounding where there are zeros
+            found = found.where(mask[..., None], found.new_zeros(()))
+        return found.to(W.dtype), None
 
 
 def _laid_out(array: Any) -> Any:
