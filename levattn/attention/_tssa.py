@@ -97,7 +97,7 @@ def tssa(
     state : TokenState, optional
         If `causal`, what tokens see besides: those before, as `return_state` gave it. Else all that they see: then
         none of the tokens is added to it. Its batch is (..., h), with n behind for packed sequences. It is not
-        changed.
+        changed, and its `norms` are read for leverage scores only.
     return_state : bool
         True to return the state after all tokens, too.
 
