@@ -14,6 +14,7 @@ import numpy as np
 from levattn._kernels import _cpu_tokens as compiled
 from levattn._kernels._cpu import _share
 from levattn._kernels._cpu_tokens import BAND, KINDS, SLAB, SPAN, VIEWS, scratch_sizes
+from levattn._kernels._cpu_tokens_back import backward_tasks
 from levattn._kernels._cpu_tokens_simd import BLOCK
 from levattn._kernels._rows import Float64
 from levattn._kernels._statistics import Statistics, TokenSums
@@ -172,7 +173,7 @@ class _Work:
         work = 8.0 * self._x.W.size
         steps = compiled.BACK, compiled.BLAME, compiled.REST
         for step in (compiled.ALL,) if self._alone(work) else steps:
-            self._do(compiled.backward_tasks, step, work)
+            self._do(backward_tasks, step, work)
 
     def _alone(self, work: float) -> bool:
         """Tell whether sequences are not shared out among threads."""
