@@ -71,8 +71,13 @@ def state_after(call: Call, sums: TokenSums | None) -> TokenState:
         return call.state.copy()
     A, n, M, N = (reshaped(part, (*axes, *part.shape[3:])) for part in sums)
     decay = 1.0 if x.decay is None else x.decay if call.bounds is None else x.decay[:, None]
-    count = _counts(call)
-    norms = Moments.from_arrays(A, n, count, decay=decay) if call.keeps_norms else None
+    added = _counts(call)
+
+    def counted(before: Moments | None) -> npt.NDArray[np.int64]:
+        return added if before is None else added + before.count
+
+    before = TokenState() if call.state is None else call.state
+    norms = Moments.from_arrays(A, n, counted(before.norms), decay=decay) if call.keeps_norms else None
     if call.leverage:
         W, there = call.given.give_back(x.W), call.given.mask
         if call.bounds is not None:
@@ -81,12 +86,7 @@ def state_after(call: Call, sums: TokenSums | None) -> TokenState:
             )
         there = None if there is None else reshaped(there[:, None, :], (*call.given.batch, 1, x.W.shape[2]))
         norms = Moments(int(W.shape[-1]), axes).update(W.detach() if _is_torch(W) else W, there)
-    before = None if call.state is None else call.state.tokens
-    if before is not None:
-        count = count + before.count
-        if norms is not None and call.state is not None and call.state.norms is not None:
-            norms.count = norms.count + call.state.norms.count
-    return TokenState(norms, Moments.from_arrays(M, N, count, decay=decay))
+    return TokenState(norms, Moments.from_arrays(M, N, counted(before.tokens), decay=decay))
 
 
 def _counts(call: Call) -> npt.NDArray[np.int64]:

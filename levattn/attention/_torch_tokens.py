@@ -19,11 +19,10 @@ from levattn.attention._torch import (
     make_operator,
     memory_of,
     tensor_of,
-    untraced,
 )
 from levattn.leverage import leverage_scores
 
-__all__ = ["leverage", "token_memberships", "token_statistics", "token_statistics_and_sums", "untraced"]
+__all__ = ["leverage", "token_memberships", "token_statistics", "token_statistics_and_sums"]
 
 _LOGITS = get_args(Logits)
 

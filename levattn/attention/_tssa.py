@@ -150,9 +150,9 @@ def tssa(
     form = membership, normalize, bias, causal, decay
     arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
     if _is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
-        from levattn.attention import _torch_tokens
+        from levattn.attention import _torch
 
-        return _torch_tokens.untraced(_answer, *arguments)
+        return _torch.untraced(_answer, *arguments)
     return _answer(*arguments)
 
 

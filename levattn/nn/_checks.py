@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_input", "check_sequence", "projection", "share", "whole_number"]
+__all__ = [
+    "check_input",
+    "check_sequence",
+    "projection",
+    "refuse_bidirectional",
+    "share",
+    "split_in_heads",
+    "whole_number",
+]
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
@@ -17,6 +25,20 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{name} is {value}; expected at least {least}")
     return int(value)
+
+
+def split_in_heads(dim: Any, heads: Any) -> tuple[int, int]:
+    """Return a number of channels and one of heads that divides it, or raise."""
+    channels, count = whole_number("dim", dim), whole_number("heads", heads)
+    if channels % count:
+        raise ValueError(f"dim is {dim} and heads is {heads}; expected a multiple of heads")
+    return channels, count
+
+
+def refuse_bidirectional(causal: bool) -> None:
+    """Raise unless a layer is causal, so that it can decode."""
+    if not causal:
+        raise ValueError("the layer has causal=False, so it cannot decode position by position; make it causal=True")
 
 
 def share(name: str, value: Any) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from levattn.attention import latte, rotate_values
 from levattn.attention._vapor import check_base
-from levattn.nn._checks import check_input, projection, whole_number
+from levattn.nn._checks import check_input, projection, refuse_bidirectional, split_in_heads, whole_number
 from levattn.nn._features import feature_map, feature_size, run_feature
 from levattn.states import SoftmaxState
 
@@ -141,10 +141,8 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = whole_number("dim", dim), whole_number("heads", heads)
+        self.dim, self.heads = split_in_heads(dim, heads)
         self.latents = whole_number("latents", latents)
-        if self.dim % self.heads:
-            raise ValueError(f"dim is {dim} and heads is {heads}; expected a multiple of heads")
         self.head_dim = self.dim // self.heads
         if vapor and self.head_dim % 2:
             raise ValueError(
@@ -169,7 +167,7 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
         ValueError
             If the layer is not causal: then all rows change with every new position.
         """
-        self._refuse_bidirectional()
+        refuse_bidirectional(self.causal)
         return LatteCache()
 
     def state_size(self) -> int:
@@ -180,14 +178,8 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
         int
             The size of a cache, divided by the size of its batch.
         """
-        self._refuse_bidirectional()
+        refuse_bidirectional(self.causal)
         return self.heads * self.latents * (self.head_dim + 2) + feature_size(self.feature)
-
-    def _refuse_bidirectional(self) -> None:
-        if not self.causal:
-            raise ValueError(
-                "the layer has causal=False, so it cannot decode position by position; make it causal=True"
-            )
 
     def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, cache: LatteCache | None = None) -> Any:
         """Return the attention of a batch of sequences.
@@ -217,7 +209,7 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
         """
         check_input(self.dim, x, mask, offsets, cache, LatteCache)
         if cache is not None:
-            self._refuse_bidirectional()
+            refuse_bidirectional(self.causal)
         start = 0 if cache is None else cache.position
         h, memory = run_feature(self.feature, x, offsets, None if cache is None else cache.feature, mask)
         Q, K, V = (X.unflatten(-1, (self.heads, -1)).transpose(1, 2) for X in (self.Wq(h), self.Wk(h), self.Wv(x)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from levattn.attention import causal_conv, rg_lru
-from levattn.nn._checks import check_sequence, whole_number
+from levattn.nn._checks import check_sequence, split_in_heads, whole_number
 
 __all__ = ["RGLRU", "CausalConv"]
 
@@ -158,9 +158,7 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, dim: int, heads: int | None = None, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.dim = whole_number("dim", dim)
-        self.heads = math.gcd(self.dim, 8) if heads is None else whole_number("heads", heads)
-        if self.dim % self.heads:
-            raise ValueError(f"dim is {dim} and heads is {heads}; expected a multiple of heads")
+        _, self.heads = split_in_heads(self.dim, math.gcd(self.dim, 8) if heads is None else heads)
         width = self.dim // self.heads
         factory = {"device": device, "dtype": dtype}
         self.gate_x, self.gate_a = (

@@ -10,7 +10,7 @@ import torch
 from levattn.attention import tssa
 from levattn.attention._packed import compiling, cumulative
 from levattn.attention._token_call import Membership, check_form, decay_rates, positive_number
-from levattn.nn._checks import check_input, whole_number
+from levattn.nn._checks import check_input, refuse_bidirectional, split_in_heads, whole_number
 from levattn.nn._released import Released, read_released
 from levattn.states import TokenState
 
@@ -174,9 +174,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = whole_number("dim", dim), whole_number("heads", heads)
-        if self.dim % self.heads:
-            raise ValueError(f"dim is {dim} and heads is {heads}; expected a multiple of heads")
+        self.dim, self.heads = split_in_heads(dim, heads)
         self.head_dim, self.causal = self.dim // self.heads, bool(causal)
         if membership not in get_args(Membership):
             raise ValueError(
@@ -327,7 +325,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         ValueError
             If the layer is not causal: then all rows change with every new token.
         """
-        self._refuse_bidirectional()
+        refuse_bidirectional(self.causal)
         return TokenStatisticsCache()
 
     def state_size(self) -> int:
@@ -343,14 +341,8 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         ValueError
             If the layer is not causal.
         """
-        self._refuse_bidirectional()
+        refuse_bidirectional(self.causal)
         return (2 if self.membership == "diag_leverage" else 1) * (self.dim + self.heads)
-
-    def _refuse_bidirectional(self) -> None:
-        if not self.causal:
-            raise ValueError(
-                "the layer has causal=False, so it cannot decode position by position; make it causal=True"
-            )
 
     def forward(
         self, x: Any, *, mask: Any = None, offsets: Any = None, cache: TokenStatisticsCache | None = None
@@ -383,7 +375,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         """
         check_input(self.dim, x, mask, offsets, cache, TokenStatisticsCache)
         if cache is not None:
-            self._refuse_bidirectional()
+            refuse_bidirectional(self.causal)
         options: dict[str, Any] = {
             "membership": self.membership,
             "normalize": self.normalize,
