@@ -37,6 +37,7 @@ __all__ = [
     "precise_solutions",
     "query_norms",
     "selection_for",
+    "slot_kernels_for",
     "token_kernels_for",
     "twofold_product",
     "wide_rows",
@@ -116,6 +117,20 @@ def token_kernels_for(array: Any) -> ModuleType:
     from levattn._kernels import _generic_tokens
 
     return _generic_tokens
+
+
+def slot_kernels_for(array: Any) -> ModuleType:
+    """Return the table of pruned attention for the arrays of a `SlotMixture`.
+
+    ``mixture(x)`` is the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m);
+    ``cluster(X, weight, R, iterations)`` the cluster of each row (b, n) and its squared distance to the centre;
+    ``levels(labels, values, weight, R)`` weighted means by label; ``merged(labels, log_weight, items, R)`` R summaries
+    of items. In torch, gradients follow the definitions.
+    """
+    del array  # there is one table so far
+    from levattn._kernels import _generic_slots
+
+    return _generic_slots
 
 
 def query_norms(Q: Any, N: Float64) -> tuple[Any, Any]:

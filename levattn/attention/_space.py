@@ -10,7 +10,7 @@ import numpy as np
 
 from levattn._array import _is_torch
 
-__all__ = ["device_of", "namespace_of"]
+__all__ = ["device_of", "namespace_of", "without_gradient"]
 
 
 def namespace_of(array: Any) -> Any:
@@ -27,3 +27,8 @@ def namespace_of(array: Any) -> Any:
 def device_of(array: Any) -> Any:
     """Return the device of an array."""
     return array.device if _is_torch(array) else array_api_compat.device(array)
+
+
+def without_gradient(array: Any) -> Any:
+    """Return the same numbers, which gradients of torch do not reach."""
+    return array.detach() if _is_torch(array) else array

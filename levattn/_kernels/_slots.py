@@ -1,0 +1,57 @@
+"""What the kernels of pruned attention read: keys that are kept, summaries of the others, keys near a query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["SlotMixture", "Summaries"]
+
+
+@dataclass(frozen=True, eq=False)
+class Summaries:
+    """Clusters of keys, each held as sums over its members with positive weights w.
+
+    weight: (b, R), Σ w; 0 for a cluster without members.
+    keys, values: (b, R, d) and (b, R, D), Σ w k and Σ w v.
+    offset: (b, R), Σ w log w.
+    count: (b, R), the number of members.
+
+    For logits l the cluster stands for Σ exp(l) ≥ (Σ w) exp(Σ w (l − log w) / Σ w), by Jensen's inequality.
+    """
+
+    weight: Any
+    keys: Any
+    values: Any
+    offset: Any
+    count: Any
+
+
+@dataclass(frozen=True, eq=False)
+class SlotMixture:
+    """One normalised mixture for each query over kept keys, keys near it, and summaries of the others.
+
+    q: (b, g, m, d), g queries for each position, already times the scale.
+    kept_keys, kept_values: (b, s, d) and (b, s, D).
+    kept_count: (b,), how many of the s rows are there, or None for all.
+    summaries: of all keys that are not kept, or None.
+    keys, values: (b, n, d) and (b, n, D), those that may be near.
+    first, last: (m,), position i is near the keys first[i] ≤ j < last[i]. Both never fall.
+    role: (b, n) int64 or None for -1 throughout. -1: attended where near. -2: never attended, as it is kept or absent.
+        c ≥ 0: attended where near, and then taken out of summary c.
+    log_weight: (b, n), log w of the members of summaries; or None for 0.
+    power: None for a softmax, else p: weights are abs(x)^p.
+    """
+
+    q: Any
+    kept_keys: Any
+    kept_values: Any
+    kept_count: Any
+    summaries: Summaries | None
+    keys: Any
+    values: Any
+    first: Any
+    last: Any
+    role: Any
+    log_weight: Any
+    power: float | None

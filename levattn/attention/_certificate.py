@@ -1,0 +1,105 @@
+"""Bounds of what pruned attention leaves out, query by query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from levattn._kernels import slot_kernels_for
+from levattn._kernels._slots import SlotMixture, Summaries
+from levattn.attention._space import namespace_of, without_gradient
+
+__all__ = ["PrunedCertificate", "bounded", "detached", "spread_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedCertificate:
+    """What is certain of a result of `pruned_attention`, from what it has read.
+
+    Attributes
+    ----------
+    captured_lower, captured_upper : array of shape (..., H, m)
+        The weights that dense attention gives to the keys that a query attended exactly have a sum between the two.
+        The upper one is that of the mixture itself, as a summary never counts for more than its members do (Jensen's
+        inequality). The lower one has each member as far from the mean of its cluster, towards the query, as any is:
+        for large queries it says little.
+    error_bound : array of shape (..., H, m)
+        The output is no farther, in Euclidean norm, from that of dense attention.
+    kept : array of bool, shape (..., G, n), or None
+        The keys selected, and the first ones. None for causal attention, where the set depends on the position.
+    slots : array of int64, shape (m,)
+        The slots that each query read, at most.
+    """
+
+    captured_lower: Any
+    captured_upper: Any
+    error_bound: Any
+    kept: Any
+    slots: Any
+
+
+def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any, summarised: bool) -> tuple[Any, Any, Any]:
+    """Return lower and upper bounds of the captured mass and a bound of the error of outputs, each (b, g, m).
+
+    radius: (b, R), how far members are from the means of the summaries of x. rest: the share of these in the mixture.
+    reach: (b,), no value is farther from the mean value. summarised: whether the output has the summaries in it.
+    """
+    xp = namespace_of(x.q)
+    if x.summaries is None:
+        one = xp.ones_like(rest)
+        return one, one, xp.zeros_like(rest)
+    # A column more for queries, their norms, and one for means, the radii: logits ⟨q, mean⟩ + ‖q‖ radius.
+    held = x.summaries
+    divisor = xp.where(held.count > 0, held.weight, xp.ones_like(held.weight))
+    means = held.keys / divisor[..., None]
+    norms = xp.sqrt(xp.sum(x.q * x.q, axis=-1, keepdims=True))
+
+    def beside(array: Any, column: Any) -> Any:
+        return xp.concat([array, column], axis=-1)
+
+    def largest(sign: float) -> Summaries:
+        top = beside(means, sign * radius[..., None]) * held.count[..., None]
+        return Summaries(held.count, top, held.values, xp.zeros_like(held.offset), held.count)
+
+    most = largest(1.0)
+    if x.power is not None:  # |x| may be largest at either end
+        other = largest(-1.0)
+        most = Summaries(*(xp.concat([array, vars(other)[name]], axis=1) for name, array in vars(most).items()))
+    role = x.role
+    if role is not None:  # members near a query are counted as well as attended: that errs upwards
+        role = xp.where(role >= 0, xp.full_like(role, -1), role)
+    upper = replace(
+        x,
+        q=beside(x.q, norms),
+        kept_keys=beside(x.kept_keys, xp.zeros_like(x.kept_keys[..., :1])),
+        keys=beside(x.keys, xp.zeros_like(x.keys[..., :1])),
+        summaries=most,
+        role=role,
+    )
+    _, most_rest = slot_kernels_for(x.q).mixture(upper)
+    slack = 64 * xp.finfo(x.q.dtype).eps  # of the sums, which have a relative error of a few units
+    most_rest = xp.clip(most_rest * (1 + slack) + slack, 0.0, 1.0)
+    least_rest = xp.clip(rest * (1 - slack) - slack, 0.0, 1.0)
+    width = 2 * reach[:, None, None]
+    error = xp.minimum((2 * most_rest - least_rest if summarised else most_rest), xp.ones_like(rest)) * width
+    return 1 - most_rest, 1 - least_rest, error
+
+
+def detached(x: SlotMixture) -> SlotMixture:
+    """Return a mixture without gradients."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Summaries):
+            return Summaries(**{name: plain(array) for name, array in vars(value).items()})
+        return value if value is None or isinstance(value, list | float) else without_gradient(value)
+
+    return SlotMixture(**{name: plain(value) for name, value in vars(x).items()})
+
+
+def spread_of(V: Any) -> Any:
+    """Return how far the values of each item are from their mean at most, (b,)."""
+    xp = namespace_of(V)
+    if not V.shape[1]:
+        return xp.sum(V, axis=(1, 2))
+    centred = V - xp.mean(V, axis=1, keepdims=True)
+    return xp.sqrt(xp.max(xp.sum(centred * centred, axis=-1), axis=1))

@@ -1,0 +1,167 @@
+"""How many keys a query of pruned attention reads, and of which kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+__all__ = ["Slots", "slots_for"]
+
+_CHUNK = 64  # positions between two selections of causal attention, where nothing else tells
+_NEAR = 8  # keys on each side of a query at most, where a budget is split
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots that each query of `pruned_attention` has, by their kinds.
+
+    Attributes
+    ----------
+    selected : int
+        Keys chosen by their scores, for each head of the keys.
+    summaries : int
+        Clusters that stand for all keys that are neither selected nor first.
+    window : int
+        Keys near a query. Not causal: on each side of it, so that ``2 window + 1`` slots are taken (none for 0).
+        Causal: before the chunk of the query at least.
+    sinks : int
+        First keys of the sequence, kept whatever their scores.
+    chunk : int
+        Causal: positions between two selections; a query reads those of its chunk up to itself. Else 0.
+
+    Examples
+    --------
+    >>> from levattn.attention import Slots
+    >>> Slots.of(0.2, 512)
+    Slots(selected=24, summaries=61, window=8, sinks=0, chunk=0)
+    >>> Slots.of(0.2, 512).total
+    102
+    """
+
+    selected: int
+    summaries: int = 0
+    window: int = 0
+    sinks: int = 0
+    chunk: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most slots that a query can have, with the chunk that it is in."""
+        near = self.window + self.chunk if self.chunk else (2 * self.window + 1 if self.window else 0)
+        return self.selected + self.summaries + self.sinks + near
+
+    @classmethod
+    def of(cls, budget: float, n: int, *, causal: bool = False) -> Slots:
+        """Split a budget: about a sixth for the keys near a query, three fifths for summaries, the rest by scores.
+
+        Parameters
+        ----------
+        budget : int or float
+            Slots for each query: their number, or in (0, 1] the share of the keys, rounded down.
+        n : int
+            Number of keys.
+        causal : bool, default False
+            Whether the attention is causal: then a quarter goes to the chunk and the keys before it.
+
+        Returns
+        -------
+        Slots
+            With ``total`` of the budget, or where it covers all keys with ``selected = n`` and nothing else.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the budget is no number, or below one slot.
+        """
+        total = _total(budget, n)
+        if total >= n:
+            return cls(n, chunk=_CHUNK if causal else 0)
+        if causal:
+            chunk = max(1, min(_CHUNK, total // 8))
+            window = total // 4 - chunk if total >= 8 else 0
+            summaries = total * 2 // 5
+            return cls(total - summaries - window - chunk, summaries, window, 0, chunk)
+        window = max(0, min(_NEAR, (total // 6 - 1) // 2))
+        near = 2 * window + 1 if window else 0
+        summaries = total * 3 // 5
+        return cls(total - near - summaries, summaries, window)
+
+
+def slots_for(
+    n: int,
+    *,
+    causal: bool,
+    aligned: bool,
+    budget: Any,
+    size: Any,
+    by_threshold: bool,
+    summaries: Any,
+    window: Any,
+    sinks: Any,
+    chunk: Any,
+) -> Slots:
+    """Return the slots that the options of a call ask for, or raise.
+
+    `aligned`: whether queries and keys are at the same positions, so that some keys are near a query.
+    """
+    if (budget is None) + (size is None) + (not by_threshold) != 2:
+        raise ValueError(
+            f"budget={budget!r}, size={size!r} and epsilon={'given' if by_threshold else None} were given; expected "
+            "one of the three"
+        )
+    if chunk is not None and not causal:
+        raise ValueError(f"chunk is {chunk!r} and causal is False; expected chunk only with causal=True")
+    if window and not aligned:
+        raise ValueError(
+            f"window is {window!r}, but there are not as many queries as keys; expected window=0, as no key is near "
+            "a query"
+        )
+    if budget is None:
+        return Slots(
+            n if by_threshold else _count("size", size),
+            _count("summaries", summaries),
+            _count("window", window),
+            _count("sinks", sinks),
+            _count("chunk", chunk, 1, _CHUNK) if causal else 0,
+        )
+    if all(part is None for part in (summaries, window, sinks, chunk)) and (aligned or causal):
+        return Slots.of(budget, n, causal=causal)
+    split, total = Slots.of(budget, n, causal=causal), _total(budget, n)
+    if total >= n:
+        return split
+    parts = {
+        "summaries": split.summaries if summaries is None else _count("summaries", summaries),
+        "window": (split.window if aligned else 0) if window is None else _count("window", window),
+        "sinks": _count("sinks", sinks),
+        "chunk": _count("chunk", chunk, 1, split.chunk) if causal else 0,
+    }
+    left = total - Slots(0, **parts).total
+    if left < 0:
+        shown = ", ".join(f"{name}={value}" for name, value in parts.items())
+        raise ValueError(
+            f"budget={budget!r} is {total} slots, and {shown} take {total - left}; expected a larger budget"
+        )
+    return Slots(left, **parts)
+
+
+def _total(budget: Any, n: int) -> int:
+    """Return a number of slots, or of a share of n keys, or raise."""
+    if isinstance(budget, bool) or not isinstance(budget, Real):
+        raise TypeError(f"budget is {budget!r}; expected a number of slots, or a share of the keys in (0, 1]")
+    if isinstance(budget, Integral):
+        total = int(budget)
+        if total < 1:
+            raise ValueError(f"budget is {budget!r}; expected at least one slot")
+        return total
+    if not 0 < float(budget) <= 1:
+        raise ValueError(f"budget is {budget!r}; expected a whole number of slots, or a share of the keys in (0, 1]")
+    return max(1, int(float(budget) * n + 1e-9))
+
+
+def _count(name: str, value: Any, least: int = 0, default: int = 0) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}")
+    return int(value)
