@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
     from levattn.universal import UniversalSet
 
-__all__ = ["CapturedMassDisplay", "HeavyMapDisplay", "LeverageSpectrumDisplay"]
+__all__ = [
+    "CapturedMassDisplay",
+    "HeavyMapDisplay",
+    "KeptPatchesDisplay",
+    "LayerHeadDisplay",
+    "LeverageSpectrumDisplay",
+]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -37,6 +43,7 @@ _CURVES = ((_BLUE, "-"), (_PINK, "--"), (_ORANGE, (0, (5, 1))), (_RED, (0, (3, 1
 
 _CURVE_POINTS = 2000
 _MAP_CELLS = 1024
+_TICKS = 16
 # Scores that tie with the threshold are in the set.
 
 
@@ -480,6 +487,215 @@ class HeavyMapDisplay:
                 label=f"≥ ε, {name}: {count}",
             )
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small", frameon=False)
+
+
+class LayerHeadDisplay:
+    """A number for each layer and head of a model, as colours.
+
+    Parameters
+    ----------
+    values : array_like, shape (layers, heads)
+        The numbers; NaN where there is none, which is left blank.
+    label : str
+        What the numbers are.
+    layers : array_like of int, shape (layers,), optional
+        The numbers of the layers, 0 to their count less 1 by default.
+
+    Attributes
+    ----------
+    values : ndarray of float64, shape (layers, heads)
+        The numbers drawn.
+    ax_ : matplotlib.axes.Axes
+        The axes drawn on.
+    figure_ : matplotlib.figure.Figure
+        Their figure.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.plots import LayerHeadDisplay
+    >>> display = LayerHeadDisplay(np.array([[0.5, 0.9], [0.7, np.nan]]), label="captured softmax mass", layers=[0, 3])
+    >>> display.layers
+    array([0, 3])
+    """
+
+    ax_: Axes
+    figure_: Figure | SubFigure
+
+    def __init__(self, values: npt.ArrayLike, *, label: str, layers: npt.ArrayLike | None = None) -> None:
+        self.values: Floats = np.asarray(values, dtype=np.float64)
+        if self.values.ndim != 2:
+            raise ValueError(f"values has shape {self.values.shape}, expected (layers, heads)")
+        self.label = label
+        count = self.values.shape[0]
+        self.layers: Ints = np.arange(count) if layers is None else np.asarray(layers, dtype=np.intp)
+        if self.layers.shape != (count,):
+            raise ValueError(f"layers has shape {self.layers.shape}, expected ({count},), one for each row of values")
+
+    @classmethod
+    def from_values(
+        cls,
+        values: npt.ArrayLike,
+        *,
+        label: str,
+        layers: npt.ArrayLike | None = None,
+        ax: Axes | None = None,
+    ) -> LayerHeadDisplay:
+        """Draw a matrix.
+
+        Parameters
+        ----------
+        values, label, layers
+            As of the class.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        LayerHeadDisplay
+            The display, drawn.
+        """
+        return cls(values, label=label, layers=layers).plot(ax)
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Mapping[str, Any]], value: str, *, label: str, ax: Axes | None = None
+    ) -> LayerHeadDisplay:
+        """Draw one column of a table.
+
+        Parameters
+        ----------
+        rows : sequence of mapping
+            Each with ``layer``, ``head`` and the value, a number or None.
+        value : str
+            The name of the column.
+        label
+            As of the class.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        LayerHeadDisplay
+            The display, drawn. Heads that are in no row, or have None there, are left blank.
+        """
+        layers = sorted({row["layer"] for row in rows})
+        values = np.full((len(layers), max((row["head"] + 1 for row in rows), default=0)), np.nan)
+        for row in rows:
+            if row[value] is not None:
+                values[layers.index(row["layer"]), row["head"]] = row[value]
+        return cls.from_values(values, label=label, layers=layers, ax=ax)
+
+    def plot(self, ax: Axes | None = None) -> LayerHeadDisplay:
+        """Draw the display.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        LayerHeadDisplay
+            The display itself.
+        """
+        self.ax_ = ax = _axes(ax)
+        self.figure_ = ax.figure
+        if self.values.size:
+            image = ax.imshow(self.values, cmap="cividis", aspect="auto", interpolation="nearest")
+            self.figure_.colorbar(image, ax=ax, label=self.label, pad=0.02)
+        layers, heads = (np.arange(0, count, -(-count // _TICKS) or 1) for count in self.values.shape)
+        ax.set(xlabel="head", ylabel="layer", xticks=heads, yticks=layers)
+        ax.set_yticklabels([str(layer) for layer in self.layers[layers]])
+        return self
+
+
+class KeptPatchesDisplay:
+    """An image with the patches that heads attend to exactly: the more heads, the brighter.
+
+    Parameters
+    ----------
+    kept : array_like of bool, shape (..., rows, columns)
+        True for a patch that is kept, as `levattn.integrations.timm.kept_patches` gives it; leading axes (layers, heads)
+        are averaged.
+    image : array_like, shape (height, width) or (height, width, 3), optional
+        The image, of which the patches are equal parts; channels between 0 and 1.
+
+    Attributes
+    ----------
+    share : ndarray of float64, shape (rows, columns)
+        The share of the heads that keep each patch.
+    ax_ : matplotlib.axes.Axes
+        The axes drawn on.
+    figure_ : matplotlib.figure.Figure
+        Their figure.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.plots import KeptPatchesDisplay
+    >>> display = KeptPatchesDisplay(np.array([[[True, False], [True, True]], [[True, False], [False, False]]]))
+    >>> display.share
+    array([[1. , 0. ],
+           [0.5, 0.5]])
+    """
+
+    ax_: Axes
+    figure_: Figure | SubFigure
+
+    def __init__(self, kept: npt.ArrayLike, image: npt.ArrayLike | None = None) -> None:
+        flags = np.asarray(kept, dtype=np.float64)
+        if flags.ndim < 2 or not flags.size:
+            raise ValueError(f"kept has shape {flags.shape}, expected (..., rows, columns)")
+        self.share: Floats = flags.mean(axis=tuple(range(flags.ndim - 2)))
+        self.image: Floats | None = None if image is None else np.asarray(image, dtype=np.float64)
+        if self.image is not None and (self.image.ndim not in (2, 3) or self.image.shape[2:] not in ((), (3,))):
+            raise ValueError(f"image has shape {self.image.shape}, expected (height, width) or (height, width, 3)")
+
+    @classmethod
+    def from_kept(
+        cls, kept: npt.ArrayLike, image: npt.ArrayLike | None = None, *, ax: Axes | None = None
+    ) -> KeptPatchesDisplay:
+        """Draw the patches.
+
+        Parameters
+        ----------
+        kept, image
+            As of the class.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        KeptPatchesDisplay
+            The display, drawn.
+        """
+        return cls(kept, image).plot(ax)
+
+    def plot(self, ax: Axes | None = None) -> KeptPatchesDisplay:
+        """Draw the display.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        KeptPatchesDisplay
+            The display itself.
+        """
+        self.ax_ = ax = _axes(ax)
+        self.figure_ = ax.figure
+        rows, columns = self.share.shape
+        place = (0, columns, rows, 0)
+        if self.image is not None:
+            ax.imshow(self.image, extent=place, cmap="gray", vmin=0, vmax=1)
+        opacity = 1.0 if self.image is None else 0.6
+        shown = ax.imshow(self.share, extent=place, cmap="cividis", vmin=0, vmax=1, alpha=opacity)
+        self.figure_.colorbar(shown, ax=ax, label="share of heads that keep a patch", pad=0.02)
+        ax.set(xticks=[], yticks=[])
+        return self
 
 
 def figure_bytes(figure: Figure, suffix: str) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -186,3 +186,180 @@ def token_statistics(
                 moment = M / N if N else np.zeros(d)
                 Y[k, t] = -step * c * P[k, t] * W[k, t] / (1 + c * moment)
     return Y, P
+
+
+def weights_of(logits, copies, power):
+    """Weights copies · e^x, or copies · |x|^p, divided by their sum; zeros where there is none."""
+    logits, copies = np.asarray(logits, np.float64), np.asarray(copies, np.float64)
+    if power is None:
+        return softmax(logits + np.log(copies)) if len(logits) else logits
+    top = max(np.abs(logits), default=0.0)
+    E = copies * (np.abs(logits) / top) ** power if top else np.zeros(len(logits))
+    return E / E.sum() if E.any() else E
+
+
+def query_metric(queries, power):
+    """The mean of rows and their second moment about it, or for powers zero and that about zero; with a ridge."""
+    d = queries.shape[1]
+    mean = np.zeros(d) if power is not None else queries.mean(axis=0)
+    moment = sum(np.outer(q - mean, q - mean) for q in queries) / len(queries)
+    size = np.trace(moment) / d
+    return mean, moment + 1e-6 * (size if size > 0 else 1.0) * np.eye(d)
+
+
+def k_means(X, weight, R, M=None, rounds=2):
+    """The cluster of each row of X, and its squared distance xᵀMx from the centre.
+
+    Centres begin as the row farthest from the weighted mean, then always the farthest from those so far. Ties go to
+    the first; rows of weight 0 begin no cluster and count in no mean.
+    """
+    n, d = X.shape
+    M = np.eye(d) if M is None else M
+
+    def squared(x, y):
+        return float((x - y) @ M @ (x - y))
+
+    mean = sum(w * x for w, x in zip(weight, X, strict=True)) / max(sum(weight), 1e-300)
+    far = [squared(x, mean) if w > 0 else -1.0 for w, x in zip(weight, X, strict=True)]
+    centres = []
+    for _ in range(R):
+        centres.append(X[int(np.argmax(far))])
+        far = [min(squared(x, c) for c in centres) if w > 0 else -1.0 for w, x in zip(weight, X, strict=True)]
+    labels = []
+    for i in range(rounds + 1):
+        labels = [int(np.argmin([squared(x, c) for c in centres])) for x in X]
+        for c in range(R if i < rounds else 0):
+            inside = [j for j in range(n) if labels[j] == c and weight[j] > 0]
+            if inside:
+                centres[c] = sum(weight[j] * X[j] for j in inside) / sum(weight[j] for j in inside)
+    return labels, np.array([squared(x, centres[c]) for x, c in zip(X, labels, strict=True)])
+
+
+FIELDS = ("w", "k", "v", "places")
+
+
+class Cluster:
+    """Keys with weights, their values and their places: what a summary is made of. A key alone is one as well."""
+
+    def __init__(self, w, k, v, places):
+        self.w, self.k, self.v, self.places = w, k, v, places
+
+    def mean(self, rows=None):
+        rows = self.k if rows is None else rows
+        return sum(w * x for w, x in zip(self.w, rows, strict=True)) / sum(self.w)
+
+    def offset(self):
+        return sum(w * math.log(w) for w in self.w) / sum(self.w)
+
+    def scaled(self, factor, sign=1.0):
+        return Cluster([factor * w for w in self.w], [sign * k for k in self.k], self.v, self.places)
+
+    def without(self, places):
+        left = [i for i, j in enumerate(self.places) if j not in places]
+        return Cluster(*([part[i] for i in left] for part in (vars(self)[name] for name in FIELDS)))
+
+
+def pruned_choice(queries, keys, items, options):
+    """Which items are kept, and the clusters of the others; `items` are keys, but for summaries that come first.
+
+    options: a dict of size, epsilon, R, kind, power, center, sinks, scores.
+    """
+    power, R = options["power"], min(options["R"], len(items))
+    if power is not None:
+        direction = np.linalg.eigh(keys.T @ keys)[1][:, -1]
+        items = [item.scaled(1.0, -1.0 if item.mean() @ direction < 0 else 1.0) for item in items]
+    query, M = query_metric(queries, power)
+    origin = np.zeros(keys.shape[1]) if power is not None else keys.mean(axis=0)
+    X = np.array([item.mean() for item in items])
+    along = np.array([query @ (x - origin) - item.offset() for x, item in zip(X, items, strict=True)])
+    count = [float(len(item.w)) for item in items]
+    squares, labels = np.array([(x - origin) @ M @ (x - origin) for x in X]), None
+    if options["kind"] == "given":
+        score = np.array([options["scores"][item.places[0]] for item in items])
+    elif options["kind"] == "leverage":
+        centre = keys.mean(axis=0) if options["center"] else 0.0
+        inverse = np.linalg.pinv((keys - centre).T @ (keys - centre), rcond=1e-12, hermitian=True)
+        score = np.array([(x - centre) @ inverse @ (x - centre) for x in X])
+    else:
+        labels, far = k_means(X, count, R, M) if R else (None, squares)
+        labels = labels if options["kind"] == "residual" else None
+        far = np.maximum(far, 2.0**-16 * squares)
+        gain = power if options["kind"] == "expected" else (power or 0) - 1
+        score = along + squares / 2 if power is None else gain * np.log(np.maximum(squares, 1e-30))
+        score = score + (np.log(np.maximum(far, 1e-30)) if options["kind"] == "residual" else 0)
+    singles = [i for i, item in enumerate(items) if item.places[0] not in options["merged"]]
+    first = [i for i in singles if items[i].places[0] < options["sinks"]]
+    others = sorted((i for i in singles if i not in first), key=lambda i: (-score[i], i))
+    if options["epsilon"] is None:
+        others = others[: options["size"]]
+    else:
+        others = [i for i in others if score[i] >= options["epsilon"]]
+    kept = sorted(first + others)
+    clusters = []
+    if R:
+        weight = [0.0 if i in kept else c for i, c in enumerate(count)]
+        labels = k_means(X, weight, R, M)[0] if labels is None else labels
+        for c in range(R):
+            inside = [i for i in range(len(items)) if labels[i] == c and i not in kept]
+            if inside:
+                level = sum(count[i] * along[i] for i in inside) / sum(count[i] for i in inside)
+                tilt = [0.0 if power is not None else min(3.0, max(-3.0, along[i] - level)) for i in inside]
+                parts = [items[i].scaled(math.exp(t)) for i, t in zip(inside, tilt, strict=True)]
+                clusters.append(Cluster(*(list(chain(*(vars(part)[name] for part in parts))) for name in FIELDS)))
+    return [items[i] for i in kept], clusters
+
+
+def pruned_row(q, exact, clusters, power):
+    """The output for one query, and the share of the keys that are attended exactly."""
+    logits = [float(q @ item.k[0]) for item in exact] + [float(q @ c.mean()) - c.offset() for c in clusters]
+    if power is not None:
+        logits[len(exact) :] = [float(q @ c.mean()) for c in clusters]
+    p = weights_of(logits, [1.0] * len(exact) + [sum(c.w) for c in clusters], power)
+    values = [item.v[0] for item in exact] + [c.mean(c.v) for c in clusters]
+    return sum((w * v for w, v in zip(p, values, strict=True)), 0.0), float(p[: len(exact)].sum())
+
+
+def pruned(
+    Q,
+    K,
+    V,
+    size=0,
+    R=0,
+    window=0,
+    sinks=0,
+    kind="residual",
+    power=None,
+    scale=None,
+    epsilon=None,
+    center=True,
+    scores=None,
+    chunk=None,
+):
+    """Attention of queries (g, m, d) to kept keys, near keys and summaries; causal if there is a chunk.
+
+    Also the share of the keys attended exactly, (g, m), their places for each of m rows, and the clusters at the end.
+    """
+    g, m, d = Q.shape
+    q = Q * (1 / math.sqrt(d) if scale is None else scale)
+    options = {"size": size, "R": R, "sinks": sinks, "kind": kind, "power": power}
+    options |= {"epsilon": epsilon, "center": center, "scores": scores}
+    single = [Cluster([1.0], [k], [v], [j]) for j, (k, v) in enumerate(zip(K, V, strict=True))]
+    Y, share, seen = np.zeros((g, m, V.shape[1])), np.zeros((g, m)), []
+    kept, clusters, recent = [], [], []
+    if chunk is None:
+        kept, clusters = pruned_choice(q.reshape(-1, d), K, single, options | {"merged": []})
+    for t in range(m):
+        if chunk is None:
+            recent = [single[j] for j in range(max(0, t - window), min(len(K), t + window + 1)) if window]
+        else:
+            if t and t % chunk == 0 and len(recent) > window:
+                leaving, recent = recent[: len(recent) - window], recent[len(recent) - window :]
+                now = options | {"merged": [j for c in clusters for j in c.places]}
+                kept, clusters = pruned_choice(q[:, :t].reshape(-1, d), K[:t], clusters + kept + leaving, now)
+            recent = [*recent, single[t]]
+        exact = {item.places[0]: item for item in recent + kept}
+        left = [c for c in (c.without(exact) for c in clusters) if c.w]
+        seen.append(sorted(exact))
+        for h in range(g):
+            Y[h, t], share[h, t] = pruned_row(q[h, t], list(exact.values()), left, power)
+    return Y, share, seen, clusters

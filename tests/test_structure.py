@@ -90,8 +90,10 @@ EAGER = {
         "nn.*",
         "integrations.transformers",
         "integrations.transformers.*",
+        "integrations.timm",
     ),
     "transformers": ("integrations.transformers", "integrations.transformers.*"),
+    "timm": ("integrations.timm",),
 }
 
 # The compiler's flags are chosen in one module; the rest of the kernels uses its decorators.
@@ -450,7 +452,15 @@ def test_public_object_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", "attention.rates", "distributed.dask", "distributed.torch", "integrations.transformers", "nn"],
+    [
+        "attention",
+        "attention.rates",
+        "distributed.dask",
+        "distributed.torch",
+        "integrations.timm",
+        "integrations.transformers",
+        "nn",
+    ],
 )
 def test_modules_of_their_own_name_are_documented(name: str) -> None:
     try:

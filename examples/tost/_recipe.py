@@ -77,21 +77,22 @@ def optimizer_of(model: Transformer, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98))
 
 
+def learning_rates(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return rates that go up over the first tenth of the steps, and down to nothing as a cosine."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min(1.0, 10 * (i + 1) / steps) * (1 + math.cos(math.pi * min(i, steps) / steps)) / 2
+    )
+
+
 def trained(
     name: str, shape: Shape, learnt: Digits, *, epochs: int, rate: float, seed: int
 ) -> tuple[Transformer, float]:
-    """Return a transformer after so many epochs, and the seconds of processor time that they took.
-
-    The rate of learning goes up over the first tenth of the steps, and down to nothing as a cosine.
-    """
+    """Return a transformer after so many epochs, and the seconds of processor time that they took."""
     torch.manual_seed(seed)
     model = Transformer(name, shape)
     optimizer = optimizer_of(model, rate)
     each = len(learnt.labels) // BATCH
-    steps = epochs * each
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min(1.0, 10 * (i + 1) / steps) * (1 + math.cos(math.pi * min(i, steps) / steps)) / 2
-    )
+    schedule = learning_rates(optimizer, epochs * each)
     orders = torch.Generator().manual_seed(seed)  # the same for all mixers
     started = time.process_time()
     for _ in range(epochs):
@@ -108,11 +109,11 @@ def accuracy(model: Transformer, judged: Digits) -> float:
     return (found == judged.labels).double().mean().item()
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
+def arguments(description: str | None, out: Path = Path("build/tost")) -> argparse.ArgumentParser:
     """Return the options that all examples have."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a run of a few seconds, whose figures mean little")
-    parser.add_argument("--out", type=Path, default=Path("build/tost"), help="folder of the pictures and the figures")
+    parser.add_argument("--out", type=Path, default=out, help="folder of the pictures and the figures")
     return parser
 
 

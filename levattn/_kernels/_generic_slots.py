@@ -13,17 +13,41 @@ import array_api_compat
 from levattn._array import _is_torch
 from levattn._kernels._slots import SlotMixture, Summaries
 
-__all__ = ["cluster", "levels", "merged", "mixture"]
+__all__ = ["cluster", "largest", "levels", "merged", "mixture", "moments", "places", "sample_step"]
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
+_SAMPLE, _EACH = 1024, 4  # rows among which centres begin: at least so many, and so many for each centre
+
+
+def sample_step(n: int, R: int) -> int:
+    """Return s such that centres begin among every s-th row: 1 unless there are many rows for each centre."""
+    return max(1, n // max(_SAMPLE, _EACH * R))
+
+
+def moments(X: Any) -> tuple[Any, Any]:
+    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
+    xp = array_api_compat.array_namespace(X)
+    X = xp.astype(X, xp.float64)
+    return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X)
+
+
+def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
+    """Return ``(k − origin) root`` (b, n, d) and ``⟨query, k − origin⟩`` (b, n).
+
+    K: (b, n, d). origin, query: (b, d). root: (b, d, d).
+    """
+    xp = array_api_compat.array_namespace(K)
+    centred = K - origin[:, None, :]
+    return xp.matmul(centred, root), xp.sum(centred * query[:, None, :], axis=-1)
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the centre, (b, n).
 
     Centres begin as rows far from one another (the farthest from the weighted mean, then always the farthest from all
-    chosen so far; Gonzalez, 1985) and become the weighted means of their clusters, `iterations` times (Lloyd, 1982).
+    chosen so far; Gonzalez, 1985), of every s-th row if there are many, see `sample_step`. They become the weighted
+    means of their clusters, `iterations` times (Lloyd, 1982).
     Ties go to the lower index; a cluster that is left empty keeps its centre. Rows of weight 0 begin no cluster and
     count in no mean, but are assigned as well.
 
@@ -31,19 +55,21 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """
     xp = array_api_compat.array_namespace(X)
     (b, n, d), device = X.shape, array_api_compat.device(X)
-    items = xp.arange(b, device=device) * n
-    flat, squares = xp.reshape(X, (b * n, d)), xp.sum(X * X, axis=-1)
-    here = weight > 0
+    squares = xp.sum(X * X, axis=-1)
     total = xp.sum(weight, axis=1)[:, None]
     mean = xp.sum(weight[..., None] * X, axis=1) / xp.where(total > 0, total, xp.ones_like(total))
+    step = sample_step(n, R)
+    some, here = X[:, ::step, :], weight[:, ::step] > 0
+    items = xp.arange(b, device=device) * some.shape[1]
+    flat = xp.reshape(some, (b * some.shape[1], d))
     none = xp.asarray(-1.0, dtype=X.dtype, device=device)
-    away = xp.where(here, xp.sum((X - mean[:, None, :]) ** 2, axis=-1), none)
+    away = xp.where(here, xp.sum((some - mean[:, None, :]) ** 2, axis=-1), none)
     nearest = xp.full_like(away, math.inf)
     chosen = []
     for _ in range(R):
         pick = xp.take(flat, xp.argmax(away, axis=1) + items, axis=0)[:, None, :]
         chosen.append(pick)
-        nearest = xp.minimum(nearest, xp.sum((X - pick) ** 2, axis=-1))
+        nearest = xp.minimum(nearest, xp.sum((some - pick) ** 2, axis=-1))
         away = xp.where(here, nearest, none)
     centres = xp.concat(chosen, axis=1)
     labels, distance = _assigned(xp, X, squares, centres)
@@ -57,12 +83,13 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
 
 def _assigned(xp: Any, X: Any, squares: Any, centres: Any) -> tuple[Any, Any]:
     """Return the nearest centre of each row, and its squared distance."""
-    step = max(1, _ENTRIES // (X.shape[0] * centres.shape[1]))
+    n = X.shape[1]
+    step = _step(X.shape[0] * centres.shape[1])
     norms = xp.sum(centres * centres, axis=-1)[:, None, :]
     turned = xp.matrix_transpose(centres)
     labels, least = [], []
-    for low in range(0, max(X.shape[1], 1), step):
-        relative = norms - 2 * xp.matmul(X[:, low : low + step, :], turned)
+    for low in range(0, max(n, 1), step):
+        relative = norms - 2 * xp.matmul(X[:, low : min(n, low + step), :], turned)
         labels.append(xp.argmin(relative, axis=-1))
         least.append(xp.min(relative, axis=-1))
     distance = xp.concat(least, axis=1) + squares
@@ -75,14 +102,20 @@ def _sums(xp: Any, labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     As products with indicators, whose order is fixed, which scattered additions of a device are not.
     """
     names = xp.arange(R, device=array_api_compat.device(X))
-    step = max(1, _ENTRIES // (X.shape[0] * max(R, 1)))
+    n = X.shape[1]
+    step = _step(X.shape[0] * R)
     total = weights = None
-    for low in range(0, max(X.shape[1], 1), step):
-        part = slice(low, low + step)
+    for low in range(0, max(n, 1), step):
+        part = slice(low, min(n, low + step))
         inside = xp.astype(labels[:, part, None] == names, X.dtype) * weight[:, part, None]
         more, heavier = xp.matmul(xp.matrix_transpose(inside), X[:, part, :]), xp.sum(inside, axis=1)
         total, weights = (more, heavier) if total is None else (total + more, weights + heavier)
     return total, weights
+
+
+def _step(width: int) -> int:
+    """Return how many rows of so many numbers are held at a time."""
+    return max(1, _ENTRIES // max(width, 1))
 
 
 def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
@@ -90,6 +123,12 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     xp = array_api_compat.array_namespace(values)
     sums, weights = _sums(xp, labels, weight, values[..., None], R)
     return sums[..., 0] / xp.where(weights > 0, weights, xp.ones_like(weights))
+
+
+def largest(labels: Any, values: Any, R: int) -> Any:
+    """Return the largest value (b, R) of those (b, n) with each label, at least 0; 0 for a label without rows."""
+    xp = array_api_compat.array_namespace(values)
+    return xp.stack([xp.max(xp.where(labels == c, values, xp.zeros_like(values)), axis=1) for c in range(R)], axis=1)
 
 
 def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
@@ -117,11 +156,13 @@ def mixture(x: SlotMixture) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
     xp = array_api_compat.array_namespace(x.q)
     b, g, m, _ = x.q.shape
-    if not m:
-        return x.q[..., :0] @ xp.zeros((b, g, 0, x.values.shape[-1])), xp.sum(x.q, axis=-1)
     first, last = ([int(i) for i in bound] for bound in (x.first, x.last))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
-    near = max(high - low for low, high in zip(first, last, strict=True))
+    near = max((high - low for low, high in zip(first, last, strict=True)), default=0)
+    if not b * m * (slots + near):  # nothing asks, or nothing is read
+        like = {"dtype": x.q.dtype, "device": array_api_compat.device(x.q)}
+        Y = xp.matmul(x.q[..., :0], xp.zeros((b, g, 0, x.values.shape[-1]), **like))
+        return Y, xp.zeros((b, g, m), **like)
     step = max(_LEAST, near, int(math.sqrt(_ENTRIES / (b * g))) - slots - near)
     parts = []
     for low in range(0, m, step):
@@ -158,25 +199,34 @@ def _block(xp: Any, x: SlotMixture, low: int, high: int, begin: int, end: int) -
         weights = _weights(xp, xp.concat(exact, axis=-1), xp.concat(flags, axis=-1), None, x.power)
         Y, rest = xp.matmul(weights, xp.concat(values, axis=1)), xp.zeros_like(q[..., 0])
     else:
-        Y, rest = _with_summaries(xp, x, q, exact, values, flags, within, role, begin, end)
+        Y, rest = _with_summaries(xp, x, x.summaries, q, exact, values, flags, within, role, begin, end)
     return xp.reshape(Y, (b, g, high - low, Y.shape[-1])), xp.reshape(rest, (b, g, high - low))
 
 
 def _with_summaries(
-    xp: Any, x: SlotMixture, q: Any, exact: Any, values: Any, flags: Any, within: Any, role: Any, begin: int, end: int
+    xp: Any,
+    x: SlotMixture,
+    held: Summaries,
+    q: Any,
+    exact: Any,
+    values: Any,
+    flags: Any,
+    within: Any,
+    role: Any,
+    begin: int,
+    end: int,
 ) -> tuple[Any, Any]:
     """Return outputs and the share of the summaries, from which the keys near a query are taken out."""
-    assert x.summaries is not None
     near, dtype = exact[-1], q.dtype
-    weight, offset = x.summaries.weight[:, None, :], x.summaries.offset[:, None, :]
-    inner = xp.matmul(q, xp.matrix_transpose(x.summaries.keys))
-    names = xp.arange(x.summaries.weight.shape[1], device=array_api_compat.device(q))
+    weight, offset = held.weight[:, None, :], held.offset[:, None, :]
+    inner = xp.matmul(q, xp.matrix_transpose(held.keys))
+    names = xp.arange(held.weight.shape[1], device=array_api_compat.device(q))
     member = xp.astype(role[..., None] == names, dtype)
     log_w = xp.zeros_like(member[..., 0]) if x.log_weight is None else x.log_weight[:, begin:end]
     out = xp.astype(within, dtype) * xp.exp(log_w)[:, None, :]  # what each row takes out, once it has a label
     weight = weight - xp.matmul(out, member)
     inner = inner - offset - xp.matmul(out * (near - log_w[:, None, :]), member)
-    left = x.summaries.count[:, None, :] - xp.matmul(xp.astype(within, dtype), member) > 0.5
+    left = held.count[:, None, :] - xp.matmul(xp.astype(within, dtype), member) > 0.5
     divisor = xp.where(left, weight, xp.ones_like(weight))
     mean = inner / divisor
     here = xp.concat([*flags, left & xp.ones_like(mean, dtype=xp.bool)], axis=-1)
@@ -193,7 +243,7 @@ def _with_summaries(
     direct = xp.concat(
         [weights[..., : split - near.shape[-1]], weights[..., split - near.shape[-1] : split] - back], axis=-1
     )
-    Y = xp.matmul(direct, xp.concat(values, axis=1)) + xp.matmul(coefficient, x.summaries.values)
+    Y = xp.matmul(direct, xp.concat(values, axis=1)) + xp.matmul(coefficient, held.values)
     return Y, xp.sum(share, axis=-1)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from levattn._kernels import slot_kernels_for
 from levattn._kernels._slots import SlotMixture, Summaries
+from levattn.attention._choice import TILT
 from levattn.attention._space import namespace_of, without_gradient
 
-__all__ = ["PrunedCertificate", "bounded", "detached", "spread_of"]
+__all__ = ["PrunedCertificate", "bounded", "detached", "longest_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +26,25 @@ class PrunedCertificate:
         inequality). The lower one has each member as far from the mean of its cluster, towards the query, as any is:
         for large queries it says little.
     error_bound : array of shape (..., H, m)
-        The output is no farther, in Euclidean norm, from that of dense attention.
+        The output is no farther, in Euclidean norm, from that of dense attention, to rounding: it is the diameter of
+        the values times the weight of what was not attended exactly.
     kept : array of bool, shape (..., G, n), or None
         The keys selected, and the first ones. None for causal attention, where the set depends on the position.
     slots : array of int64, shape (m,)
         The slots that each query read, at most.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import pruned_attention
+    >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 100, 8))
+    >>> Y, certificate = pruned_attention(Q / 10, K, V, size=20, summaries=10, return_certificate=True)
+    >>> int(certificate.kept.sum()), bool(np.all(certificate.captured_lower <= certificate.captured_upper))
+    (20, True)
+    >>> E = np.exp(Q @ K.T / 10 / np.sqrt(8))
+    >>> off = np.linalg.norm(Y - E @ V / E.sum(axis=1, keepdims=True), axis=1)
+    >>> bool(np.all(off <= certificate.error_bound))
+    True
     """
 
     captured_lower: Any
@@ -38,11 +54,11 @@ class PrunedCertificate:
     slots: Any
 
 
-def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any, summarised: bool) -> tuple[Any, Any, Any]:
+def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
     """Return lower and upper bounds of the captured mass and a bound of the error of outputs, each (b, g, m).
 
     radius: (b, R), how far members are from the means of the summaries of x. rest: the share of these in the mixture.
-    reach: (b,), no value is farther from the mean value. summarised: whether the output has the summaries in it.
+    reach: (b,), the radius of a ball that holds the values, and zero where an output may be of nothing.
     """
     xp = namespace_of(x.q)
     if x.summaries is None:
@@ -77,12 +93,15 @@ def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any, summarised: bool
         role=role,
     )
     _, most_rest = slot_kernels_for(x.q).mixture(upper)
-    slack = 64 * xp.finfo(x.q.dtype).eps  # of the sums, which have a relative error of a few units
+    # Sums have a relative error of a few units, exponentials one of as many as their logits are large. Where members
+    # are taken out, heavy ones may leave light ones.
+    logits = norms[..., 0] * longest_of(x.kept_keys, x.keys, means)[:, None, None]
+    slack = (64 + 8 * logits) * xp.finfo(x.q.dtype).eps
     most_rest = xp.clip(most_rest * (1 + slack) + slack, 0.0, 1.0)
-    least_rest = xp.clip(rest * (1 - slack) - slack, 0.0, 1.0)
-    width = 2 * reach[:, None, None]
-    error = xp.minimum((2 * most_rest - least_rest if summarised else most_rest), xp.ones_like(rest)) * width
-    return 1 - most_rest, 1 - least_rest, error
+    least_rest = xp.clip(rest * (1 - math.exp(2 * TILT) * slack) - slack, 0.0, 1.0)
+    # With shares ρ of the keys that are left out, whose mean value is r, and ρ' ≤ ρ of their summaries, r', outputs
+    # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the others: by at most ρ diameters.
+    return 1 - most_rest, 1 - least_rest, most_rest * 2 * reach[:, None, None]
 
 
 def detached(x: SlotMixture) -> SlotMixture:
@@ -96,10 +115,10 @@ def detached(x: SlotMixture) -> SlotMixture:
     return SlotMixture(**{name: plain(value) for name, value in vars(x).items()})
 
 
-def spread_of(V: Any) -> Any:
-    """Return how far the values of each item are from their mean at most, (b,)."""
-    xp = namespace_of(V)
-    if not V.shape[1]:
-        return xp.sum(V, axis=(1, 2))
-    centred = V - xp.mean(V, axis=1, keepdims=True)
-    return xp.sqrt(xp.max(xp.sum(centred * centred, axis=-1), axis=1))
+def longest_of(*stacks: Any) -> Any:
+    """Return the largest norm of the rows of stacks (b, n, d) of each item, (b,); 0 without rows."""
+    xp = namespace_of(stacks[0])
+    X = xp.concat(stacks, axis=1)
+    if not X.shape[1]:
+        return xp.sum(X, axis=(1, 2))
+    return xp.sqrt(xp.max(xp.sum(X * X, axis=-1), axis=1))

@@ -11,11 +11,13 @@ from levattn._kernels._slots import Summaries
 from levattn.attention._space import device_of, namespace_of
 from levattn.exceptions import NonFiniteError
 
-__all__ = ["Measure", "Sums", "chosen", "flips", "grouped", "measured", "rows_of", "scored"]
+__all__ = ["TILT", "Measure", "Sums", "chosen", "flips", "grouped", "measured", "rows_of", "scored"]
 
-ITERATIONS = 4  # of Lloyd's algorithm; more change little
-_TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
+ITERATIONS = 2  # of Lloyd's algorithm; more change little
+TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
+_SAME = 2.0**-16  # of a key's squared length: a squared distance that counts as nothing
 _JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space
+_ROUNDING = 2.0**-40  # of the mean square of queries: what is left of their moment once the mean is taken out
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,18 +31,12 @@ class Sums:
     @classmethod
     def of(cls, X: Any) -> Sums:
         """Return the sums over the rows of X (b, n, d)."""
-        xp = namespace_of(X)
-        X = xp.astype(X, xp.float64)
-        return cls(xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X), X.shape[1])
+        total, second = slot_kernels_for(X).moments(X)
+        return cls(total, second, X.shape[1])
 
     def plus(self, other: Sums) -> Sums:
         """Return the sums over the rows of both."""
         return Sums(self.total + other.total, self.second + other.second, self.count + other.count)
-
-    def pick(self, rows: Any) -> Sums:
-        """Return the sums of some items of the batch."""
-        xp = namespace_of(self.total)
-        return Sums(xp.take(self.total, rows, axis=0), xp.take(self.second, rows, axis=0), self.count)
 
     @property
     def mean(self) -> Any:
@@ -71,9 +67,8 @@ class Measure:
 
     def places(self, K: Any) -> tuple[Any, Any]:
         """Return the places of keys (b, n, d), between which distances are taken, and ⟨mean query, k⟩ (b, n)."""
-        xp = namespace_of(K)
-        centred = K - self.origin[:, None, :]
-        return xp.matmul(centred, self.root), xp.sum(centred * self.query[:, None, :], axis=-1)
+        X, along = slot_kernels_for(K).places(K, self.origin, self.root, self.query)
+        return X, along
 
 
 def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Measure:
@@ -82,8 +77,14 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
     moment = queries.moment(power is None)
     d = moment.shape[-1]
     eye = xp.eye(d, dtype=xp.float64, device=device_of(moment))
-    size = xp.sum(moment * eye, axis=(1, 2))[:, None, None] / d
-    moment = moment + _JITTER * xp.where(size > 0, size, xp.ones_like(size)) * eye
+    size, rough = (
+        xp.sum(part * eye, axis=(1, 2))[:, None, None] / d * share
+        for part, share in ((moment, _JITTER), (queries.moment(False), d * _ROUNDING))
+    )
+    least = xp.where(size > rough, size, rough)
+    moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye
+    if not bool(xp.all(xp.isfinite(moment))):
+        raise NonFiniteError("Q holds NaN or infinity, or is too large for its squares; give finite queries")
     zero = xp.zeros_like(queries.total)
     return Measure(
         xp.astype(xp.linalg.cholesky(moment), dtype),
@@ -104,10 +105,10 @@ def flips(K: Any, second: Any) -> Any:
     return xp.where(along < 0, xp.full_like(along, -1.0), xp.ones_like(along))
 
 
-def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None) -> Any:
+def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None) -> tuple[Any, Any]:
     """Return the scores (b, n) of keys, "expected" or "residual", by their places and ⟨mean query, k⟩.
 
-    weight: (b, n), of the rows in the clusters from which residuals are taken.
+    With them the clusters (b, n) from which residuals are taken, or None. weight: (b, n), of the rows in these.
     """
     xp = namespace_of(X)
     squares = xp.sum(X * X, axis=-1)
@@ -117,12 +118,12 @@ def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | No
     else:
         expected = (power if kind == "expected" else power - 1) * xp.log(xp.maximum(squares, tiny))
     if kind == "expected":
-        return expected
-    if not R:
-        distance = squares
-    else:
-        _, distance = slot_kernels_for(X).cluster(X, weight, R, ITERATIONS)
-    return xp.log(xp.maximum(distance, tiny)) + expected
+        return expected, None
+    labels, distance = None, squares
+    if R:
+        labels, distance = slot_kernels_for(X).cluster(X, weight, R, ITERATIONS)
+    # what is left of a distance below this is rounding, and must not say which keys are chosen
+    return xp.log(xp.maximum(distance, xp.maximum(_SAME * squares, tiny))) + expected, labels
 
 
 def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[Any, Any, Any]:
@@ -153,15 +154,17 @@ def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[A
 
 
 def grouped(
-    X: Any, along: Any, items: Summaries, weight: Any, R: int, power: float | None
+    X: Any, along: Any, items: Summaries, weight: Any, R: int, power: float | None, labels: Any
 ) -> tuple[Any, Any, Summaries]:
     """Return the cluster of each item (b, n), -1 where its weight is 0, log weights (b, n), and the R summaries.
 
-    along: (b, n), the logarithm of what an item stands for at the mean query, for each unit of its weight.
+    along: (b, n), the logarithm of what an item stands for at the mean query, for each unit of its weight. labels: the
+    clusters that residuals were taken from, which lose the items of weight 0 alone; or None to find some.
     """
     xp = namespace_of(X)
     kernels = slot_kernels_for(X)
-    labels, _ = kernels.cluster(X, weight, R, ITERATIONS)
+    if labels is None:
+        labels, _ = kernels.cluster(X, weight, R, ITERATIONS)
     here = weight > 0
     labels = xp.where(here, labels, xp.full_like(labels, -1))
     if power is None:
@@ -169,7 +172,7 @@ def grouped(
         tilt = along - xp.where(
             here, rows_of(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0], along
         )
-        tilt = xp.clip(tilt, -_TILT, _TILT)
+        tilt = xp.clip(tilt, -TILT, TILT)
     else:
         tilt = xp.zeros_like(along)
     return labels, tilt, kernels.merged(labels, tilt, items, R)

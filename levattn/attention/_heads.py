@@ -58,6 +58,8 @@ def heads_of(q: Any, k: Any, V: Any, *, names: tuple[str, str, str] = ("q", "k",
     """Return the heads of dense queries, keys and values, or raise by the names that the caller knows them by."""
     heads = [array.shape[-3] if array.ndim > 2 else 1 for array in (q, k, V)]
     shared = max(heads[1:])
+    if not all(heads):
+        raise ValueError(f"{', '.join(names)} have {heads} heads; expected at least one of each")
     if any(count not in (1, shared) for count in heads[1:]):
         raise ValueError(f"{names[1]} has {heads[1]} heads and {names[2]} has {heads[2]}; expected as many")
     if heads[0] % shared and heads[0] != 1:

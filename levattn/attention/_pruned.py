@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
 
-from levattn._array import to_numpy
+from levattn._array import _is_torch, to_numpy
 from levattn._kernels import slot_kernels_for
 from levattn._kernels._slots import SlotMixture, Summaries
-from levattn.attention._certificate import PrunedCertificate, bounded, detached, spread_of
+from levattn.attention._certificate import PrunedCertificate, bounded, detached, longest_of
 from levattn.attention._choice import Sums, chosen, flips, grouped, measured, rows_of, scored
 from levattn.attention._common import Prepared, check_sizes, dense, prepare, reshaped
 from levattn.attention._heads import Heads, heads_of
-from levattn.attention._pruned_state import Part, PrunedState, Rule, empty_part, picked, radii, stepped
+from levattn.attention._pruned_state import Part, PrunedState, Rule, converted, empty_part, picked, radii, stepped
 from levattn.attention._slots import slots_for
 from levattn.attention._space import device_of, namespace_of, without_gradient
 from levattn.attention._window import check_scale
@@ -84,6 +84,7 @@ def pruned_attention(
     budget : int or float, optional
         Slots for each query, their number or, as a float in (0, 1], the share of the n keys; what `summaries`,
         `window`, `sinks` and `chunk` leave open is split as `Slots.of` says. One of budget, size and epsilon is given.
+        A number that covers all keys is split nevertheless if a state is returned, as more may come.
     size : int, optional
         Keys selected for each head of the keys: those with the largest scores, of equal ones the first.
     epsilon : float, optional
@@ -103,9 +104,9 @@ def pruned_attention(
         would get wrong. "leverage": leverage scores, whatever the queries. An array: scores of your own.
     center : bool, optional
         Whether leverage scores are those of the keys less their mean; True for softmax, which does not see the mean,
-        and else False, if not given.
+        if not given. Other functions see it, and take False only.
     f : "softmax", float or Power
-        The attention function: a number p stands for weights :math:`|\text{scale} \langle q, k\rangle|^p`. There
+        The attention function: a number p ≥ 1 stands for weights :math:`|\text{scale} \langle q, k\rangle|^p`. There
         :math:`p_c \propto |c|\,|\bar z_c|^p` with w = 1, of keys that are turned to one side (k or −k), as f is even.
     causal : bool, default False
         Whether row i reads keys 0 to i only. Selection and summaries are then renewed every `chunk` positions from
@@ -124,7 +125,8 @@ def pruned_attention(
         are left out altogether: results are those of a call without them.
     query_mask : array of bool, shape (..., G, m), optional
         True for a query that counts; rows of others are zero, and they take no part in what is known of the queries.
-        Where a window or `causal` says that queries and keys are at the same positions it is `mask`, else all true.
+        Where a window or `causal` says that queries and keys are at the same positions it is `mask` if not given, else
+        all true. Not if `causal`.
     return_certificate : bool, default False
         Whether to return what is certain of the result.
 
@@ -189,10 +191,13 @@ def pruned_attention(
             f"Q has {m} rows and K has {n}, and causal is True; expected as many: give earlier keys as state="
         )
     heads = heads_of(Q, K, V, names=("Q", "K", "V"))
+    if isinstance(scores, str) and scores not in _KINDS:
+        raise ValueError(f"scores is {scores!r}; expected one of {', '.join(_KINDS)}, or an array of scores")
     given = None if isinstance(scores, str) else dense("scores", scores)
+    open_end = causal and return_state and isinstance(budget, Integral)
     rule = _rule(
         state,
-        n,
+        max(n, int(budget or 0) + 1) if open_end else n,
         aligned=m == n,
         options={
             "budget": budget,
@@ -210,6 +215,8 @@ def pruned_attention(
     )
     if (state is not None or return_state) and not causal:
         raise ValueError("state or return_state was given and causal is False; expected them only with causal=True")
+    if query_mask is not None and causal:
+        raise ValueError("query_mask was given and causal is True; expected mask alone, for queries and keys alike")
     if given is not None and given.shape[-1:] != (n,):
         raise ValueError(f"scores has shape {tuple(given.shape)}; expected (..., {n}), one for each key")
     call = _Call.of(Q, K, V, given, heads, mask, query_mask, tied=causal or rule.slots.window > 0)
@@ -235,26 +242,33 @@ class _Call:
     asking: Any
     heads: Heads
     given: Prepared
+    tensors: bool
 
     @classmethod
     def of(cls, Q: Any, K: Any, V: Any, scores: Any, heads: Heads, mask: Any, query_mask: Any, *, tied: bool) -> _Call:
         arrays = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
         given = prepare(arrays, like="V", mask=(mask, K.shape[-2]))
-        q, K, V, scores = given.stacks
+        stacks, tensors = given.stacks, False
+        if _is_torch(given.stacks[0]):
+            from levattn.attention import _torch
+
+            tensors = _torch.in_memory(stacks)
+            stacks = tuple(map(_torch.memory_of, stacks)) if tensors else stacks
+        q, K, V, scores = stacks
         present = None if given.mask is None else to_numpy(given.mask)
         asking = present if tied else None
         if query_mask is not None:
             asking = _query_flags(query_mask, given.batch, q.shape[2])
-        return cls(q, K, V, scores, present, asking, heads, given)
+        return cls(q, K, V, scores, present, asking, heads, given, tensors)
 
     def groups(self) -> list[tuple[Any, Any, Any]]:
         """Return the items of the batch that have the same keys and queries: which items, keys and queries.
 
         None stands for all of them.
         """
-        if self.present is None and self.asking is None:
-            return [(None, None, None)]
         b = self.K.shape[0]
+        if not b or (self.present is None and self.asking is None):
+            return [(None, None, None)]
         sides = [flags for flags in (self.present, self.asking) if flags is not None]
         patterns, inverse = np.unique(np.concatenate(sides, axis=1), axis=0, return_inverse=True)
         found = []
@@ -287,12 +301,28 @@ class _Call:
 
     def output(self, pieces: list[tuple[Any, Any, Any]]) -> Any:
         """Return the same as the result (..., H, m, D), in the caller's dtype."""
-        return self.heads.joined(self.given.give_back(self.combined(pieces)))
+        return self.heads.joined(self.given.give_back(self.as_given(self.combined(pieces))))
 
     def figures(self, pieces: list[tuple[Any, Any, Any]]) -> Any:
         """Return the same of numbers (b, g, m), one a query, as (..., H, m)."""
         whole = self.combined(pieces)
-        return self.heads.joined(reshaped(whole, (*self.given.batch, *whole.shape[1:])), 1)
+        return self.heads.joined(self.as_given(reshaped(whole, (*self.given.batch, *whole.shape[1:]))), 1)
+
+    def as_given(self, array: Any) -> Any:
+        """Return an array of the kernels in the library of the arguments."""
+        if not self.tensors:
+            return array
+        from levattn.attention import _torch
+
+        return _torch.tensor_of(array)
+
+    def memory_of(self, part: Part) -> Part:
+        """Return a part of a state with its arrays as this call computes with them."""
+        if not self.tensors:
+            return part
+        from levattn.attention import _torch
+
+        return converted(part, _torch.memory_of)
 
 
 def _taken(array: Any, places: Any, axis: int) -> Any:
@@ -329,11 +359,10 @@ def _power(f: Any) -> float | None:
     """Return the exponent of an attention function, or None for softmax."""
     if isinstance(f, str) and f == "softmax":
         return None
-    if isinstance(f, Power):
-        return float(f.p)
-    if not isinstance(f, bool) and isinstance(f, Real) and 0 < float(f) < math.inf:
+    f = f.p if isinstance(f, Power) else f
+    if not isinstance(f, bool) and isinstance(f, Real) and 1 <= float(f) < math.inf:
         return float(f)
-    raise ValueError(f'f is {f!r}; expected "softmax", a number p > 0 for |x|^p, or levattn.Power(p)')
+    raise ValueError(f'f is {f!r}; expected "softmax", a number p >= 1 for |x|^p, or levattn.Power(p)')
 
 
 def _rule(
@@ -361,9 +390,9 @@ def _rule(
             raise ValueError(
                 "scores are given in only one of this call and the one that the state is from; expected both"
             )
+        if scores not in ("residual", state.rule.kind):
+            raise ValueError(f"scores is {scores!r}, and the state has {state.rule.kind!r}; expected no other with it")
         return state.rule
-    if scores not in (*_KINDS, "given"):
-        raise ValueError(f"scores is {scores!r}; expected one of {', '.join(_KINDS)}, or an array of scores")
     epsilon, center = options.pop("epsilon"), options.pop("center")
     if epsilon is not None and (
         isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
@@ -371,6 +400,8 @@ def _rule(
         raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, which scores are compared with")
     if center is not None and scores != "leverage":
         raise ValueError(f'center is {center!r} and scores is {scores!r}; expected center only with scores="leverage"')
+    if center and power is not None:
+        raise ValueError("center is True and f is a power; expected center only for softmax, which sees no mean")
     slots = slots_for(n, causal=causal, aligned=aligned, by_threshold=epsilon is not None, **options)
     return Rule(
         slots,
@@ -388,11 +419,12 @@ def _whole(call: _Call, rule: Rule, factor: float, certified: bool) -> Any:
     xp = namespace_of(call.q)
     for rows, keys, queries in call.groups():
         q, K, V, scores = call.taken(rows, keys, queries)
-        x, flags = _planned(rule, q * factor, K, V, scores)
+        near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
+        x, flags = _planned(rule, q * factor, K, V, scores, near)
         Y, rest = slot_kernels_for(q).mixture(x)
         outputs.append((rows, queries, Y))
         if certified:
-            found = _bounds(detached(x), without_gradient(rest), spread_of(without_gradient(V)))
+            found = _bounds(detached(x), without_gradient(rest), _reach(rule, without_gradient(V)))
             for pieces, array in zip(bounds, found, strict=True):
                 pieces.append((rows, queries, array))
             flags = _spread(xp, xp.astype(flags, xp.int64)[:, None, :], keys, call.K.shape[1])
@@ -406,11 +438,25 @@ def _whole(call: _Call, rule: Rule, factor: float, certified: bool) -> Any:
     flags = _taken(flags, np.argsort(order, kind="stable"), 0) > 0
     lower, upper, error = (call.figures(pieces) for pieces in bounds)
     slots = np.full(call.q.shape[2], min(rule.slots.total, call.K.shape[1]), np.int64)
-    kept_flags = reshaped(flags, (*call.given.batch, flags.shape[1]))
+    kept_flags = call.as_given(reshaped(flags, (*call.given.batch, flags.shape[1])))
     return Y, PrunedCertificate(lower, upper, error, kept_flags, slots)
 
 
-def _planned(rule: Rule, q: Any, K: Any, V: Any, scores: Any) -> tuple[SlotMixture, Any]:
+def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[int], list[int]]:
+    """Return where the keys near each query begin and end among those that are there.
+
+    keys, queries: their n and m places, or None where these are all.
+    """
+    at = np.arange(m) if queries is None else queries
+    if not window:
+        return [0] * m, [0] * m
+    low, high = (at, at + 1) if keys is None else (np.searchsorted(keys, at, side) for side in ("left", "right"))
+    return np.maximum(low - window, 0).tolist(), np.minimum(high + window, n).tolist()
+
+
+def _planned(
+    rule: Rule, q: Any, K: Any, V: Any, scores: Any, near: tuple[list[int], list[int]]
+) -> tuple[SlotMixture, Any]:
     """Return the mixture of some items, and which keys are kept (b, n)."""
     xp = namespace_of(q)
     b, g, m, d = q.shape
@@ -422,7 +468,7 @@ def _planned(rule: Rule, q: Any, K: Any, V: Any, scores: Any) -> tuple[SlotMixtu
     first = xp.broadcast_to(place < slots.sinks, (b, n))
     selects = slots.selected < n or rule.epsilon is not None
     R = min(slots.summaries, n) if selects else 0
-    X = along = None
+    X = along = clusters = None
     ones = xp.ones(still.shape[:2], dtype=K.dtype, device=device)
     if selects and (R or rule.kind in ("expected", "residual")):
         queries = Sums.of(xp.reshape(without_gradient(q), (b, g * m, d)))
@@ -434,16 +480,15 @@ def _planned(rule: Rule, q: Any, K: Any, V: Any, scores: Any) -> tuple[SlotMixtu
     elif rule.kind == "leverage":
         found = leverage_scores(still, center=rule.center)
     else:
-        found = scored(rule.kind, X, along, ones, R, rule.power)
+        found, clusters = scored(rule.kind, X, along, ones, R, rule.power)
     order, count, flags = chosen(found, slots.selected, rule.epsilon, first)
     role = xp.where(flags, xp.full_like(place, -2), xp.full_like(place, -1))
     log_weight = summaries = None
     if R:
         items = Summaries(ones, K, V, xp.zeros_like(ones), ones)
         left = xp.astype(~flags, K.dtype)
-        labels, log_weight, summaries = grouped(X, along, items, left, R, rule.power)
+        labels, log_weight, summaries = grouped(X, along, items, left, R, rule.power, clusters)
         role = xp.where(flags, role, labels)
-    w = slots.window
     x = SlotMixture(
         q=q,
         kept_keys=rows_of(K, order),
@@ -452,8 +497,8 @@ def _planned(rule: Rule, q: Any, K: Any, V: Any, scores: Any) -> tuple[SlotMixtu
         summaries=summaries,
         keys=K,
         values=V,
-        first=[max(0, i - w) if w else 0 for i in range(m)],
-        last=[min(n, i + w + 1) if w else 0 for i in range(m)],
+        first=near[0],
+        last=near[1],
         role=role,
         log_weight=log_weight,
         power=rule.power,
@@ -466,24 +511,34 @@ def _bounds(x: SlotMixture, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
     xp = namespace_of(x.q)
     labels, ones = x.role, xp.ones_like(x.keys[..., 0])
     items = Summaries(ones, x.keys, x.values, xp.zeros_like(ones), ones)
-    summarised = x.summaries is not None
-    if not summarised:
+    summaries = x.summaries
+    if summaries is None:
         labels = xp.where(labels == -1, xp.zeros_like(labels), xp.full_like(labels, -1))
         if not bool(xp.any(labels == 0)):
-            return bounded(x, None, rest, reach, summarised)
+            return bounded(x, None, rest, reach)
         summaries = slot_kernels_for(x.q).merged(labels, xp.zeros_like(ones), items, 1)
         x = replace(x, summaries=summaries, role=xp.where(labels == 0, labels, x.role))
         _, rest = slot_kernels_for(x.q).mixture(x)
-    assert x.summaries is not None
-    radius = radii(xp.where(labels >= 0, labels, xp.full_like(labels, -1)), items, xp.zeros_like(ones), x.summaries)
-    return bounded(x, radius, rest, reach, summarised)
+    radius = radii(xp.where(labels >= 0, labels, xp.full_like(labels, -1)), items, xp.zeros_like(ones), summaries)
+    return bounded(x, radius, rest, reach)
+
+
+def _reach(rule: Rule, V: Any) -> Any:
+    """Return the radius (b,) of a ball that holds the values, and outputs of nothing, which are zero."""
+    slots = rule.slots
+    reads = slots.summaries or slots.window or slots.sinks or (slots.selected and rule.epsilon is None)
+    if rule.power is None and reads and V.shape[1]:
+        V = V - namespace_of(V).mean(V, axis=1, keepdims=True)
+    return longest_of(V)
 
 
 def _causal(
     call: _Call, rule: Rule, factor: float, state: PrunedState | None, return_state: bool, certified: bool
 ) -> Any:
     """Return the result of causal attention, which goes on from a state if there is one."""
-    if certified and not rule.slots.summaries and rule.slots.selected < call.K.shape[1]:
+    before = 0 if state is None else state.positions
+    drops = rule.epsilon is not None or rule.slots.selected < before + call.K.shape[1]
+    if certified and drops and not rule.slots.summaries:
         raise ValueError(
             "return_certificate is True and summaries is 0; expected summaries for causal attention, as nothing is "
             "known of keys that were dropped"
@@ -500,20 +555,23 @@ def _causal(
         found: list[Any] = []
 
         def watch(x: SlotMixture, at: Part, rest: Any, found: list[Any] = found) -> None:
-            found.append(bounded(detached(x), at.radius, without_gradient(rest), at.largest, True))
+            found.append(bounded(detached(x), at.radius, without_gradient(rest), at.largest))
 
         Y, part = stepped(rule, part, q * factor, K, V, scores, watch if certified else None)
         outputs.append((rows, places, Y))
-        after.append(part)
+        after.append(converted(part, call.as_given) if call.tensors and return_state else part)
+        if not found:  # no position
+            found.append((without_gradient(q[..., 0]),) * 3)
         for pieces, arrays in zip(bounds, zip(*found, strict=True), strict=False):
             pieces.append((rows, places, xp.concat(list(arrays), axis=2)))
     answer = [call.output(outputs)]
     if return_state:
         answer.append(PrunedState(rule.slots, call.given.batch, rule, tuple(after)))
     if certified:
-        ends = np.arange(slots.size) + 1 + (0 if state is None else state.positions)
+        ends = np.arange(slots.size) + 1 + before
         lower, upper, error = (call.figures(pieces) for pieces in bounds)
-        answer.append(PrunedCertificate(lower, upper, error, None, np.minimum(ends, rule.slots.total)))
+        most = ends if rule.epsilon is not None else np.minimum(ends, rule.slots.total)
+        answer.append(PrunedCertificate(lower, upper, error, None, most))
     return answer[0] if len(answer) == 1 else tuple(answer)
 
 
@@ -529,13 +587,25 @@ def _parts(call: _Call, state: PrunedState | None) -> list[tuple[Part, Any, Any]
         return found
     if state.batch != call.given.batch:
         raise ValueError(f"state has batch {state.batch}; expected {call.given.batch}, as the keys have")
+    held, came = (
+        _kinds(*pair) for pair in ((state.parts[0].recent, state.parts[0].recent_values), call.given.stacks[1:3])
+    )
+    if held != came:
+        raise ValueError(f"state holds {held}, and K and V are {came}; expected the same")
     found = []
     for rows, places, _ in call.groups():
         chosen_rows = np.arange(b) if rows is None else rows
-        for part in state.parts:
+        for part in map(call.memory_of, state.parts):
             which = np.flatnonzero(np.isin(part.rows, chosen_rows))
             if len(which) == len(part.rows):
                 found.append((part, part.rows if len(part.rows) < b else None, places))
             elif len(which):
                 found.append((picked(part, which), part.rows[which], places))
     return found
+
+
+def _kinds(K: Any, V: Any) -> str:
+    """Return what keys and values are, to be compared and shown."""
+    library = namespace_of(K).__name__.removeprefix("array_api_compat.")
+    dtype = str(K.dtype).rpartition(".")[2]
+    return f"{dtype} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from levattn._kernels import slot_kernels_for
 from levattn._kernels._slots import SlotMixture, Summaries
+from levattn.attention._certificate import longest_of
 from levattn.attention._choice import Measure, Sums, chosen, flips, grouped, measured, rows_of, scored
 from levattn.attention._slots import Slots
 from levattn.attention._space import device_of, namespace_of, without_gradient
 
-__all__ = ["Part", "PrunedState", "Rule", "empty_part", "picked", "radii", "stepped"]
+__all__ = ["Part", "PrunedState", "Rule", "converted", "empty_part", "picked", "radii", "stepped"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class PrunedState:
         What each query reads.
     batch : tuple of int
         The leading axes of the keys, heads among them.
+    rule, parts
+        The options of selection and the arrays held, which calls read.
 
     Examples
     --------
@@ -100,12 +104,11 @@ class PrunedState:
 def _size(value: Any) -> int:
     if isinstance(value, Summaries | Sums):
         return sum(_size(part) for part in vars(value).values())
-    if hasattr(value, "itemsize") and hasattr(value, "shape"):
-        total = int(value.itemsize)
-        for length in value.shape:
-            total *= int(length)
-        return total
-    return 0
+    if not hasattr(value, "shape"):
+        return 0
+    xp = namespace_of(value)
+    info = xp.finfo if xp.isdtype(value.dtype, "real floating") else xp.iinfo
+    return int(math.prod(value.shape) * info(value.dtype).bits // 8)
 
 
 def empty_part(rows: Any, K: Any, V: Any, scores: Any) -> Part:
@@ -125,17 +128,20 @@ def picked(part: Part, which: Any) -> Part:
     """Return a part of some of its items, by their places in it, an array of numpy."""
     xp = namespace_of(part.recent)
     places = xp.asarray(which, device=device_of(part.recent))
+    return replace(converted(part, lambda array: xp.take(array, places, axis=0)), rows=part.rows[which])
 
-    def pick(value: Any) -> Any:
+
+def converted(part: Part, convert: Callable[[Any], Any]) -> Part:
+    """Return a part whose arrays, but for `rows`, are what a function makes of them."""
+
+    def found(value: Any) -> Any:
         if value is None or isinstance(value, int):
             return value
-        if isinstance(value, Sums):
-            return value.pick(places)
-        if isinstance(value, Summaries):
-            return Summaries(**{name: pick(array) for name, array in vars(value).items()})
-        return xp.take(value, places, axis=0)
+        if isinstance(value, Sums | Summaries):
+            return replace(value, **{name: found(array) for name, array in vars(value).items()})
+        return convert(value)
 
-    return Part(rows=part.rows[which], **{name: pick(value) for name, value in vars(part).items() if name != "rows"})
+    return replace(part, **{name: found(value) for name, value in vars(part).items() if name != "rows"})
 
 
 def stepped(rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: Any = None) -> tuple[Any, Part]:
@@ -198,14 +204,10 @@ def _within_chunk(
         recent_scores=None if scores is None else xp.concat([part.recent_scores, scores], axis=1),
         keys=part.keys.plus(Sums.of(without_gradient(K))),
         queries=part.queries.plus(Sums.of(queries)),
-        largest=xp.maximum(part.largest, _longest(xp, V)),
+        largest=xp.maximum(part.largest, longest_of(without_gradient(V))),
         positions=part.positions + T,
     )
     return Y, (part if part.positions % rule.slots.chunk else _renewed(xp, rule, part))
-
-
-def _longest(xp: Any, V: Any) -> Any:
-    return xp.sqrt(xp.max(xp.sum(without_gradient(V) ** 2, axis=-1), axis=1))
 
 
 def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
@@ -239,13 +241,14 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
         X_held, along_held = _places_of(xp, measure, held)
         X, along = xp.concat([X_held, X], axis=1), xp.concat([along_held, along], axis=1)
         weight = xp.concat([held.count, weight], axis=1)
-    R, n = rule.slots.summaries, keys.shape[1]
+    R, n, clusters = rule.slots.summaries, keys.shape[1], None
     if given is not None:
         scores = given
     elif rule.kind == "leverage":
         scores = _prefix_leverage(xp, part.keys, without_gradient(keys), rule.center)
     else:
-        scores = scored(rule.kind, X, along, weight, R, rule.power)[:, X.shape[1] - n :]
+        scores, clusters = scored(rule.kind, X, along, weight, R, rule.power)
+        scores = scores[:, X.shape[1] - n :]
     scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
     order, count, flags = chosen(scores, rule.slots.selected, rule.epsilon, there & (places < rule.slots.sinks))
 
@@ -259,7 +262,7 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
             items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
             reach = xp.concat([part.radius, reach], axis=1)
             left = xp.concat([held.count, left], axis=1)
-        labels, _, summaries = grouped(X, along, items, left, R, rule.power)
+        labels, _, summaries = grouped(X, along, items, left, R, rule.power, clusters)
         radius = radii(labels, items, reach, summaries)
     return replace(
         part,
@@ -297,8 +300,7 @@ def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> An
     inside = labels >= 0
     centre = rows_of(centres, xp.where(inside, labels, xp.zeros_like(labels)))
     far = xp.where(inside, reach + xp.sqrt(xp.sum((means - centre) ** 2, axis=-1)), xp.zeros_like(reach))
-    columns = [xp.max(xp.where(labels == c, far, xp.zeros_like(far)), axis=1) for c in range(R)]
-    return xp.stack(columns, axis=1)
+    return slot_kernels_for(far).largest(labels, far, R)
 
 
 def _prefix_leverage(xp: Any, keys: Sums, K: Any, center: bool) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     "bounds_of",
     "decayed_scan",
     "has_kernels",
+    "in_memory",
     "is_plain",
     "is_transformed",
     "latent_attention",
@@ -124,6 +125,16 @@ def is_plain(tensors: tuple[Any, ...]) -> bool:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return False
     return all(type(tensor) in _PLAIN and not tensor.is_meta for tensor in given)
+
+
+def in_memory(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether tensors are numbers in main memory that nothing follows, so that kernels may read them there."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.compiler.is_compiling() or any(map(is_transformed, given)):
+        return False
+    if any(unpack_dual(tensor).tangent is not None for tensor in given):
+        return False
+    return is_plain(tuple(given)) and all(tensor.device.type == "cpu" for tensor in given)
 
 
 def bounds_of(offsets: Any, Q: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ``levattn`` program: universal sets of keys in files, and a demonstration on a real encoder.
+"""The ``levattn`` program: universal sets of keys in files and models, and a demonstration on a real encoder.
 
 Results go to standard output, as tables or (``--json``) as one JSON document; everything else goes to
 standard error. Exit status: 0 done, 1 the data or the machine did not allow it, 2 the command line is wrong.
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import levattn
 from levattn.cli import demo as demonstration
-from levattn.cli import sets
+from levattn.cli import models, sets
 from levattn.cli.function import ALLOWED, parse_function
+from levattn.cli.models import Scores
 from levattn.cli.output import fail
 from levattn.cli.sets import Method
 
@@ -169,7 +170,56 @@ def build_app() -> "typer.Typer":
         with _errors_in_one_line():
             sets.run(request, as_json, plot, output)
 
+    _add_models(app, in_unit_interval, ends_in)
     return app
+
+
+def _add_models(app: "typer.Typer", in_unit_interval: Any, ends_in: Any) -> None:
+    """Add the commands that look at models."""
+    import typer
+
+    folder = typer.Argument(help="Folder of a Hugging Face model with safetensors weights and a tokenizer.")
+    text = typer.Option(help="A text file (UTF-8), cut after --tokens.", exists=True, dir_okay=False)
+    tokens = typer.Option(min=2, help="Tokens to read at most, and no more than the model can.")
+    picture = typer.Option(callback=ends_in(*_PICTURES), help="Draw layers and heads here (.png, .svg, .pdf).")
+
+    @app.command()
+    def inspect(
+        model: Annotated[Path, folder],
+        text: Annotated[Path, text],
+        epsilon: Annotated[
+            float, typer.Option(callback=in_unit_interval, help="Threshold of a heavy score, in (0, 1].")
+        ] = 0.05,
+        tokens: Annotated[int, tokens] = 512,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+        plot: Annotated[Path | None, picture] = None,
+    ) -> None:
+        """Show the universal sets of a model's keys, layer by layer, and how much softmax attention they catch."""
+        with _errors_in_one_line():
+            models.inspect(models.Inquiry(model, text, tokens, as_json, plot), epsilon)
+
+    @app.command("prune-report")
+    def prune_report(
+        model: Annotated[Path, folder],
+        text: Annotated[Path, text],
+        budget: Annotated[
+            float, typer.Option(help="Slots of each query: their number, or below or at 1 the share of the keys.")
+        ] = 0.25,
+        scores: Annotated[Scores, typer.Option(help="What keys are selected by.")] = Scores.residual,
+        summaries: Annotated[int | None, typer.Option(min=0, help="Clusters that stand for the other keys.")] = None,
+        window: Annotated[int | None, typer.Option(min=0, help="Keys near a query.")] = None,
+        sinks: Annotated[int | None, typer.Option(min=0, help="First keys that are always kept.")] = None,
+        tokens: Annotated[int, tokens] = 512,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+        plot: Annotated[Path | None, picture] = None,
+    ) -> None:
+        """Prune the attention of a model, and report what that loses on a text."""
+        if budget <= 0 or (budget > 1 and budget != int(budget)):
+            raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
+        options = {"scores": scores.value, "summaries": summaries, "window": window, "sinks": sinks}
+        with _errors_in_one_line():
+            inquiry = models.Inquiry(model, text, tokens, as_json, plot)
+            models.prune_report(inquiry, int(budget) if budget > 1 else budget, options)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Torch modules: attention in linear time, with caches of constant size for decoding."""
+"""Torch modules: attention in linear time or to few keys, with caches of constant size for decoding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ except ImportError as error:
     raise ImportError('levattn.nn needs torch: pip install "levattn[torch]"') from error
 
 from levattn.nn._latte import Latte, LatteCache
+from levattn.nn._levattention import LevAttention, LevAttentionCache, set_dense
 from levattn.nn._macchiato import Macchiato, MacchiatoCache
 from levattn.nn._memory import RGLRU, CausalConv
 from levattn.nn._tokens import TokenStatistics, TokenStatisticsCache
@@ -17,8 +18,11 @@ __all__ = [
     "CausalConv",
     "Latte",
     "LatteCache",
+    "LevAttention",
+    "LevAttentionCache",
     "Macchiato",
     "MacchiatoCache",
     "TokenStatistics",
     "TokenStatisticsCache",
+    "set_dense",
 ]

@@ -50,10 +50,12 @@ def share(name: str, value: Any) -> float:
     return float(value)
 
 
-def projection(dim: int, width: int, **factory: Any) -> Any:
-    """Return a linear map without biases, whose weights begin as normal numbers of standard deviation 1/√dim."""
-    linear = torch.nn.Linear(dim, width, bias=False, **factory)
+def projection(dim: int, width: int, *, bias: bool = False, **factory: Any) -> Any:
+    """Return a linear map, whose weights begin as normal numbers of standard deviation 1/√dim and biases as zero."""
+    linear = torch.nn.Linear(dim, width, bias=bool(bias), **factory)
     torch.nn.init.normal_(linear.weight, std=dim**-0.5)
+    if bias:
+        torch.nn.init.zeros_(linear.bias)
     return linear
 
 

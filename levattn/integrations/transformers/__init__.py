@@ -1,5 +1,6 @@
 """Models of Hugging Face transformers, with attention of ours. Needs the extra ``transformers``.
 
+`prune` lets layers of any model attend to a few keys and to summaries of the others, and reports what that does.
 `macchiato_from` extends a pretrained causal decoder: its own attention, restricted to a window, is mixed with latents
 that read all positions before, so that it decodes in constant memory.
 """
@@ -7,6 +8,9 @@ that read all positions before, so that it decodes in constant memory.
 from __future__ import annotations
 
 try:
+    from levattn.integrations.transformers._calibrate import calibrate
+    from levattn.integrations.transformers._calibration import Calibration
+    from levattn.integrations.transformers._inspect import Inspection, inspect_model
     from levattn.integrations.transformers._macchiato import (
         latent_parameters,
         latent_state_dict,
@@ -15,14 +19,24 @@ try:
         remove,
         state_size,
     )
+    from levattn.integrations.transformers._prune import prune
+    from levattn.integrations.transformers._prune_interface import register
+    from levattn.integrations.transformers._report import PruneReport
 except ImportError as error:
     raise ImportError('this needs torch and transformers>=4.56: pip install "levattn[transformers]"') from error
 
 __all__ = [
+    "Calibration",
+    "Inspection",
+    "PruneReport",
+    "calibrate",
+    "inspect_model",
     "latent_parameters",
     "latent_state_dict",
     "load_latent_state_dict",
     "macchiato_from",
+    "prune",
+    "register",
     "remove",
     "state_size",
 ]

@@ -13,7 +13,7 @@ from levattn._array import pick
 from levattn.attention import MacchiatoState
 from levattn.states import SoftmaxState
 
-__all__ = ["StateLayer", "layer_for"]
+__all__ = ["StateLayer", "layer_for", "replaced"]
 
 
 class StateLayer:
@@ -101,17 +101,22 @@ class _SlidingStateLayer(StateLayer, DynamicSlidingWindowLayer):  # type: ignore
 
 def layer_for(cache: Any, index: int) -> StateLayer:
     """Return the layer of a cache that holds a state, putting one there in the place of an empty one."""
+    return replaced(cache, index, _FullStateLayer, _SlidingStateLayer, "the latents")  # type: ignore[no-any-return]
+
+
+def replaced(cache: Any, index: int, full: type[Any], sliding: type[Any], keeper: str) -> Any:
+    """Return a layer of a cache as one of two types of ours, putting it there in the place of an empty one."""
     offloading = getattr(cache, "offloading", False)
     if not isinstance(cache, DynamicCache) or offloading:
         raise TypeError(
             f"past_key_values is of type {type(cache).__name__}{', offloaded' if offloading else ''}; expected a "
-            "DynamicCache on the device, whose layers an extended model replaces by its own. Give "
-            "DynamicCache(config=model.config), or nothing"
+            "DynamicCache on the device, whose layers are replaced by others. Give DynamicCache(config=model.config), "
+            "or nothing"
         )
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
-    if isinstance(layer, StateLayer):
+    if isinstance(layer, full | sliding):
         return layer
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise TypeError(
@@ -121,9 +126,9 @@ def layer_for(cache: Any, index: int) -> StateLayer:
     if layer.get_seq_length():
         raise ValueError(
             f"layer {index} of past_key_values holds {layer.get_seq_length()} positions of the base model, without "
-            "what the latents keep of them; expected an empty cache. Compute them anew with the extended model"
+            f"what {keeper} keep of them; expected an empty cache. Compute them anew with the model as it is now"
         )
-    held = _FullStateLayer() if type(layer) is DynamicLayer else _SlidingStateLayer(layer.sliding_window)
+    held = full() if type(layer) is DynamicLayer else sliding(layer.sliding_window)
     cache.layers[index] = held
     return held
 

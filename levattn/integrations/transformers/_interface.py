@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,34 +11,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from levattn.attention import macchiato
 from levattn.integrations.transformers._cache import StateLayer, layer_for
+from levattn.integrations.transformers._calls import cache_among, given_to, layer_of, refuse, seen_by
 
-__all__ = ["EXTENSION", "NAME", "Call", "Probe", "check_reached", "hand_on", "parameters_of", "register"]
+__all__ = ["EXTENSION", "NAME", "Call", "Probe", "check_reached", "hand_on", "padding_mask", "register"]
 
 NAME = "levattn_macchiato"  # no "flash", "sdpa", "flex_attention", "/" or ":", which transformers reads in names
 EXTENSION = "macchiato"  # the submodule of an attention module that holds what is trained
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")  # what attention modules call their cache
-_HARMLESS = {
-    "cache_position",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
-_REFUSED = {
-    "cache": "the paged cache of continuous batching",
-    "cu_seq_lens_k": "packed sequences",
-    "cu_seq_lens_q": "packed sequences",
-    "head_mask": "a mask of heads",
-    "indices": "keys selected for each query",
-    "max_length_k": "packed sequences",
-    "max_length_q": "packed sequences",
-    "output_attentions": "attention weights, which are never formed",
-    "position_bias": "biases of relative positions",
-    "s_aux": "attention sinks",
-}
 
 
 @dataclass
@@ -64,21 +41,15 @@ class Probe(Call):
 def register() -> None:
     """Tell transformers the attention function and the masks that go with it, by name."""
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _padding_mask)
-
-
-def parameters_of(module: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the names that the forward of an attention module takes, and whether it takes others besides."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return tuple(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
+    AttentionMaskInterface.register(NAME, padding_mask)
 
 
 def hand_on(
     names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add to a call of an attention module what its attention function will need: a forward pre-hook."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    past = next((given[name] for name in _CACHES if given.get(name) is not None), None)
+    given = given_to(names, args, kwargs)
+    past = cache_among(given)
     held = None
     if past is not None:
         held = layer_for(past, module.layer_idx)
@@ -91,7 +62,7 @@ def check_reached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     call = kwargs[NAME]
     if call.reached:
         return
-    layer = f"{type(module).__name__} {module.layer_idx}"
+    layer = layer_of(module)
     if isinstance(call, Probe):
         raise ValueError(
             f"{layer} does not go through the attention interface of transformers; expected a model whose "
@@ -125,9 +96,16 @@ def _attention(
             "that macchiato_from extended. Call it on the model"
         )
     call.reached = True
-    _refuse(module, dropout, kwargs)
-    if is_causal is False and attention_mask is None and query.shape[2] > 1:
-        raise ValueError(f"{type(module).__name__} {module.layer_idx} is not causal; expected a causal decoder")
+    full = is_causal is False and attention_mask is None and query.shape[2] > 1
+    if full or not getattr(module, "is_causal", True):
+        raise ValueError(f"{layer_of(module)} is not causal; expected a causal decoder")
+    refuse(
+        layer_of(module),
+        dropout,
+        kwargs,
+        attention="the mixture of a window and latents",
+        remedy="use the base model",
+    )
     if isinstance(call, Probe):
         call.heads, call.kv_heads, call.sliding_window, call.like = query.shape[1], key.shape[1], sliding_window, query
         return torch.zeros_like(query[..., :1]).expand(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
@@ -157,27 +135,7 @@ def _attention(
     return Y.transpose(1, 2).contiguous(), None
 
 
-def _refuse(module: Any, dropout: float, others: dict[str, Any]) -> None:
-    """Raise for whatever the mixture would ignore."""
-    layer = f"{type(module).__name__} {module.layer_idx}"
-    if not getattr(module, "is_causal", True):
-        raise ValueError(f"{layer} is not causal; expected a causal decoder")
-    if dropout:
-        raise ValueError(
-            f"{layer} drops attention weights with probability {dropout}; expected none, as weights are never formed. "
-            "Set attention_dropout = 0 in the config and the layers, or call model.eval()"
-        )
-    for name, value in others.items():
-        if value is None or value is False or name in _HARMLESS:
-            continue
-        what = _REFUSED.get(name, "which is not known here")
-        raise ValueError(
-            f"{layer} passes {name} to its attention ({what}); expected nothing that the mixture of a window and "
-            "latents would ignore. Leave it out, or use the base model"
-        )
-
-
-def _padding_mask(*args: Any, **kwargs: Any) -> Any:
+def padding_mask(*args: Any, **kwargs: Any) -> Any:
     """Return which positions are no padding, (B, U), or None for all.
 
     What transformers makes for kernels that unpad has no more than padding in it. Where the model may want more, its
@@ -194,24 +152,17 @@ def _present(mask: Any, T: int, sliding_window: int | None) -> Any:
     """Return which of the last T positions are no padding, (B, T), or None for all, of a mask by transformers."""
     if mask is None:
         return None
-    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < T:
-        shown = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(
-            f"a layer was given the attention mask {shown}; expected (B, U) or (B, 1, T, U). Give the model an "
-            "attention_mask of shape (batch, positions)"
-        )
+    allowed = seen_by(mask, T)[..., -T:]  # where other layers keep their attention, the mask is made for theirs
     if mask.ndim == 2:
-        return mask[:, -T:].bool()
-    # Where other layers keep their attention, the mask is made for theirs: bool, or added to logits.
-    allowed = (mask if mask.dtype == torch.bool else mask == 0)[:, :, :, -T:]
+        return allowed
     present = allowed.diagonal(dim1=-2, dim2=-1)
     rows = torch.arange(T, device=mask.device)
     behind = rows[:, None] - rows
     window = (behind >= 0) & (behind < (T if sliding_window is None else sliding_window))
-    if mask.shape[1] != 1 or not torch.equal(allowed, window & present[..., None, :]):
+    if not torch.equal(allowed, window & present[:, None, :]):
         raise ValueError(
             f"the attention mask of shape {tuple(mask.shape)} is not causal with padding; expected one sequence in "
             "each row, and no packed ones (position_ids that start again) or overlays. Give the model an "
             "attention_mask of shape (batch, positions), 0 for padding"
         )
-    return None if present.all() else present[:, 0]
+    return None if present.all() else present

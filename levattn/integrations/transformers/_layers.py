@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from levattn.integrations.transformers._interface import (
-    EXTENSION,
-    NAME,
-    Probe,
-    check_reached,
-    parameters_of,
-)
+from levattn.integrations.transformers._calls import given_to, numbers_among, parameters_of
+from levattn.integrations.transformers._changes import PART, Changes, tried
+from levattn.integrations.transformers._interface import EXTENSION, NAME, Probe, check_reached
 
 __all__ = ["RECORD", "Record", "attention_modules", "check_model", "chosen_among", "probed"]
 
@@ -25,24 +19,17 @@ RECORD = "_levattn_macchiato"  # the attribute of an extended model that remembe
 
 
 @dataclass
-class Record:
+class Record(Changes):
     """What an extension changed in a model."""
 
-    modules: list[Any] = field(default_factory=list)
-    configs: list[Any] = field(default_factory=list)  # of these modules, before
-    implementations: list[tuple[Any, str]] = field(default_factory=list)  # of configs that were changed themselves
-    hooks: list[Any] = field(default_factory=list)
     trained: list[Any] = field(default_factory=list)  # parameters of the base that were to be trained
 
     def undo(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        for module, config in zip(self.modules, self.configs, strict=True):
-            module.config = config
+        """Make the model what it was."""
+        super().undo()
+        for module in self.modules:
             if hasattr(module, EXTENSION):
                 delattr(module, EXTENSION)
-        for config, implementation in self.implementations:
-            config._attn_implementation = implementation
         for parameter in self.trained:
             parameter.requires_grad_(True)
 
@@ -52,6 +39,10 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model is of type {type(model).__name__}; expected a transformers.PreTrainedModel")
     if hasattr(model, RECORD):
         raise ValueError("model is extended already; expected a base model. Call remove(model) first")
+    if any(hasattr(module, PART) for module in model.modules()):
+        raise ValueError(
+            "model is pruned; expected a base model. Leave the with block of prune, or call remove(model)"
+        )
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -86,15 +77,7 @@ def attention_modules(model: Any) -> dict[int, Any]:
 
 
 def chosen_among(candidates: dict[int, Any], layers: Iterable[int] | None) -> list[Any]:
-    if layers is not None and not isinstance(layers, Iterable):
-        raise TypeError(f"layers is {layers!r}; expected numbers of layers, e.g. [{layers!r}], or None for all")
-    numbers = list(candidates) if layers is None else list(layers)
-    if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
-        raise TypeError(f"layers is {numbers}; expected whole numbers among {list(candidates)}")
-    unknown = [number for number in numbers if number not in candidates]
-    if not numbers or unknown or len(set(numbers)) < len(numbers):
-        raise ValueError(f"layers is {numbers}; expected different numbers among {list(candidates)}, at least one")
-    chosen = [candidates[number] for number in sorted(numbers)]
+    chosen = [candidates[number] for number in numbers_among("layers", layers, list(candidates))]
     for module in chosen:
         names, others = parameters_of(module)
         if "hidden_states" not in names or not others or not hasattr(module, "config"):
@@ -117,30 +100,20 @@ def probed(model: Any, modules: list[Any], record: Record) -> list[Probe]:
 
     def probe(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = probes[id(module)]
-        found.hidden = {**dict(zip(parameters_of(module)[0], args, strict=False)), **kwargs}["hidden_states"]
+        found.hidden = given_to(parameters_of(module)[0], args, kwargs)["hidden_states"]
         return args, {**kwargs, NAME: found}
 
-    copies: dict[int, Any] = {}
     hooks = []
-    training = [module for module in model.modules() if module.training]
     try:
         for module in modules:
-            if id(module.config) not in copies:
-                copies[id(module.config)] = copy.deepcopy(module.config)
-                copies[id(module.config)]._attn_implementation = NAME
-            record.modules.append(module)
-            record.configs.append(module.config)
-            module.config = copies[id(module.config)]
+            record.give_config(module, NAME)
             hooks.append(module.register_forward_pre_hook(probe, with_kwargs=True))
             hooks.append(module.register_forward_hook(check_reached, with_kwargs=True))
-        model.eval()
-        with torch.no_grad():
-            model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+        tried(model, {"input_ids": ids, "use_cache": False})
     finally:
         for hook in hooks:
             hook.remove()
-        for module in training:
-            module.training = True
     for module in modules:
         found, types = probes[id(module)], getattr(module.config, "layer_types", None)
         if types and types[module.layer_idx] == "sliding_attention" and found.sliding_window is None:

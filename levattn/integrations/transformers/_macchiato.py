@@ -10,14 +10,8 @@ from typing import Any
 import torch
 
 from levattn.integrations.transformers._cache import StateLayer
-from levattn.integrations.transformers._interface import (
-    EXTENSION,
-    NAME,
-    check_reached,
-    hand_on,
-    parameters_of,
-    register,
-)
+from levattn.integrations.transformers._calls import parameters_of
+from levattn.integrations.transformers._interface import EXTENSION, NAME, check_reached, hand_on, register
 from levattn.integrations.transformers._latents import FEATURES, OVERLAPS, LatentLogits
 from levattn.integrations.transformers._layers import (
     RECORD,
@@ -27,6 +21,7 @@ from levattn.integrations.transformers._layers import (
     chosen_among,
     probed,
 )
+from levattn.integrations.transformers._report import REPORT
 from levattn.nn._checks import share
 
 __all__ = [
@@ -163,9 +158,7 @@ def macchiato_from(
             record.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             record.hooks.append(module.register_forward_hook(check_reached, with_kwargs=True))
         if len(chosen) == len(candidates):  # then the masks of the model are ours too: of padding alone, (B, T)
-            for config in {id(config): config for config in record.configs}.values():
-                record.implementations.append((config, config._attn_implementation))
-                config._attn_implementation = NAME
+            record.give_masks(NAME)
     except BaseException:
         record.undo()
         raise
@@ -179,13 +172,13 @@ def macchiato_from(
 
 
 def remove(model: Any) -> Any:
-    """Take the extension of `macchiato_from` off a model.
+    """Take the extension of `macchiato_from`, or the pruning of `prune`, off a model.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        An extended model. It is changed in place: its layers attend to all positions again, and the parameters that
-        were to be trained before are so again.
+        An extended or pruned model. It is changed in place: its layers attend to all positions again, and the
+        parameters that were to be trained before are so again.
 
     Returns
     -------
@@ -195,7 +188,7 @@ def remove(model: Any) -> Any:
     Raises
     ------
     ValueError
-        If the model is not extended.
+        If the model is neither.
 
     Examples
     --------
@@ -206,6 +199,10 @@ def remove(model: Any) -> Any:
     >>> sorted(remove(model).state_dict()) == sorted(LlamaForCausalLM(model.config).state_dict())
     True
     """
+    report = getattr(model, REPORT, None)
+    if report is not None:
+        report.remove()
+        return model
     _record_of(model).undo()
     delattr(model, RECORD)
     return model

@@ -1,0 +1,167 @@
+"""``levattn inspect`` and ``levattn prune-report``: models in folders, and texts."""
+
+import math
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from levattn.cli.output import check_target, fail, new_console, new_table, print_json
+from levattn.io import replace_file
+
+__all__ = ["Inquiry", "Scores", "inspect", "prune_report"]
+
+
+class Scores(StrEnum):
+    """What keys can be selected by."""
+
+    residual = "residual"
+    expected = "expected"
+    leverage = "leverage"
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What the command line asked for: a model, a text, and where results go."""
+
+    model: Path
+    text: Path
+    tokens: int
+    as_json: bool
+    plot: Path | None
+
+
+def inspect(inquiry: Inquiry, epsilon: float) -> None:
+    """Run ``levattn inspect``."""
+    model, inputs = _opened(inquiry)
+    from levattn.integrations.transformers import inspect_model
+
+    found = inspect_model(model, inputs, epsilon=epsilon)
+    _draw(inquiry, lambda: found.plot("captured"))
+    if inquiry.as_json:
+        print_json({"tokens": inputs["input_ids"].shape[1], **found.to_dict()})
+        return
+    table = new_table("layer", "head", "n", "d", "κ", "|U|", "rank/ε", "max", "mass", "heavy", "caught")
+    for row in found.rows:
+        caught = row["heavy_captured"]
+        table.add_row(
+            str(row["layer"]),
+            str(row["head"]),
+            str(row["n"]),
+            str(row["d"]),
+            f"{row['condition']:.3g}",
+            f"{row['size']:.0f}",
+            f"{row['bound']:.0f}{'*' if row['vacuous'] else ''}",
+            f"{row['largest']:.3f}",
+            f"{row['captured']:.3f}",
+            str(row["heavy"]),
+            "-" if caught is None else f"{caught:.0%}",
+        )
+    console = new_console()
+    console.print(table)
+    console.print(
+        f"κ: condition number; |U|: universal set for x² at ε = {epsilon}; max: largest leverage score; mass: mean "
+        "softmax mass on U; heavy: softmax scores of at least ε among the queries measured, and how many U caught."
+    )
+    if any(row["vacuous"] for row in found.rows):
+        console.print("* vacuous: the bound rank/ε is not below n, so the theorem alone does not promise a small set.")
+
+
+def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> None:
+    """Run ``levattn prune-report``."""
+    model, inputs = _opened(inquiry)
+    import torch
+
+    from levattn.integrations.transformers import prune
+
+    with torch.no_grad():
+        _run(model, inputs)  # what is made at first use is not to be timed
+        dense, dense_seconds = _run(model, inputs)
+        with prune(model, budget, **options) as report:
+            _run(model, inputs)
+        with prune(model, budget, measure=False, **options):
+            pruned, seconds = _run(model, inputs)
+    loss = _loss(inputs, dense, pruned)
+    _draw(inquiry, lambda: report.plot("captured"))
+    outcome = {"tokens": inputs["input_ids"].shape[1], "seconds": seconds, "dense_seconds": dense_seconds, **loss}
+    if inquiry.as_json:
+        print_json({**outcome, **report.to_dict()})
+        return
+    table = new_table("layer", "head", "slots", "selected", "mass", "error")
+    for row in report.table():
+        cells = [row["slots"], row["selected"], row["captured"], row["error"]]
+        forms = (".1f", ".1f", ".3f", ".2e")
+        shown = ["-" if cell is None else format(cell, form) for cell, form in zip(cells, forms, strict=True)]
+        table.add_row(str(row["layer"]), str(row["head"]), *shown)
+    console = new_console()
+    console.print(table)
+    console.print(
+        "selected: keys that a query attends exactly; mass: softmax mass on them; error: of the head's output, "
+        "relative to dense attention."
+    )
+    for name, value in loss.items():
+        console.print(f"{name.replace('_', ' ')}: {value:.6g}")
+    console.print(f"seconds: {seconds:.3g}, dense {dense_seconds:.3g}")
+
+
+def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
+    """Return the model in a folder, in evaluation mode, and the tokens of a text, or end the program."""
+    if not (inquiry.model / "config.json").is_file():
+        fail(f"{inquiry.model} has no config.json; give the folder of a Hugging Face model")
+    if inquiry.plot is not None:
+        check_target(inquiry.plot, "choose another --plot")
+    try:
+        import transformers
+    except ImportError:
+        fail('this needs torch and transformers: pip install "levattn[transformers]"')
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        words = inquiry.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        fail(f"{inquiry.text} is not UTF-8 text; convert it")
+    config = transformers.AutoConfig.from_pretrained(inquiry.model, local_files_only=True)
+    kinds = " ".join(getattr(config, "architectures", None) or ())
+    kind = transformers.AutoModelForCausalLM if "CausalLM" in kinds else transformers.AutoModel
+    model = kind.from_pretrained(inquiry.model, local_files_only=True, use_safetensors=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(inquiry.model, local_files_only=True)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or inquiry.tokens
+    inputs = tokenizer(words, truncation=True, max_length=min(inquiry.tokens, longest), return_tensors="pt")
+    count = inputs["input_ids"].shape[1]
+    if count < 2:
+        fail(f"{inquiry.text} has {count} tokens; give a longer text")
+    return model, dict(inputs)
+
+
+def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    output = model(**inputs)
+    return output, time.perf_counter() - start
+
+
+def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float]:
+    """Return how far two outputs of a model are apart."""
+    import torch
+
+    if getattr(dense, "logits", None) is None:
+        first, second = (output.last_hidden_state.double().mean(1) for output in (dense, pruned))
+        return {"embedding_cosine": float(torch.nn.functional.cosine_similarity(first, second, dim=-1).mean())}
+    following = inputs["input_ids"][:, 1:, None]
+    names = ("dense_perplexity", "perplexity")
+    found = {}
+    for name, output in zip(names, (dense, pruned), strict=True):
+        log_p = output.logits[:, :-1].double().log_softmax(-1)
+        found[name] = math.exp(-float(log_p.gather(-1, following).mean()))
+    return found
+
+
+def _draw(inquiry: Inquiry, picture: Any) -> None:
+    """Write the picture that was asked for."""
+    if inquiry.plot is None:
+        return
+    from levattn.plots import figure_bytes
+
+    content = figure_bytes(picture().figure_, inquiry.plot.suffix)
+    with replace_file(inquiry.plot) as stream:
+        stream.write(content)

@@ -1,0 +1,167 @@
+"""Presses of kvpress that keep the keys of a universal set. Needs kvpress, and a transformers that it runs with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from levattn.leverage import check_epsilon, leverage_scores
+
+try:
+    from kvpress import DMSPress, ScorerPress
+except ImportError as error:
+    raise ImportError(f"this needs kvpress and its dependencies ({error}): pip install kvpress") from error
+
+__all__ = ["LeveragePress", "universal_press"]
+
+
+@dataclass
+class LeveragePress(ScorerPress):  # type: ignore[misc]
+    r"""Scores cached keys by their exact leverage scores, in [0, 1].
+
+    The score of a key k is :math:`\max_q \langle q, k\rangle^2 / \sum_l \langle q, k_l\rangle^2` over all queries,
+    where the sum is over the keys of its head in the cache, as they enter the attention (after rotary embedding). No
+    sketch, no ridge, no random numbers: the scale of the keys, other sequences of the batch and other heads make no
+    difference.
+
+    As a press of a fixed size it keeps the keys of largest scores; inside `DMSPress` (see `universal_press`) those
+    of at least a threshold. Keys that come later only lower the scores of those before, so a set by threshold stays a
+    superset of the universal set while tokens are generated.
+
+    Parameters
+    ----------
+    compression_ratio : float, default 0.0
+        Share of the keys to remove, in [0, 1).
+    center : bool, default False
+        Whether the mean key is taken away first, which softmax does not see. Scores are then no bounds for x².
+    sinks : int, default 4
+        First keys of each sequence that are kept before all others: models that are trained without sink parameters
+        use them as such, and fail without.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option is out of range.
+
+    Notes
+    -----
+    Time O(S d²) a head for S keys, memory O(S). Padded keys, by the mask that the layer was given, take no part in the
+    scores and have score 0. kvpress masks or drops keys; nothing is summarised as in
+    `levattn.attention.pruned_attention`, and for softmax there is no guarantee for what is dropped.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham and Woodruff, LevAttention, arXiv:2410.05462, Theorem 1 (the guarantee for x²).
+    """
+
+    center: bool = False
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if not 0 <= self.compression_ratio < 1:
+            raise ValueError(f"compression_ratio is {self.compression_ratio!r}; expected a number in [0, 1)")
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+            raise ValueError(f"sinks is {self.sinks!r}; expected a whole number, at least 0")
+        if not isinstance(self.center, bool):
+            raise TypeError(f"center is {self.center!r}; expected True or False")
+
+    def score(
+        self,
+        module: Any,  # noqa: ARG002 (the interface is kvpress's)
+        hidden_states: Any,  # noqa: ARG002
+        keys: Any,
+        values: Any,  # noqa: ARG002
+        attentions: Any,  # noqa: ARG002
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the scores of cached keys.
+
+        Parameters
+        ----------
+        module, hidden_states, values, attentions
+            Not read.
+        keys : torch.Tensor of shape (B, H_kv, S, d)
+            Keys of the cache.
+        kwargs : dict
+            What the layer was called with; its ``attention_mask`` tells which keys are padding.
+
+        Returns
+        -------
+        torch.Tensor of shape (B, H_kv, S)
+            float32, on the device of the keys, without gradient.
+        """
+        K = keys.detach()
+        present = _present(kwargs.get("attention_mask"), K)
+        scores = leverage_scores(K, center=self.center, mask=present).float()
+        if not self.sinks:
+            return scores
+        there = torch.ones_like(scores, dtype=torch.bool) if present is None else present.expand(scores.shape)
+        first = there & (there.cumsum(-1) <= self.sinks)
+        return torch.where(first, torch.full_like(scores, 2.0), scores)  # above every leverage score
+
+
+def universal_press(
+    epsilon: float, *, sliding_window_size: int = 128, center: bool = False, sinks: int = 4, decoding: bool = False
+) -> Any:
+    """Return a press that keeps the universal set by threshold, the first keys and the last ones.
+
+    Every key that any query could give an |x|²-attention of at least ε, among the keys of its head, is kept; how many
+    that are differs from head to head, and is at most d/ε.
+
+    Parameters
+    ----------
+    epsilon : float in (0, 1]
+        The threshold.
+    sliding_window_size : int, default 128
+        Last keys that are kept.
+    center : bool, default False
+        As in `LeveragePress`.
+    sinks : int, default 4
+        As in `LeveragePress`.
+    decoding : bool, default False
+        Whether kvpress scores generated tokens as well. It shows a press only the new keys then, among which a single
+        one has score 1, so that they are kept.
+
+    Returns
+    -------
+    kvpress.DMSPress
+        To be used as ``with universal_press(0.01)(model): ...``. It masks what it does not keep (kvpress's way for
+        sizes that differ between heads), so that no memory is freed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is out of range.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham and Woodruff, LevAttention, arXiv:2410.05462, Theorem 1.
+    """
+    if isinstance(sliding_window_size, bool) or not isinstance(sliding_window_size, int) or sliding_window_size < 0:
+        raise ValueError(f"sliding_window_size is {sliding_window_size!r}; expected a whole number, at least 0")
+    return DMSPress(
+        press=LeveragePress(center=center, sinks=sinks),
+        threshold=check_epsilon(epsilon),
+        sliding_window_size=sliding_window_size,
+        decoding=decoding,
+    )
+
+
+def _present(mask: Any, K: Any) -> Any:
+    """Return which keys are no padding, (B, 1, S), or None for all: those that the last query may see."""
+    if mask is None:
+        return None
+    S = K.shape[2]
+    if mask.ndim == 2:
+        present = mask[:, None, -S:] != 0
+    elif mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[3] >= S:
+        last = mask[:, :, -1, :S]
+        present = last if last.dtype == torch.bool else last == 0
+    else:
+        raise ValueError(
+            f"the layer was given an attention mask of shape {tuple(mask.shape)}; expected (B, S) or (B, 1, T, S)"
+        )
+    return None if bool(present.all()) else present

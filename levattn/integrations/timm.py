@@ -1,0 +1,345 @@
+"""Vision transformers of timm with attention to few patches. Needs the extra ``timm``.
+
+`LevAttention` goes where timm takes a class of attention, to train with it. `prune` changes a model that there is,
+until it is taken off, and `kept_patches` tells which patches its heads attend to exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+try:
+    import torch
+    from timm.layers import Attention
+except ImportError as error:
+    raise ImportError('this needs torch and timm>=1.0.20: pip install "levattn[timm]"') from error
+
+from levattn.attention import pruned_attention
+from levattn.nn._levattention import Prunable, attend_to_all
+
+__all__ = ["LevAttention", "Pruning", "kept_patches", "prune"]
+
+
+class LevAttention(Prunable, Attention):  # type: ignore[misc]
+    """`timm.layers.Attention` that attends to a few keys, by `levattn.attention.pruned_attention`.
+
+    Its parameters are those of timm's class, so that ``load_state_dict`` works both ways. timm makes layers itself,
+    and takes no options for them: `of` makes a class that has them. `levattn.nn.set_dense` switches between all keys
+    (for the first part of a training) and few.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Those of `timm.layers.Attention`.
+
+    Attributes
+    ----------
+    options : dict
+        Options of `levattn.attention.pruned_attention`.
+    dense : bool
+        Whether the layer attends to all keys for now.
+
+    Raises
+    ------
+    ValueError
+        By a call with `attn_mask`, or with dropout of weights while it trains, which few keys would not honour.
+
+    Examples
+    --------
+    >>> import timm, torch
+    >>> from levattn.integrations.timm import LevAttention
+    >>> few = LevAttention.of(size=8, scores="leverage")
+    >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2, attn_layer=few)
+    >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5, **options)
+    >>> model(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 5])
+    """
+
+    options: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not hasattr(self, "options"):
+            raise TypeError("LevAttention has no options; expected a class that has some, as LevAttention.of(size=32)")
+
+    @classmethod
+    def of(cls, **options: Any) -> type[LevAttention]:
+        """Return a class of layers with options of `levattn.attention.pruned_attention`.
+
+        Parameters
+        ----------
+        **options
+            Those of selection: budget, size or epsilon, and summaries, window, sinks, scores, center, f. A class token
+            and registers come first in timm's models: with ``sinks=1`` (or so many) they are always kept.
+
+        Returns
+        -------
+        type
+            A class for timm's ``attn_layer``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            By the options.
+        """
+        return type(cls.__name__, (cls,), {"options": _checked(options), "__module__": cls.__module__})
+
+    def forward(self, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
+        """Return the attention of tokens.
+
+        Parameters
+        ----------
+        x : tensor of shape (B, N, C)
+            The tokens.
+        attn_mask : None
+            Not supported.
+        is_causal : bool
+            Whether a token sees itself and those before only.
+
+        Returns
+        -------
+        tensor of shape (B, N, C)
+            The output.
+
+        Raises
+        ------
+        ValueError
+            If there is a mask, or weights would be dropped out.
+        """
+        if attn_mask is not None:
+            raise ValueError("attn_mask was given; expected None, as attention to few keys takes no masks of timm")
+        if self.training and self.attn_drop.p:
+            raise ValueError(
+                f"attn_drop is {self.attn_drop.p}; expected 0 while training, as attention to few keys has no dropout"
+            )
+        Y = self._attention(*self._projected(x), is_causal)
+        gate = getattr(self, "gate", None)
+        Y = self.norm(Y.transpose(1, 2).flatten(-2))
+        return self.proj_drop(self.proj(Y if gate is None else Y * gate(x).sigmoid()))
+
+    def _projected(self, x: Any) -> tuple[Any, Any, Any]:
+        Q, K, V = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.q_norm(Q), self.k_norm(K), V
+
+    def _attention(self, Q: Any, K: Any, V: Any, causal: bool) -> Any:
+        if self.dense:
+            return attend_to_all(Q, K, V, {"f": self.options.get("f", "softmax"), "causal": causal})
+        return pruned_attention(Q, K, V, causal=causal, **self.options)
+
+    def kept(self, x: Any) -> npt.NDArray[np.bool_]:
+        """Return which keys the heads attend to exactly, whatever the query.
+
+        Parameters
+        ----------
+        x : tensor of shape (B, N, C)
+            The tokens.
+
+        Returns
+        -------
+        array of bool, shape (B, H, N)
+            True for the keys that are selected, and the first ones.
+        """
+        Q, K, V = self._projected(x)
+        if self.dense:
+            return np.ones(K.shape[:3], bool)
+        _, certificate = pruned_attention(Q, K, V, return_certificate=True, **self.options)
+        return np.asarray(certificate.kept.cpu())
+
+
+class Pruning:
+    """What `prune` did to a model, and the way to take it off; also as a block, ``with prune(model, ...):``.
+
+    Attributes
+    ----------
+    layers : tuple of str
+        The names of the layers that are pruned, in the order of the model; empty once it is taken off.
+
+    Examples
+    --------
+    >>> import timm
+    >>> from levattn.integrations.timm import prune
+    >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2)
+    >>> pruning = prune(timm.create_model("vit_tiny_patch16_224", **options), budget=0.25)
+    >>> pruning.layers
+    ('blocks.0.attn', 'blocks.1.attn')
+    >>> pruning.remove()
+    """
+
+    def __init__(self, changed: dict[str, Any]) -> None:
+        self._changed = changed
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers that are pruned."""
+        return tuple(self._changed)
+
+    def remove(self) -> None:
+        """Let the layers attend to all keys again, as timm does. A second call does nothing."""
+        for layer in self._changed.values():
+            layer.__class__ = Attention
+            for name in ("options", "dense"):
+                layer.__dict__.pop(name, None)
+        self._changed = {}
+
+    def __enter__(self) -> Pruning:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | None = None, **options: Any) -> Pruning:
+    """Let layers of a vision transformer attend to a few patches, and to summaries of the others.
+
+    Each layer of the class `timm.layers.Attention` computes `levattn.attention.pruned_attention` of its own queries,
+    keys and values. Nothing is trained, and parameters stay the same objects with the same names.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of timm, e.g. a ViT or DeiT. It is changed in place.
+    budget : int or float, optional
+        Slots of each query, or in (0, 1] the share of the tokens; 1.0 is dense. Or give `size` or `epsilon`.
+    layers : iterable of int, optional
+        Numbers of the layers of attention to prune, from 0; all if None.
+    **options
+        Others of `pruned_attention`: size, epsilon, summaries, window, sinks, scores, center, f. The class token and
+        registers are kept by ``sinks``, as many as the model has, if not given.
+
+    Returns
+    -------
+    Pruning
+        The names of the layers, and the way to take the pruning off.
+
+    Raises
+    ------
+    TypeError, ValueError
+        By the options; if the model has no layer of this class, is pruned already, or has other layers of attention,
+        which are named (those of Eva, Beit, Swin and others). The model is then as it was.
+
+    Examples
+    --------
+    >>> import timm, torch
+    >>> from levattn.integrations.timm import prune
+    >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    >>> model = timm.create_model("vit_tiny_patch16_224", **options).eval()
+    >>> images = torch.randn(2, 3, 32, 32)
+    >>> dense = model(images)
+    >>> with prune(model, budget=0.5, window=0):
+    ...     few = model(images)
+    >>> torch.equal(model(images), dense), torch.equal(few, dense)
+    (True, False)
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}; expected a torch.nn.Module of timm")
+    options = {"budget": budget, "sinks": getattr(model, "num_prefix_tokens", None), **options}
+    options = _checked({name: value for name, value in options.items() if value is not None})
+    there = _layers_of(model)
+    names = list(there)
+    if layers is not None:
+        wanted = list(layers)
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < len(names) for i in wanted):
+            raise ValueError(
+                f"layers is {wanted}; expected numbers from 0 to {len(names) - 1}, of layers of attention"
+            )
+        names = [names[i] for i in sorted(set(wanted))]
+    changed = {name: there[name] for name in names}
+    for layer in changed.values():
+        layer.__class__ = LevAttention
+        layer.options, layer.dense = options, False
+    return Pruning(changed)
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of selection, or raise."""
+    known = {"budget", "size", "epsilon", "summaries", "window", "sinks", "scores", "center", "f"}
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(f"{', '.join(unknown)} was given; expected options among {', '.join(sorted(known))}")
+    if not isinstance(options.get("scores", "residual"), str):
+        raise TypeError(f"scores is of type {type(options['scores']).__name__}; expected the name of a kind of scores")
+    pruned_attention(*torch.zeros(3, 0, 1), **options)
+    return dict(options)
+
+
+def _layers_of(model: Any) -> dict[str, Any]:
+    """Return the layers of timm's own class by their names, or raise."""
+    there, others = {}, set()
+    for name, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, Prunable):
+            raise ValueError(f"{name} of the model is pruned already; expected a model that is not")
+        if kind is Attention:
+            there[name] = module
+        elif _attends(kind.__name__.lower()):
+            others.add(f"{kind.__module__}.{kind.__name__}")
+    if others or not there:
+        found = f"layers of {', '.join(sorted(others))}" if others else "no layer of attention"
+        raise ValueError(
+            f"the model is a {type(model).__name__} with {found}; expected timm.layers.Attention in all its blocks, "
+            "as ViT and DeiT have"
+        )
+    return there
+
+
+def _attends(name: str) -> bool:
+    """Tell by the name of a class whether it attends; a pool reads what all layers made, by a query of its own."""
+    return ("attn" in name or "attention" in name) and "pool" not in name
+
+
+def kept_patches(model: Any, images: Any) -> npt.NDArray[np.bool_]:
+    """Return which patches the heads of a pruned model attend to exactly, whatever the query.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model of timm that `prune` changed, or that was made with `LevAttention`. It is called once.
+    images : tensor of shape (B, channels, height, width)
+        What it is called with.
+
+    Returns
+    -------
+    array of bool, shape (layers, B, H, rows, columns)
+        True for a patch that is selected, in each layer that is pruned; class tokens and registers are left out.
+
+    Raises
+    ------
+    ValueError
+        If no layer is pruned, or the tokens do not lie on a grid.
+
+    Examples
+    --------
+    >>> import timm, torch
+    >>> from levattn.integrations.timm import kept_patches, prune
+    >>> options = dict(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    >>> model = timm.create_model("vit_tiny_patch16_224", **options).eval()
+    >>> _ = prune(model, size=6, scores="leverage")
+    >>> kept = kept_patches(model, torch.randn(1, 3, 32, 32))
+    >>> kept.shape, kept.sum(axis=(3, 4)).tolist()
+    ((2, 1, 2, 8, 8), [[[6, 6]], [[6, 6]]])
+    """
+    layers = [module for module in model.modules() if isinstance(module, LevAttention)]
+    if not layers:
+        raise ValueError(f"model is a {type(model).__name__} without a pruned layer; expected one that prune changed")
+    found: list[Any] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, arguments: found.append(layer.kept(arguments[0])))
+        for layer in layers
+    ]
+    try:
+        with torch.no_grad():
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    flags = np.stack(found)[..., int(getattr(model, "num_prefix_tokens", 0)) :]
+    embed = model.patch_embed
+    rows, columns = (-(-size // patch) for size, patch in zip(images.shape[-2:], embed.patch_size, strict=True))
+    if rows * columns != flags.shape[-1]:
+        raise ValueError(
+            f"{flags.shape[-1]} tokens are no grid of {rows} × {columns} patches; expected a model that keeps all"
+        )
+    return flags.reshape(*flags.shape[:-1], rows, columns)

@@ -1,0 +1,132 @@
+"""What attention modules of transformers are called with: names of caches, keywords, masks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+import torch
+
+__all__ = [
+    "cache_among",
+    "given_to",
+    "layer_of",
+    "numbers_among",
+    "parameters_of",
+    "refuse",
+    "seen_by",
+    "takes_cache",
+]
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")  # what attention modules call their cache
+_HARMLESS = {
+    "cache_position",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+_REFUSED = {
+    "cache": "the paged cache of continuous batching",
+    "cu_seq_lens_k": "packed sequences",
+    "cu_seq_lens_q": "packed sequences",
+    "encoder_hidden_states": "cross-attention",
+    "head_mask": "a mask of heads",
+    "indices": "keys selected for each query",
+    "max_length_k": "packed sequences",
+    "max_length_q": "packed sequences",
+    "output_attentions": "attention weights, which are never formed",
+    "position_bias": "biases of relative positions",
+    "s_aux": "attention sinks",
+    "softcap": "bounded logits",
+}
+_HIDDEN = -1e4  # what is added to a logit that is masked is at most this
+
+
+def layer_of(module: Any) -> str:
+    """Return what messages call an attention module."""
+    number = getattr(module, "layer_idx", None)
+    return type(module).__name__ if number is None else f"{type(module).__name__} {number}"
+
+
+def parameters_of(module: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the names that the forward of a module takes, and whether it takes others besides."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(p.name for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def given_to(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def cache_among(given: dict[str, Any]) -> Any:
+    """Return the cache that a module was called with, or None."""
+    return next((given[name] for name in _CACHES if given.get(name) is not None), None)
+
+
+def takes_cache(names: tuple[str, ...]) -> bool:
+    """Tell whether a module with these parameters reads a cache."""
+    return any(name in names for name in _CACHES)
+
+
+def refuse(layer: str, dropout: float, others: dict[str, Any], *, attention: str, remedy: str) -> None:
+    """Raise for whatever an attention of ours would ignore."""
+    if dropout:
+        raise ValueError(
+            f"{layer} drops attention weights with probability {dropout}; expected none, as {attention} drops none. "
+            "Set attention_dropout = 0 in the config and the layers, or call model.eval()"
+        )
+    for name, value in others.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        what = _REFUSED.get(name, "which is not known here")
+        raise ValueError(
+            f"{layer} passes {name} to its attention ({what}); expected nothing that {attention} would ignore. "
+            f"Leave it out, or {remedy}"
+        )
+
+
+def seen_by(mask: Any, keys: int) -> Any:
+    """Return which keys each row may see, (B, T or 1, U) bool, or (B, U) where a mask is of padding alone.
+
+    The masks of transformers are bool, or added to logits. U is at least the number of `keys`.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < keys:
+        shown = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"a layer was given the attention mask {shown}; expected (B, U) or (B, 1, T, U). Give the model an "
+            "attention_mask of shape (batch, positions)"
+        )
+    if mask.ndim == 2:
+        return mask.bool()
+    if mask.shape[1] != 1:
+        raise ValueError(
+            f"a layer was given the attention mask {tuple(mask.shape)}, one for each head; expected (B, 1, T, U). "
+            "Give the model an attention_mask of shape (batch, positions)"
+        )
+    mask = mask[:, 0]
+    if mask.dtype == torch.bool:
+        return mask
+    if ((mask != 0) & (mask > _HIDDEN)).any():
+        raise ValueError(
+            "the attention mask adds numbers to logits that are neither 0 nor those of a masked position (biases of "
+            "positions); expected a mask of padding. Leave them out, or use the base model"
+        )
+    return mask == 0
+
+
+def numbers_among(name: str, value: Any, among: list[int]) -> list[int]:
+    """Return different numbers of those there are, ascending, or raise; None stands for all."""
+    if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+        raise TypeError(f"{name} is {value!r}; expected numbers of {name}, e.g. [{value!r}], or None for all")
+    numbers = among if value is None else list(value)
+    if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
+        raise TypeError(f"{name} is {numbers}; expected whole numbers among {among}")
+    if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(among):
+        raise ValueError(f"{name} is {numbers}; expected different numbers among {among}, at least one")
+    return sorted(int(number) for number in numbers)

@@ -1,0 +1,171 @@
+"""Budgets chosen for a wanted loss: reached as promised, the same in every run, and read back from files."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from levattn.integrations.transformers import Calibration, calibrate, prune  # noqa: E402
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, initializer_range=0.5, **SIZES))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, eos_token_id=None, **SIZES
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def batch(*shape, padded=0):
+    ids = torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, shape[1] - padded :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def embeddings(model, inputs):
+    with torch.no_grad():
+        states = model(**inputs).last_hidden_state.double()
+    mask = inputs["attention_mask"][..., None]
+    return (states * mask).sum(1) / mask.sum(1)
+
+
+@pytest.mark.parametrize("target", [1e-4, 1e-2])
+def test_embeddings_are_as_near_as_was_wanted(encoder, target):
+    inputs = batch(3, 48, padded=9)
+    chosen = calibrate(encoder, inputs, target=target, budgets=(0.15, 0.3, 0.6))
+    dense = embeddings(encoder, inputs)
+    with prune(encoder, chosen):
+        mine = embeddings(encoder, inputs)
+    loss = float((1 - torch.nn.functional.cosine_similarity(mine, dense, dim=-1)).mean())
+    assert loss == pytest.approx(chosen.reached, abs=1e-9)
+    assert loss <= target
+    assert set(chosen) == {(layer, head) for layer in range(2) for head in range(4)}
+
+
+def test_a_looser_target_takes_no_larger_budgets(encoder):
+    inputs = batch(2, 48)
+    means = [calibrate(encoder, inputs, target=target, budgets=(0.2, 0.5)).mean for target in (1e-5, 1e-3, 1.9)]
+    assert means[0] >= means[1] >= means[2]
+    assert means[2] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("metric", ["logits", "perplexity"])
+def test_decoders(decoder, metric):
+    inputs = [batch(1, 40), batch(1, 33)]
+    chosen = calibrate(decoder, inputs, target=0.02, metric=metric, budgets=(0.3, 0.6), sinks=1)
+    assert chosen.reached <= 0.02
+    assert chosen.options == {"sinks": 1}
+    with torch.no_grad():
+        dense = [decoder(**one).logits.double().log_softmax(-1) for one in inputs]
+        with prune(decoder, chosen):
+            mine = [decoder(**one).logits.double().log_softmax(-1) for one in inputs]
+    if metric == "logits":
+        sums = [(a.exp() * (a - b)).sum(-1) for a, b in zip(dense, mine, strict=True)]
+        loss = sum(float(x.sum()) for x in sums) / sum(x.numel() for x in sums)
+    else:
+        bits = []
+        for found in (mine, dense):
+            rows = [x[:, :-1].gather(-1, one["input_ids"][:, 1:, None]) for x, one in zip(found, inputs, strict=True)]
+            bits.append(-sum(float(x.sum()) for x in rows) / sum(x.numel() for x in rows))
+        loss = math.exp(bits[0] - bits[1]) - 1
+    assert loss == pytest.approx(chosen.reached, abs=1e-9)
+
+
+def test_the_same_in_every_run(encoder):
+    inputs = batch(2, 40)
+    first, second = (calibrate(encoder, inputs, target=0.003, budgets=(0.2, 0.4)) for _ in range(2))
+    assert dict(first) == dict(second)
+    assert first.reached == second.reached
+
+
+def test_layers_that_are_not_named_stay_dense(encoder):
+    chosen = calibrate(encoder, batch(1, 40), target=1.9, budgets=(0.2,), layers=[1], heads=[0, 2])
+    assert dict(chosen) == {(1, 0): 0.2, (1, 2): 0.2}
+
+
+def test_progress_counts_the_calls(encoder):
+    seen = []
+    calibrate(
+        encoder, batch(1, 30), target=1.9, budgets=(0.3,), progress=lambda done, total: seen.append((done, total))
+    )
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert seen[-1][0] <= seen[-1][1]
+
+
+def test_a_file_gives_it_back(tmp_path):
+    chosen = Calibration({(1, 0): 0.25, (0, 3): 1.0}, "BertModel", "embedding", 0.01, 0.004, {"window": 4})
+    chosen.save(tmp_path / "a.json")
+    again = Calibration.load(tmp_path / "a.json")
+    assert dict(again) == {(0, 3): 1.0, (1, 0): 0.25}
+    kept = (chosen.model, chosen.metric, chosen.target, chosen.reached, chosen.options)
+    assert (again.model, again.metric, again.target, again.reached, again.options) == kept
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "else"}, "does not begin as one"),
+        ({"version": 2}, "version 2"),
+        ({"metric": "none"}, "model or metric"),
+        ({"budgets": [[0, 0, 1.5]]}, "budget 1.5 is not in"),
+        ({"budgets": [[0, -1, 0.5]]}, "no numbers of a layer"),
+        ({"budgets": [[0, 0, 0.5], [0, 0, 0.5]]}, "there twice"),
+        ({"budgets": [[0, 0.5]]}, "no calibration"),
+        ({"reached": "0"}, "target or reached"),
+        ({"options": 3}, "options are no mapping"),
+    ],
+)
+def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):
+    path = tmp_path / "a.json"
+    Calibration({(0, 0): 0.25}, "BertModel", "embedding", 0.01, 0.004).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        Calibration.load(path)
+
+
+def test_broken_files_are_refused(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 0}, "target is 0"),
+        ({"target": 0.1, "metric": "loss"}, "metric is 'loss'"),
+        ({"target": 0.1, "budgets": (2,)}, "budgets has 2"),
+        ({"target": 0.1, "metric": "logits"}, "returns no logits"),
+    ],
+)
+def test_errors(encoder, options, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(encoder, batch(1, 20), **options)
+
+
+def test_no_batches_and_training_mode(encoder, decoder):
+    with pytest.raises(ValueError, match="inputs is empty"):
+        calibrate(encoder, [], target=0.1)
+    decoder.train()
+    try:
+        with pytest.raises(ValueError, match="training mode"):
+            calibrate(decoder, batch(1, 20), target=0.1, metric="logits")
+    finally:
+        decoder.eval()

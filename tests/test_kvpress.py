@@ -1,0 +1,130 @@
+"""Presses of kvpress: which keys stay in the cache, and which are masked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from naive import leverage_svd as naive_scores
+
+pytest.importorskip("kvpress")
+torch = pytest.importorskip("torch")
+
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from levattn.integrations.kvpress import LeveragePress, universal_press  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens(*shape):
+    return torch.randint(0, 97, shape, generator=torch.Generator().manual_seed(1))
+
+
+def keys_after(model, press, ids, **others):
+    cache = DynamicCache()
+    with torch.no_grad(), press(model):
+        model(ids, past_key_values=cache, **others)
+    return [layer.keys for layer in cache.layers]
+
+
+def dense_keys(model, ids, **others):
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache, **others)
+    return [layer.keys for layer in cache.layers]
+
+
+def exact(K):
+    return np.stack([[naive_scores(head.double().numpy()) for head in item] for item in K])
+
+
+def test_a_press_keeps_the_keys_of_largest_leverage_and_the_first(model):
+    ids = tokens(2, 48)
+    kept = keys_after(model, LeveragePress(0.5, sinks=3), ids)[0]
+    K = dense_keys(model, ids)[0]
+    scores = exact(K)
+    scores[..., :3] = 2
+    assert kept.shape == (2, 2, 24, 16)
+    for b in range(2):
+        for h in range(2):
+            best = np.sort(np.argsort(-scores[b, h], kind="stable")[:24])
+            found = [int((K[b, h] == row).all(-1).nonzero()[0, 0]) for row in kept[b, h]]
+            assert sorted(found) == best.tolist()
+
+
+def test_scores_are_leverage_scores_whatever_the_scale_and_the_other_items():
+    K = torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(0))
+    K[1] *= 1e-3
+    scores = LeveragePress(sinks=0).score(None, None, K, None, None, {})
+    assert scores.dtype == torch.float32
+    np.testing.assert_allclose(scores.numpy(), exact(K), rtol=1e-5, atol=1e-7)
+    alone = LeveragePress(sinks=0).score(None, None, K[1:], None, None, {})
+    assert torch.equal(alone, scores[1:])
+
+
+def test_a_key_alone_in_its_direction_is_kept():
+    """The sketched press of kvpress ranks such keys last; see docs on what it under-estimates."""
+    K = torch.randn(1, 1, 2000, 64, generator=torch.Generator().manual_seed(0))
+    K[..., -1] = 0
+    K[0, 0, 77] = 0
+    K[0, 0, 77, -1] = 0.1
+    scores = LeveragePress(sinks=0).score(None, None, K, None, None, {})
+    assert scores[0, 0, 77] == pytest.approx(1, abs=1e-6)
+    assert scores.argmax() == 77
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 0.5])
+def test_the_threshold_form_masks_exactly_what_is_below_outside_the_window(model, epsilon):
+    ids = tokens(1, 64)
+    press = universal_press(epsilon, sliding_window_size=8, sinks=4)
+    below = exact(dense_keys(model, ids)[0]) < epsilon
+    keys_after(model, press, ids)
+    below[..., :4] = below[..., -8:] = False
+    masked = model.model.layers[0].self_attn.masked_key_indices
+    found = np.zeros_like(below)
+    found[tuple(index.numpy() for index in masked)] = True
+    np.testing.assert_array_equal(found, below)
+
+
+def test_padded_keys_take_no_part():
+    K = torch.randn(1, 1, 20, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    mask[..., :6] = False
+    scores = LeveragePress(sinks=2).score(None, None, K, None, None, {"attention_mask": mask})
+    assert (scores[..., :6] == 0).all()
+    assert (scores[..., 6:8] == 2).all()
+    np.testing.assert_allclose(scores[0, 0, 8:].numpy(), naive_scores(K[0, 0, 6:].double().numpy())[2:], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression_ratio": 1.0}, "compression_ratio is 1.0"),
+        ({"sinks": -1}, "sinks is -1"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        LeveragePress(**options)
+
+
+def test_thresholds_out_of_range():
+    with pytest.raises(ValueError, match="epsilon is 0"):
+        universal_press(0)
+    with pytest.raises(ValueError, match="sliding_window_size is -1"):
+        universal_press(0.1, sliding_window_size=-1)
