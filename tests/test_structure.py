@@ -65,6 +65,7 @@ HOMES = {
     "torch": ("_array", *FROM_LEVEL_5),
     "transformers": FROM_LEVEL_5,
     "timm": FROM_LEVEL_5,
+    "kvpress": ("integrations.kvpress",),
     "dask": FROM_LEVEL_5,
     "distributed": FROM_LEVEL_5,
     "ml_dtypes": ("_array", "io", "io.*", "datasets"),
@@ -91,9 +92,11 @@ EAGER = {
         "integrations.transformers",
         "integrations.transformers.*",
         "integrations.timm",
+        "integrations.kvpress",
     ),
     "transformers": ("integrations.transformers", "integrations.transformers.*"),
     "timm": ("integrations.timm",),
+    "kvpress": ("integrations.kvpress",),
 }
 
 # The compiler's flags are chosen in one module; the rest of the kernels uses its decorators.

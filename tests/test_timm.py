@@ -171,7 +171,7 @@ def test_kept_patches_are_drawn_over_the_image() -> None:
     prune(model, size=5, scores="leverage")
     kept = kept_patches(model, X)[:, 0]
     figure, ((ax,),) = plots.new_figure()
-    display = plots.KeptPatchesDisplay.from_kept(kept, np.clip(X[0].permute(1, 2, 0), 0, 1), ax=ax)
+    display = plots.KeptPatchesDisplay.from_kept(kept, X[0].permute(1, 2, 0).clamp(0, 1).numpy(), ax=ax)
     np.testing.assert_allclose(display.share, kept.mean(axis=(0, 1)))
     picture, overlay = ax.get_images()
     assert picture.get_array().shape == (32, 32, 3)

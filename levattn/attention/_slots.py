@@ -34,7 +34,7 @@ class Slots:
     --------
     >>> from levattn.attention import Slots
     >>> Slots.of(0.2, 512)
-    Slots(selected=24, summaries=61, window=8, sinks=0, chunk=0)
+    Slots(selected=17, summaries=68, window=8, sinks=0, chunk=0)
     >>> Slots.of(0.2, 512).total
     102
     """
@@ -53,7 +53,10 @@ class Slots:
 
     @classmethod
     def of(cls, budget: float, n: int, *, causal: bool = False) -> Slots:
-        """Split a budget: about a sixth for the keys near a query, three fifths for summaries, the rest by scores.
+        """Split a budget: two fifths at most for the keys near a query, four fifths of the rest for summaries.
+
+        What is left is selected by scores. (On a pretrained encoder nearness counts most where slots are few, and
+        summaries where there are many; examples/pruning.)
 
         Parameters
         ----------
@@ -82,9 +85,9 @@ class Slots:
             window = total // 4 - chunk if total >= 8 else 0
             summaries = total * 2 // 5
             return cls(total - summaries - window - chunk, summaries, window, 0, chunk)
-        window = max(0, min(_NEAR, (total // 6 - 1) // 2))
+        window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
         near = 2 * window + 1 if window else 0
-        summaries = total * 3 // 5
+        summaries = (total - near) * 4 // 5
         return cls(total - near - summaries, summaries, window)
 
 

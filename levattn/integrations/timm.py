@@ -153,6 +153,11 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
 class Pruning:
     """What `prune` did to a model, and the way to take it off; also as a block, ``with prune(model, ...):``.
 
+    Parameters
+    ----------
+    changed : dict of str to LevAttention
+        The layers that are pruned, by their names.
+
     Attributes
     ----------
     layers : tuple of str

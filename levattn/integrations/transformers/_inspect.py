@@ -13,8 +13,6 @@ from levattn.integrations.transformers._prune import observed
 from levattn.integrations.transformers._prune_heads import Arrays
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from levattn.plots import LayerHeadDisplay
 
 __all__ = ["Inspection", "inspect_model"]
@@ -74,7 +72,7 @@ class Inspection:
         """
         return {"model": self.model, "epsilon": self.epsilon, "heads": self.rows}
 
-    def plot(self, value: str = "captured", ax: Axes | None = None) -> LayerHeadDisplay:
+    def plot(self, value: str = "captured", ax: Any = None) -> LayerHeadDisplay:
         """Draw one of the figures for all layers and heads.
 
         Parameters
@@ -141,7 +139,14 @@ def inspect_model(
 
     Examples
     --------
-    See `Inspection`.
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from levattn.integrations.transformers import inspect_model
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
+    >>> model = BertModel(BertConfig(num_attention_heads=2, **sizes)).eval()
+    >>> found = inspect_model(model, {"input_ids": torch.arange(40)[None]}, layers=[1])
+    >>> [(row["layer"], row["head"]) for row in found.rows]
+    [(1, 0), (1, 1)]
     """
     found: dict[int, list[Arrays]] = {}
 

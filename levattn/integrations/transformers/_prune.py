@@ -78,8 +78,8 @@ def prune(
     budget : int, float in (0, 1], mapping or Calibration, optional
         Slots of each query, their number or the share of the keys of its sequence, as for `pruned_attention`; 1.0
         is dense. A mapping from layers, or from pairs (layer, head), to budgets names what is pruned: the rest is
-        dense. A `Calibration` is such a mapping, and brings the options that it was made with, which are left out then.
-        One of budget, size and epsilon is given.
+        dense. A `Calibration` is such a mapping, and brings the options that it was made with, which are left out
+        then. One of budget, size and epsilon is given.
     layers : iterable of int, optional
         Numbers of the layers to prune, from 0; all that the model goes through if None.
     heads : iterable of int, optional
@@ -91,7 +91,8 @@ def prune(
         prompts of any length, given in chunks. All heads of a layer are pruned then, and nothing is measured.
     measure : bool, optional
         Whether the report compares some queries of each call with dense attention (at most 64), and takes the time;
-        True if not given, unless `stream`. This costs about as much again as the call, or O(n) for a step of decoding; without it, only calls are counted.
+        True if not given, unless `stream`. This costs about as much again as the call, or O(n) for a step of
+        decoding; without it, only calls are counted.
     example : mapping of str to array, optional
         Inputs of the model to try it with; by default three tokens, or an image of zeros.
 
@@ -141,7 +142,9 @@ def prune(
     """
     check_model(model)
     if measure and stream:
-        raise ValueError("measure and stream are True; expected one of them: without all keys there is no dense attention")
+        raise ValueError(
+            "measure and stream are True; expected one of them: without all keys there is no dense attention"
+        )
     options: dict[str, Any] = {
         "size": size,
         "epsilon": epsilon,
@@ -172,8 +175,8 @@ def prune(
         tally = Tally(there[number].heads)
         if stream and any(group.dense for group in groups):
             raise ValueError(
-                f"stream is True and heads of layer {number} are dense; expected all heads of a layer to be pruned, as "
-                "dense ones need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
+                f"stream is True and heads of layer {number} are dense; expected all heads of a layer to be pruned, "
+                "as dense ones need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
             )
         measured = not stream if measure is None else bool(measure)
         parts.append(Part(number, pruning, groups, rule, tally, measured, bool(stream)))
@@ -193,7 +196,9 @@ def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, 
         )
     unknown = sorted(set(calibration.options) - set(options))
     if unknown:
-        raise ValueError(f"budget is a Calibration with the options {', '.join(unknown)}; expected those of prune alone")
+        raise ValueError(
+            f"budget is a Calibration with the options {', '.join(unknown)}; expected those of prune alone"
+        )
     return {**options, **calibration.options}
 
 

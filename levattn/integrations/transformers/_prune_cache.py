@@ -182,7 +182,8 @@ def pruned_layer_for(cache: Any, index: int, stream: bool) -> PrunedLayer:
     stream: whether it is to hold nothing else.
     """
     kinds = (_FullStreamedLayer, _SlidingStreamedLayer) if stream else (_FullPrunedLayer, _SlidingPrunedLayer)
-    return replaced(cache, index, *kinds, "the states of pruned attention")  # type: ignore[no-any-return]
+    layer = replaced(cache, index, kinds[0], kinds[1], "the states of pruned attention")
+    return layer  # type: ignore[no-any-return]
 
 
 def of_sequences(state: PrunedState, chosen: Any) -> PrunedState:

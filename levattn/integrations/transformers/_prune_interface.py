@@ -232,9 +232,7 @@ def _now(like: Any) -> float:
     return perf_counter()
 
 
-def _pattern(
-    layer: str, mask: Any, rows: int, keys: int, causal: bool, *, whole: bool
-) -> tuple[Any, bool]:
+def _pattern(layer: str, mask: Any, rows: int, keys: int, causal: bool, *, whole: bool) -> tuple[Any, bool]:
     """Return which keys are there, (B, keys) bool or None for all, and whether attention is causal.
 
     causal: what it is if the mask does not tell. whole: whether no mask says that all keys are there, and rows last.

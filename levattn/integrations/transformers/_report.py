@@ -12,8 +12,6 @@ from levattn.integrations.transformers._prune_sample import Tally
 from levattn.io import replace_file
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from levattn.plots import LayerHeadDisplay
 
 __all__ = ["REPORT", "PruneReport"]
@@ -126,7 +124,12 @@ class PruneReport:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the model, the options and the rows of `table` as plain numbers, strings and lists."""
+        """Return the model, the options and the rows of `table` as plain numbers, strings and lists.
+
+        Returns
+        -------
+        dict
+        """
         return {"model": self.model, "options": self.options, "heads": self.table()}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
@@ -140,7 +143,7 @@ class PruneReport:
         with replace_file(path) as stream:
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())
 
-    def plot(self, value: str = "captured", ax: Axes | None = None) -> LayerHeadDisplay:
+    def plot(self, value: str = "captured", ax: Any = None) -> LayerHeadDisplay:
         """Draw one of the figures for all layers and heads.
 
         Parameters
