@@ -3,8 +3,9 @@
 The shape of Table 1 of the LevAttention paper (arXiv:2410.05462), on scikit-learn's 1797 images of 8 × 8 pixels, a
 token for each pixel. One transformer has softmax attention over all 64 keys. Others are trained with attention to 8 of
 them (12 %) in each head, all alike but for what these are chosen by; the first 15 % of their steps have all keys (the
-warm start). And the softmax transformer is pruned the same ways at inference alone. All have the same parameters, the same
-first weights, and see the same images in the same order; each of three seeds is judged on another third of the images.
+warm start). And the softmax transformer is pruned the same ways at inference alone. All have the same parameters, the
+same first weights, and see the same images in the same order; each of three seeds is judged on another third of the
+images.
 
     python examples/pruning/vit_digits.py [--quick] [--seeds 3] [--epochs 20] [--slots 8] [--side 8] [--jobs 1]
         [--out build/pruning]
@@ -228,7 +229,7 @@ def _drawn(results: dict[str, Any]) -> Any:
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.set(xlabel="accuracy, %", xlim=(0, 100))
-    ax.legend(fontsize="small")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3, fontsize="small", frameon=False)
     return figure
 
 
