@@ -129,6 +129,8 @@ def test_a_file_gives_it_back(tmp_path):
         ({"budgets": [[0, 0.5]]}, "no calibration"),
         ({"reached": "0"}, "target or reached"),
         ({"options": 3}, "options are no mapping"),
+        ({"options": {"scores": [1]}}, "more than numbers and names"),
+        ({"target": 10**400}, "no calibration"),
     ],
 )
 def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):
@@ -151,13 +153,18 @@ def test_broken_files_are_refused(tmp_path):
     [
         ({"target": 0}, "target is 0"),
         ({"target": 0.1, "metric": "loss"}, "metric is 'loss'"),
-        ({"target": 0.1, "budgets": (2,)}, "budgets has 2"),
+        ({"target": 0.1, "budgets": (1.0,)}, "budgets has 1.0"),
         ({"target": 0.1, "metric": "logits"}, "returns no logits"),
     ],
 )
 def test_errors(encoder, options, message):
     with pytest.raises(ValueError, match=message):
         calibrate(encoder, batch(1, 20), **options)
+
+
+def test_options_that_prune_would_not_take_from_a_calibration(encoder):
+    with pytest.raises(TypeError, match="stream is no option here"):
+        calibrate(encoder, batch(1, 20), target=0.1, stream=True)
 
 
 def test_no_batches_and_training_mode(encoder, decoder):

@@ -782,3 +782,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("budget", [0.5, 40, 50, 60])
+def test_padding_does_not_change_what_a_budget_covers(budget):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    config = transformers.EsmConfig(num_attention_heads=4, initializer_range=0.3, pad_token_id=1, **sizes)
+    model = transformers.EsmModel(config, add_pooling_layer=False).eval()
+    ids = torch.randint(4, 61, (2, 100), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 50:] = 0
+    with torch.no_grad(), prune(model, budget=budget, measure=False):
+        both = model(ids, attention_mask=mask).last_hidden_state[1, :50]
+        alone = model(ids[1:, :50], attention_mask=mask[1:, :50]).last_hidden_state[0]
+    torch.testing.assert_close(both, alone, atol=1e-5, rtol=1e-5)

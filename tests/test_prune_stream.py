@@ -116,6 +116,32 @@ def test_what_needs_all_keys_is_refused(model):
             cache.crop(10)
 
 
+def test_a_cache_of_states_does_not_outlive_the_pruning(model):
+    cache = cache_of(model)
+    with torch.no_grad():
+        with prune(model, budget=32, stream=True):
+            model(tokens(1, 40), past_key_values=cache)
+        with pytest.raises(ValueError, match="or the pruning was removed"):
+            model(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_positions_in_the_cache_cannot_be_left_out_later(model, stream):
+    mask = torch.ones(1, 41, dtype=torch.int64)
+    mask[0, 5:20] = 0
+    with torch.no_grad(), prune(model, budget=32, stream=stream):
+        cache = cache_of(model)
+        model(tokens(1, 40), past_key_values=cache)
+        with pytest.raises(ValueError, match="leaves out other positions than before"):
+            model(tokens(1, 1), past_key_values=cache, attention_mask=mask)
+
+
+def test_encoders_have_no_streams():
+    encoder = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, **SIZES)).eval()
+    with pytest.raises(ValueError, match="is not causal"):
+        prune(encoder, budget=8, stream=True)
+
+
 def test_the_keys_kept_by_threshold_are_those_of_the_stream():
     """The set that a state holds is the universal set of one pass, but for keys that are recent."""
     rng = np.random.default_rng(0)

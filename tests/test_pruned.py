@@ -889,3 +889,37 @@ def test_states_of_other_arrays_are_named() -> None:
     own = pruned_attention(*SMALL, size=2, scores=np.ones(10), causal=True, return_state=True)[1]
     with pytest.raises(ValueError, match="scores are given in only one"):
         pruned_attention(*SMALL, causal=True, state=own)
+
+
+def test_causal_bounds_hold_for_values_that_grow():
+    rng = np.random.default_rng(0)
+    Q, K, V = rng.standard_normal((3, 200, 8))
+    V = V * np.where(np.arange(200) < 128, 1e-3, 1.0)[:, None] + 100.0 * (np.arange(200) >= 128)[:, None]
+    options = {"size": 8, "summaries": 4, "causal": True, "chunk": 64}
+    Y, certificate = pruned_attention(Q, K, V, return_certificate=True, **options)
+    E = np.tril(np.exp(Q @ K.T / np.sqrt(8)))
+    off = np.linalg.norm(Y - E @ V / E.sum(axis=1, keepdims=True), axis=1)
+    assert (off <= certificate.error_bound + 1e-9).all()
+
+
+@pytest.mark.parametrize("budget", [0.5, 20, 60])
+def test_a_budget_is_of_the_keys_that_are_there(budget):
+    rng = np.random.default_rng(0)
+    Q, K, V = rng.standard_normal((3, 100, 8))
+    there = np.arange(100) < 50
+    found = pruned_attention(Q, K, V, budget=budget, mask=there)
+    np.testing.assert_allclose(found[:50], pruned_attention(Q[:50], K[:50], V[:50], budget=budget), atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_thresholds_hold_ties_within_rounding(causal):
+    rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((4, 4)))[0]
+    K = np.tile(np.eye(4), (20, 1)) @ rotation  # each direction twenty times: scores of 1/20 to rounding
+    options = {"epsilon": 0.05, "scores": "leverage", "center": False, "causal": causal}
+    if causal:
+        _, state = pruned_attention(K, K, K, return_state=True, chunk=80, **options)
+        kept = state.parts[0].kept_places
+        assert kept.shape[1] == 80
+    else:
+        _, certificate = pruned_attention(K, K, K, return_certificate=True, **options)
+        np.testing.assert_array_equal(certificate.kept, levattn.universal_set(K, 0.05).mask)

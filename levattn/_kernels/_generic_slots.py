@@ -227,6 +227,7 @@ def _with_summaries(
     weight = weight - xp.matmul(out, member)
     inner = inner - offset - xp.matmul(out * (near - log_w[:, None, :]), member)
     left = held.count[:, None, :] - xp.matmul(xp.astype(within, dtype), member) > 0.5
+    left = left & (weight > 0)  # where all but light members are taken out, rounding may be what is left
     divisor = xp.where(left, weight, xp.ones_like(weight))
     mean = inner / divisor
     here = xp.concat([*flags, left & xp.ones_like(mean, dtype=xp.bool)], axis=-1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -16,12 +19,23 @@ from levattn.attention._certificate import PrunedCertificate, bounded, detached,
 from levattn.attention._choice import Sums, chosen, flips, grouped, measured, rows_of, scored
 from levattn.attention._common import Prepared, check_sizes, dense, prepare, reshaped
 from levattn.attention._heads import Heads, heads_of
-from levattn.attention._pruned_state import Part, PrunedState, Rule, converted, empty_part, picked, radii, stepped
+from levattn.attention._pruned_state import (
+    Part,
+    PrunedState,
+    Rule,
+    arrays_of,
+    converted,
+    empty_part,
+    picked,
+    radii,
+    stepped,
+)
 from levattn.attention._slots import slots_for
 from levattn.attention._space import device_of, namespace_of, without_gradient
 from levattn.attention._window import check_scale
 from levattn.functions import Power
 from levattn.leverage import leverage_scores
+from levattn.universal import universal_set
 
 __all__ = ["pruned_attention"]
 
@@ -82,14 +96,16 @@ def pruned_attention(
     V : array of shape (..., G, n, D)
         Values.
     budget : int or float, optional
-        Slots for each query, their number or, as a float in (0, 1], the share of the n keys; what `summaries`,
+        Slots for each query, their number or, as a float in (0, 1], the share of the keys that are there (if `causal`:
+        of the n positions of the call); what `summaries`,
         `window`, `sinks` and `chunk` leave open is split as `Slots.of` says. One of budget, size and epsilon is given.
         A number that covers all keys is split nevertheless if a state is returned, as more may come.
     size : int, optional
         Keys selected for each head of the keys: those with the largest scores, of equal ones the first.
     epsilon : float, optional
-        Or: all keys with a score of at least this. With ``scores="leverage"`` and ``center=False`` these are the
-        universal set of f(x) = x² (of the keys so far, if `causal`).
+        Or: all keys with a score of at least this. With ``scores="leverage"`` and ``center=False`` these are
+        `levattn.universal_set` of the keys, for f(x) = x². If `causal`, of the keys so far, by their second moment in
+        float64 alone: for keys of a condition number above 10⁶ or so that is no guarantee.
     summaries : int, optional
         R. With 0 (the default without a budget) all other keys are dropped.
     window : int, optional
@@ -122,7 +138,7 @@ def pruned_attention(
         What products are multiplied by; 1/√d if it is None.
     mask : array of bool, shape (..., G, n), optional
         True for a key that is there; leading axes are broadcast (give (..., 1, n) for one mask for all heads). Others
-        are left out altogether: results are those of a call without them.
+        are left out altogether: results are those of a call without them, but for causal budgets, which are of n.
     query_mask : array of bool, shape (..., G, m), optional
         True for a query that counts; rows of others are zero, and they take no part in what is known of the queries.
         Where a window or `causal` says that queries and keys are at the same positions it is `mask` if not given, else
@@ -195,9 +211,9 @@ def pruned_attention(
         raise ValueError(f"scores is {scores!r}; expected one of {', '.join(_KINDS)}, or an array of scores")
     given = None if isinstance(scores, str) else dense("scores", scores)
     open_end = causal and return_state and isinstance(budget, Integral)
-    rule = _rule(
+    rule_of = partial(
+        _rule,
         state,
-        max(n, int(budget or 0) + 1) if open_end else n,
         aligned=m == n,
         options={
             "budget": budget,
@@ -213,17 +229,29 @@ def pruned_attention(
         power=power,
         causal=causal,
     )
+    rule = rule_of(max(n, int(budget or 0) + 1) if open_end else n)
     if (state is not None or return_state) and not causal:
         raise ValueError("state or return_state was given and causal is False; expected them only with causal=True")
     if query_mask is not None and causal:
         raise ValueError("query_mask was given and causal is True; expected mask alone, for queries and keys alike")
     if given is not None and given.shape[-1:] != (n,):
         raise ValueError(f"scores has shape {tuple(given.shape)}; expected (..., {n}), one for each key")
-    call = _Call.of(Q, K, V, given, heads, mask, query_mask, tied=causal or rule.slots.window > 0)
+    tied = causal or rule.slots.window > 0
+    call = _Call.of(Q, K, V, given, heads, mask, query_mask, tied=tied, held=None if state is None else state.parts)
     factor = check_scale(scale, Q.shape[-1])
-    if causal:
-        return _causal(call, rule, factor, state, return_state, return_certificate)
-    return _whole(call, rule, factor, return_certificate)
+    with _full_precision(call.q):
+        if causal:
+            return _causal(call, rule, factor, state, return_state, return_certificate)
+        return _whole(call, rule_of, factor, return_certificate)
+
+
+def _full_precision(like: Any) -> Any:
+    """Return a block in which torch does not make products of half precision: sums over members would not bear it."""
+    if not _is_torch(like):
+        return nullcontext()
+    from levattn.attention import _torch
+
+    return _torch.without_autocast(like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,14 +273,27 @@ class _Call:
     tensors: bool
 
     @classmethod
-    def of(cls, Q: Any, K: Any, V: Any, scores: Any, heads: Heads, mask: Any, query_mask: Any, *, tied: bool) -> _Call:
+    def of(
+        cls,
+        Q: Any,
+        K: Any,
+        V: Any,
+        scores: Any,
+        heads: Heads,
+        mask: Any,
+        query_mask: Any,
+        *,
+        tied: bool,
+        held: tuple[Part, ...] | None,
+    ) -> _Call:
         arrays = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
         given = prepare(arrays, like="V", mask=(mask, K.shape[-2]))
         stacks, tensors = given.stacks, False
         if _is_torch(given.stacks[0]):
             from levattn.attention import _torch
 
-            tensors = _torch.in_memory(stacks)
+            before = tuple(array for part in held or () for array in arrays_of(part))
+            tensors = _torch.in_memory((*stacks, *before))
             stacks = tuple(map(_torch.memory_of, stacks)) if tensors else stacks
         q, K, V, scores = stacks
         present = None if given.mask is None else to_numpy(given.mask)
@@ -393,6 +434,7 @@ def _rule(
         if scores not in ("residual", state.rule.kind):
             raise ValueError(f"scores is {scores!r}, and the state has {state.rule.kind!r}; expected no other with it")
         return state.rule
+    options = dict(options)
     epsilon, center = options.pop("epsilon"), options.pop("center")
     if epsilon is not None and (
         isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
@@ -412,13 +454,15 @@ def _rule(
     )
 
 
-def _whole(call: _Call, rule: Rule, factor: float, certified: bool) -> Any:
-    """Return the result of attention that is not causal."""
-    outputs, kept = [], []
+def _whole(call: _Call, rule_of: Callable[[int], Rule], factor: float, certified: bool) -> Any:
+    """Return the result of attention that is not causal; the rule is of how many keys are there."""
+    outputs, kept, most = [], [], 0
     bounds: list[list[Any]] = [[], [], []]
     xp = namespace_of(call.q)
     for rows, keys, queries in call.groups():
         q, K, V, scores = call.taken(rows, keys, queries)
+        rule = rule_of(K.shape[1])
+        most = max(most, min(rule.slots.total, K.shape[1]))
         near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
         x, flags = _planned(rule, q * factor, K, V, scores, near)
         Y, rest = slot_kernels_for(q).mixture(x)
@@ -437,7 +481,7 @@ def _whole(call: _Call, rule: Rule, factor: float, certified: bool) -> Any:
     flags = xp.concat([array[:, 0, :] for _, _, array in kept], axis=0)
     flags = _taken(flags, np.argsort(order, kind="stable"), 0) > 0
     lower, upper, error = (call.figures(pieces) for pieces in bounds)
-    slots = np.full(call.q.shape[2], min(rule.slots.total, call.K.shape[1]), np.int64)
+    slots = np.full(call.q.shape[2], most, np.int64)
     kept_flags = call.as_given(reshaped(flags, (*call.given.batch, flags.shape[1])))
     return Y, PrunedCertificate(lower, upper, error, kept_flags, slots)
 
@@ -477,6 +521,9 @@ def _planned(
         found = xp.zeros_like(ones)
     elif scores is not None:
         found = without_gradient(scores)
+    elif rule.kind == "leverage" and rule.epsilon is not None:  # with its margin for rounding
+        inside = universal_set(still, rule.epsilon, center=rule.center).mask
+        found = xp.where(inside, xp.full_like(ones, rule.epsilon), xp.zeros_like(ones))
     elif rule.kind == "leverage":
         found = leverage_scores(still, center=rule.center)
     else:

@@ -13,8 +13,9 @@ from levattn.attention._certificate import longest_of
 from levattn.attention._choice import Measure, Sums, chosen, flips, grouped, measured, rows_of, scored
 from levattn.attention._slots import Slots
 from levattn.attention._space import device_of, namespace_of, without_gradient
+from levattn.leverage import TIE
 
-__all__ = ["Part", "PrunedState", "Rule", "converted", "empty_part", "picked", "radii", "stepped"]
+__all__ = ["Part", "PrunedState", "Rule", "arrays_of", "converted", "empty_part", "picked", "radii", "stepped"]
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,13 @@ def converted(part: Part, convert: Callable[[Any], Any]) -> Part:
     return replace(part, **{name: found(value) for name, value in vars(part).items() if name != "rows"})
 
 
+def arrays_of(part: Part) -> list[Any]:
+    """Return the arrays of a part, but for `rows`."""
+    found: list[Any] = []
+    converted(part, found.append)
+    return found
+
+
 def stepped(rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: Any = None) -> tuple[Any, Part]:
     """Return the output (b, g, T, D) for the next T positions, and the part after them.
 
@@ -194,8 +202,9 @@ def _within_chunk(
         power=rule.power,
     )
     Y, rest = slot_kernels_for(q).mixture(x)
+    largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
     if watch is not None:
-        watch(x, part, rest)
+        watch(x, replace(part, largest=largest), rest)
     queries = xp.reshape(without_gradient(q), (b, g * T, d))
     part = replace(
         part,
@@ -204,7 +213,7 @@ def _within_chunk(
         recent_scores=None if scores is None else xp.concat([part.recent_scores, scores], axis=1),
         keys=part.keys.plus(Sums.of(without_gradient(K))),
         queries=part.queries.plus(Sums.of(queries)),
-        largest=xp.maximum(part.largest, longest_of(without_gradient(V))),
+        largest=largest,
         positions=part.positions + T,
     )
     return Y, (part if part.positions % rule.slots.chunk else _renewed(xp, rule, part))
@@ -250,7 +259,10 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
         scores, clusters = scored(rule.kind, X, along, weight, R, rule.power)
         scores = scores[:, X.shape[1] - n :]
     scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
-    order, count, flags = chosen(scores, rule.slots.selected, rule.epsilon, there & (places < rule.slots.sinks))
+    epsilon = rule.epsilon
+    if epsilon is not None and rule.kind == "leverage":  # scores that tie with it are in
+        epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
+    order, count, flags = chosen(scores, rule.slots.selected, epsilon, there & (places < rule.slots.sinks))
 
     summaries, radius = held, part.radius
     if R:

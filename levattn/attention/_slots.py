@@ -120,6 +120,11 @@ def slots_for(
             f"window is {window!r}, but there are not as many queries as keys; expected window=0, as no key is near "
             "a query"
         )
+    given = {"summaries": summaries, "window": window, "sinks": sinks}
+    for name, value in given.items():
+        _count(name, value)
+    if chunk is not None:
+        _count("chunk", chunk, 1)
     if budget is None:
         return Slots(
             n if by_threshold else _count("size", size),

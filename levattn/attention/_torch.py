@@ -137,6 +137,11 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
     return is_plain(tuple(given)) and all(tensor.device.type == "cpu" for tensor in given)
 
 
+def without_autocast(like: Any) -> Any:
+    """Return a block in which products have the precision of their factors."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 def bounds_of(offsets: Any, Q: Any) -> Any:
     """Return offsets as a numpy array that the kernels may follow."""
     T = Q.shape[1]

@@ -16,6 +16,7 @@ from levattn.integrations.transformers._prune import prune
 __all__ = ["calibrate"]
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
+_OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
 _STEPS = 7  # of a bisection over the errors of all heads
 
 
@@ -59,7 +60,7 @@ def calibrate(
     metric : {"embedding", "logits", "perplexity"}, default "embedding"
         Which loss.
     budgets : sequence of float, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
-        Shares of the keys to choose from, each in (0, 1]; dense is always among them.
+        Shares of the keys to choose from, each above 0 and below 1; dense is always among them.
     layers, heads : iterable of int, optional
         As for `prune`; others stay dense.
     progress : bool or function, optional
@@ -104,6 +105,9 @@ def calibrate(
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
     shares = sorted({_share(budget) for budget in budgets})
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise TypeError(f"{', '.join(unknown)} is no option here; expected some of {', '.join(_OPTIONS)}")
     batches = [dict(batch) for batch in ([inputs] if isinstance(inputs, Mapping) else inputs)]
     if not batches:
         raise ValueError("inputs is empty; expected at least one batch")
@@ -124,8 +128,8 @@ def _is_real(value: Any) -> bool:
 
 
 def _share(budget: Any) -> float:
-    if not _is_real(budget) or not 0 < budget <= 1:
-        raise ValueError(f"budgets has {budget!r}; expected shares of the keys in (0, 1]")
+    if not _is_real(budget) or not 0 < budget < 1:
+        raise ValueError(f"budgets has {budget!r}; expected shares of the keys, above 0 and below 1")
     return float(budget)
 
 

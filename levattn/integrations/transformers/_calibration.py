@@ -125,23 +125,26 @@ class Calibration(Mapping[tuple[int, int], float]):
         """
         try:
             document = json.loads(Path(path).read_bytes())
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error}); expected a file of Calibration.save") from error
         try:
             return cls._from(document)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path} is no calibration: {error}; expected a file of Calibration.save") from error
 
     @classmethod
     def _from(cls, document: Any) -> Calibration:
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise ValueError("it does not begin as one")
-        if document.get("version") != _VERSION:
+        if type(document.get("version")) is not int or document["version"] != _VERSION:
             raise ValueError(f"it is of version {document.get('version')!r}, and this release reads {_VERSION}")
         if not isinstance(document["model"], str) or document["metric"] not in METRICS:
             raise ValueError("model or metric is not what they can be")
-        if not isinstance(document["options"], dict):
+        options = document["options"]
+        if not isinstance(options, dict):
             raise ValueError("options are no mapping")
+        if not all(value is None or isinstance(value, str | int | float) for value in options.values()):
+            raise ValueError("options hold more than numbers and names")
         target, reached = document["target"], document["reached"]
         budgets: dict[tuple[int, int], float] = {}
         for layer, head, share in document["budgets"]:
@@ -154,4 +157,4 @@ class Calibration(Mapping[tuple[int, int], float]):
             budgets[layer, head] = float(share)
         if not all(type(x) in (int, float) and math.isfinite(x) for x in (target, reached)):
             raise ValueError("target or reached is no finite number")
-        return cls(budgets, document["model"], document["metric"], target, reached, document["options"])
+        return cls(budgets, document["model"], document["metric"], target, reached, options)

@@ -159,7 +159,8 @@ def inspect_model(
     for layer, calls in sorted(found.items()):
         for head in range(calls[0].k.shape[1]):
             parts = [_figures(part) for arrays in calls for part in _sequences(arrays, head, epsilon)]
-            rows.append({"layer": layer, "head": head, **_together(parts)})
+            if parts:
+                rows.append({"layer": layer, "head": head, **_together(parts)})
     return Inspection(type(model).__name__, float(epsilon), rows)
 
 
@@ -171,6 +172,8 @@ def _sequences(arrays: Arrays, head: int, epsilon: float) -> list[tuple[Any, Any
         there = np.arange(arrays.k.shape[2])
         if arrays.present is not None:
             there = np.flatnonzero(arrays.present[b].cpu().numpy())
+        if not len(there):
+            continue
         K = arrays.k[b, head, torch.as_tensor(there)].detach()
         places = there[np.unique(np.linspace(0, len(there) - 1, _QUERIES).astype(np.int64))]
         one = Arrays(

@@ -173,6 +173,10 @@ def prune(
     pruning, parts = next(_prunings), []
     for number, groups in chosen.items():
         tally = Tally(there[number].heads)
+        if stream and not there[number].causal:
+            raise ValueError(
+                f"stream is True and layer {number} is not causal; expected a decoder, as only these have caches"
+            )
         if stream and any(group.dense for group in groups):
             raise ValueError(
                 f"stream is True and heads of layer {number} are dense; expected all heads of a layer to be pruned, "

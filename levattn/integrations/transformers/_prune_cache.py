@@ -36,6 +36,19 @@ class Progress:
     pruning: int  # the number of the pruning that the states are of
     positions: int = 0
     states: list[Held] = field(default_factory=list)
+    present: Any = None  # (B,), how many positions of each sequence are there, or None for all
+
+    def check(self, layer: str, present: Any) -> None:
+        """Raise unless as many of the positions so far are there as there were; present: (B, positions) or None."""
+        if present is None and self.present is None:
+            return
+        now = torch.tensor(self.positions) if present is None else present[:, : self.positions].sum(1)
+        before = self.positions if self.present is None else self.present
+        if (now.to(torch.int64) != before).any():
+            raise ValueError(
+                f"{layer} was given an attention mask that leaves out other positions than before, of those in the "
+                "cache; expected the same ones, as the states have taken them in. Begin with an empty cache"
+            )
 
 
 class PrunedLayer:
@@ -104,7 +117,10 @@ class PrunedLayer:
             if len(rows):
                 state = of_sequences(held.state, np.searchsorted(held.rows, chosen[rows]))
                 states.append(replace(held, rows=rows, state=state))
-        self.progress = replace(self.progress, states=states)
+        present = self.progress.present
+        if present is not None:
+            present = present[torch.as_tensor(chosen, device=present.device)]
+        self.progress = replace(self.progress, states=states, present=present)
 
 
 class _FullPrunedLayer(PrunedLayer, DynamicLayer):  # type: ignore[misc]
@@ -118,6 +134,8 @@ class _SlidingPrunedLayer(PrunedLayer, DynamicSlidingWindowLayer):  # type: igno
 class StreamedLayer(PrunedLayer):
     """A layer that holds states alone, and hands new keys and values on: its size does not grow with the positions."""
 
+    expected = False  # whether a pruned layer is about to update
+
     @property
     def positions(self) -> int:
         """How many positions the states have taken in."""
@@ -125,6 +143,12 @@ class StreamedLayer(PrunedLayer):
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Return the new keys and values, without those before."""
+        if not self.expected:
+            raise ValueError(
+                "past_key_values holds the states of a model that prune(stream=True) changed, and came to another "
+                "model, or the pruning was removed; expected a cache of this model. Give an empty DynamicCache"
+            )
+        self.expected = False
         self.is_initialized = True
         return key_states, value_states
 

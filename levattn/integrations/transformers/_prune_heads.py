@@ -175,9 +175,11 @@ def outputs(arrays: Arrays, group: int, budget: float | None, rule: Rule, states
 def plans(arrays: Arrays, budget: float | None, rule: Rule) -> list[tuple[Any, dict[str, Any]]]:
     """Return which sequences go together, and the options of their call.
 
-    A share is of the keys that a sequence has, so that it does not depend on what it is padded to.
+    A share is of the keys that a sequence has, and a number of slots may cover them all: neither depends on what the
+    sequence is padded to.
     """
-    lengths = arrays.lengths() if isinstance(budget, float) else np.full(1, arrays.k.shape[2])
+    by_length = isinstance(budget, float) or not arrays.causal
+    lengths = arrays.lengths() if by_length else np.full(1, arrays.k.shape[2])
     found = []
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from levattn.integrations.transformers._calls import cache_among, given_to, layer_of, refuse, seen_by
 from levattn.integrations.transformers._changes import PART, Changes
 from levattn.integrations.transformers._interface import padding_mask
-from levattn.integrations.transformers._prune_cache import Progress, PrunedLayer, pruned_layer_for
+from levattn.integrations.transformers._prune_cache import Progress, PrunedLayer, StreamedLayer, pruned_layer_for
 from levattn.integrations.transformers._prune_heads import Arrays, Group, Rule, joined, outputs, weights
 from levattn.integrations.transformers._prune_sample import Tally, sampled
 
@@ -102,6 +102,8 @@ def hand_on(
     part = getattr(module, PART)
     stream = isinstance(part, Part) and part.stream
     held = None if past is None else pruned_layer_for(past, module.layer_idx, stream)
+    if isinstance(held, StreamedLayer):
+        held.expected = True
     return args, {**kwargs, NAME: Call(held)}
 
 
@@ -161,6 +163,9 @@ def _attention(
         )
     declared = getattr(module, "is_causal", True) if is_causal is None or attention_mask is not None else is_causal
     present, causal = _pattern(layer, attention_mask, rows, seen, declared or progress is not None, whole=streamed)
+    if progress is not None:
+        progress.check(layer, present)
+        total = None if present is None else present.sum(1)
     if streamed and present is not None:
         present = present[:, -rows:]
     if progress is not None and not causal:
@@ -186,7 +191,7 @@ def _attention(
     ]
     if progress is not None:
         progress.states = [held for _, _, states in found for held in states]
-        progress.positions = seen
+        progress.positions, progress.present = seen, total
     part.tally.calls += 1
     places = [group.of_queries(query.shape[1] // key.shape[1]) for group in part.groups]
     Y = joined([Y for Y, _, _ in found], places, 1)

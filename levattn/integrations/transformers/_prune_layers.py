@@ -63,6 +63,8 @@ def check_model(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise ValueError(f"model is {name}, whose attention has ALiBi biases; expected rotary or absolute positions")
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError(f"model is {name}, whose attention is cut into chunks; expected full or sliding attention")
     if getattr(config, "num_kv_shared_layers", None):
         raise ValueError(f"model is {name}, whose layers share keys and values; expected keys of each layer's own")
 
