@@ -18,8 +18,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vo
 @pytest.fixture(scope="module")
 def encoder():
     torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, initializer_range=0.5, **SIZES))
-    return model.eval()
+    config = transformers.EsmConfig(num_attention_heads=4, initializer_range=0.5, pad_token_id=1, **SIZES)
+    return transformers.EsmModel(config, add_pooling_layer=False).eval()
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def decoder():
 
 
 def batch(*shape, padded=0):
-    ids = torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(4, 61, shape, generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, shape[1] - padded :] = 0
     return {"input_ids": ids, "attention_mask": mask}

@@ -137,7 +137,8 @@ def test_positions_in_the_cache_cannot_be_left_out_later(model, stream):
 
 
 def test_encoders_have_no_streams():
-    encoder = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, **SIZES)).eval()
+    config = transformers.EsmConfig(num_attention_heads=4, pad_token_id=1, **SIZES)
+    encoder = transformers.EsmModel(config, add_pooling_layer=False).eval()
     with pytest.raises(ValueError, match="is not causal"):
         prune(encoder, budget=8, stream=True)
 
