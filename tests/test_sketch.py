@@ -124,7 +124,7 @@ def hadamard_entry(seed: int, block: int, size: int, i: int, row: int) -> int:
         (SignJL(35), lambda s, i, r: 1 - 2 * (naive.random_word(s, 3, r, i // 32) >> i % 32 & 1), 35**-0.5),
         (SRHT(5, block=16), lambda s, i, r: hadamard_entry(s, 16, 5, i, r), 5**-0.5),
     ],
-    ids=str,
+    ids=lambda value: "map" if callable(value) and not hasattr(value, "size") else str(value),
 )
 @pytest.mark.parametrize("start", [0, FAR])
 def test_entries_are_their_definition(

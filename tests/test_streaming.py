@@ -780,7 +780,9 @@ class Floor:
 
 
 QUADRATIC = (levattn.Huber(1.0), levattn.Tukey(2.0), levattn.L1L2(), levattn.Fair(), 1, 0.5, Cauchy())
-quadratic = pytest.mark.parametrize("f", QUADRATIC, ids=lambda f: getattr(type(f), "__name__", "") + str(f)[-4:])
+quadratic = pytest.mark.parametrize(
+    "f", QUADRATIC, ids=lambda f: type(f).__name__ + (str(f)[-4:] if "0x" not in str(f) else "")
+)
 
 
 def evaluated(f: Any, Q: Float, K: Float) -> Float:
