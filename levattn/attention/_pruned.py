@@ -34,7 +34,7 @@ from levattn.attention._slots import slots_for
 from levattn.attention._space import device_of, namespace_of, without_gradient
 from levattn.attention._window import check_scale
 from levattn.functions import Power
-from levattn.leverage import leverage_scores
+from levattn.leverage import check_epsilon, leverage_scores
 from levattn.universal import universal_set
 
 __all__ = ["pruned_attention"]
@@ -440,6 +440,8 @@ def _rule(
         isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
     ):
         raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, which scores are compared with")
+    if epsilon is not None and scores == "leverage":
+        check_epsilon(epsilon)
     if center is not None and scores != "leverage":
         raise ValueError(f'center is {center!r} and scores is {scores!r}; expected center only with scores="leverage"')
     if center and power is not None:
