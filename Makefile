@@ -1,7 +1,8 @@
 # Every target makes the virtual environment that it needs, once: a second call goes straight to work.
 #
 #   make demo    universal sets of real attention keys, and what they catch
-#   make test    lint, types, tests and the README's examples
+#   make test    lint, types, tests and the examples of README and documentation
+#   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
 #   make lint    lint and types alone
 #   make bench   every benchmark in examples/benchmarks, or those named in BENCHMARKS
@@ -45,7 +46,7 @@ tests-transformers := $(adapters)
 tests-kvpress := $(adapters) test_kvpress
 tests-timm := test_timm
 
-.PHONY: demo test lint bench peers $(PEERS:%=peer-%) clean
+.PHONY: demo test docs lint bench peers $(PEERS:%=peer-%) clean
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
@@ -53,6 +54,11 @@ demo: .venv-demo/.ready
 test: .venv-test/.ready
 	$(call lint-with,.venv-test/bin)
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+
+docs: .venv-test/.ready
+	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
+	    --doctree-dir build/doctrees docs build/docs
+	@echo "The documentation is in build/docs/index.html."
 
 lint: .venv-lint/.ready
 	$(call lint-with,.venv-lint/bin)

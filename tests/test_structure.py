@@ -24,7 +24,7 @@ import pytest
 import levattn
 
 ROOT = Path(levattn.__file__).parent
-API = ROOT.parent / "docs" / "api.md"
+API = ROOT.parent / "docs" / "reference" / "api.md"
 
 # A module imports from its own level or below. A sub-package stands for all of its modules.
 LAYERS = {

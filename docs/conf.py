@@ -1,0 +1,63 @@
+"""Configuration of the documentation: `make docs` builds it into build/docs, with warnings as errors."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+project = "levattn"
+author = "The levattn contributors"
+release = version = metadata.version("levattn")
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "numpydoc",
+    "myst_parser",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["**/GALLERY_HEADER.rst"]
+default_role = "autolink"  # `universal_set` in a docstring links to it where it is a name, and is text elsewhere
+
+# One page for each name, with its members; numpydoc would list the members a second time.
+autosummary_generate = True
+autodoc_typehints = "none"  # the docstrings tell the types
+templates_path = ["_templates"]
+numpydoc_show_class_members = False
+
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_heading_anchors = 3
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery",
+    "filename_pattern": "/plot_",
+    "backreferences_dir": "gallery/backreferences",
+    "doc_module": ("levattn",),
+    "abort_on_example_error": True,
+    "remove_config_comments": True,
+    "show_memory": False,
+    "min_reported_time": 0,
+    "plot_gallery": "True",
+}
+
+# A prompt is not copied with the code behind it.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "pydata_sphinx_theme"
+html_title = "levattn"
+html_static_path = ["_static"]
+html_css_files = ["levattn.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "logo": {"text": "levattn"},
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 7,
+    "show_prev_next": False,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
