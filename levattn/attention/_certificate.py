@@ -8,7 +8,7 @@ from typing import Any
 
 from levattn._kernels import slot_kernels_for
 from levattn._kernels._slots import SlotMixture, Summaries
-from levattn.attention._choice import TILT
+from levattn.attention._choice import TILT, means_of
 from levattn.attention._space import namespace_of, without_gradient
 
 __all__ = ["PrunedCertificate", "bounded", "detached", "longest_of"]
@@ -66,8 +66,7 @@ def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, An
         return one, one, xp.zeros_like(rest)
     # A column more for queries, their norms, and one for means, the radii: logits ⟨q, mean⟩ + ‖q‖ radius.
     held = x.summaries
-    divisor = xp.where(held.count > 0, held.weight, xp.ones_like(held.weight))
-    means = held.keys / divisor[..., None]
+    means, _ = means_of(held)
     norms = xp.sqrt(xp.sum(x.q * x.q, axis=-1, keepdims=True))
 
     def beside(array: Any, column: Any) -> Any:

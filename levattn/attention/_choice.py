@@ -11,7 +11,7 @@ from levattn._kernels._slots import Summaries
 from levattn.attention._space import device_of, namespace_of
 from levattn.exceptions import NonFiniteError
 
-__all__ = ["TILT", "Measure", "Sums", "chosen", "flips", "grouped", "measured", "rows_of", "scored"]
+__all__ = ["TILT", "Measure", "Sums", "chosen", "flips", "grouped", "means_of", "measured", "rows_of", "scored"]
 
 ITERATIONS = 2  # of Lloyd's algorithm; more change little
 TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
@@ -176,6 +176,13 @@ def grouped(
     else:
         tilt = xp.zeros_like(along)
     return labels, tilt, kernels.merged(labels, tilt, items, R)
+
+
+def means_of(summaries: Summaries) -> tuple[Any, Any]:
+    """Return the means (b, R, d) of the members of summaries and their weights (b, R); of none: zero and 1."""
+    xp = namespace_of(summaries.keys)
+    weight = xp.where(summaries.count > 0, summaries.weight, xp.ones_like(summaries.weight))
+    return summaries.keys / weight[..., None], weight
 
 
 def rows_of(A: Any, places: Any) -> Any:

@@ -478,10 +478,7 @@ def _whole(call: _Call, rule_of: Callable[[int], Rule], factor: float, certified
     Y = call.output(outputs)
     if not certified:
         return Y
-    # Keys are spread as queries are; a call without queries of its own for each key has no other use for the places.
-    order = np.concatenate([np.arange(call.K.shape[0]) if rows is None else rows for rows, _, _ in kept])
-    flags = xp.concat([array[:, 0, :] for _, _, array in kept], axis=0)
-    flags = _taken(flags, np.argsort(order, kind="stable"), 0) > 0
+    flags = call.combined(kept)[:, 0, :] > 0
     lower, upper, error = (call.figures(pieces) for pieces in bounds)
     slots = np.full(call.q.shape[2], most, np.int64)
     kept_flags = call.as_given(reshaped(flags, (*call.given.batch, flags.shape[1])))
@@ -598,7 +595,6 @@ def _causal(
     outputs: list[Any] = []
     bounds: list[list[Any]] = [[], [], []]
     after = []
-    slots = np.zeros(call.q.shape[2], np.int64)
     for part, rows, places in _parts(call, state):
         q, K, V, scores = call.taken(rows, places, places)
         found: list[Any] = []
@@ -617,7 +613,7 @@ def _causal(
     if return_state:
         answer.append(PrunedState(rule.slots, call.given.batch, rule, tuple(after)))
     if certified:
-        ends = np.arange(slots.size) + 1 + before
+        ends = np.arange(call.q.shape[2]) + 1 + before
         lower, upper, error = (call.figures(pieces) for pieces in bounds)
         most = ends if rule.epsilon is not None else np.minimum(ends, rule.slots.total)
         answer.append(PrunedCertificate(lower, upper, error, None, most))

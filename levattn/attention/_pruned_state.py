@@ -10,7 +10,7 @@ from typing import Any
 from levattn._kernels import slot_kernels_for
 from levattn._kernels._slots import SlotMixture, Summaries
 from levattn.attention._certificate import longest_of
-from levattn.attention._choice import Measure, Sums, chosen, flips, grouped, measured, rows_of, scored
+from levattn.attention._choice import Measure, Sums, chosen, flips, grouped, means_of, measured, rows_of, scored
 from levattn.attention._slots import Slots
 from levattn.attention._space import device_of, namespace_of, without_gradient
 from levattn.leverage import TIE
@@ -247,7 +247,7 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
     if held is not None:
         if rule.power is not None:
             held = replace(held, keys=held.keys * flips(without_gradient(held.keys), part.keys.second))
-        X_held, along_held = _places_of(xp, measure, held)
+        X_held, along_held = _places_of(measure, held)
         X, along = xp.concat([X_held, X], axis=1), xp.concat([along_held, along], axis=1)
         weight = xp.concat([held.count, weight], axis=1)
     R, n, clusters = rule.slots.summaries, keys.shape[1], None
@@ -291,10 +291,10 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
     )
 
 
-def _places_of(xp: Any, measure: Measure, held: Summaries) -> tuple[Any, Any]:
+def _places_of(measure: Measure, held: Summaries) -> tuple[Any, Any]:
     """Return the same for summaries: where their means are, and what each unit of their weight stands for."""
-    weight = xp.where(held.count > 0, held.weight, xp.ones_like(held.weight))
-    X, along = measure.places(without_gradient(held.keys) / weight[..., None])
+    means, weight = means_of(held)
+    X, along = measure.places(without_gradient(means))
     return X, along - held.offset / weight
 
 
@@ -305,10 +305,7 @@ def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> An
     """
     xp = namespace_of(reach)
     R = summaries.weight.shape[1]
-    means, centres = (
-        without_gradient(x.keys) / xp.where(x.count > 0, x.weight, xp.ones_like(x.weight))[..., None]
-        for x in (items, summaries)
-    )
+    means, centres = (without_gradient(means_of(x)[0]) for x in (items, summaries))
     inside = labels >= 0
     centre = rows_of(centres, xp.where(inside, labels, xp.zeros_like(labels)))
     far = xp.where(inside, reach + xp.sqrt(xp.sum((means - centre) ** 2, axis=-1)), xp.zeros_like(reach))

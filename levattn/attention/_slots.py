@@ -77,7 +77,10 @@ class Slots:
         TypeError, ValueError
             If the budget is no number, or below one slot.
         """
-        total = _total(budget, n)
+        return cls._split(_total(budget, n), n, causal)
+
+    @classmethod
+    def _split(cls, total: int, n: int, causal: bool) -> Slots:
         if total >= n:
             return cls(n, chunk=_CHUNK if causal else 0)
         if causal:
@@ -120,30 +123,18 @@ def slots_for(
             f"window is {window!r}, but there are not as many queries as keys; expected window=0, as no key is near "
             "a query"
         )
-    given = {"summaries": summaries, "window": window, "sinks": sinks}
-    for name, value in given.items():
-        _count(name, value)
-    if chunk is not None:
-        _count("chunk", chunk, 1)
-    if budget is None:
-        return Slots(
-            n if by_threshold else _count("size", size),
-            _count("summaries", summaries),
-            _count("window", window),
-            _count("sinks", sinks),
-            _count("chunk", chunk, 1, _CHUNK) if causal else 0,
-        )
-    if all(part is None for part in (summaries, window, sinks, chunk)) and (aligned or causal):
-        return Slots.of(budget, n, causal=causal)
-    split, total = Slots.of(budget, n, causal=causal), _total(budget, n)
-    if total >= n:
-        return split
+    total = n if budget is None else _total(budget, n)
+    usual = Slots(0, chunk=_CHUNK if causal else 0) if budget is None else Slots._split(total, n, causal)
     parts = {
-        "summaries": split.summaries if summaries is None else _count("summaries", summaries),
-        "window": (split.window if aligned else 0) if window is None else _count("window", window),
+        "summaries": _count("summaries", summaries, 0, usual.summaries),
+        "window": _count("window", window, 0, usual.window if aligned else 0),
         "sinks": _count("sinks", sinks),
-        "chunk": _count("chunk", chunk, 1, split.chunk) if causal else 0,
+        "chunk": _count("chunk", chunk, 1, usual.chunk) if causal else 0,
     }
+    if budget is None:
+        return Slots(n if by_threshold else _count("size", size), **parts)
+    if total >= n:
+        return usual
     left = total - Slots(0, **parts).total
     if left < 0:
         shown = ", ".join(f"{name}={value}" for name, value in parts.items())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from levattn.integrations.transformers._calls import seen_by
 from levattn.leverage import check_epsilon, leverage_scores
 
 try:
@@ -155,13 +156,6 @@ def _present(mask: Any, K: Any) -> Any:
     if mask is None:
         return None
     S = K.shape[2]
-    if mask.ndim == 2:
-        present = mask[:, None, -S:] != 0
-    elif mask.ndim == 4 and mask.shape[1] == 1 and mask.shape[3] >= S:
-        last = mask[:, :, -1, :S]
-        present = last if last.dtype == torch.bool else last == 0
-    else:
-        raise ValueError(
-            f"the layer was given an attention mask of shape {tuple(mask.shape)}; expected (B, S) or (B, 1, T, S)"
-        )
+    seen = seen_by(mask, S)
+    present = seen[:, None, -S:] if seen.ndim == 2 else seen[:, -1:, :S]
     return None if bool(present.all()) else present
