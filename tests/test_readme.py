@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/*.md run, in order, as a reader would run them.
+"""The examples of README.md and of the documentation's pages run, in order, as a reader would run them.
 
 The ``python`` blocks of a file share one namespace and one empty folder; a block with ``>>>`` prompts is
 checked against the output that it shows. In a ``console`` block the lines that begin with ``$ levattn`` are
@@ -20,9 +20,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 CHECK = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-NEEDS_EXTRAS = {"torch"}  # what a page may use and a machine may lack
+NEEDS_EXTRAS = {"dask", "torch", "transformers"}  # what a page may use and a machine may lack
 
 
 @dataclass(frozen=True)
