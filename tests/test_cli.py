@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import levattn  # noqa: E402
 from levattn import cli, plots  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
 from levattn.cli.function import ALLOWED, parse_function  # noqa: E402
+from levattn.cli.output import of_system  # noqa: E402
 
 Array = npt.NDArray[Any]
 
@@ -36,11 +41,49 @@ def refused(*arguments: str | Path, status: int = 1) -> str:
     result = run(*arguments)
     assert result.exit_code == status, result.output
     assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    if status == 1:
-        assert result.stderr.startswith("levattn: ")
-        assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("levattn: ")
+    assert result.stderr.count("\n") == 1
     return str(result.stderr)
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "program.md").read_text(encoding="utf-8")
+
+
+def documented(schema: str) -> dict[str, str]:
+    """The keys of a document and their types, as docs/program.md lists them."""
+    section = PAGE.partition(f"### {schema}\n")[2].partition("\n#")[0]
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+?) \|", section, flags=re.MULTILINE))
+
+
+def values_of(document: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of a document with their keys as docs/program.md writes them."""
+    for key, value in document.items():
+        yield path + key, value
+        if isinstance(value, dict):
+            yield from values_of(value, f"{path}{key}.")
+        for item in value if isinstance(value, list) else ():
+            if isinstance(item, dict):
+                yield from values_of(item, f"{path}{key}[].")
+
+
+def fits(value: Any, kind: str) -> bool:
+    if kind.startswith("array of "):
+        return isinstance(value, list) and all(fits(item, kind[9:].removesuffix("s")) for item in value)
+    of = {"null": type(None), "string": str, "boolean": bool, "integer": int, "number": (int, float), "object": dict}
+    return isinstance(value, of[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def assert_as_documented(document: dict[str, Any]) -> None:
+    """Compare all keys and types of a document with those of docs/program.md."""
+    assert {key for key, _ in values_of(document)} == set(documented(document["schema"]))
+    assert_types(document)
+
+
+def assert_types(document: dict[str, Any]) -> None:
+    """Compare the types of what is in a document with those of docs/program.md."""
+    keys = documented(document["schema"])
+    for key, value in values_of(document):
+        assert any(fits(value, kind) for kind in keys[key].split(" or ")), (key, value)
 
 
 @pytest.fixture
@@ -81,6 +124,7 @@ def test_json_says_what_the_library_says(tmp_path: Path, keys: Array, kind: str,
     )
     (found,) = document.pop("sets")
     assert document == {
+        "schema": "levattn.universal-set/1",
         "levattn": levattn.__version__,
         "file": str(path),
         "tensor": None if kind == "npy" else "K",
@@ -92,6 +136,7 @@ def test_json_says_what_the_library_says(tmp_path: Path, keys: Array, kind: str,
         "duplicates": None,
     }
     assert found["hidden_groups"] == []
+    assert_types(document | {"sets": [found]})
     assert found["indices"] == expected.indices.tolist()
     assert found["item"] == []
     assert (found["size"], found["rank"], found["f"]) == (len(expected), 6, "2")
@@ -181,12 +226,12 @@ def test_groups_of_near_duplicates_are_reported(tmp_path: Path, keys: Array) -> 
         assert stored["groups"].shape == (2, 250)
         assert stored["group_scores"].shape == (2, 1)
     assert "hidden in near-duplicates: 2 groups of 100 keys" in run(*arguments).stdout
-    assert "angle" in refused("universal-set", tmp_path / "keys.npy", "--epsilon", "0.5", "--duplicates", "3")
+    assert_as_documented(json.loads(run(*arguments, "--json").stdout))
 
 
 def test_one_of_several_tensors(tmp_path: Path, keys: Array) -> None:
     np.savez(tmp_path / "two.npz", a=keys, b=keys[:50])
-    assert "holds 2 arrays ('a', 'b'); say which one with tensor=" in refused(
+    assert "holds 2 arrays ('a', 'b'); say which one with --tensor" in refused(
         "universal-set", tmp_path / "two.npz", "--size", "3"
     )
     document = json.loads(run("universal-set", tmp_path / "two.npz", "--size", "3", "--tensor", "b", "--json").stdout)
@@ -350,10 +395,15 @@ def test_picture_says_what_the_scores_are(
         (("--size", "3", "--function", "huber", "--center"), "--center is for --function 2"),
         (("--size", "3", "--duplicates", "0.1"), "--duplicates is for --epsilon and --function 2"),
         (("--epsilon", "0.1", "--function", "1", "--duplicates", "0.1"), "--duplicates is for --epsilon"),
+        (("--epsilon", "0.1", "--duplicates", "3"), "the angle is 3.0, expected radians"),
+        (("--epsilon", "0.1", "--scheduler", "host"), "--scheduler is 'host', expected an address such as tcp://"),
+        (("--epsilon", "0.1", "--method", "qr", "--memory", "5"), "--memory and --checkpoint are for"),
     ],
 )
 def test_wrong_command_lines(file: Path, arguments: tuple[str, ...], reason: str) -> None:
-    assert reason in refused("universal-set", file, *arguments, status=2)
+    line = refused("universal-set", file, *arguments, status=2)
+    assert reason in line
+    assert line.endswith(" levattn universal-set --help\n")
 
 
 def test_bad_files_fail_in_one_line_and_leave_nothing(tmp_path: Path, keys: Array) -> None:
@@ -433,7 +483,7 @@ def test_workers_of_a_scheduler_find_the_same_set(tmp_path: Path, keys: Array) -
 
 
 def test_missing_folder_is_noticed_before_the_work(tmp_path: Path, file: Path) -> None:
-    for option, name in (("-o", "out.npz"), ("--plot", "out.png")):
+    for option, name in (("-o", "out.npz"), ("--plot", "out.png"), ("--checkpoint", "state")):
         line = refused("universal-set", file, "--size", "3", option, tmp_path / "none" / name)
         assert "there is no folder" in line
         assert "make it first" in line
@@ -471,6 +521,7 @@ def test_the_keys_are_not_overwritten(tmp_path: Path, keys: Array, how: str) -> 
     picture = tmp_path / "a.png"
     picture.symlink_to(own)
     assert "--plot would overwrite" in refused("universal-set", own, "--epsilon", "0.3", "--plot", picture)
+    assert "--checkpoint would overwrite" in refused("universal-set", own, "--epsilon", "0.3", "--checkpoint", own)
     assert own.read_bytes() == before
 
 
@@ -596,6 +647,7 @@ def test_demo_misses_nothing_and_adds_up(demo: tuple[Path, dict[str, Any]]) -> N
     assert summary["n"] == 72 * 512
     assert summary["heavy"] == sum(head["heavy"] for head in heads) > 0
     assert summary["captured_softmax"] == pytest.approx(np.mean([head["captured_softmax"] for head in heads]))
+    assert_as_documented(document)
     assert document["files"] == [str(folder / "demo.png"), str(folder / "demo.svg")]
 
 
@@ -614,6 +666,7 @@ def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> 
         *("layer", "head", "n", "d", "rank", "cond", "|U|", "bound", "vacuous"),
         *("heavy", "worst", "missed", "softmax"),
     ]
+    assert_columns_explained("demo", result.stdout)
     rows = [line.split() for line in lines if line.rstrip().endswith("%") and "yes" in line]
     assert len(rows) == 72
     assert {len(row) for row in rows} == {13}
@@ -636,6 +689,7 @@ def test_demo_fails_loudly_if_an_entry_is_missed(tmp_path: Path, monkeypatch: py
 
 def test_demo_needs_a_folder_and_a_threshold(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
+    assert "taken is not a folder" in refused("demo", "--out", tmp_path / "taken" / "inside")
     assert "expected a number in (0, 1]" in refused("demo", "--epsilon", "2", status=2)
     assert "taken" in refused("demo", "--out", tmp_path / "taken")
 
@@ -670,10 +724,181 @@ def test_version_help_and_status_of_a_real_process(file: Path) -> None:
     found = program("universal-set", str(file), "--size", "3", "--json")
     assert (found.returncode, found.stderr) == (0, "")
     assert json.loads(found.stdout)["sets"][0]["indices"] == [3, 50, 120]
+    reading, writing = os.pipe()
+    os.close(reading)
+    closed = subprocess.run(
+        [sys.executable, "-m", "levattn.cli", "universal-set", str(file), "--size", "3"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writing)
+    assert (closed.returncode, closed.stderr) == (141, b"")
 
 
-def test_help_names_the_commands() -> None:
-    result = run("--help")
+# -- help ------------------------------------------------------------------------------------------------
+
+COMMANDS = ["demo", "universal-set", "inspect", "prune-report", "completion"]
+
+
+def shown_help(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.build_app(), [*arguments, "--help"])
     assert result.exit_code == 0
-    assert "demo" in result.stdout
-    assert "universal-set" in result.stdout
+    return str(result.stdout)
+
+
+def test_help_names_the_commands_and_comes_without_being_asked_for() -> None:
+    text = shown_help()
+    listed = text.partition("Commands:\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in listed.splitlines()] == COMMANDS
+    assert "..." not in listed  # no sentence is cut off
+    assert re.findall(r"^ +(\d+)  ", text, flags=re.MULTILINE) == ["0", "1", "2", "130", "141"]
+    alone = CliRunner(env={"COLUMNS": "80"}).invoke(cli.build_app(), [])
+    assert (alone.exit_code, alone.stdout) == (0, text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_fits_the_terminal_and_shows_examples(command: str) -> None:
+    lines = shown_help(command).splitlines()
+    assert max(map(len, lines)) <= 80
+    examples = [
+        line for line in lines if line.startswith(f"    levattn {command} ") or line == f"    levattn {command}"
+    ]
+    assert len(examples) >= 2
+    assert lines[-1]
+
+
+def test_examples_of_the_help_run(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = shown_help("universal-set")
+    for arguments in re.findall(r"^    levattn (universal-set .*)$", text, flags=re.MULTILINE):
+        assert run(*arguments.split()).exit_code == 0, arguments
+    code = re.search(r"python -c '(.*)'", text)
+    assert code is not None
+    exec(code[1], {})
+    assert np.load("keys.npy").shape == (99, 8)
+
+
+def assert_columns_explained(command: str, printed: str) -> None:
+    """Compare the columns of a table with those that the help and docs/program.md explain."""
+    block = shown_help(command).partition("What is printed")[2].partition(":\n")[2].partition("\n\n")[0]
+    table = PAGE.partition(f"## levattn {command}\n")[2].partition("| column |")[2].partition("\n\n")[0]
+    columns = printed.split("\n")[0].split()
+    for cells in (
+        re.findall(r"^    (\S.*?)  +", block, flags=re.MULTILINE),
+        re.findall(
+            r"^\| (.+?) \| ", table.partition("| --- | --- |\n")[2].replace(r"\|U\|", "∣U∣"), flags=re.MULTILINE
+        ),
+    ):
+        assert [name.replace("∣", "|") for cell in cells for name in cell.split(", ")] == columns
+
+
+def test_help_explains_every_column(file: Path) -> None:
+    assert_columns_explained("universal-set", run("universal-set", file, "--epsilon", "0.1").stdout)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [(("universalset",), "'universal-set'"), (("demo", "--epsilom", "0.1"), "--epsilon")]
+)
+def test_a_near_miss_is_answered_by_what_may_have_been_meant(typed: tuple[str, ...], meant: str) -> None:
+    assert meant in refused(*typed, status=2)
+
+
+# -- exit status -----------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_is_one_line_and_names_the_checkpoint(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, output = file.with_name("state"), file.with_name("set.npz")
+
+    def interrupt(*_: object, checkpoint: Path | None = None, **__: object) -> None:
+        if checkpoint is not None:
+            checkpoint.write_bytes(b"so far")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(levattn, "universal_set", interrupt)
+    options = ("universal-set", file, "--epsilon", "0.1", "-o", output)
+    assert refused(*options, status=130) == "levattn: interrupted\n"
+    line = refused(*options, "--checkpoint", state, status=130)
+    assert line == f"levattn: interrupted; {state} tells how far it came, run the same command again to go on\n"
+    assert not output.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [("--help",), ("universal-set", "keys.npy", "--size", "3")])
+def test_a_full_disk_behind_standard_output(file: Path, arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", "from levattn.cli import main; main()", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, cwd=file.parent, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=with_package()
+        )
+    assert done.returncode == 1
+    assert done.stderr == "levattn: no space left on the disk; free some, or write elsewhere\n"
+
+
+def with_package() -> dict[str, str]:
+    """The environment of a process that finds this package from any folder."""
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EACCES, "Permission denied", "/a/b"), "/a/b: no permission; choose another place or change"),
+        (OSError(errno.ENOENT, "No such file", "/a/.b.npz.0123456789ab.tmp"), "/a/b.npz: no such file or folder"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on the disk; free some"),
+        (OSError(errno.EIO, "Input/output error", "a"), "a: Input/output error"),
+        (OSError("of a library"), "of a library"),
+        (TimeoutError("no answer"), "no answer; check the address"),
+    ],
+)
+def test_what_the_system_refuses_is_told_with_its_remedy(error: OSError, line: str) -> None:
+    assert of_system(error).startswith(line)
+
+
+def test_a_folder_that_may_not_be_written_is_noticed_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert refused("demo", "--out", tmp_path / "new") == (
+        f"levattn: {tmp_path}: no permission to write there; name another folder with --out\n"
+    )
+
+
+# -- completion ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_script_of_each_shell(shell: str) -> None:
+    result = run("completion", shell)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"_LEVATTN_COMPLETE=complete_{shell}" in result.stdout.replace(' = "', "=")
+    assert "levattn" in result.stdout.replace("_LEVATTN_", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("levattn", ""), COMMANDS),
+        (("levattn", "un"), ["universal-set"]),
+        (("levattn", "universal-set", "--me"), ["--method", "--memory"]),
+        (("levattn", "universal-set", "--method", "s"), ["svd"]),
+        (("levattn", "universal-set", "--function", "so"), ["softmax:"]),
+        (("levattn", "prune-report", "--scores", ""), ["residual", "expected", "leverage"]),
+        (("levattn", "universal-set", "ke"), []),  # file names are the shell's own
+    ],
+)
+def test_a_request_for_completion_is_answered(words: tuple[str, ...], offered: list[str]) -> None:
+    request = {"_LEVATTN_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    result = CliRunner(env=request).invoke(cli.build_app(), [], prog_name="levattn")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.split() == offered
+
+
+def test_documented_keys_are_found_and_types_are_told_apart() -> None:
+    assert documented("levattn.demo/1")["heads[].layer"] == "integer"
+    assert fits([1, 2], "array of integers")
+    assert not fits([1.5], "array of integers")
+    assert not fits(True, "integer")
+    assert not fits(None, "number")
+    with pytest.raises(AssertionError):
+        assert_as_documented({"schema": "levattn.inspect/1", "unknown": 1})

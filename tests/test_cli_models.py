@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from levattn import cli  # noqa: E402
+from test_cli import assert_as_documented, assert_columns_explained, shown_help  # noqa: E402
 
 WORDS = ["the", "keys", "of", "a", "head", "are", "few", "and", "many", "more"]
 
@@ -62,6 +65,7 @@ def test_inspect_shows_each_layer_and_head(encoder, text, tmp_path):
     result = run("inspect", encoder, "--text", text, "--epsilon", "0.2", "--json", "--plot", tmp_path / "a.png")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    assert_as_documented(found)
     assert found["tokens"] == 90
     assert [(row["layer"], row["head"]) for row in found["heads"]] == [(i, j) for i in range(2) for j in range(4)]
     for row in found["heads"]:
@@ -86,10 +90,12 @@ def test_prune_report_of_an_encoder(encoder, text, budget):
     result = run("prune-report", encoder, "--text", text, "--budget", budget, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
+    assert found["perplexity"] is found["dense_perplexity"] is None
     assert found["embedding_cosine"] <= 1 + 1e-9
     if budget == "1":
         assert found["embedding_cosine"] == pytest.approx(1, abs=1e-6)
     else:
+        assert_as_documented(found)
         assert len(found["heads"]) == 8
         assert all(0 < row["slots"] <= 27 for row in found["heads"])
 
@@ -97,7 +103,8 @@ def test_prune_report_of_an_encoder(encoder, text, budget):
 def test_prune_report_of_a_decoder(decoder, text, tmp_path):
     result = run("prune-report", decoder, "--text", text, "--budget", "24", "--plot", tmp_path / "a.svg")
     assert result.exit_code == 0, result.output
-    assert "perplexity" in result.stdout
+    assert "dense perplexity" in result.stdout
+    assert "cosine" not in result.stdout
     assert (tmp_path / "a.svg").read_bytes().lstrip().startswith(b"<?xml")
 
 
@@ -108,11 +115,38 @@ def test_what_is_no_model_is_refused_in_one_line(command, text, tmp_path):
     assert result.stderr.startswith("levattn: ")
     assert "no config.json" in result.stderr
     assert result.stderr.count("\n") == 1
+    assert "no such folder; models are read from disk" in run(command, tmp_path / "none", "--text", text).stderr
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_model_is_refused_in_one_line(encoder, text, tmp_path, name):
+    folder = shutil.copytree(encoder, tmp_path / "model")
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    result = run("inspect", folder, "--text", text)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"levattn: {folder}: transformers cannot load this model (")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "prune-report"])
+def test_help_has_examples_that_run_and_explains_every_column(encoder, text, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = shown_help(command)
+    for line in re.findall(rf"^    levattn ({command} .*)$", shown, flags=re.MULTILINE):
+        result = run(*line.replace("MODEL", str(encoder)).replace("book.txt", str(text)).split())
+        assert result.exit_code == 0, line
+        if "--json" not in line:
+            assert_columns_explained(command, result.stdout)
 
 
 def test_wrong_options(encoder, text, tmp_path):
     assert run("prune-report", encoder, "--text", text, "--budget", "1.5").exit_code == 2
-    assert run("inspect", encoder, "--text", tmp_path / "none.txt").exit_code == 2
+    assert "none.txt: no such file; name a text" in run("inspect", encoder, "--text", tmp_path / "none.txt").stderr
+    assert "is a folder" in run("inspect", encoder, "--text", tmp_path).stderr
+    assert "there is no folder" in run("inspect", encoder, "--text", text, "--plot", tmp_path / "no" / "a.png").stderr
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("déjà".encode("latin-1"))
+    assert "is not UTF-8 text" in run("inspect", encoder, "--text", latin).stderr
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     result = run("inspect", encoder, "--text", empty)

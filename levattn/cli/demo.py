@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,8 +63,11 @@ def run(epsilon: float, out: Path, as_json: bool) -> None:
 
     from levattn import datasets, plots
 
-    if out.exists() and not out.is_dir():
-        fail(f"{out} is not a folder; name another with --out")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        fail(f"{there} is not a folder; name another with --out")
+    if not os.access(there, os.W_OK):
+        fail(f"{there}: no permission to write there; name another folder with --out")
     files = [out / "demo.png", out / "demo.svg"]
     for file in files:
         check_target(file, "name another folder with --out")
@@ -85,12 +89,13 @@ def run(epsilon: float, out: Path, as_json: bool) -> None:
     summary = _summary(reports)
     if as_json:
         print_json(
-            {"levattn": levattn.__version__, "data": "all-MiniLM-L6-v2", "epsilon": epsilon, "f": 2}
+            "levattn.demo/1",
+            {"data": "all-MiniLM-L6-v2", "epsilon": epsilon, "f": 2}
             | {
                 "heads": [asdict(report) for report in reports],
                 "summary": summary,
                 "files": list(map(str, files)),
-            }
+            },
         )
     else:
         _print_demo(reports, summary, epsilon, files)

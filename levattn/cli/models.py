@@ -1,13 +1,12 @@
 """``levattn inspect`` and ``levattn prune-report``: models in folders, and texts."""
 
-import math
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from levattn.cli.output import check_target, fail, new_console, new_table, print_json
+from levattn.cli.output import check_output, fail, new_console, new_table, print_json
 from levattn.io import replace_file
 
 __all__ = ["Inquiry", "Scores", "inspect", "prune_report"]
@@ -40,7 +39,7 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
     found = inspect_model(model, inputs, epsilon=epsilon)
     _draw(inquiry, lambda: found.plot("captured"))
     if inquiry.as_json:
-        print_json({"tokens": inputs["input_ids"].shape[1], **found.to_dict()})
+        print_json("levattn.inspect/1", {"tokens": inputs["input_ids"].shape[1], **found.to_dict()})
         return
     table = new_table("layer", "head", "n", "d", "κ", "|U|", "rank/ε", "max", "mass", "heavy", "caught")
     for row in found.rows:
@@ -86,7 +85,7 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
     _draw(inquiry, lambda: report.plot("captured"))
     outcome = {"tokens": inputs["input_ids"].shape[1], "seconds": seconds, "dense_seconds": dense_seconds, **loss}
     if inquiry.as_json:
-        print_json({**outcome, **report.to_dict()})
+        print_json("levattn.prune-report/1", {**outcome, **report.to_dict()})
         return
     table = new_table("layer", "head", "slots", "selected", "mass", "error")
     for row in report.table():
@@ -101,37 +100,66 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
         "relative to dense attention."
     )
     for name, value in loss.items():
-        console.print(f"{name.replace('_', ' ')}: {value:.6g}")
+        if value is not None:
+            console.print(f"{name.replace('_', ' ')}: {value:.6g}")
     console.print(f"seconds: {seconds:.3g}, dense {dense_seconds:.3g}")
 
 
 def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     """Return the model in a folder, in evaluation mode, and the tokens of a text, or end the program."""
-    if not (inquiry.model / "config.json").is_file():
-        fail(f"{inquiry.model} has no config.json; give the folder of a Hugging Face model")
-    if inquiry.plot is not None:
-        check_target(inquiry.plot, "choose another --plot")
+    _check_model(inquiry.model)
+    check_output(inquiry.plot, "--plot")
+    words = _read(inquiry.text)
     try:
+        import torch  # noqa: F401 (without which transformers can be imported, and load nothing)
         import transformers
     except ImportError:
         fail('this needs torch and transformers: pip install "levattn[transformers]"')
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        words = inquiry.text.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        fail(f"{inquiry.text} is not UTF-8 text; convert it")
-    config = transformers.AutoConfig.from_pretrained(inquiry.model, local_files_only=True)
-    kinds = " ".join(getattr(config, "architectures", None) or ())
-    kind = transformers.AutoModelForCausalLM if "CausalLM" in kinds else transformers.AutoModel
-    model = kind.from_pretrained(inquiry.model, local_files_only=True, use_safetensors=True).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(inquiry.model, local_files_only=True)
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or inquiry.tokens
+        model, tokenizer = _loaded(inquiry.model)
+    except Exception as error:  # of any kind: of the files' readers, and of what the configuration names
+        fail(
+            f"{inquiry.model}: transformers cannot load this model ({type(error).__name__}: {error}); it needs "
+            "config.json, weights as .safetensors, and a tokenizer, so download the whole folder again"
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or inquiry.tokens
     inputs = tokenizer(words, truncation=True, max_length=min(inquiry.tokens, longest), return_tensors="pt")
     count = inputs["input_ids"].shape[1]
     if count < 2:
         fail(f"{inquiry.text} has {count} tokens; give a longer text")
     return model, dict(inputs)
+
+
+def _check_model(folder: Path) -> None:
+    if not folder.is_dir():
+        fail(
+            f"{folder}: no such folder; models are read from disk, so download it first: "
+            "hf download NAME --local-dir FOLDER"
+        )
+    if not (folder / "config.json").is_file():
+        fail(f"{folder} has no config.json; give the folder of a Hugging Face model")
+
+
+def _read(text: Path) -> str:
+    if not text.exists():
+        fail(f"{text}: no such file; name a text file with --text")
+    try:
+        return text.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        fail(f"{text} is not UTF-8 text; convert it")
+
+
+def _loaded(folder: Path) -> tuple[Any, Any]:
+    """Return the model and the tokenizer in a folder."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kinds = " ".join(getattr(config, "architectures", None) or ())
+    kind = transformers.AutoModelForCausalLM if "CausalLM" in kinds else transformers.AutoModel
+    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, float]:
@@ -140,20 +168,18 @@ def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, float]:
     return output, time.perf_counter() - start
 
 
-def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float]:
-    """Return how far two outputs of a model are apart."""
+def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float | None]:
+    """Return how far two outputs of a model are apart; None where that is not told of such a model."""
     import torch
 
+    from levattn.integrations.transformers._calibrate import embeddings, following, perplexity
+
+    found: dict[str, float | None] = dict.fromkeys(("embedding_cosine", "dense_perplexity", "perplexity"))
     if getattr(dense, "logits", None) is None:
-        first, second = (output.last_hidden_state.double().mean(1) for output in (dense, pruned))
-        return {"embedding_cosine": float(torch.nn.functional.cosine_similarity(first, second, dim=-1).mean())}
-    following = inputs["input_ids"][:, 1:, None]
-    names = ("dense_perplexity", "perplexity")
-    found = {}
-    for name, output in zip(names, (dense, pruned), strict=True):
-        log_p = output.logits[:, :-1].double().log_softmax(-1)
-        found[name] = math.exp(-float(log_p.gather(-1, following).mean()))
-    return found
+        first, second = (embeddings(inputs, output) for output in (dense, pruned))
+        return found | {"embedding_cosine": float(torch.nn.functional.cosine_similarity(first, second).mean())}
+    before, after = (perplexity([following(inputs, output)]) for output in (dense, pruned))
+    return found | {"dense_perplexity": before, "perplexity": after}
 
 
 def _draw(inquiry: Inquiry, picture: Any) -> None:

@@ -1,27 +1,69 @@
 """What every command prints with: tables, JSON, and one line for what went wrong."""
 
+import errno
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import levattn
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["VACUOUS", "VACUOUS_IN_GENERAL", "check_target", "fail", "new_console", "new_table", "print_json"]
+__all__ = [
+    "CLOSED",
+    "INTERRUPTED",
+    "NO_SPACE",
+    "VACUOUS",
+    "VACUOUS_IN_GENERAL",
+    "WRONG_COMMAND_LINE",
+    "check_output",
+    "check_target",
+    "fail",
+    "new_console",
+    "new_table",
+    "of_system",
+    "print_json",
+]
+
+# Exit status, beside 0 and 1. The last two are those of a program that signals end: 128 and the signal's number.
+WRONG_COMMAND_LINE, INTERRUPTED, CLOSED = 2, 130, 141
 
 _VACUOUS = "vacuous: the bound{} is not below n, so the theorem alone does not promise that any key is left out"
 VACUOUS = _VACUOUS.format(" rank/ε")
 VACUOUS_IN_GENERAL = _VACUOUS.format("")
 _PIPE_WIDTH = 1000
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = dict.fromkeys(NO_SPACE, "no space left on the disk; free some, or write elsewhere") | {
+    errno.EACCES: "no permission; choose another place or change its permissions",
+    errno.EPERM: "no permission; choose another place or change its permissions",
+    errno.EROFS: "no permission, as the disk is read-only; choose another place",
+    errno.ENOENT: "no such file or folder; check the path",
+    errno.ENOTDIR: "no such file or folder; check the path",
+    errno.EISDIR: "is a folder; name a file",
+}
 
 
-def fail(message: str) -> NoReturn:
-    """End the program with status 1 and one line that says why."""
+def fail(message: str, status: int = 1) -> NoReturn:
+    """End the program with a status and one line that says why."""
     sys.stderr.write(f"levattn: {' '.join(message.split())}\n")
-    sys.exit(1)
+    sys.exit(status)
+
+
+def of_system(error: OSError) -> str:
+    """Return what the operating system did not allow, and the remedy."""
+    if error.errno is None:
+        if isinstance(error, TimeoutError):
+            return f"{error}; check the address, and whether what is there is running"
+        return str(error)
+    said = _REMEDIES.get(error.errno, error.strerror or str(error))
+    # A file that appears whole is written under a name of its own at first.
+    name = re.sub(r"\.([^/\\]+)\.[0-9a-f]{12}\.tmp$", r"\1", str(error.filename))
+    return said if error.filename is None else f"{name}: {said}"
 
 
 def check_target(path: Path, remedy: str) -> None:
@@ -30,13 +72,28 @@ def check_target(path: Path, remedy: str) -> None:
         fail(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}; {remedy}")
 
 
+def check_output(path: Path | None, option: str) -> None:
+    """End the program if the file that an option names, if any, cannot be written."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        fail(f"{path}: there is no folder {path.parent}; make it first")
+    check_target(path, f"name another file with {option}")
+
+
 def new_console() -> "Console":
     """Return a console on standard output."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False)
+    class Output(Console):
+        """A console that leaves a closed pipe to the program, which knows the exit status."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    console = Output(highlight=False, markup=False)
     # A pipe has no width: nothing is cut off there.
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPE_WIDTH)
+    return console if console.is_terminal else Output(highlight=False, markup=False, width=_PIPE_WIDTH)
 
 
 def new_table(*columns: str) -> "Table":
@@ -50,9 +107,10 @@ def new_table(*columns: str) -> "Table":
     return table
 
 
-def print_json(document: dict[str, Any]) -> None:
-    """Print one JSON document."""
-    sys.stdout.write(json.dumps(_finite(document), allow_nan=False) + "\n")
+def print_json(schema: str, document: dict[str, Any]) -> None:
+    """Print one JSON document, and say which keys it has: those that docs/program.md lists under `schema`."""
+    whole = {"schema": schema, "levattn": levattn.__version__} | document
+    sys.stdout.write(json.dumps(_finite(whole), allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

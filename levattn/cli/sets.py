@@ -1,6 +1,7 @@
 """``levattn universal-set``: the sets of the keys in a file."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,9 +14,10 @@ import numpy.typing as npt
 import levattn
 from levattn.cli.function import Function
 from levattn.cli.output import (
+    INTERRUPTED,
     VACUOUS,
     VACUOUS_IN_GENERAL,
-    check_target,
+    check_output,
     fail,
     new_console,
     new_table,
@@ -25,6 +27,7 @@ from levattn.io import replace_file
 
 __all__ = ["Method", "Request", "run"]
 
+_SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
 
 
@@ -67,9 +70,9 @@ class Request:
 
 def run(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
     """Run the command."""
-    _check_targets(request.files, plot, output)
+    _check_targets(request, plot, output)
     memory = None if request.memory is None else request.memory * 2**20
-    source = levattn.open_keys(request.paths, tensor=request.tensor, memory=memory)
+    source = _opened(request, memory)
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
@@ -94,6 +97,13 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
     except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
         problem = str(error).partition(";")[0].partition(", counted")[0].removeprefix("K ")
         fail(f"{request.name} {problem}; remove these rows and save the file again")
+    except KeyboardInterrupt:
+        if request.checkpoint is None or not request.checkpoint.exists():
+            raise
+        fail(
+            f"interrupted; {request.checkpoint} tells how far it came, run the same command again to go on",
+            INTERRUPTED,
+        )
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
         with replace_file(output) as stream:
@@ -103,7 +113,7 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
         with replace_file(plot) as stream:
             stream.write(picture)
     if as_json:
-        print_json(_request_report(request, source) | {"sets": _set_reports(sets, request.function)})
+        print_json(_SCHEMA, _request_report(request, source) | {"sets": _set_reports(sets, request.function)})
     else:
         _print_reports(_set_reports(sets, request.function), source, request.function)
 
@@ -130,7 +140,7 @@ def _run_on_workers(
             np.savez(stream, **arrays)
     reports = _streamed_reports(found, request.function)
     if as_json:
-        print_json(_request_report(request, source) | {"sets": reports})
+        print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
     else:
         _print_reports(reports, source, request.function)
 
@@ -150,15 +160,21 @@ def _streamed_reports(found: levattn.StreamedSet, function: Function) -> list[di
     ]
 
 
-def _check_targets(files: tuple[Path, ...], plot: Path | None, output: Path | None) -> None:
+def _opened(request: Request, memory: int | None) -> levattn.KeySource:
+    """Return the keys, or an error that names options, not arguments."""
+    try:
+        return levattn.open_keys(request.paths, tensor=request.tensor, memory=memory)
+    except levattn.KeyFileError as error:
+        problem, semicolon, remedy = str(error).rpartition("; ")
+        remedy = re.sub(r"\btensor\b=?", "--tensor", remedy)
+        fail(problem.replace("got tensor=", "got --tensor ") + semicolon + remedy)
+
+
+def _check_targets(request: Request, plot: Path | None, output: Path | None) -> None:
     """End the program if a file that it is to write cannot be written, or would replace another that is in use."""
-    for path, option in ((plot, "--plot"), (output, "--output")):
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            fail(f"{path}: there is no folder {path.parent}; make it first")
-        check_target(path, f"name another file with {option}")
-        if path.exists() and any(file.exists() and path.samefile(file) for file in files):
+    for path, option in ((plot, "--plot"), (output, "--output"), (request.checkpoint, "--checkpoint")):
+        check_output(path, option)
+        if path is not None and path.exists() and any(file.exists() and path.samefile(file) for file in request.files):
             fail(f"{path} is the file of the keys, which {option} would overwrite; name another")
     if plot is not None and output is not None and os.path.realpath(plot) == os.path.realpath(output):
         fail(f"{plot} and {output} are the same file; name two with --plot and --output")
@@ -204,7 +220,6 @@ def _arrays(sets: levattn.UniversalSet, function: Function) -> dict[str, npt.NDA
 
 def _request_report(request: Request, source: levattn.KeySource) -> dict[str, Any]:
     return {
-        "levattn": levattn.__version__,
         "file": request.name if len(request.files) == 1 else [str(file) for file in request.files],
         "tensor": source.tensor,
         "shape": source.shape,

@@ -13,7 +13,7 @@ from levattn._progress import reported
 from levattn.integrations.transformers._calibration import METRICS, Calibration
 from levattn.integrations.transformers._prune import prune
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "embeddings", "following", "perplexity"]
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 _OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
@@ -71,15 +71,18 @@ def calibrate(
     Returns
     -------
     Calibration
+        The budgets, and the loss that they have.
 
     Raises
     ------
     TypeError, ValueError
         If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model.
+    ImportError
+        If `progress` is True and rich is not installed.
 
     Notes
     -----
-    Runs the model once for each budget, once dense, and at most 8 times for the bisection, over all inputs.
+    Time: runs the model once for each budget, once dense, and at most 8 times for the bisection, over all inputs.
 
     References
     ----------
@@ -187,7 +190,7 @@ class _Loss:
         with prune(self.model, budgets, measure=False, **options):
             found = [self._read(batch) for batch in self.batches]
         if self.metric == "perplexity":
-            return _perplexity(found) / _perplexity(self.dense) - 1
+            return perplexity(found) / perplexity(self.dense) - 1
         total = count = 0.0
         for mine, dense in zip(found, self.dense, strict=True):
             if self.metric == "embedding":
@@ -205,19 +208,14 @@ class _Loss:
         if self.metric == "embedding":
             if getattr(output, "last_hidden_state", None) is None:
                 self._refuse("last_hidden_state", "logits")
-            states = output.last_hidden_state
-            mask = _present(batch, states)[..., None]
-            return (states.double() * mask).sum(1) / mask.sum(1), None
+            return embeddings(batch, output), None
         if getattr(output, "logits", None) is None or output.logits.ndim != 3:
             self._refuse("logits of each position", "embedding")
-        logits = output.logits
-        log_p, there = logits.double().log_softmax(-1), _present(batch, logits)
         if self.metric == "logits":
-            return log_p, there
+            return output.logits.double().log_softmax(-1), _present(batch, output.logits)
         if "input_ids" not in batch:
             raise ValueError('inputs has no input_ids; expected them with metric="perplexity"')
-        following = log_p[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-        return following, there[:, 1:] & there[:, :-1]
+        return following(batch, output)
 
     def _refuse(self, missing: str, other: str) -> None:
         raise ValueError(
@@ -233,6 +231,20 @@ def _present(batch: dict[str, Any], like: Any) -> Any:
     return mask.bool()
 
 
-def _perplexity(parts: list[tuple[Any, Any]]) -> float:
+def embeddings(batch: dict[str, Any], output: Any) -> Any:
+    """Return the means of an output's last hidden states over the positions that are there, in float64."""
+    states = output.last_hidden_state
+    mask = _present(batch, states)[..., None]
+    return (states.double() * mask).sum(1) / mask.sum(1)
+
+
+def following(batch: dict[str, Any], output: Any) -> tuple[Any, Any]:
+    """Return the log-probability of each next token in an output, in float64, and which of them count."""
+    log_p, there = output.logits[:, :-1].double().log_softmax(-1), _present(batch, output.logits)
+    return log_p.gather(-1, batch["input_ids"][:, 1:, None])[..., 0], there[:, 1:] & there[:, :-1]
+
+
+def perplexity(parts: list[tuple[Any, Any]]) -> float:
+    """Return the perplexity of what `following` returned for all batches."""
     total = sum(float(values[there].sum()) for values, there in parts)
     return math.exp(-total / sum(int(there.sum()) for _, there in parts))

@@ -1,0 +1,15 @@
+"""The command lines: options, help, and what is wrong with them. What the commands do is in the modules beside."""
+
+import typer
+
+from levattn.cli.commands import completion, demo, models, universal_set
+
+__all__ = ["add_commands"]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add all commands to the program."""
+    demo.add(app)
+    universal_set.add(app)
+    models.add(app)
+    completion.add(app)

@@ -1,0 +1,49 @@
+"""The command line of ``levattn completion``."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+from levattn.cli.program import Command
+
+__all__ = ["Shell", "add"]
+
+_HELP = """\
+Print the script that completes levattn in your shell.
+
+It completes commands, options and their choices, and file names. Nothing is changed by printing it: put it where your
+shell looks, once, and open a new shell.
+
+\b
+Examples:
+  levattn completion bash > ~/.local/share/bash-completion/completions/levattn
+  levattn completion zsh > ~/.zfunc/_levattn
+  levattn completion fish > ~/.config/fish/completions/levattn.fish
+  levattn completion powershell >> $PROFILE
+
+The folder must be there. bash needs the package bash-completion, and zsh must look for functions in that folder.
+Without them, these lines do for ~/.bashrc and ~/.zshrc:
+
+\b
+  source <(levattn completion bash)
+  fpath+=~/.zfunc; autoload -Uz compinit; compinit
+"""
+
+
+class Shell(StrEnum):
+    """The shells that there are scripts for."""
+
+    bash = "bash"
+    zsh = "zsh"
+    fish = "fish"
+    powershell = "powershell"
+
+
+def add(app: typer.Typer) -> None:
+    """Add the command to the program."""
+
+    @app.command(cls=Command, help=_HELP, short_help="Print the script that completes levattn in a shell.")
+    def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:
+        typer.echo(get_completion_script(prog_name="levattn", complete_var="_LEVATTN_COMPLETE", shell=shell.value))

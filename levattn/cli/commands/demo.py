@@ -1,0 +1,62 @@
+"""The command line of ``levattn demo``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from levattn.cli import demo as demonstration
+from levattn.cli.commands._options import RESULTS, AsJson, check_epsilon
+from levattn.cli.program import Command
+
+__all__ = ["add"]
+
+_HELP = """\
+Try it: universal sets of the 72 heads of a real encoder.
+
+Use it to see, without data of your own, what the sets are like and that they hold. The queries and keys of
+all-MiniLM-L6-v2 on a text of 512 tokens come with the package. The set of each head is compared with brute force over
+every attention score, and two files with the same four pictures are written. It takes ten seconds to a minute.
+
+\b
+Examples:
+  levattn demo
+  levattn demo --epsilon 0.05 --out pictures
+"""
+_EPILOG = """\
+\b
+What is printed, a row for each head:
+  layer, head  numbers of the layer and of its head, from 0
+  n, d         keys of the head, and their columns
+  rank, cond   numerical rank and condition number of the keys
+  |U|          keys in the universal set for f(x) = x² at ε
+  bound        the most keys that it can have: rank/ε
+  vacuous      yes: the bound is not below n
+  heavy        scores of at least ε of the 512 queries of the text
+  worst        the same of 512 worst-case queries, one built for each key
+  missed       of both, those of keys outside the set: always 0
+  softmax      mean share of the softmax attention that falls on the set
+
+Four sentences sum the heads up. Should a score be missed, the status is 1.
+"""
+
+
+def add(app: typer.Typer) -> None:
+    """Add the command to the program."""
+
+    @app.command(
+        cls=Command, help=_HELP, epilog=_EPILOG, short_help="Try it: 72 heads of a real encoder, with pictures."
+    )
+    def demo(
+        epsilon: Annotated[
+            float, typer.Option(callback=check_epsilon, help="Score from which on a key is heavy, in (0, 1].")
+        ] = demonstration.DEMO_EPSILON,
+        out: Annotated[
+            Path,
+            typer.Option(
+                rich_help_panel=RESULTS, help="Folder for demo.png and demo.svg, made if missing; they are replaced."
+            ),
+        ] = Path("levattn-demo"),
+        as_json: AsJson = False,
+    ) -> None:
+        demonstration.run(epsilon, out, as_json)

@@ -1,0 +1,179 @@
+"""The command lines of ``levattn inspect`` and ``levattn prune-report``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from levattn.cli import models
+from levattn.cli.commands._options import RESULTS, AsJson, check_epsilon, check_picture
+from levattn.cli.models import Scores
+from levattn.cli.program import Command
+
+__all__ = ["add"]
+
+_INSPECT = """\
+Show the universal sets of a model's keys on a text.
+
+Use it before pruning a model, to see how small the sets of its heads are and how much of its softmax attention they
+catch. The model reads the text once; it is not changed. It needs torch and transformers.
+
+\b
+Examples:
+  levattn inspect MODEL --text book.txt
+  levattn inspect MODEL --text book.txt --epsilon 0.1 --tokens 2048
+  levattn inspect MODEL --text book.txt --json --plot heads.png
+
+\b
+MODEL is a folder such as this makes:
+  hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODEL
+"""
+_INSPECT_EPILOG = """\
+\b
+What is printed, a row for each layer and head of keys:
+  layer, head  their numbers, from 0
+  n, d         keys (one for each token) and their columns
+  κ            condition number of the keys, on their row space
+  |U|          keys in the universal set for f(x) = x² at ε, which is exact
+  rank/ε       the most keys that it can have; * if that is not below n
+  max          largest leverage score
+  mass         mean share of the softmax attention that falls on the set
+  heavy        softmax scores of at least ε, of at most 256 queries a head
+  caught       share of these that are on keys of the set; - if there are none
+
+The sets promise nothing for softmax: mass and caught are measured on this text.
+"""
+_PRUNE = """\
+Prune a model's attention, and report what that loses on a text.
+
+Each query attends exactly to the keys near it and to keys selected by scores, and reads all others as summaries,
+clusters that count as one key each. Use it to see what a budget of such slots costs, before you prune a model with
+levattn.integrations.transformers.prune. Nothing is trained or saved. It needs torch and transformers.
+
+\b
+Examples:
+  levattn prune-report MODEL --text book.txt
+  levattn prune-report MODEL --text book.txt --budget 0.1 --json
+  levattn prune-report MODEL --text book.txt --budget 64 --scores leverage
+
+\b
+MODEL is a folder such as this makes:
+  hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODEL
+"""
+_PRUNE_EPILOG = """\
+\b
+What is printed, a row for each layer and head of keys (means over at most 64
+queries of the text):
+  layer, head  their numbers, from 0
+  slots        slots that a query read
+  selected     keys that it attended exactly, those near it included
+  mass         share of its softmax attention that falls on these keys
+  error        error of the head's output, relative to dense attention
+
+\b
+Then what the whole model loses, and the time of one pass in seconds:
+  embedding cosine  of an encoder: cosine of the mean states, dense and pruned
+  perplexity        of a causal model, on this text: dense and pruned
+"""
+_SLOTS = "Slots"
+
+_Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a Hugging Face model: config.json, .safetensors and a tokenizer. Nothing is downloaded.",
+    ),
+]
+_Text = Annotated[Path, typer.Option(help="Text file in UTF-8, of which the first --tokens are read.")]
+_Tokens = Annotated[
+    int, typer.Option(min=2, help="Tokens of the text to read at most; never more than the model has positions.")
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(
+        callback=check_picture,
+        rich_help_panel=RESULTS,
+        help="Draw `mass` for each layer and head into this .png, .svg or .pdf file.",
+    ),
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+
+    @app.command(
+        cls=Command,
+        help=_INSPECT,
+        epilog=_INSPECT_EPILOG,
+        short_help="Show the universal sets of a model's keys on a text.",
+    )
+    def inspect(
+        model: _Folder,
+        text: _Text,
+        epsilon: Annotated[
+            float, typer.Option(callback=check_epsilon, help="Score from which on a key is heavy, in (0, 1].")
+        ] = 0.05,
+        tokens: _Tokens = 512,
+        as_json: AsJson = False,
+        plot: _Picture = None,
+    ) -> None:
+        models.inspect(models.Inquiry(model, text, tokens, as_json, plot), epsilon)
+
+    @app.command(
+        "prune-report",
+        cls=Command,
+        help=_PRUNE,
+        epilog=_PRUNE_EPILOG,
+        short_help="Prune a model's attention, report what that loses.",
+    )
+    def prune_report(
+        model: _Folder,
+        text: _Text,
+        tokens: _Tokens = 512,
+        budget: Annotated[
+            float,
+            typer.Option(
+                rich_help_panel=_SLOTS,
+                help="Slots of each query: a share of the keys in (0, 1], where 1 is dense attention, or from 2 on "
+                "their number.",
+            ),
+        ] = 0.25,
+        scores: Annotated[
+            Scores,
+            typer.Option(
+                rich_help_panel=_SLOTS,
+                help="What keys are selected by: expected attention, that with how badly a summary stands for the key "
+                "(residual), or leverage scores.",
+            ),
+        ] = Scores.residual,
+        summaries: Annotated[
+            int | None,
+            typer.Option(
+                min=0, rich_help_panel=_SLOTS, help="Of these, clusters of the other keys. 0 drops the keys."
+            ),
+        ] = None,
+        window: Annotated[
+            int | None,
+            typer.Option(
+                min=0,
+                rich_help_panel=_SLOTS,
+                help="Of these, keys near a query: on each side, or before it if causal.",
+            ),
+        ] = None,
+        sinks: Annotated[
+            int | None,
+            typer.Option(
+                min=0,
+                rich_help_panel=_SLOTS,
+                help="Of these, first keys that are always kept; 0 if not given. What these three options leave open "
+                "is split by a rule.",
+            ),
+        ] = None,
+        as_json: AsJson = False,
+        plot: _Picture = None,
+    ) -> None:
+        if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
+            raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
+        options = {"scores": scores.value, "summaries": summaries, "window": window, "sinks": sinks}
+        inquiry = models.Inquiry(model, text, tokens, as_json, plot)
+        models.prune_report(inquiry, int(budget) if budget > 1 else budget, options)

@@ -1,0 +1,159 @@
+"""What all commands share: the help of the program, one line for each error, and the exit status."""
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any
+
+import typer
+from typer.completion import completion_init  # type: ignore[attr-defined]
+from typer.core import TyperCommand, TyperGroup
+
+import levattn
+from levattn.cli.output import CLOSED, INTERRUPTED, NO_SPACE, WRONG_COMMAND_LINE, fail, of_system
+
+__all__ = ["Command", "new_app"]
+
+# typer has had a click of its own in later versions and used the package before: this is the class of either.
+_UsageError: Any = typer.BadParameter.__base__
+
+_HELP = """\
+Find the few keys of an attention head that any query can attend to heavily.
+
+A universal set holds every key that some query can give an attention score of at least ε. It is found from the keys
+alone, by leverage scores, and is exact for attention with f(x) = x².
+
+Begin with `levattn demo`. The command universal-set takes keys in files; inspect and prune-report take a model of
+Hugging Face and a text.
+
+\b
+Examples:
+  levattn demo
+  levattn universal-set keys.npy --epsilon 0.1
+  levattn inspect MODEL --text book.txt
+  levattn prune-report MODEL --text book.txt --budget 0.2
+"""
+_EPILOG = """\
+\b
+Exit status:
+  0    done
+  1    the data or the machine did not allow it; one line says why
+  2    the command line is wrong
+  130  interrupted (Ctrl-C)
+  141  whoever read the output closed it, as `head` does
+
+`levattn COMMAND --help` explains a command: examples, options, and what is printed. The environment variable
+LEVATTN_NUM_THREADS sets the number of threads, by default one for each core.
+"""
+
+
+class Command(TyperCommand):
+    """A command whose help lists its options under headings: the `rich_help_panel` of each."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options of the help."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                otherwise = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or otherwise, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class _Program(TyperGroup):
+    """All commands. An error is one line on standard error."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command line, and end the process with its status."""
+        alone = extra.pop("standalone_mode", True)
+        extra["standalone_mode"] = False
+        if not alone:
+            return super().main(*args, **extra)
+        try:
+            with _errors_in_one_line():
+                status = super().main(*args, **extra)
+        except _UsageError as error:
+            message = (
+                error.format_message().removeprefix("Invalid value: ").replace(": Value error, ", ": ").rstrip(".")
+            )
+            command = "levattn" if error.ctx is None else error.ctx.command_path
+            fail(f"{message}{' See' if message.endswith('?') else '; see'} {command} --help", WRONG_COMMAND_LINE)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was chosen; Ctrl-C is noticed here, before typer ends the process in silence."""
+        with _errors_in_one_line():
+            return super().invoke(ctx)
+
+
+def new_app() -> typer.Typer:
+    """Return the program without its commands.
+
+    Returns
+    -------
+    typer.Typer
+        The application.
+    """
+    # The options of typer that install completion cannot name a shell, and edit the files that start it: the command
+    # `completion` prints the script instead. What answers the script is needed all the same.
+    completion_init()
+    app = typer.Typer(
+        name="levattn",
+        cls=_Program,
+        help=_HELP,
+        epilog=_EPILOG,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    def show_version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"levattn {levattn.__version__}")
+            raise typer.Exit
+
+    @app.callback(invoke_without_command=True, help=_HELP, epilog=_EPILOG)
+    def program(
+        ctx: typer.Context,
+        _version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version.")
+        ] = False,
+    ) -> None:
+        if ctx.invoked_subcommand is None:
+            typer.echo(ctx.get_help())
+
+    return app
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Report in one line what bad data, missing packages or a full disk bring about."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_output()
+        sys.exit(CLOSED)
+    except KeyboardInterrupt:
+        fail("interrupted", INTERRUPTED)
+    except MemoryError:
+        fail("not enough memory; split the file by heads or by layers")
+    except OSError as error:
+        if error.filename is None and error.errno in NO_SPACE:  # which may be that of standard output
+            _forget_output()
+        fail(of_system(error))
+    except (ValueError, ImportError) as error:
+        fail(str(error))
+
+
+def _forget_output() -> None:
+    """Drop what standard output still holds, which Python would try again to write at its end, and complain."""
+    with suppress(io.UnsupportedOperation):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
