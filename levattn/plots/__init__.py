@@ -1,0 +1,29 @@
+"""Pictures of leverage scores, captured mass and heavy attention.
+
+Display objects in scikit-learn's manner: a class method ``from_...`` takes the data, draws them and returns a
+display with the drawn values as attributes, ``ax_`` and ``figure_``; ``plot`` draws it again on other axes.
+matplotlib is imported when something is drawn. Colour-blind eyes can tell the colours apart, on light and on
+dark backgrounds.
+"""
+
+from __future__ import annotations
+
+from levattn.plots._captured import CapturedMassDisplay
+from levattn.plots._common import figure_bytes as figure_bytes
+from levattn.plots._common import new_figure as new_figure
+from levattn.plots._heavy_map import HeavyMapDisplay
+from levattn.plots._layer_head import LayerHeadDisplay
+from levattn.plots._online import OnlineScoresDisplay
+from levattn.plots._patches import KeptPatchesDisplay
+from levattn.plots._spectrum import LeverageSpectrumDisplay
+from levattn.plots._tokens import TokenStripDisplay
+
+__all__ = [
+    "CapturedMassDisplay",
+    "HeavyMapDisplay",
+    "KeptPatchesDisplay",
+    "LayerHeadDisplay",
+    "LeverageSpectrumDisplay",
+    "OnlineScoresDisplay",
+    "TokenStripDisplay",
+]

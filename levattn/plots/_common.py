@@ -1,0 +1,148 @@
+"""What the displays share: colours, axes and figures, thinning of many keys."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Ints: TypeAlias = npt.NDArray[np.intp]
+
+# From the palette of Okabe and Ito; OCHRE is its orange, darkened. Each has a contrast of at least 3 to white and to
+# black, the least that WCAG 2 asks of graphics. Dashes and marks tell curves apart as well.
+BLUE, RED, GREEN, PINK, GREY, OCHRE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C8C8C", "#BF8300"
+COLORS = "cividis"  # of images: perceptually uniform, nearly the same to eyes without red or green receptors
+
+_CURVE_POINTS = 2000
+
+
+def figure_bytes(figure: Figure, suffix: str) -> bytes:
+    """Render a figure; the same figure gives the same bytes.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        The figure.
+    suffix : str
+        The file format, such as ``".png"`` or ``".svg"``.
+
+    Returns
+    -------
+    bytes
+        The content of the file.
+    """
+    import matplotlib as mpl
+
+    kind = suffix.removeprefix(".").lower()
+    undated: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    stream = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "levattn"}):
+        figure.savefig(stream, format=kind, dpi=150, metadata=undated)
+    return stream.getvalue()
+
+
+def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """Make a figure that no window system knows of.
+
+    Parameters
+    ----------
+    rows : int, default 1
+        Rows of axes.
+    columns : int, default 1
+        Columns of axes.
+
+    Returns
+    -------
+    figure : matplotlib.figure.Figure
+        The figure, laid out for its content.
+    axes : ndarray of matplotlib.axes.Axes, shape (rows, columns)
+        Its axes.
+    """
+    _require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * columns, 4.8 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def axes_for(ax: Axes | None, size: tuple[float, float] | None = None) -> Axes:
+    """Return the axes given, or those of a new figure, of a size in inches."""
+    if ax is not None:
+        return ax
+    _require_matplotlib()
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(figsize=size, layout="constrained")[1]
+
+
+def legend_below(ax: Axes) -> None:
+    """Put the legend below the axis label, where it hides nothing."""
+    import matplotlib as mpl
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.transforms import ScaledTranslation
+
+    ticks = FontProperties(size=mpl.rcParams["xtick.labelsize"]).get_size_in_points()
+    room = 12 + 1.3 * (ticks + float(ax.xaxis.label.get_fontsize()))
+    below = ax.transAxes + ScaledTranslation(0, -room / 72, ax.figure.dpi_scale_trans)
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=below,
+        borderaxespad=0,
+        ncols=2,
+        fontsize="small",
+        frameon=False,
+    )
+
+
+def whole_ticks(ax: Axes) -> None:
+    """Let ticks stand at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in (ax.xaxis, ax.yaxis):
+        locator = axis.get_major_locator()
+        if isinstance(locator, MaxNLocator):
+            locator.set_params(integer=True)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError('pictures need matplotlib: pip install "levattn[plot]"') from error
+
+
+def spread(n: int) -> Ints:
+    """Positions 0, ..., n - 1, thinned out evenly on a logarithmic axis where there are many."""
+    if n <= _CURVE_POINTS:
+        return np.arange(n)
+    return np.unique(np.geomspace(1, n, _CURVE_POINTS).round().astype(np.intp)) - 1
+
+
+def starts_of_bins(length: int, most: int) -> Ints:
+    """Where each of at most so many bins of about equal length starts."""
+    count = min(length, most)
+    return np.arange(count) * length // max(count, 1)
+
+
+def mask_of(chosen: Any, n: int, name: str, of_what: str) -> Bools:
+    """Return the mask (n,) of a universal set, a mask or indices."""
+    given = np.asarray(getattr(chosen, "mask", chosen))
+    if given.dtype == np.bool_:
+        if given.shape != (n,):
+            raise ValueError(f"{name} has a mask of shape {given.shape}, expected ({n},), one per {of_what}")
+        return given
+    indices = given.astype(np.intp)
+    if ((indices < 0) | (indices >= n)).any():
+        raise ValueError(f"{name} has indices outside 0, ..., {n - 1}, expected one of these per {of_what} that is in")
+    mask = np.zeros(n, dtype=np.bool_)
+    mask[indices] = True
+    return mask
