@@ -19,12 +19,18 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
+smartquotes = False  # quotes in code are code
 exclude_patterns = ["**/GALLERY_HEADER.rst"]
 default_role = "autolink"  # `universal_set` in a docstring links to it where it is a name, and is text elsewhere
 
 # One page for each name, with its members; numpydoc would list the members a second time.
 autosummary_generate = True
+autosummary_filename_map = {  # file systems may not tell them from the functions of the same letters
+    "levattn.Sensitivities": "levattn.Sensitivities-class",
+    "levattn.datasets.Planted": "levattn.datasets.Planted-class",
+}
 autodoc_typehints = "none"  # the docstrings tell the types
+autodoc_mock_imports = ["kvpress", "timm"]  # their adapters have pages without them
 templates_path = ["_templates"]
 numpydoc_show_class_members = False
 
@@ -41,7 +47,7 @@ sphinx_gallery_conf = {
     "remove_config_comments": True,
     "show_memory": False,
     "min_reported_time": 0,
-    "plot_gallery": "True",
+    "capture_repr": (),
 }
 
 # A prompt is not copied with the code behind it.

@@ -72,7 +72,7 @@ def minilm() -> AttentionHeads:
 
     Notes
     -----
-    Reads 7.1 MB from the installed package on the first call. Where weights and text come from, their
+    Memory 7.1 MB, read from the installed package on the first call. Where weights and text come from, their
     licences and the sha256 of the file: ``levattn/data/NOTICE.md``. The script that made the file:
     ``examples/make_minilm_data.py``.
 
@@ -179,9 +179,9 @@ class Planted:
         Planted and background keys, in random order.
     queries : ndarray of float64, shape (m, d)
         Each asks for one planted direction.
-    indices : ndarray of int64, ascending
-        Rows of ``keys`` that are planted.
-    groups : ndarray of int64, same shape as ``indices``
+    indices : ndarray of int64, shape (k,)
+        Rows of ``keys`` that are planted, ascending.
+    groups : ndarray of int64, shape (k,)
         Which planted direction the row belongs to, 0 ... n_planted - 1.
     targets : ndarray of int64, shape (m,)
         Which planted direction the query asks for.
@@ -273,6 +273,7 @@ def planted(
     Returns
     -------
     Planted
+        Keys, queries, the planted rows, and their predicted scores.
 
     Raises
     ------
@@ -284,7 +285,7 @@ def planted(
     Notes
     -----
     The two scores are predictions for n much larger than d, not bounds: compare with the scores themselves
-    where the truth matters. O(n d^2) time, O(n d) memory.
+    where the truth matters. Time O(n d²), memory O(n d).
 
     Examples
     --------

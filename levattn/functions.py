@@ -18,16 +18,17 @@ Floats = npt.NDArray[np.float64]
 class AttentionFunction(Protocol):
     """What must be known of an attention function of one's own.
 
-    f must be even, finite, not negative, not constantly zero, not decreasing in |x|, and of growth p:
-    ``f(x) ≤ |x/y|^p f(y)`` for |x| ≥ |y| > 0. For these functions, and no others, there is a certificate that needs
-    nothing else of f. They are checked on a grid when they are used, which finds most mistakes but proves nothing.
+    f must be even, finite, not negative, not constantly zero, not decreasing in abs(x), and of growth p:
+    ``f(x) ≤ |x/y|^p f(y)`` for ``|x| ≥ |y| > 0``. For these functions, and no others, there is a certificate that
+    needs nothing else of f. They are checked on a grid when they are used, which finds most mistakes but proves
+    nothing.
 
     Attributes
     ----------
     growth : float
         The exponent p > 0.
     monotone : bool
-        True if f does not decrease in |x|; a function that says otherwise is refused.
+        True if f does not decrease in abs(x); a function that says otherwise is refused.
 
     Examples
     --------
@@ -48,7 +49,7 @@ class AttentionFunction(Protocol):
 
     @property
     def monotone(self) -> bool:
-        """Whether f does not decrease in |x|."""
+        """Whether f does not decrease in abs(x)."""
 
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate f at every entry of an array of float64."""
@@ -71,6 +72,15 @@ class Power:
     p : float
         The exponent. p = 2 has exact universal sets at the cost of leverage scores.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no finite number above 0.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), for attention with abs(x)^p.
+
     Examples
     --------
     >>> import numpy as np, levattn
@@ -91,7 +101,7 @@ class Power:
 
     @property
     def monotone(self) -> bool:
-        """True: f does not decrease in |x|."""
+        """True: f does not decrease in abs(x)."""
         return True
 
     def __call__(self, x: Floats, /) -> Floats:
@@ -109,7 +119,7 @@ class _Quadratic:
 
     @property
     def monotone(self) -> bool:
-        """True: f does not decrease in |x|."""
+        """True: f does not decrease in abs(x)."""
         return True
 
 
@@ -121,6 +131,15 @@ class Huber(_Quadratic):
     ----------
     delta : float, default 1
         Where it becomes linear; of the size of ⟨q, k⟩.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no finite number above 0.
+
+    References
+    ----------
+    Huber, Robust estimation of a location parameter, Annals of Mathematical Statistics 35, 1964.
 
     Examples
     --------
@@ -151,6 +170,16 @@ class Tukey(_Quadratic):
     c : float, default 4.685
         Where it becomes constant; of the size of ⟨q, k⟩.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no finite number above 0.
+
+    References
+    ----------
+    Beaton and Tukey, The fitting of power series, meaning polynomials, illustrated on band-spectroscopic data,
+    Technometrics 16, 1974.
+
     Examples
     --------
     >>> import numpy as np, levattn
@@ -174,6 +203,11 @@ class Tukey(_Quadratic):
 class L1L2(_Quadratic):
     """The function 2 (√(1 + x²/2) − 1): quadratic near 0, linear far off.
 
+    References
+    ----------
+    Zhang, Parameter estimation techniques: a tutorial with application to conic fitting, Image and Vision Computing
+    15, 1997.
+
     Examples
     --------
     >>> import numpy as np, levattn
@@ -195,6 +229,15 @@ class Fair(_Quadratic):
     ----------
     c : float, default 1.4
         Where it turns from quadratic to linear; of the size of ⟨q, k⟩.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no finite number above 0.
+
+    References
+    ----------
+    Fair, On the robust estimation of econometric models, Annals of Economic and Social Measurement 3, 1974.
 
     Examples
     --------
@@ -231,9 +274,18 @@ class Softmax:
     matrix : array of shape (d, d), optional
         Σ, symmetric and positive semi-definite: queries lie in an ellipsoid of its shape. The identity if left out.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If the radius is no finite number above 0, or Σ not symmetric and positive semi-definite.
+
     Notes
     -----
     exp is neither even nor of polynomial growth, so no certificate of the other functions covers it.
+
+    References
+    ----------
+    The bounds for it are ours: docs/design.md, from Jensen's inequality.
 
     Examples
     --------
@@ -272,6 +324,7 @@ class Softmax:
         Returns
         -------
         array of float64, shape (d, d)
+            Scaled eigenvectors of Σ; without Σ the identity, times the radius.
 
         Raises
         ------

@@ -51,7 +51,7 @@ class HeavyAttention:
     ----------
     universal : UniversalSet or None
         The set that the entries were taken from; None for causal attention.
-    alive : array of int64 or None
+    alive : array of int64, shape (chunks,), or None
         For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε, but for
         prefixes so ill-conditioned or rank-deficient that their moments do not tell the scores.
     distortion : float
@@ -152,7 +152,7 @@ class HeavyAttention:
 
         Notes
         -----
-        Time O(m |U| (d + d_v) + n d_v²) and memory O(m d_v + n), with blocks of at most 32 MB of scores. The bounds
+        Time O(m \|U\| (d + d_v) + n d_v²) and memory O(m d_v + n), with blocks of at most 32 MB of scores. The bounds
         hold up to the rounding of the scores, which is estimated and added.
 
         Examples
@@ -421,7 +421,7 @@ def heavy_attention(
 
     For f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`, only keys of
     the universal set can have a score of at least ε, and the normaliser is :math:`\|N q_i\|^2` with
-    :math:`N^T N = K^T K`. So a query costs O(d² + |U| d), whatever n. No entry of at least ε is missed, and all
+    :math:`N^T N = K^T K`. So a query costs O(d² + \|U\| d), whatever n. No entry of at least ε is missed, and all
     values are those of the full attention.
 
     Parameters
@@ -454,12 +454,14 @@ def heavy_attention(
     Returns
     -------
     HeavyAttention
+        The heavy entries as a sparse matrix, with normalisers and masses.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong, or `universal` does not cover ε or belongs to other keys (its shape and dtype
-        are compared, and the leverage scores of its keys and of a sample of the others).
+        If an argument is wrong, or `universal` does not cover ε, has the guarantee "none" or an approximate factor, or
+        belongs to other keys (its shape and dtype are compared, and the leverage scores of its keys and of a sample of
+        the others).
     NonFiniteError
         If queries or keys hold NaN or infinity.
 
@@ -469,7 +471,7 @@ def heavy_attention(
 
     Notes
     -----
-    Preparation O(n d²); then O(m (d² + |U| d)) with |U| ≤ rank/ε. Memory O(m d + n + |U| d) and the output.
+    Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output.
     Queries and keys are scaled by powers of two, so that squares neither overflow nor vanish. Sums run in float64; for
     a query so nearly orthogonal to the keys that its products or its normaliser would lose their digits they run as if
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
@@ -478,6 +480,13 @@ def heavy_attention(
     For other functions the normaliser of a query is summed over all keys, O(n d); for an even power p > 2 it comes
     from the D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
     to D = 1024 by itself) and that is less.
+
+    With `causal` a key is kept while its score among the keys so far is at least ε: at most rank/ε keys, or more where
+    the moments of a prefix are too ill-conditioned to tell (`HeavyAttention.alive`). No entry is missed either.
+
+    "countsketch" with the default size misses an entry with a probability of at most 1e-6 in all, and what it returns
+    is exact. "jl" misses none, and normalisers and scores err by at most `HeavyAttention.distortion`, but for a
+    probability of 1e-6. The exact route was faster than both at all sizes tried.
 
     References
     ----------

@@ -70,17 +70,42 @@ def rank_tolerance(d: int) -> float:
 
 @dataclass(frozen=True)
 class Factor:
-    """A batch of factors, one for each key matrix.
+    """A batch of factors, one for each key matrix K: a W such that K W has orthonormal columns.
 
-    rows: the keys and the shift and scale under which they were factored.
-    W: (b, d, d), for rows as they are read (after shift and scale); on the device of the moments it came from.
-    rank: (b,) numerical rank.
-    error: (b,) estimate of the relative error that W brings into a score or a normaliser.
-    arithmetic: how scores are computed, for each matrix.
-    basis, core: (b, d, d) with ``W = basis core``, where the arithmetic is compensated.
-    outside: for rank-deficient matrices, an orthonormal basis (d, k) of the equilibrated directions left out and
-        the column norms (d,) that equilibrate; rows that reach into it are counted as 1.
-    projection: (b, d, k), where scores are those of a random projection of the whitened rows.
+    So ‖Wᵀk‖² is the leverage score of a key k. It is always a batch, of one for a single matrix, and is found as
+    `UniversalSet.factor`.
+
+    Attributes
+    ----------
+    rows : levattn._kernels.Rows
+        The keys, and the shift and scale under which they were factored.
+    W : array of float64, shape (b, d, d)
+        For rows as they are read (after shift and scale); on the device of the moments it came from.
+    rank : array of int64, shape (b,)
+        Numerical rank.
+    error : array of float64, shape (b,)
+        Estimate of the relative error that W brings into a score or a normaliser.
+    arithmetic : tuple of str
+        How scores are computed, for each matrix.
+    basis, core : array of float64, shape (b, d, d), or None
+        With ``W = basis core``, where the arithmetic is compensated.
+    outside : dict
+        For rank-deficient matrices, by their number, an orthonormal basis (d, k) of the equilibrated directions left
+        out and the column norms (d,) that equilibrate; rows that reach into it are counted as 1.
+    projection : array of float64, shape (b, d, k), or None
+        Where scores are those of a random projection of the whitened rows.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((500, 4))
+    >>> factor = levattn.universal_set(K, 0.5).factor
+    >>> q = factor.witness(K[3])
+    >>> scores = (K @ q) ** 2 / ((K @ q) ** 2).sum()
+    >>> bool(np.isclose(scores[3], levattn.leverage_scores(K)[3]))
+    True
+    >>> bool(np.isclose(((factor.normalizer[0] @ q) ** 2).sum(), ((K @ q) ** 2).sum()))
+    True
     """
 
     rows: Rows
@@ -95,15 +120,37 @@ class Factor:
 
     @cached_property
     def whitening(self) -> Float64:
-        """(b, d, d) W in main memory."""
+        """W in main memory, (b, d, d)."""
         return to_numpy(self.W)
 
     def on(self, rows: Rows) -> Factor:
-        """Return the same factor for other rows (of the same batch), read with the same shift and scale."""
+        """Return the same factor for other rows, read with the same shift and scale.
+
+        Parameters
+        ----------
+        rows : levattn._kernels.Rows
+            Rows of the same batch.
+
+        Returns
+        -------
+        Factor
+            Whose `scores` are those of these rows.
+        """
         return replace(self, rows=replace(rows, shift=self.rows.shift, scale=self.rows.scale))
 
     def item(self, index: int) -> Factor:
-        """Return the factor of one matrix of the batch, as a batch of one."""
+        """Return the factor of one matrix of the batch, as a batch of one.
+
+        Parameters
+        ----------
+        index : int
+            Number of the matrix.
+
+        Returns
+        -------
+        Factor
+            Of this matrix.
+        """
         one = slice(index, index + 1)
         pair = self.outside.get(index)
         return replace(
@@ -120,27 +167,50 @@ class Factor:
         )
 
     def exactly(self) -> Factor:
-        """Return the factor with scores computed in float64 throughout."""
+        """Return the factor with scores computed in float64 throughout.
+
+        Returns
+        -------
+        Factor
+            With no arithmetic in float32.
+        """
         return replace(self, arithmetic=tuple("double" if a == "single" else a for a in self.arithmetic))
 
     def forget_keys(self) -> Factor:
-        """Return the factor without its hold on the keys."""
+        """Return the factor without its hold on the keys.
+
+        Returns
+        -------
+        Factor
+            With no rows.
+        """
         b, _, d = self.rows.shape
         return replace(self, rows=replace(self.rows, keys=np.empty((b, 0, d)), mask=None, weights=None))
 
     @property
     def score_error(self) -> Float64:
-        """(b,) estimate of the relative error of a score, its rounding included."""
+        """Estimate of the relative error of a score, its rounding included, (b,)."""
         single = np.array([route == "single" for route in self.arithmetic])
         stored = UNIT if self.rows.format == "float64" else 2.0**-24
         return np.asarray(self.error + stored + np.where(single, 2.0**-22 * _SINGLE_REACH, 0.0))
 
     def scores(self, *, wide: bool = False, member: bool = True) -> tuple[Any, npt.NDArray[np.bool_]]:
-        """Return the leverage scores of the rows, (b, n), and which matrices have rows counted as 1.
+        """Return the leverage scores of the rows, and which matrices have rows counted as 1.
 
-        Scores are float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; masked rows
-        get 0. If the rows are not among the keys that were factored (`member` is false), ``k G⁺ k`` may be more than
-        1, and is infinite for a row outside the row space.
+        Parameters
+        ----------
+        wide : bool, default False
+            Whether scores are float64 in any case.
+        member : bool, default True
+            Whether the rows are among the keys that were factored. Else ``kᵀG⁺k`` may be more than 1, and is infinite
+            for a row outside the row space.
+
+        Returns
+        -------
+        scores : array of shape (b, n)
+            Float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; 0 for masked rows.
+        counted : array of bool, shape (b,)
+            True for a matrix with rows counted as 1.
         """
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
         kernels = kernels_for(self.rows)
@@ -200,7 +270,7 @@ class Factor:
 
     @cached_property
     def normalizer(self) -> Float64:
-        """(b, d, d) upper-triangular N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q."""
+        """Upper-triangular N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q, (b, d, d)."""
         out = np.empty_like(self.whitening)
         for item in range(len(out)):
             N, exponents = self.even_normalizer(item)
@@ -208,10 +278,22 @@ class Factor:
         return out
 
     def even_normalizer(self, item: int) -> tuple[Float64, npt.NDArray[np.int32]]:
-        """Return N with columns scaled to a norm of about 1, and the exponents (d,) of the powers of two taken out.
+        """Return N with columns scaled to a norm of about 1, and the exponents of the powers of two taken out.
 
         The keys divided and the queries multiplied by these powers have the same products, and squares of them stay
         in range whatever the sizes of the columns were.
+
+        Parameters
+        ----------
+        item : int
+            Number of the matrix.
+
+        Returns
+        -------
+        N : array of float64, shape (d, d)
+            The scaled normaliser.
+        exponents : array of int32, shape (d,)
+            The exponents.
         """
         W = self.whitening[item]
         d = W.shape[0]
@@ -236,8 +318,19 @@ class Factor:
     def even_basis(self, item: int, exponents: npt.NDArray[np.int32]) -> tuple[Float64, Float64] | None:
         """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normaliser of a query so scaled.
 
-        They hold what the inverse, rounded, does not. None for rank-deficient keys, whose normalisers have no such
-        form.
+        They hold what the inverse, rounded, does not.
+
+        Parameters
+        ----------
+        item : int
+            Number of the matrix.
+        exponents : array of int32, shape (d,)
+            Of the powers of two, as by `even_normalizer`.
+
+        Returns
+        -------
+        tuple of two arrays of float64, shape (d, d), or None
+            None for rank-deficient keys, whose normalisers have no such form.
         """
         if self.rank[item] < len(exponents):
             return None
@@ -251,7 +344,7 @@ class Factor:
 
     @cached_property
     def condition(self) -> Float64:
-        """(b,) 2-norm condition number of the keys on their row space (1 for rank 0)."""
+        """2-norm condition number of the keys on their row space, (b,); 1 for rank 0."""
         out = np.ones(len(self.rank))
         for item, rank in enumerate(self.rank):
             if rank:
@@ -260,14 +353,38 @@ class Factor:
         return out
 
     def whitened(self, X: Float64) -> Float64:
-        """Return ``x = Wᵀk`` of rows k as they are read (`dense`), (m, rank), for a batch of one."""
+        """Return ``x = Wᵀk`` of rows k as they are read, after shift and scale, for a batch of one.
+
+        Parameters
+        ----------
+        X : array of float64, shape (m, d)
+            The rows.
+
+        Returns
+        -------
+        array of float64, shape (m, rank)
+            The whitened rows, whose squared norms are their scores.
+        """
         W = self.whitening[0]
         if self.arithmetic[0] == "compensated" and self.basis is not None and self.core is not None:
             W, X = self.core[0], precise_products(X, np.ascontiguousarray(self.basis[0].T))
         return blockwise_product(X, np.asarray(W[:, np.any(W != 0, axis=0)]))
 
     def witness(self, k: Float64, item: int = 0) -> Float64:
-        """Return the query ``G⁺ k`` for a key (or rows of keys): no query gives k a larger attention score."""
+        """Return the query ``G⁺ k`` for a key: no query gives k a larger attention score.
+
+        Parameters
+        ----------
+        k : array of float64, shape (d,) or (m, d)
+            A key, or rows of keys.
+        item : int, default 0
+            Number of the matrix.
+
+        Returns
+        -------
+        array of float64, shape (d,) or (m, d)
+            The query, or one for each key.
+        """
         W = self.whitening[item]
         if self.rows.scale is not None:
             W = W * self.rows.scale[item][:, None]

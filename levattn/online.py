@@ -49,8 +49,8 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
         Keys, one a row, in the order in which they come; leading axes are batches (heads). Kinds and dtypes as in
         `leverage_scores`, but for sparse ones.
     ridge : float, default 0
-        λ itself, finite and of at least 0. (That of `leverage_scores` is relative to the size of all keys, which is
-        not known here.) It lowers every score.
+        The number λ itself, finite and of at least 0. (That of `leverage_scores` is relative to the size of all keys,
+        which is not known here.) It lowers every score.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others score 0, later keys do not see them, and their values are not read.
         Leading axes of size 1 are repeated.

@@ -372,6 +372,7 @@ class StreamingUniversalSet:
         Returns
         -------
         StreamedSet
+            The set, its keys and their payload.
 
         Raises
         ------
@@ -474,6 +475,8 @@ class StreamingUniversalSet:
         ------
         OSError
             If it cannot be written.
+        TypeError
+            As `to_bytes`.
         """
         with replace_file(path) as stream:
             stream.write(self.to_bytes())

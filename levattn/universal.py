@@ -70,7 +70,8 @@ class UniversalSet:
     total_bound : float or array of shape (...,)
         What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
     exact_factor : bool
-        Whether `factor` is that of the keys; False where it is that of a sketch, whose normalisers are approximate.
+        Whether `factor` is that of the keys; False where it is that of a sketch, whose normalisers are approximate:
+        `heavy_attention` does not take such a set.
     groups : array of int64, shape (..., n), or None
         The groups of keys that were given, -1 for a key in none.
     group_scores : array of float64, shape (..., g), or None
@@ -122,6 +123,11 @@ class UniversalSet:
         Returns
         -------
         array of int64, shape (size,)
+
+        Raises
+        ------
+        ValueError
+            If there is a batch of matrices.
         """
         if self.batch:
             raise ValueError(
@@ -310,6 +316,7 @@ def universal_set(
     Returns
     -------
     UniversalSet
+        The keys of the set, the scores of all keys, and what is guaranteed.
 
     Raises
     ------
@@ -317,6 +324,8 @@ def universal_set(
         If an argument is wrong; both or neither of `epsilon` and `size` among them.
     NonFiniteError
         If the keys hold NaN or infinity outside the mask.
+    ImportError
+        If `progress` is True and rich is not installed.
 
     See Also
     --------
@@ -327,6 +336,12 @@ def universal_set(
     -----
     Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it. Scores are computed in float32 for keys
     of at most that precision; those near ε are computed again in float64, so that the set is exact.
+
+    For the approximate methods the scores are divided by the least factor by which they can fall short. It is measured
+    on the second moment: exactly up to d = 320 and with `recheck`, by Lanczos' method beyond. "halving" has none, and
+    cannot fail.
+
+    A generator gives its chunks once, and is refused: `StreamingUniversalSet` takes them.
 
     References
     ----------

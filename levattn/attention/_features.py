@@ -58,8 +58,8 @@ def rg_lru(
     Returns
     -------
     array of shape (..., T, C)
-        h, of the dtype of `x`; at masked positions that of the position before. Or the pair of it and the state, in
-        float32 or float64 and without gradients.
+        The average h, of the dtype of `x`; at masked positions that of the position before. Or the pair of it and the
+        state, in float32 or float64 and without gradients.
 
     Raises
     ------

@@ -153,7 +153,7 @@ def macchiato(
     scale : float, optional
         What products of queries and keys are multiplied by; 1/√d if it is None.
     softcap : float, optional
-        c > 0: products x of queries and keys, scaled, become c tanh(x/c).
+        Products x of queries and keys, scaled, become c tanh(x/c) with this c > 0.
     mask : array of bool, shape (..., G, T), optional
         True for a position that may be seen; leading axes are broadcast. Keys, values and logits of the others are not
         used.

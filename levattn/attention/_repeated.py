@@ -39,8 +39,12 @@ def repeated_mass(
 
     Parameters
     ----------
-    q_logits, k_logits, gate : array
-        As in `macchiato`, (..., H, T, L), (..., H or G, T, L) and (..., H, T).
+    q_logits : array of shape (..., H, T, L)
+        Logits of the rows, as in `macchiato`.
+    k_logits : array of shape (..., H, T, L) or (..., G, T, L)
+        Logits of the positions.
+    gate : array of shape (..., H, T)
+        Logits of the window.
     window : int
         W, at least 1.
     mask : array of bool, shape (..., G, T), optional

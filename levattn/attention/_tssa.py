@@ -177,10 +177,28 @@ def memberships(
 
     Parameters
     ----------
-    W, temperature, membership, normalize, bias, causal, decay, mask, offsets, lengths
-        As in `tssa`.
+    W : array of float, shape (..., h, T, d)
+        Tokens, projected to the heads; this and what follows is as in `tssa`.
+    temperature : float or array of float, shape (..., h)
+        The temperatures θ.
+    membership : {"diag_leverage", "norm", "leverage", "uniform"} or array of float, shape (..., h, T)
+        What the memberships are made of.
+    normalize : {"sum", "mean"}
+        Whether leverage scores are multiplied by the number of tokens seen.
+    bias : array of float, shape (..., h, T), optional
+        The positional bias b.
+    causal : bool
+        True if a token sees itself and those before, False if it sees all.
+    decay : float or array of float, shape (h,)
+        What a token counts for after the next has come, in (0, 1].
+    mask : array of bool, shape (..., T), optional
+        True for a token that takes part.
+    offsets : array of int, shape (n + 1,), optional
+        Where packed sequences begin, ending with T.
+    lengths : array of int, shape (n,), optional
+        The same by the number of tokens of each sequence.
     state : TokenState, optional
-        As in `tssa`; here `norms` are enough.
+        What tokens see besides; here its `norms` are enough.
 
     Returns
     -------

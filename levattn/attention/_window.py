@@ -62,7 +62,7 @@ def window_attention(
     scale : float, optional
         What products are multiplied by; 1/√d if it is None.
     softcap : float, optional
-        c > 0, the bound of the logits.
+        The bound c > 0 of the logits.
     mask : array of bool, shape (..., G, T), optional
         True for a position that may be seen; leading axes are broadcast. Keys and values of the others are not used.
     offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional

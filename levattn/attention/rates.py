@@ -272,7 +272,7 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
 
     Notes
     -----
-    Cost and precision are those of `coding_rate` and `compression_rate`.
+    Time, memory and precision are those of `coding_rate` and `compression_rate`.
 
     References
     ----------
@@ -464,6 +464,10 @@ def descent(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = 
     -----
     Time O(K n d p), memory O(K n p). Tokens are not rounded to the dtype of Z in between.
 
+    References
+    ----------
+    The theorem is ours, with its proof in `descent_step`.
+
     Examples
     --------
     >>> import numpy as np
@@ -506,6 +510,10 @@ def largest_step(U: Any, eps: float, /) -> Any:
     Notes
     -----
     Time O(K d p min(d, p)).
+
+    References
+    ----------
+    The theorem is ours, with its proof in `descent_step`.
 
     Examples
     --------

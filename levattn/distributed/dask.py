@@ -91,6 +91,11 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     their factor. Chunks should have many more than d/ε rows: a state holds all of its first d/ε or so. In a worker of
     dask.distributed kernels use as many threads as that worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
 
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (universal sets)
+    and its streaming algorithm, whose states are merged here.
+
     Examples
     --------
     >>> import numpy as np, dask.array as da
@@ -142,6 +147,10 @@ def leverage_scores(K: Any, /) -> Any:
     Time O(n d²) and two passes. The chunks of K are *computed twice* rather than held between the passes, so that
     memory is bounded by the chunks that are worked on; whoever has room for K calls ``K.persist()`` first. Nothing of
     size n comes to the client unless the scores are asked for there.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), section 3 for f(x) = x².
 
     Examples
     --------
@@ -199,6 +208,10 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     -----
     Time O(TLD), divided by the number of workers. What is merged is L (D + 2) numbers for each item of the batch.
 
+    References
+    ----------
+    Milakov and Gimelshein, arXiv:1805.02867, section 3 (the merge).
+
     Examples
     --------
     >>> import numpy as np, dask.array as da
@@ -250,6 +263,8 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
         If dask is not installed.
     FileNotFoundError, KeyFileError
         As by `levattn.open_keys`; while computing also if a file changed since it was opened.
+    TypeError, ValueError
+        As by `levattn.open_keys`, if `source` is neither a source nor paths.
 
     Notes
     -----
@@ -327,6 +342,10 @@ def universal_set_of_files(
     One pass over the files; cost as in `universal_set`. A state holds all of its first d/ε rows or so, and looks at
     them again and again, so that ranges are some multiple of that long. They do not depend on the scheduler, and the
     set has the same bits on any number of workers.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (universal sets).
 
     Examples
     --------

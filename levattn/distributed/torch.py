@@ -151,6 +151,11 @@ def universal_set(
     The states are gathered and merged in the order of the ranks, rather than reduced on the way: an all-reduce of
     moments in float64 would lose digits that scores of ill-conditioned keys need, and adds up in an order of its own.
 
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (universal sets)
+    and its streaming algorithm, whose states are merged here.
+
     Examples
     --------
     One process, which is a group as well:
@@ -233,8 +238,12 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
 
     Notes
     -----
-    A rank gathers L (D + 2) float64 numbers for each item of the batch from every other, whatever the length of the
-    sequence.
+    Time O(P L D) for P ranks. A rank gathers L (D + 2) float64 numbers for each item of the batch from every other,
+    whatever the length of the sequence.
+
+    References
+    ----------
+    Milakov and Gimelshein, arXiv:1805.02867, section 3 (the merge).
 
     Examples
     --------

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+try:
+    import torch
+    from kvpress import DMSPress, ScorerPress
+except ImportError as error:
+    raise ImportError(f'this needs kvpress and its dependencies ({error}): pip install "levattn[kvpress]"') from error
 
 from levattn.integrations.transformers._calls import seen_by
 from levattn.leverage import check_epsilon, leverage_scores
-
-try:
-    from kvpress import DMSPress, ScorerPress
-except ImportError as error:
-    raise ImportError(f"this needs kvpress and its dependencies ({error}): pip install kvpress") from error
 
 __all__ = ["LeveragePress", "universal_press"]
 
@@ -55,6 +54,14 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
     References
     ----------
     Kannan, Bhattacharyya, Kacham and Woodruff, LevAttention, arXiv:2410.05462, Theorem 1 (the guarantee for x²).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.integrations.kvpress import LeveragePress
+    >>> keys = torch.tensor([[1.0, 0], [0, 1], [0, 1]])[None, None]
+    >>> LeveragePress(sinks=0).score(None, None, keys, None, None, {})
+    tensor([[[1.0000, 0.5000, 0.5000]]])
     """
 
     center: bool = False
@@ -82,17 +89,30 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 
         Parameters
         ----------
-        module, hidden_states, values, attentions
+        module : torch.nn.Module
+            Not read.
+        hidden_states : torch.Tensor of shape (B, S, C)
             Not read.
         keys : torch.Tensor of shape (B, H_kv, S, d)
             Keys of the cache.
+        values : torch.Tensor of shape (B, H_kv, S, d)
+            Not read.
+        attentions : torch.Tensor of shape (B, H, S, S), optional
+            Not read.
         kwargs : dict
             What the layer was called with; its ``attention_mask`` tells which keys are padding.
 
         Returns
         -------
         torch.Tensor of shape (B, H_kv, S)
-            float32, on the device of the keys, without gradient.
+            In float32, on the device of the keys, without gradient.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the mask is of another kind or shape.
+        NonFiniteError
+            If the keys hold NaN or infinity.
         """
         K = keys.detach()
         present = _present(kwargs.get("attention_mask"), K)
@@ -109,7 +129,7 @@ def universal_press(
 ) -> Any:
     """Return a press that keeps the universal set by threshold, the first keys and the last ones.
 
-    Every key that any query could give an |x|²-attention of at least ε, among the keys of its head, is kept; how many
+    Every key that any query could give an x²-attention of at least ε, among the keys of its head, is kept; how many
     that are differs from head to head, and is at most d/ε.
 
     Parameters
@@ -137,9 +157,19 @@ def universal_press(
     TypeError, ValueError
         If an option is out of range.
 
+    Notes
+    -----
+    Time O(S d²) a head for S keys, as for `LeveragePress`. Memory is not freed, as keys are masked.
+
     References
     ----------
     Kannan, Bhattacharyya, Kacham and Woodruff, LevAttention, arXiv:2410.05462, Theorem 1.
+
+    Examples
+    --------
+    >>> from levattn.integrations.kvpress import universal_press
+    >>> universal_press(0.01).threshold
+    0.01
     """
     if isinstance(sliding_window_size, bool) or not isinstance(sliding_window_size, int) or sliding_window_size < 0:
         raise ValueError(f"sliding_window_size is {sliding_window_size!r}; expected a whole number, at least 0")

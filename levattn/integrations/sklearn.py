@@ -75,7 +75,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         Number of rows so far.
     n_features_in_ : int
         Number of columns.
-    feature_names_in_ : array of str, shape (n_features_in_,)
+    feature_names_in_ : array of str, shape (d,)
         Names of the columns, where the rows of the fit had some.
 
     See Also
@@ -265,7 +265,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
         Returns
         -------
-        array of shape (m, rank_)
+        array of shape (m, rank)
             X W for a matrix W, upper triangular if the rank is d; float32 for float32 rows, else float64.
 
         Raises

@@ -45,8 +45,19 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
 
     Raises
     ------
+    TypeError
+        If the class has no options; `of` makes one that has some.
     ValueError
         By a call with `attn_mask`, or with dropout of weights while it trains, which few keys would not honour.
+
+    Notes
+    -----
+    Time and memory of a call as `levattn.attention.pruned_attention` says, and O(NC²) for the linear maps, N tokens of
+    C channels.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham and Woodruff, LevAttention, arXiv:2410.05462, section 6 (vision transformers).
 
     Examples
     --------
@@ -107,8 +118,8 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
 
         Raises
         ------
-        ValueError
-            If there is a mask, or weights would be dropped out.
+        TypeError, ValueError
+            If there is a mask, weights would be dropped out, or as `levattn.attention.pruned_attention`.
         """
         if attn_mask is not None:
             raise ValueError("attn_mask was given; expected None, as attention to few keys takes no masks of timm")
@@ -142,6 +153,11 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
         -------
         array of bool, shape (B, H, N)
             True for the keys that are selected, and the first ones.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `levattn.attention.pruned_attention`.
         """
         Q, K, V = self._projected(x)
         if self.dense:
@@ -225,6 +241,14 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     TypeError, ValueError
         By the options; if the model has no layer of this class, is pruned already, or has other layers of attention,
         which are named (those of Eva, Beit, Swin and others). The model is then as it was.
+
+    Notes
+    -----
+    Time and memory of each pruned layer are those of `LevAttention`. Nothing is copied.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham and Woodruff, LevAttention, arXiv:2410.05462, section 6 (vision transformers).
 
     Examples
     --------
@@ -314,6 +338,10 @@ def kept_patches(model: Any, images: Any) -> npt.NDArray[np.bool_]:
     ------
     ValueError
         If no layer is pruned, or the tokens do not lie on a grid.
+
+    Notes
+    -----
+    Time: that of a call of the model, with one attention more in each pruned layer.
 
     Examples
     --------

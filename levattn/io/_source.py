@@ -132,13 +132,15 @@ class KeySource:
 
         Returns
         -------
-        numpy.ndarray
-            Shape ``(..., stop - start, d)``.
+        numpy.ndarray, shape (..., stop - start, d)
+            The rows, with all leading axes.
 
         Raises
         ------
         KeyFileError
             If the data are damaged or if a file changed since it was opened.
+        FileNotFoundError
+            If a file is gone.
         TypeError, ValueError
             If `start` or `stop` is not a whole number, or out of range.
         """
@@ -175,14 +177,17 @@ class KeySource:
 
         Returns
         -------
-        numpy.ndarray
+        numpy.ndarray, shape (..., n, d)
             A read-only memory map if the keys are in one ``.npy`` or ``.safetensors`` file in native byte order
             (nothing is read until it is used), an array in memory otherwise.
 
         Raises
         ------
         KeyFileError
-            If the data are damaged or larger than memory, or if a file changed since it was opened.
+            If the data are damaged or larger than memory, or if a file changed since it was opened. It is a
+            ValueError.
+        FileNotFoundError
+            If a file is gone.
         """
         with self._reading() as pieces:
             if len(self._shards) == 1:
@@ -282,10 +287,10 @@ def open_keys(
 
     Notes
     -----
-    Nothing is ever unpickled, and no file can name code that is run. Non-native byte order is converted on reading.
-    In a folder, hidden files and those of other kinds are left aside; the index of a model, if there is one, stands
-    for the folder. A file whose header is sound but whose numbers were altered can be told by a checksum only:
-    ``.npz`` always has one, zarr and parquet if they were written so.
+    Time and memory are those of reading the headers. Nothing is ever unpickled, and no file can name code that is run.
+    Non-native byte order is converted on reading. In a folder, hidden files and those of other kinds are left aside;
+    the index of a model, if there is one, stands for the folder. A file whose header is sound but whose numbers were
+    altered can be told by a checksum only: ``.npz`` always has one, zarr and parquet if they were written so.
 
     Examples
     --------

@@ -28,7 +28,7 @@ class LatteCache:
         Number of positions so far.
     state : SoftmaxState or None
         The softmax over positions of each latent, in float64, for each sequence and head; None before the first ones.
-    feature : tensor or None
+    feature : tensor of shape (B, ...), or None
         The state of the feature in front of the logits.
 
     Notes
@@ -91,8 +91,10 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
         The map f in front of the two projections to logits: "conv" or "rg_lru" for a short memory, a module of one's
         own on (B, T, C), or None for none. Modules with a state have ``state_size()`` and
         ``forward(x, *, offsets, state)``, which returns the output and the state after it.
-    device, dtype
+    device : torch.device or str, optional
         Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
 
     Raises
     ------
@@ -177,6 +179,11 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
         -------
         int
             The size of a cache, divided by the size of its batch.
+
+        Raises
+        ------
+        ValueError
+            If the layer is not causal, so that it has no cache.
         """
         refuse_bidirectional(self.causal)
         return self.heads * self.latents * (self.head_dim + 2) + feature_size(self.feature)
@@ -233,5 +240,6 @@ class Latte(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         str
+            The options that it was made with.
         """
         return f"dim={self.dim}, heads={self.heads}, latents={self.latents}, causal={self.causal}, vapor={self.vapor}"

@@ -74,6 +74,11 @@ class LevAttentionCache:
     state : PrunedState or None
         The keys that are kept, the summaries, and the keys of the window and the chunk; None before the first ones.
 
+    Notes
+    -----
+    Memory: as many keys and values as a query has slots, for each sequence and head of the keys, and what selection
+    needs, O(d²); `nbytes` counts it.
+
     Examples
     --------
     >>> import torch
@@ -111,20 +116,38 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         Number of heads of the queries, a divisor of `dim`.
     kv_heads : int, optional
         Number of heads of the keys and values, a divisor of `heads`; as many as `heads` if not given.
-    budget, size, epsilon, summaries, window, sinks, chunk, center, f
-        Options of `levattn.attention.pruned_attention`; one of budget, size and epsilon is given. The layer of the
-        paper has a size alone.
+    budget : int or float, optional
+        Slots of a query, as in `levattn.attention.pruned_attention`, like all options up to `chunk`. One of `budget`,
+        `size` and `epsilon` is given; the layer of the paper has a size alone.
+    size : int, optional
+        Instead of `budget`: the number of keys that are selected in each head.
+    epsilon : float in (0, 1], optional
+        Instead of `budget`: keys with a score of at least ε are selected.
+    summaries : int, optional
+        Number of clusters that the other keys are read in.
+    window : int, optional
+        Keys near a query that it attends to exactly.
+    sinks : int, optional
+        First positions that all queries attend to.
     scores : {"leverage", "residual", "expected"}
-        What keys are selected by, as there.
+        What keys are selected by.
+    center : bool, optional
+        Whether the mean of the keys is subtracted before they are scored.
+    f : "softmax" or float
+        The attention function; a number p is abs(x)^p.
     causal : bool
         True if a position sees itself and those before, False if it sees all.
+    chunk : int, optional
+        Causal: positions between two selections.
     bias, out_bias : bool
         Whether the two linear maps have biases.
     dense : bool
         Whether the layer attends to all keys for now. An attribute that may be set at any time; it is no part of the
         state dict.
-    device, dtype
+    device : torch.device or str, optional
         Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
 
     Attributes
     ----------
@@ -292,6 +315,7 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         str
+            The options that it was made with.
         """
         shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}"
         shown += f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""

@@ -28,7 +28,7 @@ class MacchiatoCache:
         Number of positions so far.
     state : MacchiatoState or None
         The last keys and values, and the sums of the latents; None before the first positions.
-    feature : tensor or None
+    feature : tensor of shape (B, ...), or None
         The state of the feature in front of the logits.
 
     Notes
@@ -98,14 +98,16 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
         on (B, T, C), or None for none. Modules with a state have ``state_size()`` and ``forward(x, *, offsets,
         state)``, which returns the output and the state after it.
     softcap : float, optional
-        c > 0: logits x of the window become c tanh(x/c).
+        Logits x of the window become c tanh(x/c) with this c > 0.
     delta : float in (0, 1), optional
         The weight that latents begin with: the gate begins as the same number everywhere, such that the window has a
         weight of about 1 − δ. For a layer put beside trained weights 0.05 to 0.1 is advised: gradients of the latents
         are proportional to δ, and much smaller ones may never be taken up. None for a gate that begins with random
         weights.
-    device, dtype
+    device : torch.device or str, optional
         Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
 
     Raises
     ------
@@ -272,6 +274,7 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         str
+            The options that it was made with.
         """
         return (
             f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, latents={self.latents}, "

@@ -26,8 +26,10 @@ class CausalConv(torch.nn.Module):  # type: ignore[misc]
         Number of channels C.
     width : int
         Number of positions k that a row reads, its own among them.
-    device, dtype
+    device : torch.device or str, optional
         Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
 
     Raises
     ------
@@ -100,6 +102,7 @@ class CausalConv(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         int
+            (k − 1) C.
         """
         return (self.width - 1) * self.dim
 
@@ -109,6 +112,7 @@ class CausalConv(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         str
+            The options that it was made with.
         """
         return f"dim={self.dim}, width={self.width}"
 
@@ -126,8 +130,10 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
         Number of channels C.
     heads : int, optional
         Number of blocks of the gates, a divisor of `dim`; None for the largest of 8, 4, 2, 1 that divides it.
-    device, dtype
+    device : torch.device or str, optional
         Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
 
     Raises
     ------
@@ -215,6 +221,7 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         int
+            C + 1.
         """
         return self.dim + 1
 
@@ -224,5 +231,6 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         str
+            The options that it was made with.
         """
         return f"dim={self.dim}, heads={self.heads}"

@@ -103,8 +103,10 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     out_std : float
         The standard deviation that weights of an untied output begin with; the released language models of n layers
         take ``0.02 / sqrt(2 * n)``.
-    device, dtype
+    device : torch.device or str, optional
         Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
 
     Attributes
     ----------
@@ -215,8 +217,10 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
             What a public model stores, as `load_released` reads it. Language models are causal, image models are not.
         prefix : str
             What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
-        device, dtype
-            Of the parameters; None for those of the stored weights.
+        device : torch.device or str, optional
+            Of the parameters; that of the stored weights if left out.
+        dtype : torch.dtype, optional
+            The same.
 
         Returns
         -------
@@ -426,6 +430,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         str
+            The options that it was made with.
         """
         shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}, membership={self.membership!r}"
         shown += f", output={'tied' if self.out is None else 'untied'!r}"

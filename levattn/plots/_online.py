@@ -48,9 +48,9 @@ class OnlineScoresDisplay:
         The smallest and the largest online score above zero of each bin, NaN where there is none.
     final_range : ndarray of float64, shape (bins, 2), or None
         The same of the scores among all keys.
-    online_heavy : ndarray of int, or None
+    online_heavy : ndarray of int, shape (k,), or None
         The keys that reach the threshold when they come.
-    final_heavy : ndarray of int, or None
+    final_heavy : ndarray of int, shape (k,), or None
         The keys that reach it among all keys.
     ax_ : matplotlib.axes.Axes
         The axes drawn on.

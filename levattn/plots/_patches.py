@@ -33,7 +33,7 @@ class KeptPatchesDisplay:
     ----------
     share : ndarray of float64, shape (rows, columns)
         The share of the heads that keep each patch.
-    image : ndarray of float64, or None
+    image : ndarray of float64, shape (height, width) or (height, width, 3), or None
         The image.
     ax_ : matplotlib.axes.Axes
         The axes drawn on.

@@ -29,7 +29,7 @@ class LeverageSpectrumDisplay:
         Scores of n keys.
     epsilon : float, optional
         Threshold, a horizontal line; the keys above it are the universal set.
-    rank : number or array_like of numbers, optional
+    rank : number or array_like of numbers, shape (...,), optional
         Rank of the keys, or for certified bounds what the sum of the sensitivities is bounded by
         (`UniversalSet.total_bound`). With `epsilon`, a vertical line shows the bound rank/epsilon (of a batch:
         the largest), if it is finite.
@@ -111,7 +111,7 @@ class LeverageSpectrumDisplay:
             Scores of n keys.
         epsilon : float, optional
             Threshold, a horizontal line.
-        rank : number or array_like of numbers, optional
+        rank : number or array_like of numbers, shape (...,), optional
             Rank of the keys, or what the sum of the sensitivities is bounded by.
         sizes : int or array_like of int, shape (...,), optional
             Sizes of the sets; by default they are counted.

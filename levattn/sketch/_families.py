@@ -42,6 +42,17 @@ class Distribution(ABC):
     ----------
     size : int
         Number of rows of a sketch.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
+
+    Examples
+    --------
+    >>> from levattn.sketch import CountSketch, Distribution
+    >>> isinstance(CountSketch(8), Distribution), CountSketch(8).scale
+    (True, 1.0)
     """
 
     size: int
@@ -72,6 +83,7 @@ class Distribution(ABC):
         Returns
         -------
         array of float64, shape (size, count)
+            The entries before `scale`.
         """
 
     def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
@@ -129,6 +141,11 @@ class CountSketch(_Sparse):
     size : int
         Number of rows of the sketch; see `countsketch_size`.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
+
     Notes
     -----
     Time O(nnz(K)), memory O(size · d).
@@ -164,6 +181,11 @@ class OSNAP(_Sparse):
         Number of rows of the sketch, a multiple of `nonzeros`; see `osnap_size`.
     nonzeros : int, default 4
         Number of entries that are not zero in each column of S.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is not whole or out of its range, or the size no multiple of `nonzeros`.
 
     Notes
     -----
@@ -228,6 +250,11 @@ class GaussianJL(_Dense):
     size : int
         Number of rows of the sketch; see `gaussian_size` and `jl_size`.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
+
     Notes
     -----
     Time O(size · n d), the normals included. They are the same on every machine to rounding.
@@ -259,6 +286,11 @@ class SignJL(_Dense):
     ----------
     size : int
         Number of rows of the sketch; see `sign_size` and `jl_size`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
 
     Notes
     -----
@@ -299,6 +331,11 @@ class SRHT(Distribution):
         Number of rows of the sketch, at most `block`; see `srht_size`.
     block : int, optional
         Number of rows of K that are mixed, a power of two. Default: the first at or above 2 · size, at least 256.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is not whole or out of its range, or the block no power of two.
 
     Notes
     -----

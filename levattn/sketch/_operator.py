@@ -33,6 +33,17 @@ class Sketch:
     seed : int or numpy.random.Generator, default 0
         The seed, at least 0 and below 2⁶⁴; a Generator gives its next one.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another kind, or the seed out of range.
+
+    Notes
+    -----
+    A row has the same place, sign or normal in whatever chunk, thread, process or kind of array: that of its number.
+    Time and memory of `apply` are those of the distribution. With float32 sums, rounded, a `CountSketch` is about 1.4
+    times as fast.
+
     Examples
     --------
     >>> import numpy as np
@@ -64,6 +75,7 @@ class Sketch:
         Returns
         -------
         array of float64, shape (size, stop − start)
+            Dense, with the scale multiplied in.
 
         Raises
         ------
@@ -281,7 +293,7 @@ class SketchedRows:
         Returns
         -------
         array of float64, shape (..., size, d)
-            numpy's; CuPy's, on its device, once some of the rows were on a CUDA device.
+            Of numpy; of CuPy, on its device, once some of the rows were on a CUDA device.
         """
         shape = (*self.batch, *self._sums.shape[1:])
         return (self._sums * self.sketch.distribution.scale).reshape(shape)

@@ -25,13 +25,14 @@ def countsketch_size(d: int, /, distortion: float, failure: float = 0.01) -> int
     d : int
         Dimension of the subspace: the number of columns of K.
     distortion : float in (0, 1)
-        η.
+        The distortion η.
     failure : float in (0, 1)
-        δ.
+        The probability δ of failure.
 
     Returns
     -------
     int
+        Number of rows.
 
     Raises
     ------
@@ -69,15 +70,16 @@ def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros:
     d : int
         Dimension of the subspace: the number of columns of K.
     distortion : float in (0, 1)
-        η.
+        The distortion η.
     failure : float in (0, 1)
-        δ.
+        The probability δ of failure.
     nonzeros : int, default 4
         Entries that are not zero in each column of S.
 
     Returns
     -------
     int
+        Number of rows.
 
     Raises
     ------
@@ -114,13 +116,14 @@ def gaussian_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     d : int
         Dimension of the subspace: the number of columns of K.
     distortion : float in (0, 1)
-        η: with probability at least 1 − δ, squared norms in the subspace change by at most this much, relatively.
+        With probability at least 1 − δ, squared norms in the subspace change by at most this much, η, relatively.
     failure : float in (0, 1)
-        δ.
+        The probability δ of failure.
 
     Returns
     -------
     int
+        Number of rows.
 
     Raises
     ------
@@ -154,13 +157,14 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     d : int
         Dimension of the subspace: the number of columns of K.
     distortion : float in (0, 1)
-        η: with probability at least 1 − δ, squared norms in the subspace change by at most this much, relatively.
+        With probability at least 1 − δ, squared norms in the subspace change by at most this much, η, relatively.
     failure : float in (0, 1)
-        δ.
+        The probability δ of failure.
 
     Returns
     -------
     int
+        Number of rows.
 
     Raises
     ------
@@ -198,13 +202,14 @@ def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -
     d : int
         Dimension of the subspace: the number of columns of K.
     distortion : float in (0, 1)
-        η: with probability at least 1 − δ, squared norms in the subspace change by at most this much, relatively.
+        With probability at least 1 − δ, squared norms in the subspace change by at most this much, η, relatively.
     failure : float in (0, 1)
-        δ.
+        The probability δ of failure.
 
     Returns
     -------
     int
+        Number of rows.
 
     Raises
     ------
@@ -246,13 +251,14 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
     count : int
         N, the number of vectors.
     distortion : float in (0, 1)
-        η: with probability at least 1 − δ, no squared norm changes by more than this, relatively.
+        With probability at least 1 − δ, no squared norm changes by more than this, η, relatively.
     failure : float in (0, 1)
-        δ.
+        The probability δ of failure.
 
     Returns
     -------
     int
+        Number of rows.
 
     Raises
     ------

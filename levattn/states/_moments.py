@@ -100,7 +100,20 @@ class Moments:
         return self._shaped(self._sums.weight())
 
     def sums(self) -> tuple[Any, Any]:
-        """Return a diagonal moment and the sum of the weights as they are held: not to be written to."""
+        """Return a diagonal moment and the sum of the weights as they are held: not to be written to.
+
+        Returns
+        -------
+        diagonal : array of float64, shape (..., d)
+            The moment's diagonal.
+        weight : array of float64, shape (...,)
+            The sum of the weights.
+
+        Raises
+        ------
+        TypeError
+            If the moment is not diagonal and does not decay.
+        """
         if not isinstance(self._sums, RunningSums):
             raise TypeError("the state holds no running sums; expected one with diagonal=True")
         total, weight = self._sums.sums()
@@ -122,7 +135,7 @@ class Moments:
             The sum of the weights.
         count : array of int64, shape (...,)
             Of numpy.
-        decay : float or array of float
+        decay : float or array of float, broadcast to the batch
             As in the constructor.
 
         Returns
@@ -185,7 +198,24 @@ class Moments:
         return self
 
     def add(self, matrices: Matrices, rows: Rows, weights: Any = None) -> None:
-        """Add a chunk that is checked and where compiled code can read it, with weights (b, m); see `update`."""
+        """Add a chunk that is checked and where compiled code can read it; see `update`.
+
+        Parameters
+        ----------
+        matrices : levattn._array.Matrices
+            The chunk as it was given.
+        rows : levattn._kernels.Rows
+            The same, to be read.
+        weights : array of float64, shape (b, m), optional
+            The weight of each key.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the dtype, the batch or the number of columns differs from the state's.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask.
+        """
         if matrices.d != self.d or matrices.batch != self.batch:
             raise ValueError(
                 f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
@@ -241,7 +271,18 @@ class Moments:
         return self
 
     def check(self, other: Any) -> None:
-        """Raise as `merge` does, if another state cannot be merged."""
+        """Raise as `merge` does, if another state cannot be merged.
+
+        Parameters
+        ----------
+        other : Moments
+            That state.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the states were made for different shapes or forms, or saw keys of different dtypes.
+        """
         if not isinstance(other, Moments):
             raise TypeError(f"other is of type {type(other).__name__}; expected Moments")
         if other.d != self.d or other.batch != self.batch:
@@ -260,7 +301,15 @@ class Moments:
         return copy.deepcopy(self)
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return the fields and arrays from which `from_parts` makes the state again."""
+        """Return the fields and arrays from which `from_parts` makes the state again.
+
+        Returns
+        -------
+        fields : dict
+            Numbers and strings by name, which JSON holds.
+        arrays : dict
+            Arrays of numpy by name.
+        """
         fields, arrays = self._sums.parts()
         arrays |= {"count": self.count}
         if self.decay is not None:
@@ -269,7 +318,23 @@ class Moments:
 
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Moments:
-        """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        """Return the state that `parts` took apart.
+
+        Parameters
+        ----------
+        fields, arrays : dict
+            What `parts` returned.
+
+        Returns
+        -------
+        Moments
+            It goes on exactly as the other would have.
+
+        Raises
+        ------
+        TypeError, ValueError, LookupError
+            If something is missing, or does not go together.
+        """
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
         b = math.prod(batch)
         count = shaped(arrays["count"], np.int64, batch)  # before room is made for what the fields claim

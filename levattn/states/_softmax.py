@@ -228,6 +228,7 @@ class SoftmaxState:
         Returns
         -------
         SoftmaxState
+            What either sees from now on, the other does not.
         """
         other = SoftmaxState(self.latents, self.d, self.batch)
         other._held = self._held  # arrays are never written to

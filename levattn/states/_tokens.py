@@ -42,7 +42,8 @@ class TokenState:
 
     Notes
     -----
-    2 d + 2 numbers of float64 for each head with diagonal `norms`, d + 1 without, whatever the number of tokens.
+    Memory: 2 d + 2 numbers of float64 for each head with diagonal `norms`, d + 1 without, whatever the number of
+    tokens.
 
     References
     ----------
@@ -132,6 +133,7 @@ class TokenState:
         Returns
         -------
         TokenState
+            What either sees from now on, the other does not.
         """
         return TokenState(*(None if part is None else copy.copy(part) for part in self._all))
 
@@ -141,6 +143,7 @@ class TokenState:
         Returns
         -------
         int
+            Of both moments, the sums and their weights.
         """
         held = [part for part in self._all if part is not None]
         return sum(math.prod(part.batch) * (part.d ** (1 if part.diagonal else 2) + 1) for part in held)

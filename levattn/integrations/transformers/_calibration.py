@@ -24,8 +24,14 @@ class Calibration(Mapping[tuple[int, int], float]):
     ----------
     budgets : mapping
         From (layer, head) to the share of the keys, in (0, 1]; 1.0 is dense. The calibration is such a mapping.
-    model, metric, target, reached, options
-        The attributes.
+    model : str
+        The type of the model; this and the others are attributes.
+    metric : {"embedding", "logits", "perplexity"}
+        What was measured.
+    target, reached : float
+        The loss that was wanted, and the one measured.
+    options : mapping, optional
+        Further options of `prune`.
 
     Attributes
     ----------
@@ -115,6 +121,7 @@ class Calibration(Mapping[tuple[int, int], float]):
         Returns
         -------
         Calibration
+            As it was saved.
 
         Raises
         ------

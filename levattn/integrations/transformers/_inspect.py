@@ -69,6 +69,7 @@ class Inspection:
         Returns
         -------
         dict
+            ``model``, ``epsilon`` and ``heads``, the rows.
         """
         return {"model": self.model, "epsilon": self.epsilon, "heads": self.rows}
 
@@ -86,6 +87,13 @@ class Inspection:
         -------
         levattn.plots.LayerHeadDisplay
             The display, drawn.
+
+        Raises
+        ------
+        ValueError
+            If `value` is none of these.
+        ImportError
+            If matplotlib is not installed.
         """
         from levattn.plots import LayerHeadDisplay
 
@@ -123,6 +131,7 @@ def inspect_model(
     Returns
     -------
     Inspection
+        A row for each layer and head.
 
     Raises
     ------

@@ -51,14 +51,14 @@ def macchiato_from(
 
     .. math:: y_t = p(0|t)\,\mathrm{SWA}_t + \sum_{l \ge 1} p(l|t) \sum_{s \le t} p(s|l, t)\, V_s,
 
-    where p(·|t) is one softmax over the gate and the L latent logits of row t, p(s|l, t) the softmax of the latent
-    logits of the positions seen, and all logits are linear in the hidden states that enter the layer, or in a
+    where ``p(·|t)`` is one softmax over the gate and the L latent logits of row t, ``p(s|l, t)`` the softmax of the
+    latent logits of the positions seen, and all logits are linear in the hidden states that enter the layer, or in a
     `feature` of them. The weights of the base model are frozen; the projections to these logits are to be trained.
 
     **Guarantee.** Weights are a mixture of distributions over the positions seen, so those of every row sum to 1. At
-    the start p(0|t) = 1 − δ in every row whose latents have seen a position, and 1 in the others; so with δ → 0 and a
-    window as long as the sequence the model is the base model. Decoding token by token gives what a forward pass over
-    the whole sequence gives, to rounding.
+    the start ``p(0|t) = 1 − δ`` in every row whose latents have seen a position, and 1 in the others; so with δ → 0
+    and a window as long as the sequence the model is the base model. Decoding token by token gives what a forward pass
+    over the whole sequence gives, to rounding.
 
     Parameters
     ----------

@@ -84,11 +84,28 @@ def prune(
         Numbers of the layers to prune, from 0; all that the model goes through if None.
     heads : iterable of int, optional
         Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs.
-    size, epsilon, summaries, window, sinks, scores, center, chunk
-        As for `pruned_attention`; `scores` by name. `chunk` is for decoders.
+    size : int, optional
+        Instead of `budget`: the number of keys selected in each head. This and the next seven are as for
+        `pruned_attention`.
+    epsilon : float in (0, 1], optional
+        Instead of `budget`: keys with a score of at least ε are selected.
+    summaries : int, optional
+        Number of clusters that the other keys are read in.
+    window : int, optional
+        Keys near a query that it attends to exactly.
+    sinks : int, optional
+        First keys that are always kept.
+    scores : {"residual", "expected", "leverage"}
+        What keys are selected by.
+    center : bool, optional
+        Whether leverage scores are those of the keys less their mean; True if not given.
+    chunk : int, optional
+        For decoders: positions between two selections.
     stream : bool, default False
         Whether caches hold the bounded states of pruned layers alone, instead of all keys and values as well: for
-        prompts of any length, given in chunks. All heads of a layer are pruned then, and nothing is measured.
+        prompts of any length, given in chunks (a `DynamicCache` as ``past_key_values``, or
+        ``generate(prefill_chunk_size=)``). All heads of a layer are pruned then, and nothing is measured. A padded
+        batch needs ``position_ids`` that begin with each sequence, as ``generate`` makes them.
     measure : bool, optional
         Whether the report compares some queries of each call with dense attention (at most 64), and takes the time;
         True if not given, unless `stream`. This costs about as much again as the call, or O(n) for a step of

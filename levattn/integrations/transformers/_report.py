@@ -129,6 +129,7 @@ class PruneReport:
         Returns
         -------
         dict
+            ``model``, ``options`` and ``heads``, the rows.
         """
         return {"model": self.model, "options": self.options, "heads": self.table()}
 
@@ -157,6 +158,13 @@ class PruneReport:
         -------
         levattn.plots.LayerHeadDisplay
             The display, drawn. Heads that are dense, or were not measured, are left blank.
+
+        Raises
+        ------
+        ValueError
+            If `value` is none of these.
+        ImportError
+            If matplotlib is not installed.
         """
         from levattn.plots import LayerHeadDisplay
 
