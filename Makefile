@@ -4,6 +4,8 @@
 #   make test    lint, types, tests and the examples of README and documentation
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
+#   make package the sdist and the wheel, in dist, and a check of the wheel where nothing else is installed
+#   make minimum tests with the oldest versions of the dependencies that pyproject.toml allows
 #   make lint    lint and types alone
 #   make bench   every benchmark in examples/benchmarks, or those named in BENCHMARKS
 #   make clean   remove all that the others made
@@ -43,10 +45,17 @@ packages-kvpress := kvpress transformers==5.2.0
 packages-timm := timm==1.0.31
 adapters := test_prune test_prune_stream test_calibrate test_transformers test_cli_models
 tests-transformers := $(adapters)
-tests-kvpress := $(adapters) test_kvpress
-tests-timm := test_timm
+tests-kvpress := $(adapters) test_kvpress test_docstrings
+tests-timm := test_timm test_docstrings
 
-.PHONY: demo test docs lint bench peers $(PEERS:%=peer-%) clean
+# What builds and checks the archives that are published.
+PACKAGING := build~=1.6.0 twine~=7.0.0 check-wheel-contents~=0.6.3
+
+# Tests of numpy arrays with the oldest dependencies: each test file compiles the kernels that it calls.
+MINIMUM_TESTS := test_import test_contract test_streaming test_latte
+MINIMUM_PICK  := not cupy and not torch
+
+.PHONY: demo test docs package minimum lint bench peers $(PEERS:%=peer-%) clean
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
@@ -59,6 +68,22 @@ docs: .venv-test/.ready
 	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
 	    --doctree-dir build/doctrees docs build/docs
 	@echo "The documentation is in build/docs/index.html."
+
+# The wheel is built from the unpacked sdist. Its environment is made anew: what an earlier one held would hide a fault.
+package: .venv-package/.ready
+	@rm -rf dist
+	.venv-package/bin/python -m build --outdir dist .
+	.venv-package/bin/twine check --strict dist/*
+	.venv-package/bin/check-wheel-contents dist/*.whl
+	@echo "Installing the wheel into .venv-wheel ..."
+	@$(PYTHON) -m venv --clear .venv-wheel
+	@.venv-wheel/bin/python -m pip -qq --disable-pip-version-check install dist/*.whl
+	@cd dist && ../.venv-wheel/bin/python -I ../tests/installed.py
+
+minimum: .venv-minimum/.ready
+	.venv-minimum/bin/python -m pip --disable-pip-version-check list
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/.venv-minimum/compiled .venv-minimum/bin/python -m pytest \
+	    --numprocesses $(PROCESSES) --dist loadfile -k "$(MINIMUM_PICK)" $(MINIMUM_TESTS:%=tests/%.py)
 
 lint: .venv-lint/.ready
 	$(call lint-with,.venv-lint/bin)
@@ -81,8 +106,21 @@ $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 	@.venv-peer-$*/bin/python -m pip -qq --disable-pip-version-check install $(packages-$*)
 	@touch $@
 
+.venv-package/.ready: Makefile
+	@$(PYTHON) -m venv --clear .venv-package
+	@.venv-package/bin/python -m pip -qq --disable-pip-version-check install $(PACKAGING)
+	@touch $@
+
+.venv-minimum/.ready: pyproject.toml tests/minimum.py
+	@echo "Installing into .venv-minimum (a minute, this once) ..."
+	@$(PYTHON) -m venv --clear .venv-minimum
+	@.venv-minimum/bin/python tests/minimum.py > .venv-minimum/requirements.txt
+	@.venv-minimum/bin/python -m pip -qq --disable-pip-version-check install --requirement .venv-minimum/requirements.txt \
+	    --editable . pytest pytest-xdist hypothesis array-api-strict
+	@touch $@
+
 clean:
-	rm -rf $(ENVIRONMENTS:%=.venv-%) $(PEERS:%=.venv-peer-%) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(ENVIRONMENTS:%=.venv-%) .venv-package .venv-wheel .venv-minimum $(PEERS:%=.venv-peer-%) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find levattn tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define lint-with
