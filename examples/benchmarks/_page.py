@@ -1,0 +1,108 @@
+"""Tables of the comparison page: what a measurement returns, how it is printed and put between its markers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "comparison.md"
+COMMAND = "python examples/benchmarks/comparison.py --only {name}"
+LOSS = "levattn loses: "
+LOSSES = "losses"
+
+
+@dataclass
+class Table:
+    """A table, what it says of who loses, and where its figures come from."""
+
+    name: str
+    header: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    texts: int = 1  # columns of words, at the left
+
+    def markdown(self, source: str) -> str:
+        """Return the table in Markdown, the sentences below it, and the line on where it was measured."""
+        rows = [self.header, ["---"] * self.texts + ["---:"] * (len(self.header) - self.texts), *self.rows]
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        told = [f"- {LOSS}{loss}" for loss in self.losses] or ["- levattn loses nowhere in this table"]
+        return "\n".join([*lines, "", *told, *(f"- {note}" for note in self.notes), "", f"*{source}*"])
+
+
+def processor() -> str:
+    """Return the model of the processor and how many of its cores this process may use."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
+    model = found[1] if found else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0))
+    return f"{model}, {cores} core{'s' * (cores > 1)}"
+
+
+def source(packages: str, *, quick: bool) -> str:
+    """Return where and when something was measured, with what."""
+    label = "quick run, figures mean little; " if quick else ""
+    return f"{label}{date.today().isoformat()}, {processor()}; {packages}"
+
+
+def block(name: str, body: str, command: str | None = None) -> str:
+    """Return a body between its markers."""
+    return f"<!-- {name}: {command or COMMAND.format(name=name)} -->\n\n{body}\n\n<!-- /{name} -->"
+
+
+def replaced(text: str, name: str, body: str) -> str:
+    """Return a page whose block of that name is exchanged."""
+    pattern = re.compile(rf"<!-- {re.escape(name)}: ([^\n]*?) -->.*?<!-- /{re.escape(name)} -->", re.S)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(
+            f"the page has not exactly one block '{name}'; expected '<!-- {name}: COMMAND -->' and, behind it, "
+            f"'<!-- /{name} -->'"
+        )
+    return pattern.sub(lambda found: block(name, body, found[1]), text)
+
+
+def losses(text: str) -> str:
+    """Return the losses that the blocks of a page tell, each with the block that does."""
+    found = []
+    for name, body in re.findall(r"<!-- ([\w-]+): [^\n]*? -->(.*?)<!-- /\1 -->", text, re.S):
+        if name != LOSSES:
+            found += [f"- {name}: {line}" for line in re.findall(rf"^- {LOSS}(.+)$", body, re.M)]
+    return "\n".join(found) or "- nowhere in the tables above"
+
+
+def write(bodies: dict[str, str], page: Path = PAGE) -> None:
+    """Put bodies between their markers, gather the losses anew, and exchange the file at once."""
+    text = page.read_text(encoding="utf-8")
+    for name, body in bodies.items():
+        text = replaced(text, name, body)
+    text = replaced(text, LOSSES, losses(text))
+    handle, temporary = tempfile.mkstemp(dir=page.parent, prefix=page.name, text=True)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).chmod(page.stat().st_mode)
+        Path(temporary).replace(page)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time to three digits."""
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def slower(times: dict[str, float], ours: str, where: str, *, among: Sequence[str] | None = None) -> list[str]:
+    """Return a sentence if a rival (of those named) is faster than levattn."""
+    rivals = {name: s for name, s in times.items() if name != ours and (among is None or name in among)}
+    if not rivals:
+        return []
+    best = min(rivals, key=rivals.__getitem__)
+    ratio = times[ours] / rivals[best]
+    return [f"{where}: {best} is {ratio:.2f} times as fast"] if ratio > 1 else []

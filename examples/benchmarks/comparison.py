@@ -1,0 +1,69 @@
+"""The tables of docs/comparison.md: levattn beside other libraries, each table with all of them in one run.
+
+    python examples/benchmarks/comparison.py                  # every table, printed: some minutes on two cores
+    python examples/benchmarks/comparison.py --only speed latte
+    python examples/benchmarks/comparison.py --write          # and put into the page
+
+A library that is not installed has a row that says so. The presses of kvpress need transformers below 5.3:
+`make peer-kvpress` makes such an environment, .venv-peer-kvpress. `--quick` is a run of small sizes to try the
+command; its figures mean little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+
+import _comparison_attention
+import _comparison_cost
+import _comparison_quality
+import _comparison_scores
+from _libraries import RIVALS, missing, version, versions
+from _page import processor, source, write
+
+SECTIONS = {
+    **_comparison_scores.SECTIONS,
+    **_comparison_quality.SECTIONS,
+    **_comparison_attention.SECTIONS,
+    **_comparison_cost.SECTIONS,
+}
+MACHINE = "machine"
+
+
+def machine() -> str:
+    """Return a list of what the tables were measured on and with."""
+    rivals = (f"- {name}: {version(name) or missing(name)}" for name in RIVALS)
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    return "\n".join(
+        [
+            f"- {processor()}; {platform.system()}, Python {platform.python_version()}",
+            f"- load of the machine over 1, 5 and 15 minutes when the run began: {load}",
+            f"- levattn {version('levattn')}, numba {version('numba')}",
+            *rivals,
+        ]
+    )
+
+
+def main() -> None:
+    """Measure and print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="TABLE")
+    parser.add_argument("--quick", action="store_true", help="small sizes and one round")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/comparison.md")
+    options = parser.parse_args()
+    bodies = {MACHINE: machine()}
+    print(bodies[MACHINE])
+    for name in options.only:
+        section, packages = SECTIONS[name]
+        begin = time.perf_counter()
+        body = section(quick=options.quick).markdown(source(versions(packages), quick=options.quick))
+        print(f"\n## {name} ({time.perf_counter() - begin:.0f} s)\n\n{body}", flush=True)
+        bodies[name] = body
+        if options.write:
+            write(bodies)
+
+
+if __name__ == "__main__":
+    main()
