@@ -48,6 +48,7 @@ sphinx_gallery_conf = {
     "show_memory": False,
     "min_reported_time": 0,
     "capture_repr": (),
+    "within_subsection_order": "FileNameSortKey",
 }
 
 # A prompt is not copied with the code behind it.
@@ -59,6 +60,7 @@ html_title = "levattn"
 html_static_path = ["_static"]
 html_css_files = ["levattn.css"]
 html_show_sourcelink = False
+html_sidebars = {page: [] for page in ("index", "start", "program", "comparison", "design")}  # which have no siblings
 html_theme_options = {
     "logo": {"text": "levattn"},
     "navbar_end": ["theme-switcher"],

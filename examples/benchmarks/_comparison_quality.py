@@ -32,7 +32,7 @@ def scorers() -> dict[str, Scorer]:
     generator = np.random.default_rng(0)
     found: dict[str, Scorer] = {
         OURS + "leverage": lambda _, K, __: levattn.leverage_scores(K),
-        OURS + "leverage of centred keys": lambda _, K, __: levattn.leverage_scores(K, center=True),
+        OURS + "leverage of centered keys": lambda _, K, __: levattn.leverage_scores(K, center=True),
         RIDGE: lambda _, K, __: np.stack(
             [levattn.leverage_scores(k, ridge=float(np.square(k).sum() / (10 * k.shape[1]))) for k in K]
         ),

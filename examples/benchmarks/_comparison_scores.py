@@ -186,7 +186,7 @@ def _top(scores: Array, size: int) -> set[int]:
 
 
 def kvpress(*, quick: bool) -> Table:
-    """Scores of presses that are called leverage, against exact leverage of the same centred keys."""
+    """Scores of presses that are called leverage, against exact leverage of the same centered keys."""
     header = ["scores", "error", "of 16 kept", "same set, scaled", "same set, again", "of MiniLM", "ms"]
     table = Table("kvpress", header)
     n = 4096 if quick else 32768

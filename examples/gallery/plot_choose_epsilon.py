@@ -114,13 +114,13 @@ legend = ax.legend(ncols=2, fontsize="small")
 #
 # The theorem does not cover softmax. :py:func:`~levattn.softmax_mass` bounds, for each query, the softmax mass on a
 # set; its lower bound holds for every query, and may say next to nothing. For one head and its budget of keys
-# (centred, as softmax does not see the mean):
+# (centered, as softmax does not see the mean):
 
 layer, head = 2, 5
-centred = levattn.universal_set(K[layer, head], size=budget, center=True)
-bounds = levattn.softmax_mass(Q[layer, head], K[layer, head], centred, scale=heads.scale)
+centered = levattn.universal_set(K[layer, head], size=budget, center=True)
+bounds = levattn.softmax_mass(Q[layer, head], K[layer, head], centered, scale=heads.scale)
 weights = np.exp(logits[layer, head] - logits[layer, head].max(axis=-1, keepdims=True))
-true = weights[:, centred.mask].sum(axis=-1) / weights.sum(axis=-1)
+true = weights[:, centered.mask].sum(axis=-1) / weights.sum(axis=-1)
 print(f"median over queries: lower bound {np.median(bounds.lower):.2g}, true mass {np.median(true):.3f}, ", end="")
 print(f"upper bound {np.median(bounds.upper):.3f}")
 
