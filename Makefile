@@ -12,7 +12,7 @@
 
 PYTHON ?= python3
 
-# Tests and benchmarks also run on torch tensors, on the CPU. Where the package index has no CPU build of this
+# Tests and benchmarks also run on torch tensors, on the CPU, and the gallery of the documentation needs it. Where the package index has no CPU build of this
 # release, pip falls back on one with several GB of CUDA libraries; torch's own CPU index avoids them:
 #   make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 # With TORCH= (empty) torch is left out, and what needs it is skipped.
@@ -47,13 +47,17 @@ adapters := test_prune test_prune_stream test_calibrate test_transformers test_c
 tests-transformers := $(adapters)
 tests-kvpress := $(adapters) test_kvpress test_docstrings
 tests-timm := test_timm test_docstrings
+adapter-transformers := levattn/integrations/transformers
+adapter-kvpress := levattn/integrations/kvpress.py
+adapter-timm := levattn/integrations/timm.py
+warnings-kvpress := -W ignore::DeprecationWarning # of what it imports
 
 # What builds and checks the archives that are published.
 PACKAGING := build~=1.6.0 twine~=7.0.0 check-wheel-contents~=0.6.3
 
 # Tests of numpy arrays with the oldest dependencies: each test file compiles the kernels that it calls.
 MINIMUM_TESTS := test_import test_contract test_streaming test_latte
-MINIMUM_PICK  := not cupy and not torch
+MINIMUM_PICK  := not cupy and not torch and not float32 and not float16
 
 .PHONY: demo test docs package minimum lint bench peers $(PEERS:%=peer-%) clean
 
@@ -95,7 +99,7 @@ bench: .venv-bench/.ready
 peers: $(PEERS:%=peer-%)
 
 $(PEERS:%=peer-%): peer-%: .venv-peer-%/.ready
-	.venv-peer-$*/bin/python -m pytest $(patsubst %,tests/%.py,$(tests-$*))
+	.venv-peer-$*/bin/python -m pytest $(warnings-$*) $(patsubst %,tests/%.py,$(tests-$*)) $(adapter-$*)
 
 $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 	@$(PYTHON) -m venv --clear .venv-peer-$*
@@ -120,8 +124,10 @@ $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 	@touch $@
 
 clean:
-	rm -rf $(ENVIRONMENTS:%=.venv-%) .venv-package .venv-wheel .venv-minimum $(PEERS:%=.venv-peer-%) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find levattn tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(ENVIRONMENTS:%=.venv-%) .venv-package .venv-wheel .venv-minimum $(PEERS:%=.venv-peer-%)
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/gallery docs/reference/generated docs/sg_execution_times.rst
+	find levattn tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define lint-with
 	$(1)/ruff check

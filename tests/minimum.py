@@ -50,4 +50,6 @@ def requirements(*extras: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if sys.version_info >= (3, 13):
+        sys.exit("the oldest numpy and scipy have no wheels for this Python: run `make minimum PYTHON=python3.12`")
     sys.stdout.writelines(f"{lowest(requirement)}\n" for requirement in requirements(*sys.argv[1:]))

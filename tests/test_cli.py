@@ -482,6 +482,20 @@ def test_workers_of_a_scheduler_find_the_same_set(tmp_path: Path, keys: Array) -
         assert len(arrays["indices"]) == len(arrays["scores"]) == sum(sizes)
 
 
+def test_a_scheduler_that_does_not_answer_is_one_line_with_a_remedy(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = pytest.importorskip("distributed")
+
+    class Client:
+        def __init__(self, address: str, **_: object) -> None:
+            raise OSError(f"Timed out trying to connect to {address} after 30 s")  # as distributed does
+
+    monkeypatch.setattr(distributed, "Client", Client)
+    line = refused("universal-set", file, "--epsilon", "0.1", "--scheduler", "tcp://127.0.0.1:1")
+    assert line.endswith(" after 30 s; check --scheduler, and whether it is running\n")
+
+
 def test_missing_folder_is_noticed_before_the_work(tmp_path: Path, file: Path) -> None:
     for option, name in (("-o", "out.npz"), ("--plot", "out.png"), ("--checkpoint", "state")):
         line = refused("universal-set", file, "--size", "3", option, tmp_path / "none" / name)
@@ -546,6 +560,9 @@ def test_outputs_that_are_one_file_or_no_file(tmp_path: Path, file: Path) -> Non
     options = ("universal-set", file, "--epsilon", "0.3")
     line = refused(*options, "-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
     assert "are the same file; name two with --plot and --output" in line
+    for option, name in (("--output", "out.npz"), ("--plot", "out.png")):
+        line = refused(*options, option, tmp_path / name, "--checkpoint", tmp_path / "out.png")
+        assert f"are the same file; name two with {option} and --checkpoint" in line
     (tmp_path / "null.npz").symlink_to("/dev/null")
     assert "not a regular file; name another" in refused(*options, "-o", tmp_path / "null.npz")
 
@@ -848,20 +865,24 @@ def with_package() -> dict[str, str]:
         (OSError(errno.ENOSPC, "No space left on device"), "no space left on the disk; free some"),
         (OSError(errno.EIO, "Input/output error", "a"), "a: Input/output error"),
         (OSError("of a library"), "of a library"),
-        (TimeoutError("no answer"), "no answer; check the address"),
     ],
 )
 def test_what_the_system_refuses_is_told_with_its_remedy(error: OSError, line: str) -> None:
     assert of_system(error).startswith(line)
 
 
+@pytest.mark.usefixtures("no_work")
 def test_a_folder_that_may_not_be_written_is_noticed_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert refused("demo", "--out", tmp_path / "new") == (
         f"levattn: {tmp_path}: no permission to write there; name another folder with --out\n"
     )
+    for option, name in (("--output", "out.npz"), ("--plot", "out.png"), ("--checkpoint", "state")):
+        assert refused("universal-set", file, "--size", "3", option, tmp_path / name) == (
+            f"levattn: {tmp_path}: no permission to write there; name another file with {option}\n"
+        )
 
 
 # -- completion ------------------------------------------------------------------------------------------

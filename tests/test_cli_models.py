@@ -54,6 +54,12 @@ def decoder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def roberta(tmp_path_factory):
+    config = transformers.RobertaConfig(num_attention_heads=4, max_position_embeddings=66, pad_token_id=1, **SIZES)
+    return saved(transformers.RobertaModel(config), tmp_path_factory.mktemp("roberta"))
+
+
+@pytest.fixture(scope="module")
 def text(tmp_path_factory):
     rng = np.random.default_rng(0)
     path = tmp_path_factory.mktemp("text") / "a.txt"
@@ -83,6 +89,29 @@ def test_inspect_prints_a_table(decoder, text):
     assert result.exit_code == 0, result.output
     assert "vacuous" in result.stdout  # 8 / 0.05 keys are more than 40
     assert result.stdout.count("\n") > 4
+
+
+def test_positions_that_begin_after_padding_are_fewer(roberta, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("of a head " * 30, encoding="utf-8")  # no token is that of padding, which has no position
+    result = run("inspect", roberta, "--text", path, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens"] == 64
+
+
+@pytest.mark.parametrize("command", ["inspect", "prune-report"])
+@pytest.mark.parametrize("error", [RuntimeError, IndexError])
+def test_a_model_that_cannot_be_run_is_refused_in_one_line(encoder, text, command, error, monkeypatch):
+    def fail(*_, **__):
+        raise error("index 66 is out of bounds\nand more")
+
+    monkeypatch.setattr(transformers.BertModel, "forward", fail)
+    result = run(command, encoder, "--text", text)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"levattn: {encoder} cannot be run on 90 tokens ({error.__name__}: index 66 is out of bounds); "
+        "give fewer --tokens, or another model\n"
+    )
 
 
 @pytest.mark.parametrize("budget", ["0.3", "1", "24"])

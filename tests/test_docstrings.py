@@ -15,13 +15,18 @@ import inspect
 import re
 import textwrap
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("numpydoc")
+
 from numpydoc import docscrape, validate
 
 import levattn
@@ -47,6 +52,14 @@ MODULES = (
     "levattn.sketch",
     "levattn.states",
 )
+# Packages that these need to be imported.
+NEEDED = {
+    "levattn.integrations.kvpress": ("torch", "transformers", "kvpress"),
+    "levattn.integrations.sklearn": ("sklearn",),
+    "levattn.integrations.timm": ("torch", "timm"),
+    "levattn.integrations.transformers": ("torch", "transformers"),
+    "levattn.nn": ("torch",),
+}
 # What these modules lend to others of the library, and not to users.
 INTERNAL = {
     "levattn.linalg": {
@@ -168,10 +181,12 @@ def public_names() -> list[str]:
 
 def loaded(label: str) -> Name:
     module, _, name = label.rpartition(".")
-    try:
+    for package in NEEDED.get(module, ()):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are imported here for the first time
         return Name(label, getattr(importlib.import_module(module), name))
-    except ImportError as error:
-        pytest.skip(str(error))
 
 
 def members(name: Name) -> Iterator[Name]:

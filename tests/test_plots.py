@@ -302,6 +302,24 @@ def test_tokens_are_shaded_by_their_scores_and_marked_without_colour(ax: Any) ->
     assert "score (bold, underlined: kept, 2 of 5)" in labels
 
 
+@pytest.mark.parametrize(
+    ("scores", "limits"),
+    [
+        ([-0.01, -0.002, -0.001], (-0.01, -0.001)),
+        ([-0.5, 0.25], (-0.5, 0.25)),
+        ([0.2, 0.5], (0.0, 0.5)),
+        ([0.0, 0.0], (0.0, 1.0)),
+        ([-2.0], (-2.0, 1.0)),
+        ([], (0.0, 1.0)),
+    ],
+    ids=["negative", "both", "positive", "zero", "one", "none"],
+)
+def test_shades_end_at_the_largest_score(ax: Any, scores: list[float], limits: tuple[float, float]) -> None:
+    TokenStripDisplay.from_scores(["a"] * len(scores), scores, ax=ax)
+    (boxes,) = drawn_by(ax, PolyCollection)
+    assert boxes.get_clim() == limits
+
+
 def test_each_letter_is_drawn_in_its_column(ax: Any) -> None:
     TokenStripDisplay.from_scores(["ab", "##a", "b"], [0.1, 0.2, 0.3], kept=[2], ax=ax)
     places = [sorted(letter.get_offsets()[:, 0].tolist()) for letter in drawn_by(ax, PathCollection)]
@@ -401,10 +419,37 @@ def test_text_shrinks_to_given_axes_until_it_cannot_be_read(ax: Any) -> None:
         (["a", 7], [0.1, 0.2], {}, TypeError, r"tokens\[1\] is 7; expected a string"),
         (["a", "b"], [0.1, 0.2], {"kept": [True]}, ValueError, r"kept has a mask of shape \(1,\), expected \(2,\)"),
         (["a", "b"], [0.1, 0.2], {"kept": [2]}, ValueError, r"kept has indices outside 0, \.\.\., 1"),
+        (
+            ["a", "b"],
+            [0.1, 0.2],
+            {"kept": [1.7]},
+            ValueError,
+            r"kept has dtype float64, expected a mask \(2,\) of bool",
+        ),
+        (
+            ["a", "b", "c"],
+            [0.1] * 3,
+            {"kept": [0, 1, 0]},
+            ValueError,
+            r"more than once.* a mask of 0 and 1 as .* bool",
+        ),
         (["a", "b"], [0.1, 0.2], {"columns": 1}, ValueError, r"columns is 1; expected at least 2"),
         (["a", "b"], [0.1, 0.2], {"columns": 9.5}, TypeError, r"columns is 9\.5; expected an integer"),
     ],
-    ids=["short", "matrix", "nan", "infinity", "string", "number", "mask", "index", "columns", "fraction"],
+    ids=[
+        "short",
+        "matrix",
+        "nan",
+        "infinity",
+        "string",
+        "number",
+        "mask",
+        "index",
+        "float",
+        "ints",
+        "columns",
+        "fraction",
+    ],
 )
 def test_tokens_that_do_not_fit_are_refused(
     tokens: Any, scores: Any, options: dict[str, Any], error: type[Exception], message: str
@@ -453,6 +498,23 @@ def test_many_online_scores_are_binned_and_keep_every_peak(ax: Any) -> None:
     np.testing.assert_array_equal(marks.get_ydata(), [0.5, 0.5, 0.5])
     assert "ε = 0.3: 3 keys online, 0 among all" in legend(ax)
     assert len(figure_bytes(ax.figure, ".svg")) < 500_000
+
+
+def test_lone_peaks_among_many_keys_are_drawn(ax: Any) -> None:
+    online = np.zeros(5000)
+    online[[0, 2000, 2500, 2505, 4999]] = 0.5
+    OnlineScoresDisplay.from_scores(online, ax=ax)
+    (points,) = ax.lines  # the band joins the two that are side by side
+    np.testing.assert_array_equal(points.get_xdata(), [0, 2000, 4995])
+    np.testing.assert_array_equal(points.get_ydata(), [0.5, 0.5, 0.5])
+    assert points.get_markersize() > 0
+    assert to_hex(points.get_color()) == to_hex(ax.collections[0].get_facecolor()[0])
+
+
+@pytest.mark.parametrize("epsilon", [0, -1, np.nan, 5])
+def test_thresholds_that_no_score_can_be_asked_for_are_refused(epsilon: float) -> None:
+    with pytest.raises(ValueError, match=r"expected 0 < epsilon <= 1"):
+        OnlineScoresDisplay([0.5], epsilon=epsilon)
 
 
 def test_ties_with_the_threshold_are_heavy_online() -> None:

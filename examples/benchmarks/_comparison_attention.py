@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ PAUSE, WARM = 0.12, 0.08
 HEADS, D, L = 8, 64, 64
 CHUNK = 64
 SDPA = "torch SDPA"
-OTHER = "torch, heads side by side"
+SIDE = ", heads side by side"
+ASIDES = {SDPA: "softmax attention"}
 
 
 def torch_latte(Q: Any, K: Any, V: Any, *, causal: bool) -> Any:
@@ -61,26 +63,33 @@ def jax_latte() -> Callable[..., Any]:
     return jax.jit(scan)
 
 
-def _compiled(function: Any, *arguments: Any, **options: Any) -> Any:
-    """Return a function through torch.compile, or None where it cannot be compiled."""
+def _compiled(failures: dict[str, None], function: Any, *arguments: Any, **options: Any) -> Any:
+    """Return a function through torch.compile; where it cannot be compiled, None, and the error is noted."""
     import torch
 
     compiled = torch.compile(function, dynamic=False)
     try:
         compiled(*arguments, **options)
-    except Exception:  # no C++ compiler, for one: each version has an error of its own
+    except Exception as error:  # no C++ compiler, for one: each version has an error of its own
+        failures[f"torch.compile fails here: {type(error).__name__}"] = None
         return None
     return compiled
 
 
-def _table(name: str, first: str, names: dict[str, None], found: dict[str, dict[str, float]]) -> Table:
+def _table(
+    name: str,
+    first: str,
+    names: dict[str, None],
+    found: dict[str, dict[str, float]],
+    asides: dict[str, str] | None = None,
+) -> Table:
     """Return a table of milliseconds, with how much faster levattn is than the fastest rival."""
-    table = Table(name, [first, *(f"{each}, ms" for each in names), "fastest rival / levattn"])
+    table = Table(name, [first, *(f"{each}, ms" for each in names), "fastest rival / levattn"], losses=[])
     for where, times in found.items():
         cells = [milliseconds(times[each]) if each in times else "-" for each in names]
         best = min(seconds for each, seconds in times.items() if each != OURS)
         table.rows.append([where, *cells, f"{best / times[OURS]:.2f}"])
-        table.losses += slower(times, OURS, where)
+        table.losses = [*(table.losses or ()), *slower(times, OURS, where, asides)]
     return table
 
 
@@ -93,6 +102,7 @@ def latte(*, quick: bool) -> Table:
     torch.manual_seed(0)
     names = dict.fromkeys([OURS, SDPA, "torch, chunks", "torch.compile", "JAX scan"])
     scan = jax_latte() if version("jax") else None
+    failures: dict[str, None] = {}
     found: dict[str, dict[str, float]] = {}
     worst = 0.0
     lengths = (256, 1024) if quick else (256, 1024, 4096)
@@ -108,31 +118,42 @@ def latte(*, quick: bool) -> Table:
             }
             with torch.no_grad():
                 last = lengths[-1] == T and not quick  # to compile takes a while
-                compiled = _compiled(torch_latte, Q, K, V, causal=causal) if last else None
+                compiled = _compiled(failures, torch_latte, Q, K, V, causal=causal) if last else None
                 if compiled is not None:
                     calls["torch.compile"] = lambda f=compiled, Q=Q, K=K, V=V, c=causal: f(Q, K, V, causal=c)
                 if causal and scan is not None:
-                    arrays = [X.numpy() for X in (Q, K, V)]
+                    arrays = [importlib.import_module("jax.numpy").asarray(X.numpy()) for X in (Q, K, V)]
                     calls["JAX scan"] = lambda arrays=arrays: scan(*arrays).block_until_ready()
                 times = interleaved(calls, 1 if quick else 5, PAUSE, WARM)
                 exact = torch_latte(*(X.double() for X in (Q, K, V)), causal=causal)
                 worst = max(worst, float((calls[OURS]() - exact).abs().max()))
             found[f"{'causal' if causal else 'both ways'}, {T}"] = times
-    table = _table("latte", "positions", names, found)
+    table = _table("latte", "positions", names, found, ASIDES)
     table.notes += [
         f"{HEADS} heads of {D} channels, {L} latents, float32, forward; the largest difference of levattn from Latte "
         f"in float64 is {worst:.0e}",
         "torch SDPA computes softmax attention, another function, with the same shapes; all others compute Latte",
+        "torch.compile: " + ("not in a quick run" if quick else f"the chunks, at {lengths[-1]} positions only"),
+        "JAX: the causal scan alone, of arrays that JAX has before the clock starts",
+        *failures,
     ]
     if scan is None:
         table.notes.append(f"JAX: {missing('jax')}")
     return table
 
 
-def _merged(times: dict[str, float]) -> dict[str, float]:
-    """Return times in which torch's are of the better of its two layouts."""
-    other = times.pop(OTHER)
-    return times | {"torch": min(other, times["torch"])}
+def merged(times: dict[str, float]) -> dict[str, float]:
+    """Return the times of each candidate in the better of its two layouts."""
+    found: dict[str, float] = {}
+    for name, seconds in times.items():
+        plain = name.removesuffix(SIDE)
+        found[plain] = min(seconds, found.get(plain, seconds))
+    return found
+
+
+def _layouts(name: str, call: Callable[..., object], *tokens: Any) -> dict[str, Callable[[], object]]:
+    """Return calls of tokens with heads apart in memory, and side by side as a linear layer leaves them."""
+    return {name + suffix: partial(call, W) for suffix, W in zip(("", SIDE), tokens, strict=True)}
 
 
 def tssa(*, quick: bool) -> Table:
@@ -146,55 +167,72 @@ def tssa(*, quick: bool) -> Table:
         operators.B = 1
     work = operators.Work()
     W, theta, bias, plain = work.W, work.temperature, work.bias, work.plain
-    contiguous = W.contiguous()
-    arrays = W.numpy(), *(part.numpy() for part in plain)
+    tokens = W.contiguous(), W
+    dY = torch.randn_like(W)
 
-    def attend(causal: bool) -> object:
-        return torch.nn.functional.scaled_dot_product_attention(contiguous, contiguous, contiguous, is_causal=causal)
+    def attend(W: Any, *, causal: bool) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(W, W, W, is_causal=causal)
 
-    def passes(function: Any, *parameters: Any) -> Callable[[], object]:
-        leaves = [part.detach().clone().requires_grad_() for part in (W, *parameters)]
-        dY = torch.randn_like(W)
-        return lambda: torch.autograd.grad(function(*leaves), leaves, dY)
+    def passes(function: Any, *parameters: Any) -> Callable[[Any], object]:
+        """Return a call forward and backward; to have the leaves anew costs nothing."""
+
+        def call(X: Any) -> object:
+            leaves = [part.detach().requires_grad_() for part in (X, *parameters)]
+            return torch.autograd.grad(function(*leaves), leaves, dY)
+
+        return call
+
+    def released(W: Any) -> Any:
+        return operators.released(W, *plain)
+
+    def everywhere(W: Any) -> Any:
+        return operators.released_everywhere(W, plain[0])
+
+    failures: dict[str, None] = {}
+
+    def compiled(function: Any, *arguments: Any) -> dict[str, Callable[..., Any]]:
+        found = None if quick else _compiled(failures, function, *arguments)
+        return {} if found is None else {"torch.compile": found}
+
+    def both(times: dict[str, Callable[..., Any]]) -> dict[str, Callable[[], object]]:
+        return {where: call for name, f in times.items() for where, call in _layouts(name, f, *tokens).items()}
 
     names = dict.fromkeys([OURS, SDPA, "torch", "torch.compile", "numpy"])
     found: dict[str, dict[str, float]] = {}
-    rounds = 1 if quick else 5
+
+    def measure(where: str, own: Callable[[], object], rivals: dict[str, Callable[[], object]]) -> None:
+        found[where] = merged(interleaved({OURS: own, **rivals}, 1 if quick else 3, PAUSE, WARM))
+
     with torch.no_grad():
-        calls: dict[str, Callable[[], object]] = {
-            OURS: lambda: ours(W, theta, bias=bias),
-            SDPA: lambda: attend(True),
-            "torch": lambda: operators.released(contiguous, *plain),
-            OTHER: lambda: operators.released(W, *plain),
-            "numpy": lambda: operators.released_numpy(*arrays),
+        numbers = [part.numpy() for part in plain]
+        arrays = [part.numpy() for part in tokens]
+        rivals = both({SDPA: partial(attend, causal=True), "torch": released, **compiled(released, W)})
+        rivals |= _layouts("numpy", lambda X: operators.released_numpy(X, *numbers), *arrays)
+        measure("causal, forward", lambda: ours(W, theta, bias=bias), rivals)
+        error = float((released(W) - ours(W, theta, bias=bias)).abs().max())
+        rivals = both({SDPA: partial(attend, causal=False), "torch": everywhere, **compiled(everywhere, W)})
+        measure("both ways, forward", lambda: ours(W, theta, causal=False), rivals)
+    learned = compiled(operators.released, W.detach().clone().requires_grad_(), *plain)
+    rivals = both(
+        {
+            SDPA: passes(partial(attend, causal=True)),
+            "torch": passes(operators.released, *plain),
+            **{name: passes(function, *plain) for name, function in learned.items()},
         }
-        compiled = None if quick else _compiled(operators.released, W, *plain)
-        if compiled is not None:
-            calls["torch.compile"] = lambda: compiled(W, *plain)
-        found["causal, forward"] = _merged(interleaved(calls, rounds, PAUSE, WARM))
-        error = float((operators.released(W, *plain) - ours(W, theta, bias=bias)).abs().max())
-        calls = {
-            OURS: lambda: ours(W, theta, causal=False),
-            SDPA: lambda: attend(False),
-            "torch": lambda: operators.released_everywhere(contiguous, plain[0]),
-            OTHER: lambda: operators.released_everywhere(W, plain[0]),
-        }
-        everywhere = None if quick else _compiled(operators.released_everywhere, W, plain[0])
-        if everywhere is not None:
-            calls["torch.compile"] = lambda: everywhere(W, plain[0])
-        found["both ways, forward"] = _merged(interleaved(calls, rounds, PAUSE, WARM))
-    calls = {
-        OURS: passes(lambda W, theta, bias: ours(W, theta, bias=bias), theta, bias),
-        SDPA: passes(lambda W: torch.nn.functional.scaled_dot_product_attention(W, W, W, is_causal=True)),
-        "torch": passes(operators.released, *plain),
-    }
-    found["causal, forward and backward"] = interleaved(calls, rounds, PAUSE, WARM)
-    table = _table("tssa", "passes", names, found)
+    )
+    own = passes(lambda W, theta, bias: ours(W, theta, bias=bias), theta, bias)
+    measure("causal, forward and backward", lambda: own(W), rivals)
+    table = _table("tssa", "passes", names, found, ASIDES)
     table.notes += [
         f"{operators.B} x {operators.T} tokens, {operators.HEADS} heads of {operators.D} channels, float32; the "
         f"largest difference of levattn from the released operator is {error:.0e}",
+        "levattn gets tokens as a linear layer leaves them, heads side by side; each rival the better of that layout "
+        "and heads apart, without what a copy costs",
         "torch SDPA computes softmax attention, another function, of the same shapes",
+        *failures,
     ]
+    if quick:
+        table.notes.append("torch.compile: not in a quick run")
     return table
 
 
@@ -216,7 +254,7 @@ def pruned(*, quick: bool) -> Table:
                 }
                 where = f"{'causal' if causal else 'both ways'}, n = {n}"
                 found[where] = interleaved(calls, 1 if quick or n > 4096 else 3, PAUSE, WARM)
-    table = _table("pruned", "keys", dict.fromkeys([OURS, SDPA]), found)
+    table = _table("pruned", "keys", dict.fromkeys([OURS, SDPA]), found, ASIDES)
     table.notes.append(
         f"{shapes.HEADS} heads of {shapes.D} channels, float32, {shapes.SLOTS} slots a query, scores and clusters "
         "included; outputs are approximate, see model quality above"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _libraries import ROUTES, Route, missing, press_leverage, press_scores, version
+from _libraries import ROUTES, SECOND, Route, missing, press_leverage, press_scores, timed, version
 from _page import Table, milliseconds, slower
 from _rivals import Array, blas_routes, conditioned, interleaved
 
@@ -92,16 +91,19 @@ def accuracy(dtype: str, *, quick: bool) -> Table:
         for name, K in cases.items():
             scores = _scores(route.scores, K)
             if scores is None:
+                errors[name][title] = np.inf
                 cells.append("fails")
                 continue
             counted = exact[name] > 1e-3 * K.shape[1] / len(K)
             errors[name][title] = float(np.max(np.abs(scores / np.where(counted, exact[name], 1) - 1)[counted]))
             cells.append(f"{errors[name][title]:.0e}")
         table.rows.append([title, *cells])
+    table.losses = []
     for name, by_route in errors.items():
-        best = min(by_route, key=by_route.__getitem__)
-        if by_route[OURS] > NEAR * by_route[best]:
-            table.losses.append(f"{name}: {best} has {by_route[best]:.0e}, levattn {by_route[OURS]:.0e}")
+        better = [f"{title} {x:.0e}" for title, x in by_route.items() if NEAR * x < by_route[OURS]]
+        if better:
+            table.losses.append(f"{name}: levattn has {by_route[OURS]:.0e}; {'; '.join(better)}")
+    table.notes.append(f"a loss is an error more than {NEAR:.0f} times a rival's")
     return table
 
 
@@ -116,6 +118,7 @@ def missed(*, quick: bool) -> Table:
         "missed + needless: keys j of exact score τ_j ≥ ε, each of which the query (KᵀK)⁺k_j does give τ_j, that "
         "scores below ε leave out, and keys of τ_j < ε that are kept"
     )
+    counts: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in cases}
     routes = _routes("float64")
     routes[OURS] = Route("levattn", lambda K: levattn.universal_set(K, EPSILON).mask.astype(float))
     for title, route in routes.items():
@@ -125,11 +128,19 @@ def missed(*, quick: bool) -> Table:
         cells = []
         for name, K in cases.items():
             scores = _scores(route.scores, K if "float32" in route.dtypes else K.astype(float))
-            kept = None if scores is None else scores >= EPSILON
-            cells.append("fails" if kept is None else f"{(truth[name] & ~kept).sum()} + {(kept & ~truth[name]).sum()}")
-            if title == OURS and kept is not None and (truth[name] & ~kept).any():
-                table.losses.append(f"{name}: keys are missed")
+            if scores is None:
+                cells.append("fails")
+                continue
+            kept = scores >= EPSILON
+            counts[name][title] = int((truth[name] & ~kept).sum()), int((kept & ~truth[name]).sum())
+            cells.append("{} + {}".format(*counts[name][title]))
         table.rows.append([title, *cells])
+    table.losses = []
+    for name, by_route in counts.items():
+        ours = by_route.get(OURS, (len(truth[name]), len(truth[name])))  # where it fails, all is lost
+        for title, (lost, needless) in by_route.items():
+            if lost < ours[0] or needless < ours[1]:
+                table.losses.append(f"{name}: {title} has {lost} + {needless}, levattn {ours[0]} + {ours[1]}")
     return table
 
 
@@ -157,7 +168,8 @@ def _weak(n: int) -> Case:
     return Case(Q, np.ascontiguousarray(K[:, order]), V)
 
 
-def _presses() -> dict[str, Callable[[Case], Array]]:
+def _presses(kept: float) -> dict[str, Callable[[Case], Array]]:
+    """Return scores by levattn and by presses that are to keep a share of the keys."""
     found: dict[str, Callable[[Case], Array]] = {
         OURS: lambda x: levattn.leverage_scores(x.K, center=True)[0],
     }
@@ -167,7 +179,7 @@ def _presses() -> dict[str, Callable[[Case], Array]]:
     import torch
 
     torch.manual_seed(0)
-    share = 0.8  # of the keys goes; CompactorPress weighs leverage with it
+    share = 1 - kept  # of the keys goes; CompactorPress weighs leverage with it
     presses: dict[str, Any] = {
         "CompactorPress": kvpress.CompactorPress(share),
         "CURPress": kvpress.CURPress(share),
@@ -185,12 +197,28 @@ def _top(scores: Array, size: int) -> set[int]:
     return set(np.argsort(-scores, kind="stable")[:size].tolist())
 
 
+COLUMNS = ("error", "of 16 kept", "same set, scaled", "same set, again", "of MiniLM")
+NO_LEVERAGE = dict.fromkeys(("CompactorPress", "CURPress", "KnormPress"), "not leverage")
+
+
+def _better(figures: dict[str, tuple[float, ...]]) -> list[str]:
+    """Return a sentence for each rival and column in which it is ahead: a smaller error, or more of anything else."""
+    found = []
+    for name, theirs in figures.items():
+        aside = f" ({NO_LEVERAGE[name]})" if name in NO_LEVERAGE else ""
+        for place, column in enumerate(COLUMNS):
+            ours = figures[OURS][place]
+            if theirs[place] < ours if place == 0 else theirs[place] > ours:
+                found.append(f"{column}: {name}{aside} has {theirs[place]:.2g}, levattn {ours:.2g}")
+    return found
+
+
 def kvpress(*, quick: bool) -> Table:
     """Scores of presses that are called leverage, against exact leverage of the same centered keys."""
-    header = ["scores", "error", "of 16 kept", "same set, scaled", "same set, again", "of MiniLM", "ms"]
+    lengths = (1024, 4096) if quick else (4096, 32768)
+    header = ["scores", *COLUMNS, *(f"n = {n}, ms" for n in lengths)]
     table = Table("kvpress", header)
-    n = 4096 if quick else 32768
-    weak, large = _weak(4096), _weak(n)
+    weak = _weak(4096)
     encoder = levattn.datasets.minilm()
     heads = [
         Case(*(np.asarray(x[layer, head], np.float32)[None] for x in (encoder.queries, encoder.keys, encoder.values)))
@@ -204,27 +232,37 @@ def kvpress(*, quick: bool) -> Table:
 
     truth, best = exact(weak), [exact(x) for x in heads]
     size, kept = len(weak.K[0]) // 5, len(heads[0].K[0]) // 5
-    routes = _presses()
-    times = interleaved({name: partial(route, large) for name, route in routes.items()}, 1 if quick else 3)
+    routes, few = _presses(0.2), _presses(4 * WEAK / len(weak.K[0]))
+    times = {
+        n: interleaved({name: partial(route, x) for name, route in routes.items()}, 1 if quick else 3, 0.12)
+        for n, x in ((n, _weak(n)) for n in lengths)
+    }
+    figures: dict[str, tuple[float, ...]] = {}
     for name, route in routes.items():
         scores, small = route(weak), route(weak._replace(K=weak.K * np.float32(0.001)))
-        error = f"{np.abs(scores / truth - 1).max():.0e}" if name == OURS or "Leverage" in name else "no score"
+        error = np.inf if name in NO_LEVERAGE else float(np.abs(scores / truth - 1).max())
         overlaps = [len(_top(scores, size) & _top(other, size)) / size for other in (small, route(weak))]
         real = [len(_top(route(x), kept) & _top(t, kept)) / kept for x, t in zip(heads, best, strict=True)]
-        found = len(_top(scores, 4 * WEAK) & _top(truth, WEAK))
-        shares = (f"{100 * share:.0f} %" for share in (*overlaps, float(np.mean(real))))
-        table.rows.append([name, error, str(found), *shares, milliseconds(times[name])])
+        found = len(_top(few[name](weak), 4 * WEAK) & _top(truth, WEAK))
+        figures[name] = error, found, *overlaps, float(np.mean(real))
+        shares = (f"{100 * share:.0f} %" for share in figures[name][2:])
+        told = "no score" if name in NO_LEVERAGE else f"{error:.0e}"
+        table.rows.append([name, told, str(found), *shares, *(milliseconds(each[name]) for each in times.values())])
     if len(routes) == 1:
         table.rows.append(["kvpress", missing("kvpress"), *[""] * (len(header) - 2)])
-    table.losses += slower(times, OURS, f"time, n = {n}")
+    else:
+        table.losses = _better(figures)
+        for n, each in times.items():
+            table.losses += slower(each, OURS, f"time, n = {n}", NO_LEVERAGE)
     table.notes += [
         "error: largest relative error of a score, n = 4096, d = 128, where 16 short keys are each alone in a "
-        "direction and so have score 1; of 16 kept: how many of these are among the 64 keys of largest score",
+        "direction and so have score 1; of 16 kept: how many of these are among the 64 keys of largest score, by "
+        "presses that are to keep 64",
         "same set: share of the fifth of the keys of largest scores that stays if all keys are multiplied by 0.001, "
         "and if the press is called again; of MiniLM: share of that fifth that is right, heads of d = 32",
-        f"ms: n = {n}, d = 128, float32, CompactorPress with the attention that it computes besides",
-        "CURPress and KnormPress score by row norms, and CompactorPress blends in attention: these are not leverage "
-        "scores, and are judged only by the sets that they keep",
+        "ms: d = 128, float32, CompactorPress with the attention that it computes besides",
+        "not leverage: CURPress and KnormPress score by row norms, and CompactorPress blends in attention; they have "
+        "no error",
     ]
     return table
 
@@ -239,18 +277,11 @@ REFERENCE = (
 )
 
 
-def _timed(route: Route, K: Array) -> tuple[float, Array]:
-    """Return the seconds of a single call, and its scores."""
-    start = time.perf_counter()
-    scores = route.scores(K)
-    return time.perf_counter() - start, scores
-
-
 def speed(*, quick: bool) -> Table:
     """Seconds for the scores of one tall matrix, on all cores."""
     n, d = (25_000 if quick else 500_000), 64
     header = [f"n = {n}, d = {d}", "float32, ms", "/ levattn", "error", "float64, ms", "/ levattn", "error"]
-    table = Table("speed", header, notes=[REFERENCE])
+    table = Table("speed", header, notes=[REFERENCE], losses=[])
     cells: dict[str, list[str]] = {}
     for dtype in ("float32", "float64"):
         K = np.random.default_rng(0).standard_normal((n, d)).astype(dtype)
@@ -267,7 +298,7 @@ def speed(*, quick: bool) -> Table:
         results = {name: fitting[name].scores(K) if name in fitting else blas[best]() for name in times}
         for name, route in fitting.items():
             if route.slow:
-                times[name], results[name] = _timed(route, K)
+                times[name], results[name] = timed(partial(route.scores, K))
         table.notes.append(f"{dtype}: the fastest of {len(blas)} ways to call BLAS was '{best}'")
         for name in dict.fromkeys([*routes, *times]):
             row = cells.setdefault(name, [])
@@ -281,6 +312,9 @@ def speed(*, quick: bool) -> Table:
                 f"{error:.0e}" if error > LEAST else f"≤ {LEAST:.0e}",
             ]
         table.losses += slower(times, OURS, dtype)
+    slow = [name for name in cells if name in ROUTES and ROUTES[name].slow]
+    if slow:
+        table.notes.append(f"{'; '.join(slow)}: {SECOND}")
     table.rows += [[name, *row] for name, row in cells.items()]
     table.rows += [
         [name, missing(r.package), *[""] * (len(header) - 2)] for name, r in ROUTES.items() if name not in cells

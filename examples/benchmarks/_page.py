@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -19,12 +19,15 @@ LOSSES = "losses"
 
 @dataclass
 class Table:
-    """A table, what it says of who loses, and where its figures come from."""
+    """A table, what it says of who loses, and where its figures come from.
+
+    Losses are None where not every rival of the same task was compared: such a table says nothing of them.
+    """
 
     name: str
     header: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
-    losses: list[str] = field(default_factory=list)
+    losses: list[str] | None = None
     notes: list[str] = field(default_factory=list)
     texts: int = 1  # columns of words, at the left
 
@@ -32,7 +35,9 @@ class Table:
         """Return the table in Markdown, the sentences below it, and the line on where it was measured."""
         rows = [self.header, ["---"] * self.texts + ["---:"] * (len(self.header) - self.texts), *self.rows]
         lines = ["| " + " | ".join(row) + " |" for row in rows]
-        told = [f"- {LOSS}{loss}" for loss in self.losses] or ["- levattn loses nowhere in this table"]
+        told = [f"- {LOSS}{loss}" for loss in self.losses or ()]
+        if self.losses is not None and not told:
+            told = ["- levattn loses nowhere in this table"]
         return "\n".join([*lines, "", *told, *(f"- {note}" for note in self.notes), "", f"*{source}*"])
 
 
@@ -41,7 +46,7 @@ def processor() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
     model = found[1] if found else platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return f"{model}, {cores} core{'s' * (cores > 1)}"
 
 
@@ -98,11 +103,11 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
-def slower(times: dict[str, float], ours: str, where: str, *, among: Sequence[str] | None = None) -> list[str]:
-    """Return a sentence if a rival (of those named) is faster than levattn."""
-    rivals = {name: s for name, s in times.items() if name != ours and (among is None or name in among)}
-    if not rivals:
-        return []
-    best = min(rivals, key=rivals.__getitem__)
-    ratio = times[ours] / rivals[best]
-    return [f"{where}: {best} is {ratio:.2f} times as fast"] if ratio > 1 else []
+def slower(times: Mapping[str, float], ours: str, where: str, asides: Mapping[str, str] | None = None) -> list[str]:
+    """Return a sentence for each rival that is faster than levattn, the fastest first, with what is said beside it."""
+    said = {name: f" ({aside})" for name, aside in (asides or {}).items()}
+    return [
+        f"{where}: {name}{said.get(name, '')} is {times[ours] / seconds:.2f} times as fast"
+        for name, seconds in sorted(times.items(), key=lambda item: item[1])
+        if seconds < times[ours]
+    ]

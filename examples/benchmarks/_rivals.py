@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from os import sched_getaffinity
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import scipy.linalg
 from threadpoolctl import threadpool_limits
 
 Array = Any
-THREADS = len(sched_getaffinity(0))
+THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def interleaved(

@@ -21,7 +21,7 @@ import _comparison_cost
 import _comparison_quality
 import _comparison_scores
 from _libraries import RIVALS, missing, version, versions
-from _page import processor, source, write
+from _page import Table, processor, source, write
 
 SECTIONS = {
     **_comparison_scores.SECTIONS,
@@ -30,6 +30,7 @@ SECTIONS = {
     **_comparison_cost.SECTIONS,
 }
 MACHINE = "machine"
+NEED_TORCH = ("pruned", "latte", "tssa", "cost-positions")
 
 
 def machine() -> str:
@@ -46,6 +47,13 @@ def machine() -> str:
     )
 
 
+def measured(name: str, *, quick: bool) -> Table:
+    """Return a table, which without torch may say no more than that."""
+    if name in NEED_TORCH and version("torch") is None:
+        return Table(name, [name], [[f"torch: {missing('torch')}"]])
+    return SECTIONS[name][0](quick=quick)
+
+
 def main() -> None:
     """Measure and print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,9 +64,9 @@ def main() -> None:
     bodies = {MACHINE: machine()}
     print(bodies[MACHINE])
     for name in options.only:
-        section, packages = SECTIONS[name]
         begin = time.perf_counter()
-        body = section(quick=options.quick).markdown(source(versions(packages), quick=options.quick))
+        table = measured(name, quick=options.quick)
+        body = table.markdown(source(versions(SECTIONS[name][1]), quick=options.quick))
         print(f"\n## {name} ({time.perf_counter() - begin:.0f} s)\n\n{body}", flush=True)
         bodies[name] = body
         if options.write:

@@ -50,7 +50,7 @@ with torch.no_grad():
         rounds = {name: [] for name in calls}
         for _ in range(ROUNDS):
             for name, call in calls.items():
-                time.sleep(0.05)
+                time.sleep(0.12)
                 call()
                 rounds[name].append(seconds(call))
         for name, found in rounds.items():

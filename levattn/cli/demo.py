@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import levattn
-from levattn.cli.output import VACUOUS, check_target, fail, new_console, new_table, print_json
+from levattn.cli.output import VACUOUS, check_folder, check_target, fail, new_console, new_table, print_json
 from levattn.io import replace_file
 
 __all__ = ["DEMO_EPSILON", "run"]
@@ -66,8 +65,7 @@ def run(epsilon: float, out: Path, as_json: bool) -> None:
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not there.is_dir():
         fail(f"{there} is not a folder; name another with --out")
-    if not os.access(there, os.W_OK):
-        fail(f"{there}: no permission to write there; name another folder with --out")
+    check_folder(there, "name another folder with --out")
     files = [out / "demo.png", out / "demo.svg"]
     for file in files:
         check_target(file, "name another folder with --out")

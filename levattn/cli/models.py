@@ -1,6 +1,8 @@
 """``levattn inspect`` and ``levattn prune-report``: models in folders, and texts."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -36,7 +38,8 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
     model, inputs = _opened(inquiry)
     from levattn.integrations.transformers import inspect_model
 
-    found = inspect_model(model, inputs, epsilon=epsilon)
+    with _forward_errors_in_one_line(inquiry, inputs):
+        found = inspect_model(model, inputs, epsilon=epsilon)
     _draw(inquiry, lambda: found.plot("captured"))
     if inquiry.as_json:
         print_json("levattn.inspect/1", {"tokens": inputs["input_ids"].shape[1], **found.to_dict()})
@@ -74,7 +77,7 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
 
     from levattn.integrations.transformers import prune
 
-    with torch.no_grad():
+    with torch.no_grad(), _forward_errors_in_one_line(inquiry, inputs):
         _run(model, inputs)  # what is made at first use is not to be timed
         dense, dense_seconds = _run(model, inputs)
         with prune(model, budget, **options) as report:
@@ -124,8 +127,7 @@ def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
             f"{inquiry.model}: transformers cannot load this model ({type(error).__name__}: {error}); it needs "
             "config.json, weights as .safetensors, and a tokenizer, so download the whole folder again"
         )
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or inquiry.tokens
-    inputs = tokenizer(words, truncation=True, max_length=min(inquiry.tokens, longest), return_tensors="pt")
+    inputs = tokenizer(words, truncation=True, max_length=_most_tokens(model, inquiry.tokens), return_tensors="pt")
     count = inputs["input_ids"].shape[1]
     if count < 2:
         fail(f"{inquiry.text} has {count} tokens; give a longer text")
@@ -160,6 +162,29 @@ def _loaded(folder: Path) -> tuple[Any, Any]:
     kind = transformers.AutoModelForCausalLM if "CausalLM" in kinds else transformers.AutoModel
     model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
     return model, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _most_tokens(model: Any, asked: int) -> int:
+    """Return how many tokens to read: those asked for, or as many as the model has positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            return min(asked, positions - padding - 1)  # the first position comes after that of padding: RoBERTa
+    return min(asked, positions)
+
+
+@contextmanager
+def _forward_errors_in_one_line(inquiry: Inquiry, inputs: dict[str, Any]) -> Iterator[None]:
+    """End the program if the model cannot be run on the tokens."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        count, said = inputs["input_ids"].shape[1], str(error).strip().partition("\n")[0]
+        fail(
+            f"{inquiry.model} cannot be run on {count} tokens ({type(error).__name__}: {said}); give fewer --tokens, "
+            "or another model"
+        )
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, float]:

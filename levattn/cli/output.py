@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "VACUOUS",
     "VACUOUS_IN_GENERAL",
     "WRONG_COMMAND_LINE",
+    "check_folder",
     "check_output",
     "check_target",
     "fail",
@@ -57,13 +59,17 @@ def fail(message: str, status: int = 1) -> NoReturn:
 def of_system(error: OSError) -> str:
     """Return what the operating system did not allow, and the remedy."""
     if error.errno is None:
-        if isinstance(error, TimeoutError):
-            return f"{error}; check the address, and whether what is there is running"
         return str(error)
     said = _REMEDIES.get(error.errno, error.strerror or str(error))
     # A file that appears whole is written under a name of its own at first.
     name = re.sub(r"\.([^/\\]+)\.[0-9a-f]{12}\.tmp$", r"\1", str(error.filename))
     return said if error.filename is None else f"{name}: {said}"
+
+
+def check_folder(folder: Path, remedy: str) -> None:
+    """End the program if no file can be made in a folder."""
+    if not os.access(folder, os.W_OK):
+        fail(f"{folder}: no permission to write there; {remedy}")
 
 
 def check_target(path: Path, remedy: str) -> None:
@@ -76,9 +82,12 @@ def check_output(path: Path | None, option: str) -> None:
     """End the program if the file that an option names, if any, cannot be written."""
     if path is None:
         return
-    if not path.parent.is_dir():
-        fail(f"{path}: there is no folder {path.parent}; make it first")
-    check_target(path, f"name another file with {option}")
+    remedy = f"name another file with {option}"
+    folder = Path(os.path.realpath(path)).parent  # where the file is made, if the path is a symbolic link
+    if not folder.is_dir():
+        fail(f"{path}: there is no folder {folder}; make it first")
+    check_target(path, remedy)
+    check_folder(folder, remedy)
 
 
 def new_console() -> "Console":

@@ -78,9 +78,7 @@ class _Program(TyperGroup):
             with _errors_in_one_line():
                 status = super().main(*args, **extra)
         except _UsageError as error:
-            message = (
-                error.format_message().removeprefix("Invalid value: ").replace(": Value error, ", ": ").rstrip(".")
-            )
+            message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
             command = "levattn" if error.ctx is None else error.ctx.command_path
             fail(f"{message}{' See' if message.endswith('?') else '; see'} {command} --help", WRONG_COMMAND_LINE)
         sys.exit(status if isinstance(status, int) else 0)
@@ -142,7 +140,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         fail("interrupted", INTERRUPTED)
     except MemoryError:
-        fail("not enough memory; split the file by heads or by layers")
+        fail("not enough memory; give a smaller file or fewer --tokens")
     except OSError as error:
         if error.filename is None and error.errno in NO_SPACE:  # which may be that of standard output
             _forget_output()

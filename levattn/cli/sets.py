@@ -1,5 +1,6 @@
 """``levattn universal-set``: the sets of the keys in a file."""
 
+import itertools
 import os
 import re
 import sys
@@ -124,14 +125,19 @@ def _run_on_workers(
     """Find the set on the workers of a scheduler; it holds the keys of the set, and no scores of the others."""
     from levattn.distributed.dask import universal_set_of_files
 
-    found = universal_set_of_files(
-        request.paths,
-        request.epsilon or 0.0,
-        tensor=request.tensor,
-        f=request.function.f,
-        memory=memory,
-        scheduler=request.scheduler,
-    )
+    try:
+        found = universal_set_of_files(
+            request.paths,
+            request.epsilon or 0.0,
+            tensor=request.tensor,
+            f=request.function.f,
+            memory=memory,
+            scheduler=request.scheduler,
+        )
+    except OSError as error:
+        if error.errno is not None:  # of a file
+            raise
+        fail(f"{error}; check --scheduler, and whether it is running")
     if output is not None:
         arrays: dict[str, Any] = {"epsilon": found.epsilon, "guarantee": found.guarantee, "sizes": found.sizes}
         arrays |= {"indices": np.concatenate([item.indices for item in found.items])}
@@ -172,12 +178,15 @@ def _opened(request: Request, memory: int | None) -> levattn.KeySource:
 
 def _check_targets(request: Request, plot: Path | None, output: Path | None) -> None:
     """End the program if a file that it is to write cannot be written, or would replace another that is in use."""
-    for path, option in ((plot, "--plot"), (output, "--output"), (request.checkpoint, "--checkpoint")):
+    named = ((plot, "--plot"), (output, "--output"), (request.checkpoint, "--checkpoint"))
+    targets = [(path, option) for path, option in named if path is not None]
+    for path, option in targets:
         check_output(path, option)
-        if path is not None and path.exists() and any(file.exists() and path.samefile(file) for file in request.files):
+        if path.exists() and any(file.exists() and path.samefile(file) for file in request.files):
             fail(f"{path} is the file of the keys, which {option} would overwrite; name another")
-    if plot is not None and output is not None and os.path.realpath(plot) == os.path.realpath(output):
-        fail(f"{plot} and {output} are the same file; name two with --plot and --output")
+    for (path, option), (other, another) in itertools.combinations(targets, 2):
+        if os.path.realpath(path) == os.path.realpath(other):
+            fail(f"{path} and {other} are the same file; name two with {option} and {another}")
 
 
 def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> bytes:

@@ -134,13 +134,22 @@ def starts_of_bins(length: int, most: int) -> Ints:
 
 
 def mask_of(chosen: Any, n: int, name: str, of_what: str) -> Bools:
-    """Return the mask (n,) of a universal set, a mask or indices."""
+    """Return the mask (n,) of a universal set, a mask or distinct indices."""
     given = np.asarray(getattr(chosen, "mask", chosen))
     if given.dtype == np.bool_:
         if given.shape != (n,):
             raise ValueError(f"{name} has a mask of shape {given.shape}, expected ({n},), one per {of_what}")
         return given
-    indices = given.astype(np.intp)
+    indices = given if given.size else given.astype(np.intp)  # an empty list is one of floats
+    if not np.issubdtype(indices.dtype, np.integer):
+        raise ValueError(
+            f"{name} has dtype {given.dtype}, expected a mask ({n},) of bool, or indices of integer dtype"
+        )
+    if np.unique(indices).size < indices.size:
+        raise ValueError(
+            f"{name} has indices more than once, expected each once; give a mask of 0 and 1 as one of bool, by "
+            "astype(bool)"
+        )
     if ((indices < 0) | (indices >= n)).any():
         raise ValueError(f"{name} has indices outside 0, ..., {n - 1}, expected one of these per {of_what} that is in")
     mask = np.zeros(n, dtype=np.bool_)

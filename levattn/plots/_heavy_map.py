@@ -132,7 +132,7 @@ class HeavyMapDisplay:
         epsilon : float
             The threshold of a heavy entry.
         universal : UniversalSet or array_like
-            The set, its mask (n,) of bool, or its indices.
+            The set, its mask (n,) of bool, or its distinct indices.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default on a new figure.
 

@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn.leverage import TIE
-from levattn.plots._common import BLUE, OCHRE, RED, Floats, Ints, axes_for, legend_below, starts_of_bins, whole_ticks
+from levattn.leverage import TIE, check_epsilon
+from levattn.plots._common import (
+    BLUE,
+    OCHRE,
+    RED,
+    Bools,
+    Floats,
+    Ints,
+    axes_for,
+    legend_below,
+    starts_of_bins,
+    whole_ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +34,7 @@ class OnlineScoresDisplay:
     What lies between the two is what a key loses to those that come after it. The vertical axis is logarithmic, and
     scores of zero are left out. Up to 1000 keys are points, those that reach the threshold larger ones. More are drawn
     as bands of 1000 bins of about equal length, from the smallest to the largest score of each, so that no peak is
-    hidden; where the largest reaches the threshold it is a point as well.
+    hidden; where the largest reaches the threshold, or the bins on both sides are empty, it is a point as well.
 
     Parameters
     ----------
@@ -32,7 +43,7 @@ class OnlineScoresDisplay:
     final : array_like, shape (n,), optional
         Leverage scores among all keys, as `leverage_scores` gives them. With the same ridge none is above the online
         score, up to rounding.
-    epsilon : float, optional
+    epsilon : float in (0, 1], optional
         Threshold, a horizontal line, with the number of keys that reach it online and among all (within 1e-9 of it,
         relative, is reached).
 
@@ -59,8 +70,10 @@ class OnlineScoresDisplay:
 
     Raises
     ------
+    TypeError
+        If `epsilon` is not a real number.
     ValueError
-        If scores are not of one axis and one length, or negative or not finite.
+        If scores are not of one axis and one length, or negative or not finite, or `epsilon` is outside (0, 1].
 
     See Also
     --------
@@ -93,12 +106,12 @@ class OnlineScoresDisplay:
             raise ValueError(
                 f"final has shape {self.final.shape}, expected {self.online.shape}, one for each of online"
             )
-        self.epsilon = epsilon
+        self.epsilon = None if epsilon is None else check_epsilon(epsilon)
         self.starts = starts_of_bins(self.online.size, _BINS)
         self.online_range = _ranges(self.online, self.starts)
         self.final_range = None if self.final is None else _ranges(self.final, self.starts)
-        self.online_heavy = _heavy(self.online, epsilon)
-        self.final_heavy = _heavy(self.final, epsilon)
+        self.online_heavy = _heavy(self.online, self.epsilon)
+        self.final_heavy = _heavy(self.final, self.epsilon)
 
     @classmethod
     def from_scores(
@@ -117,7 +130,7 @@ class OnlineScoresDisplay:
             Online leverage scores, finite and not negative.
         final : array_like, shape (n,), optional
             Leverage scores among all keys.
-        epsilon : float, optional
+        epsilon : float in (0, 1], optional
             Threshold, a horizontal line.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default on a new figure.
@@ -129,8 +142,10 @@ class OnlineScoresDisplay:
 
         Raises
         ------
+        TypeError
+            If `epsilon` is not a real number.
         ValueError
-            If scores are not of one axis and one length, or negative or not finite.
+            If scores are not of one axis and one length, or negative or not finite, or `epsilon` is outside (0, 1].
         """
         return cls(online, final=final, epsilon=epsilon).plot(ax)
 
@@ -165,6 +180,8 @@ class OnlineScoresDisplay:
         low, high = ranges.T
         if self.starts.size < self.online.size:
             ax.fill_between(self.starts, low, high, where=~np.isnan(high), color=color, lw=0.6, label=label)
+            lone = _lone(high)  # a band has no width there
+            ax.plot(self.starts[lone], high[lone], color=color, ls="none", marker=marker, ms=2.5)
         else:
             ax.plot(self.starts, high, color=color, ls="none", marker=marker, ms=2.5, label=label)
         if self.epsilon is not None:
@@ -197,6 +214,12 @@ def _ranges(scores: Floats, starts: Ints) -> Floats:
     low = np.minimum.reduceat(np.where(scores > 0, scores, np.inf), starts)
     high = np.maximum.reduceat(scores, starts)
     return np.where(high[:, np.newaxis] > 0, np.stack([low, high], axis=-1), np.nan)
+
+
+def _lone(high: Floats) -> Bools:
+    """Which bins have a score, but neither of those beside them."""
+    seen = np.pad(~np.isnan(high), 1)
+    return seen[1:-1] & ~seen[:-2] & ~seen[2:]
 
 
 def _heavy(scores: Floats | None, epsilon: float | None) -> Ints | None:

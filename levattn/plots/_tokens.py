@@ -51,7 +51,7 @@ class TokenStripDisplay:
         A finite number for each token. Shades begin at 0, or at the least score if that is negative, and end at the
         largest score.
     kept : UniversalSet or array_like, optional
-        The tokens to mark: a set, a mask (n,) of bool, or indices.
+        The tokens to mark: a set, a mask (n,) of bool, or distinct indices.
     columns : int, default 90
         Most characters of a line, at least 2; wide East Asian characters count as two.
 
@@ -139,7 +139,7 @@ class TokenStripDisplay:
         scores : array_like, shape (n,)
             A finite number for each token.
         kept : UniversalSet or array_like, optional
-            The tokens to mark: a set, a mask (n,) of bool, or indices.
+            The tokens to mark: a set, a mask (n,) of bool, or distinct indices.
         columns : int, default 90
             Most characters of a line.
         ax : matplotlib.axes.Axes, optional
@@ -201,7 +201,9 @@ class TokenStripDisplay:
         boxes = [_box(piece) for piece in self._pieces]
         shades = PolyCollection(boxes, cmap=COLORS, linewidths=0)
         shades.set_array(self.scores[[piece.token for piece in self._pieces]])
-        shades.set_clim(self.scores.min(initial=0.0), self.scores.max(initial=0.0) or 1.0)
+        low = self.scores.min(initial=0.0)
+        high = self.scores.max(initial=low)
+        shades.set_clim(low, high if high > low else 1.0)
         shades.set_in_layout(False)
         ax.add_collection(shades, autolim=False)
         return shades
