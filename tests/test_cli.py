@@ -875,7 +875,7 @@ def test_what_the_system_refuses_is_told_with_its_remedy(error: OSError, line: s
 def test_a_folder_that_may_not_be_written_is_noticed_before_the_work(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)
     assert refused("demo", "--out", tmp_path / "new") == (
         f"levattn: {tmp_path}: no permission to write there; name another folder with --out\n"
     )

@@ -166,11 +166,12 @@ def _loaded(folder: Path) -> tuple[Any, Any]:
 
 def _most_tokens(model: Any, asked: int) -> int:
     """Return how many tokens to read: those asked for, or as many as the model has positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked
+    positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
-            return min(asked, positions - padding - 1)  # the first position comes after that of padding: RoBERTa
+            positions -= padding + 1  # the first position comes after that of padding: RoBERTa
+            break
     return min(asked, positions)
 
 

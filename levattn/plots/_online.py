@@ -218,7 +218,7 @@ def _ranges(scores: Floats, starts: Ints) -> Floats:
 
 def _lone(high: Floats) -> Bools:
     """Which bins have a score, but neither of those beside them."""
-    seen = np.pad(~np.isnan(high), 1)
+    seen: Bools = np.pad(~np.isnan(high), 1)
     return seen[1:-1] & ~seen[:-2] & ~seen[2:]
 
 
