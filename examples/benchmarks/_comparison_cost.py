@@ -247,9 +247,13 @@ def cost_keys(*, quick: bool) -> Table:
         for task in ("scores", "universal set"):  # a set is a threshold on anybody's scores
             losses += slower(scores | {OURS: found[f"{OURS}, {task}"]}, OURS, f"{task}, n = {n}")
     table = _cost_table("cost-keys", "d = 64, float32", sizes, times)
+    if version("kvpress") is None:
+        table.rows.append(["kvpress", missing("kvpress"), *[""] * len(sizes)])
     table.losses = losses
     table.notes.append(f"{SVD}; {DENSE}: {SECOND}")
-    table.notes.append("the pass over chunks is not compared: no rival has one; a universal set is, with the scores of rivals")
+    table.notes.append(
+        "the pass over chunks is not compared: no rival has one; a universal set is, with the scores of rivals"
+    )
     return table
 
 

@@ -38,7 +38,9 @@ class Table:
         told = [f"- {LOSS}{loss}" for loss in self.losses or ()]
         if self.losses is not None and not told:
             told = ["- levattn loses nowhere in this table"]
-        return "\n".join([*lines, "", *told, *(f"- {note}" for note in self.notes), "", f"*{source}*"])
+        told += [f"- {note}" for note in self.notes]
+        parts = ["\n".join(lines), "\n".join(told), f"*{source}*"]
+        return "\n\n".join(part for part in parts if part)
 
 
 def processor() -> str:

@@ -51,7 +51,11 @@ def measured(name: str, *, quick: bool) -> Table:
     """Return a table, which without torch may say no more than that."""
     if name in NEED_TORCH and version("torch") is None:
         return Table(name, [name], [[f"torch: {missing('torch')}"]])
-    return SECTIONS[name][0](quick=quick)
+    section, packages = SECTIONS[name]
+    table = section(quick=quick)
+    if not all(map(version, packages)):
+        table.losses = table.losses or None  # who was not there was not compared
+    return table
 
 
 def main() -> None:
