@@ -66,7 +66,7 @@ demo: .venv-demo/.ready
 
 test: .venv-test/.ready
 	$(call lint-with,.venv-test/bin)
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 docs: .venv-test/.ready
 	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
