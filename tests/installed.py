@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "levattn"
-CACHES = {".pyc", ".nbc", ".nbi"}
 
 # Modules that cannot be imported without an optional package, and the extra that each must name. Parts of the program
 # are imported by the program alone, which has a check of its own.
@@ -59,9 +58,9 @@ def check_environment() -> None:
 def check_files() -> None:
     """All sources and data are there, and nothing else."""
     files = importlib.metadata.files("levattn") or []
-    packed = {file.as_posix() for file in files if file.suffix not in CACHES and file.parts[0] == "levattn"}
+    packed = {file.as_posix() for file in files if "__pycache__" not in file.parts and file.parts[0] == "levattn"}
     sources = {path.relative_to(SOURCES.parent) for path in SOURCES.rglob("*") if path.is_file()}
-    expected = {path.as_posix() for path in sources if path.suffix not in CACHES}
+    expected = {path.as_posix() for path in sources if "__pycache__" not in path.parts}
     check(packed == expected, f"these files are in the wheel or in the sources only: {sorted(packed ^ expected)}")
     for kind in ("py.typed", ".cu", ".cuh", ".npz"):
         check(any(name.endswith(kind) for name in packed), f"it has no {kind} file")
