@@ -16,7 +16,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
 
 # The same examples in every run, so that a red run can be repeated; no deadline, because the first example
 # compiles kernels. To search for new counterexamples: pytest --hypothesis-profile=search
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile(
     "search",
     deadline=None,
