@@ -56,7 +56,7 @@ warnings-kvpress := -W ignore::DeprecationWarning # of what it imports
 PACKAGING := build~=1.6.0 twine~=7.0.0 check-wheel-contents~=0.6.3
 
 # Tests of numpy arrays with the oldest dependencies: each test file compiles the kernels that it calls.
-MINIMUM_TESTS := test_import test_contract test_streaming test_latte
+MINIMUM_TESTS := test_import test_contract test_latte
 MINIMUM_PICK  := not cupy and not torch and not float32 and not float16
 
 .PHONY: demo test docs package minimum lint bench peers $(PEERS:%=peer-%) clean
