@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots._common import BLUE, GREEN, GREY, OCHRE, PINK, RED, Floats, axes_for, spread
+from levattn.plots._common import BLUE, GREEN, GREY, OCHRE, PINK, RED, Display, Floats, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 _REFERENCES = {"oracle": (GREEN, "-."), "random": (GREY, ":")}
 _CURVES = ((BLUE, "-"), (PINK, "--"), (OCHRE, (0, (5, 1))), (RED, (0, (3, 1, 1, 1))))
 
 
-class CapturedMassDisplay:
+class CapturedMassDisplay(Display):
     """Mean attention mass that the first k keys of an order capture, against k.
 
     Parameters
@@ -49,9 +48,6 @@ class CapturedMassDisplay:
     >>> display.curves["leverage"]
     array([0.5, 0.9, 1. ])
     """
-
-    ax_: Axes
-    figure_: Figure | SubFigure
 
     def __init__(self, curves: Mapping[str, npt.ArrayLike], *, size: float | None = None) -> None:
         self.curves: dict[str, Floats] = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
@@ -106,21 +102,7 @@ class CapturedMassDisplay:
         curves.setdefault("random", np.arange(1, n + 1) / n * curves["oracle"][-1:].sum())
         return cls(curves, size=size).plot(ax)
 
-    def plot(self, ax: Axes | None = None) -> CapturedMassDisplay:
-        """Draw the display.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        CapturedMassDisplay
-            The display itself.
-        """
-        self.ax_ = ax = axes_for(ax)
-        self.figure_ = ax.figure
+    def _draw(self, ax: Axes) -> None:
         styles = iter(_CURVES * (1 + len(self.curves) // len(_CURVES)))
         for name, curve in self.curves.items():
             color, dashes = _REFERENCES[name] if name in _REFERENCES else next(styles)
@@ -131,4 +113,3 @@ class CapturedMassDisplay:
         ax.set(xscale="log", ylim=(0, 1.02), xlabel="keys", ylabel="captured attention mass")
         ax.grid(alpha=0.25, lw=0.5)
         ax.legend(loc="best", fontsize="small")
-        return self

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any, TypeAlias
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -71,6 +72,43 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
 
     figure = Figure(figsize=(6.4 * columns, 4.8 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+class Display(ABC):
+    """What displays share: `plot` draws them on axes, which they keep.
+
+    Attributes
+    ----------
+    ax_ : matplotlib.axes.Axes
+        The axes drawn on.
+    figure_ : matplotlib.figure.Figure
+        Their figure.
+    """
+
+    ax_: Axes
+    figure_: Figure | SubFigure
+
+    def plot(self, ax: Axes | None = None) -> Self:
+        """Draw the display.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        Display
+            The display itself.
+        """
+        self.ax_ = axes_for(ax)
+        self.figure_ = self.ax_.figure
+        self._draw(self.ax_)
+        return self
+
+    @abstractmethod
+    def _draw(self, ax: Axes) -> None:
+        """Draw on axes."""
 
 
 def axes_for(ax: Axes | None, size: tuple[float, float] | None = None) -> Axes:

@@ -11,9 +11,9 @@ from levattn.plots._common import (
     BLUE,
     COLORS,
     RED,
+    Display,
     Floats,
     Ints,
-    axes_for,
     legend_below,
     mask_of,
     starts_of_bins,
@@ -22,14 +22,13 @@ from levattn.plots._common import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
     from levattn.universal import UniversalSet
 
 _CELLS = 1024
 
 
-class HeavyMapDisplay:
+class HeavyMapDisplay(Display):
     """The attention matrix, max-binned, with the columns of the universal set and what lies outside it.
 
     A cell shows the largest entry that falls into it, so a single heavy entry is never averaged away. Ticks
@@ -91,9 +90,6 @@ class HeavyMapDisplay:
     >>> display.counts
     (1, 0)
     """
-
-    ax_: Axes
-    figure_: Figure | SubFigure
 
     def __init__(
         self,
@@ -162,23 +158,9 @@ class HeavyMapDisplay:
             counts=(int(np.count_nonzero(caught)), int(np.count_nonzero(~caught))),
         ).plot(ax)
 
-    def plot(self, ax: Axes | None = None) -> HeavyMapDisplay:
-        """Draw the display.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        HeavyMapDisplay
-            The display itself.
-        """
+    def _draw(self, ax: Axes) -> None:
         from matplotlib.colors import LogNorm
 
-        self.ax_ = ax = axes_for(ax)
-        self.figure_ = ax.figure
         m, n = self.shape
         if self.cells.size:
             low = self.epsilon / 1000
@@ -195,7 +177,6 @@ class HeavyMapDisplay:
         self._plot_columns(ax)
         ax.set(xlabel=f"keys (ticks: the {self.indices.size} of U)", ylabel="queries")
         whole_ticks(ax)
-        return self
 
     def _plot_columns(self, ax: Axes) -> None:
         """Mark the columns of the set in a strip above the map, at most one per column of cells."""

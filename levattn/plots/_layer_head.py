@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots._common import COLORS, GREY, Floats, Ints, axes_for
+from levattn.plots._common import COLORS, GREY, Display, Floats, Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 _TICKS = 16
 
 
-class LayerHeadDisplay:
+class LayerHeadDisplay(Display):
     """A number for each layer and head of a model, as colours.
 
     Parameters
@@ -51,9 +50,6 @@ class LayerHeadDisplay:
     >>> display.layers
     array([0, 3])
     """
-
-    ax_: Axes
-    figure_: Figure | SubFigure
 
     def __init__(self, values: npt.ArrayLike, *, label: str, layers: npt.ArrayLike | None = None) -> None:
         self.values: Floats = np.asarray(values, dtype=np.float64)
@@ -128,21 +124,7 @@ class LayerHeadDisplay:
                 values[layers.index(row["layer"]), row["head"]] = row[value]
         return cls.from_values(values, label=label, layers=layers, ax=ax)
 
-    def plot(self, ax: Axes | None = None) -> LayerHeadDisplay:
-        """Draw the display.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        LayerHeadDisplay
-            The display itself.
-        """
-        self.ax_ = ax = axes_for(ax)
-        self.figure_ = ax.figure
+    def _draw(self, ax: Axes) -> None:
         if np.isnan(self.values).any():
             ax.patch.set(hatch="////", edgecolor=GREY)  # of which blank places show a part
         if self.values.size:
@@ -151,4 +133,3 @@ class LayerHeadDisplay:
         layers, heads = (np.arange(0, count, -(-count // _TICKS) or 1) for count in self.values.shape)
         ax.set(xlabel="head", ylabel="layer", xticks=heads, yticks=layers)
         ax.set_yticklabels([str(layer) for layer in self.layers[layers]])
-        return self

@@ -13,9 +13,9 @@ from levattn.plots._common import (
     OCHRE,
     RED,
     Bools,
+    Display,
     Floats,
     Ints,
-    axes_for,
     legend_below,
     starts_of_bins,
     whole_ticks,
@@ -23,12 +23,11 @@ from levattn.plots._common import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 _BINS = 1000
 
 
-class OnlineScoresDisplay:
+class OnlineScoresDisplay(Display):
     """Online leverage scores against the position of the key, with the scores among all keys below them.
 
     What lies between the two is what a key loses to those that come after it. The vertical axis is logarithmic, and
@@ -90,9 +89,6 @@ class OnlineScoresDisplay:
     (array([0, 2, 3]), array([2, 3]))
     """
 
-    ax_: Axes
-    figure_: Figure | SubFigure
-
     def __init__(
         self,
         online: npt.ArrayLike,
@@ -149,21 +145,7 @@ class OnlineScoresDisplay:
         """
         return cls(online, final=final, epsilon=epsilon).plot(ax)
 
-    def plot(self, ax: Axes | None = None) -> OnlineScoresDisplay:
-        """Draw the display.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        OnlineScoresDisplay
-            The display itself.
-        """
-        self.ax_ = ax = axes_for(ax)
-        self.figure_ = ax.figure
+    def _draw(self, ax: Axes) -> None:
         self._plot_scores(ax, self.online_range, BLUE, "o", "online: among the keys so far")
         if self.final_range is not None:
             self._plot_scores(ax, self.final_range, OCHRE, "v", "among all keys")
@@ -174,7 +156,6 @@ class OnlineScoresDisplay:
             ax.set(ylim=(1e-3, 1.0))
         ax.grid(alpha=0.25, lw=0.5)
         legend_below(ax)
-        return self
 
     def _plot_scores(self, ax: Axes, ranges: Floats, color: str, marker: str, label: str) -> None:
         low, high = ranges.T

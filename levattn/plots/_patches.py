@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots._common import Floats, axes_for
+from levattn.plots._common import Display, Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 _COLORS = "viridis"  # perceptually uniform, and without grey, which is left to the image
 
 
-class KeptPatchesDisplay:
+class KeptPatchesDisplay(Display):
     """An image with the patches that heads attend to exactly: the more heads, the brighter.
 
     The image is drawn in grey below the colours, so that these mean the share of the heads alone.
@@ -55,9 +54,6 @@ class KeptPatchesDisplay:
            [0.5, 0.5]])
     """
 
-    ax_: Axes
-    figure_: Figure | SubFigure
-
     def __init__(self, kept: npt.ArrayLike, image: npt.ArrayLike | None = None) -> None:
         flags = np.asarray(kept, dtype=np.float64)
         if flags.ndim < 2 or not flags.size:
@@ -94,21 +90,7 @@ class KeptPatchesDisplay:
         """
         return cls(kept, image).plot(ax)
 
-    def plot(self, ax: Axes | None = None) -> KeptPatchesDisplay:
-        """Draw the display.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        KeptPatchesDisplay
-            The display itself.
-        """
-        self.ax_ = ax = axes_for(ax)
-        self.figure_ = ax.figure
+    def _draw(self, ax: Axes) -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 
@@ -121,7 +103,6 @@ class KeptPatchesDisplay:
         shades = ScalarMappable(Normalize(0, 1), _COLORS)  # opaque, whatever is behind the bar
         self.figure_.colorbar(shades, ax=ax, label="share of heads that keep a patch", pad=0.02)
         ax.set(xticks=[], yticks=[])
-        return self
 
 
 def _grey(image: Floats) -> Floats:

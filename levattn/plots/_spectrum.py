@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn.leverage import TIE
-from levattn.plots._common import BLUE, GREY, RED, Floats, Ints, axes_for, spread
+from levattn.plots._common import BLUE, GREY, RED, Display, Floats, Ints, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 
-class LeverageSpectrumDisplay:
+class LeverageSpectrumDisplay(Display):
     """Scores in descending order, with the threshold and the bound on the universal set.
 
     The scores are leverage scores, or certified bounds where the attention function is not x². Both axes are
@@ -67,9 +66,6 @@ class LeverageSpectrumDisplay:
     >>> display.sizes, display.size_bound
     (array([2]), 5.0)
     """
-
-    ax_: Axes
-    figure_: Figure | SubFigure
 
     def __init__(
         self,
@@ -127,21 +123,7 @@ class LeverageSpectrumDisplay:
         """
         return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes, certified=certified).plot(ax)
 
-    def plot(self, ax: Axes | None = None) -> LeverageSpectrumDisplay:
-        """Draw the display.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        LeverageSpectrumDisplay
-            The display itself.
-        """
-        self.ax_ = ax = axes_for(ax)
-        self.figure_ = ax.figure
+    def _draw(self, ax: Axes) -> None:
         self._plot_scores(ax)
         self._plot_threshold(ax)
         if not self.scores.any():  # a logarithmic axis cannot find its limits without a positive value
@@ -150,7 +132,6 @@ class LeverageSpectrumDisplay:
         ax.set(xscale="log", yscale="log", xlabel="keys, by descending score", ylabel=ylabel)
         ax.grid(alpha=0.25, lw=0.5)
         ax.legend(loc="best", fontsize="small")
-        return self
 
     def _plot_scores(self, ax: Axes) -> None:
         items, n = self.scores.shape
