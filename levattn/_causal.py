@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from levattn._array import to_numpy
 from levattn._kernels import Float64, Rows, inverse_cholesky, precise_products
-from levattn._normalizers import NORMALIZER_ERROR, PRODUCT_ERROR
+from levattn._normalizers import LOWEST, PRODUCT_ERROR, Exponents, add_squares, precise_sum_error
 from levattn.leverage import TIE
 from levattn.linalg import UNIT, dense, factor_moments
 
@@ -18,6 +18,9 @@ __all__ = ["CausalChunk", "causal_chunks"]
 
 _CHUNK = 256  # rows that are worked on at a time
 _SCORE_ERROR = 1e-3  # estimated relative error of a score up to which keys are let go by it
+_SUM_ERROR = TIE / 2  # of a normalizer, beyond which it is summed over the keys
+_LEAST = 2.0**-900  # normalizers below may have lost squares
+_FAR = 250  # powers of two by which an entry may be larger than the unit of its column
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class CausalChunk:
     rows: the first row and the one after the last.
     keys: ascending indices of the keys: those kept from before, and the chunk's own.
     scores: (rows, keys), zero for keys after the row.
-    normalizers: of the rows, in the units of the queries as they were read.
+    normalizers: of the rows; infinite or 0 where they leave the range.
+    live: whether they are not zero.
     error: estimated relative error of a score of each row.
     alive: number of keys kept after the chunk.
     """
@@ -36,83 +40,135 @@ class CausalChunk:
     keys: npt.NDArray[np.int64]
     scores: Float64
     normalizers: Float64
+    live: npt.NDArray[np.bool_]
     error: Float64
     alive: int
 
 
-def causal_chunks(
-    queries: Callable[[int, int], Float64], rows: Rows, exponents: npt.NDArray[np.int32], epsilon: float
-) -> Iterator[CausalChunk]:
-    """Give the chunks of causal attention over a batch of one, whose columns are divided by powers of two.
+class _Units:
+    """Powers of two that keep entries in range, one a column, known from the keys so far."""
 
-    `queries` returns some rows of queries in float64, multiplied by these powers.
+    def __init__(self, d: int) -> None:
+        self.exponents: Exponents = np.zeros(d, np.int32)
+        self.seen = np.zeros(d, np.bool_)
+
+    def take(self, K: Float64) -> tuple[int, npt.NDArray[np.bool_]]:
+        """Fix the units for some of the keys that come next; return how many, and the columns that each row has seen.
+
+        The unit of a column is that of its first entry. A key that is much larger begins a chunk, and new units.
+        """
+        found = np.frexp(K)[1]
+        there = K != 0
+        first = found[np.argmax(there, axis=0), np.arange(K.shape[1])]
+        units = np.where(self.seen, self.exponents, np.where(there.any(axis=0), first, 0))
+        far = there & (found > units + _FAR)
+        if len(K) and far[0].any():
+            units = np.where(far[0], found[0], units)
+            far = there & (found > units + _FAR)
+        count = int(np.argmax(far.any(axis=1))) if far.any() else len(K)
+        seen = np.logical_or.accumulate(np.vstack([self.seen, there[:count]]), axis=0)[1:]
+        self.seen = seen[-1] if count else self.seen
+        self.exponents = np.where(self.seen, units, 0).astype(np.int32)
+        return count, seen
+
+
+def _even(Q: Float64, exponents: Exponents, seen: npt.NDArray[np.bool_]) -> tuple[Float64, Exponents]:
+    """Return queries times the units of the columns that their row has seen, divided by powers of two (returned)."""
+    fraction, exponent = np.frexp(np.where(seen, Q, 0.0))
+    exponent = np.where(fraction != 0, exponent + exponents, LOWEST)
+    powers = np.max(exponent, axis=1, initial=LOWEST)
+    return np.ldexp(fraction, exponent - powers[:, None]), np.where(powers > LOWEST, powers, 0).astype(np.int32)
+
+
+def _padded(A: Float64) -> Float64:
+    """Return the rows of a chunk with rows of zeros after them: of one shape BLAS sums all chunks in one order."""
+    return np.concatenate([A, np.zeros((_CHUNK - len(A), A.shape[1]))])
+
+
+def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: float) -> Iterator[CausalChunk]:
+    """Give the chunks of causal attention over a batch of one; `queries` returns some rows of queries in float64.
 
     A key is kept while its leverage score among the keys so far is at least ε. It never rises again, so no row after
     can give a key that was let go a score of ε. At most rank/ε keys are kept after a chunk, where the moments resolve
     their scores; where they do not, keys are let go only after a stable factorisation of all keys so far, which is
     made when there are too many.
+
+    What a row gets does not depend on later rows, to the last bit: units, error estimates and decisions are of the
+    rows up to its own, and what comes after in its chunk is multiplied by zero.
     """
     n, d = rows.shape[1:]
-    G = np.zeros((d, d))
+    units, G = _Units(d), np.zeros((d, d))
     kept, kept_keys = np.zeros(0, np.int64), np.zeros((0, d))
+    largest = np.zeros(d)  # in the columns of the keys so far
     limit = 2 * d / epsilon
     below = np.tri(_CHUNK)
-    for start in range(0, n, _CHUNK):
-        stop = min(start + _CHUNK, n)
-        K = _read(rows, start, stop, exponents)
-        q = queries(start, stop)
-        count = stop - start
-        Z = np.hstack([q @ kept_keys.T, q @ K.T])
+    start = chunks = 0
+    while start < n:
+        stored = dense(rows, start, min(start + _CHUNK, n))
+        before_units = units.exponents
+        count, seen = units.take(stored)
+        stop, stored, exponents = start + count, stored[:count], units.exponents
+        change = before_units - exponents
+        if change.any():
+            G, largest = np.ldexp(G, change[:, None] + change), np.ldexp(largest, change)
+        K, held = np.ldexp(stored, -exponents), np.ldexp(kept_keys, -exponents)
+        Q, powers = _even(queries(start, stop), exponents, seen)
+        q, own = _padded(Q), _padded(K)
+        Z = np.hstack([q @ held.T, q @ own.T])
         squares = Z * Z
-        squares[:, len(kept) :] *= below[:count, :count]
-        before = np.einsum("ij,ij->i", q @ G, q)
-        size = np.einsum("ij,ij->i", np.abs(q) @ np.abs(G), np.abs(q))
-        D = before + squares[:, len(kept) :].sum(axis=1)
-        largest = np.max(np.abs(K), axis=0, initial=0.0)
-        if len(kept):
-            largest = np.maximum(largest, np.abs(kept_keys).max(axis=0))
+        squares[:, len(kept) :] *= below
+        before = np.einsum("ij,ij->i", q @ G, q)[:count]
+        size = np.einsum("ij,ij->i", np.abs(q) @ np.abs(G), np.abs(q))[:count]
+        D = before + squares[:count, len(kept) :].sum(axis=1)
+        reach = np.einsum("ij,ij->i", np.abs(Q), np.maximum(np.maximum.accumulate(np.abs(K), axis=0), largest))
+        scores = squares[:count, : len(kept) + count]
         with np.errstate(divide="ignore", invalid="ignore"):
-            error = (8 + start / _CHUNK) * UNIT * size / D
-            product = d * UNIT * (np.abs(q) @ largest) / np.sqrt(epsilon * D)
-        exact = np.flatnonzero(~(error <= NORMALIZER_ERROR) | ~(product <= PRODUCT_ERROR))
-        if len(exact):
-            Z = precise_products(q[exact], np.vstack([kept_keys, K])) ** 2
-            Z[:, len(kept) :] *= below[exact, :count]
-            squares[exact] = Z
-            total = Z[:, len(kept) :].sum(axis=1)
-            for low in range(0, start, 16 * _CHUNK):
-                part = _read(rows, low, min(low + 16 * _CHUNK, start), exponents)
-                total += (precise_products(q[exact], part) ** 2).sum(axis=1)
-            seen = np.max(np.diag(G), initial=0.0) + np.maximum.accumulate(np.max(K * K, axis=1))[exact]
-            floor = (d * UNIT) ** 2 * d * np.einsum("ij,ij->i", q[exact], q[exact]) * seen
-            D[exact] = np.where(total > floor, total, 0.0)
-            error[exact], product[exact] = 8 * d * UNIT, UNIT
-        scores = squares
-        with np.errstate(divide="ignore", invalid="ignore"):
+            error = (32 + chunks) * UNIT * (1 + size / D)
+            product = d * UNIT * reach / np.sqrt(epsilon * D)
             scores /= D[:, None]
-        scores[~(D > 0)] = 0.0
-        G += K.T @ K
-        kept_now = np.concatenate([kept, np.arange(start, stop)])
-        keys_now = np.vstack([kept_keys, K])
-        still, sure = _still(G, keys_now, start // _CHUNK, epsilon)
+        live = D > 0
+        exact = np.flatnonzero(~(error <= _SUM_ERROR) | ~(product <= PRODUCT_ERROR) | ~(D >= _LEAST))
+        if len(exact):
+            Z = precise_products(Q[exact], np.vstack([held, K]))
+            Z[:, len(kept) :] *= below[exact, :count]
+            total, shift = add_squares(np.zeros(len(exact)), np.full(len(exact), LOWEST, np.int32), Z[:, len(kept) :])
+            for low in range(0, start, 16 * _CHUNK):
+                part = np.ldexp(dense(rows, low, min(low + 16 * _CHUNK, start)), -exponents)
+                total, shift = add_squares(total, shift, precise_products(Q[exact], part))
+            live[exact] = total > 0
+            D[exact], shift = total, np.where(total > 0, shift, 0).astype(np.int32)
+            powers[exact] += shift
+            some = (
+                np.where(total > 0, 1 / np.where(total > 0, total, 1.0), 0.0)[:, None]
+                * np.ldexp(Z, -shift[:, None]) ** 2
+            )
+            scores[exact] = some / np.maximum(some.sum(axis=1, keepdims=True), 1.0)
+            error[exact] = precise_sum_error(total, shift, reach[exact], d, start + 1 + exact)
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                cancellation = np.ldexp(reach[exact], -shift) / np.sqrt(epsilon * total)
+            product[exact] = np.where(total > 0, UNIT + (d * UNIT) ** 2 * cancellation, 0.0)
+        G += own.T @ own
+        largest = np.maximum(largest, np.max(np.abs(K), axis=0, initial=0.0))
+        kept_now, keys_now = np.concatenate([kept, np.arange(start, stop)]), np.vstack([kept_keys, stored])
+        still, sure = _still(G, np.vstack([held, K]), np.any(keys_now != 0, axis=1), chunks, epsilon)
         if not sure and len(kept_now) > limit:
             still = _still_by_factor(rows, stop, kept_now, epsilon)
             limit = max(2 * d / epsilon, 2 * int(still.sum()) + _CHUNK)
         kept, kept_keys = kept_now[still], keys_now[still]
-        yield CausalChunk((start, stop), kept_now, scores, D, error + 2 * product, len(kept))
+        with np.errstate(over="ignore"):
+            normalizers = np.ldexp(D, 2 * powers)
+        yield CausalChunk((start, stop), kept_now, scores, normalizers, live, error + 2 * product, len(kept))
+        start, chunks = stop, chunks + 1
 
 
-def _read(rows: Rows, start: int, stop: int, exponents: npt.NDArray[np.int32]) -> Float64:
-    """Return some keys in float64, divided by powers of two, zero where masked."""
-    return np.ldexp(dense(rows, start, stop), -exponents)
-
-
-def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> tuple[npt.NDArray[np.bool_], bool]:
+def _still(
+    G: Float64, keys: Float64, nonzero: npt.NDArray[np.bool_], chunks: int, epsilon: float
+) -> tuple[npt.NDArray[np.bool_], bool]:
     """Tell which keys may have a score of at least ε, and whether the moments were good enough to tell."""
     W, pivot, reach = inverse_cholesky(G[None])
-    error = (8 + chunks) * UNIT * float(reach[0])
+    error = (32 + chunks) * UNIT * float(reach[0])
     if not (pivot[0] > 0 and error <= _SCORE_ERROR):
-        return np.any(keys != 0, axis=1), False
+        return nonzero, False
     turned = keys @ W[0]
     scores = np.einsum("ij,ij->i", turned, turned)
     return scores * (1 + 4 * error) >= epsilon * (1 - TIE), True

@@ -273,7 +273,7 @@ class MomentSum:
             self._settle(blocks, term, run, due)
         else:
             self.blocks = blocks
-        self._cover(run, diagonal, self.blocks.total)
+        self._cover(run, np.asarray(diagonal), self.blocks.total)
         return True
 
     def _cover(self, rows: Rows, diagonal: Float64, total: Callable[[], Twofold | None]) -> None:

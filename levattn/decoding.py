@@ -269,38 +269,47 @@ class CausalUniversalSet:
         held, d = self._held[item], Q.shape[1]
         keys = to_float64(held.keys, self._format)
         recent = keys[len(keys) - self._recent :]
+        there = np.frexp(np.max(np.abs(recent), axis=0, initial=0.0))[1].astype(np.int32)
         if self._factor is None:
-            exponents = np.frexp(np.max(np.abs(recent), axis=0, initial=0.0))[1].astype(np.int32)
-            even, powers = even_queries(Q, exponents)
-            D, error = np.zeros(len(Q)), np.zeros(len(Q))
+            even, powers = even_queries(np.where(np.any(recent != 0, axis=0), Q, 0.0), there)
+            exponents, D, loss, known = there, np.zeros(len(Q)), np.zeros(len(Q)), 0.0
         else:
             N, exponents = self._even[item]
-            if self._recent:  # which may be much larger than those that were factored, or in columns that had none
-                there = np.frexp(np.max(np.abs(recent), axis=0))[1].astype(np.int32)
-                alive = np.any(N != 0, axis=0)
-                both = np.where(np.any(recent != 0, axis=0) & ((there > exponents) | ~alive), there, exponents)
-                N, exponents = np.ldexp(N, exponents - both), both
-            even, powers = even_queries(Q, exponents)
-            D, error = normalizers_by(self._factor.item(item), even, N, exponents)
-            error = np.where(np.isnan(error), 0.0, error)  # of queries without an entry that the keys could see
+            alive, new = np.any(N != 0, axis=0), np.any(recent != 0, axis=0)
+            # recent keys may be much larger than those that were factored, or in columns that had none
+            both = np.where(new & ((there > exponents) | ~alive), there, exponents)
+            N, exponents = np.ldexp(N, exponents - both), both
+            even, powers = even_queries(np.where(alive | new, Q, 0.0), exponents)  # other entries meet no key
+            D, loss = normalizers_by(self._factor.item(item), even, N, exponents)
+            known = float(self._factor.error[item])
         keys = np.ldexp(keys, -exponents)
-        Z = even @ keys.T
+        Z, some = even @ keys.T, slice(len(keys) - self._recent, len(keys))
         size = np.abs(even) @ np.max(np.abs(keys), axis=0, initial=0.0)
-        D, before = D + np.sum(Z[:, len(keys) - self._recent :] ** 2, axis=1), D
+        total = D + np.sum(Z[:, some] ** 2, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            product = np.where(D > 0, d * UNIT * size / np.sqrt(self.epsilon * D), 0.0)
-        precise = np.flatnonzero((product > PRODUCT_ERROR) | ~(D > 0))
-        if len(precise):
+            product = np.where(total > 0, d * UNIT * size / np.sqrt(self.epsilon * total), np.inf)
+        precise = np.flatnonzero(~(product <= PRODUCT_ERROR) | ~(loss <= TIE / 8 * np.sqrt(total)))
+        if len(precise):  # in units in which squares neither vanish nor overflow
             Z[precise] = precise_products(even[precise], keys)
-            D[precise] = before[precise] + np.sum(Z[precise, len(keys) - self._recent :] ** 2, axis=1)
-            product[precise] = UNIT
+            largest = np.maximum(np.max(np.abs(Z[precise]), axis=1, initial=0.0), np.sqrt(D[precise]))
+            shift = np.where(largest > 0, np.frexp(largest)[1], 0).astype(np.int32)
+            Z[precise] = np.ldexp(Z[precise], -shift[:, None])
+            D[precise], loss[precise] = np.ldexp(D[precise], -2 * shift), np.ldexp(loss[precise], -shift)
+            powers[precise] += shift
+            total[precise] = D[precise] + np.sum(Z[precise, some] ** 2, axis=1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                cancellation = np.ldexp(size[precise], -shift) / np.sqrt(self.epsilon * total[precise])
+            product[precise] = np.where(total[precise] > 0, UNIT + (d * UNIT) ** 2 * cancellation, 0.0)
+        squares = Z * Z
+        root, inside = np.sqrt(D), squares.sum(axis=1)
+        total = np.maximum(total, inside)  # where it is next to unknown: the keys that are held are among all
         with np.errstate(divide="ignore", invalid="ignore"):
-            scores = np.where(D[:, None] > 0, Z * Z / D[:, None], 0.0)
-        error += 2 * product
+            error = np.where(total > 0, loss * (2 * root + loss) / total + known + 2 * product, 0.0)
+            scores = np.where(total[:, None] > 0, squares / total[:, None], 0.0)
         least = self.epsilon * (1 - np.maximum(TIE, 4 * error))  # doubt counts as heavy
         i, j = np.nonzero((scores >= least[:, None]) & (scores > 0))
         with np.errstate(over="ignore"):
-            normalizers = np.ldexp(D, 2 * powers)
+            normalizers = np.ldexp(total, 2 * powers)
         return HeavyKeys(
             starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(i, minlength=len(Q)))]),
             indices=held.indices[j],

@@ -25,7 +25,16 @@ from levattn._kernels import (
 )
 from levattn._lift import lifted_sums
 from levattn._moments import second_moments
-from levattn._normalizers import NORMALIZER_ERROR, PRODUCT_ERROR, even_queries, normalizers_by
+from levattn._normalizers import (
+    LOWEST,
+    NORMALIZER_ERROR,
+    PRODUCT_ERROR,
+    add_squares,
+    even_queries,
+    normalizers_by,
+    precise_sum_error,
+    relative,
+)
 from levattn._random import as_seed
 from levattn._recovery import estimated_normalizers, recovered_entries, recovery_size
 from levattn.exceptions import NonFiniteError
@@ -41,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 
 BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
+_SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +214,7 @@ class HeavyAttention:
         output = xp.empty((len(residual), values.d))
         for part, scores in products.scores():
             output[part] = scores @ chosen
-        error = products.error + 16 * UNIT * len(chosen)
+        error = xp.minimum(products.error, to_device(np.full(1, 2.0), residual)) + 16 * UNIT * len(chosen)
         # what rounding of the scores may hide of the residual mass
         r = xp.where(products.live, residual + error, 0.0)
         # the scores may be rounded to float32, and a bound must not be rounded down
@@ -232,8 +242,8 @@ class HeavyAttention:
             kept = chunk.keys[chunk.keys < chunk.rows[0]]
             chosen = np.vstack([dense(_rows(values, kept), 0, len(kept)), here])
             output[part] = chunk.scores @ chosen
-            error[part] = np.where(chunk.normalizers > 0, chunk.error + 16 * UNIT * len(chosen), 0.0)
-            r = np.where(chunk.normalizers > 0, self.residual_mass[part] + error[part], 0.0)
+            error[part] = np.where(chunk.live, np.minimum(chunk.error, 2.0) + 16 * UNIT * len(chosen), 0.0)
+            r = np.where(chunk.live, self.residual_mass[part] + error[part], 0.0)
             if compensate:
                 left = count - int(causal.present[kept].sum())
                 mean = (before - chosen[: len(kept)].sum(axis=0)) / max(left, 1)
@@ -300,7 +310,6 @@ class _Causal:
 
     queries: Matrices
     rows: Rows
-    exponents: npt.NDArray[np.int32]
     epsilon: float
 
     @property
@@ -309,16 +318,16 @@ class _Causal:
         mask = self.rows.mask
         return np.full(self.rows.shape[1], True) if mask is None else np.asarray(to_numpy(mask)[0])
 
-    def read(self, start: int, stop: int) -> tuple[Float64, npt.NDArray[np.int32]]:
-        """Return some queries multiplied by powers of two, and those that were taken out of each."""
+    def read(self, start: int, stop: int) -> Float64:
+        """Return some queries, or raise where they are not finite."""
         Q = to_float64(self.queries.data[:, start:stop, :], self.queries.format)[0]
         bad = np.flatnonzero(~np.isfinite(Q).all(axis=1))[:5] + start
         if len(bad):
             raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
-        return even_queries(Q, self.exponents)
+        return np.asarray(Q)
 
     def chunks(self) -> Iterator[CausalChunk]:
-        return causal_chunks(lambda start, stop: self.read(start, stop)[0], self.rows, self.exponents, self.epsilon)
+        return causal_chunks(self.read, self.rows, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -330,7 +339,8 @@ class _Products:
     universal: the set.
     f: the attention function.
     normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
-    precise: the queries whose products with keys cancel so far that they take more than float64.
+    precise: the queries whose products with keys cancel so far that they take more than float64, or whose scores err
+        by so much that thresholds are their own.
     error: estimated relative error of a score in each row.
     """
 
@@ -369,7 +379,10 @@ class _Products:
                     yield part, np.exp(Z - D)
                 else:
                     f = Z * Z if _is_square(self.f) else self.f(Z)
-                    yield part, xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
+                    some = xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
+                    if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
+                        some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
+                    yield part, some
 
 
 @dataclass(frozen=True)
@@ -557,7 +570,7 @@ def heavy_attention(
         error = np.full(len(D), distortion / (1 - distortion))
         epsilon = epsilon / (1 + more)
     else:
-        D, error = _normalizers(even, N, exponents, universal, keys)
+        D, error, even, powers = _normalizers(even, powers, N, exponents, universal, keys)
     products = _prepared(universal, even, selected, D, error, epsilon)
     found: Any
     others = None
@@ -604,7 +617,7 @@ def _recovered(
     captured = np.divide(inside, D, out=np.zeros(len(D)), where=D > 0)
     for part, some in products.scores(products.precise):
         captured[part] = some.sum(axis=1)
-        i, j = np.nonzero(some >= threshold)
+        i, j = np.nonzero(_heavy(some, epsilon, products.error[part]))
         found.append((part[i], indices[j], some[i, j]))
     return _csr(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
 
@@ -615,9 +628,9 @@ def _prepared(universal: UniversalSet, Q: Any, keys: Any, D: Any, error: Any, ep
     largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
     with np.errstate(divide="ignore", invalid="ignore"):
         cancellation = xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
-    precise = d * UNIT * cancellation > PRODUCT_ERROR
+    precise = (d * UNIT * cancellation > PRODUCT_ERROR) | (error > TIE / 8)
     product = xp.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
-    return _Products(universal, Power(2.0), Q, keys, D, precise, error + 2 * product)
+    return _Products(universal, Power(2.0), Q, keys, D, precise, xp.where(D > 0, error + 2 * product, 0.0))
 
 
 def _causal_attention(
@@ -643,16 +656,14 @@ def _causal_attention(
     if not np.isfinite(largest).all():
         bad = kernels.nonfinite_rows(rows, 0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")
-    causal = _Causal(queries, rows, np.frexp(largest)[1].astype(np.int32), epsilon)
+    causal = _Causal(queries, rows, epsilon)
     D, captured, live = np.zeros(keys.n), np.zeros(keys.n), np.zeros(keys.n, np.bool_)
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     alive = []
     for chunk in causal.chunks():
         part = slice(*chunk.rows)
-        with np.errstate(over="ignore"):
-            D[part] = np.ldexp(chunk.normalizers, 2 * causal.read(*chunk.rows)[1])
-        captured[part], live[part] = chunk.scores.sum(axis=1), chunk.normalizers > 0
-        i, j = np.nonzero(chunk.scores >= epsilon * (1 - TIE))
+        D[part], captured[part], live[part] = chunk.normalizers, chunk.scores.sum(axis=1), chunk.live
+        i, j = np.nonzero(_heavy(chunk.scores, epsilon, chunk.error))
         found.append((chunk.rows[0] + i, chunk.keys[j], chunk.scores[i, j]))
         alive.append(chunk.alive)
     captured = np.clip(captured, 0.0, 1.0)
@@ -706,7 +717,7 @@ def _of_other_function(
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for part, scores in products.scores():
         captured[part] = scores.sum(axis=1)
-        i, j = np.nonzero(scores >= epsilon * (1 - TIE))
+        i, j = np.nonzero(_heavy(scores, epsilon, error[part]))
         found.append((part[i], universal.indices[j], scores[i, j]))
     captured = np.clip(captured, 0.0, 1.0)
     with np.errstate(over="ignore"):
@@ -720,6 +731,12 @@ def _of_other_function(
         _products=products,
         _figures=_Figures(keys.n, normalizers, captured, residual, _csr(found, (len(Q), keys.n))),
     )
+
+
+def _heavy(scores: Float64, epsilon: float, error: Float64) -> npt.NDArray[np.bool_]:
+    """Tell which scores (m, k) may be at least ε, for relative errors (m,)."""
+    least = epsilon * (1 - np.maximum(TIE, 4 * error))[:, None]
+    return np.asarray((scores >= least) & (scores > 0))
 
 
 def _csr(
@@ -797,7 +814,7 @@ def _entries(
     for part, some in products.scores(products.precise):
         rows, scores = to_numpy(part), to_numpy(some)
         captured[part] = to_device(scores.sum(axis=1), captured)
-        i, j = np.nonzero(scores >= threshold)
+        i, j = np.nonzero(_heavy(scores, epsilon, to_numpy(products.error)[rows]))
         others.append((rows[i], indices[j], scores[i, j]))
     return (starts, columns, values), _csr(others, (len(D), n)) if others else None, xp.clip(captured, 0.0, 1.0)
 
@@ -824,26 +841,35 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
 
 
 def _normalizers(
-    Q: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
-) -> tuple[Any, Any]:
-    """Return ``Σ ⟨q, k⟩²`` for each query, and its estimated relative error."""
-    D, error = normalizers_by(universal.factor, Q, N, exponents)
-    doubtful = array_api_compat.array_namespace(error).nonzero(~(error <= NORMALIZER_ERROR))[0]
+    Q: Any, powers: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
+) -> tuple[Any, Any, Any, Any]:
+    """Return ``Σ ⟨q, k⟩²`` for each query, its estimated relative error, and the queries and powers that it is of."""
+    D, loss = normalizers_by(universal.factor, Q, N, exponents)
+    error = relative(loss, D) + float(universal.factor.error[0])
+    doubtful = array_api_compat.array_namespace(error).nonzero(~(error <= _SUM_ERROR))[0]
     if len(doubtful):
         few = to_numpy(Q[doubtful])
-        D[doubtful] = to_device(_summed(few, exponents, keys, universal.present), D)
-        error[doubtful] = 8 * Q.shape[1] * UNIT
-    return D, error
+        total, rounding, shift = _summed(few, exponents, keys, universal.present)
+        D[doubtful], error[doubtful] = to_device(total, D), to_device(rounding, D)
+        Q[doubtful], change = to_device(np.ldexp(few, -shift[:, None]), Q), to_device(shift, powers)
+        powers[doubtful] = powers[doubtful] + change
+    return D, error, Q, powers
 
 
-def _summed(Q: Float64, exponents: npt.NDArray[np.int32], keys: Matrices, present: Any) -> Float64:
-    """Sum the squares over all keys; 0 for a query that is orthogonal to them to rounding."""
-    total = np.zeros(len(Q))
+def _summed(
+    Q: Float64, exponents: npt.NDArray[np.int32], keys: Matrices, present: Any
+) -> tuple[Float64, Float64, npt.NDArray[np.int32]]:
+    """Sum the squares over all keys, of queries divided by powers of two that are returned, with the error of the sum.
+
+    The products are those of twice the precision; 0 is returned where all of them are.
+    """
+    d = Q.shape[1]
+    total, shift = np.zeros(len(Q)), np.full(len(Q), LOWEST, np.int32)
     step = max(16, BLOCK_ENTRIES // len(Q))
     for start in range(0, keys.n, step):
         part = slice(start, min(start + step, keys.n))
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
-        total += np.sum(precise_products(Q, np.ldexp(rows, -exponents)) ** 2, axis=1)
-    d = Q.shape[1]
-    floor = (d * UNIT) ** 2 * d * np.sum(Q * Q, axis=1)  # columns of the keys have a norm of about 1
-    return np.where(total > floor, total, 0.0)
+        Z = precise_products(Q, np.ldexp(rows, -exponents))
+        total, shift = add_squares(total, shift, Z)
+    shift = np.where(total > 0, shift, 0).astype(np.int32)
+    return total, precise_sum_error(total, shift, np.abs(Q).sum(axis=1), d, keys.n), shift

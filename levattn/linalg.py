@@ -16,7 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Csr, pick, to_device, to_numpy
-from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for, precise_products
+from levattn._kernels import (
+    Arithmetic,
+    Float64,
+    Rows,
+    inverse_cholesky,
+    kernels_for,
+    precise_products,
+    precise_solutions,
+    twofold_product,
+)
 from levattn._moments import PLAIN_ERROR, PLAIN_NOISE, UNIT, Twofold, as_read, second_moments, spectral_norm
 from levattn._span import Span, nonzero_rows
 from levattn.exceptions import NonFiniteError
@@ -340,19 +349,18 @@ class Factor:
         exponents : array of int32, shape (d,)
             The exponents.
         """
-        W = self.whitening[item]
-        d = W.shape[0]
-        kept = np.flatnonzero(np.any(W != 0, axis=0))
-        N = np.zeros((d, d))
-        if len(kept) == d:
-            if self.basis is not None and self.core is not None and self.arithmetic[item] == "compensated":
-                N = _multiply(np.linalg.inv(self.core[item]), np.linalg.inv(self.basis[item]))
-            else:
-                N = np.linalg.inv(W)  # of a triangle: back substitution, no pivoting
-        elif len(kept):
-            c = self.outside[item][1] if item in self.outside else _row_sizes(W)
+        B, C = self._parts(item)
+        live, kept = np.any(B != 0, axis=1), np.any(B != 0, axis=0)
+        N = np.zeros(B.shape)
+        if np.count_nonzero(live) == np.count_nonzero(kept) > 0:
+            inverse = precise_solutions(np.ascontiguousarray(B[np.ix_(live, kept)]), np.eye(int(live.sum())))
+            core = np.ascontiguousarray(C[np.ix_(kept, kept)])
+            N[np.ix_(kept, live)] = precise_solutions(core, inverse).T
+        elif kept.any():
+            c = self.outside[item][1] if item in self.outside else _row_sizes(B)
             c = np.where(np.isfinite(c), c, 1.0)
-            N[kept] = np.linalg.pinv(c[:, None] * W[:, kept], rcond=0.0) * c
+            inverse = _left_inverse(c[:, None] * B[:, kept]) * c
+            N[kept] = precise_solutions(np.ascontiguousarray(C[np.ix_(kept, kept)]), np.ascontiguousarray(inverse.T)).T
             N = np.asarray(np.linalg.qr(N, mode="r"))
         exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
         N = np.ldexp(N, -exponents)
@@ -379,13 +387,40 @@ class Factor:
         """
         if self.rank[item] < len(exponents):
             return None
-        compensated = self.arithmetic[item] == "compensated" and self.basis is not None and self.core is not None
-        B = self.basis[item] if compensated and self.basis is not None else self.whitening[item]
-        C = self.core[item] if compensated and self.core is not None else np.eye(len(B))
+        B, C = self._parts(item)
         shift = exponents
         if self.rows.scale is not None:
             shift = shift + (np.frexp(self.rows.scale[item])[1] - 1)
         return np.ldexp(B, shift[:, None]), C
+
+    def _parts(self, item: int) -> tuple[Float64, Float64]:
+        """Return B and C with W = B C, of which W is the rounded product where there is a basis."""
+        if self.basis is None or self.core is None or self.arithmetic[item] != "compensated":
+            W = self.whitening[item]
+            return W, np.diag(np.any(W != 0, axis=0).astype(np.float64))
+        return self.basis[item], self.core[item]
+
+    def rounding(self, item: int) -> float:
+        """Return what carries the rounding of N to a normalizer D: √D errs by this times ``2⁻⁵³ ‖|N| |q|‖``.
+
+        Parameters
+        ----------
+        item : int
+            Number of the matrix.
+
+        Returns
+        -------
+        float
+            At least √d.
+        """
+        d = self.whitening.shape[1]
+        C = self._parts(item)[1]
+        kept = np.any(C != 0, axis=0)
+        few = np.count_nonzero(kept) < np.count_nonzero(np.any(self.whitening[item] != 0, axis=1))
+        C = C[np.ix_(kept, kept)]
+        spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2)) if len(C) else 1.0
+        more = 64 * d if item in self.hidden else 4 * d if few else 1  # hidden directions add to a normalizer as well
+        return more * float(np.sqrt(d)) * spread
 
     @cached_property
     def condition(self) -> Float64:
@@ -435,6 +470,16 @@ class Factor:
             W = W * self.rows.scale[item][:, None]
         q: Float64 = k @ W @ W.T
         return q
+
+
+def _left_inverse(W: Float64) -> Float64:
+    """Return the pseudoinverse X of a matrix of full column rank, in twice the precision, then rounded."""
+    X = np.linalg.pinv(W, rcond=0.0)
+    for _ in range(2):  # Newton's steps; each squares the error
+        pair = np.ascontiguousarray(X.T), np.ascontiguousarray(W)
+        high, low = twofold_product([pair], W.shape[1], symmetric=False)
+        X = X - ((high - np.eye(len(high))) + low) @ X
+    return np.asarray(X)
 
 
 def blockwise_product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -533,7 +578,7 @@ def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple
 def _scaled(rows: Rows, largest: Float64, limit: int) -> Rows:
     """Return the rows with columns divided by powers of two, of matrices with columns beyond 2^±limit."""
     exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
-    odd = (np.abs(exponent) > limit).any(axis=1)
+    odd = np.asarray(np.any(np.abs(exponent) > limit, axis=1))
     if not odd.any():
         return rows
     return replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
@@ -769,7 +814,7 @@ def _orthogonal(turn: _Turn, R: Float64, penalty: Float64, cut: float) -> _Found
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
     c = _column_norms(R)
-    some = c > 0
+    some = np.asarray(c > 0)
     if not some.all():
         return _orthogonal(_turn_some(turn, some), R[:, some], np.zeros(np.count_nonzero(some)), cut).embedded(some)
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
@@ -847,7 +892,7 @@ def _precondition(
     d = G.shape[0]
     H = G + np.diag(penalty)
     c = np.sqrt(np.diag(H))
-    some = c > 0
+    some: npt.NDArray[np.bool_] = c > 0
     if not some.all():
         part = G[np.ix_(some, some)], penalty[some]
         return _precondition(_turn_some(turn, some), *part, noise, target, cut, limit).embedded(some)

@@ -18,7 +18,7 @@ from levattn.universal import UniversalSet, require_set_of
 
 __all__ = ["SoftmaxMass", "softmax_mass"]
 
-_SLACK = 128  # times d · UNIT · Σ|q_i|‖K_i‖: products, the factor's inverse, and directions below the numerical rank
+_SLACK = 128  # times d · UNIT · Σ|q_i|‖K_i‖: products, and directions below the numerical rank
 _VANISHED = 2.0**-100  # stored scores below this may have underflowed
 _LEAST = 2.0**-1022  # a mass below this may be computed as 0
 
@@ -113,9 +113,9 @@ def softmax_mass(Q: Any, K: Any, universal: UniversalSet, /, *, scale: float | N
 
     *Rounding.* Σ z² over the keys left out is the difference of ‖N q‖² and a sum over U, the variance a difference
     again: where U holds nearly everything both cancel. Each is therefore taken as an interval. Logits, ‖N q‖ and the
-    root of the sum over U are widened by 128 d 2⁻⁵³ Σ_i \|q_i\| ‖K_i‖, with the columns K_i of the keys: products of
-    d terms err by less than d + 3 units of it, as does the factor's inverse, and the directions below the numerical
-    rank, at most 32 d units. The factor adds the relative error that it estimates, scores theirs, the sum of n' keys
+    root of the sum over U are widened by (128 d + r) 2⁻⁵³ Σ_i \|q_i\| ‖K_i‖, with the columns K_i of the keys: products
+    of d terms err by less than d + 3 units of it, the directions below the numerical rank by at most 32 d units, and
+    ‖N q‖ by r (`Factor.rounding`), as N is solved for in twice the precision. The factor adds the relative error that it estimates, scores theirs, the sum of n' keys
     2048 units over √n'. Where logits leave the range of float64 the bounds are 0 and 1.
 
     *Use.* Each key left out may have the largest logit that its leverage score allows, and b is the one of the worst
@@ -188,7 +188,8 @@ class _Known:
     selected: the keys of the set.
     count, total: how many keys are left out, and their sum.
     score: no leverage score left out is larger.
-    N, error: the normaliser and the relative error of ‖N q‖.
+    N, error: the normaliser and the relative error of ‖N q‖ that the factor brings in.
+    slack: what rounding adds, in units of 2⁻⁵³ Σ|q_i|.
     """
 
     selected: Float64
@@ -197,6 +198,7 @@ class _Known:
     score: float
     N: Float64
     error: float
+    slack: float
     exponents: npt.NDArray[np.int32]
 
     @classmethod
@@ -229,6 +231,7 @@ class _Known:
             score=min(score, 1.0),
             N=N,
             error=float(factor.error[0]) + 8 * UNIT,
+            slack=_SLACK * keys.d + factor.rounding(0),
             exponents=exponents,
         )
 
@@ -238,14 +241,14 @@ class _Known:
         if not self.count:
             return np.ones(m), np.ones(m), np.full(m, -np.inf)
         # lengths are in units of 2^powers, in which no square leaves the range
-        even, powers = even_queries(Q, self.exponents)
+        even, powers = even_queries(np.where(np.any(self.N != 0, axis=0), Q, 0.0), self.exponents)
         fraction, power = np.frexp(scale)
         even, powers = even * fraction, powers + int(power)
         Z = even @ self.selected.T
-        slack = _SLACK * d * UNIT * np.abs(even).sum(axis=1)  # columns of N, and so of the keys, have norms below 1
+        slack = self.slack * UNIT * np.abs(even).sum(axis=1)  # columns of N, and so of the keys, have norms below 1
 
         mean = even @ self.total / self.count
-        off = (BLOCK + _SLACK * d) * UNIT * np.abs(even).sum(axis=1) / np.sqrt(self.count)
+        off = (BLOCK + self.slack) * UNIT * np.abs(even).sum(axis=1) / np.sqrt(self.count)
         low, high = mean - off, mean + off
         near, far = np.maximum(np.abs(mean) - off, 0.0), np.abs(mean) + off  # of the mean from 0
         whole = np.sqrt(query_norms(even, self.N)[0])  # roots of sums of squares: of all logits, and of those in U

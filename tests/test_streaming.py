@@ -334,7 +334,8 @@ def test_a_key_below_the_rank_tolerance_counts_as_one(row: int) -> None:
     K = with_lone_key(_rng("below"), row, 2.0**-30)
     found = stream(K, 0.9, [700, 5000]).result()
     assert row in found.indices
-    assert np.array_equal(found.indices, levattn.universal_set(K, 0.9).indices)
+    # A sum of moments cannot tell how small the scores of the others are: all that are not proven to be are held.
+    assert np.all(np.isin(levattn.universal_set(K, 0.9).indices, found.indices))
     assert (found.guarantee, found.rank) == ("superset", 3)
     halves = [stream(K[a:b], 0.9, row_start=a) for a, b in ((4000, N), (0, 4000))]
     assert row in halves[0].merge(halves[1]).result().indices
