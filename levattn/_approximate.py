@@ -13,6 +13,7 @@ import numpy.typing as npt
 from levattn._array import take, to_numpy
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn._random import normals, words
+from levattn._span import Span, nonzero_rows
 from levattn.linalg import UNIT, Factor, dense, factor_moments
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
 
@@ -87,7 +88,8 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int) -> Factor:
         out = kernels_for(rows).sketch_zeros(rows, size, np.float64)
         sketch.add(rows, 0, out)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
-    return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale)))
+    # a sum of keys is rounded, and tells nothing of their exact row space
+    return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}))
 
 
 def _in_single(factor: Factor) -> Factor:
@@ -189,6 +191,9 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
     short = spread(right, n * b)[0] if right else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(scores * (1 + 4 * factor.score_error[:, None]) / (least[:, None] * (1 - short)), 1.0)
+    for item in factor.outside if method != "jl" else ():  # directions may be hidden from the sketch
+        if Span.of(rows.item(item)).rank > factor.rank[item]:
+            upper[item, nonzero_rows(rows.item(item))] = 1.0
     return Screened(upper, factor if exact is None else exact, exact is not None)
 
 

@@ -171,7 +171,7 @@ class Passes:
 
 def two_passes(
     source: Source,
-    choose: Callable[[Factor, Matrices, Scores], npt.NDArray[np.bool_]],
+    choose: Callable[[Factor, Matrices, Scores], tuple[npt.NDArray[np.bool_], bool]],
     progress: Any,
     checkpoint: Checkpoint,
     *,
@@ -302,8 +302,8 @@ class _Run:
             if part.stop > self._n:
                 raise ValueError(self._other_number(f"at least {part.stop}"))
             scores, counted = factor.on(rows).scores()
-            self._scores[:, part], self._chosen[:, part] = scores, self._choose(factor, matrices, scores)
-            self._counted = self._counted | counted
+            self._chosen[:, part], doubt = self._choose(factor, matrices, scores)
+            self._scores[:, part], self._counted = scores, self._counted | counted | doubt
             self._count(matrices)
             yield matrices.n
 

@@ -67,7 +67,7 @@ class Judged:
 
     upper: (k,) the bounds.
     kept: which of them may be at least ε; doubt counts as that.
-    counted: which of them count as 1, as they reach outside the numerical row space.
+    counted: whether one of them may have a smaller score, as it was bounded or is too close to ε.
     """
 
     upper: Float64
@@ -182,7 +182,9 @@ class RunningSquares:
         slack = max(TIE, 4 * float(one.error[0]))
         if by.rounding is not None:  # of products of coordinates, which moves the root of a score
             slack += 2 * float(by.rounding[item]) / math.sqrt(epsilon)
-        return Judged(upper, ~(upper < epsilon * (1 - slack)) & ~(upper <= 0), bool(counted[0]))
+        kept = ~(upper < epsilon * (1 - slack)) & ~(upper <= 0)
+        doubt = slack > TIE and bool((kept & ~(upper >= epsilon * (1 + slack))).any())
+        return Judged(upper, kept, bool(counted[0]) or doubt)
 
     def merge(self, _other: RunningSquares, _tail: Rows, _labels: Labels | None, total: Frozen | None) -> None:
         """Add what another has seen, with the rows that wait there."""

@@ -113,10 +113,11 @@ def softmax_mass(Q: Any, K: Any, universal: UniversalSet, /, *, scale: float | N
 
     *Rounding.* Σ z² over the keys left out is the difference of ‖N q‖² and a sum over U, the variance a difference
     again: where U holds nearly everything both cancel. Each is therefore taken as an interval. Logits, ‖N q‖ and the
-    root of the sum over U are widened by (128 d + r) 2⁻⁵³ Σ_i \|q_i\| ‖K_i‖, with the columns K_i of the keys: products
-    of d terms err by less than d + 3 units of it, the directions below the numerical rank by at most 32 d units, and
-    ‖N q‖ by r (`Factor.rounding`), as N is solved for in twice the precision. The factor adds the relative error that it estimates, scores theirs, the sum of n' keys
-    2048 units over √n'. Where logits leave the range of float64 the bounds are 0 and 1.
+    root of the sum over U are widened by (128 d + r) 2⁻⁵³ Σ_i \|q_i\| ‖K_i‖, with the columns K_i of the keys:
+    products of d terms err by less than d + 3 units of it, the directions below the numerical rank by at most 32 d units, and
+    ‖N q‖ by r (`Factor.rounding`), as N is solved for in twice the precision. The factor adds the relative error that
+    it estimates, scores theirs, the sum of n' keys 2048 units over √n'. Where logits leave the range of float64 the
+    bounds are 0 and 1.
 
     *Use.* Each key left out may have the largest logit that its leverage score allows, and b is the one of the worst
     of them: about √(n τ) standard deviations of the logits. Where that is a few units the bracket is narrow, where
@@ -237,7 +238,7 @@ class _Known:
 
     def bounds(self, Q: Float64, scale: float) -> tuple[Float64, Float64, Float64]:
         """Return the bounds of the mass and the largest logit left out, for some queries."""
-        m, d = Q.shape
+        m = len(Q)
         if not self.count:
             return np.ones(m), np.ones(m), np.full(m, -np.inf)
         # lengths are in units of 2^powers, in which no square leaves the range

@@ -53,9 +53,9 @@ class UniversalSet:
         outside exceeds it.
     guarantee : {"exact", "superset", "none"}
         "exact": the smallest set that holds every score of at least ε (for a set of a given size: every score above
-        it, and ties are cut). "superset": it holds them all, but other keys as well: rows at the edge of the
-        numerical rank, or whatever a certified bound does not tell apart. "none": nothing is promised for attention
-        over K.
+        it, and ties are cut). "superset": it holds them all, but perhaps other keys as well: those whose scores
+        float64 does not tell apart from ε, keys with a direction below the numerical rank, or whatever a certified
+        bound does not tell apart. "none": nothing is promised for attention over K.
     f : float, AttentionFunction or Softmax
         The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
@@ -408,8 +408,10 @@ def universal_set(
     present = None if present is None else select.held(present)
     rescore = partial(_rescored_all, select, factor, matrices)
     certified: Any
+    doubt = False
     if epsilon is not None:
-        chosen, certified = _at_least(select, factor, scores, present, epsilon, rescore), epsilon
+        chosen, doubt = _at_least(select, factor, scores, present, epsilon, rescore)
+        certified = epsilon
     else:
         chosen, left = _largest(select, factor, scores, present, int(size or 0), rescore)
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
@@ -421,7 +423,7 @@ def universal_set(
         more &= True if present is None else to_numpy(present)
         hidden = bool(more.any())
         chosen |= to_device(more, chosen)
-    guarantee: Guarantee = "none" if center else "superset" if counted.any() or hidden else "exact"
+    guarantee: Guarantee = "none" if center else "superset" if counted.any() or hidden or doubt else "exact"
     rank = factor.rank.reshape(matrices.batch) if matrices.batch else int(factor.rank[0])
     return UniversalSet(
         mask=matrices.wrap(chosen),
@@ -452,12 +454,13 @@ def _of_chunks(
     job = {"epsilon": epsilon, "size": None if size is None else int(size), "method": method}
     checkpoint = Checkpoint.checked(path, every, job)
 
-    def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> tuple[npt.NDArray[np.bool_], bool]:
         if epsilon is None:
-            return np.zeros(scores.shape, np.bool_)
+            return np.zeros(scores.shape, np.bool_), False
         select = selection_for(matrices.data)
         rescore = partial(_rescored_all, select, factor, matrices)
-        return to_numpy(_at_least(select, factor, select.held(scores), None, epsilon, rescore))
+        chosen, doubt = _at_least(select, factor, select.held(scores), None, epsilon, rescore)
+        return to_numpy(chosen), doubt
 
     found = two_passes(source, choose, progress, checkpoint, single=method == "auto")
     factor, scores, chosen, batch = found.factor, found.scores, found.chosen, found.example.batch
@@ -595,15 +598,23 @@ def _reach(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
     return np.asarray(scores >= epsilon * (1 - TIE))
 
 
-def _at_least(select: ModuleType, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore) -> Any:
-    """Tell which scores are at least ε; those too close to ε for their precision are computed again in float64."""
+def _at_least(
+    select: ModuleType, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore
+) -> tuple[Any, bool]:
+    """Tell which scores are at least ε, and whether doubt counted as that.
+
+    Those too close to ε for their precision are computed again in float64.
+    """
     margin = _margin(factor)
     least = epsilon * (1 - margin) if epsilon > _SMALL_SCORE else np.zeros(len(margin))
     chosen, starts, near = select.threshold(scores, present, least, epsilon * (1 + margin))
+    doubt = False
     if len(near):
-        slack = np.repeat(np.maximum(TIE, 4 * factor.error), np.diff(starts))
-        select.include(chosen, starts, near, ~(rescore(starts, near) < epsilon * (1 - slack)))  # doubt counts as in
-    return chosen
+        slack, again = np.repeat(np.maximum(TIE, 4 * factor.error), np.diff(starts)), rescore(starts, near)
+        taken = ~(again < epsilon * (1 - slack))
+        select.include(chosen, starts, near, taken)
+        doubt = bool((taken & (slack > TIE) & ~(again >= epsilon * (1 + slack))).any())
+    return chosen, doubt
 
 
 def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
