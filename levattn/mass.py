@@ -114,10 +114,10 @@ def softmax_mass(Q: Any, K: Any, universal: UniversalSet, /, *, scale: float | N
     *Rounding.* Σ z² over the keys left out is the difference of ‖N q‖² and a sum over U, the variance a difference
     again: where U holds nearly everything both cancel. Each is therefore taken as an interval. Logits, ‖N q‖ and the
     root of the sum over U are widened by (128 d + r) 2⁻⁵³ Σ_i \|q_i\| ‖K_i‖, with the columns K_i of the keys:
-    products of d terms err by less than d + 3 units of it, the directions below the numerical rank by at most 32 d units, and
-    ‖N q‖ by r (`Factor.rounding`), as N is solved for in twice the precision. The factor adds the relative error that
-    it estimates, scores theirs, the sum of n' keys 2048 units over √n'. Where logits leave the range of float64 the
-    bounds are 0 and 1.
+    products of d terms err by less than d + 3 units of it, the directions below the numerical rank by at most 32 d
+    units, and ‖N q‖ by r (`Factor.rounding`), as N is solved for in twice the precision. The factor adds the relative
+    error that it estimates, scores theirs, the sum of n' keys 2048 units over √n'. Where logits leave the range of
+    float64 the bounds are 0 and 1.
 
     *Use.* Each key left out may have the largest logit that its leverage score allows, and b is the one of the worst
     of them: about √(n τ) standard deviations of the logits. Where that is a few units the bracket is narrow, where
