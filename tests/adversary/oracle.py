@@ -1,0 +1,283 @@
+"""Exact answers: every float is a rational number, and so is every score of f(x) = x².
+
+Nothing of the library is imported here. Keys are scaled to integers, Gram matrices eliminated without fractions
+(Bareiss), and a score is a pair of integers with one denominator for all rows. A direction that no other row reaches
+gives exactly 1, and a comparison with ε is a comparison of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+Whole = NDArray[np.object_]  # of Python's integers
+
+
+def integers(values: Any, axis: int | None = None) -> tuple[Whole, Any]:
+    """Integers M and exponents e with ``values = M 2^e``: one exponent for all, or one for each column (axis=0)."""
+    x = np.asarray(values, np.float64)
+    fraction, exponent = np.frexp(x)
+    whole = np.ldexp(fraction, 53).astype(np.int64)
+    exponent = np.where(whole == 0, 4096, exponent - 53)
+    low = exponent.min(axis=axis, initial=4096)
+    shift = np.where(whole == 0, 0, exponent - low)
+    return np.asarray(whole.astype(object) << shift.astype(object)), low
+
+
+def product(A: Whole, B: Whole) -> Whole:
+    """A B in integers; numpy has no such product where an axis is empty."""
+    if 0 in (*A.shape, *B.shape):
+        return np.zeros((A.shape[0], B.shape[1]), object)
+    return np.asarray(A @ B)
+
+
+def adjugate(G: Whole) -> tuple[list[int], Whole, int]:
+    """Independent columns I of a Gram matrix G, and N, D > 0 with ``G[I, I]⁻¹ = N / D``."""
+    d = len(G)
+    table = np.concatenate([G, np.array([[int(i == j) for j in range(d)] for i in range(d)], object).reshape(d, d)], 1)
+    kept: list[int] = []
+    before = 1
+    for k in range(d):  # a Gram matrix: where the pivot is 0 the whole row is, and column k depends on those kept
+        pivot = table[k, k]
+        if pivot == 0:
+            continue
+        rest = [i for i in range(d) if i != k]
+        table[rest] = (table[rest] * pivot - np.multiply.outer(table[rest, k], table[k])) // before
+        before = pivot
+        kept.append(k)
+    inverse = table[np.ix_(kept, [d + k for k in kept])]
+    return kept, inverse, before
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """What is true of keys (n, d), queries (m, d) and values (n, v); masked rows have to be zeros."""
+
+    K: Float
+    Q: Float
+
+    # -- keys -------------------------------------------------------------------------
+
+    @cached_property
+    def _distinct(self) -> tuple[Float, NDArray[np.int64]]:
+        """Rows that differ, and the place of each row among them: thousands of rows are but a few."""
+        rows, place = np.unique(self.K, axis=0, return_inverse=True)
+        return rows, place.reshape(-1)
+
+    @cached_property
+    def _elimination(self) -> tuple[Whole, Whole, int]:
+        rows, place = self._distinct
+        counts = np.bincount(place, minlength=len(rows))
+        M, _ = integers(rows, axis=0)
+        weighted = M * counts.astype(object)[:, None]
+        kept, inverse, denominator = adjugate(product(M.T, weighted))
+        return M[:, kept], inverse, denominator
+
+    @cached_property
+    def condition(self) -> float:
+        """A bound on the condition number of the independent columns, scaled to unit norm, within a factor of √d."""
+        M, inverse, denominator = self._elimination
+        _, place = self._distinct
+        counts = np.bincount(place, minlength=len(M)).astype(object)
+        squares = (M * M * counts[:, None]).sum(axis=0) if M.size else np.zeros(0, object)
+        inflation = sum(int(inverse[k, k]) * int(squares[k]) for k in range(len(squares)))
+        return math.sqrt(quotient(inflation, denominator) * max(len(squares), 1))
+
+    @cached_property
+    def rank(self) -> int:
+        return int(self._elimination[0].shape[1])
+
+    @cached_property
+    def _scores(self) -> tuple[Whole, int]:
+        """Numerators for each row and their denominator."""
+        M, inverse, denominator = self._elimination
+        if not M.shape[1]:
+            return np.zeros(len(self.K), object), 1
+        return (product(M, inverse) * M).sum(axis=1)[self._distinct[1]], denominator
+
+    @cached_property
+    def scores(self) -> Float:
+        """Leverage scores, rounded once."""
+        over, under = self._scores
+        return np.array([quotient(x, under) for x in over], np.float64)
+
+    def at_least(self, epsilon: float, slack: float = 0.0) -> NDArray[np.bool_]:
+        """Which scores are at least ``epsilon (1 − slack)``, without rounding."""
+        over, under = self._scores
+        least = Fraction(epsilon) * (1 - Fraction(slack))
+        return np.array([x * least.denominator >= least.numerator * under for x in over], bool)
+
+    def witnessed(self, j: int) -> Float:
+        """Products of all keys with the query that gives key j its leverage score, which is 1 there."""
+        M, inverse, _ = self._elimination
+        _, place = self._distinct
+        z = product(product(M, inverse), M[place[j]][:, None])[:, 0]
+        if z[place[j]] == 0:
+            return np.zeros(len(self.K))
+        return np.array([quotient(x, z[place[j]]) for x in z], np.float64)[place]
+
+    def prefix(self, n: int) -> Truth:
+        return Truth(self.K[:n], self.Q)
+
+    # -- queries ----------------------------------------------------------------------
+
+    @cached_property
+    def products(self) -> tuple[Whole, NDArray[np.int64]]:
+        """Integers Z (m, n) and exponents (m,) with ``⟨q_i, k_j⟩ = Z_ij 2^e_i``."""
+        M, e = integers(self.K)
+        Z = np.empty((len(self.Q), len(self.K)), object)
+        exponents = np.zeros(len(self.Q), np.int64)
+        for i, q in enumerate(self.Q):
+            row, own = integers(q)
+            exponents[i] = int(e) + int(own)
+            if len(M):
+                Z[i] = product(M, row[:, None])[:, 0]
+        return Z, exponents
+
+    @cached_property
+    def squares(self) -> Whole:
+        return np.asarray(self.products[0] * self.products[0])
+
+    def sums(self, *, causal: bool = False) -> Whole:
+        """Normalizers, as integers that belong to `squares`: (m,), or (m, n) of the prefixes."""
+        if causal:
+            return np.cumsum(self.squares, axis=1)
+        return np.array([sum(row) for row in self.squares], object)
+
+    def normalizers(self, *, causal: bool = False) -> tuple[Whole, NDArray[np.int64]]:
+        """Integers and exponents of the sums of squares; causal: row i up to key i."""
+        sums = self.sums(causal=causal)
+        if causal:
+            sums = np.array([sums[i, i] for i in range(len(sums))], object)
+        return sums, 2 * self.products[1]
+
+    def attention(self, *, causal: bool = False) -> tuple[Whole, Whole]:
+        """Numerators (m, n) and denominators (m,) of the scores; rows of zeros have denominator 0."""
+        over = self.squares
+        if causal:
+            over = np.tril(over)
+        return over, np.array([sum(row) for row in over], object)
+
+    def output(self, V: Float, *, causal: bool = False) -> tuple[Whole, Whole, int]:
+        """Numerators (m, v), denominators (m,) and the exponent of A V."""
+        over, under = self.attention(causal=causal)
+        values, e = integers(V)
+        return product(over, values), under, int(e)
+
+
+def quotient(over: int, under: int) -> float:
+    """over/under, rounded once; 0 and infinity beyond the range."""
+    if under == 0:
+        return 0.0
+    try:
+        return over / under
+    except OverflowError:
+        return math.inf if (over > 0) == (under > 0) else -math.inf
+
+
+def scaled(whole: int, exponent: int) -> float:
+    """``whole 2^exponent``, rounded once."""
+    return quotient(whole << max(exponent, 0), 1 << max(-exponent, 0))
+
+
+def fraction(whole: int, exponent: int) -> Fraction:
+    return Fraction(whole << max(exponent, 0), 1 << max(-exponent, 0))
+
+
+# -- other functions: float64 of exactly rounded products, good to some units in the last place ---------------------
+
+Function = Callable[[Float], Float]
+
+
+def power(p: float) -> Function:
+    return lambda x: np.abs(x) ** p
+
+
+def huber(delta: float) -> Function:
+    return lambda x: np.where(
+        np.abs(x) <= delta, np.minimum(np.abs(x), delta) ** 2 / 2, delta * (np.abs(x) - delta / 2)
+    )
+
+
+def tukey(c: float) -> Function:
+    def f(x: Float) -> Float:
+        u = np.minimum(np.abs(x) / c, 1.0) ** 2
+        return c * c / 6 * u * (3 - 3 * u + u * u)
+
+    return f
+
+
+def l1l2(x: Float) -> Float:
+    return x * x / (np.sqrt(1 + x * x / 2) + 1)
+
+
+def fair(c: float) -> Function:
+    def f(x: Float) -> Float:
+        u = np.abs(x) / c
+        series = sum((-1) ** k * np.minimum(u, 0.01) ** k / k for k in range(2, 12))
+        return c * c * np.where(u < 0.01, series, u - np.log1p(u))
+
+    return f
+
+
+def shares(f: Function, z: Float) -> Float:
+    """f(z)/Σf(z), and 0 where it leaves the range."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        values = f(z)
+        total = values.sum()
+        if not (np.isfinite(total) and total > 1e-280):
+            return np.zeros(len(z))
+        return np.asarray(values / total)
+
+
+def queries_for(truth: Truth, j: int, rng: np.random.Generator) -> Iterator[Float]:
+    """Products of the keys with some queries under which key j, whose product is 1, may get much attention."""
+    z = truth.witnessed(j)
+    if not z[j]:
+        return
+    yield z
+    M, _, _ = truth._elimination
+    _, place = truth._distinct
+    r = M.shape[1]
+    if r < 2 or len(M) < r:
+        return
+    for _ in range(3):  # queries orthogonal to r − 1 keys: for functions that count the others
+        others = [i for i in rng.permutation(len(M)) if i != place[j]][: r - 1]
+        y = orthogonal(M[others])
+        if y is None:
+            continue
+        z = product(M, y[:, None])[:, 0]
+        if z[place[j]]:
+            yield np.array([quotient(x, z[place[j]]) for x in z], np.float64)[place]
+
+
+def orthogonal(A: Whole) -> Whole | None:
+    """An integer vector, not 0, orthogonal to the r − 1 rows of A; None where those are dependent."""
+    r = A.shape[1]
+    table, columns, before = A.copy(), [], 1
+    for k in range(len(table)):
+        there = next(
+            ((i, c) for c in range(r) for i in range(k, len(table)) if c not in columns and table[i, c]), None
+        )
+        if there is None:
+            return None
+        i, c = there
+        table[[k, i]] = table[[i, k]]
+        rest = [i for i in range(len(table)) if i != k]
+        table[rest] = (table[rest] * table[k, c] - np.multiply.outer(table[rest, c], table[k])) // before
+        before = table[k, c]
+        columns.append(c)
+    free = next(c for c in range(r) if c not in columns)
+    y = np.zeros(r, object)
+    y[free] = before
+    for k, c in enumerate(columns):
+        y[c] = -table[k, free]
+    return y
