@@ -17,8 +17,7 @@ Bool = NDArray[np.bool_]
 TIE = 1e-9  # within this of ε, relative, a score counts as at least ε (docstring of universal_set)
 SINGLE = 1e-6  # error of scores of float32 and narrower keys, 1e-9 of float64 ones (docstring of leverage_scores)
 CLEAR = 1e12  # condition number of equilibrated keys up to which the rank is clear, some hundred times below the cut
-SURE = 1e-12  # error of normalizers that claim none
-UNIT = 2.0**-53
+SURE = 1e-12  # error of figures that claim a smaller one
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,12 @@ def left_out(truth: Truth, chosen: Bool, epsilon: float, margin: float = 0.0) ->
         return
     bad = ~chosen & truth.at_least(epsilon * (1 + max(TIE, margin)) + 1e-300)
     if bad.any():
-        largest = truth.scores[bad].max()
+        largest = float(truth.scores[bad].max())
         yield Breach("certified epsilon", f"at least {largest!r}, the score of a key left out", f"{epsilon!r}")
 
 
 def normalizers_hold(truth: Truth, found: Any, error: Any, *, causal: bool = False) -> Iterator[Breach]:
-    """Within 1e-12, or four times what is claimed, of Σ⟨q, k⟩²; 0 or infinite only beyond the range of float64."""
+    """Within 1e-12, or four times what is claimed, of Σ⟨q, k⟩²; 0 or infinite only out of range."""
     sums, exponents = truth.normalizers(causal=causal)
     claimed = np.broadcast_to(np.asarray(error, np.float64), sums.shape)
     for i, (whole, exponent) in enumerate(zip(sums, exponents, strict=True)):
@@ -162,10 +161,8 @@ def output_holds(truth: Truth, V: Float, output: Any, bound: Any, *, causal: boo
         true = [fraction(x, exponent) / under[i] if under[i] else Fraction(0) for x in over[i]]
         square = sum(((Fraction(float(o)) - t) ** 2 for o, t in zip(output[i], true, strict=True)), Fraction(0))
         if square > Fraction(float(bound[i])) ** 2 * (1 + Fraction(1, 10**12)) + Fraction(1, 2**2100):
-            distance = (
-                f"{float(abs(true[0])):.6g} in row {i} within {bound[i]:.3g}" if abs(true[0]) < 10**300 else "a bound"
-            )
-            yield Breach("output beyond its bound", distance, str(output[i].tolist()))
+            row = [float(x) if abs(x) < 10**300 else "large" for x in true]
+            yield Breach("output beyond its bound", f"{row} in row {i} within {bound[i]:.3g}", str(output[i].tolist()))
             return
 
 

@@ -33,7 +33,7 @@ class Route:
     name: str
     call: Callable[..., Any]
     judge: Judge
-    admits: Callable[[Case], bool] = lambda case: True
+    admits: Callable[[Case], bool] = lambda _: True
     options: tuple[tuple[str, Any], ...] = ()
 
     def arguments(self, case: Case) -> dict[str, Any]:
@@ -146,9 +146,17 @@ def judge_batch(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 
 
 def judge_layouts(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    for other in result[1:]:
-        for mine, its in zip(result[0], other, strict=True):
-            yield from promises.same_bits("bits of a layout", mine, its)
+    yield from _same(result, "bits of a layout")
+
+
+def _same(results: list[Any], kind: str) -> Iterator[Breach]:
+    """The figures of the first result are those of the others, to the bit."""
+    for other in results[1:]:
+        for mine, its in zip(results[0], other, strict=True):
+            breach = next(promises.same_bits(kind, mine, its), None)
+            if breach is not None:
+                yield breach
+                return
 
 
 def scores(K, mask, method):
@@ -229,7 +237,7 @@ def heavy_causal(Q, K, V, epsilon, mask):
 
 def judge_heavy(case: Case, truth: Truth, result: Any, *, causal: bool = False) -> Iterator[Breach]:
     found, plain, compensated = result
-    error = getattr(found, "error", 0.0)
+    error = getattr(found, "error", promises.TIE / 4)
     yield from promises.entries_hold(truth, found.entries.toarray(), case.epsilon, error, causal=causal)
     yield from promises.normalizers_hold(truth, found.normalizers, error, causal=causal)
     for name in ("captured_mass", "residual_mass"):
@@ -257,9 +265,7 @@ def future(Q, K, epsilon, seed):
 
 
 def judge_future(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    for other in result[1:]:
-        for mine, its in zip(result[0], other, strict=True):
-            yield from promises.same_bits("bits of the future", mine, its)
+    yield from _same(result, "bits of the future")
 
 
 def token_by_token(Q, K, epsilon, mask, seed):

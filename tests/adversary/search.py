@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for key, seed in first.items():
                 found.setdefault(key, seed)
         firsts: dict[tuple[str, str], tuple[str, str, str, int, float]] = {}
-        for (family, name, kind), seed in found.items():  # one for each route and kind
+        for (family, name, kind), seed in found.items():  # one script each
             firsts.setdefault((name, kind), (family, name, kind, seed, options.shrink_seconds))
         scripts = pool.map(_shrink, list(firsts.values())[: options.scripts], chunksize=1)
     matrices = sum(count for (_, name), count in tried.items() if name == "matrices")
@@ -115,11 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_table(tried, chosen, names)
     for text in scripts:
         print("\n" + "-" * 100 + "\n" + text)
-    for key, count in sorted(broken.items()):
-        family, name, kind = key.split(" | ")
-        print(
-            f"BROKEN {count:6d} of {tried[family, name]:6d}  {name}: {kind} ({family}, seed {found[family, name, kind]})"
-        )
+    for (name, kind), (_, _, _, seed, _) in sorted(firsts.items()):
+        where = {family: broken[f"{family} | {name} | {kind}"] for family in chosen}
+        families_of = ", ".join(f"{family} {count}" for family, count in where.items() if count)
+        print(f"BROKEN {sum(where.values()):6d}  {name}: {kind} ({families_of}; seed {seed})")
     print("no promise was broken" if not broken else f"{sum(broken.values())} breaches of {len(broken)} kinds")
     return 1 if broken else 0
 

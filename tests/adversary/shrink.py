@@ -114,6 +114,9 @@ def _cost(A: Float) -> int:
 
 def script(route: Route, case: Case, breach: Breach) -> str:
     """A program of its own that shows a breach: whoever reads it needs nothing else."""
+    names = inspect.signature(route.call).parameters
+    given = dict(route.options)
+    plain = case.storage == "float64" and case.layout == "C"
     lines = [
         f'"""{route.name}, {case.family} {case.seed}: {breach.kind}.',
         "",
@@ -123,24 +126,22 @@ def script(route: Route, case: Case, breach: Breach) -> str:
         "import numpy as np",
         "import levattn",
         "",
-        inspect.getsource(stored),
+        *(() if plain else ("from typing import Any", "", inspect.getsource(stored))),
         inspect.getsource(route.call),
-        f"storage, layout, epsilon, seed = {case.storage!r}, {case.layout!r}, {_number(case.epsilon)}, {case.seed}",
     ]
-    mask = "None" if case.mask is None else f"np.array({case.mask.tolist()})"
-    names = inspect.signature(route.call).parameters
-    given = dict(route.options)
     for name, array in (("K", case.keys), ("Q", case.queries), ("V", case.values)):
         if name in names:
-            lines.append(f"{name} = stored({_matrix(array)}, storage, layout)")
-    if "mask" in names:
-        lines.append(f"mask = {mask}")
-    call = ", ".join(f"{name}={given[name]!r}" if name in given else f"{name}={name}" for name in names)
+            how = "np.array({})" if plain else f"stored({{}}, {case.storage!r}, {case.layout!r})"
+            lines.append(f"{name} = {how.format(_matrix(array))}")
+    others = {"epsilon": _number(case.epsilon), "seed": str(case.seed)}
+    others["mask"] = "None" if case.mask is None else f"np.array({case.mask.tolist()})"
+    others |= {name: repr(value) for name, value in given.items()}
+    call = ", ".join(f"{name}={others.get(name, name)}" for name in names)
     return "\n".join([*lines, f"print({route.call.__name__}({call}))", ""])
 
 
 def _matrix(A: Float) -> str:
-    return "[" + ",\n    ".join("[" + ", ".join(map(_number, row)) + "]" for row in A) + "]"
+    return "[" + ", ".join("[" + ", ".join(map(_number, row)) + "]" for row in A) + "]"
 
 
 def _number(x: float) -> str:
