@@ -259,15 +259,19 @@ def many(rng: Generator) -> Float:
 
 
 def wide(rng: Generator) -> Float:
-    """64 to 130 columns: blocks of few columns on their own, and some that are empty or dependent."""
+    """64 to 130 columns in blocks of their own, of small integers: some are empty, dependent, or met by one row."""
     d = int(rng.choice([64, 65, 100, 128, 130]))
     n = int(rng.integers(d // 2, d + 40))
     K = np.zeros((n, d))
-    at = rng.integers(0, d, n)
-    K[np.arange(n), at] = rng.integers(1, 5, n)
-    K[np.arange(n), (at + rng.integers(1, 3, n)) % d] = rng.integers(-2, 3, n)
-    if rng.random() < 0.5:
-        K[:, rng.integers(d)] = K[:, rng.integers(d)]
+    columns, free = rng.permutation(d), rng.permutation(n)
+    start = 0
+    while start < d:
+        block = columns[start : start + rng.integers(1, 6)]
+        start += len(block)
+        rows, free = np.split(free, [min(int(rng.integers(0, 2 * len(block) + 1)), len(free))])
+        K[np.ix_(rows, block)] = _small(rng, len(rows), len(block))
+        if len(block) > 1 and rng.random() < 0.3:
+            K[:, block[0]] = K[:, block[1]] * float(rng.choice([1, -2, 2.0**-20]))
     if rng.random() < 0.5:
         K = K * _size(rng, float(rng.choice([10, 40])), 1, d)
     if rng.random() < 0.3:

@@ -57,6 +57,27 @@ def adjugate(G: Whole) -> tuple[list[int], Whole, int]:
     return kept, inverse, before
 
 
+def components(pattern: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Columns that rows connect, those of zeros left out."""
+    label = np.arange(pattern.shape[1])
+    for row in pattern:
+        joined = np.unique(label[row])
+        label[np.isin(label, joined[1:])] = joined[0] if len(joined) else 0
+    used = pattern.any(axis=0)
+    return [np.flatnonzero((label == one) & used) for one in np.unique(label[used])]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Rows in some columns, in integers: those that are independent, and the inverse of their Gram matrix."""
+
+    among: NDArray[np.int64]
+    rows: Whole
+    counts: Whole
+    inverse: Whole
+    denominator: int
+
+
 @dataclass(frozen=True, eq=False)
 class Truth:
     """What is true of keys (n, d), queries (m, d) and values (n, v); masked rows have to be zeros."""
@@ -73,56 +94,76 @@ class Truth:
         return rows, place.reshape(-1)
 
     @cached_property
-    def _elimination(self) -> tuple[Whole, Whole, int]:
+    def _blocks(self) -> list[Block]:
+        """Columns that no row connects are eliminated apart: wide keys of narrow blocks cost little."""
         rows, place = self._distinct
-        counts = np.bincount(place, minlength=len(rows))
+        counts = np.bincount(place, minlength=len(rows)).astype(object)
         M, _ = integers(rows, axis=0)
-        weighted = M * counts.astype(object)[:, None]
-        kept, inverse, denominator = adjugate(product(M.T, weighted))
-        return M[:, kept], inverse, denominator
+        blocks = []
+        for columns in components(M != 0):
+            among = np.flatnonzero((M[:, columns] != 0).any(axis=1))
+            part = M[np.ix_(among, columns)]
+            kept, inverse, denominator = adjugate(product(part.T, part * counts[among][:, None]))
+            blocks.append(Block(among, part[:, kept], counts[among], inverse, denominator))
+        return blocks
 
     @cached_property
     def condition(self) -> float:
         """A bound on the condition number of the independent columns, scaled to unit norm, within a factor of √d."""
-        M, inverse, denominator = self._elimination
-        _, place = self._distinct
-        counts = np.bincount(place, minlength=len(M)).astype(object)
-        squares = (M * M * counts[:, None]).sum(axis=0) if M.size else np.zeros(0, object)
-        inflation = sum(int(inverse[k, k]) * int(squares[k]) for k in range(len(squares)))
-        return math.sqrt(quotient(inflation, denominator) * max(len(squares), 1))
+        worst = 1.0
+        for block in self._blocks:
+            squares = (block.rows * block.rows * block.counts[:, None]).sum(axis=0)
+            inflation = sum(int(block.inverse[k, k]) * int(squares[k]) for k in range(len(squares)))
+            worst = max(worst, math.sqrt(quotient(inflation, block.denominator) * max(len(squares), 1)))
+        return worst
 
     @cached_property
     def rank(self) -> int:
-        return int(self._elimination[0].shape[1])
+        return sum(block.rows.shape[1] for block in self._blocks)
 
     @cached_property
-    def _scores(self) -> tuple[Whole, int]:
-        """Numerators for each row and their denominator."""
-        M, inverse, denominator = self._elimination
-        if not M.shape[1]:
-            return np.zeros(len(self.K), object), 1
-        return (product(M, inverse) * M).sum(axis=1)[self._distinct[1]], denominator
+    def _scores(self) -> tuple[Whole, Whole]:
+        """Numerators and denominators for each row."""
+        distinct, place = self._distinct
+        over, under = np.zeros(len(distinct), object), np.ones(len(distinct), object)
+        for block in self._blocks:
+            over[block.among] = (product(block.rows, block.inverse) * block.rows).sum(axis=1)
+            under[block.among] = block.denominator
+        return over[place], under[place]
 
     @cached_property
     def scores(self) -> Float:
         """Leverage scores, rounded once."""
-        over, under = self._scores
-        return np.array([quotient(x, under) for x in over], np.float64)
+        return np.array([quotient(x, y) for x, y in zip(*self._scores, strict=True)], np.float64)
 
     def at_least(self, epsilon: float, slack: float = 0.0) -> NDArray[np.bool_]:
         """Which scores are at least ``epsilon (1 − slack)``, without rounding."""
-        over, under = self._scores
         least = Fraction(epsilon) * (1 - Fraction(slack))
-        return np.array([x * least.denominator >= least.numerator * under for x in over], bool)
+        pairs = zip(*self._scores, strict=True)
+        return np.array([x * least.denominator >= least.numerator * y for x, y in pairs], bool)
 
     def witnessed(self, j: int) -> Float:
         """Products of all keys with the query that gives key j its leverage score, which is 1 there."""
-        M, inverse, _ = self._elimination
-        _, place = self._distinct
-        z = product(product(M, inverse), M[place[j]][:, None])[:, 0]
-        if z[place[j]] == 0:
+        block, at = self.block_of(j)
+        if block is None:
             return np.zeros(len(self.K))
-        return np.array([quotient(x, z[place[j]]) for x in z], np.float64)[place]
+        return self.spread(block, product(product(block.rows, block.inverse), block.rows[at][:, None])[:, 0], at)
+
+    def block_of(self, j: int) -> tuple[Block | None, int]:
+        """The block that key j lies in, and its place there; None for a key of zeros."""
+        row = self._distinct[1][j]
+        for block in self._blocks:
+            at = np.flatnonzero(block.among == row)
+            if len(at):
+                return block, int(at[0])
+        return None, 0
+
+    def spread(self, block: Block, z: Whole, at: int) -> Float:
+        """Products of the rows of a block, divided by that at a place, for all keys."""
+        distinct, place = self._distinct
+        out = np.zeros(len(distinct))
+        out[block.among] = [quotient(x, z[at]) for x in z]
+        return np.asarray(out[place])
 
     def prefix(self, n: int) -> Truth:
         return Truth(self.K[:n], self.Q)
@@ -244,19 +285,19 @@ def queries_for(truth: Truth, j: int, rng: np.random.Generator) -> Iterator[Floa
     if not z[j]:
         return
     yield z
-    M, _, _ = truth._elimination
-    _, place = truth._distinct
-    r = M.shape[1]
-    if r < 2 or len(M) < r:
+    block, at = truth.block_of(j)
+    if block is None or not 2 <= block.rows.shape[1] <= len(block.rows):
         return
-    for _ in range(3):  # queries orthogonal to r − 1 keys: for functions that count the others
-        others = [i for i in rng.permutation(len(M)) if i != place[j]][: r - 1]
-        y = orthogonal(M[others])
+    for _ in range(
+        3
+    ):  # queries orthogonal to all but one of some independent keys: for functions that count the others
+        others = [i for i in rng.permutation(len(block.rows)) if i != at][: block.rows.shape[1] - 1]
+        y = orthogonal(block.rows[others])
         if y is None:
             continue
-        z = product(M, y[:, None])[:, 0]
-        if z[place[j]]:
-            yield np.array([quotient(x, z[place[j]]) for x in z], np.float64)[place]
+        z = product(block.rows, y[:, None])[:, 0]
+        if z[at]:
+            yield truth.spread(block, z, at)
 
 
 def orthogonal(A: Whole) -> Whole | None:
