@@ -1,0 +1,395 @@
+"""Hostile keys, queries and values, each from a family and a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+Generator = np.random.Generator
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What a route is tried on. Keys, queries and values are float64 that the storage type holds."""
+
+    family: str
+    seed: int
+    keys: Float
+    queries: Float
+    values: Float
+    epsilon: float
+    mask: NDArray[np.bool_] | None = None
+    storage: str = "float64"
+    layout: str = "C"
+
+    @property
+    def K(self) -> Any:
+        return stored(self.keys, self.storage, self.layout)
+
+    @property
+    def Q(self) -> Any:
+        return stored(self.queries, self.storage, self.layout)
+
+    @property
+    def V(self) -> Any:
+        return stored(self.values, self.storage, self.layout)
+
+    @property
+    def present(self) -> Float:
+        """The keys, zeros in the place of those that the mask leaves out."""
+        return self.keys if self.mask is None else np.where(self.mask[:, None], self.keys, 0.0)
+
+
+def stored(values: Any, storage: str, layout: str) -> Any:
+    """The values in a storage type and a memory layout."""
+    import ml_dtypes
+    import numpy as np
+
+    x = np.ascontiguousarray(values).astype(ml_dtypes.bfloat16 if storage == "bfloat16" else storage)
+    if layout == "F":
+        return np.asfortranarray(x)
+    if layout == "strided":
+        wide = np.full((2 * x.shape[0], 3 * x.shape[1]), 77, x.dtype)
+        wide[::2, 1::3] = x
+        return wide[::2, 1::3]
+    if layout == "reversed":
+        return np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1]
+    return x
+
+
+LAYOUTS = ("C", "F", "strided", "reversed")
+STORAGES = ("float64", "float32", "float16", "bfloat16")
+_LARGEST = {"float64": 1.7e308, "float32": 3.4e38, "float16": 6.5e4, "bfloat16": 3.3e38}
+
+
+def rounded(values: Any, storage: str) -> Float:
+    """The nearest values that the storage type holds, none of them infinite."""
+    limit = _LARGEST[storage]
+    return np.asarray(stored(np.clip(values, -limit, limit), storage, "C").astype(np.float64))
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+_RATIONAL = (1.0, 0.5, 1 / 3, 0.25, 0.2, 0.1, 2 / 3, 0.75, 0.01, 0.9, 1e-3)
+
+
+def _shape(rng: Generator, most: int = 12) -> tuple[int, int]:
+    return int(rng.integers(1, most + 1)), int(rng.integers(1, 6))
+
+
+def _small(rng: Generator, n: int, d: int, bound: int = 3) -> Float:
+    return rng.integers(-bound, bound + 1, (n, d)).astype(np.float64)
+
+
+def _size(rng: Generator, span: float, *shape: int) -> Float:
+    """Powers of two, or random numbers, over many magnitudes."""
+    exponent = rng.uniform(-span, span, shape)
+    return 2.0 ** np.rint(exponent) if rng.random() < 0.6 else 2.0**exponent
+
+
+def zero_columns(rng: Generator) -> Float:
+    n, d = _shape(rng)
+    K = _small(rng, n, d) * (rng.random(d) < 0.6)
+    if rng.random() < 0.5:  # but for one row
+        K[rng.integers(n), rng.integers(d)] = rng.choice([1.0, -2.0, 1e-20, 1e20, 3e-8])
+    return K
+
+
+def late_columns(rng: Generator) -> Float:
+    """Columns that no key reaches before some row, and then far larger or smaller ones."""
+    n, d = _shape(rng)
+    K = _small(rng, n, d)
+    for c in range(d):
+        if rng.random() < 0.7:
+            K[: rng.integers(0, n + 1), c] = 0
+            K[:, c] *= float(_size(rng, 60, 1)[0])
+    return K
+
+
+def graded_rows(rng: Generator) -> Float:
+    n, d = _shape(rng)
+    span = float(rng.choice([10, 30, 60, 200, 480]))
+    K = rng.standard_normal((n, d)) if rng.random() < 0.6 else _small(rng, n, d)
+    return K * _size(rng, span, n, 1)
+
+
+def graded_columns(rng: Generator) -> Float:
+    n, d = _shape(rng)
+    span = float(rng.choice([10, 60, 480, 900]))
+    K = rng.standard_normal((n, d)) if rng.random() < 0.5 else _small(rng, n, d)
+    K = K * _size(rng, span, 1, d)
+    if rng.random() < 0.3:
+        K = K * _size(rng, 40, n, 1)
+    return K
+
+
+def ulps_apart(rng: Generator) -> Float:
+    """Columns or rows that differ in their last bits."""
+    n, d = _shape(rng)
+    K = rng.standard_normal((n, d))
+    gap = float(rng.choice([2.0**-52, 2.0**-50, 1e-13, 1e-10, 1e-6]))
+    if d > 1 and rng.random() < 0.7:
+        a, b = rng.choice(d, 2, replace=False)
+        K[:, a] = K[:, b] * (1 + gap * rng.integers(-2, 3, n))
+    else:
+        K[:] = K[0] * (1 + gap * rng.integers(-2, 3, (n, d)))
+    return K
+
+
+def dependent_integers(rng: Generator) -> Float:
+    n, d = _shape(rng)
+    r = int(rng.integers(1, d + 1))
+    K = (_small(rng, n, r, 4) @ _small(rng, r, d, 2)).astype(np.float64)
+    if rng.random() < 0.4:
+        K[rng.integers(n), rng.integers(d)] += float(rng.choice([1, 1e-9, 2.0**-40, 2.0**-52, 1e9]))
+    if rng.random() < 0.3:
+        K[:, rng.integers(d)] = 0
+    return K
+
+
+def ties(rng: Generator) -> tuple[Float, float]:
+    """Scores that are exactly ε, as far as ε has a float: copies, Hadamard rows, blocks of one direction."""
+    kind = rng.integers(4)
+    d = int(rng.integers(1, 5))
+    if kind == 0:
+        m = int(rng.integers(1, 6))
+        return np.repeat(np.eye(d) * _size(rng, 20, 1, d), m, axis=0), 1 / m
+    if kind == 1:
+        H = np.array([[1.0]])
+        for _ in range(rng.integers(1, 4)):
+            H = np.block([[H, H], [H, -H]])
+        d = int(rng.integers(1, len(H) + 1))
+        return H[:, rng.permutation(len(H))[:d]] * _size(rng, 30, 1, d), d / len(H)
+    if kind == 2:  # one direction with squares 9 : 16, 1 : 3, ...
+        a, b, epsilon = [(3.0, 4.0, 0.36), (1.0, 1.0, 0.5), (1.0, 3.0, 0.1), (4.0, 3.0, 0.64), (2.0, 4.0, 0.2)][
+            int(rng.integers(5))
+        ]
+        K = np.kron(np.eye(d), [[a], [b]]) @ _unimodular(rng, d)
+        return K, epsilon
+    K = np.vstack([np.eye(d)] * 2)
+    K[:d] *= 2.0 ** int(rng.integers(-3, 4))
+    K = K @ _unimodular(rng, d)
+    return K, float(K[0] @ np.linalg.solve(K.T @ K, K[0]))
+
+
+def _unimodular(rng: Generator, d: int) -> Float:
+    A = np.tril(rng.integers(-2, 3, (d, d)), -1) + np.eye(d)
+    return (A @ A.T[rng.permutation(d)]).astype(np.float64)
+
+
+def extreme(rng: Generator) -> Float:
+    """Denormal, near overflow, or both."""
+    n, d = _shape(rng)
+    K = rng.standard_normal((n, d)) if rng.random() < 0.5 else _small(rng, n, d)
+    kind = rng.integers(5)
+    if kind == 0:
+        return K * 2.0 ** float(rng.choice([-1074, -1070, -1050, -1022, -540]))
+    if kind == 1:
+        return np.clip(K * 2.0 ** float(rng.choice([1021, 1000, 512, 510])), -1.7e308, 1.7e308)
+    scale = 2.0 ** rng.choice([-1074.0, -1022, -500, 0, 500, 1020], (n, 1) if kind == 2 else (1, d))
+    if kind == 4:
+        scale = 2.0 ** rng.choice([-1074.0, -540, -100, 0, 100, 540, 1020], (n, d))
+    return np.clip(K * scale, -1.7e308, 1.7e308)
+
+
+def duplicated(rng: Generator) -> Float:
+    n, d = _shape(rng)
+    K = rng.standard_normal((n, d)) if rng.random() < 0.5 else _small(rng, n, d)
+    K = K[rng.integers(0, max(n // 2, 1), n)]
+    return K * rng.choice([1.0, -1, 2, 0, 3, 2.0**-30], (n, 1)) if rng.random() < 0.5 else K
+
+
+def few_rows(rng: Generator) -> Float:
+    d = int(rng.integers(2, 9))
+    n = int(rng.integers(1, d + 1))
+    K = rng.standard_normal((n, d)) if rng.random() < 0.6 else _small(rng, n, d)
+    if rng.random() < 0.6:
+        K = K * _size(rng, float(rng.choice([5, 30, 60])), n, 1)
+    if n > 1 and rng.random() < 0.3:
+        K[-1] = K[0] * 3 - (K[1] if n > 2 else 0)
+    return K
+
+
+def nearly_dependent(rng: Generator) -> Float:
+    """A key that leaves the space of the others by a small part of its size."""
+    n, d = _shape(rng)
+    n, d = max(n, 2), max(d, 2)
+    r = int(rng.integers(1, d))
+    K = rng.standard_normal((n, r)) @ rng.standard_normal((r, d))
+    if rng.random() < 0.5:
+        K = _small(rng, n, r) @ _small(rng, r, d)
+    j = rng.integers(n)
+    K[j] += 10.0 ** rng.uniform(-17, -1) * rng.standard_normal(d) * np.linalg.norm(K[j])
+    if rng.random() < 0.3:
+        K = K * _size(rng, 30, n, 1)
+    return K
+
+
+def mixed(rng: Generator) -> Float:
+    """Rows of several families."""
+    d = int(rng.integers(1, 6))
+    parts = []
+    for _ in range(int(rng.integers(2, 4))):
+        K = keys_of(str(rng.choice([f for f in FAMILIES if f not in ("mixed", "ties", "many", "wide")])), rng)
+        K = np.pad(K, ((0, 0), (0, max(d - K.shape[1], 0))))[:, rng.permutation(max(d, K.shape[1]))[:d]]
+        parts.append(K[:6])
+    return np.vstack(parts)[rng.permutation(sum(map(len, parts)))]
+
+
+def many(rng: Generator) -> Float:
+    """Thousands of rows, most of them multiples of a few, and one with a direction of its own."""
+    n, d = int(rng.choice([300, 2048, 2049, 4100, 6144])), int(rng.integers(2, 5))
+    r = int(rng.integers(1, d + 1))
+    base = _small(rng, int(rng.integers(r, r + 3)), r) @ _small(rng, r, d, 2)
+    if rng.random() < 0.5:
+        base[:, rng.integers(d)] = 0
+    K = base[rng.integers(0, len(base), n)] * rng.integers(-4, 5, (n, 1))
+    for _ in range(int(rng.integers(1, 4))):
+        j = rng.integers(n)
+        K[j] = _small(rng, 1, d)[0] if rng.random() < 0.5 else 0
+        K[j, rng.integers(d)] = float(rng.choice([1, 1e-6, 1e6, 2.0**-30, 2.0**40, 1e-12, 7]))
+    if rng.random() < 0.3:
+        K = K * _size(rng, 40, 1, d)
+    return K
+
+
+def wide(rng: Generator) -> Float:
+    """64 to 130 columns in blocks of their own, of small integers: some are empty, dependent, or met by one row."""
+    d = int(rng.choice([64, 65, 100, 128, 130]))
+    n = int(rng.integers(d // 2, d + 40))
+    K = np.zeros((n, d))
+    columns, free = rng.permutation(d), rng.permutation(n)
+    start = 0
+    while start < d:
+        block = columns[start : start + rng.integers(1, 6)]
+        start += len(block)
+        rows, free = np.split(free, [min(int(rng.integers(0, 2 * len(block) + 1)), len(free))])
+        K[np.ix_(rows, block)] = _small(rng, len(rows), len(block))
+        if len(block) > 1 and rng.random() < 0.3:
+            K[:, block[0]] = K[:, block[1]] * float(rng.choice([1, -2, 2.0**-20]))
+    if rng.random() < 0.5:
+        K = K * _size(rng, float(rng.choice([10, 40])), 1, d)
+    if rng.random() < 0.3:
+        K = K * _size(rng, 20, n, 1)
+    return K
+
+
+def plain(rng: Generator) -> Float:
+    n, d = _shape(rng)
+    return rng.standard_normal((n, d))
+
+
+FAMILIES: dict[str, Callable[[Generator], Any]] = {
+    f.__name__: f
+    for f in (
+        plain,
+        zero_columns,
+        late_columns,
+        graded_rows,
+        graded_columns,
+        ulps_apart,
+        dependent_integers,
+        ties,
+        extreme,
+        duplicated,
+        few_rows,
+        nearly_dependent,
+        mixed,
+        many,
+        wide,
+    )
+}
+
+
+def keys_of(family: str, rng: Generator) -> Float:
+    made = FAMILIES[family](rng)
+    return np.asarray(made[0] if isinstance(made, tuple) else made, np.float64)
+
+
+# -- queries and values ----------------------------------------------------------------------------------------------
+
+
+def _queries(rng: Generator, K: Float, count: int) -> Float:
+    n, d = K.shape
+    size = np.abs(K).max(axis=0)
+    size = np.where(size > 0, size, 1.0)
+    _, powers = np.frexp(size)
+    even = np.ldexp(K, -powers)
+    out = []
+    for kind in rng.integers(0, 9, count):
+        q = np.zeros(d)
+        if kind == 0:
+            q[rng.integers(d)] = 1
+        elif kind == 1:
+            q = rng.standard_normal(d)
+        elif kind <= 4:  # the query that gives a key its leverage score, as floats find it
+            q = np.ldexp(np.linalg.pinv(even.T @ even, rcond=1e-15, hermitian=True) @ even[rng.integers(n)], -powers)
+        elif kind == 5:  # orthogonal to some keys, up to rounding
+            some = even[rng.permutation(n)[: max(d - 1, 1)]]
+            q = np.ldexp(np.linalg.svd(some)[2][-1], -powers)
+        elif kind == 6:  # orthogonal to some keys by small integers
+            some = K[rng.permutation(n)[: max(d - 1, 1)]]
+            a, b = rng.permutation(d)[:2] if d > 1 else (0, 0)
+            q[a], q[b] = -some[0, b], some[0, a]
+        elif kind == 7:
+            q = rng.integers(-1, 2, d).astype(np.float64)
+        else:
+            q = K[rng.integers(n)].copy()
+        if rng.random() < 0.15:
+            q = q * 2.0 ** float(rng.choice([-500, -100, 100, 400]))
+        out.append(np.clip(np.nan_to_num(q, posinf=1e300, neginf=-1e300), -1e300, 1e300))
+    return np.array(out).reshape(count, d)
+
+
+def _values(rng: Generator, n: int) -> Float:
+    V = rng.integers(-9, 10, (n, 2)).astype(np.float64)
+    kind = rng.integers(6)
+    if kind == 0:
+        return V * 2.0 ** float(rng.choice([-600, -100, 100, 500]))
+    if kind == 1:
+        return V * _size(rng, 30, n, 1)
+    if kind == 2:
+        return np.full((n, 2), 7.0)
+    return V
+
+
+def case(family: str, seed: int) -> Case:
+    """The case of a seed, always the same."""
+    rng = np.random.default_rng([seed, *family.encode()])
+    with np.errstate(all="ignore"):
+        made = FAMILIES[family](rng)
+        K, epsilon = made if isinstance(made, tuple) else (made, float(rng.choice(_RATIONAL)))
+        storage = str(rng.choice(STORAGES, p=[0.65, 0.2, 0.05, 0.1]))
+        K = rounded(K, storage)
+        n = len(K)
+        Q = rounded(_queries(rng, K, n if n <= 40 else 12), storage)
+        mask = rng.random(n) < 0.8 if rng.random() < 0.2 else None
+        found = Case(
+            family=family,
+            seed=seed,
+            keys=K,
+            queries=Q,
+            values=rounded(_values(rng, n), storage),
+            epsilon=min(max(epsilon, 1e-9), 1.0),
+            mask=mask,
+            storage=storage,
+            layout=str(rng.choice(LAYOUTS)),
+        )
+        if not isinstance(made, tuple) and rng.random() < 0.3:
+            found = replace(found, epsilon=_of_a_key(found, rng))
+    return found
+
+
+def _of_a_key(found: Case, rng: Generator) -> float:
+    """A score that some key has, rounded: a tie, or a unit away from one."""
+    from .oracle import Truth
+
+    scores = Truth(found.present, found.queries).scores
+    epsilon = float(scores[rng.integers(len(scores))])
+    epsilon *= float(rng.choice([1.0, 1.0, 1 - 2.0**-52, 1 - 1e-10, 1 + 1e-10]))
+    return min(max(epsilon, 1e-9), 1.0)

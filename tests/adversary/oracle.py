@@ -1,0 +1,324 @@
+"""Exact answers: every float is a rational number, and so is every score of f(x) = x².
+
+Nothing of the library is imported here. Keys are scaled to integers, Gram matrices eliminated without fractions
+(Bareiss), and a score is a pair of integers with one denominator for all rows. A direction that no other row reaches
+gives exactly 1, and a comparison with ε is a comparison of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+Whole = NDArray[np.object_]  # of Python's integers
+
+
+def integers(values: Any, axis: int | None = None) -> tuple[Whole, Any]:
+    """Integers M and exponents e with ``values = M 2^e``: one exponent for all, or one for each column (axis=0)."""
+    x = np.asarray(values, np.float64)
+    fraction, exponent = np.frexp(x)
+    whole = np.ldexp(fraction, 53).astype(np.int64)
+    exponent = np.where(whole == 0, 4096, exponent - 53)
+    low = exponent.min(axis=axis, initial=4096)
+    shift = np.where(whole == 0, 0, exponent - low)
+    return np.asarray(whole.astype(object) << shift.astype(object)), low
+
+
+def product(A: Whole, B: Whole) -> Whole:
+    """A B in integers; numpy has no such product where an axis is empty."""
+    if 0 in (*A.shape, *B.shape):
+        return np.zeros((A.shape[0], B.shape[1]), object)
+    return np.asarray(A @ B)
+
+
+def adjugate(G: Whole) -> tuple[list[int], Whole, int]:
+    """Independent columns I of a Gram matrix G, and N, D > 0 with ``G[I, I]⁻¹ = N / D``."""
+    d = len(G)
+    table = np.concatenate([G, np.array([[int(i == j) for j in range(d)] for i in range(d)], object).reshape(d, d)], 1)
+    kept: list[int] = []
+    before = 1
+    for k in range(d):  # a Gram matrix: where the pivot is 0 the whole row is, and column k depends on those kept
+        pivot = table[k, k]
+        if pivot == 0:
+            continue
+        rest = [i for i in range(d) if i != k]
+        table[rest] = (table[rest] * pivot - np.multiply.outer(table[rest, k], table[k])) // before
+        before = pivot
+        kept.append(k)
+    inverse = table[np.ix_(kept, [d + k for k in kept])]
+    return kept, inverse, before
+
+
+def components(pattern: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Columns that rows connect, those of zeros left out."""
+    label = np.arange(pattern.shape[1])
+    for row in pattern:
+        joined = np.unique(label[row])
+        label[np.isin(label, joined[1:])] = joined[0] if len(joined) else 0
+    used = pattern.any(axis=0)
+    return [np.flatnonzero((label == one) & used) for one in np.unique(label[used])]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Rows in some columns, in integers: those that are independent, and the inverse of their Gram matrix."""
+
+    among: NDArray[np.int64]
+    rows: Whole
+    counts: Whole
+    inverse: Whole
+    denominator: int
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """What is true of keys (n, d), queries (m, d) and values (n, v); masked rows have to be zeros."""
+
+    K: Float
+    Q: Float
+
+    # -- keys -------------------------------------------------------------------------
+
+    @cached_property
+    def _distinct(self) -> tuple[Float, NDArray[np.int64]]:
+        """Rows that differ, and the place of each row among them: thousands of rows are but a few."""
+        rows, place = np.unique(self.K, axis=0, return_inverse=True)
+        return rows, place.reshape(-1)
+
+    @cached_property
+    def _blocks(self) -> list[Block]:
+        """Columns that no row connects are eliminated apart: wide keys of narrow blocks cost little."""
+        rows, place = self._distinct
+        counts = np.bincount(place, minlength=len(rows)).astype(object)
+        M, _ = integers(rows, axis=0)
+        blocks = []
+        for columns in components(M != 0):
+            among = np.flatnonzero((M[:, columns] != 0).any(axis=1))
+            part = M[np.ix_(among, columns)]
+            kept, inverse, denominator = adjugate(product(part.T, part * counts[among][:, None]))
+            blocks.append(Block(among, part[:, kept], counts[among], inverse, denominator))
+        return blocks
+
+    @cached_property
+    def condition(self) -> float:
+        """A bound on the condition number of the independent columns, scaled to unit norm, within a factor of √d."""
+        worst = 1.0
+        for block in self._blocks:
+            squares = (block.rows * block.rows * block.counts[:, None]).sum(axis=0)
+            inflation = sum(int(block.inverse[k, k]) * int(squares[k]) for k in range(len(squares)))
+            worst = max(worst, math.sqrt(quotient(inflation, block.denominator) * max(len(squares), 1)))
+        return worst
+
+    @cached_property
+    def rank(self) -> int:
+        return sum(block.rows.shape[1] for block in self._blocks)
+
+    @cached_property
+    def _scores(self) -> tuple[Whole, Whole]:
+        """Numerators and denominators for each row."""
+        distinct, place = self._distinct
+        over, under = np.zeros(len(distinct), object), np.ones(len(distinct), object)
+        for block in self._blocks:
+            over[block.among] = (product(block.rows, block.inverse) * block.rows).sum(axis=1)
+            under[block.among] = block.denominator
+        return over[place], under[place]
+
+    @cached_property
+    def scores(self) -> Float:
+        """Leverage scores, rounded once."""
+        return np.array([quotient(x, y) for x, y in zip(*self._scores, strict=True)], np.float64)
+
+    def at_least(self, epsilon: float, slack: float = 0.0) -> NDArray[np.bool_]:
+        """Which scores are at least ``epsilon (1 − slack)``, without rounding."""
+        least = Fraction(epsilon) * (1 - Fraction(slack))
+        pairs = zip(*self._scores, strict=True)
+        return np.array([x * least.denominator >= least.numerator * y for x, y in pairs], bool)
+
+    def witnessed(self, j: int) -> Float:
+        """Products of all keys with the query that gives key j its leverage score, which is 1 there."""
+        block, at = self.block_of(j)
+        if block is None:
+            return np.zeros(len(self.K))
+        return self.spread(block, product(product(block.rows, block.inverse), block.rows[at][:, None])[:, 0], at)
+
+    def block_of(self, j: int) -> tuple[Block | None, int]:
+        """The block that key j lies in, and its place there; None for a key of zeros."""
+        row = self._distinct[1][j]
+        for block in self._blocks:
+            at = np.flatnonzero(block.among == row)
+            if len(at):
+                return block, int(at[0])
+        return None, 0
+
+    def spread(self, block: Block, z: Whole, at: int) -> Float:
+        """Products of the rows of a block, divided by that at a place, for all keys."""
+        distinct, place = self._distinct
+        out = np.zeros(len(distinct))
+        out[block.among] = [quotient(x, z[at]) for x in z]
+        return np.asarray(out[place])
+
+    def prefix(self, n: int) -> Truth:
+        return Truth(self.K[:n], self.Q)
+
+    # -- queries ----------------------------------------------------------------------
+
+    @cached_property
+    def products(self) -> tuple[Whole, NDArray[np.int64]]:
+        """Integers Z (m, n) and exponents (m,) with ``⟨q_i, k_j⟩ = Z_ij 2^e_i``."""
+        M, e = integers(self.K)
+        Z = np.empty((len(self.Q), len(self.K)), object)
+        exponents = np.zeros(len(self.Q), np.int64)
+        for i, q in enumerate(self.Q):
+            row, own = integers(q)
+            exponents[i] = int(e) + int(own)
+            if len(M):
+                Z[i] = product(M, row[:, None])[:, 0]
+        return Z, exponents
+
+    @cached_property
+    def squares(self) -> Whole:
+        return np.asarray(self.products[0] * self.products[0])
+
+    def sums(self, *, causal: bool = False) -> Whole:
+        """Normalizers, as integers that belong to `squares`: (m,), or (m, n) of the prefixes."""
+        if causal:
+            return np.cumsum(self.squares, axis=1)
+        return np.array([sum(row) for row in self.squares], object)
+
+    def normalizers(self, *, causal: bool = False) -> tuple[Whole, NDArray[np.int64]]:
+        """Integers and exponents of the sums of squares; causal: row i up to key i."""
+        sums = self.sums(causal=causal)
+        if causal:
+            sums = np.array([sums[i, i] for i in range(len(sums))], object)
+        return sums, 2 * self.products[1]
+
+    def attention(self, *, causal: bool = False) -> tuple[Whole, Whole]:
+        """Numerators (m, n) and denominators (m,) of the scores; rows of zeros have denominator 0."""
+        over = self.squares
+        if causal:
+            over = np.tril(over)
+        return over, np.array([sum(row) for row in over], object)
+
+    def output(self, V: Float, *, causal: bool = False) -> tuple[Whole, Whole, int]:
+        """Numerators (m, v), denominators (m,) and the exponent of A V."""
+        over, under = self.attention(causal=causal)
+        values, e = integers(V)
+        return product(over, values), under, int(e)
+
+
+def quotient(over: int, under: int) -> float:
+    """over/under, rounded once; 0 and infinity beyond the range."""
+    if under == 0:
+        return 0.0
+    try:
+        return over / under
+    except OverflowError:
+        return math.inf if (over > 0) == (under > 0) else -math.inf
+
+
+def scaled(whole: int, exponent: int) -> float:
+    """``whole 2^exponent``, rounded once."""
+    return quotient(whole << max(exponent, 0), 1 << max(-exponent, 0))
+
+
+def fraction(whole: int, exponent: int) -> Fraction:
+    return Fraction(whole << max(exponent, 0), 1 << max(-exponent, 0))
+
+
+# -- other functions: float64 of exactly rounded products, good to some units in the last place ---------------------
+
+Function = Callable[[Float], Float]
+
+
+def power(p: float) -> Function:
+    return lambda x: np.abs(x) ** p
+
+
+def huber(delta: float) -> Function:
+    return lambda x: np.where(
+        np.abs(x) <= delta, np.minimum(np.abs(x), delta) ** 2 / 2, delta * (np.abs(x) - delta / 2)
+    )
+
+
+def tukey(c: float) -> Function:
+    def f(x: Float) -> Float:
+        u = np.minimum(np.abs(x) / c, 1.0) ** 2
+        return c * c / 6 * u * (3 - 3 * u + u * u)
+
+    return f
+
+
+def l1l2(x: Float) -> Float:
+    return x * x / (np.sqrt(1 + x * x / 2) + 1)
+
+
+def fair(c: float) -> Function:
+    def f(x: Float) -> Float:
+        u = np.abs(x) / c
+        series = sum((-1) ** k * np.minimum(u, 0.01) ** k / k for k in range(2, 12))
+        return c * c * np.where(u < 0.01, series, u - np.log1p(u))
+
+    return f
+
+
+def shares(f: Function, z: Float) -> Float:
+    """f(z)/Σf(z), and 0 where it leaves the range."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        values = f(z)
+        total = values.sum()
+        if not (np.isfinite(total) and total > 1e-280):
+            return np.zeros(len(z))
+        return np.asarray(values / total)
+
+
+def queries_for(truth: Truth, j: int, rng: np.random.Generator) -> Iterator[Float]:
+    """Products of the keys with some queries under which key j, whose product is 1, may get much attention."""
+    z = truth.witnessed(j)
+    if not z[j]:
+        return
+    yield z
+    block, at = truth.block_of(j)
+    if block is None or not 2 <= block.rows.shape[1] <= len(block.rows):
+        return
+    for _ in range(
+        3
+    ):  # queries orthogonal to all but one of some independent keys: for functions that count the others
+        others = [i for i in rng.permutation(len(block.rows)) if i != at][: block.rows.shape[1] - 1]
+        y = orthogonal(block.rows[others])
+        if y is None:
+            continue
+        z = product(block.rows, y[:, None])[:, 0]
+        if z[at]:
+            yield truth.spread(block, z, at)
+
+
+def orthogonal(A: Whole) -> Whole | None:
+    """An integer vector, not 0, orthogonal to the r − 1 rows of A; None where those are dependent."""
+    r = A.shape[1]
+    table, columns, before = A.copy(), [], 1
+    for k in range(len(table)):
+        there = next(
+            ((i, c) for c in range(r) for i in range(k, len(table)) if c not in columns and table[i, c]), None
+        )
+        if there is None:
+            return None
+        i, c = there
+        table[[k, i]] = table[[i, k]]
+        rest = [i for i in range(len(table)) if i != k]
+        table[rest] = (table[rest] * table[k, c] - np.multiply.outer(table[rest, c], table[k])) // before
+        before = table[k, c]
+        columns.append(c)
+    free = next(c for c in range(r) if c not in columns)
+    y = np.zeros(r, object)
+    y[free] = before
+    for k, c in enumerate(columns):
+        y[c] = -table[k, free]
+    return y

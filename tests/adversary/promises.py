@@ -1,0 +1,172 @@
+"""What the library promises of its results, told against exact answers. Each promise yields the breaches it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .oracle import Float, Truth, fraction, scaled
+
+Bool = NDArray[np.bool_]
+
+TIE = 1e-9  # within this of ε, relative, a score counts as at least ε (docstring of universal_set)
+SINGLE = 1e-6  # error of scores of float32 and narrower keys, 1e-9 of float64 ones (docstring of leverage_scores)
+CLEAR = 1e12  # condition number of equilibrated keys up to which the rank is clear, some hundred times below the cut
+SURE = 1e-12  # error of figures that claim a smaller one
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A promise that does not hold: what kind, which is kept as the case shrinks, and the figures."""
+
+    kind: str
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: expected {self.expected}, got {self.got}"
+
+
+def _few(indices: Any) -> str:
+    found = np.flatnonzero(indices)
+    return str(found[:6].tolist()) + ("..." if len(found) > 6 else "")
+
+
+def membership(
+    truth: Truth,
+    chosen: Bool,
+    epsilon: float,
+    guarantee: str,
+    margin: float = 0.0,
+    mask: Bool | None = None,
+) -> Iterator[Breach]:
+    """No key of at least ε is missing; an exact set has no key that lies below ε by more than the margin."""
+    if guarantee not in ("exact", "superset", "none"):
+        yield Breach("guarantee", "'exact', 'superset' or 'none'", repr(guarantee))
+    missing = truth.at_least(epsilon) & ~chosen
+    if guarantee != "none" and missing.any():
+        scores = truth.scores[missing][:3].tolist()
+        yield Breach("missing key", f"keys {_few(missing)} of scores {scores} at epsilon={epsilon}", f"'{guarantee}'")
+    if guarantee == "exact":
+        extra = chosen & ~truth.at_least(epsilon, max(TIE, margin))
+        if extra.any():
+            scores = truth.scores[extra][:3].tolist()
+            yield Breach("not exact", f"no keys {_few(extra)} of scores {scores} at epsilon={epsilon}", "'exact'")
+    if mask is not None and (chosen & ~mask).any():
+        yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
+
+
+def scores_hold(truth: Truth, scores: Any, relative: float, *, above: bool = False) -> Iterator[Breach]:
+    """Scores lie in [0, 1] and are within their error of the truth; where a row counts as 1, or `above`, not below."""
+    found = np.asarray(scores, np.float64)
+    if not ((found >= 0) & (found <= 1)).all():
+        yield Breach("score outside [0, 1]", "0 to 1", str(found[~((found >= 0) & (found <= 1))][:3].tolist()))
+        return
+    if truth.condition > CLEAR:
+        return
+    small = 1e-30 if relative > 1e-8 else 1e-300  # what the format of the scores holds
+    low = found < truth.scores * (1 - relative) - small
+    if low.any():
+        yield Breach(
+            "score too low", f"{truth.scores[low][:3].tolist()} of rows {_few(low)}", f"{found[low][:3].tolist()}"
+        )
+    high = (
+        (found > truth.scores * (1 + relative) + small) & (found < 1 - 1e-7)
+        if not above
+        else np.zeros(len(found), bool)
+    )
+    if high.any():
+        yield Breach(
+            "score too high", f"{truth.scores[high][:3].tolist()} of rows {_few(high)}", f"{found[high][:3].tolist()}"
+        )
+
+
+def left_out(truth: Truth, chosen: Bool, epsilon: float, margin: float = 0.0) -> Iterator[Breach]:
+    """No score of a key left out exceeds the certified ε."""
+    if epsilon != epsilon or epsilon < 0:
+        yield Breach("certified epsilon", "a number of at least 0", str(epsilon))
+        return
+    bad = ~chosen & truth.at_least(epsilon * (1 + max(TIE, margin)) + 1e-300)
+    if bad.any():
+        largest = float(truth.scores[bad].max())
+        yield Breach("certified epsilon", f"at least {largest!r}, the score of a key left out", f"{epsilon!r}")
+
+
+def normalizers_hold(truth: Truth, found: Any, error: Any, *, causal: bool = False) -> Iterator[Breach]:
+    """Within 1e-12, or four times what is claimed, of Σ⟨q, k⟩²; 0 or infinite only out of range."""
+    sums, exponents = truth.normalizers(causal=causal)
+    claimed = np.broadcast_to(np.asarray(error, np.float64), sums.shape)
+    for i, (whole, exponent) in enumerate(zip(sums, exponents, strict=True)):
+        value, true = float(found[i]), scaled(whole, int(exponent))
+        slack = max(SURE, 4 * claimed[i])
+        if np.isinf(slack) or (true < 1e-290 and 0 <= value < 1e-280) or (true > 1e300 and value > 1e290):
+            continue
+        if not abs(value - true) <= slack * true:
+            yield Breach("normalizer", f"{true!r} of query {i} within {slack:.2g}", f"{value!r}")
+            return
+
+
+def entries_hold(
+    truth: Truth, found: Float, epsilon: float, error: Any, *, causal: bool = False, absent: bool = False
+) -> Iterator[Breach]:
+    """Every entry of at least ε is found, no other, with its value; `absent` allows that those not asked for miss."""
+    over, under = truth.attention(causal=causal)
+    claimed = np.broadcast_to(np.asarray(error, np.float64), under.shape)
+    least = Fraction(epsilon)
+    for i in range(len(over)):
+        if not under[i]:
+            if found[i].any():
+                yield Breach("entry of an orthogonal query", f"zeros in row {i}", str(found[i][found[i] > 0][:3]))
+            continue
+        slack = max(TIE, 4 * claimed[i])
+        for j in range(len(over[i])):
+            value = float(found[i, j])
+            heavy = over[i, j] * least.denominator >= least.numerator * under[i]
+            if not value and not heavy:
+                continue
+            true = over[i, j] / under[i]
+            if heavy and not value > 0:
+                yield Breach(
+                    "missing entry", f"{true!r} at ({i}, {j}), epsilon={epsilon!r}", f"nothing, error {claimed[i]:.2g}"
+                )
+                return
+            if np.isinf(slack):
+                continue
+            if not abs(value - true) <= slack * true:
+                yield Breach("entry", f"{true!r} at ({i}, {j}) within {slack:.2g}", f"{value!r}")
+                return
+            if true < epsilon * (1 - 2 * slack):
+                yield Breach("light entry", f"nothing at ({i}, {j}), {true!r} below epsilon={epsilon!r}", f"{value!r}")
+                return
+
+
+def output_holds(truth: Truth, V: Float, output: Any, bound: Any, *, causal: bool = False) -> Iterator[Breach]:
+    """The output is within its bound of A V."""
+    over, under, exponent = truth.output(V, causal=causal)
+    output, bound = np.asarray(output, np.float64), np.asarray(bound, np.float64)
+    for i in range(len(over)):
+        if not bound[i] >= 0:
+            yield Breach("bound", "a number of at least 0", str(bound[i]))
+            return
+        if np.isinf(bound[i]):
+            continue
+        if not np.isfinite(output[i]).all():
+            yield Breach("output", "finite numbers", str(output[i]))
+            return
+        true = [fraction(x, exponent) / under[i] if under[i] else Fraction(0) for x in over[i]]
+        square = sum(((Fraction(float(o)) - t) ** 2 for o, t in zip(output[i], true, strict=True)), Fraction(0))
+        if square > Fraction(float(bound[i])) ** 2 * (1 + Fraction(1, 10**12)) + Fraction(1, 2**2100):
+            row = [float(x) if abs(x) < 10**300 else "large" for x in true]
+            yield Breach("output beyond its bound", f"{row} in row {i} within {bound[i]:.3g}", str(output[i].tolist()))
+            return
+
+
+def same_bits(kind: str, one: Any, other: Any) -> Iterator[Breach]:
+    a, b = np.asarray(one), np.asarray(other)
+    if a.shape != b.shape or a.dtype != b.dtype or a.tobytes() != b.tobytes():
+        yield Breach(kind, f"the same bits as {a.reshape(-1)[:6].tolist()}", f"{b.reshape(-1)[:6].tolist()}")

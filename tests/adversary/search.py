@@ -1,0 +1,133 @@
+"""Hours of the adversary: random cases over many processes, a table of what held, and a script for each break."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+Found = dict[tuple[str, str, str], int]  # (family, route, kind): seed of the first
+
+
+def _worker(job: tuple[str, list[int], list[str], float]) -> tuple[Counter[tuple[str, str]], Counter[str], Found]:
+    """Try the cases of some seeds of a family; counts of tries and refusals, and what broke."""
+    from . import families
+    from .oracle import Truth
+    from .routes import ROUTES
+
+    family, seeds, names, stop = job
+    tried: Counter[tuple[str, str]] = Counter()
+    broken: Counter[str] = Counter()
+    found: Found = {}
+    for seed in seeds:
+        if time.time() > stop:
+            break
+        case = families.case(family, seed)
+        truth = Truth(case.present, case.queries)
+        tried[family, "matrices"] += 1
+        for name in names:
+            route = ROUTES[name]
+            if not route.admits(case):
+                continue
+            tried[family, name] += 1
+            for kind in {breach.kind for breach in route.breaches(case, truth)}:
+                broken[f"{family} | {name} | {kind}"] += 1
+                found.setdefault((family, name, kind), seed)
+    return tried, broken, found
+
+
+def _shrink(job: tuple[str, str, str, int, float]) -> str:
+    from . import families
+    from .routes import ROUTES
+    from .shrink import script, shrunk
+
+    family, name, kind, seed, seconds = job
+    try:
+        case, breach = shrunk(ROUTES[name], families.case(family, seed), kind, seconds=seconds)
+    except ValueError as error:  # a break that does not come again: of threads, or of an order of calls
+        return f"{name}, {family} {seed}, {kind}: {error}"
+    return script(ROUTES[name], case, breach)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the search that the arguments describe; return 1 if a promise was broken."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    from . import families
+    from .routes import ROUTES
+
+    parser = argparse.ArgumentParser(prog="python -m tests.adversary", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="how long to search")
+    parser.add_argument("--matrices", type=int, default=None, help="how many matrices at most")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; runs of other seeds should be far off")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--routes", nargs="*", default=None, help="parts of names of routes; all if left out")
+    parser.add_argument("--families", nargs="*", default=None, choices=list(families.FAMILIES))
+    parser.add_argument("--scripts", type=int, default=20, help="how many breaks are shrunk and printed")
+    parser.add_argument("--shrink-seconds", type=float, default=30, help="for each of them")
+    parser.add_argument("--table", action="store_true", help="print the counts of each family and route")
+    options = parser.parse_args(arguments)
+    names = [n for n in ROUTES if options.routes is None or any(part in n for part in options.routes)]
+    if not names:
+        parser.error(f"no route is named so; there are {', '.join(ROUTES)}")
+    chosen = options.families or list(families.FAMILIES)
+    stop = time.time() + options.seconds
+
+    def jobs():
+        seed, given = options.seed, 0
+        while time.time() < stop and (options.matrices is None or given < options.matrices):
+            for family in chosen:
+                large = family in ("many", "wide")
+                count = 2 if large else 25  # these take as long
+                yield family, list(range(seed, seed + count)), names, stop
+                given += count
+            seed += 25
+
+    tried: Counter[tuple[str, str]] = Counter()
+    broken: Counter[str] = Counter()
+    found: Found = {}
+    began = time.time()
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        waiting = []
+        source = jobs()
+        while True:
+            while len(waiting) < 2 * options.processes and (job := next(source, None)) is not None:
+                waiting.append(pool.apply_async(_worker, (job,)))
+            if not waiting:
+                break
+            some, many, first = waiting.pop(0).get()
+            tried += some
+            broken += many
+            for key, seed in first.items():
+                found.setdefault(key, seed)
+        firsts: dict[tuple[str, str], tuple[str, str, str, int, float]] = {}
+        for (family, name, kind), seed in found.items():  # one script each
+            firsts.setdefault((name, kind), (family, name, kind, seed, options.shrink_seconds))
+        scripts = pool.map(_shrink, list(firsts.values())[: options.scripts], chunksize=1)
+    matrices = sum(count for (_, name), count in tried.items() if name == "matrices")
+    results = sum(count for (_, name), count in tried.items() if name != "matrices")
+    print(f"{matrices} matrices, {results} results of {len(names)} routes, {time.time() - began:.0f} s")
+    if options.table:
+        _print_table(tried, chosen, names)
+    for text in scripts:
+        print("\n" + "-" * 100 + "\n" + text)
+    for (name, kind), (_, _, _, seed, _) in sorted(firsts.items()):
+        where = {family: broken[f"{family} | {name} | {kind}"] for family in chosen}
+        families_of = ", ".join(f"{family} {count}" for family, count in where.items() if count)
+        print(f"BROKEN {sum(where.values()):6d}  {name}: {kind} ({families_of}; seed {seed})")
+    print("no promise was broken" if not broken else f"{sum(broken.values())} breaches of {len(broken)} kinds")
+    return 1 if broken else 0
+
+
+def _print_table(tried: Counter[tuple[str, str]], chosen: list[str], names: list[str]) -> None:
+    print(f"{'':28}" + "".join(f"{family[:11]:>12}" for family in chosen))
+    for name in ["matrices", *names]:
+        print(f"{name:28}" + "".join(f"{tried[family, name]:12d}" for family in chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
