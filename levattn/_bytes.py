@@ -56,9 +56,9 @@ def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str
     except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError("data has no header that can be read; expected the bytes that to_bytes returned") from error
     if found != kind:
-        raise ValueError(f"data holds a {found}; expected a {kind}")
+        raise ValueError(f"data holds a {found!r}; expected a {kind}")
     if its_version != version:
-        raise ValueError(f"data is of version {its_version}, which this levattn cannot read; expected {version}")
+        raise ValueError(f"data is of version {its_version!r}, which this levattn cannot read; expected {version}")
     try:
         return fields, _arrays(body, end, listed)
     except (OverflowError, TypeError, ValueError) as error:
@@ -72,9 +72,9 @@ def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
     arrays = {}
     for name, dtype, shape in listed:
         if dtype not in _DTYPES:
-            raise ValueError(f"{name} has dtype {dtype}, not one of {', '.join(_DTYPES)}")
+            raise ValueError(f"{name!r} has dtype {dtype!r}, not one of {', '.join(_DTYPES)}")
         if not isinstance(name, str) or name in arrays or any(size < 0 for size in shape):
-            raise ValueError(f"{name} of shape {shape} is no array, or comes twice")
+            raise ValueError(f"{name!r} of shape {shape!r} is no array, or comes twice")
         found = np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape)
         arrays[name] = found.astype(np.dtype(dtype).newbyteorder("="))
         at += found.nbytes

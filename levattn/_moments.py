@@ -365,7 +365,7 @@ class MomentSum:
         self.merged = terms.pop("merged", None)
         levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
         if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:
-            raise ValueError(f"{blocks} blocks are not the sum of the levels {', '.join(terms)}")
+            raise ValueError(f"{blocks} blocks are not the sum of the levels {list(terms)}")
         if np.abs(self.exponents).max(initial=0) > 1024 or not (self.settled >= 0).all() or not (self.room >= 0).all():
             raise ValueError("what tells how sums go on is out of range")
         self.blocks = PairwiseSum(blocks, levels)

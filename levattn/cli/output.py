@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import levattn
+from levattn.io._common import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +53,7 @@ _REMEDIES = dict.fromkeys(NO_SPACE, "no space left on the disk; free some, or wr
 
 def fail(message: str, status: int = 1) -> NoReturn:
     """End the program with a status and one line that says why."""
-    sys.stderr.write(f"levattn: {' '.join(message.split())}\n")
+    sys.stderr.write(f"levattn: {printable(' '.join(message.split()))}\n")
     sys.exit(status)
 
 
