@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_damage", "is_storable", "pack", "shaped", "unpack", "whole"]
+__all__ = ["MOST_ROWS", "as_damage", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
 
+MOST_ROWS = 2**53  # that a state has seen: sums of many such numbers, and of their multiples, hold in 64 bits
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32
 _DTYPES = (
@@ -106,8 +107,16 @@ def shaped(array: npt.NDArray[Any], dtype: Any, shape: tuple[int, ...], finite: 
     return array
 
 
-def whole(value: Any, least: int = 0) -> int:
-    """Return a whole number of at least `least`, or raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{value!r} stands where a whole number of at least {least} should")
+def whole(value: Any, least: int = 0, most: int | None = None) -> int:
+    """Return a whole number of at least `least` and at most `most`, or raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limits = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{value!r} stands where a whole number of {limits} should")
     return value
+
+
+def counts(array: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return numbers of rows if they are such, and as many of them can be; else raise ValueError."""
+    if ((shaped(array, np.int64, shape) < 0) | (array > MOST_ROWS)).any():
+        raise ValueError(f"a number of rows is negative or above {MOST_ROWS}")
+    return array

@@ -21,8 +21,8 @@ _NAMES_SHOWN = 30
 _LONGEST_DETAIL = 300  # an error may quote all of the file
 _LONGEST_PROBLEM = 4000  # and so may a name in it
 _MOST_AXES = 64  # of a numpy array
-# Of arrays without numbers: in all, their matrices, the rows of these, and the entries of d x d second moments. A second
-# or two, and half a gigabyte.
+# Of arrays without numbers: their matrices, the rows of all these, and the entries of their second moments. That is a
+# second or two, and half a gigabyte.
 _MOST_EMPTY = 2**16, 2**24, 2**26
 
 # Given rows start and stop, returns an array (..., stop - start, d), which nothing overwrites later.
