@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -451,6 +452,21 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, keys: Arra
         line = refused(*arguments, status=2)
         assert line[:-1].isprintable()
         assert "title" in line
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_warning_of_levattn_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = levattn.open_keys
+
+    def warn(*arguments: Any, **options: Any) -> Any:
+        warnings.warn("compiled code\ncannot be \x1bkept", levattn.CacheWarning, stacklevel=1)
+        warnings.warn("another", UserWarning, stacklevel=1)
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(levattn, "open_keys", warn)
+    with pytest.warns(UserWarning, match="another"):
+        result = run("universal-set", file, "--epsilon", "0.1")
+    assert (result.exit_code, result.stderr) == (0, "levattn: compiled code cannot be \\x1bkept\n")
 
 
 def test_folders_and_several_files_are_one(tmp_path: Path, keys: Array) -> None:
