@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from levattn._threads import thread_limit
 from levattn.decoding import CausalUniversalSet, HeavyKeys
 from levattn.exact import ExactSensitivities, exact_sensitivities
-from levattn.exceptions import KeyFileError, LevattnError, NonFiniteError
+from levattn.exceptions import CacheWarning, KeyFileError, LevattnError, NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.groups import group_leverage, near_duplicates
 from levattn.heavy import HeavyAttention, heavy_attention
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "L1L2",
     "AttentionFunction",
+    "CacheWarning",
     "CausalUniversalSet",
     "ExactSensitivities",
     "Fair",

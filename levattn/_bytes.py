@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_damage", "is_storable", "pack", "shaped", "unpack", "whole"]
+__all__ = ["MOST_ROWS", "as_damage", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
 
+MOST_ROWS = 2**53  # that a state has seen: sums of many such numbers, and of their multiples, hold in 64 bits
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32
 _DTYPES = (
@@ -56,9 +57,9 @@ def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str
     except (LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError("data has no header that can be read; expected the bytes that to_bytes returned") from error
     if found != kind:
-        raise ValueError(f"data holds a {found}; expected a {kind}")
+        raise ValueError(f"data holds a {found!r}; expected a {kind}")
     if its_version != version:
-        raise ValueError(f"data is of version {its_version}, which this levattn cannot read; expected {version}")
+        raise ValueError(f"data is of version {its_version!r}, which this levattn cannot read; expected {version}")
     try:
         return fields, _arrays(body, end, listed)
     except (OverflowError, TypeError, ValueError) as error:
@@ -72,9 +73,9 @@ def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
     arrays = {}
     for name, dtype, shape in listed:
         if dtype not in _DTYPES:
-            raise ValueError(f"{name} has dtype {dtype}, not one of {', '.join(_DTYPES)}")
+            raise ValueError(f"{name!r} has dtype {dtype!r}, not one of {', '.join(_DTYPES)}")
         if not isinstance(name, str) or name in arrays or any(size < 0 for size in shape):
-            raise ValueError(f"{name} of shape {shape} is no array, or comes twice")
+            raise ValueError(f"{name!r} of shape {shape!r} is no array, or comes twice")
         found = np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape)
         arrays[name] = found.astype(np.dtype(dtype).newbyteorder("="))
         at += found.nbytes
@@ -106,8 +107,16 @@ def shaped(array: npt.NDArray[Any], dtype: Any, shape: tuple[int, ...], finite: 
     return array
 
 
-def whole(value: Any, least: int = 0) -> int:
-    """Return a whole number of at least `least`, or raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{value!r} stands where a whole number of at least {least} should")
+def whole(value: Any, least: int = 0, most: int | None = None) -> int:
+    """Return a whole number of at least `least` and at most `most`, or raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limits = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{value!r} stands where a whole number of {limits} should")
     return value
+
+
+def counts(array: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return numbers of rows if they are such, and as many of them can be; else raise ValueError."""
+    if ((shaped(array, np.int64, shape) < 0) | (array > MOST_ROWS)).any():
+        raise ValueError(f"a number of rows is negative or above {MOST_ROWS}")
+    return array

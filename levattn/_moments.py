@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import on_cuda, to_float64, to_numpy
-from levattn._bytes import shaped, whole
+from levattn._bytes import MOST_ROWS, shaped, whole
 from levattn._kernels import (
     BLOCK,
     Arithmetic,
@@ -30,6 +30,7 @@ from levattn._span import Span
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
+    "LARGEST_EXPONENT",
     "PLAIN_ERROR",
     "PLAIN_NOISE",
     "UNIT",
@@ -52,6 +53,7 @@ _LEVEL = 6  # of the runs that are summed together: the time of one is lost wher
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _PIECE = BLOCK // 4  # rows that are written out in float64 at a time
 _SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
+LARGEST_EXPONENT = 1024  # of a column
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 
 Flags = npt.NDArray[np.bool_]
@@ -393,7 +395,7 @@ class MomentSum:
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int) -> MomentSum:
         """Return the sum that `parts` took apart, or raise ValueError, TypeError or LookupError."""
-        self, blocks = cls(b, d), whole(fields["blocks"])
+        self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
         for name, like in (("exponents", self.exponents), ("wide", self.wide), ("settled", self.settled)):
             setattr(self, name, shaped(arrays[name], like.dtype, like.shape))
         self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
@@ -401,8 +403,12 @@ class MomentSum:
         self.merged = terms.pop("merged", None)
         levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
         if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:
-            raise ValueError(f"{blocks} blocks are not the sum of the levels {', '.join(terms)}")
-        if np.abs(self.exponents).max(initial=0) > 1024 or not (self.settled >= 0).all() or not (self.room >= 0).all():
+            raise ValueError(f"{blocks} blocks are not the sum of the levels {list(terms)}")
+        if (
+            np.abs(self.exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT
+            or not (self.settled >= 0).all()
+            or not (self.room >= 0).all()
+        ):
             raise ValueError("what tells how sums go on is out of range")
         self.blocks, self.spans = PairwiseSum(blocks, levels), _spans(arrays, "sum", b, d)
         return self

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import to_device, to_numpy
-from levattn._bytes import shaped, whole
+from levattn._bytes import MOST_ROWS, shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn._lift import lift_columns, lifted_rows
-from levattn._moments import UNIT, MomentSum, Twofold, spectral_norm
+from levattn._moments import LARGEST_EXPONENT, UNIT, MomentSum, Twofold, spectral_norm
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.leverage import TIE
 from levattn.linalg import Factor
@@ -337,7 +337,8 @@ class RunningBlocks:
     def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
         b, d = self.groups[0].exponents.shape
-        self.blocks, self.merged = whole(fields["blocks"]), whole(fields["merged"])
+        self.blocks = whole(fields["blocks"], most=MOST_ROWS // BLOCK)
+        self.merged = whole(fields["merged"], most=MOST_ROWS)
         for g in range(len(self.groups)):
             start = f"group{g}."
             own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
@@ -416,4 +417,7 @@ def _frozen_arrays(name: str, frozen: Frozen | None) -> dict[str, npt.NDArray[An
 def _frozen(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Frozen | None:
     if f"{name}.high" not in arrays:
         return None
-    return Twofold.from_arrays(arrays, name, b, d), shaped(arrays[f"{name}.exponents"], np.int32, (b, d))
+    exponents = shaped(arrays[f"{name}.exponents"], np.int32, (b, d))
+    if np.abs(exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT:
+        raise ValueError("the exponents of the screen are out of range")
+    return Twofold.from_arrays(arrays, name, b, d), exponents

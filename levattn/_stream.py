@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import entries, on_cuda, to_float64, to_numpy, true_places
-from levattn._bytes import shaped, whole
+from levattn._bytes import counts, shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn._running import (
     Judged,
@@ -317,9 +317,10 @@ class Stream:
         waiting = arrays["tail.keys"].shape  # looked at, as are the others, before room is made for what they claim
         if waiting[0] != b or waiting[2:] != (d,):
             raise ValueError(f"rows of shape {waiting} wait for {b} matrices of {d} columns")
-        for name, shape in (("present", (b,)), ("limits", (b,)), ("counts", (b,))):
-            if (shaped(arrays[name], np.int64, shape) < 0).any():
-                raise ValueError(f"{name} holds negative numbers")
+        present, held = (counts(arrays[name], (b,)) for name in ("present", "counts"))
+        limits = shaped(arrays["limits"], np.int64, (b,))
+        if (limits < 0).any():
+            raise ValueError("a limit is negative")
         require_backed(f, epsilon, b, d, arrays)
         likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]
         labelled = running_bounds(f, epsilon, b, d).labelled
@@ -328,8 +329,8 @@ class Stream:
         self.tail.hold(arrays["tail.keys"], arrays["tail.beside0"], *likes)
         if isinstance(self.running, RunningSquares):
             self.running.require_range(self.tail.rows)
-        self.present, self.limits, counts = (arrays[name] for name in ("present", "limits", "counts"))
-        edges, total = np.cumsum(counts)[:-1], int(counts.sum())
+        self.present, self.limits = present, limits
+        edges, total = np.cumsum(held)[:-1], sum(held.tolist())
         if b:
             indices = np.split(shaped(arrays["held.indices"], np.int64, (total,)), edges)
             keys = np.split(shaped(arrays["held.keys"], dtype, (total, d)), edges)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -99,7 +99,8 @@ if hasattr(os, "register_at_fork"):
 def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = None) -> None:
     """Call ``body(i)`` for every ``i < n``, on as many threads as are allowed (and as `threads` says).
 
-    Each index is taken by whichever thread is free, so `body` must write only to places of its own.
+    Each index is taken by whichever thread is free, so `body` must write only to places of its own. After an error, or
+    Ctrl-C, no further index is taken, and the error is raised once those in work are done.
     """
     workers = min(n, num_threads() if threads is None else threads)
     if workers <= 1:
@@ -107,14 +108,25 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
             body(i)
         return
     indices = count()  # next() on it is atomic
+    stopped = False
 
     def drain() -> None:
-        while (i := next(indices)) < n:
-            body(i)
+        nonlocal stopped
+        try:
+            while not stopped and (i := next(indices)) < n:
+                body(i)
+        except BaseException:
+            stopped = True
+            raise
 
-    helpers = [_get_pool(workers - 1).submit(drain) for _ in range(workers - 1)]
+    helpers: list[Future[None]] = []
     try:
+        helpers.extend(_get_pool(workers - 1).submit(drain) for _ in range(workers - 1))
         drain()
-    finally:
         for helper in helpers:
-            helper.result()
+            if not helper.cancel():  # one that has not begun has nothing left to do
+                helper.result()
+    except BaseException:
+        stopped = True
+        wait([helper for helper in helpers if not helper.cancel()])
+        raise

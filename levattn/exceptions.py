@@ -1,8 +1,8 @@
-"""Typed errors, each of which also is the built-in type that a caller would expect."""
+"""Typed errors and warnings, each of which also is the built-in type that a caller would expect."""
 
 from __future__ import annotations
 
-__all__ = ["KeyFileError", "LevattnError", "NonFiniteError"]
+__all__ = ["CacheWarning", "KeyFileError", "LevattnError", "NonFiniteError"]
 
 
 class LevattnError(Exception):
@@ -15,3 +15,7 @@ class NonFiniteError(LevattnError, ValueError):
 
 class KeyFileError(LevattnError, ValueError):
     """A file of keys is damaged, of another kind, or does not hold what was asked for."""
+
+
+class CacheWarning(UserWarning):
+    """Compiled code cannot be kept on disk: results are the same, and each process compiles anew. Said once."""

@@ -459,9 +459,17 @@ class StreamingUniversalSet:
                 raise ValueError(f"the next row is {self._next_row}, after rows up to {last}")
             if fields["begun"]:
                 self._stream = Stream.from_parts(fields, arrays, self.epsilon, self.f)
-                if (self._stream.present > self.n).any():
-                    raise ValueError("more keys take part than there were rows")
+                self._require_rows(self._stream)
         return self
+
+    def _require_rows(self, stream: Stream) -> None:
+        """Raise ValueError if a stream has seen other rows than this state."""
+        summed = stream.blocks * BLOCK + stream.tail.count
+        if max(summed, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:
+            raise ValueError("more keys take part than there were rows")
+        for numbers in (stream.tail.beside[0], *(held.indices for held in stream.held)):
+            if ((numbers < 0) | (numbers >= self._next_row)).any():
+                raise ValueError("a key is held that has the number of no row")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to a file, which appears complete or not at all.
@@ -518,7 +526,11 @@ def _check(f: AttentionFunction | Softmax, epsilon: float) -> list[Any]:
 
 
 def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the spans of row numbers with one more, or raise if it overlaps one that is there."""
+    """Return the spans of row numbers with one more, or raise if it overlaps one that is there, or ends too late."""
+    if new[1] >= _MOST_ROWS:
+        raise ValueError(
+            f"rows {new[0]} to {new[1] - 1} come; expected numbers below 2**62. Begin at another row_start="
+        )
     out: list[tuple[int, int]] = []
     for start, stop in sorted([*spans, new]):
         if out and start < out[-1][1]:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typer.testing import CliRunner, Result  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn import cli, plots  # noqa: E402
+from levattn._bytes import pack  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
 from levattn.cli.function import ALLOWED, parse_function  # noqa: E402
 from levattn.cli.output import of_system  # noqa: E402
@@ -424,6 +426,47 @@ def test_bad_files_fail_in_one_line_and_leave_nothing(tmp_path: Path, keys: Arra
         outputs = ("-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
         assert reason in refused("universal-set", tmp_path / name, "--epsilon", "0.1", "--json", *outputs)
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, keys: Array) -> None:
+    control = "\x1b]0;title\x07\x1b[2J\x9b2J\x7f\u202e"
+    shown = r"\x1b]0;title\x07\x1b[2J\x9b2J\x7f\u202e"
+    header = f"{{'descr': '{control[:-1]}', 'fortran_order': False, 'shape': (1, 1)}}".encode("latin-1")
+    named, inside, good = (tmp_path / f"{name}.npy" for name in (control, "inside", "good"))
+    inside.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    np.save(good, keys)
+    checkpoint = tmp_path / f"{control}.bin"
+    checkpoint.write_bytes(pack(control, 1, {}, {}))
+    set_of = ("universal-set", "--epsilon", "0.1")
+    for arguments in (
+        (*set_of, named),
+        (*set_of, inside),
+        (*set_of, good, "--output", tmp_path / control / "a.npz"),
+        (*set_of, good, "--checkpoint", checkpoint),
+        ("prune-report", tmp_path / control, "--text", good),
+    ):
+        line = refused(*arguments)
+        assert line[:-1].isprintable()
+        assert shown[:-6] in line
+    for arguments in (("universal-set", good, f"--{control}"), (control,), (*set_of, good, "--function", control)):
+        line = refused(*arguments, status=2)
+        assert line[:-1].isprintable()
+        assert "title" in line
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_warning_of_levattn_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = levattn.open_keys
+
+    def warn(*arguments: Any, **options: Any) -> Any:
+        warnings.warn("compiled code\ncannot be \x1bkept", levattn.CacheWarning, stacklevel=1)
+        warnings.warn("another", UserWarning, stacklevel=1)
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(levattn, "open_keys", warn)
+    with pytest.warns(UserWarning, match="another"):
+        result = run("universal-set", file, "--epsilon", "0.1")
+    assert (result.exit_code, result.stderr) == (0, "levattn: compiled code cannot be \\x1bkept\n")
 
 
 def test_folders_and_several_files_are_one(tmp_path: Path, keys: Array) -> None:

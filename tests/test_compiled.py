@@ -1,14 +1,25 @@
-"""The cache of compiled code: used again while the sources of the kernels are as they were, and only then."""
+"""The cache of compiled code: used again while the sources of the kernels are as they were, and only then.
+
+And where it cannot be written or is damaged, code is compiled anew and does the same.
+"""
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import numba.core.caching
+import pytest
 
 import levattn
+from levattn._kernels import _cpu_cache, _cpu_jit
 
 CALL = """
 import numpy as np
@@ -38,3 +49,113 @@ def test_code_is_compiled_again_when_another_file_of_the_kernels_changes(tmp_pat
         stream.write("# changed\n")
     assert hits_and_misses(tmp_path) == "0 1"
     assert hits_and_misses(tmp_path) == "1 0"
+
+
+# -- a cache that is missing, full or damaged: of a small function, in this process -------------------
+
+FUNCTION = "def twice(x):\n    return x + x\n"
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Give what returns the function anew, as another process would have it, with a cache in tmp_path / "cache"."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "source.py"
+    source.write_text(FUNCTION)
+
+    def new() -> Any:
+        spec = importlib.util.spec_from_file_location("source", source)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return _cpu_jit.jit(module.twice)
+
+    _cpu_jit._say_uncached.cache_clear()
+    yield new
+    _cpu_jit._say_uncached.cache_clear()
+
+
+def was_cached(function: Any, x: Any = 3) -> bool:
+    """Call the function, check what it does, and tell whether its code came from the cache."""
+    assert function(x) == 2 * x
+    hits, misses = sum(function.stats.cache_hits.values()), sum(function.stats.cache_misses.values())
+    assert hits + misses == 1
+    return hits == 1
+
+
+def test_code_is_compiled_without_a_cache_where_no_folder_can_be_written(
+    compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    with pytest.warns(levattn.CacheWarning, match=r"no folder can be written.*NUMBA_CACHE_DIR"):
+        first = compiled()
+    assert not was_cached(first)
+    assert not was_cached(compiled())  # said once: a second warning would be an error here
+
+
+def test_code_is_compiled_without_a_cache_where_numba_keeps_it_in_another_way(
+    compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(numba.core.caching.Cache, "__init__")  # which then takes no function
+    with pytest.warns(levattn.CacheWarning, match=r"Numba [0-9.a-z+]+ keeps it in a way"):
+        assert not was_cached(compiled())
+
+
+def test_a_file_in_place_of_the_folder_is_no_folder(compiled: Callable[[], Any], tmp_path: Path) -> None:
+    assert not was_cached(compiled())
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("")
+    assert not was_cached(compiled())  # Numba takes the folder of the source
+    assert was_cached(compiled())
+
+
+@pytest.mark.parametrize("name", ["_save_index", "_save_data"])
+def test_code_runs_where_there_is_no_room_for_it(
+    compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_cpu_cache._Files, name, full)
+        with pytest.warns(levattn.CacheWarning, match=r"No space left"):
+            assert not was_cached(compiled())
+        assert not was_cached(compiled())
+    assert not was_cached(compiled())
+    assert was_cached(compiled())
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "one-byte": lambda data: data[:1],
+    "half": lambda data: data[: len(data) // 2],
+    "last-byte": lambda data: data[:-1],
+    "garbage": lambda data: b"\xff" * len(data),
+    "another-pickle": lambda _: b"N.",
+    "zeros-in-the-middle": lambda data: data[: len(data) // 3] + bytes(len(data) // 3) + data[len(data) // 3 * 2 :],
+    "one-bit": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_a_damaged_file_is_written_anew(compiled: Callable[[], Any], tmp_path: Path, suffix: str, damage: str) -> None:
+    assert not was_cached(compiled())
+    assert was_cached(compiled())
+    (file,) = (tmp_path / "cache").rglob(f"*{suffix}")
+    file.write_bytes(DAMAGE[damage](file.read_bytes()))
+    assert not was_cached(compiled())
+    assert was_cached(compiled())
+
+
+def test_code_that_another_process_put_in_its_place_is_not_run(compiled: Callable[[], Any], tmp_path: Path) -> None:
+    # two processes that find an empty index give their code, for arguments of other types, the same number
+    whole, floats = compiled(), compiled()
+    assert not was_cached(whole, 3)
+    assert not was_cached(floats, 0.75)
+    first, second = sorted((tmp_path / "cache").rglob("*.nbc"))
+    second.write_bytes(first.read_bytes())
+    assert {was_cached(compiled(), 3), was_cached(compiled(), 0.75)} == {False, True}
+    assert was_cached(compiled(), 3)
+    assert was_cached(compiled(), 0.75)

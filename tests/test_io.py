@@ -804,15 +804,76 @@ def test_truncated_anywhere(tmp_path: Path, kind: str) -> None:
 
 
 def npy_of(header: str) -> bytes:
-    text = header.encode()
+    return npy_of_bytes(header.encode())
+
+
+def npy_of_bytes(text: bytes) -> bytes:
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 
-@pytest.mark.parametrize("shape", [(2**25, 0), (0, 2**25), (2**25, 0, 4), (10**18, 0, 10**18)])
+NO_NUMBERS = [
+    *((2**25, 0), (0, 2**25), (2**25, 0, 4), (10**18, 0, 10**18)),
+    *((2**24, 0, 1), (2**12, 2**12, 0, 1), (0, 2**13, 2**14), (0, 2**20), (2**10, 0, 2**10), (0, 5, 2**14)),
+    *((2, 2**24, 0), (2**62,) * 60 + (0, 1), (0,) * 60 + (2**62, 2**62)),
+]
+
+
+@pytest.mark.parametrize("shape", NO_NUMBERS, ids=lambda shape: "x".join(map(str, shape[-4:])))
 def test_many_rows_of_nothing(tmp_path: Path, shape: tuple[int, ...]) -> None:
     (tmp_path / "a.npy").write_bytes(npy_of(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}"))
     with pytest.raises(KeyFileError, match=r"has shape \(.*\), but holds no number"):
         open_keys(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("shape", [(2**16, 0, 4), (32, 32, 0, 128), (0, 8, 4096, 128), (0, 4096), (2**24, 0)])
+def test_few_rows_of_nothing(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    np.save(tmp_path / "a.npy", np.empty(shape))
+    assert open_keys(tmp_path / "a.npy").shape == shape
+
+
+CONTROL = "\x1b]0;title\x07\x1b[31mred\x9b2J\x08\r\n\x7f\u202e\u2066\x00\x85\u2028"
+
+
+def test_control_characters_of_files_are_written_out(tmp_path: Path) -> None:
+    folder = tmp_path / CONTROL.replace("\x00", "")
+    folder.mkdir()
+    text = CONTROL.encode("latin-1", "replace").decode("latin-1")
+    (folder / "dtype.npy").write_bytes(
+        npy_of_bytes(f"{{'descr': '{text}', 'fortran_order': False, 'shape': (1, 1)}}".encode("latin-1"))
+    )
+    write("zarr", folder, some_keys())
+    edit_json(folder / "keys.zarr" / "zarr.json", lambda node: node.update(data_type={"name": CONTROL}))
+    write("zarr", folder, some_keys(), "text")
+    edit_json(folder / "text.zarr" / "zarr.json", lambda node: node.update(data_type=CONTROL))
+    kind = pa.struct([(CONTROL.replace("\x00", ""), pa.float32())])
+    parquet.write_table(pa.table({"K": pa.array([None], kind)}), folder / "struct.parquet")
+    column = {CONTROL.replace("\x00", ""): pa.array([1.0])}
+    parquet.write_table(pa.table(column), folder / "column.parquet")
+    safetensors_numpy.save_file({CONTROL: np.zeros((2, 2)), "K": np.zeros((2, 2))}, folder / "names.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {CONTROL: f"{CONTROL}.safetensors"}})
+    )
+    (folder / f"other.{CONTROL[:9]}").write_bytes(b"")
+    asked: list[tuple[str, str | None]] = [
+        *((name, tensor) for name in ("struct.parquet", "column.parquet") for tensor in (None, "K", CONTROL)),
+        *((name, None) for name in ("dtype.npy", "keys.zarr", "text.zarr", "names.safetensors", "nothing.npy", "")),
+        *(("model.safetensors.index.json", tensor) for tensor in (None, CONTROL, "K")),
+        *(("names.safetensors", tensor) for tensor in (f"{CONTROL}-", "L")),
+        (f"other.{CONTROL[:9]}", None),
+    ]
+    for name, tensor in asked:
+        with pytest.raises((KeyFileError, FileNotFoundError)) as caught:
+            open_keys(folder / name, tensor=tensor)
+        assert str(caught.value).isprintable(), name
+        assert r"\x1b[31mred\x9b2J" in str(caught.value)
+
+
+def test_what_a_message_quotes_is_bounded(tmp_path: Path) -> None:
+    write("zarr", tmp_path, some_keys())
+    edit_json(tmp_path / "keys.zarr" / "zarr.json", lambda node: node.update(data_type="x" * 10**6))
+    with pytest.raises(KeyFileError, match=r"has dtype x+\.\.\.; convert it") as caught:
+        open_keys(tmp_path / "keys.zarr")
+    assert len(str(caught.value)) < 5000
 
 
 def test_more_axes_than_arrays_have(tmp_path: Path) -> None:

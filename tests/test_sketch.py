@@ -550,7 +550,7 @@ def test_headers_that_cannot_be_read_are_refused(header: bytes) -> None:
 
 
 def test_other_kinds_and_versions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^data holds a Moments; expected a SketchedRows"):
+    with pytest.raises(ValueError, match=r"^data holds a 'Moments'; expected a SketchedRows"):
         SketchedRows.from_bytes(pack("Moments", 1, {}, {}))
     with pytest.raises(ValueError, match=r"^data is of version 2, which this levattn cannot read; expected 1"):
         SketchedRows.from_bytes(pack("SketchedRows", 2, {}, {}))

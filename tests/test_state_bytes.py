@@ -27,15 +27,34 @@ from hypothesis import strategies as st
 
 import levattn
 from levattn import StreamingUniversalSet
+from levattn._bytes import MOST_ROWS
 from levattn._kernels import BLOCK
+from levattn._running import RunningBlocks
+from levattn.sketch import OSNAP, SRHT, CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState, TokenState
 from strategies import STORAGE, Float, examples, stores
 
-State = StreamingUniversalSet | Moments | SoftmaxState | TokenState
+State = StreamingUniversalSet | Moments | SketchedRows | SoftmaxState | TokenState
 
 MUTATIONS = 100_000  # that break the checksum
 SEALED = 10_000  # under a checksum made anew
-NUMBERS = ["0", "1", "2", "5", "-1", "3", "1e9", "0.5", "1e-300", str(2**31), str(2**62), str(2**63), "9" * 40, "-0.0"]
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "5",
+    "-1",
+    "3",
+    "1e9",
+    "0.5",
+    "1e-300",
+    str(2**31),
+    str(2**53),
+    str(2**62),
+    str(2**63),
+    "9" * 40,
+    "-0.0",
+]
 WORDS = ["null", "true", "[]", "{}", '""', '"x"', "NaN", "-Infinity", "[[[[", "[1,2,3]"]
 DAMAGE = b"\x00", b"\xff\xff\xff\xff", b"[[[[", b'"', b"}", b"\x80", b"null", b"1e999"
 
@@ -60,6 +79,7 @@ STATES: dict[str, Callable[[], State]] = {
     "batch-payload": lambda: one(gaussian(6).reshape(2, 3, 2), row_start=5, payload=np.ones((2, 3), np.float32)),
     "no-matrices": lambda: one(np.ones((0, 3, 2))),
     "blocks": lambda: one(gaussian(2 * BLOCK + 3)),
+    "limits": lambda: one(gaussian(BLOCK + 1), 1e-30),
     "wide": lambda: one(ill_conditioned(BLOCK + 2)),
     "merged": lambda: one(gaussian(3)).merge(one(gaussian(2))),
     "float32": lambda: one(gaussian(BLOCK + 2).astype(np.float32)),
@@ -84,8 +104,16 @@ STATES: dict[str, Callable[[], State]] = {
     "softmax-batch": lambda: SoftmaxState(2, 2, (3,)).update(
         gaussian(6).reshape(3, 2, 2), gaussian(6).reshape(3, 2, 2)
     ),
+    "sketch": lambda: SketchedRows(Sketch(CountSketch(4), 7), 2).update(gaussian(5)),
+    "sketch-osnap": lambda: SketchedRows(Sketch(OSNAP(6, 2)), 2, (2,)).update(gaussian(6).reshape(2, 3, 2), 2**40),
+    "sketch-srht": lambda: SketchedRows(Sketch(SRHT(4, 8), 2**60), 2).update(gaussian(9)),
 }
-KINDS: dict[str, type[State]] = {"moments": Moments, "softmax": SoftmaxState, "tokens": TokenState}
+KINDS: dict[str, type[State]] = {
+    "moments": Moments,
+    "sketch": SketchedRows,
+    "softmax": SoftmaxState,
+    "tokens": TokenState,
+}
 
 
 @cache
@@ -374,6 +402,13 @@ def test_the_seal_of_these_tests_is_that_of_the_library() -> None:
 
 
 HUGE = 2**60
+
+
+def rows_up_to(rows: int) -> dict[str, Any]:
+    """The fields of a stream of so many rows and three."""
+    return {"spans": [[0, rows + 3]], "next_row": rows + 3}
+
+
 BAD_FIELDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "epsilon": [("few-rows", {"epsilon": value}) for value in (0, 2, -1, None, "0.5", True, [0.5])],
     "f": [
@@ -405,6 +440,22 @@ BAD_FIELDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         )
     ],
     "next-row": [("few-rows", {"next_row": value}) for value in (-1, 0, 2, 10**30, 3.0, None)],
+    "merged": [("block", {"merged": value}) for value in (-1, BLOCK + 3, 2**53, HUGE, 1.0, None)],
+    "more-blocks": [
+        *(("block", {"blocks": value}) for value in (2, 2**42, 2**52, 2**53, 2**63)),
+        *(("block", {"blocks": rows // BLOCK} | rows_up_to(rows)) for rows in (2**54, 2**61)),
+    ],
+    "sketch": [
+        ("sketch", change)
+        for change in (
+            *({"d": value} for value in (0, 3, 2**40, HUGE, 10**30, 2.0, None)),
+            *({"batch": value} for value in ([2], [0], [2**40], [HUGE, HUGE], [-1], 1, None)),
+            *({"parameters": {"size": value}} for value in (0, 5, 2**31 - 1, HUGE, 10**30, None)),
+            *({"next_row": value} for value in (-1, 2**62 + 1, 10**30, 1.0, None)),
+            *({"count": value} for value in (-1, 2**62 + 1, 10**30, None)),
+            *({"seed": value} for value in (-1, 2**64, "1", 0.5)),
+        )
+    ],
     "no-such-fields": [("few-rows", {"begun": True, "format": None}), ("empty", {"begun": True})],
     "moments": [
         ("moments", change)
@@ -414,6 +465,31 @@ BAD_FIELDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         )
     ],
 }
+
+
+def test_states_of_very_many_rows_go_on() -> None:
+    most = MOST_ROWS // 4
+    counted = {"blocks": most // BLOCK, "merged": most} | rows_up_to(most)
+    state = StreamingUniversalSet.from_bytes(crafted("block", **counted))
+    use(state)
+    assert state.n == most + 3 + BLOCK + 3
+    for name in ("moments", "moments-diagonal"):
+        moments = Moments.from_bytes(crafted(name, {"count": np.array(most)}))
+        use(moments.merge(moments))
+        assert moments.count == 2 * most + 3
+    sketched = SketchedRows.from_bytes(crafted("sketch", next_row=2**62 - 1))
+    use(sketched)
+    assert sketched.next_row == 2**62
+
+
+def test_rows_end_where_their_numbers_do() -> None:
+    state = StreamingUniversalSet(0.5, row_start=2**62 - 4).update(gaussian(3))
+    saved_before = state.to_bytes()
+    assert StreamingUniversalSet.from_bytes(saved_before).to_bytes() == saved_before
+    for call in (state.update, lambda K: state.merge(one(K, row_start=2**62 - 1))):
+        with pytest.raises(ValueError, match=r"rows 4611686018427387903 to \d+ come; expected numbers below 2\*\*62"):
+            call(gaussian(1))
+        assert state.to_bytes() == saved_before
 
 
 def refused_lean(kind: type[State], data: bytes) -> None:
@@ -500,6 +576,13 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("blocks", {"counts": np.array([HUGE])}),
         ("batch-payload", {"counts": np.array([1, -1])}),
         ("moments", {"count": np.array(-1)}),
+        *(("moments", {"count": np.array(value)}) for value in (-(2**63), MOST_ROWS + 1, 2**62, 2**63 - 1)),
+        ("moments-diagonal", {"count": np.array(2**63 - 1)}),
+        ("tokens", {"tokens.count": np.array([1, 2**63 - 1, 2])}),
+        ("blocks", {"limits": np.array([-1])}),
+        ("blocks", {"present": np.array([2 * BLOCK + 4])}),
+        *(("merged", {"held.indices": np.array([0, value])}) for value in (-1, 5, 2**62, 2**63 - 1)),
+        *(("blocks", {"tail.beside0": np.array([[0, 1, value]])}) for value in (-1, 2 * BLOCK + 3, 2**63 - 1)),
         ("moments-diagonal", {"count": np.array(-1)}),
     ],
     "numbers": [
@@ -507,7 +590,16 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("blocks", {"settled": np.full((1, 2), np.nan)}),
         ("blocks", {"tail.keys": np.full((1, 3, 2), -np.inf)}),
         ("float16", {"tail.keys": np.full((1, 5, 2), 0x7C00, np.uint16)}),
-        ("blocks", {"exponents": np.full((1, 2), 2**31 - 1, np.int32)}),
+        *(
+            (name, {array: np.array([[0, value]], np.int32)})
+            for name, array in (
+                ("blocks", "exponents"),
+                ("blocks", "frozen.exponents"),
+                ("block", "group1.exponents"),
+                ("block", "frozen0.exponents"),
+            )
+            for value in (2**31 - 1, -(2**31), 1025, -1025)
+        ),
         ("moments", {"tail": np.full((1, 3, 2), np.nan)}),
         ("moments", {"weight": np.full(1, -1.0)}),
         ("moments-diagonal", {"total": np.full((1, 2), -1.0)}),
@@ -645,6 +737,18 @@ def resealed(data: bytes, chance: random.Random) -> bytes:
     return sealed(bytes(header), bytes(body))
 
 
+def grow(state: StreamingUniversalSet, n: int) -> None:
+    """Add rows like those that the state holds, and then those of another state."""
+    stream = state._stream
+    if stream is None or stream.format == "bfloat16" or state._next_row > 2**61:
+        return
+    K = np.ones((*stream.batch, n, stream.d), stream.format)
+    beside = [np.zeros((*stream.batch, n, *like.shape[2:]), like.dtype) for like in stream.beside]
+    state.update(K, payload=beside[0] if beside else None)
+    other = StreamingUniversalSet(state.epsilon, f=state.f, row_start=state._next_row if state._placed else None)
+    state.merge(other.update(K[..., :3, :], payload=beside[0][..., :3] if beside and beside[0].ndim < 3 else None))
+
+
 def use(state: State) -> None:
     """Read the state and add to it; its numbers may be nonsense, so what is read may be."""
     if isinstance(state, Moments):
@@ -654,10 +758,19 @@ def use(state: State) -> None:
         for part in (state.norms, state.tokens):
             if part is not None:
                 use(part)
+    elif isinstance(state, SketchedRows):
+        if state.next_row < 2**62:  # no further row has a number there
+            state.update(np.ones((*state.batch, 1, state.d)))
+        state.merge(SketchedRows.from_bytes(state.to_bytes())).read()
     elif isinstance(state, SoftmaxState):
         with np.errstate(all="ignore"):
             state.update(np.ones((*state.batch, 3, state.latents)), np.ones((*state.batch, 3, state.d))).read()
     else:
+        if state._stream is not None:
+            state.result()
+            grow(state, BLOCK if isinstance(state._stream.running, RunningBlocks) else 3)
+        else:
+            state.update(gaussian(3))
         state.result()
     assert type(state).from_bytes(state.to_bytes()).to_bytes() == state.to_bytes()
 

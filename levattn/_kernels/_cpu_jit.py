@@ -6,12 +6,16 @@ No fast-math: NaN and infinity carry meaning here, and the order of every sum is
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
 import numba
+
+from levattn.exceptions import CacheWarning
 
 __all__ = [
     "FULL_ROWS",
@@ -38,18 +42,40 @@ _SOURCES = _sources()
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk.
+    """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk, if that can be.
 
     Numba takes cached code for current as long as the function's own file is, but code holds what the function calls
     and the constants that it reads, wherever they stand. So it is stamped with the sources of all kernels.
     """
-    compiled: Any = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    # no public way leads there; without compiler or cache there is nothing to stamp
-    cached: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if hasattr(cached, "_source_stamp"):
-        cached._source_stamp = (cached._source_stamp, _SOURCES)
-    kernel: Callable[..., Any] = compiled
-    return kernel
+    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    if hasattr(kernel, "_cache"):  # not without a compiler
+        kernel._cache = _cache_of(function) or kernel._cache
+    compiled: Callable[..., Any] = kernel
+    return compiled
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    """Return the cache of a function, or None where there can be none."""
+    try:
+        from levattn._kernels._cpu_cache import KernelCache
+
+        return KernelCache(function, _SOURCES, _say_uncached)
+    except (ImportError, AttributeError, TypeError):  # of a Numba that keeps its files in another way
+        _say_uncached(f"Numba {numba.__version__} keeps it in a way that is not known here")
+    except RuntimeError:  # of Numba, where it finds no folder
+        _say_uncached("no folder can be written")
+    return None
+
+
+@cache
+def _say_uncached(reason: str) -> None:
+    """Warn, once for each reason, that the next process will compile anew."""
+    warnings.warn(
+        f"compiled code cannot be kept ({reason}), so that each process compiles anew what it calls; set "
+        "NUMBA_CACHE_DIR to a folder that can be written and has room",
+        CacheWarning,
+        stacklevel=2,
+    )
 
 
 def _wide() -> bool:

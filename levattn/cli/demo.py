@@ -13,6 +13,7 @@ import numpy.typing as npt
 import levattn
 from levattn.cli.output import VACUOUS, check_folder, check_target, fail, new_console, new_table, print_json
 from levattn.io import replace_file
+from levattn.io._common import printable
 
 __all__ = ["DEMO_EPSILON", "run"]
 
@@ -214,7 +215,10 @@ def _print_demo(reports: list[_HeadReport], summary: dict[str, Any], epsilon: fl
     console = new_console()
     console.print(table)
     console.print()
-    for sentence in (*_sentences(summary, epsilon, reports[0].n), f"pictures: {', '.join(map(str, files))}"):
+    for sentence in (
+        *_sentences(summary, epsilon, reports[0].n),
+        f"pictures: {printable(', '.join(map(str, files)))}",
+    ):
         console.print(sentence, soft_wrap=not console.is_terminal)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import levattn
+from levattn.io._common import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +31,7 @@ __all__ = [
     "new_table",
     "of_system",
     "print_json",
+    "report",
 ]
 
 # Exit status, beside 0 and 1. The last two are those of a program that signals end: 128 and the signal's number.
@@ -52,8 +54,13 @@ _REMEDIES = dict.fromkeys(NO_SPACE, "no space left on the disk; free some, or wr
 
 def fail(message: str, status: int = 1) -> NoReturn:
     """End the program with a status and one line that says why."""
-    sys.stderr.write(f"levattn: {' '.join(message.split())}\n")
+    report(message)
     sys.exit(status)
+
+
+def report(message: str) -> None:
+    """Write one line on standard error."""
+    sys.stderr.write(f"levattn: {printable(' '.join(message.split()))}\n")
 
 
 def of_system(error: OSError) -> str:

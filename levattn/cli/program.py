@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperCommand, TyperGroup
 
 import levattn
-from levattn.cli.output import CLOSED, INTERRUPTED, NO_SPACE, WRONG_COMMAND_LINE, fail, of_system
+from levattn.cli.output import CLOSED, INTERRUPTED, NO_SPACE, WRONG_COMMAND_LINE, fail, of_system, report
 
 __all__ = ["Command", "new_app"]
 
@@ -75,7 +76,7 @@ class _Program(TyperGroup):
         if not alone:
             return super().main(*args, **extra)
         try:
-            with _errors_in_one_line():
+            with _errors_in_one_line(), _warnings_in_one_line():
                 status = super().main(*args, **extra)
         except _UsageError as error:
             message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
@@ -147,6 +148,22 @@ def _errors_in_one_line() -> Iterator[None]:
         fail(of_system(error))
     except (ValueError, ImportError) as error:
         fail(str(error))
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Show the warnings that are levattn's own as the program says what it has to say; others as Python does."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def in_one_line(message: Any, category: Any, *others: Any, **more: Any) -> None:
+            if issubclass(category, levattn.CacheWarning):
+                report(str(message))
+            else:
+                show(message, category, *others, **more)
+
+        warnings.showwarning = in_one_line
+        yield
 
 
 def _forget_output() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import mmap
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,8 +19,11 @@ from levattn.exceptions import KeyFileError
 
 _NAMES_SHOWN = 30
 _LONGEST_DETAIL = 300  # an error may quote all of the file
+_LONGEST_PROBLEM = 4000  # and so may a name in it
 _MOST_AXES = 64  # of a numpy array
-_MOST_EMPTY_ROWS = 2**24
+# Of arrays without numbers: their matrices, the rows of all these, and the entries of their second moments. That is a
+# second or two, and half a gigabyte.
+_MOST_EMPTY = 2**16, 2**24, 2**26
 
 # Given rows start and stop, returns an array (..., stop - start, d), which nothing overwrites later.
 ReadRows = Callable[[int, int], npt.NDArray[Any]]
@@ -38,8 +42,19 @@ class Opened(NamedTuple):
 Format = Callable[[Path, str | None], AbstractContextManager[Opened]]
 
 
+def printable(text: str) -> str:
+    """Return text with what a terminal would act upon, or hide, written as Python writes it in a string."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def refusal(path: Path, problem: str, remedy: str) -> KeyFileError:
-    return KeyFileError(f"{path}: {problem}; {remedy}")
+    if len(problem) > _LONGEST_PROBLEM:
+        problem = problem[:_LONGEST_PROBLEM] + "..."
+    return KeyFileError(printable(f"{path}: {problem}; {remedy}"))
+
+
+def missing_file(path: Path, problem: str, remedy: str) -> FileNotFoundError:
+    return FileNotFoundError(printable(f"{path}: {problem}; {remedy}"))
 
 
 def damaged(path: Path, what: str, detail: object) -> KeyFileError:
@@ -63,7 +78,7 @@ def refusing(path: Path, errors: type[Exception] | tuple[type[Exception], ...]) 
 
 
 def missing_package(what: object, package: str) -> ImportError:
-    return ImportError(f'reading {what} needs {package}: pip install "levattn[io]"')
+    return ImportError(printable(f'reading {what} needs {package}: pip install "levattn[io]"'))
 
 
 def check_shape(path: Path, opened: Opened) -> None:
@@ -71,11 +86,19 @@ def check_shape(path: Path, opened: Opened) -> None:
     if not 2 <= len(opened.shape) <= _MOST_AXES:
         shape = opened.shape if len(opened.shape) < 2 else f"of {len(opened.shape)} axes"
         raise refusal(path, f"{array} has shape {shape}, expected (..., n, d)", "save the keys as rows of a matrix")
-    # The size of a file says nothing of rows without numbers, and going through them could take for ever.
-    if math.prod(opened.shape) == 0 and max(opened.shape) > _MOST_EMPTY_ROWS:
+    # The size of a file says nothing of an array without numbers, and going through it could take for ever.
+    if math.prod(opened.shape) == 0 and any(
+        map(operator.gt, _sizes([max(length, 1) for length in opened.shape]), _MOST_EMPTY)
+    ):
         raise refusal(
             path, f"{array} has shape {opened.shape}, but holds no number", "save the keys as rows of a matrix"
         )
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, int, int]:
+    *batch, n, d = shape
+    matrices = math.prod(batch)
+    return matrices, matrices * n, matrices * d * d
 
 
 def wrong_dtype(path: Path, array: str, dtype: object, expected: str) -> KeyFileError:

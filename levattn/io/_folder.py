@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from levattn.io._common import refusal
+from levattn.io._common import missing_file, refusal
 from levattn.io._safetensors import INDEX_SUFFIX
 from levattn.io._zarr import is_store
 
@@ -17,7 +17,7 @@ _PART = re.compile(r"(.*)-[0-9]+-of-([0-9]{1,18})(\.\w+)", re.DOTALL)
 def shards_of(path: Path, suffixes: Collection[str]) -> list[Path]:
     """Return the files of keys that `path` stands for, in the order of their rows."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; check the path (it is taken relative to {Path.cwd()})")
+        raise missing_file(path, "no such file", f"check the path (it is taken relative to {Path.cwd()})")
     if not path.is_dir() or is_store(path):
         return [path]
     visible = sorted((entry for entry in path.iterdir() if not entry.name.startswith(".")), key=_natural)

@@ -16,6 +16,7 @@ from levattn.io._common import (
     choose,
     damaged,
     mapped_rows,
+    missing_file,
     missing_package,
     refusal,
     refusing,
@@ -74,7 +75,7 @@ def open_index(path: Path, tensor: str | None) -> Iterator[Opened]:
         raise damaged(path, "the index", f"tensor {name!r} is said to be in {file!r}, which is no .safetensors file")
     # Only names in the folder count, so that an index cannot lead anywhere else.
     if file not in (entry.name for entry in path.parent.iterdir()):
-        raise FileNotFoundError(f"{path}: tensor {name!r} is in {file!r}, which is not beside it; copy it there")
+        raise missing_file(path, f"tensor {name!r} is in {file!r}, which is not beside it", "copy it there")
     shard = path.parent / file
     if not shard.is_file():
         raise refusal(shard, "not a regular file", f"it should be the .safetensors file that {path} names")

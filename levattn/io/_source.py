@@ -83,7 +83,11 @@ class KeySource:
     Memory: ``chunk_rows`` rows at a time. Rows of ``.npy`` and ``.safetensors`` files are memory-mapped and read-only,
     and let go chunk by chunk; zarr stores are read by those of their own chunks that hold the rows asked for (fastest
     where `chunk_rows` is a multiple of theirs), ``.parquet`` files page by page; an array in an ``.npz`` file is read
-    whole, because a compressed member has no random access. A mapped file must not be cut while it is read.
+    whole, because a compressed member has no random access.
+
+    A ``.npy``, ``.safetensors`` or ``.parquet`` file must not be cut while it is read. Its size is looked at before
+    each chunk, but where it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
+    every mapped file. Copy a file that may be cut first; to replace it as a whole, by a rename, does no harm.
 
     Examples
     --------
@@ -179,7 +183,7 @@ class KeySource:
         -------
         numpy.ndarray, shape (..., n, d)
             A read-only memory map if the keys are in one ``.npy`` or ``.safetensors`` file in native byte order
-            (nothing is read until it is used), an array in memory otherwise.
+            (nothing is read until it is used, and the file must not be cut until then), an array in memory otherwise.
 
         Raises
         ------

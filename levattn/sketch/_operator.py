@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import as_mask, as_matrices, to_device, to_numpy
-from levattn._bytes import pack, unpack
+from levattn._bytes import as_damage, pack, shaped, unpack
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn._random import as_seed
 from levattn.exceptions import NonFiniteError
@@ -346,17 +346,14 @@ class SketchedRows:
             If they are damaged, of another kind, or of a version that is not known.
         """
         fields, arrays = unpack(data, "SketchedRows", _VERSION)
-        try:
+        with as_damage():
             distribution = FAMILIES[fields["distribution"]](**fields["parameters"])
-            state = cls(Sketch(distribution, fields["seed"]), fields["d"], fields["batch"])
+            d, batch = whole("d", fields["d"]), tuple(whole("batch", size, 0) for size in fields["batch"])
+            # before room is made for what the fields claim
+            sums = shaped(arrays["sums"], np.float64, (math.prod(batch), distribution.size, d))
+            state = cls(Sketch(distribution, fields["seed"]), d, batch)
             state.count, state.next_row = whole("count", fields["count"], 0), whole("next_row", fields["next_row"], 0)
-            sums = arrays["sums"]
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
-        if sums.dtype != np.float64 or sums.shape != state._sums.shape or not np.isfinite(sums).all():
-            raise ValueError(
-                f"data holds sums of dtype {sums.dtype} and shape {sums.shape}; expected finite float64 numbers and "
-                f"{state._sums.shape}"
-            )
-        state._sums = sums
-        return state
+            if max(state.count, state.next_row) > _ROWS:
+                raise ValueError(f"{state.count} rows were summed, before row {state.next_row}")
+            state._sums = sums
+            return state

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, as_cupy, to_numpy
-from levattn._bytes import as_damage, pack, shaped, unpack, whole
+from levattn._bytes import MOST_ROWS, as_damage, counts, pack, shaped, unpack, whole
 from levattn._kernels import Rows
 from levattn._tail import present_rows, readable
 from levattn.linalg import Factor
@@ -156,8 +156,9 @@ class Moments:
             )
         *batch, d = map(int, total.shape)
         self = cls(d, tuple(batch), diagonal=True, decay=decay)
-        if np.asarray(count).dtype.kind not in "iu" or (np.asarray(count) < 0).any():
-            raise ValueError(f"count is {count!r}; expected whole numbers of at least 0")
+        figures = np.asarray(count)
+        if figures.dtype.kind not in "iu" or ((figures < 0) | (figures > MOST_ROWS)).any():
+            raise ValueError(f"count is {count!r}; expected whole numbers of at least 0, and at most {MOST_ROWS}")
         self.count = np.array(count, np.int64)
         xp, b = array_api_compat.array_namespace(total), math.prod(batch)
         if isinstance(self._sums, RunningSums):
@@ -337,9 +338,7 @@ class Moments:
         """
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
         b = math.prod(batch)
-        count = shaped(arrays["count"], np.int64, batch)  # before room is made for what the fields claim
-        if (count < 0).any():
-            raise ValueError("a number of keys is negative")
+        count = counts(arrays["count"], batch)  # before room is made for what the fields claim
         if not isinstance(fields["diagonal"], bool):
             raise ValueError(f"diagonal is {fields['diagonal']!r}")
         decay = arrays.get("decay", np.ones(()))
@@ -348,7 +347,7 @@ class Moments:
         if fields["diagonal"] or "decay" in arrays:
             held = shaped(arrays["total"], np.float64, (b, d) if fields["diagonal"] else (b, d, d), finite=False)
             self = cls(d, batch, diagonal=fields["diagonal"], decay=shaped(decay, np.float64, decay.shape))
-            self._sums.restore(whole(fields["rows"]), held, arrays)  # type: ignore[union-attr]
+            self._sums.restore(whole(fields["rows"], most=MOST_ROWS), held, arrays)  # type: ignore[union-attr]
         else:
             sums = BlockSums.from_parts(fields, arrays, b, d)
             self = cls(d, batch)

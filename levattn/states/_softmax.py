@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import array_api_compat
@@ -16,6 +17,7 @@ from levattn.states._common import held_as, size_of
 __all__ = ["SoftmaxState"]
 
 _VERSION = 1
+_MOST_UNSEEN = 2**31  # numbers of a saved state that has seen nothing
 
 
 class SoftmaxState:
@@ -272,6 +274,8 @@ class SoftmaxState:
         with as_damage():
             latents, d = whole(fields["latents"], 1), whole(fields["d"], 1)
             batch = tuple(whole(size) for size in fields["batch"])
+            if fields["empty"] and math.prod(batch) * latents * d > _MOST_UNSEEN:
+                raise ValueError(f"no array backs {latents} latents of {d} columns in a batch {batch}")
             self = cls(latents, d, batch)
             shapes = {"m": (*batch, latents), "s": (*batch, latents), "S": (*batch, latents, d)}
             if (fields["empty"], set(arrays)) not in ((True, set()), (False, set(shapes))):
