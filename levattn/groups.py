@@ -107,22 +107,25 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     """
     matrices = as_matrices(K, "K")
     groups = as_labels(labels, matrices)
-    scores = group_scores(factorize(matrices, method="auto", mask=mask, single="no"), groups)
+    scores = group_scores(factorize(matrices, method="auto", mask=mask, single="no"), groups, numerical=True)
     return matrices.wrap(to_device(scores, matrices.data))
 
 
-def group_scores(factor: Factor, labels: Int64) -> Float64:
-    """Return the group leverage scores of factored keys, (b, g), for labels (b, n)."""
+def group_scores(factor: Factor, labels: Int64, *, numerical: bool = False) -> Float64:
+    """Return the group leverage scores of factored keys, (b, g), for labels (b, n).
+
+    Where directions below the numerical rank count, as by `Factor.scores`, they are sums of scores, which bound them.
+    """
     groups = labels.copy()
     count = int(groups.max(initial=-1)) + 1
-    tau = to_numpy(factor.exactly().scores(wide=True)[0])
+    tau = to_numpy(factor.exactly().scores(wide=True, numerical=numerical)[0])
     scores: Float64 = np.zeros((len(groups), count))
     for item in range(len(groups)):
         one = factor.item(item)
         if one.rows.mask is not None:
             groups[item, ~to_numpy(one.rows.mask)[0]] = -1
         if count:
-            scores[item] = _scores(one, groups[item], count, tau[item])
+            scores[item] = _scores(one, groups[item], count, tau[item], summed=item in factor.hidden and not numerical)
     return scores
 
 
@@ -146,8 +149,8 @@ def as_labels(labels: Any, matrices: Matrices) -> Int64:
     return np.array(found, np.int64).reshape(tuple(matrices.data.shape[:2]))
 
 
-def _scores(factor: Factor, labels: Int64, count: int, tau: Float64) -> Float64:
-    """Return the scores of the groups of one matrix, whose keys have the leverage scores `tau`."""
+def _scores(factor: Factor, labels: Int64, count: int, tau: Float64, *, summed: bool) -> Float64:
+    """Return the scores of the groups of one matrix, whose keys have the leverage scores `tau`, or sums of these."""
     order = np.argsort(labels, kind="stable")
     order = order[np.searchsorted(labels, 0, sorter=order) :]
     sizes = np.bincount(labels[order], minlength=count)
@@ -157,6 +160,8 @@ def _scores(factor: Factor, labels: Int64, count: int, tau: Float64) -> Float64:
     if len(some):
         least[some] = np.maximum.reduceat(tau[order], starts[some])
         total[some] = np.add.reduceat(tau[order], starts[some])
+    if summed:
+        return np.minimum(total, 1.0)
     rank = int(factor.rank[0])
     for size in np.unique(sizes[sizes > 1]).tolist() if rank else []:
         equal, few = np.flatnonzero(sizes == size), size < rank
@@ -339,7 +344,7 @@ def _directions(factor: Factor) -> _Directions:
     unit = np.empty((n, int(factor.rank[0])), np.float32)
     live = np.ones(n, np.bool_) if factor.rows.mask is None else to_numpy(factor.rows.mask)[0].copy()
     if factor.outside:
-        plain, counted = (to_numpy(f.scores(wide=True)[0])[0] for f in (replace(factor, outside={}), factor))
+        plain, counted = (to_numpy(f.scores(wide=True, numerical=True)[0])[0] for f in (replace(factor, outside={}), factor))
         live &= plain == counted
 
     def body(index: int) -> None:
