@@ -9,8 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import to_numpy
-from levattn._kernels import Float64, Rows, inverse_cholesky, precise_products
-from levattn._normalizers import LOWEST, PRODUCT_ERROR, Exponents, add_squares, precise_sum_error
+from levattn._kernels import Float64, Rows, inverse_cholesky
+from levattn._normalizers import (
+    LOWEST,
+    PRODUCT_ERROR,
+    Exponents,
+    add_squares,
+    nearly_exact_products,
+    precise_sum_error,
+)
 from levattn.leverage import TIE
 from levattn.linalg import UNIT, dense, factor_moments
 
@@ -29,9 +36,11 @@ class CausalChunk:
 
     rows: the first row and the one after the last.
     keys: ascending indices of the keys: those kept from before, and the chunk's own.
-    scores: (rows, keys), zero for keys after the row.
+    scores: (rows, keys and more), zero for keys after the row, and in the columns after those of the keys: of one
+        shape, products with values are summed in one order.
     normalizers: of the rows; infinite or 0 where they leave the range.
     live: whether they are not zero.
+    captured: the scores of each row, summed up.
     error: estimated relative error of a score of each row.
     alive: number of keys kept after the chunk.
     """
@@ -41,6 +50,7 @@ class CausalChunk:
     scores: Float64
     normalizers: Float64
     live: npt.NDArray[np.bool_]
+    captured: Float64
     error: Float64
     alive: int
 
@@ -121,7 +131,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         size = np.einsum("ij,ij->i", np.abs(q) @ np.abs(G), np.abs(q))[:count]
         D = before + squares[:count, len(kept) :].sum(axis=1)
         reach = np.einsum("ij,ij->i", np.abs(Q), np.maximum(np.maximum.accumulate(np.abs(K), axis=0), largest))
-        scores = squares[:count, : len(kept) + count]
+        scores = squares[:count]
         with np.errstate(divide="ignore", invalid="ignore"):
             error = (32 + chunks) * UNIT * (1 + size / D)
             product = d * UNIT * reach / np.sqrt(epsilon * D)
@@ -129,12 +139,12 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         live = D > 0
         exact = np.flatnonzero(~(error <= _SUM_ERROR) | ~(product <= PRODUCT_ERROR) | ~(D >= _LEAST))
         if len(exact):
-            Z = precise_products(Q[exact], np.vstack([held, K]))
-            Z[:, len(kept) :] *= below[exact, :count]
+            Z = nearly_exact_products(Q[exact], np.vstack([held, own]))
+            Z[:, len(kept) :] *= below[exact]
             total, shift = add_squares(np.zeros(len(exact)), np.full(len(exact), LOWEST, np.int32), Z[:, len(kept) :])
             for low in range(0, start, 16 * _CHUNK):
                 part = np.ldexp(dense(rows, low, min(low + 16 * _CHUNK, start)), -exponents)
-                total, shift = add_squares(total, shift, precise_products(Q[exact], part))
+                total, shift = add_squares(total, shift, nearly_exact_products(Q[exact], part))
             live[exact] = total > 0
             D[exact], shift = total, np.where(total > 0, shift, 0).astype(np.int32)
             powers[exact] += shift
@@ -155,9 +165,11 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
             still = _still_by_factor(rows, stop, kept_now, epsilon)
             limit = max(2 * d / epsilon, 2 * int(still.sum()) + _CHUNK)
         kept, kept_keys = kept_now[still], keys_now[still]
+        scores[~live] = 0.0
         with np.errstate(over="ignore"):
             normalizers = np.ldexp(D, 2 * powers)
-        yield CausalChunk((start, stop), kept_now, scores, normalizers, live, error + 2 * product, len(kept))
+        captured, error = scores.sum(axis=1), np.where(live, error + 2 * product, 0.0)
+        yield CausalChunk((start, stop), kept_now, scores, normalizers, live, captured, error, len(kept))
         start, chunks = stop, chunks + 1
 
 

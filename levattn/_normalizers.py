@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import pick, to_device, to_numpy
-from levattn._kernels import Float64, precise_solutions, query_norms
+from levattn._kernels import Float64, precise_products, precise_solutions, query_norms, span_kernels
 from levattn.leverage import TIE
 from levattn.linalg import UNIT, Factor
 
@@ -19,6 +19,7 @@ __all__ = [
     "PRODUCT_ERROR",
     "add_squares",
     "even_queries",
+    "nearly_exact_products",
     "normalizers_by",
     "precise_sum_error",
     "relative",
@@ -29,6 +30,7 @@ Exponents = npt.NDArray[np.int32]
 NORMALIZER_ERROR = 1e-12  # estimated rounding, relative, from which on a normalizer is computed more precisely
 PRODUCT_ERROR = TIE / 8  # the same for a product of a query and a key that makes a heavy entry
 LOWEST = -(1 << 20)  # an exponent below all
+_NOTHING = 2.0**-104  # what twice the precision does not see
 _TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
 
 
@@ -74,6 +76,16 @@ def relative(loss: Any, D: Any) -> Any:
         return xp.where(D > 0, part * (2 + part), xp.full_like(D, float("inf")))
 
 
+def nearly_exact_products(Q: Float64, K: Float64) -> Float64:
+    """Return the products of all rows of Q and K in twice the precision, and exactly 0 where they are 0."""
+    Z = precise_products(Q, K)
+    sizes = np.abs(Q) @ np.max(np.abs(K), axis=0, initial=0.0)
+    doubtful = np.nonzero((Z != 0) & (np.abs(Z) <= _NOTHING * Q.shape[1] ** 2 * sizes[:, None]))
+    if len(doubtful[0]):
+        span_kernels().mark_zeros(Q, K, *doubtful, Z)
+    return Z
+
+
 def add_squares(total: Float64, shift: Exponents, Z: Float64) -> tuple[Float64, Exponents]:
     """Add the squares of the rows of Z to sums of squares of numbers divided by 2^shift, which may be raised."""
     largest = np.max(np.abs(Z), axis=1, initial=0.0)
@@ -89,8 +101,8 @@ def precise_sum_error(total: Float64, shift: Exponents, sizes: Float64, d: int, 
     2^-104 d² of these sizes besides.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        loss = np.ldexp(2.0**-104 * d * d * sizes, -shift) * np.sqrt(n / total)
-    return np.where(total > 0, 4 * UNIT + (n**0.5 + 8) * UNIT + 2 * loss + loss**2, 0.0)
+        loss = np.ldexp(_NOTHING * d * d * sizes, -shift) * np.sqrt(n / total)
+        return np.where(total > 0, 4 * UNIT + (n**0.5 + 8) * UNIT + 2 * loss + loss**2, 0.0)
 
 
 def _inverse(C: Float64) -> Float64:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, to_float64, to_numpy
-from levattn._kernels import BLOCK, Float64, Rows, kernels_for, precise_products
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn._moments import MomentSum, check_finite, refuse_nonfinite
-from levattn._normalizers import PRODUCT_ERROR, even_queries, normalizers_by
+from levattn._normalizers import PRODUCT_ERROR, even_queries, nearly_exact_products, normalizers_by
 from levattn._stream import HeldKeys
 from levattn._tail import in_main_memory, payload_of
 from levattn.exceptions import NonFiniteError
@@ -290,7 +290,7 @@ class CausalUniversalSet:
             product = np.where(total > 0, d * UNIT * size / np.sqrt(self.epsilon * total), np.inf)
         precise = np.flatnonzero(~(product <= PRODUCT_ERROR) | ~(loss <= TIE / 8 * np.sqrt(total)))
         if len(precise):  # in units in which squares neither vanish nor overflow
-            Z[precise] = precise_products(even[precise], keys)
+            Z[precise] = nearly_exact_products(even[precise], keys)
             largest = np.maximum(np.max(np.abs(Z[precise]), axis=1, initial=0.0), np.sqrt(D[precise]))
             shift = np.where(largest > 0, np.frexp(largest)[1], 0).astype(np.int32)
             Z[precise] = np.ldexp(Z[precise], -shift[:, None])

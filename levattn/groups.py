@@ -344,7 +344,8 @@ def _directions(factor: Factor) -> _Directions:
     unit = np.empty((n, int(factor.rank[0])), np.float32)
     live = np.ones(n, np.bool_) if factor.rows.mask is None else to_numpy(factor.rows.mask)[0].copy()
     if factor.outside:
-        plain, counted = (to_numpy(f.scores(wide=True, numerical=True)[0])[0] for f in (replace(factor, outside={}), factor))
+        factors = (replace(factor, outside={}), factor)
+        plain, counted = (to_numpy(f.scores(wide=True, numerical=True)[0])[0] for f in factors)
         live &= plain == counted
 
     def body(index: int) -> None:

@@ -31,6 +31,7 @@ from levattn._normalizers import (
     PRODUCT_ERROR,
     add_squares,
     even_queries,
+    nearly_exact_products,
     normalizers_by,
     precise_sum_error,
     relative,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 
 BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
+_FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 _SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
 
 
@@ -106,6 +108,20 @@ class HeavyAttention:
         array of float64, shape (m,)
         """
         return self._figures.of_queries[0]
+
+    @property
+    def error(self) -> Float64:
+        """Estimated relative error of the normalizer and of the scores of each query.
+
+        It is above 1e-9 only for queries all but orthogonal to the keys, or keys of a condition number above 10¹¹. A
+        score within four times this error of ε counts as at least ε, and is among the entries. Infinite where float64
+        does not tell the normalizer from 0.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return to_numpy(self._figures.error)
 
     @property
     def captured_mass(self) -> Float64:
@@ -190,12 +206,12 @@ class HeavyAttention:
             raise NonFiniteError(
                 f"V holds NaN or infinity, first in rows {bad}; expected finite values for every key that takes part"
             )
+        if isinstance(self._products, _Causal):
+            output, bound = self._causal_output(self._products, everything, compensate is not None)
+            return values.give_back(output), bound
         power = int(np.frexp(largest)[1])  # taken out of the values, so that squares stay in range
         scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -np.clip(power, -1020, 1020))))
-        if isinstance(self._products, _Causal):
-            output, bound, error = self._causal_output(self._products, scaled, compensate is not None)
-        else:
-            output, bound, error = self._output(self._products, values, scaled, compensate is not None)
+        output, bound, error = self._output(self._products, values, scaled, compensate is not None)
         rounding = (error + 16 * UNIT * values.d) * _largest_norm(scaled)
         xp = array_api_compat.array_namespace(output)
         with np.errstate(over="ignore"):
@@ -225,37 +241,79 @@ class HeavyAttention:
         variance = _variance(e, r, residual - error, light.count)
         return output, xp.minimum(r * light.spread, xp.sqrt(variance) * light.centred_norm), error
 
-    def _causal_output(self, causal: _Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64, Float64]:
-        """Do the same chunk by chunk; what is left out, and so its mean, is the same for all rows of a chunk.
+    def _causal_output(self, causal: _Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64]:
+        """Return the output and its bound chunk by chunk; what is left out lies before the chunk.
 
-        The keys left out are some of all keys, so that the bounds of all hold for them. About their own mean they are
-        no wider, in the 2-norm, than about that of all, and no value is farther from it than from that of all and
-        then on to it.
+        So the bounds are of the values before it. About their own mean those left out are no wider, in the 2-norm,
+        than all before the chunk are about theirs.
         """
-        everything = _Light.of(values)
         m, d = len(self.normalizers), values.shape[2]
-        output, error, bound = np.empty((m, d)), np.empty(m), np.empty(m)
-        before, count = np.zeros(d), 0  # of the keys before the chunk
+        output, bound, before = np.empty((m, d)), np.empty(m), _Before(d)
         for chunk in causal.chunks():
             part = slice(*chunk.rows)
             here = dense(values, *chunk.rows)
             kept = chunk.keys[chunk.keys < chunk.rows[0]]
-            chosen = np.vstack([dense(_rows(values, kept), 0, len(kept)), here])
-            output[part] = chunk.scores @ chosen
-            error[part] = np.where(chunk.live, np.minimum(chunk.error, 2.0) + 16 * UNIT * len(chosen), 0.0)
-            r = np.where(chunk.live, self.residual_mass[part] + error[part], 0.0)
-            if compensate:
-                left = count - int(causal.present[kept].sum())
-                mean = (before - chosen[: len(kept)].sum(axis=0)) / max(left, 1)
-                output[part] += self.residual_mass[part, None] * mean
-                variance = _variance(causal.epsilon, r, self.residual_mass[part] - error[part], left)
-                spread = everything.spread + float(np.linalg.norm(mean - everything.mean))
-                bound[part] = np.minimum(r * spread, np.sqrt(variance) * everything.centred_norm)
-            else:
-                bound[part] = np.minimum(r * everything.largest, np.sqrt(causal.epsilon * r) * everything.norm)
-            before += here.sum(axis=0)
-            count += int(causal.present[part].sum())
-        return output, bound, error
+            chosen = dense(_rows(values, kept), 0, len(kept))
+            rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
+            output[part] = chunk.scores @ np.vstack([chosen, here, rest])
+            error = np.where(chunk.live, np.minimum(chunk.error, 2.0) + 16 * UNIT * chunk.scores.shape[1], 0.0)
+            residual = self.residual_mass[part]
+            r = np.where(chunk.live, residual + error, 0.0)
+            sizes = _norms(here)
+            rounding = (error + 16 * UNIT * d) * np.maximum(np.maximum.accumulate(sizes), before.largest)
+            with np.errstate(over="ignore"):
+                if compensate:
+                    left = before.count - int(causal.present[kept].sum())
+                    mean = (before.total - chosen.sum(axis=0)) / max(left, 1)
+                    output[part] += residual[:, None] * mean
+                    spread = before.largest + float(_norms(mean[None])[0])
+                    variance = _variance(causal.epsilon, r, residual - error, left)
+                    wide = np.minimum(r * spread, np.sqrt(variance) * before.norm(centred=True))
+                else:
+                    wide = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * before.norm(centred=False))
+                bound[part] = wide * (1 + TIE) + rounding
+            before.add(here, sizes, int(causal.present[part].sum()))
+        return output, bound
+
+
+class _Before:
+    """What the bounds of causal attention need of the values before a chunk."""
+
+    def __init__(self, d: int) -> None:
+        self.count = 0
+        self.total, self.largest = np.zeros(d), 0.0
+        self._squares, self._power = np.zeros((d, d)), LOWEST  # Σ v vᵀ, of values divided by 2^power
+
+    def add(self, V: Float64, sizes: Float64, count: int) -> None:
+        """Add the values of `count` keys, with their norms."""
+        self.count += count
+        self.total = self.total + V.sum(axis=0)
+        self.largest = max(self.largest, float(sizes.max(initial=0.0)))
+        if self.largest > 0:
+            power = max(self._power, int(np.frexp(np.abs(V).max(initial=0.0))[1]) if sizes.max() > 0 else LOWEST)
+            V = np.ldexp(V, -power)
+            self._squares = np.ldexp(self._squares, 2 * (self._power - power)) + V.T @ V
+            self._power = power
+
+    def norm(self, *, centred: bool) -> float:
+        """Return a bound of the 2-norm of the values, or of what they differ from their mean by."""
+        if not self.largest > 0:
+            return 0.0
+        squares = self._squares
+        if centred:
+            total = np.ldexp(self.total, -self._power)
+            squares = squares - np.outer(total, total) / self.count
+        trace = float(np.trace(self._squares)) * 64 * len(squares) * UNIT  # rounding
+        rows = np.abs(squares).sum(axis=1).max()  # bounds the largest eigenvalue
+        largest = np.linalg.eigvalsh(squares)[-1] if len(squares) <= _FEW_COLUMNS else rows
+        return float(np.ldexp(np.sqrt(max(largest, 0.0) + trace), self._power))
+
+
+def _norms(A: Float64) -> Float64:
+    """Return the Euclidean norms of the rows; no square leaves the range."""
+    power = np.frexp(np.max(np.abs(A), axis=1, initial=0.0))[1]
+    with np.errstate(over="ignore"):
+        return np.asarray(np.ldexp(np.linalg.norm(np.ldexp(A, -power[:, None]), axis=1), power))
 
 
 def _rows(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
@@ -276,6 +334,7 @@ class _Figures:
 
     n: number of keys.
     normalizers, captured, residual: (m,), the normalisers and the mass on the keys of the set and on the others.
+    error: (m,), estimated relative errors of the scores.
     found: the entries, or their (starts, keys, scores) in CSR order.
     others: entries that are not among these, in main memory.
     """
@@ -284,6 +343,7 @@ class _Figures:
     normalizers: Any
     captured: Any
     residual: Any
+    error: Any
     found: csr_array | tuple[Any, Any, Any]
     others: csr_array | None = None
 
@@ -363,7 +423,7 @@ class _Products:
         return np.full(len(self.normalizers), True) if isinstance(self.f, Softmax) else self.normalizers > 0
 
     def _precise_products(self, Q: Any) -> Any:
-        return to_device(precise_products(to_numpy(Q), to_numpy(self.keys)), Q)
+        return to_device(nearly_exact_products(to_numpy(Q), to_numpy(self.keys)), Q)
 
     def scores(self, among: Any = None) -> Iterator[tuple[Any, Any]]:
         """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
@@ -444,7 +504,8 @@ def heavy_attention(
     K : array of shape (n, d)
         Keys; kinds and dtypes as in `leverage_scores`.
     epsilon : float in (0, 1]
-        Smallest score that counts as heavy. A score within 1e-9 (relative) of ε counts as at least ε.
+        Smallest score that counts as heavy. A score within 1e-9 (relative) of ε, or within four times its error
+        (`HeavyAttention.error`) where that is more, counts as at least ε.
     f : float, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
@@ -555,7 +616,8 @@ def heavy_attention(
     if not square:
         return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
-    even, powers = even_queries(Q64, exponents)
+    reached = to_device(np.any(N != 0, axis=0), Q64)
+    even, powers = even_queries(xp.where(reached, Q64, 0.0), exponents)  # other entries meet no key
     selected = xp.ldexp(selected, to_device(-exponents, selected))
     distortion = 0.0
     if method == "jl":
@@ -585,7 +647,7 @@ def heavy_attention(
     return HeavyAttention(
         universal=universal,
         _products=products,
-        _figures=_Figures(keys.n, normalizers, captured, residual, found, others),
+        _figures=_Figures(keys.n, normalizers, captured, residual, products.error, found, others),
         distortion=distortion,
     )
 
@@ -657,12 +719,14 @@ def _causal_attention(
         bad = kernels.nonfinite_rows(rows, 0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")
     causal = _Causal(queries, rows, epsilon)
-    D, captured, live = np.zeros(keys.n), np.zeros(keys.n), np.zeros(keys.n, np.bool_)
+    D, captured, error = np.zeros(keys.n), np.zeros(keys.n), np.zeros(keys.n)
+    live = np.zeros(keys.n, np.bool_)
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     alive = []
     for chunk in causal.chunks():
         part = slice(*chunk.rows)
-        D[part], captured[part], live[part] = chunk.normalizers, chunk.scores.sum(axis=1), chunk.live
+        D[part], captured[part], live[part] = chunk.normalizers, chunk.captured, chunk.live
+        error[part] = chunk.error
         i, j = np.nonzero(_heavy(chunk.scores, epsilon, chunk.error))
         found.append((chunk.rows[0] + i, chunk.keys[j], chunk.scores[i, j]))
         alive.append(chunk.alive)
@@ -671,7 +735,7 @@ def _causal_attention(
     return HeavyAttention(
         universal=None,
         _products=causal,
-        _figures=_Figures(keys.n, D, captured, residual, entries),
+        _figures=_Figures(keys.n, D, captured, residual, error, entries),
         alive=np.array(alive, np.int64),
     )
 
@@ -729,7 +793,7 @@ def _of_other_function(
     return HeavyAttention(
         universal=universal,
         _products=products,
-        _figures=_Figures(keys.n, normalizers, captured, residual, _csr(found, (len(Q), keys.n))),
+        _figures=_Figures(keys.n, normalizers, captured, residual, error, _csr(found, (len(Q), keys.n))),
     )
 
 
@@ -869,7 +933,7 @@ def _summed(
     for start in range(0, keys.n, step):
         part = slice(start, min(start + step, keys.n))
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
-        Z = precise_products(Q, np.ldexp(rows, -exponents))
+        Z = nearly_exact_products(Q, np.ldexp(rows, -exponents))
         total, shift = add_squares(total, shift, Z)
     shift = np.where(total > 0, shift, 0).astype(np.int32)
     return total, precise_sum_error(total, shift, np.abs(Q).sum(axis=1), d, keys.n), shift

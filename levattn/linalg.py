@@ -361,7 +361,7 @@ class Factor:
             c = np.where(np.isfinite(c), c, 1.0)
             inverse = _left_inverse(c[:, None] * B[:, kept]) * c
             N[kept] = precise_solutions(np.ascontiguousarray(C[np.ix_(kept, kept)]), np.ascontiguousarray(inverse.T)).T
-            N = np.asarray(np.linalg.qr(N, mode="r"))
+            N = np.where(live, np.linalg.qr(N, mode="r"), 0.0)
         exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
         N = np.ldexp(N, -exponents)
         if self.rows.scale is not None:

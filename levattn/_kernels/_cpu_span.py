@@ -8,7 +8,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import jit
 
-__all__ = ["insert_residues", "insert_rows", "mark_outside"]
+__all__ = ["insert_residues", "insert_rows", "mark_outside", "mark_zeros"]
 
 _BITS = np.uint64(61)
 _PRIME = np.uint64(2**61 - 1)
@@ -83,6 +83,20 @@ def _dot(row, v):
         if v[c] and row[c] != 0:
             total = _reduced(total + _product(_residue(row[c]), v[c]))
     return total
+
+
+@jit
+def mark_zeros(Q, K, rows, columns, out):
+    """Set `out` to 0 at the pairs of rows and columns for which the row of Q and the row of K are orthogonal."""
+    d = Q.shape[1]
+    for t in range(len(rows)):
+        total = _ZERO
+        for c in range(d):
+            q, k = Q[rows[t], c], K[columns[t], c]
+            if q != 0 and k != 0:
+                total = _reduced(total + _product(_residue(q), _residue(k)))
+        if total == _ZERO:
+            out[rows[t], columns[t]] = 0.0
 
 
 @jit
