@@ -94,7 +94,8 @@ def second_moments(
     pieces[:, :, 0] = np.arange(len(items))[:, None]
     pieces[:, :, 1] = np.asarray(items, np.int64)[:, None]
     pieces[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
-    parts = kernels.moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
+        parts = kernels.moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
     parts = parts.reshape(len(items), len(runs), d, d)
     whole: PairwiseSum[Any] = PairwiseSum()
     tail = None
@@ -104,7 +105,7 @@ def second_moments(
         else:
             with np.errstate(over="ignore", invalid="ignore"):
                 whole.add(parts[:, index], level)
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
+    with np.errstate(over="ignore", invalid="ignore"):
         total = whole.total(tail)
     return np.zeros((len(items), d, d)) if total is None else total
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from levattn._array import as_matrices
 from levattn._kernels import kernels_for
+from levattn._span import Span
 from levattn._tail import in_main_memory
 from levattn.linalg import require_finite
 
@@ -38,10 +39,11 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 
     All is computed in float64, whatever the dtype of the keys. The relative error of a score is about 2⁻⁵³ times the
     condition number of the keys so far (with √λ as a further singular value, and their columns scaled to unit norm
-    for λ = 0), whatever their number. The rank is decided key by key, and errs upwards: a key that reaches outside
-    the span of those before by more than rounding (about :math:`64 d \, 2^{-53}` of its size, and of what of them
-    cancels) scores 1. For ill-conditioned keys of deficient rank that may be one key too many, and later scores are
-    *over*-estimates then. It *under*-estimates only what is smaller than rounding.
+    for λ = 0), whatever their number. A key that is not in the exact span of those before scores 1. The rank of the
+    others is decided key by key, and errs upwards: one that reaches outside by more than rounding (about
+    :math:`64 d \, 2^{-53}` of its size, and of what of them cancels) scores 1 as well. For ill-conditioned keys of
+    deficient rank that may be one key too many, and later scores are *over*-estimates then. Later scores
+    *under*-estimate what is smaller than rounding.
 
     Parameters
     ----------
@@ -116,4 +118,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     scale = np.ldexp(1.0, np.where(exponents > 950, -100, np.where(exponents < -900, 900, 0)))
     from levattn._kernels._online import online_scores  # compiled code, for which nothing else would load Numba
 
-    return matrices.wrap(online_scores(replace(rows, scale=scale), root * scale))
+    scores = online_scores(replace(rows, scale=scale), root * scale)
+    for item in range(len(scores)) if not ridge else ():  # the rotations do not see what is below their rounding
+        scores[item, Span.openings(rows.item(item))] = 1.0
+    return matrices.wrap(scores)
