@@ -120,8 +120,8 @@ def leverage_scores(
     keys, and for float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as the rank
     is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and a row that
     reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) is
-    given the score 1. So a rank decision may over-estimate a score; it hides a key only if all that sets the key
-    apart is smaller than that.
+    given the score 1. So a rank decision may over-estimate a score; it under-estimates one only if all that sets the
+    key apart is smaller than that. (`universal_set` goes by the exact rank and loses no such key.)
 
     Parameters
     ----------
