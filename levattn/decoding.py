@@ -91,8 +91,8 @@ class CausalUniversalSet:
     -----
     For each matrix of a batch at most rank/ε keys are held, and max(64, d) recent ones; d² numbers for the moments.
     Appending costs O(d²) a key (its factor is made anew once for max(64, d) keys), a query O(d² + d²/ε). Moments are
-    summed in about 100 bits where the keys are ill-conditioned. Keys that are rank-deficient to float64 but not exactly
-    are all held.
+    summed in about 100 bits where the keys are ill-conditioned. Keys that are rank-deficient to float64 but not
+    exactly are all held.
 
     References
     ----------
