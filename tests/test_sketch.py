@@ -438,6 +438,7 @@ def test_states_that_do_not_go_together_are_refused() -> None:
         (lambda: SRHT(10, block=8), ValueError, "block is 8; expected a power of two .* size = 10"),
         (lambda: SRHT(10, block=24), ValueError, "block is 24; expected a power of two"),
         (lambda: SRHT(2, block=2), ValueError, "block is 2; expected a power of two of at least 4"),
+        (lambda: SRHT(2, block=2**29), ValueError, "block is 536870912; expected a power of two .* at most 268435456"),
         (lambda: SRHT(2, block=-4), ValueError, "block is -4; expected at least 0"),
         (lambda: Sketch(7), TypeError, r"distribution is 7; expected one such as CountSketch\(1000\)"),
         (lambda: Sketch(CountSketch), TypeError, "distribution is <class"),
@@ -476,6 +477,7 @@ def test_defaults_and_equality() -> None:
     assert SRHT(200).block == 512
     assert SRHT(256).block == 512
     assert SRHT(257).block == 1024
+    assert SRHT(2**28).block == 2**29
     assert OSNAP(8) == OSNAP(8, nonzeros=4) != OSNAP(8, nonzeros=2)
     assert Sketch(CountSketch(np.int64(3)), np.int64(2)) == Sketch(CountSketch(3), 2)
     assert type(CountSketch(np.int64(3)).size) is int

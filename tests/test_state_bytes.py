@@ -451,6 +451,7 @@ BAD_FIELDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
             *({"d": value} for value in (0, 3, 2**40, HUGE, 10**30, 2.0, None)),
             *({"batch": value} for value in ([2], [0], [2**40], [HUGE, HUGE], [-1], 1, None)),
             *({"parameters": {"size": value}} for value in (0, 5, 2**31 - 1, HUGE, 10**30, None)),
+            *({"distribution": "SRHT", "parameters": {"size": 4, "block": 2**k}} for k in (29, 31, 53, 62, 63)),
             *({"next_row": value} for value in (-1, 2**62 + 1, 10**30, 1.0, None)),
             *({"count": value} for value in (-1, 2**62 + 1, 10**30, None)),
             *({"seed": value} for value in (-1, 2**64, "1", 0.5)),

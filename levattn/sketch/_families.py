@@ -22,6 +22,7 @@ __all__ = ["FAMILIES", "OSNAP", "SRHT", "CountSketch", "Distribution", "Gaussian
 # Streams of the generator, so that no two things share their words
 _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
 
+_LARGEST_BLOCK = 1 << 28  # some random words are drawn for each of its rows
 _ENTRIES = 1 << 20  # of a dense S that are drawn at a time
 
 
@@ -330,7 +331,8 @@ class SRHT(Distribution):
     size : int
         Number of rows of the sketch, at most `block`; see `srht_size`.
     block : int, optional
-        Number of rows of K that are mixed, a power of two. Default: the first at or above 2 · size, at least 256.
+        Number of rows of K that are mixed, a power of two of at most 2²⁸, or the default: the first at or above 2 ·
+        size, at least 256.
 
     Raises
     ------
@@ -361,10 +363,12 @@ class SRHT(Distribution):
     def __post_init__(self) -> None:
         """Check the size and the block."""
         super().__post_init__()
-        block = whole("block", self.block, 0) or max(256, 1 << (2 * self.size - 1).bit_length())
-        if block & (block - 1) or block < max(4, self.size):
+        default = max(256, 1 << (2 * self.size - 1).bit_length())
+        block, most = whole("block", self.block, 0) or default, max(default, _LARGEST_BLOCK)
+        if block & (block - 1) or not max(4, self.size) <= block <= most:
             raise ValueError(
-                f"block is {block}; expected a power of two of at least 4 and of at least size = {self.size}"
+                f"block is {block}; expected a power of two of at least 4 and of at least size = {self.size}, and of "
+                f"at most {most}"
             )
         object.__setattr__(self, "block", block)
 
