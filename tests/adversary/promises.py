@@ -215,4 +215,4 @@ def shares_hold(true: Float, found: Float, epsilon: float) -> Iterator[Breach]:
     for kind, bad in (("missing entry", missing), ("entry", wrong)):
         if bad.any():
             i, j = np.argwhere(bad)[0]
-            yield Breach(kind, f"{true[i, j]!r} at ({i}, {j}), epsilon={epsilon!r}", repr(found[i, j]))
+            yield Breach(kind, f"{float(true[i, j])!r} at ({i}, {j}), epsilon={epsilon!r}", repr(float(found[i, j])))

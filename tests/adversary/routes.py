@@ -463,8 +463,8 @@ def _few(case: Case) -> bool:
 
 
 def _plain_numbers(case: Case) -> bool:
-    """Storage that scipy and the array standard have."""
-    return case.storage in ("float64", "float32")
+    """Storage that scipy and the array standard have, and no mask."""
+    return _no_mask(case) and case.storage in ("float64", "float32")
 
 
 def _torch_numbers(case: Case) -> bool:
@@ -475,32 +475,52 @@ def _no_mask(case: Case) -> bool:
     return case.mask is None
 
 
+def _in_turn(place: int, of: int, case: Case) -> bool:
+    """Routes that have much in common take turns, by the seed."""
+    return (case.seed + place) % of == 0
+
+
 def _of_function(name: str, call: Callable[..., Any], judge: Callable[..., Iterator[Breach]], f: str) -> Route:
-    """A route of another function: a third of the small cases each, as there are many."""
+    """A route of another function: a fourth of the small cases each, as there are many."""
     return Route(name, call, partial(judge, f=f), partial(_turn, list(FUNCTIONS).index(f)), (("f", f),))
 
 
 def _turn(place: int, case: Case) -> bool:
-    usual = case.keys.shape[1] <= 8 and case.epsilon >= 1e-4  # below, 2/ε blocks of a certificate take minutes
-    return usual and (case.seed + place) % 3 == 0
+    usual = case.keys.shape[1] <= 8 and case.epsilon >= 0.01  # below, 2/ε blocks of a certificate take their time
+    return usual and _in_turn(place, 4, case)
 
 
 ROUTES: dict[str, Route] = {
     route.name: route
     for route in (
         *(Route(f"set {m}", by_epsilon, judge_set, options=(("method", m),)) for m in ("auto", "gram", "qr", "svd")),
-        *(Route(f"size {m}", by_size, judge_size, options=(("method", m),)) for m in ("auto", "gram", "qr", "svd")),
+        *(
+            Route(f"size {m}", by_size, judge_size, partial(_in_turn, i, 2), (("method", m),))
+            for i, m in enumerate(("auto", "gram", "qr", "svd"))
+        ),
         Route("two passes", in_two_passes, judge_set, _no_mask),
-        Route("sparse", sparse, judge_set, lambda case: _no_mask(case) and _plain_numbers(case)),
-        Route("torch", in_torch, judge_set, lambda case: _torch_numbers(case)),
-        Route("strict", strict, judge_set, lambda case: _no_mask(case) and _plain_numbers(case) and _few(case)),
-        Route("batch", in_a_batch, judge_batch),
-        *(Route(f"layout {m}", in_layouts, judge_layouts, options=(("method", m),)) for m in ("auto", "qr")),
-        *(Route(f"scores {m}", scores, judge_scores, options=(("method", m),)) for m in ("auto", "gram", "qr", "svd")),
+        Route("sparse", sparse, judge_set, lambda case: _plain_numbers(case) and _in_turn(0, 2, case)),
+        Route("torch", in_torch, judge_set, lambda case: _torch_numbers(case) and _in_turn(1, 2, case)),
+        Route("strict", strict, judge_set, lambda case: _plain_numbers(case) and _few(case) and _in_turn(0, 2, case)),
+        Route("batch", in_a_batch, judge_batch, partial(_in_turn, 1, 2)),
+        *(
+            Route(f"layout {m}", in_layouts, judge_layouts, partial(_in_turn, i, 2), (("method", m),))
+            for i, m in enumerate(("auto", "qr"))
+        ),
+        *(
+            Route(f"scores {m}", scores, judge_scores, partial(_in_turn, i, 2), (("method", m),))
+            for i, m in enumerate(("auto", "gram", "qr", "svd"))
+        ),
         Route("online", online, judge_online, _few),
         *(
-            Route(f"sketch {m}{' recheck' * r}", sketched, judge_set, options=(("method", m), ("recheck", r)))
-            for m in ("countsketch", "osnap", "srht", "jl", "halving")
+            Route(
+                f"sketch {m}{' recheck' * r}",
+                sketched,
+                judge_set,
+                partial(_in_turn, 2 * i + r, 5),
+                (("method", m), ("recheck", r)),
+            )
+            for i, m in enumerate(("countsketch", "osnap", "srht", "jl", "halving"))
             for r in (False, True)
         ),
         Route("stream", streamed, judge_stream),
