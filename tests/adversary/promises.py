@@ -208,11 +208,20 @@ def bounded(witness: Float, chosen: Bool, upper: Any, epsilon: float, mask: Bool
         yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
 
 
-def shares_hold(true: Float, found: Float, epsilon: float) -> Iterator[Breach]:
-    """Entries of other functions: those of at least ε are there, and what is there is right."""
-    missing = (true >= epsilon * (1 + 1e-12)) & ~(found > 0)
-    wrong = (found > 0) & ~(np.abs(found - true) <= TIE * true)
+def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float) -> Iterator[Breach]:
+    """Entries of other functions, as far as products in float64 tell: those of at least ε are there, and right."""
+    d = truth.K.shape[1]
+    z = np.abs(truth.values())
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = np.nan_to_num(d * 2.0**-52 * (np.abs(truth.Q) @ np.abs(truth.K).T), nan=np.inf) + 5e-324
+        low, high = f(np.maximum(z - apart, 0.0)), f(z + apart)
+        least = low / (low + high.sum(axis=1, keepdims=True) - high)
+        most = high / (high + low.sum(axis=1, keepdims=True) - low)
+    sure = np.isfinite(least) & np.isfinite(most) & (high.sum(axis=1, keepdims=True) > 1e-280)
+    missing = sure & (least >= epsilon * (1 + 1e-12)) & ~(found > 0)
+    wrong = sure & (found > 0) & ~((found >= least * (1 - TIE)) & (found <= most * (1 + TIE)))
     for kind, bad in (("missing entry", missing), ("entry", wrong)):
         if bad.any():
-            i, j = np.argwhere(bad)[0]
-            yield Breach(kind, f"{float(true[i, j])!r} at ({i}, {j}), epsilon={epsilon!r}", repr(float(found[i, j])))
+            i, j = (int(x) for x in np.argwhere(bad)[0])
+            expected = f"{float(least[i, j])!r} to {float(most[i, j])!r} at ({i}, {j}), epsilon={epsilon!r}"
+            yield Breach(kind, expected, repr(float(found[i, j])))

@@ -126,7 +126,7 @@ def test_layouts_hold_the_same_numbers(layout: str) -> None:
         assert array.flags.c_contiguous == (layout == "C")
 
 
-# -- the shrinker ------------------------------------------------------------------------------------------------------
+# -- the shrinker ----------------------------------------------------------------------------------------------------
 
 
 def loses_a_key(K: Any, epsilon: float, mask: Any) -> Any:
