@@ -114,6 +114,15 @@ def sketched(K, epsilon, mask, seed, method, recheck):
     return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=recheck, rng=seed)
 
 
+def in_threads(K, epsilon, mask):
+    found = []
+    for threads in (1, 2, 3):
+        with levattn.thread_limit(threads):
+            one = levattn.universal_set(K, epsilon, mask=mask)
+            found.append((one.mask, one.scores, one.factor.whitening))
+    return found
+
+
 def in_layouts(K, epsilon, method):
     others = np.ascontiguousarray(K), np.asfortranarray(K), np.ascontiguousarray(K[::-1, ::-1])[::-1, ::-1]
     found = [levattn.universal_set(other, epsilon, method=method) for other in others]
@@ -143,6 +152,10 @@ def judge_batch(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     batch, one = result
     for name in ("mask", "scores"):
         yield from promises.same_bits("bits in a batch", getattr(one, name), getattr(batch, name)[1])
+
+
+def judge_threads(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    yield from _same(result, "bits of a number of threads")
 
 
 def judge_layouts(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
@@ -184,6 +197,14 @@ def judge_online(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
             return
     if not ((found >= 0) & (found <= 1)).all():
         yield Breach("score outside [0, 1]", "0 to 1", str(found))
+
+
+def online_future(K, seed):
+    cut = 1 + seed % len(K)
+    futures = [K, *(K.copy() for _ in range(3))]
+    for other, value in zip(futures[1:], (0.0, 6e4, 6e-5), strict=True):
+        other[cut:] = value
+    return [(levattn.online_leverage_scores(other)[:cut],) for other in [*futures, K[:cut]]]
 
 
 def grouped(K, mask, seed):
@@ -513,7 +534,9 @@ ROUTES: dict[str, Route] = {
             Route(f"scores {m}", scores, judge_scores, partial(_in_turn, i, 2), (("method", m),))
             for i, m in enumerate(("auto", "gram", "qr", "svd"))
         ),
+        Route("threads", in_threads, judge_threads, lambda case: len(case.keys) > 2000),
         Route("online", online, judge_online, _few),
+        Route("online future", online_future, judge_future, _few),
         *(
             Route(
                 f"sketch {m}{' recheck' * r}",
