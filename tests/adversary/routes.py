@@ -504,13 +504,13 @@ def _in_turn(place: int, of: int, case: Case) -> bool:
 
 
 def _of_function(name: str, call: Callable[..., Any], judge: Callable[..., Iterator[Breach]], f: str) -> Route:
-    """A route of another function: a fourth of the small cases each, as there are many."""
+    """A route of another function: a seventh of the small cases each, as there are many."""
     return Route(name, call, partial(judge, f=f), partial(_turn, list(FUNCTIONS).index(f)), (("f", f),))
 
 
 def _turn(place: int, case: Case) -> bool:
     usual = case.keys.shape[1] <= 8 and case.epsilon >= 0.01  # below, 2/ε blocks of a certificate take their time
-    return usual and _in_turn(place, 4, case)
+    return usual and _in_turn(place, 7, case)
 
 
 ROUTES: dict[str, Route] = {
@@ -552,12 +552,14 @@ ROUTES: dict[str, Route] = {
         Route("stream in chunks", in_chunks, judge_stream),
         Route("stream merged", merged, judge_stream),
         Route("heavy", heavy, judge_heavy),
-        Route("heavy of a set", heavy_of_a_set, judge_heavy),
+        Route("heavy of a set", heavy_of_a_set, judge_heavy, partial(_in_turn, 0, 3)),
         Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), _few),
         Route("future", future, judge_future, lambda case: _few(case) and _no_mask(case)),
         Route("decoding by tokens", token_by_token, judge_decoding, _few),
         Route("decoding", in_large_steps, judge_decoding),
-        Route("heavy countsketch", by_countsketch, judge_entries, _countable),
+        Route(
+            "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
+        ),
         Route("groups", grouped, judge_groups),
         Route("mass", mass, judge_mass),
         *(_of_function(f"set {f}", of_function, judge_function, f) for f in FUNCTIONS),
