@@ -162,7 +162,7 @@ class Truth:
         """Products of the rows of a block, divided by that at a place, for all keys."""
         distinct, place = self._distinct
         out = np.zeros(len(distinct))
-        out[block.among] = [quotient(x, z[at]) for x in z]
+        out[block.among] = [quotient(x, z[at]) or 5e-324 * (x != 0) for x in z]  # a size that is too large is safe
         return np.asarray(out[place])
 
     def prefix(self, n: int) -> Truth:
@@ -206,6 +206,23 @@ class Truth:
         if causal:
             over = np.tril(over)
         return over, np.array([sum(row) for row in over], object)
+
+    def values(self) -> Float:
+        """Products ⟨q_i, k_j⟩, rounded once."""
+        Z, exponents = self.products
+        rows = [[scaled(z, int(e)) for z in row] for row, e in zip(Z, exponents, strict=True)]
+        return np.array(rows, np.float64).reshape(Z.shape)
+
+    def softmax(self, scale: float) -> tuple[Float, Float]:
+        """Logits, rounded once, and exp of them less the largest of their row, to about 1e-13."""
+        Z, exponents = self.products
+        logits, powers = np.zeros(Z.shape), np.zeros(Z.shape)
+        for i, row in enumerate(Z):
+            unit = Fraction(scale) * fraction(1, int(exponents[i]))
+            largest = max(row, default=0)
+            logits[i] = [quotient(z * unit.numerator, unit.denominator) for z in row]
+            powers[i] = [math.exp(max(quotient((z - largest) * unit.numerator, unit.denominator), -1e4)) for z in row]
+        return logits, powers
 
     def output(self, V: Float, *, causal: bool = False) -> tuple[Whole, Whole, int]:
         """Numerators (m, v), denominators (m,) and the exponent of A V."""
@@ -267,6 +284,10 @@ def fair(c: float) -> Function:
         return c * c * np.where(u < 0.01, series, u - np.log1p(u))
 
     return f
+
+
+def cauchy(x: Float) -> Float:
+    return np.log1p(x * x)
 
 
 def shares(f: Function, z: Float) -> Float:

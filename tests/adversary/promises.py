@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .oracle import Float, Truth, fraction, scaled
+from .oracle import Float, Function, Truth, fraction, queries_for, scaled, shares
 
 Bool = NDArray[np.bool_]
 
@@ -170,3 +170,58 @@ def same_bits(kind: str, one: Any, other: Any) -> Iterator[Breach]:
     a, b = np.asarray(one), np.asarray(other)
     if a.shape != b.shape or a.dtype != b.dtype or a.tobytes() != b.tobytes():
         yield Breach(kind, f"the same bits as {a.reshape(-1)[:6].tolist()}", f"{b.reshape(-1)[:6].tolist()}")
+
+
+# -- other functions --------------------------------------------------------------------------------------------------
+
+SCALES = 2.0 ** np.array([-40.0, -10, -1, 0, 1, 2, 10, 40, 300])
+
+
+def witnessed(truth: Truth, f: Function, queries: Float, seed: int) -> Float:
+    """Attention that some queries give each key, to about 1e-13: no bound of its sensitivity may be below."""
+    rng = np.random.default_rng(seed)
+    n = truth.K.shape[0]
+    best = np.zeros(n)
+    some = range(n) if n <= 12 else {*rng.choice(n, 4).tolist(), *np.argsort(truth.scores)[-4:].tolist()}
+    found = [z for j in some for z in queries_for(truth, j, rng)]
+    found += [z for z in queries[:6] if np.isfinite(z).all() and z.any()]
+    for z in found:
+        for t in SCALES:
+            with np.errstate(over="ignore", under="ignore"):
+                best = np.maximum(best, shares(f, t * z))
+    return best
+
+
+def bounded(witness: Float, chosen: Bool, upper: Any, epsilon: float, mask: Bool | None = None) -> Iterator[Breach]:
+    """Keys that some query gives at least ε are in the set, and no bound is below what a query gives."""
+    missing = (witness >= epsilon * (1 + 1e-12)) & ~chosen
+    if missing.any():
+        yield Breach(
+            "missing key", f"keys {_few(missing)}, given {witness[missing][:3].tolist()} by queries", "a superset"
+        )
+    if upper is not None:
+        low = np.asarray(upper, np.float64) < witness * (1 - 2 * TIE)
+        if low.any():
+            got = np.asarray(upper, np.float64)[low][:3].tolist()
+            yield Breach("bound too low", f"at least {witness[low][:3].tolist()} of keys {_few(low)}", str(got))
+    if mask is not None and (chosen & ~mask).any():
+        yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
+
+
+def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float) -> Iterator[Breach]:
+    """Entries of other functions, as far as products in float64 tell: those of at least ε are there, and right."""
+    d = truth.K.shape[1]
+    z = np.abs(truth.values())
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = np.nan_to_num(d * 2.0**-52 * (np.abs(truth.Q) @ np.abs(truth.K).T), nan=np.inf) + 5e-324
+        low, high = f(np.maximum(z - apart, 0.0)), f(z + apart)
+        least = low / (low + high.sum(axis=1, keepdims=True) - high)
+        most = high / (high + low.sum(axis=1, keepdims=True) - low)
+    sure = np.isfinite(least) & np.isfinite(most) & (high.sum(axis=1, keepdims=True) > 1e-280)
+    missing = sure & (least >= epsilon * (1 + 1e-12)) & ~(found > 0)
+    wrong = sure & (found > 0) & ~((found >= least * (1 - TIE)) & (found <= most * (1 + TIE)))
+    for kind, bad in (("missing entry", missing), ("entry", wrong)):
+        if bad.any():
+            i, j = (int(x) for x in np.argwhere(bad)[0])
+            expected = f"{float(least[i, j])!r} to {float(most[i, j])!r} at ({i}, {j}), epsilon={epsilon!r}"
+            yield Breach(kind, expected, repr(float(found[i, j])))

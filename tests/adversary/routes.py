@@ -18,9 +18,9 @@ import numpy as np
 import levattn
 from levattn.exceptions import NonFiniteError
 
-from . import promises
+from . import oracle, promises
 from .families import Case
-from .oracle import Truth
+from .oracle import Function, Truth
 from .promises import Breach
 
 Judge = Callable[[Case, Truth, Any], Iterator[Breach]]
@@ -114,6 +114,15 @@ def sketched(K, epsilon, mask, seed, method, recheck):
     return levattn.universal_set(K, epsilon, mask=mask, method=method, recheck=recheck, rng=seed)
 
 
+def in_threads(K, epsilon, mask):
+    found = []
+    for threads in (1, 2, 3):
+        with levattn.thread_limit(threads):
+            one = levattn.universal_set(K, epsilon, mask=mask)
+            found.append((one.mask, one.scores, one.factor.whitening))
+    return found
+
+
 def in_layouts(K, epsilon, method):
     others = np.ascontiguousarray(K), np.asfortranarray(K), np.ascontiguousarray(K[::-1, ::-1])[::-1, ::-1]
     found = [levattn.universal_set(other, epsilon, method=method) for other in others]
@@ -145,6 +154,10 @@ def judge_batch(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
         yield from promises.same_bits("bits in a batch", getattr(one, name), getattr(batch, name)[1])
 
 
+def judge_threads(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    yield from _same(result, "bits of a number of threads")
+
+
 def judge_layouts(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from _same(result, "bits of a layout")
 
@@ -173,14 +186,40 @@ def online(K, mask):
 
 
 def judge_online(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    true = np.array([truth.prefix(i + 1).scores[i] for i in range(len(case.keys))])
+    """Within 2⁻⁵³ times the condition number of the keys so far, times what six columns may take."""
     found = np.asarray(result, np.float64)
-    relative = promises.SINGLE if case.storage != "float64" else 1e-6
-    bad = ~(np.abs(found - true) <= relative * true + 1e-30) & (found < 1)
-    if bad.any():
-        yield Breach(
-            "online score", f"{true[bad][:3].tolist()} of rows {np.flatnonzero(bad)[:5]}", str(found[bad][:3])
-        )
+    stored = promises.SINGLE if case.storage != "float64" else 0.0
+    for i, score in enumerate(found):
+        prefix = truth.prefix(i + 1)
+        relative = stored + 2.0**-46 * prefix.condition
+        if relative < 1e-3 and not abs(score - prefix.scores[i]) <= relative * prefix.scores[i] + 1e-30 and score < 1:
+            yield Breach("online score", f"{prefix.scores[i]!r} of row {i} within {relative:.2g}", f"{score!r}")
+            return
+    if not ((found >= 0) & (found <= 1)).all():
+        yield Breach("score outside [0, 1]", "0 to 1", str(found))
+
+
+def online_future(K, seed):
+    cut = 1 + seed % len(K)
+    futures = [K, *(K.copy() for _ in range(3))]
+    for other, value in zip(futures[1:], (0.0, 6e4, 6e-5), strict=True):
+        other[cut:] = value
+    return [(levattn.online_leverage_scores(other)[:cut],) for other in [*futures, K[:cut]]]
+
+
+def grouped(K, mask, seed):
+    labels = np.random.default_rng(seed).integers(-1, 3, len(K))
+    return labels, levattn.group_leverage(K, labels, mask=mask)
+
+
+def judge_groups(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    labels, found = result
+    for group, score in enumerate(np.asarray(found)):
+        members = truth.scores[labels == group]
+        least, most = members.max(initial=0.0), min(members.sum(), 1.0)
+        if not least * (1 - 1e-6) <= score <= 1 or (score > most * (1 + 1e-6) + 1e-300 and score < 1 - 1e-9):
+            yield Breach("group score", f"{least!r} to {most!r} of group {group}", f"{score!r}")
+            return
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -301,6 +340,139 @@ def judge_decoding(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
             yield Breach("captured mass", "0 to 1", str(found.captured_mass))
 
 
+def by_countsketch(Q, K, epsilon, seed):
+    return levattn.heavy_attention(Q, K, epsilon, method="countsketch", rng=seed)
+
+
+def judge_entries(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    error = getattr(result, "error", promises.TIE / 4)
+    yield from promises.entries_hold(truth, result.entries.toarray(), case.epsilon, error)
+
+
+def mass(Q, K, epsilon, mask, seed):
+    universal = levattn.universal_set(K, epsilon, mask=mask, center=seed % 2 == 0)
+    return universal, levattn.softmax_mass(Q, K, universal, scale=0.5)
+
+
+def judge_mass(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    universal, found = result
+    present = np.ones(len(case.keys), bool) if case.mask is None else case.mask
+    logits, powers = truth.softmax(0.5)
+    chosen = np.asarray(universal.mask)
+    for i in range(len(case.queries)):
+        inner, outer = powers[i][chosen].sum(), powers[i][present & ~chosen].sum()
+        if inner + outer < 1e-290:  # the largest logit is that of a masked key
+            continue
+        true = inner / (inner + outer)
+        if not 0 <= found.lower[i] <= true * (1 + 1e-12) or not true * (1 - 1e-12) <= found.upper[i] <= 1:
+            yield Breach("softmax mass", f"{true!r} of query {i}", f"{found.lower[i]!r} to {found.upper[i]!r}")
+            return
+        highest = logits[i][present & ~chosen].max(initial=-np.inf)
+        if case.seed % 2 and not highest - abs(highest) * 1e-12 <= found.logits_bound[i]:
+            yield Breach("logits bound", f"at least {highest!r} of query {i}", f"{found.logits_bound[i]!r}")
+            return
+
+
+# -- other functions --------------------------------------------------------------------------------------------------
+
+FUNCTIONS: dict[str, Function] = {
+    "Power(0.5)": oracle.power(0.5),
+    "Power(1)": oracle.power(1),
+    "Power(1.5)": oracle.power(1.5),
+    "Power(3)": oracle.power(3),
+    "Power(4)": oracle.power(4),
+    "Power(6)": oracle.power(6),
+    "Huber(1.0)": oracle.huber(1.0),
+    "Tukey(4.685)": oracle.tukey(4.685),
+    "Fair(1.4)": oracle.fair(1.4),
+    "L1L2()": oracle.l1l2,
+}
+
+
+def of_function(K, epsilon, mask, f):
+    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
+    return levattn.universal_set(K, epsilon, f=f, mask=mask)
+
+
+def of_function_by_size(K, mask, seed, f):
+    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
+    return levattn.universal_set(K, size=seed % (len(K) + 1), f=f, mask=mask)
+
+
+def stream_of_function(K, epsilon, mask, seed, f):
+    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
+    state, step = levattn.StreamingUniversalSet(epsilon, f=f), 1 + seed % len(K)
+    for start in range(0, len(K), step):
+        part = slice(start, start + step)
+        state.update(K[part], mask=None if mask is None else mask[part])
+    return state.result()
+
+
+def heavy_of_function(Q, K, epsilon, mask, f):
+    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
+    return levattn.heavy_attention(Q, K, epsilon, f=f, mask=mask)
+
+
+def judge_function(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
+    witness = promises.witnessed(truth, FUNCTIONS[f], truth.values(), case.seed)
+    yield from promises.bounded(witness, np.asarray(result.mask), result.scores, case.epsilon, case.mask)
+
+
+def judge_function_size(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
+    witness = promises.witnessed(truth, FUNCTIONS[f], truth.values(), case.seed)
+    bad = ~np.asarray(result.mask) & (witness > result.epsilon * (1 + 2 * promises.TIE) + 1e-300)
+    if bad.any():
+        yield Breach("certified epsilon", f"at least {witness[bad].max()!r}, what a query gives", repr(result.epsilon))
+
+
+def judge_function_stream(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
+    chosen = np.zeros(len(case.keys), bool)
+    chosen[result.indices] = True
+    if result.guarantee == "none":
+        return
+    witness = promises.witnessed(truth, FUNCTIONS[f], truth.values(), case.seed)
+    yield from promises.bounded(witness, chosen, None, case.epsilon, case.mask)
+
+
+def judge_function_heavy(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
+    yield from promises.shares_hold(truth, FUNCTIONS[f], result.entries.toarray(), case.epsilon)
+
+
+def of_softmax(K, epsilon, mask):
+    largest = float(np.abs(np.asarray(K, np.float64)).max())
+    radius = 2.0 ** round(np.log2(4 / largest)) if 1e-30 < largest < 1e30 else 1.0
+    return radius, levattn.universal_set(K, epsilon, f=levattn.Softmax(radius), mask=mask)
+
+
+def judge_softmax(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    radius, found = result
+    present = np.ones(len(case.keys), bool) if case.mask is None else case.mask
+    K = case.keys[present]
+    if not len(K) or not 1e-30 < np.abs(K).max() * 4 < 1e30:
+        return
+    apart = K - K.mean(axis=0)
+    U = np.vstack([apart, np.eye(K.shape[1]), -np.eye(K.shape[1])])
+    U = U[np.linalg.norm(U, axis=1) > 1e-100]
+    U = U / np.linalg.norm(U, axis=1, keepdims=True) * (1 - 1e-12)
+    witness = np.zeros(len(case.keys))
+    for t in (1.0, 0.5):
+        z = t * radius * (U @ K.T)
+        powers = np.exp(z - z.max(axis=1, keepdims=True))
+        best = (powers / powers.sum(axis=1, keepdims=True)).max(axis=0) * (1 - 1e-10)
+        witness[present] = np.maximum(witness[present], best)
+    yield from promises.bounded(witness, np.asarray(found.mask), found.scores, case.epsilon, case.mask)
+
+
+def in_dask(K, epsilon, seed):
+    import dask
+    import dask.array
+
+    from levattn.distributed.dask import universal_set
+
+    with dask.config.set(scheduler="synchronous"):
+        return universal_set(dask.array.from_array(K, chunks=(1 + seed % len(K), K.shape[1])), epsilon).compute()
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -309,44 +481,96 @@ def _few(case: Case) -> bool:
 
 
 def _plain_numbers(case: Case) -> bool:
-    """Storage that scipy and the array standard have."""
-    return case.storage in ("float64", "float32")
+    """Storage that scipy and the array standard have, and no mask."""
+    return _no_mask(case) and case.storage in ("float64", "float32")
 
 
 def _torch_numbers(case: Case) -> bool:
     return case.storage != "bfloat16"
 
 
+def _countable(case: Case) -> bool:
+    """Few rows, all there, and an ε for which tables of 1/ε entries fit into memory."""
+    return _few(case) and _no_mask(case) and case.epsilon >= 1e-4
+
+
 def _no_mask(case: Case) -> bool:
     return case.mask is None
+
+
+def _in_turn(place: int, of: int, case: Case) -> bool:
+    """Routes that have much in common take turns, by the seed."""
+    return (case.seed + place) % of == 0
+
+
+def _of_function(name: str, call: Callable[..., Any], judge: Callable[..., Iterator[Breach]], f: str) -> Route:
+    """A route of another function: a seventh of the small cases each, as there are many."""
+    return Route(name, call, partial(judge, f=f), partial(_turn, list(FUNCTIONS).index(f)), (("f", f),))
+
+
+def _turn(place: int, case: Case) -> bool:
+    usual = case.keys.shape[1] <= 8 and case.epsilon >= 0.01  # below, 2/ε blocks of a certificate take their time
+    return usual and _in_turn(place, 7, case)
 
 
 ROUTES: dict[str, Route] = {
     route.name: route
     for route in (
         *(Route(f"set {m}", by_epsilon, judge_set, options=(("method", m),)) for m in ("auto", "gram", "qr", "svd")),
-        *(Route(f"size {m}", by_size, judge_size, options=(("method", m),)) for m in ("auto", "gram", "qr", "svd")),
-        Route("two passes", in_two_passes, judge_set, _no_mask),
-        Route("sparse", sparse, judge_set, lambda case: _no_mask(case) and _plain_numbers(case)),
-        Route("torch", in_torch, judge_set, lambda case: _torch_numbers(case)),
-        Route("strict", strict, judge_set, lambda case: _no_mask(case) and _plain_numbers(case) and _few(case)),
-        Route("batch", in_a_batch, judge_batch),
-        *(Route(f"layout {m}", in_layouts, judge_layouts, options=(("method", m),)) for m in ("auto", "qr")),
-        *(Route(f"scores {m}", scores, judge_scores, options=(("method", m),)) for m in ("auto", "gram", "qr", "svd")),
-        Route("online", online, judge_online, _few),
         *(
-            Route(f"sketch {m}{' recheck' * r}", sketched, judge_set, options=(("method", m), ("recheck", r)))
-            for m in ("countsketch", "osnap", "srht", "jl", "halving")
+            Route(f"size {m}", by_size, judge_size, partial(_in_turn, i, 2), (("method", m),))
+            for i, m in enumerate(("auto", "gram", "qr", "svd"))
+        ),
+        Route("two passes", in_two_passes, judge_set, _no_mask),
+        Route("sparse", sparse, judge_set, lambda case: _plain_numbers(case) and _in_turn(0, 2, case)),
+        Route("torch", in_torch, judge_set, lambda case: _torch_numbers(case) and _in_turn(1, 2, case)),
+        Route("strict", strict, judge_set, lambda case: _plain_numbers(case) and _few(case) and _in_turn(0, 2, case)),
+        Route("batch", in_a_batch, judge_batch, partial(_in_turn, 1, 2)),
+        *(
+            Route(f"layout {m}", in_layouts, judge_layouts, partial(_in_turn, i, 2), (("method", m),))
+            for i, m in enumerate(("auto", "qr"))
+        ),
+        *(
+            Route(f"scores {m}", scores, judge_scores, partial(_in_turn, i, 2), (("method", m),))
+            for i, m in enumerate(("auto", "gram", "qr", "svd"))
+        ),
+        Route("threads", in_threads, judge_threads, lambda case: len(case.keys) > 2000),
+        Route("online", online, judge_online, _few),
+        Route("online future", online_future, judge_future, _few),
+        *(
+            Route(
+                f"sketch {m}{' recheck' * r}",
+                sketched,
+                judge_set,
+                partial(_in_turn, 2 * i + r, 5),
+                (("method", m), ("recheck", r)),
+            )
+            for i, m in enumerate(("countsketch", "osnap", "srht", "jl", "halving"))
             for r in (False, True)
         ),
         Route("stream", streamed, judge_stream),
         Route("stream in chunks", in_chunks, judge_stream),
         Route("stream merged", merged, judge_stream),
         Route("heavy", heavy, judge_heavy),
-        Route("heavy of a set", heavy_of_a_set, judge_heavy),
+        Route("heavy of a set", heavy_of_a_set, judge_heavy, partial(_in_turn, 0, 3)),
         Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), _few),
         Route("future", future, judge_future, lambda case: _few(case) and _no_mask(case)),
         Route("decoding by tokens", token_by_token, judge_decoding, _few),
         Route("decoding", in_large_steps, judge_decoding),
+        Route(
+            "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
+        ),
+        Route("groups", grouped, judge_groups),
+        Route("mass", mass, judge_mass),
+        *(_of_function(f"set {f}", of_function, judge_function, f) for f in FUNCTIONS),
+        *(_of_function(f"size {f}", of_function_by_size, judge_function_size, f) for f in FUNCTIONS),
+        *(
+            _of_function(f"stream {f}", stream_of_function, judge_function_stream, f)
+            for f in FUNCTIONS
+            if f not in ("Power(0.5)", "Power(1)", "Power(1.5)", "Power(3)")
+        ),
+        *(_of_function(f"heavy {f}", heavy_of_function, judge_function_heavy, f) for f in FUNCTIONS),
+        Route("set Softmax", of_softmax, judge_softmax),
+        Route("dask", in_dask, judge_stream, lambda case: _no_mask(case) and case.seed % 8 == 0),
     )
 }

@@ -98,7 +98,8 @@ def test_the_inverse_and_orthogonal_vectors_are_exact() -> None:
 
 def test_functions_are_those_of_the_definition() -> None:
     x = np.array([0.0, 1e-5, -0.7, 3.0, 1e6])
-    np.testing.assert_allclose(huber(2.0)(x), [x * x / 2 if abs(x) <= 2 else 2 * (abs(x) - 1) for x in x], rtol=1e-15)
+    by_hand = [a * a / 2 if abs(a) <= 2 else 2 * (abs(a) - 1) for a in x]
+    np.testing.assert_allclose(huber(2.0)(x), by_hand, rtol=1e-15)
     np.testing.assert_allclose(tukey(2.0)(x), levattn.Tukey(2.0)(x), rtol=1e-14)
 
 
@@ -125,7 +126,7 @@ def test_layouts_hold_the_same_numbers(layout: str) -> None:
         assert array.flags.c_contiguous == (layout == "C")
 
 
-# -- the shrinker ------------------------------------------------------------------------------------------------------
+# -- the shrinker ----------------------------------------------------------------------------------------------------
 
 
 def loses_a_key(K: Any, epsilon: float, mask: Any) -> Any:
