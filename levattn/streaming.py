@@ -208,8 +208,9 @@ class StreamingUniversalSet:
     For each matrix of a batch memory is O(d²/ε), independent of n: at most 2d/ε keys and one block of 2048 rows are
     held, d² numbers for each of log₂(n/2048) partial sums, and d² for the scores that keys are screened by; keys that
     are rank-deficient to float64 but not exactly are *all* held, as the sums cannot tell their scores (such are
-    products of float64 matrices). A block bound has 2/ε such sums, and takes time O(n d²/ε). Else time is O(n d²), as for `universal_set`; keys of a condition number above some hundreds (after scaling columns alike) cost
-    several times that of others. D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
+    products of float64 matrices). A block bound has 2/ε such sums, and takes time O(n d²/ε). Else time is O(n d²), as
+    for `universal_set`; keys of a condition number above some hundreds (after scaling columns alike) cost several
+    times that of others. D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
 
     References
     ----------
