@@ -45,8 +45,8 @@ class HeavyKeys:
     captured_mass : array of float64, shape (g,)
         The scores of all keys that are held, summed up.
     error : array of float64, shape (g,)
-        Estimated relative error of the scores of a query. It is large only for queries all but orthogonal to
-        rank-deficient keys.
+        Estimated relative error of the scores of a query. It is large only for queries all but orthogonal to the keys,
+        and for keys of a condition number above 10¹¹.
 
     Examples
     --------

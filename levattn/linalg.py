@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
@@ -291,10 +292,10 @@ class Factor:
         one, fine = self.rows.item(item), self.hidden[item]
         if fine is None:
             return self._set(out, item, nonzero_rows(one), ceiling)
-        kernels = kernels_for(one)
+        xp = array_api_compat.array_namespace(out)
         scores = fine.on(one).scores(wide=True)[0][0, :] * (1 + 4 * float(fine.score_error[0]))
-        scores = kernels.where(scores < ceiling, scores, ceiling)
-        out[item, :] = kernels.where(scores > out[item, :], scores, out[item, :])
+        scores = kernels_for(one).where(scores > ceiling, ceiling, scores)
+        out[item, :] = xp.maximum(out[item, :], xp.astype(scores, out.dtype))
         return True
 
     def _count_outside(self, item: int, out: Any, value: float) -> bool:
