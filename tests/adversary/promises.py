@@ -106,7 +106,7 @@ def normalizers_hold(truth: Truth, found: Any, error: Any, *, causal: bool = Fal
         slack = max(SURE, 4 * claimed[i])
         if np.isinf(slack) or (true < 1e-290 and 0 <= value < 1e-280) or (true > 1e300 and value > 1e290):
             continue
-        if not abs(value - true) <= slack * true:
+        if not abs(value - true) <= slack * max(value, true):
             yield Breach("normalizer", f"{true!r} of query {i} within {slack:.2g}", f"{value!r}")
             return
 
@@ -120,7 +120,7 @@ def entries_hold(
     least = Fraction(epsilon)
     for i in range(len(over)):
         if not under[i]:
-            if found[i].any():
+            if found[i].any() and 4 * claimed[i] < 1:
                 yield Breach("entry of an orthogonal query", f"zeros in row {i}", str(found[i][found[i] > 0][:3]))
             continue
         slack = max(TIE, 4 * claimed[i])
@@ -137,7 +137,7 @@ def entries_hold(
                 return
             if np.isinf(slack):
                 continue
-            if not abs(value - true) <= slack * true:
+            if not abs(value - true) <= slack * max(value, true):
                 yield Breach("entry", f"{true!r} at ({i}, {j}) within {slack:.2g}", f"{value!r}")
                 return
             if true < epsilon * (1 - 2 * slack):

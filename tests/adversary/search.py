@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 
+_LONGEST = 120  # seconds that a route may take for one case, what it has to compile included
 Found = dict[tuple[str, str, str], int]  # (family, route, kind): seed of the first
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"no result within {_LONGEST} s")
 
 
 def _worker(job: tuple[str, list[int], list[str], float]) -> tuple[Counter[tuple[str, str]], Counter[str], Found]:
@@ -20,6 +26,7 @@ def _worker(job: tuple[str, list[int], list[str], float]) -> tuple[Counter[tuple
     from .routes import ROUTES
 
     family, seeds, names, stop = job
+    signal.signal(signal.SIGALRM, _too_long)
     tried: Counter[tuple[str, str]] = Counter()
     broken: Counter[str] = Counter()
     found: Found = {}
@@ -34,7 +41,10 @@ def _worker(job: tuple[str, list[int], list[str], float]) -> tuple[Counter[tuple
             if not route.admits(case):
                 continue
             tried[family, name] += 1
-            for kind in {breach.kind for breach in route.breaches(case, truth)}:
+            signal.alarm(_LONGEST)
+            kinds = {breach.kind for breach in route.breaches(case, truth)}
+            signal.alarm(0)
+            for kind in kinds:
                 broken[f"{family} | {name} | {kind}"] += 1
                 found.setdefault((family, name, kind), seed)
     return tried, broken, found

@@ -16,7 +16,7 @@ import naive
 
 from .families import FAMILIES, LAYOUTS, STORAGES, case, rounded, stored
 from .oracle import Truth, adjugate, huber, integers, orthogonal, power, product, queries_for, shares, tukey
-from .promises import left_out, membership, output_holds
+from .promises import entries_hold, left_out, membership, normalizers_hold, output_holds
 from .routes import Route, judge_set
 from .search import main
 from .shrink import script, shrunk
@@ -208,3 +208,14 @@ def test_the_program_says_what_it_tried(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     assert "25 matrices, 25 results of 1 routes" in printed
     assert "no promise was broken" in printed
+
+
+def test_what_is_claimed_to_be_wrong_may_be() -> None:
+    truth = Truth(np.array([[1.0, 1.0], [2.0, 2.0]]), np.array([[1.0, -1.0], [1.0, 0.0]]))
+    found = np.array([[0.0, 0.5], [0.2, 0.8]])
+    assert [b.kind for b in entries_hold(truth, found, 0.1, 0.0)] == ["entry of an orthogonal query"]
+    assert list(entries_hold(truth, found, 0.1, np.array([np.inf, 0.0]))) == []
+    assert [b.kind for b in normalizers_hold(truth, [1e-30, 5.0], 0.0)] == ["normalizer"]
+    assert list(normalizers_hold(truth, [1e-30, 5.0], np.array([1.0, 0.0]))) == []
+    assert [b.kind for b in normalizers_hold(truth, [0.0, 5.0 + 1e-10], 0.0)] == ["normalizer"]
+    assert [b.kind for b in entries_hold(truth, np.array([[0, 0], [0, 0.8]]), 0.1, np.inf)] == ["missing entry"]
