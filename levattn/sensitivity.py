@@ -16,7 +16,7 @@ from levattn._kernels import Float64, Rows
 from levattn._lift import lift_columns, lifted_keys, root_error, spread
 from levattn._softmax import ball, jensen
 from levattn._threads import parallel_for
-from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.functions import INSIDE, AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon, factorize
 from levattn.linalg import UNIT, Factor, factor_moments
 
@@ -277,7 +277,7 @@ def certify(
     iterations = _count("iterations", iterations)
     exact = isinstance(f, Power) and f.p == 2
     factor = factorize(matrices, method="gram" if exact else "auto", mask=mask)
-    rows = factor.rows
+    rows = replace(factor.rows, scale=None)  # which is this factor's; blocks and weighted rows find their own
     tau = _scores(factor)  # 0 for keys of zeros, and for no others
     rank = factor.rank.astype(np.float64)
     growth = 0.0 if isinstance(f, Softmax) else f.growth
@@ -302,7 +302,7 @@ def certify(
             elif name == "block":
                 bound = np.stack([_block(rows.item(i), max(2.0, growth), epsilon, rng) for i in range(len(tau))])
             elif isinstance(f, Softmax):
-                root = f.root(matrices.d)
+                root = (1 + 2 * INSIDE) * f.root(matrices.d)
                 bound = jensen(rows, root)
                 if name == "ball":
                     bound = ball(rows, root, bound, epsilon, _STEPS)
@@ -432,7 +432,7 @@ def _lewis_of_each(factor: Factor, tau: Float64, p: float, iterations: int) -> F
     These have the same column space, so the same sensitivities. The rounding of weighted rows is then one of
     columns that are independent by far more. Keys that may leave the row space have no such columns.
     """
-    rows, upper = factor.rows, np.ones(tau.shape)
+    rows, upper = replace(factor.rows, scale=None), np.ones(tau.shape)
     lacking = factor.rank < np.count_nonzero(np.any(factor.whitening != 0, axis=2), axis=1)
     whole = np.flatnonzero(~lacking)
     if not lacking.any():
