@@ -389,7 +389,7 @@ class Softmax:
 
 
 def _axes(matrix: Floats) -> tuple[Floats, Floats, Floats] | None:
-    """Return the roots of the diagonal, and eigenvalues and eigenvectors of what they leave; None if not semi-definite.
+    """Return the roots of the diagonal, and the eigenvalues and vectors of what they leave; None if some are negative.
 
     So every row and column is right to rounding of its own size.
     """
