@@ -6,7 +6,7 @@ The blocks are numbered and summed in fixed order, so that it does not matter ho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ from levattn._kernels import (
     kernels_for,
     twofold_product,
 )
+from levattn._span import Span
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
@@ -50,6 +51,7 @@ _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their
 _LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _PIECE = BLOCK // 4  # rows that are written out in float64 at a time
+_SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 
 Flags = npt.NDArray[np.bool_]
@@ -129,11 +131,13 @@ class Twofold:
     high: (b, d, d) the moments.
     low: (b, d, d) what `high` lacks; None stands for zeros.
     wide: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
+    spans: the exact row spaces of the items, of a whole sum; () of a part of one.
     """
 
     high: Float64
     low: Float64 | None
     wide: Flags
+    spans: tuple[Span, ...] = ()
 
     @classmethod
     def plain(cls, moments: Float64) -> Twofold:
@@ -159,19 +163,27 @@ class Twofold:
     def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Twofold:
         """Return the moments whose parts are held under this name."""
         low = arrays.get(f"{name}.low")
+        spans = _spans(arrays, name, b, d) if f"{name}.units" in arrays else ()
         if (_diagonal(shaped(arrays[f"{name}.high"], np.float64, (b, d, d))) < 0).any():
             raise ValueError("a second moment has a negative entry on its diagonal")
         return cls(
             shaped(arrays[f"{name}.high"], np.float64, (b, d, d)),
             None if low is None else shaped(low, np.float64, (b, d, d)),
             shaped(arrays[f"{name}.wide"], np.bool_, (b,)),
+            spans,
         )
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the parts by name, from which `from_arrays` makes it again."""
+        held = {"high": self.high, "low": self.low, "wide": self.wide}
+        arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
+        return arrays | (_span_arrays(self.spans, name) if self.spans else {})
 
     def scaled(self, change: Exponents) -> Twofold:
         """Return the moments of columns divided by powers of two (b, d)."""
         powers = -(change[:, :, None] + change[:, None, :])
         low = None if self.low is None else np.ldexp(self.low, powers)
-        return Twofold(np.ldexp(self.high, powers), low, self.wide)
+        return replace(self, high=np.ldexp(self.high, powers), low=low)
 
     def turned(self, item: int, B: Float64) -> Float64:
         """Return ``BᵀGB`` of one item, rounded at the end."""
@@ -210,6 +222,7 @@ class MomentSum:
         self.wide: Flags = np.zeros(b, np.bool_)  # of which matrices the next block is summed in twofold arithmetic
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
+        self.spans = (Span.nothing(d),) * b
 
     def copy(self) -> MomentSum:
         """Return a sum that goes on from here by itself."""
@@ -260,7 +273,27 @@ class MomentSum:
             self._settle(blocks, term, run, due)
         else:
             self.blocks = blocks
+        self._cover(run, diagonal, self.blocks.total)
         return True
+
+    def _cover(self, rows: Rows, diagonal: Float64, total: Callable[[], Twofold | None]) -> None:
+        """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal."""
+        live = diagonal > 0
+        if self.merged is not None:
+            live |= _diagonal(self.merged.high) > 0
+        ranks = np.array([span.rank for span in self.spans], np.int64)
+        missing = np.count_nonzero(live, axis=1) > ranks
+        if not missing.any():
+            return
+        spans, new = list(self.spans), missing & (ranks == 0)
+        moments = total() if new.any() else None
+        errors = np.full(len(new), np.inf) if moments is None else moments.errors(new)
+        for item in np.flatnonzero(missing).tolist():
+            if new[item] and errors[item] <= _SURE:  # well-conditioned: its columns are independent
+                spans[item] = replace(spans[item], units=live[item])
+            else:
+                spans[item] = spans[item].extended(rows.item(item))
+        self.spans = tuple(spans)
 
     def _settle(self, blocks: PairwiseSum[Twofold], term: Twofold, run: Rows, due: Flags) -> None:
         """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due."""
@@ -327,7 +360,8 @@ class MomentSum:
             bad = moments.errors(np.ones(len(term.wide), np.bool_)) > PLAIN_ERROR
             if bad.any():
                 moments = whole._with(whole._widened(term, tail, bad))
-        return moments, whole.exponents
+            whole._cover(tail, _diagonal(moments.high), lambda: moments)
+        return replace(moments, spans=whole.spans), whole.exponents
 
     def _with(self, tail: Twofold) -> Twofold:
         """Return the sum of all, in the order of `second_moments`."""
@@ -339,10 +373,11 @@ class MomentSum:
         both = np.where(self._seen() & (self.exponents > exponents), self.exponents, exponents)
         both = np.where(_diagonal(other.high) > 0, both, self.exponents).astype(np.int32)
         self._rescale(both)
-        other = other.scaled(both - exponents)
+        other, spans = other.scaled(both - exponents), other.spans
         low = np.zeros_like(other.high) if other.low is None else other.low
         other = Twofold(other.high, low, np.ones(len(other.wide), np.bool_))
         self.merged = other if self.merged is None else self.merged + other
+        self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return what the sum consists of as fields and arrays; `from_parts` makes it again."""
@@ -351,7 +386,8 @@ class MomentSum:
         if self.merged is not None:
             held["merged"] = self.merged
         for name, part in held.items():
-            arrays |= {f"{name}.{key}": value for key, value in vars(part).items() if value is not None}
+            arrays |= part.arrays(name)
+        arrays |= _span_arrays(self.spans, "sum")
         return {"blocks": self.blocks.count, "terms": list(held)}, arrays
 
     @classmethod
@@ -368,7 +404,7 @@ class MomentSum:
             raise ValueError(f"{blocks} blocks are not the sum of the levels {', '.join(terms)}")
         if np.abs(self.exponents).max(initial=0) > 1024 or not (self.settled >= 0).all() or not (self.room >= 0).all():
             raise ValueError("what tells how sums go on is out of range")
-        self.blocks = PairwiseSum(blocks, levels)
+        self.blocks, self.spans = PairwiseSum(blocks, levels), _spans(arrays, "sum", b, d)
         return self
 
     def _seen(self) -> Flags:
@@ -378,6 +414,25 @@ class MomentSum:
             if part is not None:
                 seen |= _diagonal(part.high) > 0
         return seen
+
+
+def _span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[Any]]:
+    """Return row spaces as arrays, from which `_spans` makes them again."""
+    return {
+        f"{name}.units": np.array([span.units for span in spans], np.bool_),
+        f"{name}.ranks": np.array([len(span.basis) for span in spans], np.int64),
+        f"{name}.basis": np.concatenate([span.basis for span in spans]) if spans else np.zeros((0, 0), np.uint64),
+    }
+
+
+def _spans(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tuple[Span, ...]:
+    units, ranks = shaped(arrays[f"{name}.units"], np.bool_, (b, d) if b else (0,)), arrays[f"{name}.ranks"]
+    edges = np.cumsum(shaped(ranks, np.int64, (b,)))
+    if (ranks < 0).any() or (ranks > d).any():
+        raise ValueError("a row space has more dimensions than columns")
+    basis = shaped(arrays[f"{name}.basis"], np.uint64, (int(ranks.sum()), d) if b else (0, 0))
+    parts = np.split(basis, edges[:-1]) if b else []
+    return tuple(Span.checked(mine, part) for mine, part in zip(units, parts, strict=True))
 
 
 def as_read(rows: Rows) -> Float64:

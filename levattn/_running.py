@@ -421,8 +421,7 @@ def _frozen_arrays(name: str, frozen: Frozen | None) -> dict[str, npt.NDArray[An
     if frozen is None:
         return {}
     moments, exponents = frozen
-    held = {f"{name}.{key}": value for key, value in vars(moments).items() if value is not None}
-    return held | {f"{name}.exponents": exponents}
+    return moments.arrays(name) | {f"{name}.exponents": exponents}
 
 
 def _frozen(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Frozen | None:

@@ -218,7 +218,7 @@ def leverage_scores(
         return matrices.wrap(_approximated(matrices, method, center, mask, sketch_size, as_seed(rng)))
     refuse_randomness(method, sketch_size, rng)
     factor = factorize(matrices, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
-    scores, _ = factor.scores()
+    scores, _ = factor.scores(numerical=True)
     return matrices.wrap(scores)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from levattn._array import Csr, pick, to_device, to_numpy
 from levattn._kernels import Arithmetic, Float64, Rows, inverse_cholesky, kernels_for, precise_products
 from levattn._moments import PLAIN_ERROR, PLAIN_NOISE, UNIT, Twofold, as_read, second_moments, spectral_norm
+from levattn._span import Span, nonzero_rows
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
@@ -48,6 +49,9 @@ _SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of conditio
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
 _LIFT = 2.0**500  # by which rows are raised whose squares may vanish, of size below
 _TINY = 2.0**-960
+_LARGEST_LIFT = 2.0**1000  # which no entry but 0 is too small for
+_FINE_CUT = 2.0**-64  # as `rank_tolerance` where products are compensated from the beginning
+_FINE_ERROR = 2.0**-7  # estimated relative error of scores up to which such a factor is taken
 _ONE_THREAD = 1 << 18  # multiplications of a product up to which OpenBLAS takes one thread
 _LEAST_BLOCK = 8  # rows of such a product; with fewer BLAS is slow
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
@@ -91,7 +95,12 @@ class Factor:
         With ``W = basis core``, where the arithmetic is compensated.
     outside : dict
         For rank-deficient matrices, by their number, an orthonormal basis (d, k) of the equilibrated directions left
-        out and the column norms (d,) that equilibrate; rows that reach into it are counted as 1.
+        out and the column norms (d,) that equilibrate.
+    spans : dict
+        For rank-deficient matrices, by their number, the exact row space of the keys, where it is known.
+    hidden : dict
+        For matrices whose exact rank is above the numerical one, by their number, a factor of the exact rank, or None
+        where there is none that holds digits.
     projection : array of float64, shape (b, d, k), or None
         Where scores are those of a random projection of the whitened rows.
 
@@ -116,6 +125,8 @@ class Factor:
     basis: Float64 | None = None
     core: Float64 | None = None
     outside: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
+    spans: dict[int, Span] = field(default_factory=dict)
+    hidden: dict[int, Factor | None] = field(default_factory=dict)
     projection: Float64 | None = None
 
     @cached_property
@@ -152,7 +163,6 @@ class Factor:
             Of this matrix.
         """
         one = slice(index, index + 1)
-        pair = self.outside.get(index)
         return replace(
             self,
             rows=self.rows.item(index),
@@ -162,7 +172,9 @@ class Factor:
             arithmetic=self.arithmetic[one],
             basis=None if self.basis is None else self.basis[one],
             core=None if self.core is None else self.core[one],
-            outside={} if pair is None else {0: pair},
+            outside={0: self.outside[index]} if index in self.outside else {},
+            spans={0: self.spans[index]} if index in self.spans else {},
+            hidden={0: self.hidden[index]} if index in self.hidden else {},
             projection=None if self.projection is None else self.projection[one],
         )
 
@@ -194,8 +206,14 @@ class Factor:
         stored = UNIT if self.rows.format == "float64" else 2.0**-24
         return np.asarray(self.error + stored + np.where(single, 2.0**-22 * _SINGLE_REACH, 0.0))
 
-    def scores(self, *, wide: bool = False, member: bool = True) -> tuple[Any, npt.NDArray[np.bool_]]:
-        """Return the leverage scores of the rows, and which matrices have rows counted as 1.
+    def scores(
+        self, *, wide: bool = False, member: bool = True, numerical: bool = False
+    ) -> tuple[Any, npt.NDArray[np.bool_]]:
+        """Return the leverage scores of the rows, and which matrices have rows that were counted as 1 or bounded.
+
+        Where the exact rank of the keys is above the numerical one, the scores are those of the exact rank, raised by
+        their error; where none can be computed, all rows but those of zeros count as 1. So no score is too small,
+        but for `score_error`.
 
         Parameters
         ----------
@@ -204,13 +222,16 @@ class Factor:
         member : bool, default True
             Whether the rows are among the keys that were factored. Else ``kᵀG⁺k`` may be more than 1, and is infinite
             for a row outside the row space.
+        numerical : bool, default False
+            Whether directions below the numerical rank are left out, but that rows which reach into them by more
+            than rounding count as 1 (or are infinite).
 
         Returns
         -------
         scores : array of shape (b, n)
             Float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; 0 for masked rows.
         counted : array of bool, shape (b,)
-            True for a matrix with rows counted as 1.
+            True for a matrix with rows that were counted as 1 or bounded.
         """
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
         kernels = kernels_for(self.rows)
@@ -225,23 +246,47 @@ class Factor:
                 kernels.projected_sqnorms(self.rows, items, self.projection[items], out, arithmetic, ceiling)
                 continue
             kernels.sqnorms(self.rows, items, W, out, basis=basis, arithmetic=arithmetic, ceiling=ceiling)
+        counted = np.zeros(self.rows.shape[0], np.bool_)
         if not member:
             self._mark_dead_columns(out)
-        counted = np.zeros(self.rows.shape[0], np.bool_)
+        for item, span in self.spans.items() if not numerical else ():
+            if not member:
+                self._set(out, item, span.outside(self.rows.item(item)), np.inf)
+            if item in self.hidden:
+                counted[item] = self._raise_hidden(item, out, ceiling)
         for item in self.outside:
-            counted[item] = self._count_outside(item, out, ceiling)
+            if item not in self.spans or (numerical and (item in self.hidden or not member)):
+                counted[item] = self._count_outside(item, out, ceiling)
         return out, counted
+
+    def _set(self, out: Any, item: int, which: npt.NDArray[np.bool_], value: float) -> bool:
+        """Set some figures of a matrix; return whether there were any."""
+        if which.any():
+            out[item, :] = kernels_for(self.rows).where(to_device(which, out), value, out[item, :])
+        return bool(which.any())
 
     def _mark_dead_columns(self, out: Any) -> None:
         """Set the figures of rows with an entry in a column that the factored keys do not reach to infinity."""
         kernels = kernels_for(self.rows)
         for item in range(len(self.rank)):
             dead = ~np.any(self.whitening[item] != 0, axis=1)
-            if dead.any():
+            if dead.any() and item not in self.spans:
                 one = self.rows.item(item)
                 size = kernels.wide_zeros(one)
-                kernels.sqnorms(one, np.array([0]), np.diag(dead * _LIFT)[None], size)
+                with np.errstate(over="ignore"):
+                    kernels.sqnorms(one, np.array([0]), np.diag(dead * _LARGEST_LIFT)[None], size)
                 out[item, :] = kernels.where(size[0, :] > 0, np.inf, out[item, :])
+
+    def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
+        """Raise the scores of a matrix to those of its exact rank; return whether that raised any."""
+        one, fine = self.rows.item(item), self.hidden[item]
+        if fine is None:
+            return self._set(out, item, nonzero_rows(one), ceiling)
+        kernels = kernels_for(one)
+        scores = fine.on(one).scores(wide=True)[0][0, :] * (1 + 4 * float(fine.score_error[0]))
+        scores = kernels.where(scores < ceiling, scores, ceiling)
+        out[item, :] = kernels.where(scores > out[item, :], scores, out[item, :])
+        return True
 
     def _count_outside(self, item: int, out: Any, value: float) -> bool:
         """Set the scores of rows that reach outside the kept directions by more than rounding to `value`."""
@@ -259,12 +304,12 @@ class Factor:
             scale = 1.0 if one.scale is None else one.scale[0]
             offset = float(np.sum((one.shift[0] * scale / c) ** 2))
         noise = (64 * UNIT) ** 2 * d
-        beyond: Any = wide[0, :] > noise * (size[0, :] + offset + d * out[item, :])
+        beyond: Any = wide[0, :] > noise * (size[0, :] + offset)
         tiny = size[0, :] < _TINY
         if self.rows.format == "float64" and bool(to_numpy(tiny).any()):  # squares may have vanished
             kernels.sqnorms(one, np.array([0]), (_upper_form(Z) / c[:, None])[None] * _LIFT, wide, arithmetic="double")
             kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * _LIFT, size, arithmetic="double")
-            beyond |= tiny & (wide[0, :] > noise * (size[0, :] + (offset + d * out[item, :]) * _LIFT**2))
+            beyond |= tiny & (wide[0, :] > noise * (size[0, :] + offset * _LIFT**2))
         out[item, :] = kernels.where(beyond, value, out[item, :])
         return bool(to_numpy(beyond).any())
 
@@ -475,17 +520,23 @@ def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple
     if not odd.any():
         return rows, G
     require_finite(rows, diagonal)
-    largest = kernels_for(rows).column_maxima(rows)
-    exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
-    limit = 30 if narrow else 400
-    odd &= (np.abs(exponent) > limit).any(axis=1)
-    if not odd.any():
+    largest = np.where(odd[:, None], kernels_for(rows).column_maxima(rows), 1.0)
+    rows = _scaled(rows, largest, 30 if narrow else 400)
+    if rows.scale is None:
         return rows, G
-    rows = replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
-    items = np.flatnonzero(odd)
+    items = np.flatnonzero(np.any(rows.scale != 1, axis=1))
     G = G.copy()
     G[to_device(items, G)] = _moments(rows, items.tolist(), arithmetic=arithmetic)
     return rows, G
+
+
+def _scaled(rows: Rows, largest: Float64, limit: int) -> Rows:
+    """Return the rows with columns divided by powers of two, of matrices with columns beyond 2^±limit."""
+    exponent = np.where(largest > 0, np.frexp(np.where(largest > 0, largest, 1.0))[1], 0)
+    odd = (np.abs(exponent) > limit).any(axis=1)
+    if not odd.any():
+        return rows
+    return replace(rows, scale=np.where(odd[:, None], np.ldexp(1.0, -np.clip(exponent, -1020, 1020)), 1.0))
 
 
 @dataclass(frozen=True)
@@ -500,6 +551,33 @@ class _Found:
     outside: Float64
     columns: Float64
 
+    def embedded(self, live: npt.NDArray[np.bool_]) -> _Found:
+        """Return what was found of some columns for all of them; the others are zero."""
+
+        def square(A: Float64) -> Float64:
+            out = np.zeros((len(live), len(live)))
+            out[np.ix_(live, live)] = A
+            return out
+
+        outside, columns = np.zeros((len(live), self.outside.shape[1])), np.full(len(live), np.inf)
+        outside[live], columns[live] = self.outside, self.columns
+        core = None if self.core is None else square(self.core)
+        whitening, basis = square(self.whitening), square(self.basis)
+        return replace(self, whitening=whitening, basis=basis, core=core, outside=outside, columns=columns)
+
+    def factor(self, rows: Rows) -> Factor:
+        """Return the factor of one matrix, a batch of one, without its keys."""
+        compensated = self.core is not None
+        return Factor(
+            rows,
+            self.whitening[None],
+            np.array([self.rank]),
+            np.array([self.error]),
+            ("compensated" if compensated else "double",),
+            self.basis[None] if compensated else None,
+            None if self.core is None else self.core[None],
+        ).forget_keys()
+
 
 @dataclass
 class _Batch:
@@ -510,8 +588,10 @@ class _Batch:
     rank: npt.NDArray[np.int64]
     error: Float64
     arithmetic: list[Arithmetic] = field(default_factory=list)
-    counts_outside: bool = True  # whether rows that reach into directions left out count as 1
+    counts_outside: bool = True  # whether rows that reach into directions left out count
     found: dict[int, _Found] = field(default_factory=dict)
+    spans: dict[int, Span] = field(default_factory=dict)
+    hidden: dict[int, _Found | None] = field(default_factory=dict)
 
     def put(self, item: int, found: _Found) -> None:
         """Set what was found for one matrix."""
@@ -532,7 +612,20 @@ class _Batch:
                 basis[item], core[item] = found.basis, found.core
             if self.counts_outside and found.outside.shape[1]:
                 outside[item] = (found.outside, found.columns)
-        return Factor(self.rows, self.W, self.rank, self.error, tuple(self.arithmetic), basis, core, outside)
+        hidden = {item: None if one is None else one.factor(self.rows.item(item)) for item, one in self.hidden.items()}
+        arithmetic = tuple(self.arithmetic)
+        return Factor(self.rows, self.W, self.rank, self.error, arithmetic, basis, core, outside, self.spans, hidden)
+
+    def look_below(self, item: int, finer: Callable[[], _Found] | None, span: Span | None = None) -> None:
+        """Compare the exact rank of a matrix with the one that was found; take a finer factor where it is higher."""
+        found = self.found[item]
+        if not self.counts_outside or not found.outside.shape[1] or self.rows.shift is not None:
+            return
+        span = self.spans[item] = Span.of(self.rows.item(item)) if span is None else span
+        if span.rank > found.rank:
+            fine = None if finer is None else finer()
+            sound = fine is not None and fine.rank == span.rank and fine.error <= _FINE_ERROR
+            self.hidden[item] = fine if sound else None
 
 
 def factor_moments(
@@ -585,12 +678,14 @@ def factor_moments(
     batch.arithmetic = ["single" if short and single != "no" and ok else "double" for ok in (mild & done).tolist()]
     batch.counts_outside = rtol is None and ridge == 0
     for item in np.flatnonzero(~done).tolist():
+        turn, moments = _turn_rows(rows, item), to_numpy(G[item])
+        start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
         if n <= _FEW_ROWS * d:
-            found = _orthogonal(_turn_rows(rows, item), dense(rows.item(item), 0, n), penalty[item], cut)
+            found = _orthogonal(turn, dense(rows.item(item), 0, n), penalty[item], cut)
         else:
-            start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
-            found = _precondition(_turn_rows(rows, item), to_numpy(G[item]), penalty[item], start, target, cut, limit)
+            found = _precondition(turn, moments, penalty[item], start, target, cut, limit)
         batch.put(item, found)
+        batch.look_below(item, partial(_resolve, turn, moments, start, target, limit))
     return batch.factor()
 
 
@@ -621,6 +716,8 @@ def factor_sum(moments: Twofold, like: Rows) -> Factor:
         sizes = np.sqrt(np.diagonal(moments.high[item]))
         spread = spectral_norm(sizes[:, None] * found.whitening) ** 2
         batch.put(item, replace(found, error=found.error + _TWOFOLD_ERROR * spread + PLAIN_ERROR))
+        if moments.spans:
+            batch.look_below(item, None, moments.spans[item])
     return batch.factor()
 
 
@@ -641,12 +738,18 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     batch = _Batch(rows, np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b))
     batch.arithmetic = ["double"] * b
     batch.counts_outside = rtol is None and ridge == 0
-    require_finite(rows, kernels_for(rows).column_maxima(rows))
+    largest = kernels_for(rows).column_maxima(rows)
+    require_finite(rows, largest)
+    batch.rows = rows = _scaled(rows, largest, 400)
+    scale = np.ones((b, d)) if rows.scale is None else rows.scale
+    target, limit = _DOUBLE_ERROR[rows.format], _limit(rows.format, d)
     for item in range(b):
         one = rows.item(item)
         R = _triangle(one) if method == "qr" else dense(one, 0, n)
-        penalty = _penalty(ridge, _column_norms(R)[None], np.ones((1, d)))[0] if ridge else np.zeros(d)
-        batch.put(item, _orthogonal(_turn_rows(rows, item), R, penalty, cut))
+        penalty = _penalty(ridge, _column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
+        turn = _turn_rows(rows, item)
+        batch.put(item, _orthogonal(turn, R, penalty, cut))
+        batch.look_below(item, partial(_resolve, turn, R.T @ R, UNIT, target, limit))
     return batch.factor()
 
 
@@ -665,13 +768,27 @@ def _orthogonal(turn: _Turn, R: Float64, penalty: Float64, cut: float) -> _Found
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle."""
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
-    norms = _column_norms(R)
-    c = np.where(norms > 0, norms, 1.0)
+    c = _column_norms(R)
+    some = c > 0
+    if not some.all():
+        return _orthogonal(_turn_some(turn, some), R[:, some], np.zeros(np.count_nonzero(some)), cut).embedded(some)
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
     W = _upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
-    return _finish(turn, W, norms, _complement(Vt[live]), penalty, condition, _SURE_CONDITION)
+    return _finish(turn, W, c, _complement(Vt[live]), penalty, condition, _SURE_CONDITION)
+
+
+def _turn_some(turn: _Turn, some: npt.NDArray[np.bool_]) -> _Turn:
+    """Return what gives the moments of some columns of the keys in another basis."""
+    places = np.ix_(some, some)
+
+    def turned(basis: Float64, arithmetic: Arithmetic) -> Float64:
+        whole = np.zeros((len(some), len(some)))
+        whole[places] = basis
+        return turn(whole, arithmetic)[places]
+
+    return turned
 
 
 def _complement(V: Float64) -> Float64:
@@ -729,8 +846,11 @@ def _precondition(
     """
     d = G.shape[0]
     H = G + np.diag(penalty)
-    norms = np.sqrt(np.diag(H))
-    c = np.where(norms > 0, norms, 1.0)
+    c = np.sqrt(np.diag(H))
+    some = c > 0
+    if not some.all():
+        part = G[np.ix_(some, some)], penalty[some]
+        return _precondition(_turn_some(turn, some), *part, noise, target, cut, limit).embedded(some)
     largest = np.sqrt(spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
     out = np.zeros((d, 0))
     basis: Float64 | None = None
@@ -750,7 +870,7 @@ def _precondition(
             if vanished.any():
                 out = _orthonormal(np.hstack([out, c[:, None] * basis[:, vanished]]))
         if not turned.any():
-            return _Found(turned, turned, None, 0, 0.0, out, _divisors(norms))
+            return _Found(turned, turned, None, 0, 0.0, out, c)
         lost = _lost_directions(c[:, None] * turned, cut * largest)
         if lost.shape[1]:
             out = _orthonormal(np.hstack([out, lost]))
@@ -762,7 +882,12 @@ def _precondition(
         H = turn(basis, "double") + _turned_penalty(basis, penalty)
         noise = UNIT
     condition = float(largest * spectral_norm(c[:, None] * turned))
-    return _finish(turn, turned, norms, out, penalty, condition, limit, float(reach[0]))
+    return _finish(turn, turned, c, out, penalty, condition, limit, float(reach[0]))
+
+
+def _resolve(turn: _Turn, G: Float64, noise: float, target: float, limit: float) -> _Found:
+    """Factor a matrix again with compensated products from the beginning, which resolve smaller directions."""
+    return _precondition(lambda B, _: turn(B, "compensated"), G, np.zeros(len(G)), noise, target, _FINE_CUT, limit)
 
 
 def _lost_directions(W: Float64, cut: float) -> Float64:
@@ -789,7 +914,7 @@ def _turned_penalty(basis: Float64, penalty: Float64) -> Float64 | float:
 def _finish(
     turn: _Turn,
     W: Float64,
-    norms: Float64,
+    c: Float64,
     out: Float64,
     penalty: Float64,
     condition: float,
@@ -800,18 +925,13 @@ def _finish(
     rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
     error = 2 * UNIT * (reach + condition)
     if condition <= limit:
-        return _Found(W, W, None, rank, error, out, _divisors(norms))
+        return _Found(W, W, None, rank, error, out, c)
     G = turn(W, "compensated")
     C, pivot, again = inverse_cholesky((G + _turned_penalty(W, penalty))[None])
     if not pivot[0] > 0:  # W is no whitening at all; not seen yet
-        return _Found(W, W, None, rank, np.inf, out, _divisors(norms))
+        return _Found(W, W, None, rank, np.inf, out, c)
     error = 4 * UNIT * float(again[0]) + _SPLIT_ERROR * condition
-    return _Found(_multiply(W, C[0]), W, C[0], rank, error, out, _divisors(norms))
-
-
-def _divisors(norms: Float64) -> Float64:
-    """Return what equilibrates columns of these norms: infinity for a column of zeros, which stays out."""
-    return np.where(norms > 0, norms, np.inf)
+    return _Found(_multiply(W, C[0]), W, C[0], rank, error, out, c)
 
 
 def _orthonormal(A: Float64) -> Float64:

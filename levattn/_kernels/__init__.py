@@ -38,6 +38,7 @@ __all__ = [
     "query_norms",
     "selection_for",
     "slot_kernels_for",
+    "span_kernels",
     "token_kernels_for",
     "twofold_product",
     "wide_rows",
@@ -204,6 +205,19 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
     from levattn._kernels import _cpu
 
     return _cpu.precise_solutions(B, Q)
+
+
+def span_kernels() -> ModuleType:
+    """Return the table of exact row spaces, for rows of float64 in main memory.
+
+    ``insert_rows(rows, basis, pivots, rank, units)`` and ``insert_residues(...)`` extend a basis of residues (reduced
+    row echelon, with room for more rows) by rows of numbers or of residues, and return its rank;
+    ``mark_outside(rows, basis, pivots, rank, units, out)`` sets `out` for the rows that the basis and the unit vectors
+    do not span.
+    """
+    from levattn._kernels import _cpu_span
+
+    return _cpu_span
 
 
 def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool) -> tuple[Float64, Float64]:

@@ -232,5 +232,5 @@ def _beside(n: Any, scores: Any) -> Any:
 def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:
     """Return ``w G⁺ w`` of tokens (b, h, T, d) by a full second moment of them and others."""
     matrices, rows = readable(W.detach() if _is_torch(W) else W, mask)
-    scores = norms.factor().on(rows).scores()[0]
+    scores = norms.factor().on(rows).scores(numerical=True)[0]
     return matrices.give_back(reshaped(scores, tuple(W.shape[:3])))

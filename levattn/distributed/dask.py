@@ -545,7 +545,7 @@ def _merged_softmax(states: list[SoftmaxState], new: Callable[[], SoftmaxState])
 def _scores(K: Any, factor: Factor) -> Any:
     with _threads_of_worker():
         matrices, rows = in_main_memory(K)
-        scores, _ = factor.on(rows).scores()
+        scores, _ = factor.on(rows).scores(numerical=True)
         return matrices.wrap(scores)
 
 

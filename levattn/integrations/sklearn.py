@@ -249,7 +249,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         TypeError, ValueError
             If X is not a dense array of finite numbers with the columns of the fit.
         """
-        scores, _ = self._factor_on(X).scores(member=False)
+        scores, _ = self._factor_on(X).scores(member=False, numerical=True)
         return np.asarray(scores[0])
 
     def transform(self, X: Any) -> npt.NDArray[Any]:
