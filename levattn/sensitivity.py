@@ -426,44 +426,39 @@ def _iterated(
     return v, tau, moved
 
 
+def _in_row_space(factor: Factor, item: int) -> bool:
+    """Tell whether all keys lie exactly in the row space that was kept."""
+    return item not in factor.outside or (item in factor.spans and item not in factor.hidden)
+
+
 def _lewis_of_each(factor: Factor, tau: Float64, p: float, iterations: int) -> Float64:
     """Bound by Lewis weights; keys that lack directions are replaced by as many independent columns of theirs.
 
     These have the same column space, so the same sensitivities. The rounding of weighted rows is then one of
-    columns that are independent by far more. Keys that may leave the row space have no such columns.
+    columns that are independent by far more.
     """
     rows, upper = replace(factor.rows, scale=None), np.ones(tau.shape)
     lacking = factor.rank < np.count_nonzero(np.any(factor.whitening != 0, axis=2), axis=1)
-    whole = np.flatnonzero(~lacking)
     if not lacking.any():
         return _lewis(rows, tau, factor.rank, p, iterations)
-    for item in whole.tolist():
-        upper[item] = _lewis(rows.item(item), tau[item : item + 1], factor.rank[item : item + 1], p, iterations)[0]
-    for item in np.flatnonzero(lacking).tolist():
-        keys = _independent(factor.item(item))
-        within = None if keys is None else factor_moments(keys)
-        if within is not None and within.rank[0] == within.rows.shape[2]:
-            bound = _lewis(within.rows, _scores(within), within.rank, p, iterations)[0]
-            upper[item] = np.where(tau[item] < 1, bound, 1.0)
+    for item in range(len(tau)):
+        one, its_tau = rows.item(item), tau[item : item + 1]
+        if lacking[item]:
+            if not _in_row_space(factor, item):
+                continue
+            within = factor_moments(_independent(one, factor.even_normalizer(item)[0], int(factor.rank[item])))
+            if within.rank[0] < factor.rank[item]:
+                continue
+            one, its_tau = replace(within.rows, scale=None), _scores(within)
+        upper[item] = _lewis(one, its_tau, factor.rank[item : item + 1], p, iterations)[0]
     return upper
 
 
-def _independent(factor: Factor) -> Rows | None:
-    """Return as many columns of the keys of one matrix as they have rank, which span the column space.
-
-    Keys that may leave the row space are masked; None where some of those left may leave theirs.
-    """
-    scores, counted = factor.scores()
-    if counted[0]:
-        within = to_numpy(scores) < 1
-        mask = within if factor.rows.mask is None else within & to_numpy(factor.rows.mask)
-        factor = factor_moments(replace(factor.rows, mask=mask, scale=None))
-        if factor.scores()[1][0]:
-            return None
+def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
+    """Return as many columns of one matrix as it has rank; they span the column space. N has its row space."""
     from scipy.linalg import qr
 
-    rows, rank = factor.rows, int(factor.rank[0])
-    columns = qr(factor.even_normalizer(0)[0], mode="r", pivoting=True)[1][:rank].astype(np.int64)
+    columns = np.asarray(qr(N, mode="r", pivoting=True)[1][:rank], np.int64)
     keys = array_api_compat.array_namespace(rows.keys).take(rows.keys, to_device(columns, rows.keys), axis=2)
     return Rows(keys, rows.format, rows.mask)
 
@@ -509,15 +504,11 @@ def _lift(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> tup
     Coordinates are computed, and errors of lifted keys raise their scores: see docs/design.md. Where the products lack
     directions, rounding may hide a key in what is left out, and nothing is bounded.
     """
-    within = tau < 1  # a key alone in a direction, or outside what is lifted, has 1
     keys, relative, absolute = lifted_keys(factor, m, precise=precise)
-    counted = factor.scores()[1] if factor.outside else np.zeros(len(tau), np.bool_)
-    if counted.any():
-        there = np.where(counted[:, None], within, True)
-        keys = replace(keys, mask=there if keys.mask is None else there & keys.mask)
     lift = factor_moments(keys, single="no")
     upper, felt = np.sqrt(_scores(lift, tau > 0)), 0.0
     resolved = lift.rank == [lift_columns(int(rank), m) for rank in factor.rank]
+    resolved &= [_in_row_space(factor, item) for item in range(len(tau))]
     raised = root_error(lift, relative)
     for item in np.flatnonzero(resolved).tolist():
         W = lift.whitening[item] if lift.rows.scale is None else lift.whitening[item] * lift.rows.scale[item][:, None]
@@ -528,7 +519,7 @@ def _lift(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> tup
         upper[item] = (upper[item] * raised[item] + moved * powers) / kept if kept > 0 else 1.0
     if felt > _FELT and not precise:
         return _lift(factor, tau, m, precise=True)
-    upper = np.where(within & resolved[:, None], np.fmin(upper, 1.0) ** 2, 1.0)
+    upper = np.where(resolved[:, None], np.fmin(upper, 1.0) ** 2, 1.0)
     return upper, lift.forget_keys() if resolved.all() else None
 
 
