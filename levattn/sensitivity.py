@@ -152,7 +152,8 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     tau = _scores(factor)
     v = np.ones(tau.shape)
     if exponent != 2:
-        v, tau, _ = _iterated(rows, tau, factor.rank, exponent, _count("iterations", iterations))
+        v, tau, _, scale = _iterated(rows, tau, factor.rank, exponent, _count("iterations", iterations))
+        v = v * scale
     weights = (tau / v**2) ** (exponent / 2)
     return matrices.wrap(to_device(np.asarray(weights), matrices.data))
 
@@ -384,17 +385,17 @@ def _direct(tau: Float64, p: float, rows: Rows) -> Float64:
 
 def _iterated(
     rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int
-) -> tuple[Float64, Float64, Float64]:
+) -> tuple[Float64, Float64, Float64, Float64]:
     """Iterate towards Lewis weights w from equal ones, whose leverage scores are `tau` and whose ranks `rank`.
 
-    Returned are the row weights v = w^{1/2 − 1/p}, the leverage scores of the rows weighted by them, and the factor
-    (b,) by which the rounding of weighted rows may raise the root of a score. Where weights would push directions
-    beyond the rank tolerance, those before stay.
+    Returned are the row weights v, at most 1, the leverage scores of the rows weighted by them, the factor (b,) by
+    which the rounding of weighted rows may raise the root of a score, and the scale (b, 1) for which v times that is
+    w^{1/2 − 1/p}. Where weights would push directions beyond the rank tolerance, those before stay.
     """
     live = tau > 0
     v: Float64 = np.ones(tau.shape)
     mean: Float64 = np.zeros(tau.shape)
-    going, moved = np.ones(len(tau), np.bool_), np.ones(len(tau))
+    going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.ones((len(tau), 1))
     for step in range(iterations):
         new: Float64 = np.empty(tau.shape)
 
@@ -409,7 +410,9 @@ def _iterated(
         with np.errstate(divide="ignore", over="ignore"):
             _by_chunks(body, v.shape[1])
         largest = np.max(new, axis=1, keepdims=True, initial=0.0, where=live & np.isfinite(new))
-        np.clip(new, _LEAST_WEIGHT * largest, largest, out=new)
+        largest[largest == 0] = 1.0
+        new /= largest
+        np.clip(new, _LEAST_WEIGHT, 1.0, out=new)
         new[~live] = 1.0
         new[~going] = v[~going]
         factor = factor_moments(replace(rows, weights=new))
@@ -418,12 +421,13 @@ def _iterated(
         if not going.any():
             break
         scores, shift = _scores(factor, live), root_error(factor, UNIT)
+        scale = np.where(going[:, None], largest * (scale ** (1 - p / 2) if p < 4 else 1.0), scale)
         if here.all():
             v, tau, moved = new, scores, shift
         else:
             v, tau = (np.where(here[:, None], x, y) for x, y in ((new, v), (scores, tau)))
             moved = np.where(here, shift, moved)
-    return v, tau, moved
+    return v, tau, moved, scale
 
 
 def _in_row_space(factor: Factor, item: int) -> bool:
@@ -470,7 +474,7 @@ def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iter
     (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder), and at most c^{2/p−1} ‖z‖_p^p with c = max h/w
     for p ≤ 2.
     """
-    v, tau, moved = _iterated(rows, tau, rank, p, iterations)
+    v, tau, moved, _ = _iterated(rows, tau, rank, p, iterations)
     log_h, log_w, raised = np.empty(v.shape), np.empty(v.shape), p * np.log(moved)[:, None]
 
     def body(part: slice) -> None:
@@ -566,21 +570,18 @@ def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
 
     M is of equal weights where others, rounded, would not leave the row space as it is.
     """
-    factor, moved = factor_moments(members, single="yes"), 1.0
+    factor = factor_moments(members, single="yes")
     if p == 2:
         return factor, 1.0
     tau = _scores(factor)
-    live = tau > 0
-    v, _, _ = _iterated(members, tau, factor.rank, p, _BLOCK_ITERATIONS)
-    v = np.where(live, v / v[live].max(initial=1e-300), 1.0)  # bounds do not see the scale
-    weighted = factor_moments(replace(members, weights=v), single="yes")
-    rounding = float(root_error(weighted, UNIT)[0])
-    if math.isfinite(rounding):
-        factor, moved = weighted, rounding
+    v, _, moved, _ = _iterated(members, tau, factor.rank, p, _BLOCK_ITERATIONS)
+    raised = float(moved[0])
+    if math.isfinite(raised):
+        factor = factor_moments(replace(members, weights=v), single="yes")
     else:
-        v = np.ones(v.shape)
-    total = float(np.sum(v ** (2 * p / (p - 2)), where=live))
-    return factor, max(total, 1.0) ** (p / 2 - 1) * moved**p * (1 + 1e-9)
+        v, raised = np.ones(v.shape), 1.0
+    total = float(np.sum(v ** (2 * p / (p - 2)), where=tau > 0))
+    return factor, max(total, 1.0) ** (p / 2 - 1) * raised**p * (1 + 1e-9)
 
 
 def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
