@@ -34,15 +34,15 @@ def jensen(rows: Rows, root: Float64) -> Float64:
         squares = kernels.wide_zeros(rows)
         kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
         # any centre bounds, if how far it is from the mean is added: rounding of sums, differences and products
-        reach = np.linalg.norm(kernels.column_maxima(rows) * np.linalg.norm(R, axis=1), axis=1)
-        steps = BLOCK + 64 + 8 * d if _is_diagonal(root) else (BLOCK + 64 + 8 * d + d * d) * d**0.5
-        norms = np.sqrt(to_numpy(squares)) * (1 + 16 * d * UNIT) + 2 * steps * UNIT * reach[:, None]
+        norms, steps = np.sqrt(to_numpy(squares)), BLOCK + 64 + 8 * d
+        if np.any(root - np.diag(np.diag(root))):
+            sizes, steps = kernels.column_maxima(rows) * np.linalg.norm(R, axis=1), (steps + d * d) * d**0.5
+        else:  # no entry is larger than that of the centre and the largest distance from it
+            sizes = np.abs(mean @ R) + np.max(norms, axis=1, keepdims=True, initial=0.0)
+        reach = np.linalg.norm(sizes, axis=1, keepdims=True)
+        norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * reach
         bound = np.exp(norms * (1 + 4 * UNIT)) / np.maximum(counts, 1)[:, None] * (1 + 8 * UNIT)
         return np.asarray(np.fmin(bound, 1.0))
-
-
-def _is_diagonal(A: Float64) -> bool:
-    return not np.any(A - np.diag(np.diag(A)))
 
 
 def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int) -> Float64:

@@ -396,6 +396,7 @@ def _iterated(
     v: Float64 = np.ones(tau.shape)
     mean: Float64 = np.zeros(tau.shape)
     going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.ones((len(tau), 1))
+    last: Factor | None = None
     for step in range(iterations):
         new: Float64 = np.empty(tau.shape)
 
@@ -416,17 +417,21 @@ def _iterated(
         new[~live] = 1.0
         new[~going] = v[~going]
         factor = factor_moments(replace(rows, weights=new))
-        here = (factor.rank == rank) & np.isfinite(factor.score_error)
-        going &= here
+        sound = (factor.rank == rank) & np.isfinite(factor.score_error)
+        lost = going & ~sound
+        if last is not None and lost.any():
+            moved[lost] = root_error(last, UNIT)[lost]
+        going &= sound
         if not going.any():
             break
-        scores, shift = _scores(factor, live), root_error(factor, UNIT)
+        last, scores = factor, _scores(factor, live)
         scale = np.where(going[:, None], largest * (scale ** (1 - p / 2) if p < 4 else 1.0), scale)
-        if here.all():
-            v, tau, moved = new, scores, shift
+        if going.all():
+            v, tau = new, scores
         else:
-            v, tau = (np.where(here[:, None], x, y) for x, y in ((new, v), (scores, tau)))
-            moved = np.where(here, shift, moved)
+            v, tau = (np.where(going[:, None], x, y) for x, y in ((new, v), (scores, tau)))
+    if last is not None and going.any():
+        moved[going] = root_error(last, UNIT)[going]
     return v, tau, moved, scale
 
 

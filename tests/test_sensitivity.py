@@ -290,6 +290,9 @@ class Bounded:
     def __call__(self, x: Any) -> Any:
         return np.minimum(np.abs(x), 1.0)
 
+    def __repr__(self) -> str:
+        return "Bounded()"
+
 
 @pytest.mark.parametrize("f", [levattn.Tukey(), levattn.Huber(), Bounded(), 0.01, 0.001], ids=repr)
 @pytest.mark.parametrize(
