@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_device, to_numpy
+from levattn._array import to_device, to_float64, to_numpy
 from levattn._bytes import MOST_ROWS, shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
-from levattn._lift import lift_columns, lifted_rows
-from levattn._moments import LARGEST_EXPONENT, UNIT, MomentSum, Twofold, spectral_norm
+from levattn._lift import lift_columns, lifted_rows, root_error
+from levattn._moments import LARGEST_EXPONENT, UNIT, MomentSum, Twofold, as_read
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.leverage import TIE
 from levattn.linalg import Factor
@@ -38,6 +38,7 @@ __all__ = [
 _SUBBLOCKS = 16  # of a block of rows, that go to different groups
 _MOST_GROUPS = 100_000
 _LARGEST_POWER = 64
+_DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
 Flags = npt.NDArray[np.bool_]
@@ -51,14 +52,13 @@ class Reference:
 
     factor: of all keys so far.
     groups: factors of the groups of keys, where there are such.
-    rounding: (b,) by how much the root of a score may be off, where keys were computed.
-    resolved: whether rounding leaves all directions of the keys to be told apart.
+    raised: (b,) by what factor a score may be larger than it is found, as keys were computed; infinite where rounding
+        leaves directions that cannot be told apart.
     """
 
     factor: Factor
     groups: tuple[Factor, ...] = ()
-    rounding: Float64 | None = None
-    resolved: bool = True
+    raised: Float64 | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Judged:
 class RunningSquares:
     """Leverage scores of keys, or of the products of m of their coordinates, among all keys so far.
 
+    Products that were rounded tell nothing where they lack directions: all keys are held then.
+
     The scores that blocks are screened by as they come are those against the keys up to an earlier block, the
     `screen`; the key itself counted in.
     """
@@ -92,7 +94,7 @@ class RunningSquares:
         self.sums = MomentSum(b, self.columns)
         self.frozen: Frozen | None = None
         self._screen: Factor | None = None
-        self._rounding: Float64 | None = None
+        self._raised: Float64 | None = None
 
     def copy(self) -> RunningSquares:
         """Return bounds that go on from here by themselves."""
@@ -123,6 +125,15 @@ class RunningSquares:
         """Raise for keys whose products of coordinates leave the range of float64."""
         if self.m == 1:
             return
+        least = 2.0 ** (-1020 / self.m)
+        for item in range(rows.shape[0]):
+            size = np.abs(as_read(rows.item(item)))
+            faint = size[(size > 0) & (size < least)]
+            if faint.size:
+                raise ValueError(
+                    f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, as products of "
+                    f"{self.m} of them vanish, and a key with them. Scale all chunks of K alike, by a power of two"
+                )
         largest = kernels_for(rows).column_maxima(rows)
         largest = largest[(largest > 0) & np.isfinite(largest)]
         if np.abs(np.frexp(largest)[1] * self.m).max(initial=0) > _RANGE:
@@ -146,18 +157,18 @@ class RunningSquares:
         """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
-        rows = self.read(rows)
+        format, rows = rows.format, self.read(rows)
         if self._screen is None:
             like = Rows(np.empty((rows.shape[0], 0, self.columns), rows.keys.dtype), rows.format)
             self._screen = factor_of_sum(*self.frozen, like)
-            self._rounding = _lift_rounding(self.frozen[0], self._screen, self.m)
+            self._raised = self._lift_error(self.frozen[0], self._screen, format)
         scores = self._screen.on(rows).scores(member=member)[0]
-        least = epsilon * (1 - np.maximum(4 * self._screen.score_error, TIE))
-        if self._rounding is not None:
-            least = least - 2 * self._rounding * math.sqrt(epsilon)
+        least = np.maximum(epsilon * (1 - np.maximum(4 * self._screen.score_error, TIE)), 0.0)
         if not member:
             least = least / (1 - least)  # x/(1 + x) with the key itself, x without
-        return ~(scores < to_device(np.maximum(least, 0.0)[:, None].astype(scores.dtype), scores))
+        if self._raised is not None:
+            least = least / self._raised
+        return ~(scores < to_device(least[:, None].astype(scores.dtype), scores))
 
     def total(self, tail: Rows) -> Frozen:
         """Return the moments of all keys so far, with fewer than a block that wait."""
@@ -170,21 +181,28 @@ class RunningSquares:
         lifted = self.read(tail)
         moments, exponents = total or self.sums.total(lifted)
         factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
-        live = np.count_nonzero(np.diagonal(moments.high, axis1=1, axis2=2), axis=1)
-        rounding = _lift_rounding(moments, factor, self.m)
-        return Reference(factor, rounding=rounding, resolved=bool((factor.rank == live).all()))
+        return Reference(factor, raised=self._lift_error(moments, factor, tail.format))
 
     def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix that are among those of the reference."""
         one = by.factor.item(item).exactly()
         upper, counted = one.on(self.read(keys)).scores(wide=True)
         upper = to_numpy(upper)[0]
+        live = _not_zero(keys)
+        if by.raised is not None:
+            with np.errstate(invalid="ignore"):
+                upper = np.where(live, np.fmin(upper * by.raised[item], 1.0), 0.0)
         slack = max(TIE, 4 * float(one.error[0]))
-        if by.rounding is not None:  # of products of coordinates, which moves the root of a score
-            slack += 2 * float(by.rounding[item]) / math.sqrt(epsilon)
-        kept = ~(upper < epsilon * (1 - slack)) & ~(upper <= 0)
+        kept = ~(upper < epsilon * (1 - slack)) & live
         doubt = slack > TIE and bool((kept & ~(upper >= epsilon * (1 + slack))).any())
         return Judged(upper, kept, bool(counted[0]) or doubt)
+
+    def _lift_error(self, moments: Twofold, factor: Factor, format: str) -> Float64 | None:
+        """Return by what factor rounding of products of coordinates may raise a score, (b,); None if there is none."""
+        if self.m * _DIGITS[format] <= _DIGITS["float64"]:
+            return None
+        sizes = np.sqrt(np.diagonal(moments.high, axis1=1, axis2=2))
+        return root_error(factor, self.m * UNIT, sizes) ** 2
 
     def merge(self, _other: RunningSquares, _tail: Rows, _labels: Labels | None, total: Frozen | None) -> None:
         """Add what another has seen, with the rows that wait there."""
@@ -282,8 +300,8 @@ class RunningBlocks:
         total = np.zeros(rows.shape[:2])
         for group, factor in enumerate(groups):
             t = to_numpy(factor.on(rows).scores(member=False)[0]).astype(np.float64)
-            with np.errstate(divide="ignore", over="ignore"):
-                each = 1 / (t * (1 + 4 * factor.score_error[:, None] + TIE))
+            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                each = np.fmax(1 / (t * (1 + 4 * factor.score_error[:, None] + TIE)), 0.0)  # where nothing is known
             mine = np.zeros(rows.shape[1], np.bool_) if labels is None else labels[0] == group
             own = np.clip(each, 1.0, 2.0) if member else 1 + np.minimum(each, 1.0)
             total += np.where(mine, own, np.minimum(each, 1.0))
@@ -309,7 +327,7 @@ class RunningBlocks:
         """Bound keys (1, k, d) of one matrix that are among those of the reference."""
         groups = [factor.item(item).exactly() for factor in by.groups]
         upper = np.minimum(1 / np.maximum(self._sums(groups, keys, labels, member=True)[0], 1e-300), 1.0)
-        upper = np.where(np.any(keys.keys[0] != 0, axis=1), upper, 0.0)
+        upper = np.where(_not_zero(keys), upper, 0.0)
         return Judged(upper, (upper >= epsilon * (1 - TIE)), False)
 
     @property
@@ -397,14 +415,9 @@ def require_backed(
         shaped(arrays[name], np.int32, (b, columns))
 
 
-def _lift_rounding(moments: Twofold, factor: Factor, m: int) -> Float64 | None:
-    """Return by how much rounding of products of m coordinates may move the root of a score, (b,); None for m = 1."""
-    if m == 1:
-        return None
-    sizes = np.sqrt(np.diagonal(moments.high, axis1=1, axis2=2))
-    return (
-        4 * m * UNIT * np.array([spectral_norm(c[:, None] * W) for c, W in zip(sizes, factor.whitening, strict=True)])
-    )
+def _not_zero(keys: Rows) -> Flags:
+    """Tell which keys (1, k, d) have an entry that is not zero, (k,); a score may vanish where they have."""
+    return np.asarray(to_float64(keys.keys, keys.format)[0].any(axis=1))
 
 
 def _frozen_arrays(name: str, frozen: Frozen | None) -> dict[str, npt.NDArray[Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from levattn._array import to_float64, to_numpy
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn._threads import parallel_for
 from levattn.linalg import UNIT
 
@@ -26,18 +26,23 @@ def jensen(rows: Rows, root: Float64) -> Float64:
     b, n, d = rows.shape
     kernels = kernels_for(rows)
     counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
-    mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
-    R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
-    flipped = np.ascontiguousarray(R[::-1, ::-1])
-    turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
-    squares = kernels.wide_zeros(rows)
-    kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
-    # rounding of k − mean, relative to the largest key
-    norms = np.sqrt(to_numpy(squares)) * (1 + 16 * d * UNIT) + 16 * d * UNIT * np.abs(mean).max(
-        initial=0.0
-    ) * np.linalg.norm(R)
-    with np.errstate(over="ignore"):
-        return np.asarray(np.minimum(np.exp(norms) / np.maximum(counts, 1)[:, None], 1.0))
+    with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range bounds nothing
+        mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
+        R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
+        flipped = np.ascontiguousarray(R[::-1, ::-1])
+        turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
+        squares = kernels.wide_zeros(rows)
+        kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+        # any centre bounds, if how far it is from the mean is added: rounding of sums, differences and products
+        norms, steps = np.sqrt(to_numpy(squares)), BLOCK + 64 + 8 * d
+        if np.any(root - np.diag(np.diag(root))):
+            sizes, steps = kernels.column_maxima(rows) * np.linalg.norm(R, axis=1), (steps + d * d) * d**0.5
+        else:  # no entry is larger than that of the centre and the largest distance from it
+            sizes = np.abs(mean @ R) + np.max(norms, axis=1, keepdims=True, initial=0.0)
+        reach = np.linalg.norm(sizes, axis=1, keepdims=True)
+        norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * reach
+        bound = np.exp(norms * (1 + 4 * UNIT)) / np.maximum(counts, 1)[:, None] * (1 + 8 * UNIT)
+        return np.asarray(np.fmin(bound, 1.0))
 
 
 def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int) -> Float64:
@@ -52,23 +57,29 @@ def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int)
         one = rows.item(item)
         present = np.arange(rows.shape[1]) if one.mask is None else np.flatnonzero(to_numpy(one.mask)[0])
         keys = to_float64(one.keys, one.format)[0][present]
-        keys = (keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys) @ root
         least = bounds[item, present]
-        if len(keys) > _UNGROUPED and np.isfinite(keys).all():
-            _lower(least, keys, _groups(keys), epsilon, steps)
-        if np.count_nonzero(least >= epsilon) * len(keys) <= _PAIRS:  # else the groups have said what can be said
-            _lower(least, keys, _Terms(keys, np.zeros(len(keys))), epsilon, steps)
+        with np.errstate(over="ignore", invalid="ignore"):
+            keys = keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys
+            moved = (keys.shape[1] + 4) * UNIT * np.max(np.abs(keys) @ np.linalg.norm(root, axis=1), initial=0.0)
+            keys = keys @ root
+            size = float(np.sqrt(np.max(np.einsum("ij,ij->i", keys, keys), initial=0.0)))
+        if np.isfinite(size):  # else nothing is known of products
+            if len(keys) > _UNGROUPED:
+                _lower(least, keys, _groups(keys, size, float(moved)), epsilon, steps)
+            if np.count_nonzero(least >= epsilon) * len(keys) <= _PAIRS:  # else the groups have said what can be said
+                _lower(least, keys, _Terms(keys, np.zeros(len(keys)), size, float(moved)), epsilon, steps)
         out[item, present] = least
     return out
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """What is summed: exp(⟨mean, u⟩ + log); and what rounding moves a product with a mean."""
+    """What is summed: exp(⟨mean, u⟩ + log); the largest norm of a key, and what rounding moves a mean or a key by."""
 
     means: Float64
     logs: Float64
-    error: float = 0.0
+    size: float
+    error: float
 
 
 def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float, steps: int) -> None:
@@ -83,7 +94,7 @@ def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float, steps:
     parallel_for(body, -(-len(open_) // step))
 
 
-def _groups(keys: Float64) -> _Terms:
+def _groups(keys: Float64, size: float, moved: float) -> _Terms:
     """Partition keys; return the means of the groups and the logarithms of their sizes.
 
     Every partition gives valid bounds. The keys far out, which rule the sum for some queries, stand for themselves,
@@ -105,7 +116,7 @@ def _groups(keys: Float64) -> _Terms:
     live = sizes > 0
     error = UNIT * int(sizes.max()) * float(np.abs(rest).max()) * keys.shape[1] ** 0.5
     means = np.vstack([alone, sums[live] / sizes[live, None]])
-    return _Terms(means, np.log(np.concatenate([np.ones(len(alone)), sizes[live]])), error)
+    return _Terms(means, np.log(np.concatenate([np.ones(len(alone)), sizes[live]])), size, moved + error)
 
 
 def _climb(terms: _Terms, own: Float64, epsilon: float, steps: int) -> Float64:
@@ -114,16 +125,18 @@ def _climb(terms: _Terms, own: Float64, epsilon: float, steps: int) -> Float64:
     Z = np.tile(terms.logs, (len(own), 1))
     best = np.full(len(own), np.inf)
     live = np.arange(len(own))
+    count = steps * (own.shape[1] + 4) + min(len(terms.means), BLOCK) + len(terms.means) // BLOCK + 64
+    slack = 4 * count * UNIT * (1 + terms.size) + 4 * terms.error  # steps, sums and products add up
     for _ in range(steps):
         top = Z.max(axis=1, keepdims=True)
         P = np.exp(Z - top)
         total = P.sum(axis=1, keepdims=True)
         P /= total
         g = np.einsum("ij,ij->i", own[live], u) - (top + np.log(total))[:, 0]
-        gradient = own[live] - P @ terms.means
+        gradient = own[live] - _averages(P, terms.means)
         size = np.linalg.norm(gradient, axis=1)
-        slack = 64 * UNIT * (1 + np.abs(Z).max(axis=1, initial=0.0)) * len(terms.means) ** 0.5 + 4 * terms.error
-        best[live] = np.minimum(best[live], g + size - np.einsum("ij,ij->i", gradient, u) + slack)
+        rounding = slack + 64 * UNIT * (1 + np.abs(Z).max(axis=1, initial=0.0))
+        best[live] = np.fmin(best[live], g + size - np.einsum("ij,ij->i", gradient, u) + rounding)
         # a key is settled where its bound is below ε, or where a query already gives it ε
         still = (best[live] >= np.log(epsilon)) & (g < np.log(epsilon))
         live, u, Z, gradient, size = live[still], u[still], Z[still], gradient[still], size[still]
@@ -138,6 +151,12 @@ def _climb(terms: _Terms, own: Float64, epsilon: float, steps: int) -> Float64:
         Z = Z + gamma[:, None] * change
     with np.errstate(over="ignore"):
         return np.asarray(np.minimum(np.exp(best), 1.0))
+
+
+def _averages(P: Float64, means: Float64) -> Float64:
+    """Return P times the means, summed in blocks, so that rounding grows little with their number."""
+    parts = (P[:, start : start + BLOCK] @ means[start : start + BLOCK] for start in range(0, len(means), BLOCK))
+    return np.asarray(sum(parts, start=np.zeros((len(P), means.shape[1]))))
 
 
 def _best_step(Z: Float64, change: Float64, slope: Float64) -> Float64:

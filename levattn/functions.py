@@ -9,9 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["L1L2", "AttentionFunction", "Fair", "Huber", "Power", "Softmax", "Tukey", "as_function"]
+__all__ = ["INSIDE", "L1L2", "AttentionFunction", "Fair", "Huber", "Power", "Softmax", "Tukey", "as_function"]
 
 Floats = npt.NDArray[np.float64]
+
+INSIDE = 1e-12  # by which queries may be larger than the radius, relative to it
+_ALIKE = 1e-12  # relative error of the entries of a matrix that is taken for symmetric, and positive semi-definite
 
 
 @runtime_checkable
@@ -296,6 +299,7 @@ class Softmax:
 
     radius: float
     matrix: Floats | None = field(default=None)
+    _parts: tuple[Floats, Floats, Floats] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -307,14 +311,22 @@ class Softmax:
             raise ValueError(f"matrix has shape {given.shape} and dtype {given.dtype}; expected real numbers (d, d)")
         matrix = given.astype(np.float64)
         size = np.abs(matrix).max(initial=0.0)
-        if not np.isfinite(size) or np.abs(matrix - matrix.T).max(initial=0.0) > 1e-12 * size:
+        if not np.isfinite(size) or np.abs(matrix - matrix.T).max(initial=0.0) > _ALIKE * size:
             raise ValueError("matrix is not symmetric or not finite; expected Σ of the queries' ellipsoid")
-        if np.linalg.eigvalsh(matrix).min(initial=0.0) < -1e-12 * size * len(matrix):
+        even = matrix / 2 + matrix.T / 2
+        axes = _axes(even)
+        if axes is None:  # as it may look after rounding relative to the largest entry, which then is allowed for
+            noise = _ALIKE * size * len(matrix)
+            axes = _axes(even + 2 * noise * np.eye(len(even))) if np.linalg.eigvalsh(even)[0] >= -noise else None
+        if axes is None:
             raise ValueError("matrix has a negative eigenvalue; expected a positive semi-definite Σ")
         object.__setattr__(self, "matrix", matrix)
+        object.__setattr__(self, "_parts", axes)
 
     def root(self, d: int) -> Floats:
         """Return a matrix L with ``L Lᵀ = radius² Σ``: queries are L times a vector of norm at most 1.
+
+        Σ is made a little larger, by about d 2⁻⁵¹ of its diagonal, so that rounding leaves out no query.
 
         Parameters
         ----------
@@ -324,23 +336,74 @@ class Softmax:
         Returns
         -------
         array of float64, shape (d, d)
-            Scaled eigenvectors of Σ; without Σ the identity, times the radius.
+            Scaled eigenvectors of Σ with unit diagonal; without Σ the identity, times the radius.
 
         Raises
         ------
         ValueError
             If Σ has another number of rows.
         """
-        if self.matrix is None:
+        if self._parts is None:
             return self.radius * np.eye(d)
-        if len(self.matrix) != d:
+        self._check(d)
+        sizes, values, vectors = self._parts
+        return np.asarray(self.radius * sizes[:, None] * vectors * np.sqrt(values))
+
+    def contains(self, Q: Floats, /) -> npt.NDArray[np.bool_]:
+        """Tell which queries are those that are meant.
+
+        Parameters
+        ----------
+        Q : array of float64, shape (m, d)
+            Queries.
+
+        Returns
+        -------
+        array of bool, shape (m,)
+            True within the radius, up to 1e-12 of it, which certificates allow for.
+
+        Raises
+        ------
+        ValueError
+            If Σ has another number of rows than the queries have columns.
+        """
+        Q = np.asarray(Q, np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            inside: Floats = Q / self.radius
+            if self._parts is not None:
+                self._check(Q.shape[1])
+                sizes, values, vectors = self._parts
+                inside = np.where(
+                    sizes > 0, inside / np.where(sizes > 0, sizes, 1.0), np.where(inside == 0, 0, np.inf)
+                )
+                inside = (inside @ vectors) / np.sqrt(values)
+            return np.asarray(np.linalg.norm(inside, axis=1) <= 1 + INSIDE)
+
+    def _check(self, d: int) -> None:
+        if self.matrix is not None and len(self.matrix) != d:
             raise ValueError(f"f has a matrix of {len(self.matrix)} rows, but the keys have d = {d} columns")
-        values, vectors = np.linalg.eigh(self.matrix)
-        return np.asarray(self.radius * vectors * np.sqrt(np.maximum(values, 0.0)))
 
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate exp at every entry of an array."""
         return np.exp(x)
+
+
+def _axes(matrix: Floats) -> tuple[Floats, Floats, Floats] | None:
+    """Return the roots of the diagonal, and the eigenvalues and vectors of what they leave; None if some are negative.
+
+    So every row and column is right to rounding of its own size.
+    """
+    diagonal = np.diag(matrix)
+    sizes = np.sqrt(np.maximum(diagonal, 0.0))
+    c = np.where(sizes > 0, sizes, 1.0)
+    with np.errstate(over="ignore"):
+        even = matrix / c[:, None] / c
+    if diagonal.min(initial=0.0) < 0 or (even[sizes == 0] != 0).any() or not np.abs(even).max(initial=0.0) < 2:
+        return None
+    values, vectors = np.linalg.eigh(even)
+    if values.min(initial=0.0) < -_ALIKE * len(matrix):
+        return None
+    return sizes, np.maximum(values, 0.0) + 4 * len(matrix) * 2.0**-53 * values.max(initial=0.0), vectors
 
 
 _GRID = np.geomspace(1e-6, 1e6, 193)

@@ -293,7 +293,7 @@ class Factor:
         if fine is None:
             return self._set(out, item, nonzero_rows(one), ceiling)
         xp = array_api_compat.array_namespace(out)
-        scores = fine.on(one).scores(wide=True)[0][0, :] * (1 + 4 * float(fine.score_error[0]))
+        scores = fine.on(one).scores(wide=True, member=ceiling == 1)[0][0, :] * (1 + 4 * float(fine.score_error[0]))
         scores = kernels_for(one).where(scores > ceiling, ceiling, scores)
         out[item, :] = xp.maximum(out[item, :], xp.astype(scores, out.dtype))
         return True

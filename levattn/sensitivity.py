@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
 from levattn._kernels import Float64, Rows
-from levattn._lift import lift_columns, lifted_keys
+from levattn._lift import lift_columns, lifted_keys, root_error, spread
 from levattn._softmax import ball, jensen
 from levattn._threads import parallel_for
-from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.functions import INSIDE, AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import check_epsilon, factorize
 from levattn.linalg import UNIT, Factor, factor_moments
 
@@ -26,6 +27,7 @@ Certificate = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "b
 _ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any weights certify
 _BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
 _LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
+_FELT = 1e-10  # relative rise of a bound from which coordinates are computed in twice the precision
 _LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
 _STEPS = 20  # towards the exact softmax sensitivity of each key that is undecided
@@ -83,7 +85,7 @@ class Bounds:
     total_bound: (b,) what theory bounds the sums of the sensitivities by.
     factor: of the keys.
     leverage: (b, n) leverage scores of the keys, raised by their error.
-    lift: the factor of the lifted keys, where it was made.
+    lift: the factor of the lifted keys, where it was made and holds all their directions.
     """
 
     upper: Float64
@@ -146,8 +148,12 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     matrices = as_matrices(K, "K")
     rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
     exponent = function.p
-    tau = _scores(factor_moments(rows))
-    v, tau = _iterated(rows, tau, exponent, _count("iterations", iterations)) if exponent != 2 else (1.0, tau)
+    factor = factor_moments(rows)
+    tau = _scores(factor)
+    v = np.ones(tau.shape)
+    if exponent != 2:
+        v, tau, _, scale = _iterated(rows, tau, factor.rank, exponent, _count("iterations", iterations))
+        v = v * scale
     weights = (tau / v**2) ** (exponent / 2)
     return matrices.wrap(to_device(np.asarray(weights), matrices.data))
 
@@ -272,8 +278,8 @@ def certify(
     iterations = _count("iterations", iterations)
     exact = isinstance(f, Power) and f.p == 2
     factor = factorize(matrices, method="gram" if exact else "auto", mask=mask)
-    rows = factor.rows
-    tau = _scores(factor)
+    rows = replace(factor.rows, scale=None)  # which is this factor's; blocks and weighted rows find their own
+    tau = _scores(factor)  # 0 for keys of zeros, and for no others
     rank = factor.rank.astype(np.float64)
     growth = 0.0 if isinstance(f, Softmax) else f.growth
     if method == "auto":
@@ -291,13 +297,13 @@ def certify(
             if name == "leverage":
                 bound = _direct(tau, growth, rows)
             elif name == "lewis":
-                bound = _lewis(rows, tau, growth, iterations)
+                bound = _lewis_of_each(factor, tau, growth, iterations)
             elif name == "lift":
                 bound, lift = _lift(factor, tau, round(growth / 2))
             elif name == "block":
                 bound = np.stack([_block(rows.item(i), max(2.0, growth), epsilon, rng) for i in range(len(tau))])
             elif isinstance(f, Softmax):
-                root = f.root(matrices.d)
+                root = (1 + 2 * INSIDE) * f.root(matrices.d)
                 bound = jensen(rows, root)
                 if name == "ball":
                     bound = ball(rows, root, bound, epsilon, _STEPS)
@@ -331,21 +337,32 @@ def _applying(f: AttentionFunction | Softmax) -> tuple[str, ...]:
     return ("leverage", "lewis", *(("lift",) if even else ()), "block")
 
 
-def _scores(factor: Factor, rounding: float = 0.0) -> Float64:
-    """Return leverage scores in float64, raised by their estimated error; they stay at most 1.
+def _scores(factor: Factor, live: npt.NDArray[np.bool_] | None = None) -> Float64:
+    """Return leverage scores in float64, raised by their estimated error, at most 1; 0 for rows of zeros alone.
 
-    `rounding` is the relative error of the entries of the rows, which were not given but computed: it moves the root
-    of a score by at most as much times the condition number.
+    Which rows are not zero (`live`) is told by their entries where it is not known: a score may vanish.
     """
-    scores = to_numpy(factor.scores()[0]).astype(np.float64)
-    scores *= 1 + 4 * factor.score_error[:, None]
-    if rounding:
-        for item, rank in enumerate(factor.rank):
-            if rank:
-                s = np.linalg.svd(factor.even_normalizer(item)[0], compute_uv=False)
-                shift = 4 * rounding * s[0] / max(s[rank - 1], 1e-300)
-                scores[item] = np.where(scores[item] > 0, (np.sqrt(scores[item]) + shift) ** 2, 0.0)
+    given, _ = factor.scores()
+    least = 4 * factor.rows.shape[2] * (2.0**-126 if "32" in str(given.dtype) else 2.0**-1022)
+    scores = to_numpy(given).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        scores *= 1 + 4 * factor.score_error[:, None]
+    low = ~(scores >= least)  # squares below this may have vanished; not a number where the error is infinite
+    if low.any():
+        there = _not_zero(factor.rows, low) if live is None else live & low
+        scores[low] = np.where(there[low], np.where(np.isnan(scores[low]), 1.0, least), 0.0)
     return np.minimum(scores, 1.0, out=scores)
+
+
+def _not_zero(rows: Rows, among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Tell which of some rows take part and have an entry that is not zero, (b, n)."""
+    found = np.zeros(among.shape, np.bool_)
+    if rows.mask is not None:
+        among = among & to_numpy(rows.mask)
+    for item in np.flatnonzero(among.any(axis=1)).tolist():
+        which = np.flatnonzero(among[item])
+        found[item, which] = to_float64(take(rows.item(item).keys, which), rows.format)[0].any(axis=1)
+    return found
 
 
 def _by_chunks(body: Callable[[slice], None], n: int) -> None:
@@ -366,48 +383,109 @@ def _direct(tau: Float64, p: float, rows: Rows) -> Float64:
     return np.asarray(np.exp(np.minimum(constant + p / 2 * logs + _LOG_ERROR * (1 + p), 0.0)))
 
 
-def _iterated(rows: Rows, tau: Float64, p: float, iterations: int) -> tuple[Float64, Float64]:
-    """Iterate towards Lewis weights w from equal ones, whose leverage scores are `tau`.
+def _iterated(
+    rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int
+) -> tuple[Float64, Float64, Float64, Float64]:
+    """Iterate towards Lewis weights w from equal ones, whose leverage scores are `tau` and whose ranks `rank`.
 
-    Returned are the row weights v = w^{1/2 − 1/p}, and the leverage scores of the rows weighted by them.
+    Returned are the row weights v, at most 1, the leverage scores of the rows weighted by them, the factor (b,) by
+    which the rounding of weighted rows may raise the root of a score, and the scale (b, 1) for which v times that is
+    w^{1/2 − 1/p}. Where weights would push directions beyond the rank tolerance, those before stay.
     """
+    live = tau > 0
     v: Float64 = np.ones(tau.shape)
     mean: Float64 = np.zeros(tau.shape)
+    going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.ones((len(tau), 1))
+    last: Factor | None = None
     for step in range(iterations):
+        new: Float64 = np.empty(tau.shape)
 
-        def body(part: slice, v: Float64 = v, tau: Float64 = tau, step: int = step) -> None:
+        def body(part: slice, v: Float64 = v, tau: Float64 = tau, new: Float64 = new, step: int = step) -> None:
             t = tau[:, part]
             if p < 4:  # w = (τ/v²)^{p/2}
-                new = (t / v[:, part] ** 2) ** (p / 4 - 0.5)
+                new[:, part] = (t / v[:, part] ** 2) ** (p / 4 - 0.5)
             else:
                 mean[:, part] += (t - mean[:, part]) / (step + 1)
-                new = mean[:, part] ** (0.5 - 1 / p)
-            v[:, part] = new
+                new[:, part] = mean[:, part] ** (0.5 - 1 / p)
 
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", over="ignore"):
             _by_chunks(body, v.shape[1])
-        live = tau > 0
-        largest = np.max(v, axis=1, keepdims=True, initial=0.0, where=live & np.isfinite(v))
-        np.clip(v, _LEAST_WEIGHT * largest, largest, out=v)
-        v[~live] = 1.0
-        tau = _scores(factor_moments(replace(rows, weights=v)), UNIT)
-    return v, tau
+        largest = np.max(new, axis=1, keepdims=True, initial=0.0, where=live & np.isfinite(new))
+        largest[largest == 0] = 1.0
+        new /= largest
+        np.clip(new, _LEAST_WEIGHT, 1.0, out=new)
+        new[~live] = 1.0
+        new[~going] = v[~going]
+        factor = factor_moments(replace(rows, weights=new))
+        sound = (factor.rank == rank) & np.isfinite(factor.score_error)
+        lost = going & ~sound
+        if last is not None and lost.any():
+            moved[lost] = root_error(last, UNIT)[lost]
+        going &= sound
+        if not going.any():
+            break
+        last, scores = factor, _scores(factor, live)
+        scale = np.where(going[:, None], largest * (scale ** (1 - p / 2) if p < 4 else 1.0), scale)
+        if going.all():
+            v, tau = new, scores
+        else:
+            v, tau = (np.where(going[:, None], x, y) for x, y in ((new, v), (scores, tau)))
+    if last is not None and going.any():
+        moved[going] = root_error(last, UNIT)[going]
+    return v, tau, moved, scale
 
 
-def _lewis(rows: Rows, tau: Float64, p: float, iterations: int) -> Float64:
+def _in_row_space(factor: Factor, item: int) -> bool:
+    """Tell whether all keys lie exactly in the row space that was kept."""
+    return item not in factor.outside or (item in factor.spans and item not in factor.hidden)
+
+
+def _lewis_of_each(factor: Factor, tau: Float64, p: float, iterations: int) -> Float64:
+    """Bound by Lewis weights; keys that lack directions are replaced by as many independent columns of theirs.
+
+    These have the same column space, so the same sensitivities. The rounding of weighted rows is then one of
+    columns that are independent by far more.
+    """
+    rows, upper = replace(factor.rows, scale=None), np.ones(tau.shape)
+    lacking = factor.rank < np.count_nonzero(np.any(factor.whitening != 0, axis=2), axis=1)
+    if not lacking.any():
+        return _lewis(rows, tau, factor.rank, p, iterations)
+    for item in range(len(tau)):
+        one, its_tau = rows.item(item), tau[item : item + 1]
+        if lacking[item]:
+            if not _in_row_space(factor, item):
+                continue
+            within = factor_moments(_independent(one, factor.even_normalizer(item)[0], int(factor.rank[item])))
+            if within.rank[0] < factor.rank[item]:
+                continue
+            one, its_tau = replace(within.rows, scale=None), _scores(within)
+        upper[item] = _lewis(one, its_tau, factor.rank[item : item + 1], p, iterations)[0]
+    return upper
+
+
+def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
+    """Return as many columns of one matrix as it has rank; they span the column space. N has its row space."""
+    from scipy.linalg import qr
+
+    columns = np.asarray(qr(N, mode="r", pivoting=True)[1][:rank], np.int64)
+    keys = array_api_compat.array_namespace(rows.keys).take(rows.keys, to_device(columns, rows.keys), axis=2)
+    return Rows(keys, rows.format, rows.mask)
+
+
+def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int) -> Float64:
     r"""Bound by weights, whichever they are.
 
     With v = w^{1/2−1/p}, M = Σ v² k kᵀ, h = (kᵀM⁺k)^{p/2} and z = Ky: \|z_j\|^p ≤ h_j (yᵀMy)^{p/2}, and
     (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder), and at most c^{2/p−1} ‖z‖_p^p with c = max h/w
     for p ≤ 2.
     """
-    v, tau = _iterated(rows, tau, p, iterations)
-    log_h, log_w = np.empty(v.shape), np.empty(v.shape)
+    v, tau, moved, _ = _iterated(rows, tau, rank, p, iterations)
+    log_h, log_w, raised = np.empty(v.shape), np.empty(v.shape), p * np.log(moved)[:, None]
 
     def body(part: slice) -> None:
         with np.errstate(divide="ignore"):
             logs = np.log(v[:, part])
-            log_h[:, part] = p / 2 * (np.log(tau[:, part]) - 2 * logs)
+            log_h[:, part] = p / 2 * (np.log(tau[:, part]) - 2 * logs) + raised
         log_w[:, part] = 2 * p / (p - 2) * logs
 
     _by_chunks(body, v.shape[1])
@@ -429,11 +507,29 @@ def _lift_is_small(rows: Rows, p: float) -> bool:
     return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
 
 
-def _lift(factor: Factor, tau: Float64, m: int) -> tuple[Float64, Factor]:
-    """Bound by the leverage scores of the lift, whose factor is returned too."""
-    lift = factor_moments(lifted_keys(factor, m), single="no")
-    # a key alone in a direction, or outside what is lifted, has 1
-    return np.where(tau < 1, _scores(lift, 4 * m * UNIT), 1.0), lift.forget_keys()
+def _lift(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> tuple[Float64, Factor | None]:
+    """Bound by the leverage scores of the lift, whose factor is returned too.
+
+    Coordinates are computed, and errors of lifted keys raise their scores: see docs/design.md. Where the products lack
+    directions, rounding may hide a key in what is left out, and nothing is bounded.
+    """
+    keys, relative, absolute = lifted_keys(factor, m, precise=precise)
+    lift = factor_moments(keys, single="no")
+    upper, felt = np.sqrt(_scores(lift, tau > 0)), 0.0
+    resolved = lift.rank == [lift_columns(int(rank), m) for rank in factor.rank]
+    resolved &= [_in_row_space(factor, item) for item in range(len(tau))]
+    raised = root_error(lift, relative)
+    for item in np.flatnonzero(resolved).tolist():
+        W = lift.whitening[item] if lift.rows.scale is None else lift.whitening[item] * lift.rows.scale[item][:, None]
+        powers = tau[item] ** (m / 2)
+        moved = absolute[item] * spread(W)
+        kept = 1 - moved * math.sqrt(float(np.sum(powers**2)))
+        felt = max(felt, float(np.max(moved * powers / upper[item], initial=1 - kept, where=tau[item] > 0)))
+        upper[item] = (upper[item] * raised[item] + moved * powers) / kept if kept > 0 else 1.0
+    if felt > _FELT and not precise:
+        return _lift(factor, tau, m, precise=True)
+    upper = np.where(resolved[:, None], np.fmin(upper, 1.0) ** 2, 1.0)
+    return upper, lift.forget_keys() if resolved.all() else None
 
 
 def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
@@ -457,13 +553,13 @@ def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator 
         t = to_numpy(factor.on(left).scores(member=False)[0])[0]
         own = np.zeros(n, np.float32)
         own[members] = 1.0
-        shrink = (1 + 4 * float(factor.score_error[0])) ** (-p / 2) / constant
+        shrink = (1 + 4 * float(factor.score_error[0])) ** (-p / 2) / constant  # 0 where the error is infinite
 
         def body(part: slice, t: Any = t, own: Any = own, shrink: float = shrink, at: Any = undecided) -> None:
             mine = own[at[part]]
             with np.errstate(divide="ignore", over="ignore"):
                 each = shrink / (t[part] if p == 2 else t[part].astype(np.float64) ** (p / 2))
-            sums[at[part]] += np.clip(each, mine, 1 + mine)
+            sums[at[part]] += np.clip(each, mine, 1 + mine) if shrink else mine
 
         _by_chunks(body, len(undecided))
         still = np.flatnonzero(sums[undecided] * epsilon <= 1 + 1e-6)
@@ -475,16 +571,22 @@ def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator 
 
 
 def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
-    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `_lewis`."""
+    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `_lewis`.
+
+    M is of equal weights where others, rounded, would not leave the row space as it is.
+    """
     factor = factor_moments(members, single="yes")
     if p == 2:
         return factor, 1.0
-    v, tau = _iterated(members, _scores(factor), p, _BLOCK_ITERATIONS)
-    live = tau > 0
-    v = np.where(live, v / v[live].max(initial=1e-300), 1.0)  # bounds do not see the scale
-    total = float(np.sum(v ** (2 * p / (p - 2)), where=live))
-    constant = max(total, 1.0) ** (p / 2 - 1) * (1 + 1e-9)
-    return factor_moments(replace(members, weights=v), single="yes"), constant
+    tau = _scores(factor)
+    v, _, moved, _ = _iterated(members, tau, factor.rank, p, _BLOCK_ITERATIONS)
+    raised = float(moved[0])
+    if math.isfinite(raised):
+        factor = factor_moments(replace(members, weights=v), single="yes")
+    else:
+        v, raised = np.ones(v.shape), 1.0
+    total = float(np.sum(v ** (2 * p / (p - 2)), where=tau > 0))
+    return factor, max(total, 1.0) ** (p / 2 - 1) * raised**p * (1 + 1e-9)
 
 
 def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:

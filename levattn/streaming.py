@@ -46,9 +46,9 @@ class StreamedSet:
         Number of keys that took part.
     epsilon : float
         The ε that was asked for.
-    guarantee : {"exact", "superset", "none"}
-        As in `UniversalSet`; "none" for even powers above 2 if the products of coordinates are rank-deficient up to
-        their rounding, which hides keys.
+    guarantee : {"exact", "superset"}
+        As in `UniversalSet`. For even powers above 2 all keys are held where the products of coordinates were rounded
+        and are rank-deficient up to that.
     f : float or AttentionFunction
         The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
@@ -70,7 +70,7 @@ class StreamedSet:
     n: int
     present: Int64
     epsilon: float
-    guarantee: Literal["exact", "superset", "none"]
+    guarantee: Literal["exact", "superset"]
     f: Any
     rank: Any
     factor: Factor = field(repr=False)
@@ -392,7 +392,7 @@ class StreamingUniversalSet:
             n=self.n,
             present=stream.present.reshape(stream.batch),
             epsilon=self.epsilon,
-            guarantee="none" if not by.resolved else "exact" if square and not counted else "superset",
+            guarantee="exact" if square and not counted else "superset",
             f=self.f.p if isinstance(self.f, Power) else self.f,
             rank=rank,
             factor=by.factor,

@@ -108,3 +108,38 @@ def test_the_root_of_an_ellipsoid() -> None:
     np.testing.assert_array_equal(levattn.Softmax(2.0).root(3), 2 * np.eye(3))
     with pytest.raises(ValueError, match="matrix of 4 rows"):
         levattn.Softmax(2.0, A @ A.T).root(5)
+
+
+@pytest.mark.parametrize("scales", [(1e-5, 1.0, 1e5), (1e-140, 1.0, 1e140), (1.0, 0.0, 1e-9)], ids=str)
+def test_the_root_of_a_graded_ellipsoid_reaches_all_of_it(scales: tuple[float, ...]) -> None:
+    rng = np.random.default_rng(1)
+    A, D = rng.standard_normal((3, 3)), np.array(scales)
+    f = levattn.Softmax(2.0, D[:, None] * (A @ A.T) * D)
+    # Each axis of the root is right relative to its own size, as the exact one is: D (A Aᵀ)^½
+    np.testing.assert_allclose(np.linalg.norm(f.root(3), axis=1), 2 * D * np.linalg.norm(A, axis=1), rtol=1e-12)
+    u = rng.standard_normal((500, 3))
+    u /= np.linalg.norm(u, axis=1, keepdims=True)
+    Q = 2 * (u @ A.T) * D
+    assert f.contains(Q).all()
+    assert not (D.all() and f.contains(Q * (1 + 1e-9)).any())  # on the boundary where no axis is missing
+    assert f.contains(np.zeros((1, 3))).all()
+
+
+def test_queries_of_a_flat_ellipsoid_lie_in_it() -> None:
+    v = np.array([1.0, 2.0, -1.0])
+    f = levattn.Softmax(1.0, np.outer(v, v))
+    np.testing.assert_array_equal(
+        f.contains(np.stack([v, -v, 0.5 * v, 1.01 * v, v + np.array([0, 0, 1e-3])])), [1, 1, 1, 0, 0]
+    )
+    flat = levattn.Softmax(1.0, np.diag([1.0, 0.0]))
+    np.testing.assert_array_equal(flat.contains(np.array([[1.0, 0.0], [0.5, 1e-300], [np.inf, 0.0]])), [1, 0, 0])
+    with pytest.raises(ValueError, match="matrix of 2 rows"):
+        flat.contains(np.zeros((1, 3)))
+
+
+def test_rounding_relative_to_the_largest_entry_is_no_negative_eigenvalue() -> None:
+    noise = np.array([[0.0, 1e-14], [1e-14, -1e-15]])
+    f = levattn.Softmax(1.0, np.diag([1.0, 0.0]) + noise)
+    assert f.contains(np.array([[1.0, 0.0], [1.0, 1e-14]])).all()
+    with pytest.raises(ValueError, match="negative eigenvalue"):
+        levattn.Softmax(1.0, np.array([[1.0, 1e-3], [1e-3, 0.0]]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -275,6 +277,211 @@ def test_softmax_fails_without_a_radius() -> None:
     assert levattn.leverage_scores(K).max() < 0.2
     assert len(levattn.universal_set(K, 0.5)) == 0
     assert len(levattn.universal_set(K, 0.5, f=levattn.Softmax(49**0.5))) == 512
+
+
+# -- where float64 and float32 are at their edges ---------------------------------------
+
+
+class Bounded:
+    """A function of the user's that is constant from 1 on."""
+
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.minimum(np.abs(x), 1.0)
+
+    def __repr__(self) -> str:
+        return "Bounded()"
+
+
+@pytest.mark.parametrize("f", [levattn.Tukey(), levattn.Huber(), Bounded(), 0.01, 0.001], ids=repr)
+@pytest.mark.parametrize(
+    ("small", "dtype"), [(1e-30, "f4"), (1e-45, "f4"), (1e-170, "f8"), (5e-324, "f8"), (6e-8, "f2")]
+)
+def test_keys_whose_scores_vanish_are_no_keys_of_zeros(f: Any, small: float, dtype: str) -> None:
+    K = np.array([[1.0], [small], [0.0]], dtype)
+    ratio = float(K[1, 0])
+    # bounded functions: a large query makes both products large; powers see the ratio alone
+    sigma = ratio**f / (1 + ratio**f) if isinstance(f, float) else 0.5 if f != levattn.Huber() else 0.0
+    found = levattn.sensitivities(K, f).upper
+    assert sigma * (1 - 1e-9) <= found[1] <= 1
+    assert found[2] == 0
+    if sigma > 0.4:
+        assert 1 in levattn.universal_set(K, 0.4, f=f).indices
+        assert 1 in levattn.universal_set(np.stack([K, K]), 0.4, f=f).mask[1].nonzero()[0]
+    if isinstance(f, levattn.Tukey):
+        assert 1 in levattn.StreamingUniversalSet(0.4, f=f).update(K).result().indices
+
+
+def test_weights_far_apart_stay_in_range() -> None:
+    K = np.array([[-1.6e-6], [1.8e-30], [-3.3], [1.2e-24]], "f4")
+    size = np.abs(K[:, 0].astype(np.float64))
+    for p in (0.1, 0.3, 0.5, 1):
+        for iterations in (1, 5, 12):
+            found = levattn.sensitivities(K, p, method="lewis", iterations=iterations).upper
+            assert np.all(found >= size**p / (size**p).sum() * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 3, 4])
+def test_dependent_columns_change_no_bound(p: float) -> None:
+    K = np.random.default_rng(0).integers(-9, 10, (300, 3)) * 1.0
+    wide = np.stack([K[:, 0], K[:, 1] + K[:, 0], 0 * K[:, 0], K[:, 2], K[:, 0], 2 * K[:, 2] - K[:, 1]], axis=1)
+    np.testing.assert_allclose(
+        levattn.sensitivities(wide, p).upper, levattn.sensitivities(K, p).upper, rtol=1e-9 if p != 3 else 1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("size", [1e20, 1e-20, 1e150])
+def test_softmax_of_keys_whose_columns_are_scaled(size: float, dtype: str) -> None:
+    """Columns far from 1 are scaled for their factor; the mean of the scaled ones says nothing of the keys."""
+    if dtype == "f4" and size > 1e38:
+        pytest.skip("beyond float32")
+    K = np.full((100, 2), size, dtype)
+    K[3] = 0
+    f = levattn.Softmax(3 / size)
+    Q = np.array([[-3.0, 0], [3, 0], [-2.1, -2.1], [2.1, 2.1]]) / size
+    reached = attention(f, Q, K.astype(np.float64)).max(axis=0)
+    for method in ("jensen", "ball"):
+        assert np.all(reached <= levattn.sensitivities(K, f, method=method).upper * (1 + 1e-9))
+
+
+def test_softmax_of_keys_whose_mean_cancels() -> None:
+    K = np.concatenate([np.full((3000, 1), 1e9), np.full((3000, 1), -1e9), [[0.1], [-0.1]]]) + 1 / 3
+    for radius in (1.0, 30.0):
+        f = levattn.Softmax(radius * 1e-9)
+        Q = np.linspace(-radius, radius, 41)[:, None] * 1e-9
+        found = levattn.sensitivities(K, f, method="jensen").upper
+        assert np.all(attention(f, Q, K).max(axis=0) <= found * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_softmax_of_graded_ellipsoids(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    D, A = np.array([1e-5, 1.0, 1e5]), rng.standard_normal((3, 3))
+    f = levattn.Softmax(4.0, D[:, None] * (A @ A.T) * D)
+    K = rng.standard_normal((30, 3)) / D
+    u = rng.standard_normal((4000, 3))
+    Q = 4 * (u / np.linalg.norm(u, axis=1, keepdims=True) @ A.T) * D
+    A_ = attention(f, Q, K)
+    for method in ("jensen", "ball"):
+        assert np.all(A_.max(axis=0) <= levattn.sensitivities(K, f, method=method).upper * (1 + 1e-9))
+    found = levattn.heavy_attention(Q, K, 0.3, f=f).entries.toarray()
+    assert np.all(found[A_ >= 0.3] > 0)
+
+
+def test_queries_beyond_the_ellipsoid_are_refused() -> None:
+    K = np.eye(2)
+    f = levattn.Softmax(1.0, np.diag([1e-10, 1e10]))
+    levattn.heavy_attention(np.array([[1e-5, 0.0], [0.0, 1e5]]), K, 0.5, f=f)
+    with pytest.raises(ValueError, match="radius"):
+        levattn.heavy_attention(np.array([[2e-5, 0.0]]), K, 0.5, f=f)
+
+
+def hostile(rng: np.random.Generator) -> naive.Float:
+    """Few keys with zero and unreached columns, dependent ones, graded rows and columns, copies, extreme sizes."""
+    n, d = int(rng.integers(1, 8)), int(rng.integers(1, 4))
+    kinds = (rng.integers(-3, 4, (n, d)) * 1.0, rng.standard_normal((n, d)), rng.integers(-3, 4, (n, 1)) * np.ones(d))
+    K = kinds[rng.integers(3)]
+    for _ in range(int(rng.integers(0, 3))):
+        change: list[Any] = [
+            rng.random(d) < 0.7,
+            np.where(np.arange(d) == 0, rng.random((n, 1)) < 0.3, 1),
+            10.0 ** rng.integers(-30, 30, (n, 1)),
+            10.0 ** rng.integers(-12, 12, d),
+            rng.random((n, 1)) < 0.8,
+            2.0 ** float(rng.integers(-700, 700)),
+        ]
+        K = K * change[rng.integers(len(change))]
+    K = K[rng.integers(0, n, n)] if rng.random() < 0.2 else K
+    if rng.random() < 0.4:
+        K = np.clip(K, -1e38, 1e38).astype(np.float32)
+    return np.ascontiguousarray(K)
+
+
+def null_products(K: naive.Float) -> list[list[Fraction]]:
+    """Products of all keys with queries that are orthogonal to some of them: what sets the others apart, exactly."""
+    rows = [[Fraction(float(x)) for x in row] for row in K]
+    distinct, d, found = list(dict.fromkeys(map(tuple, rows))), K.shape[1], []
+    for size in range(d):
+        for some in combinations(distinct, size):
+            reduced = [list(row) for row in some]
+            pivots: list[int] = []
+            for column in range(d):
+                at = next((i for i in range(len(pivots), size) if reduced[i][column]), None)
+                if at is None:
+                    continue
+                top = len(pivots)
+                reduced[top], reduced[at] = reduced[at], reduced[top]
+                reduced[top] = [x / reduced[top][column] for x in reduced[top]]
+                for i in range(size):
+                    if i != top:
+                        factor = reduced[i][column]
+                        reduced[i] = [x - factor * y for x, y in zip(reduced[i], reduced[top], strict=True)]
+                pivots.append(column)
+            for free in set(range(d)).difference(pivots):
+                query = [Fraction(int(i == free)) for i in range(d)]
+                for i, pivot in enumerate(pivots):
+                    query[pivot] = -reduced[i][free]
+                found.append([sum(x * y for x, y in zip(row, query, strict=True)) for row in rows])
+    return [products for products in found if any(products)]
+
+
+def logarithm(x: Fraction) -> float:
+    """Of the size of x, which may be beyond float64."""
+    return math.log(abs(x.numerator)) - math.log(x.denominator) if x else -math.inf
+
+
+def witnessed(f: Any, K: naive.Float) -> naive.Float:
+    """Scores that keys do have, for exact queries of many sizes."""
+    best = np.zeros(len(K))
+    for products in null_products(K):
+        logs = np.array([logarithm(x) for x in products])
+        if isinstance(f, int | float):
+            terms = [np.exp(f * (logs - logs.max()))]
+        else:
+            sizes = [logs[np.isfinite(logs)][:, None] + np.array([-9.0, 0, 1, 9])]
+            shifted = (logs - size for size in np.concatenate(sizes).ravel())
+            terms = [f(np.where(np.isfinite(x), np.exp(np.clip(x, -700, 300)), 0.0)) for x in shifted]
+        for each in terms:
+            best = np.maximum(best, each / each.sum()) if each.sum() > 0 else best
+    return best
+
+
+@pytest.mark.parametrize("f", [0.3, 0.5, 1, 3, 4, 6, levattn.Tukey(), levattn.Huber(), Bounded()], ids=repr)
+def test_hostile_keys_have_no_score_above_their_bound(f: Any) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng([seed, 7])
+        K = hostile(rng)
+        sigma = witnessed(f, K)
+        found = levattn.sensitivities(K, f, epsilon=0.3)
+        methods = (*found.certificate, "block") if isinstance(f, int | float) else found.certificate
+        for method in methods:
+            upper = levattn.sensitivities(K, f, method=method, epsilon=0.3).upper
+            assert np.all(sigma <= upper * (1 + 1e-9)), (seed, method, K)
+            assert np.all(upper <= 1)
+        assert not np.any((sigma >= 0.3) & ~levattn.universal_set(K, 0.3, f=f).mask), (seed, K)
+        if f in (4, 6) or not isinstance(f, int | float):
+            state = levattn.StreamingUniversalSet(0.3, f=f)
+            try:
+                held = state.update(K[:2]).update(K[2:]).result()
+            except ValueError as error:
+                assert "leave the range" in str(error) or "vanish" in str(error)  # noqa: PT017
+            else:
+                assert not set(np.flatnonzero(sigma >= 0.3)).difference(held.indices.tolist()), (seed, K)
+
+
+def test_even_powers_of_dependent_products_hold_all_keys() -> None:
+    """Products of coordinates of signs are dependent: exact ones tell them apart, rounded ones hold all keys."""
+    rng = np.random.default_rng(0)
+    K = rng.choice([-1.0, 1.0], (3000, 3)) * 0.1
+    K[2500] *= [1, 1, 1 + 2.0**-20]
+    for dtype in (np.float32, np.float64):
+        found = levattn.StreamingUniversalSet(0.5, f=4).update(K.astype(dtype)).result()
+        assert 2500 in found.indices
+        assert found.guarantee == "superset"
+    with pytest.raises(ValueError, match="vanish"):
+        levattn.StreamingUniversalSet(0.5, f=4).update(np.array([[1.0, 1], [1e-170, 0]]))
 
 
 def test_wrong_arguments() -> None:
