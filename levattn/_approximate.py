@@ -220,10 +220,7 @@ def _crossing(falling: Callable[[float], float], value: float, high: float) -> f
 def _compared(factor: Factor, exact: Factor, item: int) -> float:
     """Return a lower bound of the least eigenvalue of WᵀGW, for the factor N of the keys, as that of (NW)ᵀNW."""
     N, exponents = exact.even_normalizer(item)
-    W = factor.whitening[item]
-    if factor.rows.scale is not None:
-        W = W * factor.rows.scale[item][:, None]
-    W = np.ldexp(W, exponents[:, None])
+    W = factor.even_whitening(item, exponents)
     live = np.any(W != 0, axis=0)
     if not live.any():
         return 1.0

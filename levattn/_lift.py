@@ -49,7 +49,7 @@ def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None 
             continue
         if sizes is None:
             N, exponents = factor.even_normalizer(item)
-            W = _unscaled(factor, item, exponents)
+            W = factor.even_whitening(item, exponents)
             sizes_of = np.linalg.norm(N, axis=0)
         else:
             sizes_of = sizes[item]
@@ -57,14 +57,6 @@ def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None 
         if moved < 0.5:
             out[item] = (1 + moved) / (1 - moved)
     return out
-
-
-def _unscaled(factor: Factor, item: int, exponents: npt.NDArray[np.int32]) -> Float64:
-    """Return W for keys that are divided by powers of two, as by `Factor.even_normalizer`, and not scaled."""
-    W = factor.whitening[item]
-    if factor.rows.scale is not None:
-        W = W * factor.rows.scale[item][:, None]
-    return np.asarray(np.ldexp(W, exponents[:, None]))
 
 
 def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows, Float64, Float64]:
@@ -82,7 +74,7 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
     for item in range(b):
         live = np.any(factor.whitening[item] != 0, axis=0)
         N, exponents = factor.even_normalizer(item)
-        W = _unscaled(factor, item, exponents)[:, live]
+        W = factor.even_whitening(item, exponents)[:, live]
         K = np.ldexp(dense(replace(rows.item(item), scale=None), 0, n), -exponents)
         s = np.linalg.svd(N, compute_uv=False)
         mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
@@ -118,7 +110,7 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
     """
     N, exponents = factor.even_normalizer(0)
     M, lifted_exponents = lift.even_normalizer(0)
-    W, d = _unscaled(factor, 0, exponents), Q.shape[1]
+    W, d = factor.even_whitening(0, exponents), Q.shape[1]
     own = _inverse_error(N, W) + math.sqrt(d) * (_coordinate_error(N, W) + UNIT)
     D, error = np.zeros(len(Q)), np.zeros(len(Q))
     step = max(16, _ENTRIES // len(M))
@@ -133,7 +125,7 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
         moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(turned, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             error[part] = 2 * m * moved / D[part] ** (0.5 / m) + 2 * (len(M) + m + 4) * UNIT * np.sqrt(size / D[part])
-    inverse = 2 * _inverse_error(M, _unscaled(lift, 0, lifted_exponents))
+    inverse = 2 * _inverse_error(M, lift.even_whitening(0, lifted_exponents))
     return D, error + float(lift.error[0]) + inverse + 4 * m * UNIT
 
 

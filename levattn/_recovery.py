@@ -20,14 +20,15 @@ _ENTRIES = 1 << 22  # estimates that are held at a time
 Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]
 
 
-def recovery_size(m: int, epsilon: float) -> tuple[int, int]:
+def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
     """Return buckets and repetitions that miss one of at most m/ε heavy entries with probability `FAILURE` at most.
 
     In one repetition the estimate of ⟨q, k⟩ has a variance of at most D/buckets, so that it errs by more than √(εD)/2
     with a probability of at most 4/(buckets ε) = 1/8. More than half of the repetitions do so with at most
-    (4 · 1/8 · 7/8)^(repetitions/2), and otherwise the median of a heavy entry is at least √(εD)/2.
+    (4 · 1/8 · 7/8)^(repetitions/2), and otherwise the median of a heavy entry is at least √(εD)/2. Of n keys in 8 n
+    buckets one shares its own with a probability of at most 1/8, and else its estimate is exact.
     """
-    buckets = math.ceil(32 / epsilon)
+    buckets = math.ceil(min(32 / epsilon, 8 * max(n, 1)))
     repetitions = 2 * math.log(FAILURE * epsilon / max(m, 1)) / math.log(4 * (1 / 8) * (7 / 8))
     return buckets, math.ceil(repetitions) | 1
 

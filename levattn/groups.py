@@ -46,9 +46,9 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     of their group says so. It is at least the largest of its keys' leverage scores, and at most their sum and 1. Over
     the groups of a partition the scores sum to at most the rank, so at most rank/ε groups reach ε.
 
-    The scores are exact, up to rounding: moments are in float64 whatever the dtype of the keys. As in
-    `leverage_scores`, a row that reaches outside the numerical row space by more than rounding is counted as 1, and
-    so is its group: a rank decision *over*-estimates.
+    The scores are exact, up to rounding: moments are in float64 whatever the dtype of the keys, and the rank is the
+    exact one. Where float64 cannot resolve a direction, groups have the sum of bounds of their keys' scores:
+    an *over*-estimate.
 
     Parameters
     ----------
@@ -107,25 +107,28 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     """
     matrices = as_matrices(K, "K")
     groups = as_labels(labels, matrices)
-    scores = group_scores(factorize(matrices, method="auto", mask=mask, single="no"), groups, numerical=True)
+    scores = group_scores(factorize(matrices, method="auto", mask=mask, single="no"), groups)
     return matrices.wrap(to_device(scores, matrices.data))
 
 
-def group_scores(factor: Factor, labels: Int64, *, numerical: bool = False) -> Float64:
+def group_scores(factor: Factor, labels: Int64) -> Float64:
     """Return the group leverage scores of factored keys, (b, g), for labels (b, n).
 
-    Where directions below the numerical rank count, as by `Factor.scores`, they are sums of scores, which bound them.
+    Where directions below the numerical rank cannot be computed, they are sums of scores, which bound them.
     """
     groups = labels.copy()
     count = int(groups.max(initial=-1)) + 1
-    tau = to_numpy(factor.exactly().scores(wide=True, numerical=numerical)[0])
+    tau = to_numpy(factor.exactly().scores(wide=True)[0])
     scores: Float64 = np.zeros((len(groups), count))
     for item in range(len(groups)):
         one = factor.item(item)
         if one.rows.mask is not None:
             groups[item, ~to_numpy(one.rows.mask)[0]] = -1
         if count:
-            scores[item] = _scores(one, groups[item], count, tau[item], summed=item in factor.hidden and not numerical)
+            fine = factor.hidden.get(item, one)  # of the exact rank
+            summed = fine is None
+            one = one if fine is None or fine is one else fine.on(one.rows)
+            scores[item] = _scores(one, groups[item], count, tau[item], summed=summed)
     return scores
 
 

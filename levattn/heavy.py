@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import array_api_compat
 import numpy as np
@@ -637,7 +637,7 @@ def heavy_attention(
     found: Any
     others = None
     if method == "countsketch":
-        sizes = _sketch_size(sketch_size, 2, recovery_size(len(Q64), epsilon))
+        sizes = _sketch_size(sketch_size, 2, recovery_size(len(Q64), epsilon, len(selected)))
         found, captured = _recovered(products, indices, keys.n, epsilon, sizes, as_seed(rng))
     else:
         found, others, captured = _entries(products, indices, keys.n, epsilon)
@@ -762,8 +762,6 @@ def _of_other_function(
         powers = np.where(largest > 0, powers, 0) + even_queries(Q, exponents)[1]
         Q = np.ldexp(fraction, exponent - powers[:, None])
     D, sum_error = _other_sums(Q, keys, universal, f)
-    if np.isnan(D).any():
-        raise NonFiniteError("K holds NaN or infinity; expected finite keys, the very ones that universal was made of")
     size = np.einsum("ij,j->i", np.abs(Q), np.max(np.abs(selected), axis=0, initial=0.0))
     growth = 1.0 if isinstance(f, Softmax) else f.growth
     largest = np.ones(len(Q))
@@ -788,13 +786,19 @@ def _of_other_function(
         if isinstance(f, Softmax):
             normalizers = np.exp(D)
         else:
-            normalizers = D * 2.0 ** (growth * powers) if isinstance(f, Power) else D
+            normalizers = _powered(D, growth * powers) if isinstance(f, Power) else D
     residual = np.where(products.live, 1 - captured, 0.0)
     return HeavyAttention(
         universal=universal,
         _products=products,
         _figures=_Figures(keys.n, normalizers, captured, residual, error, _csr(found, (len(Q), keys.n))),
     )
+
+
+def _powered(D: Float64, powers: npt.NDArray[Any]) -> Float64:
+    """Return D times 2 to these powers, which need not be whole; infinite or 0 where that leaves the range."""
+    whole = np.floor(powers)
+    return np.asarray(np.ldexp(D * 2.0 ** (powers - whole), np.clip(whole, -(2**20), 2**20).astype(np.int32)))
 
 
 def _heavy(scores: Float64, epsilon: float, error: Float64) -> npt.NDArray[np.bool_]:
@@ -853,13 +857,28 @@ def _sums(
         rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
         if not len(rows):
             continue
-        Z = precise_products(Q, rows) if precise else Q @ rows.T
+        with np.errstate(over="ignore", invalid="ignore"):
+            Z = precise_products(Q, rows) if precise else Q @ rows.T
+        if not np.isfinite(Z).all():
+            _refuse_overflow(rows, f)
         if isinstance(f, Softmax):
             largest = np.maximum(Z.max(axis=1), total)
             total = largest + np.log(np.exp(Z - largest[:, None]).sum(axis=1) + np.exp(total - largest))
         else:
-            total += f(Z).sum(axis=1)
+            with np.errstate(over="ignore"):
+                total += f(Z).sum(axis=1)
+    if np.isinf(total).any() and not isinstance(f, Softmax):
+        _refuse_overflow(Q, f)
     return total
+
+
+def _refuse_overflow(rows: Float64, f: AttentionFunction | Softmax) -> NoReturn:
+    """Raise for keys that are not finite, or products that are not."""
+    if not np.isfinite(rows).all():
+        raise NonFiniteError("K holds NaN or infinity; expected finite keys, the very ones that universal was made of")
+    raise ValueError(
+        f"Q and K have products that leave the range of float64 for f = {f!r}; expected smaller ones. Scale Q down"
+    )
 
 
 def _entries(

@@ -358,9 +358,8 @@ class Factor:
             core = np.ascontiguousarray(C[np.ix_(kept, kept)])
             N[np.ix_(kept, live)] = precise_solutions(core, inverse).T
         elif kept.any():
-            c = self.outside[item][1] if item in self.outside else _row_sizes(B)
-            c = np.where(np.isfinite(c), c, 1.0)
-            inverse = _left_inverse(c[:, None] * B[:, kept]) * c
+            even, c = _columns(self, item, B)
+            inverse = _left_inverse(even[:, kept]) * c
             N[kept] = precise_solutions(np.ascontiguousarray(C[np.ix_(kept, kept)]), np.ascontiguousarray(inverse.T)).T
             N = np.where(live, np.linalg.qr(N, mode="r"), 0.0)
         exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
@@ -389,10 +388,28 @@ class Factor:
         if self.rank[item] < len(exponents):
             return None
         B, C = self._parts(item)
-        shift = exponents
         if self.rows.scale is not None:
-            shift = shift + (np.frexp(self.rows.scale[item])[1] - 1)
-        return np.ldexp(B, shift[:, None]), C
+            exponents = exponents + (np.frexp(self.rows.scale[item])[1] - 1)
+        return np.ldexp(B, exponents[:, None]), C
+
+    def even_whitening(self, item: int, exponents: npt.NDArray[np.int32]) -> Float64:
+        """Return W for keys that are divided by powers of two, as by `even_normalizer`, and not scaled.
+
+        Parameters
+        ----------
+        item : int
+            Number of the matrix.
+        exponents : array of int32, shape (d,)
+            Of the powers of two.
+
+        Returns
+        -------
+        array of float64, shape (d, d)
+            The whitening.
+        """
+        if self.rows.scale is not None:
+            exponents = exponents + (np.frexp(self.rows.scale[item])[1] - 1)
+        return np.asarray(np.ldexp(self.whitening[item], exponents[:, None]))
 
     def _parts(self, item: int) -> tuple[Float64, Float64]:
         """Return B and C with W = B C, of which W is the rounded product where there is a basis."""
@@ -414,14 +431,16 @@ class Factor:
         float
             At least √d.
         """
-        d = self.whitening.shape[1]
-        C = self._parts(item)[1]
-        kept = np.any(C != 0, axis=0)
-        few = np.count_nonzero(kept) < np.count_nonzero(np.any(self.whitening[item] != 0, axis=1))
+        B, C = self._parts(item)
+        d, kept = len(B), np.any(C != 0, axis=0)
+        few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))
         C = C[np.ix_(kept, kept)]
         spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2)) if len(C) else 1.0
-        more = 64 * d if item in self.hidden else 4 * d if few else 1  # hidden directions add to a normalizer as well
-        return more * float(np.sqrt(d)) * spread
+        if few and len(C):  # the columns of B have the row space of the keys only to rounding
+            s = np.linalg.svd(_columns(self, item, B)[0][:, kept], compute_uv=False)
+            more = 64 * d if item in self.hidden else 8.0  # hidden directions add to a normalizer as well
+            spread *= more * float(s[0] / s[-1]) if s[-1] > 0 else np.inf
+        return float(np.sqrt(d)) * spread
 
     @cached_property
     def condition(self) -> Float64:
@@ -494,6 +513,13 @@ def blockwise_product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[A
     np.matmul(X[:whole].reshape(-1, step, d), W, out=out[:whole].reshape(-1, step, W.shape[1]))
     out[whole:] = X[whole:] @ W
     return out
+
+
+def _columns(factor: Factor, item: int, B: Float64) -> tuple[Float64, Float64]:
+    """Return B for keys whose columns are divided by their norms, about, and these norms."""
+    c = factor.outside[item][1] if item in factor.outside else _row_sizes(B)
+    c = np.where(np.isfinite(c), c, 1.0)
+    return c[:, None] * B, c
 
 
 def _row_sizes(W: Float64) -> Float64:

@@ -267,7 +267,7 @@ class _Known:
         spread = above * below * (1 + 16 * UNIT)
         deviation, certain = np.sqrt(np.minimum(variance, spread)), np.sqrt(np.minimum(sure, spread))
 
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not a number becomes a bound that says nothing
             top = np.ldexp(np.minimum(bound, high + samuelson), powers)
             logits, slack = np.ldexp(Z, powers[:, None]), np.ldexp(slack, powers)
             rounding = slack + 16 * UNIT * (len(self.selected) + 64)

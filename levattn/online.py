@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from levattn._array import as_matrices
-from levattn._kernels import kernels_for
+from levattn._kernels import Float64, Rows, kernels_for
 from levattn._span import Span
 from levattn._tail import in_main_memory
-from levattn.linalg import require_finite
+from levattn.linalg import dense, require_finite
 
 __all__ = ["online_leverage_scores"]
+
+_TAME = 300  # powers of two of entries that are read as they are
+_FAR = 400  # by which an entry may be larger than its unit
+_NONE = -(1 << 20)  # the exponent of no entry
+_ROWS = 4096  # that are looked at together
 
 
 def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -> Any:
@@ -113,12 +120,51 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     if not np.isfinite(largest).all():
         require_finite(rows, largest)
     root = math.sqrt(ridge)
-    # Powers of two, which round nothing, for columns whose norm might overflow and those of numbers without all digits
-    exponents = np.frexp(np.maximum(largest, root))[1]
-    scale = np.ldexp(1.0, np.where(exponents > 950, -100, np.where(exponents < -900, 900, 0)))
     from levattn._kernels._online import online_scores  # compiled code, for which nothing else would load Numba
 
-    scores = online_scores(replace(rows, scale=scale), root * scale)
+    scores = np.zeros(rows.shape[:2])
+    for start, scale in _units(rows, largest, root):
+        scores[:, start:] = online_scores(replace(rows, scale=scale), root * scale)[:, start:]
     for item in range(len(scores)) if not ridge else ():  # the rotations do not see what is below their rounding
         scores[item, Span.openings(rows.item(item))] = 1.0
-    return matrices.wrap(scores)
+    return matrices.wrap(scores.astype(np.float64 if rows.format == "float64" else np.float32))
+
+
+def _units(rows: Rows, largest: Float64, root: float) -> Iterator[tuple[int, Float64]]:
+    """Give powers of two (b, d) that keep squares in range, and the rows from which on they are to be used.
+
+    Those of a row are made of the rows up to it: of the first entry of each column, and of entries that are much
+    larger than those before.
+    """
+    d, base = rows.shape[2], math.frexp(root)[1] if root else _NONE
+    units = np.full(largest.shape, base)
+    there = [_first_entries(rows.item(item)) for item in range(len(units))]
+    units = np.maximum(units, np.array(there, np.int64).reshape(-1, d))
+    start: int | None = 0
+    while start is not None:
+        units = np.where(np.abs(units) > _TAME, np.clip(units, -1000, 1000), 0)
+        yield start, np.ldexp(1.0, -units)
+        start = None
+        for item in np.flatnonzero((np.frexp(largest)[1] > units + _FAR).any(axis=1)).tolist():
+            for low in range(0, rows.shape[1], _ROWS):
+                found = np.frexp(dense(rows.item(item), low, min(low + _ROWS, rows.shape[1])))[1]
+                far = np.flatnonzero((found > units[item] + _FAR).any(axis=1))
+                if len(far):
+                    if start is None or low + far[0] < start:
+                        start, change = low + int(far[0]), (item, found[far[0]])
+                    break
+        if start is not None:
+            item, found = change
+            units[item] = np.where(found > units[item] + _FAR, found, units[item])
+
+
+def _first_entries(rows: Rows) -> npt.NDArray[np.int64]:
+    """Return the exponents of the first entry of each column of a batch of one that is not zero."""
+    out = np.full(rows.shape[2], _NONE)
+    for low in range(0, rows.shape[1], _ROWS):
+        if (out > _NONE).all():
+            break
+        X = dense(rows, low, min(low + _ROWS, rows.shape[1]))
+        first = X[np.argmax(X != 0, axis=0), np.arange(len(out))]
+        out = np.where((out == _NONE) & (first != 0), np.frexp(first)[1], out)
+    return out
