@@ -27,7 +27,6 @@ from levattn.attention._pruned_state import (
     converted,
     empty_part,
     picked,
-    radii,
     stepped,
 )
 from levattn.attention._slots import slots_for
@@ -565,7 +564,8 @@ def _bounds(x: SlotMixture, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
         summaries = slot_kernels_for(x.q).merged(labels, xp.zeros_like(ones), items, 1)
         x = replace(x, summaries=summaries, role=xp.where(labels == 0, labels, x.role))
         _, rest = slot_kernels_for(x.q).mixture(x)
-    radius = radii(xp.where(labels >= 0, labels, xp.full_like(labels, -1)), items, xp.zeros_like(ones), summaries)
+    labels, none = xp.where(labels >= 0, labels, xp.full_like(labels, -1)), xp.zeros(ones.shape, dtype=xp.float64)
+    radius = slot_kernels_for(ones).radii(labels, items, none, summaries)
     return bounded(x, radius, rest, reach)
 
 
@@ -574,7 +574,8 @@ def _reach(rule: Rule, V: Any) -> Any:
     slots = rule.slots
     reads = slots.summaries or slots.window or slots.sinks or (slots.selected and rule.epsilon is None)
     if rule.power is None and reads and V.shape[1]:
-        V = V - namespace_of(V).mean(V, axis=1, keepdims=True)
+        xp = namespace_of(V)
+        V = V - (xp.min(V, axis=1, keepdims=True) / 2 + xp.max(V, axis=1, keepdims=True) / 2)  # any point will do
     return longest_of(V)
 
 
