@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import emulator
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._kernels import _cuda_latent, _generic_latent, latent_kernels_for
+from levattn._kernels import _cuda_latent, _decay, _generic_latent, latent_kernels_for
 from levattn._kernels._cuda_latent import backward, decayed_scan, forward, joined, summary
 from levattn._kernels._mixture import Mixture
 
@@ -374,6 +374,21 @@ def test_decayed_scans_are_recurrences(C: int, T: int, dtype: str) -> None:
         r = expected[:, t] = x[:, t] + (a[:, t + 1] * r if t + 1 < T else 0)
     found = in_orders(lambda: decayed_scan(a, x, reverse=True))
     np.testing.assert_allclose(found, expected, rtol=0, atol=20 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_decayed_scans_read_nothing_of_what_is_before_a_zero(reverse: bool) -> None:
+    rng = np.random.default_rng(22)
+    a, x = rng.random((1, 300, 2)), rng.standard_normal((1, 300, 2))
+    a[:, 40:80] *= 1e-30  # products of these underflow, and are no zeros of their own
+    a[:, [7, 100, 200, 201]] = 0
+    x[:, [3, 50, 150, 200]] = np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        expected = _decay.decayed_scan(a, x, reverse=reverse)
+        found = in_orders(lambda: decayed_scan(a, x, reverse=reverse))
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
+    assert np.isfinite(found).any()
+    np.testing.assert_allclose(found[np.isfinite(found)], expected[np.isfinite(found)], rtol=1e-13)
 
 
 def test_decayed_scans_of_any_layout() -> None:

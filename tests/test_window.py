@@ -225,3 +225,25 @@ def test_torch_keeps_its_dtype_and_compiles_whole() -> None:
     fast = torch.compile(lambda *x: window_attention(*x, window=8), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(fast(q, k, V), Y)
     torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_packed_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(value: float) -> None:
+    import torch
+
+    rng = np.random.default_rng(12)
+    clean = [torch.from_numpy(rng.standard_normal((2, 12, 3))) for _ in range(3)]
+
+    def gradients(arrays: Any) -> Any:
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        Y = window_attention(*leaves, window=3, offsets=[0, 5, 12])
+        Y.square().sum().backward()
+        return [x.grad[:, 5:] for x in leaves]
+
+    expected = gradients(clean)
+    for which in range(3):
+        dirty = [x.clone() for x in clean]
+        dirty[which][:, 1, 0] = value
+        for one, other in zip(gradients(dirty), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)

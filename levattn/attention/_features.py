@@ -282,8 +282,9 @@ def _root(xp: Any, x: Any) -> Any:
     """Return the square root, in torch with a slope of at most `_STEEPEST`."""
     if not _is_torch(x):
         return xp.sqrt(x)
-    root = x.detach().sqrt()
-    return root + (x - x.detach()) / (2 * root).clamp_min(1 / _STEEPEST)
+    from levattn.attention import _torch
+
+    return _torch.held_root(x, _STEEPEST)
 
 
 def _batched(array: Any, batch: tuple[int, ...]) -> Any:

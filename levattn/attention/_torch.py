@@ -21,6 +21,7 @@ __all__ = [
     "bounds_of",
     "decayed_scan",
     "has_kernels",
+    "held_root",
     "in_memory",
     "is_plain",
     "is_transformed",
@@ -248,7 +249,10 @@ def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _scan_gradients(ctx: Any, dh: Any) -> Any:
-    """Return the gradients of a scan: of x it is the scan of `dh` the other way."""
+    """Return the gradients of a scan: of x it is the scan of `dh` the other way.
+
+    A caller who begins a sequence by a = 0 holds a there: its gradient reads the row before, which may be NaN.
+    """
     a, first, h = ctx.saved_tensors
     r = _SCAN(a, dh, None, not ctx.reverse)
     nothing = torch.zeros_like(a[:, :1, :])
@@ -256,6 +260,30 @@ def _scan_gradients(ctx: Any, dh: Any) -> Any:
         return torch.cat([nothing, r[:, :-1, :]], 1) * h, r, None, None
     before = torch.cat([nothing if first is None else first[:, None, :], h[:, :-1, :]], 1)
     return r * before, r, None if first is None else (a * r)[:, 0, :], None
+
+
+class _Root(torch.autograd.Function):  # type: ignore[misc]
+    """The square root with a slope of at most `steepest`, in few steps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, steepest: float) -> Any:
+        root = x.sqrt()
+        ctx.steepest = steepest
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # of the saved root, so that it can be differentiated again
+        (root,) = ctx.saved_tensors
+        return gradient / (2 * root).clamp_min(1 / ctx.steepest), None
+
+
+def held_root(x: Any, steepest: float) -> Any:
+    """Return the square root, whose slope is held at `steepest` near 0, where it has none."""
+    if not torch.compiler.is_compiling() and not is_transformed(x) and unpack_dual(x).tangent is None:
+        return _Root.apply(x, steepest)
+    steep, held = x < (0.5 / steepest) ** 2, x.detach()
+    return held.sqrt().add(x - held, alpha=steepest).where(steep, x.masked_fill(steep, 1.0).sqrt())
 
 
 _ARGUMENTS = (

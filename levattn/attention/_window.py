@@ -181,11 +181,11 @@ def windowed(
     if mask is not None:
         seen = _any_in_window(xp, mask, lowest)
         k, V = (xp.where(mask[..., None], x, xp.zeros_like(x)) for x in (k, V))  # NaN there would spread
-    if not surely_finite(k, V):  # a weight of zero times NaN is NaN: none may enter a product
-        whole = xp.all(xp.isfinite(k), axis=-1, keepdims=True)
+    if not surely_finite(q, k, V):  # a weight of zero times NaN is NaN: none may enter a product, nor its gradient
+        asks, whole = (xp.all(xp.isfinite(x), axis=-1, keepdims=True) for x in (q, k))
         good = xp.isfinite(V)
-        spoilt = _any_in_window(xp, ~(good & whole), lowest)
-        k, V = (xp.where(flags, x, xp.zeros_like(x)) for flags, x in ((whole, k), (good, V)))
+        spoilt = _any_in_window(xp, ~(good & whole), lowest)[:, None, :, :] | ~asks
+        q, k, V = (xp.where(flags, x, xp.zeros_like(x)) for flags, x in ((asks, q), (whole, k), (good, V)))
 
     block = max(1, min(T, max(_LEAST, window // 2)))
     pairs = g * block * (block + window - 1)
@@ -207,7 +207,7 @@ def windowed(
     Y = outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)
     Y = xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
     if spoilt is not None:
-        Y = xp.where(spoilt[:, None, :, :], xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
+        Y = xp.where(spoilt, xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
     return (Y if seen is None else xp.where(seen[:, None, :, None], Y, xp.zeros_like(Y))), seen
 
 
