@@ -21,7 +21,7 @@ from levattn.attention import (
 )
 from libraries import needs_torch, stored
 
-T, PAST = 260, (1, 64, 203)
+T, PAST = 260, (64, 203)
 WIDTH = 4
 SPEED, WEIGHT = np.linspace(-2, 2, WIDTH), np.linspace(-1, 1, 3 * WIDTH).reshape(WIDTH, 3)
 
