@@ -352,6 +352,25 @@ def test_joined_states_are_those_of_the_definitions(shape: tuple[int, ...]) -> N
         np.testing.assert_allclose(part, other, rtol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_comes_later_changes_no_bit(dtype: str) -> None:
+    x = mixture(23, (2, 150, 5, 3), dtype=dtype)
+    whole, rng = forward(x), np.random.default_rng(24)
+    a = rng.random((2, 150, 3)).astype(dtype)
+    scanned = decayed_scan(a, x.V)
+    for n in (1, 33, 100):
+        for scale in (0.0, 1e-30, 1e8):
+            arrays = [part.copy() for part in (x.Q, x.K, x.V)]
+            for part in arrays:
+                part[:, n:] = scale * rng.standard_normal(part[:, n:].shape)
+            found = forward(replace(x, Q=arrays[0], K=arrays[1], V=arrays[2]))
+            np.testing.assert_array_equal(found[:, :n], whole[:, :n])
+            np.testing.assert_array_equal(decayed_scan(a, arrays[2])[:, :n], scanned[:, :n])
+        shorter = replace(x, Q=x.Q[:, :n], K=x.K[:, :n], V=x.V[:, :n], offsets=np.asarray([0, n], np.int64))
+        np.testing.assert_array_equal(forward(shorter), whole[:, :n])
+        np.testing.assert_array_equal(decayed_scan(a[:, :n], x.V[:, :n]), scanned[:, :n])
+
+
 # -- linear recurrences ----------------------------------------------------------------
 
 

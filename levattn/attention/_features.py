@@ -69,7 +69,9 @@ def rg_lru(
     Notes
     -----
     Time and memory O(TC). Computed in float64 where one argument has it, and else in float32. Gradients of torch reach
-    the first four arguments; the slope of the square root is held at 1000 where a is next to 1.
+    the first four arguments, and can be differentiated again; the slope of the square root is held at 1000 where a is
+    next to 1. What comes after a row changes no bit of it, nor does another T, but that in torch exponentials round by
+    their place in an array.
 
     References
     ----------

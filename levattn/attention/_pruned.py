@@ -169,6 +169,10 @@ def pruned_attention(
 
     Notes
     -----
+    If `causal`, the weights of a summary are scaled to a mean of 1 at every renewal, in float64, which changes nothing
+    of what it stands for: so a state goes on for any number of positions. What comes after a row changes no bit of it,
+    nor does another n (but through a budget, which is of n).
+
     Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query; memory O(m D + n (d + D)), and 2²²
     logits at a time. Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of O(s (d + D) + d²).
 
