@@ -400,6 +400,7 @@ def test_decayed_scans_read_nothing_of_what_is_before_a_zero(reverse: bool) -> N
     rng = np.random.default_rng(22)
     a, x = rng.random((1, 300, 2)), rng.standard_normal((1, 300, 2))
     a[:, 40:80] *= 1e-30  # products of these underflow, and are no zeros of their own
+    a[:, 198] = np.nan  # and what is composed of it and of a zero behind it
     a[:, [7, 100, 200, 201]] = 0
     x[:, [3, 50, 150, 200]] = np.nan, np.inf
     with np.errstate(invalid="ignore"):

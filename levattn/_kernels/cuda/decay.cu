@@ -8,7 +8,7 @@ constexpr int EACH = 16;   // positions of a thread
 // What is left of h after a decay, of which nothing is read where it begins anew.
 template <typename Real>
 __device__ Real decayed(bool begins, Real decay, Real h, Real term) {
-    return begins ? term : fma(decay, h, term);
+    return fma(decay, begins ? Real(0) : h, term);
 }
 
 }  // namespace
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(32 * LINES)
         bool begins = decay[0] == 0;
 #pragma unroll
         for (int i = 1; i < EACH; ++i) {
-            product *= decay[i], begins = begins || decay[i] == 0, sum = decayed(decay[i] == 0, decay[i], sum, term[i]);
+            sum = decayed(decay[i] == 0, decay[i], sum, term[i]);
+            product = decayed(decay[i] == 0, decay[i], product, Real(0)), begins = begins || decay[i] == 0;
         }
         decays[line][lane] = product, sums[line][lane] = sum, begun[line][lane] = begins;
         __syncthreads();
