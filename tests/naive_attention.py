@@ -305,7 +305,8 @@ def pruned_choice(queries, keys, items, options):
                 level = sum(count[i] * along[i] for i in inside) / sum(count[i] for i in inside)
                 tilt = [0.0 if power is not None else min(3.0, max(-3.0, along[i] - level)) for i in inside]
                 parts = [items[i].scaled(math.exp(t)) for i, t in zip(inside, tilt, strict=True)]
-                clusters.append(Cluster(*(list(chain(*(vars(part)[name] for part in parts))) for name in FIELDS)))
+                cluster = Cluster(*(list(chain(*(vars(part)[name] for part in parts))) for name in FIELDS))
+                clusters.append(cluster.scaled(len(cluster.w) / sum(cluster.w)))
     return [items[i] for i in kept], clusters
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import emulator
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._kernels import _cuda_latent, _generic_latent, latent_kernels_for
+from levattn._kernels import _cuda_latent, _decay, _generic_latent, latent_kernels_for
 from levattn._kernels._cuda_latent import backward, decayed_scan, forward, joined, summary
 from levattn._kernels._mixture import Mixture
 
@@ -352,6 +352,25 @@ def test_joined_states_are_those_of_the_definitions(shape: tuple[int, ...]) -> N
         np.testing.assert_allclose(part, other, rtol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_comes_later_changes_no_bit(dtype: str) -> None:
+    x = mixture(23, (2, 150, 5, 3), dtype=dtype)
+    whole, rng = forward(x), np.random.default_rng(24)
+    a = rng.random((2, 150, 3)).astype(dtype)
+    scanned = decayed_scan(a, x.V)
+    for n in (1, 33, 100):
+        for scale in (0.0, 1e-30, 1e8):
+            arrays = [part.copy() for part in (x.Q, x.K, x.V)]
+            for part in arrays:
+                part[:, n:] = scale * rng.standard_normal(part[:, n:].shape)
+            found = forward(replace(x, Q=arrays[0], K=arrays[1], V=arrays[2]))
+            np.testing.assert_array_equal(found[:, :n], whole[:, :n])
+            np.testing.assert_array_equal(decayed_scan(a, arrays[2])[:, :n], scanned[:, :n])
+        shorter = replace(x, Q=x.Q[:, :n], K=x.K[:, :n], V=x.V[:, :n], offsets=np.asarray([0, n], np.int64))
+        np.testing.assert_array_equal(forward(shorter), whole[:, :n])
+        np.testing.assert_array_equal(decayed_scan(a[:, :n], x.V[:, :n]), scanned[:, :n])
+
+
 # -- linear recurrences ----------------------------------------------------------------
 
 
@@ -374,6 +393,22 @@ def test_decayed_scans_are_recurrences(C: int, T: int, dtype: str) -> None:
         r = expected[:, t] = x[:, t] + (a[:, t + 1] * r if t + 1 < T else 0)
     found = in_orders(lambda: decayed_scan(a, x, reverse=True))
     np.testing.assert_allclose(found, expected, rtol=0, atol=20 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_decayed_scans_read_nothing_of_what_is_before_a_zero(reverse: bool) -> None:
+    rng = np.random.default_rng(22)
+    a, x = rng.random((1, 300, 2)), rng.standard_normal((1, 300, 2))
+    a[:, 40:80] *= 1e-30  # products of these underflow, and are no zeros of their own
+    a[:, 198] = np.nan  # and what is composed of it and of a zero behind it
+    a[:, [7, 100, 200, 201]] = 0
+    x[:, [3, 50, 150, 200]] = np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        expected = _decay.decayed_scan(a, x, reverse=reverse)
+        found = in_orders(lambda: decayed_scan(a, x, reverse=reverse))
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
+    assert np.isfinite(found).any()
+    np.testing.assert_allclose(found[np.isfinite(found)], expected[np.isfinite(found)], rtol=1e-13)
 
 
 def test_decayed_scans_of_any_layout() -> None:

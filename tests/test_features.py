@@ -11,7 +11,12 @@ import naive_attention as naive
 from levattn import thread_limit
 from levattn._kernels import _decay, _generic_latent
 from levattn.attention import causal_conv, rg_lru
-from libraries import needs_torch, over_storages, stored
+from libraries import HAS_TORCH, needs_torch, over_storages, stored
+
+if HAS_TORCH:
+    import torch
+
+    from levattn.attention import _torch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,6 +173,63 @@ def test_wrong_arguments_are_named() -> None:
             call()
 
 
+# What one packed sequence holds does not reach another
+
+
+@over_storages
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_sequence_that_is_not_finite_stays_apart(bad: float, storage: str) -> None:
+    rng = np.random.default_rng(5)
+    arrays = rng.standard_normal((3, 2, 40, 3))
+    speed, offsets = rng.standard_normal(3), [0, 13, 14, 33, 40]
+    expected = rg_lru(*(stored(part, storage) for part in arrays), stored(speed, storage), offsets=offsets)
+    for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
+        for which in range(3):
+            dirty = arrays.copy()
+            dirty[which, 1, first:last, 1] = bad
+            with np.errstate(all="ignore"):
+                found = rg_lru(*(stored(part, storage) for part in dirty), stored(speed, storage), offsets=offsets)
+            changed = np.asarray(found) != np.asarray(expected)
+            changed[1, first:last, 1] = False
+            assert not changed.any(), (first, which)
+
+
+@needs_torch
+@pytest.mark.parametrize("kind", ["compiled", "definition"])
+def test_a_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "definition":
+        monkeypatch.setattr(_torch, "has_kernels", lambda _: False)
+    rng = np.random.default_rng(6)
+    lengths, rows = [4, 4, 5], slice(4, 8)
+    clean = torch.from_numpy(rng.standard_normal((3, 13, 3)))
+    speed, dh = torch.from_numpy(rng.standard_normal(3)), torch.from_numpy(rng.standard_normal((13, 3)))
+
+    def gradients(arrays: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [part.clone().requires_grad_() for part in arrays]
+        rg_lru(*leaves, speed, lengths=lengths).backward(dh)
+        return tuple(leaf.grad for leaf in leaves)
+
+    expected = gradients(clean, dh)
+    for value in (torch.nan, torch.inf):
+        dirty, dirty_dh = clean.clone(), dh.clone()
+        dirty[:, rows], dirty_dh[rows] = value, value
+        for arrays, flow in ((dirty, dh), (clean, dirty_dh), (dirty, dirty_dh)):
+            for one, other in zip(gradients(arrays, flow), expected, strict=True):
+                for part in (slice(0, 4), slice(8, 13)):
+                    torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+
+
+@needs_torch
+def test_second_derivatives_are_those_of_finite_differences() -> None:
+    rng = np.random.default_rng(7)
+    leaves = [torch.from_numpy(part).requires_grad_() for part in rng.standard_normal((3, 1, 5, 2))]
+    speed = torch.from_numpy(rng.standard_normal(2)).requires_grad_()
+    assert torch.autograd.gradgradcheck(rg_lru, (*leaves, speed))
+    assert torch.autograd.gradgradcheck(lambda *given: rg_lru(*given, lengths=[2, 3]), (*leaves, speed))
+
+
 # The compiled recurrence
 
 
@@ -182,6 +244,13 @@ def test_the_compiled_scan_is_its_definition(kind: str, shape: tuple[int, ...]) 
         np.testing.assert_allclose(
             found, _generic_latent.decayed_scan(a, x, **options), atol={"float32": 2e-6, "float64": 1e-14}[kind]
         )
+    a[:, ::3] = 0
+    with_nan = x.copy()
+    with_nan[:, 1::3] = np.nan
+    for options in ({}, {"first": np.full_like(first, np.nan)}, {"reverse": True}):
+        found, other = (table.decayed_scan(a, with_nan, **options) for table in (_decay, _generic_latent))
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(other))
+        assert np.isfinite(found[:, 2::3] if options.get("reverse") else found[:, ::3]).all()
     turned = np.asfortranarray(a), x[:, ::-1][:, ::-1]
     np.testing.assert_array_equal(_decay.decayed_scan(*turned), _decay.decayed_scan(a, x))
 

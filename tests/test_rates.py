@@ -141,7 +141,10 @@ def test_leading_axes_are_batches_and_broadcast(storage: str) -> None:
 
 
 def test_rates_of_narrow_arrays_are_in_float64_and_steps_in_their_dtype() -> None:
-    Z, Pi, U = (array.astype(np.float16) for array in problem(1))
+    Z, Pi, U = problem(1)
+    Pi = np.floor(64 * Pi) / 64
+    Pi[:, -1] += 1 - Pi.sum(axis=1)  # in 16 bits they sum to 1 as well, or the wide ones would be refused
+    Z, Pi, U = (array.astype(np.float16) for array in (Z, Pi, U))
     wide = [array.astype(np.float64) for array in (Z, Pi, U)]
     assert rates.coding_rate(Z, 0.5) == rates.coding_rate(wide[0], 0.5)
     assert rates.variational_rate(Z, Pi, U, 0.5) == rates.variational_rate(*wide, 0.5)
@@ -370,6 +373,39 @@ def test_at_twice_the_bound_the_variational_rate_can_rise() -> None:
     Z, Pi, U = 1e-3 * rng.standard_normal((300, 6, 4)), np.ones((300, 6, 1)), np.tile(np.eye(4), (300, 1, 1, 1))
     before, after = rates.descent(Z, Pi, U, 1.0, step=2.0 * float(rates.largest_step(np.eye(4)[None], 1.0)))
     assert (after > before).all()
+
+
+@over_storages
+@pytest.mark.parametrize(("dtype", "off"), [("float64", 1e-9), ("float32", 1e-4), ("float64", 0.005)])
+def test_memberships_whose_sums_rounding_does_not_explain_are_refused(dtype: str, off: float, storage: str) -> None:
+    Z, Pi, U = (array.astype(dtype) for array in problem(18))
+    step = float(rates.largest_step(U, 1.0))
+    before, after = (
+        float(rates.variational_rate(X, Pi, U, 1.0)) for X in (Z, rates.descent_step(Z, Pi, U, 1.0, step=step))
+    )
+    assert after <= before * (1 + 1e-5)
+    Pi = stored(Pi * np.asarray(1 + off, dtype), storage)
+    with pytest.raises(ValueError, match="rounding does not explain; expected memberships of sum 1"):
+        rates.descent_step(stored(Z, storage), Pi, stored(U, storage), 1.0, step=step)
+
+
+@pytest.mark.parametrize("K", [1, 5, 300])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_memberships_of_a_softmax_are_accepted_in_every_precision(dtype: str, K: int) -> None:
+    rng = np.random.default_rng(19)
+    logits = (8 * rng.standard_normal((2000, K))).astype(dtype)
+    E = np.exp(logits - logits.max(axis=1, keepdims=True))
+    Pi = E / E.sum(axis=1, keepdims=True, dtype=np.float32 if dtype == "float16" else dtype).astype(dtype)
+    assert rates.compression_rate(rng.standard_normal((2000, 3)), Pi, 1.0) > 0
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8, 1e100])
+def test_a_rate_reduction_is_not_negative(size: float) -> None:
+    rng = np.random.default_rng(20)
+    for _ in range(50):
+        Z = size * rng.standard_normal((30, 4)) * 10.0 ** rng.uniform(-9, 0, 4)
+        Pi = np.full((30, 3), 1 / 3)  # every group is as all: nothing is saved
+        assert 0 <= rates.rate_reduction(Z, Pi, 0.5) <= 1e-5
 
 
 def test_a_step_is_one_down_the_gradient_of_the_variational_rate() -> None:

@@ -225,3 +225,42 @@ def test_torch_keeps_its_dtype_and_compiles_whole() -> None:
     fast = torch.compile(lambda *x: window_attention(*x, window=8), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(fast(q, k, V), Y)
     torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_packed_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(value: float) -> None:
+    import torch
+
+    rng = np.random.default_rng(12)
+    clean = [torch.from_numpy(rng.standard_normal((2, 12, 3))) for _ in range(3)]
+
+    def gradients(arrays: Any) -> Any:
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        Y = window_attention(*leaves, window=3, offsets=[0, 5, 12])
+        Y.square().sum().backward()
+        return [x.grad[:, 5:] for x in leaves]
+
+    expected = gradients(clean)
+    for which in range(3):
+        dirty = [x.clone() for x in clean]
+        dirty[which][:, 1, 0] = value
+        for one, other in zip(gradients(dirty), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # torch's own, in forward mode
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_forward_mode_and_second_derivatives_are_those_of_differences() -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    arrays = [torch.from_numpy(x[:1, 0, :9, :2]).requires_grad_() for x in some(9, 2, 1, 3, 2)]
+    assert torch.autograd.gradcheck(
+        lambda *x: window_attention(*x, window=4), arrays, check_forward_ad=True, check_backward_ad=False
+    )
+    assert torch.autograd.gradgradcheck(lambda *x: window_attention(*x, window=4, softcap=3.0), arrays)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(lambda *x: window_attention(*x, window=4), arrays)

@@ -125,10 +125,10 @@ def slot_kernels_for(array: Any) -> ModuleType:
 
     ``mixture(x)`` is the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m);
     ``cluster(X, weight, R, iterations)`` the cluster of each row (b, n) and its squared distance to the centre;
-    ``levels(labels, values, weight, R)`` weighted means by label, ``largest(labels, values, R)`` the largest;
-    ``merged(labels, log_weight, items, R)`` R summaries of items; ``moments(X)`` the sums (b, d) of rows and (b, d, d)
-    of x xᵀ in float64; ``places(K, origin, root, query)`` keys in another basis, (b, n, d), and their products with a
-    query, (b, n). In torch, gradients follow the definitions.
+    ``levels(labels, values, weight, R)`` weighted means by label; ``merged(labels, log_weight, items, R)`` R summaries
+    of items, and ``radii(labels, items, reach, summaries)`` how far their members may be; ``moments(X)`` the sums
+    (b, d) of rows and (b, d, d) of x xᵀ in float64; ``places(K, origin, root, query)`` keys in another basis,
+    (b, n, d), and their products with a query, (b, n). In torch, gradients follow the definitions.
     """
     if isinstance(array, np.ndarray):
         from levattn._kernels import _pruned

@@ -243,18 +243,21 @@ _grow_and_read = _tiles(1, 1)
 
 @jit
 def _begin(state_m, state_s, task, slack, reference, base, limit, total, wide_total, kept):
-    """Take the state before a run: its references, and its sums, which are relative to them."""
+    """Take the state before a run: its references, and its sums, which are relative to them; return if it has none."""
     reference[:] = -np.inf
     wide_total[:] = 0
     kept[:] = 1
+    fresh = True
     if len(state_m):
         for k in range(state_m.shape[1]):
             reference[k] = state_m[task, k]
             wide_total[k] = state_s[task, k]
+            fresh = fresh and reference[k] == -np.inf and wide_total[k] == 0
     total[:] = wide_total
     for k in range(len(reference)):
         base[k] = 0 if reference[k] == -np.inf else reference[k]
         limit[k] = reference[k] + slack
+    return fresh
 
 
 @jit
@@ -366,7 +369,7 @@ def forward_tasks(
     for task in range(first, last):
         head, low, high, begin, place = tasks[task]
         place += head * places
-        _begin(state_m, state_s, place, SLACK, reference, base, limit, total, wide_total, kept)
+        fresh = _begin(state_m, state_s, place, SLACK, reference, base, limit, total, wide_total, kept)
         wide_state[:] = 0
         if len(state_m):
             for k in range(latents):
@@ -377,8 +380,8 @@ def forward_tasks(
         gain[:] = 0
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
-            folds = _folds(enters and size == 4, len(state_m) == 0, start - low, high - low)
-            if folds and start - low == PLAIN and len(state_m) == 0:
+            folds = _folds(enters and size == 4, fresh, start - low, high - low)
+            if folds and start - low == PLAIN and fresh:
                 wide_total[:] = total
                 wide_state[:] = state
             if enters:
@@ -514,7 +517,7 @@ def backward_tasks(
         for run in range(late - 1, early - 1, -1):
             low, high, _, before = runs[run]
             before += head * places
-            _begin(before_m, before_s, before, SLACK, reference, base, limit, total, wide_total, kept_factors)
+            fresh = _begin(before_m, before_s, before, SLACK, reference, base, limit, total, wide_total, kept_factors)
             wide_state[:] = 0
             if len(before_m):
                 for k in range(latents):
@@ -527,8 +530,8 @@ def backward_tasks(
             place, count = 0, 0
             for start in range(low, high, ROWS):
                 n = min(ROWS, high - start)
-                folds = _folds(enters and size == 4, len(before_m) == 0, start - low, high - low)
-                if folds and start - low == PLAIN and len(before_m) == 0:
+                folds = _folds(enters and size == 4, fresh, start - low, high - low)
+                if folds and start - low == PLAIN and fresh:
                     wide_total[:] = total
                     wide_state[:] = M
                 if enters:

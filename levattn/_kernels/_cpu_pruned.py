@@ -20,13 +20,13 @@ __all__ = [
     "add_tasks",
     "assign_tasks",
     "far_tasks",
-    "largest_tasks",
     "level_tasks",
     "mixture_tasks",
     "moment_tasks",
     "pack_centres",
     "pack_slots",
     "place_tasks",
+    "radius_tasks",
 ]
 
 ROWS = 48  # of a block: whole tiles on all machines, and their logits stay in the second cache
@@ -525,10 +525,31 @@ def level_tasks(labels, values, weight, total, mass, first, last):
 
 
 @jit
-def largest_tasks(labels, values, largest, first, last):
-    """Raise the largest number of each label, which is at least zero."""
+def radius_tasks(labels, keys, weight, reach, centres, centre_weight, radii, first, last):
+    """Raise the radius of each label to how far its items may be from its centre; keys are divided by weights."""
+    n, d = keys.shape[1:]
+    up = 1 + (d + 8) * 2.0**-52
     for item in range(first, last):
-        for i in range(labels.shape[1]):
+        for i in range(n):
             c = labels[item, i]
-            if c >= 0 and not values[item, i] <= largest[item, c]:
-                largest[item, c] = values[item, i]
+            if c >= 0:
+                own, other = keys[item, i], centres[item, c]
+                own_weight, whole_weight = weight[item, i], centre_weight[item, c]
+                inverse = 1.0 / own_weight if own_weight > 0 else 1.0
+                whole = 1.0 / whole_weight if whole_weight > 0 else 1.0
+                square = 0.0
+                for k in range(d):
+                    gap = own[k] * inverse - other[k] * whole
+                    square += gap * gap
+                scale = 1.0
+                if not 1e-200 < square < 1e200:  # a square may have under- or overflowed
+                    scale = 0.0
+                    for k in range(d):
+                        scale = max(scale, abs(own[k] * inverse - other[k] * whole))
+                    square, scale = 0.0, scale if scale > 0 else 1.0
+                    for k in range(d):
+                        gap = (own[k] * inverse - other[k] * whole) / scale
+                        square += gap * gap
+                far = up * (reach[item, i] + scale * np.sqrt(square))
+                if not far <= radii[item, c]:
+                    radii[item, c] = far

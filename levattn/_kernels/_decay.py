@@ -17,7 +17,8 @@ _BYTES = 512  # of a row that one task takes up: whole cache lines, and enough t
 def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
     """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from ``h_{−1} = first`` (b, C) or 0.
 
-    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0: what the gradient of x is.
+    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0: what the gradient of x is. Where a is 0 a
+    sequence begins: what was before is not read, be it NaN.
     """
     kind = np.result_type(a, x)
     a, x = (np.ascontiguousarray(np.broadcast_to(part, x.shape), kind) for part in (a, x))

@@ -68,19 +68,26 @@ def joined(state: State, other: State) -> State:
 def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
     """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from ``h_{−1} = first`` (b, C) or 0.
 
-    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0: what the gradient of x is.
+    If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0: what the gradient of x is. Where a is 0 a
+    sequence begins: what was before is not read, be it NaN.
     """
     xp = array_api_compat.array_namespace(a)
     if reverse:
         shifted = xp.concat([xp.zeros_like(a[:, :1, :]), xp.flip(a[:, 1:, :], axis=1)], axis=1)
         return xp.flip(decayed_scan(shifted, xp.flip(x, axis=1)), axis=1)
-    T, h = a.shape[1], x
+    T, h, begins = a.shape[1], x, a == 0
+
+    def decayed(at: slice, before: Any) -> Any:
+        return a[:, at, :] * xp.where(begins[:, at, :], xp.zeros_like(before), before)
+
     if first is not None and T:
-        h = xp.concat([h[:, :1, :] + a[:, :1, :] * first[:, None, :], h[:, 1:, :]], axis=1)
+        h = xp.concat([h[:, :1, :] + decayed(slice(0, 1), first[:, None, :]), h[:, 1:, :]], axis=1)
     for k in range(math.ceil(math.log2(max(T, 1)))):  # h_t stands for the last 2^k terms, and a for their decay
         step = 1 << k
-        h = xp.concat([h[:, :step, :], h[:, step:, :] + a[:, step:, :] * h[:, : T - step, :]], axis=1)
-        a = xp.concat([a[:, :step, :], a[:, step:, :] * a[:, : T - step, :]], axis=1)
+        head, tail, early = slice(0, step), slice(step, T), slice(0, T - step)
+        h = xp.concat([h[:, head, :], h[:, tail, :] + decayed(tail, h[:, early, :])], axis=1)
+        a = xp.concat([a[:, head, :], decayed(tail, a[:, early, :])], axis=1)
+        begins = xp.concat([begins[:, head, :], begins[:, tail, :] | begins[:, early, :]], axis=1)
     return h
 
 

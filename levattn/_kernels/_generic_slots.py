@@ -13,7 +13,7 @@ import array_api_compat
 from levattn._array import _is_torch
 from levattn._kernels._slots import SlotMixture, Summaries
 
-__all__ = ["cluster", "largest", "levels", "merged", "mixture", "moments", "places", "sample_step"]
+__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
@@ -125,10 +125,34 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     return sums[..., 0] / xp.where(weights > 0, weights, xp.ones_like(weights))
 
 
-def largest(labels: Any, values: Any, R: int) -> Any:
-    """Return the largest value (b, R) of those (b, n) with each label, at least 0; 0 for a label without rows."""
-    xp = array_api_compat.array_namespace(values)
-    return xp.stack([xp.max(xp.where(labels == c, values, xp.zeros_like(values)), axis=1) for c in range(R)], axis=1)
+def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+    """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards.
+
+    Members of an item are within `reach` (b, n) of its mean, and in the summary of its label (b, n), or in none if it
+    is -1. 0 for a summary without members.
+    """
+    xp = array_api_compat.array_namespace(reach)
+    means, centres = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
+    up = 1 + (means.shape[-1] + 8) * 2.0**-52
+    found = []
+    for c in range(centres.shape[1]):
+        far = up * (reach + lengths(means - centres[:, c, None, :]))
+        found.append(xp.max(xp.where(labels == c, far, xp.zeros_like(far)), axis=1))
+    return xp.stack(found, axis=1)
+
+
+def _positive(xp: Any, weight: Any) -> Any:
+    return xp.astype(xp.where(weight > 0, weight, xp.ones_like(weight)), xp.float64)
+
+
+def lengths(X: Any) -> Any:
+    """Return the norms (...) of rows (..., d): 0 for rows of zeros alone, as no square under- or overflows."""
+    xp = array_api_compat.array_namespace(X)
+    if not X.shape[-1]:
+        return xp.sum(X, axis=-1)
+    top = xp.max(xp.abs(X), axis=-1)
+    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[..., None]
+    return top * xp.sqrt(xp.sum(scaled * scaled, axis=-1))
 
 
 def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
@@ -199,7 +223,8 @@ def _block(xp: Any, x: SlotMixture, low: int, high: int, begin: int, end: int) -
         weights = _weights(xp, xp.concat(exact, axis=-1), xp.concat(flags, axis=-1), None, x.power)
         Y, rest = xp.matmul(weights, xp.concat(values, axis=1)), xp.zeros_like(q[..., 0])
     else:
-        Y, rest = _with_summaries(xp, x, x.summaries, q, exact, values, flags, within, role, begin, end)
+        held = Summaries(*(xp.astype(array, q.dtype, copy=False) for array in vars(x.summaries).values()))
+        Y, rest = _with_summaries(xp, x, held, q, exact, values, flags, within, role, begin, end)
     return xp.reshape(Y, (b, g, high - low, Y.shape[-1])), xp.reshape(rest, (b, g, high - low))
 
 

@@ -21,8 +21,7 @@ from levattn._kernels._rows import Float64
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
 
-_RUN, _SHORT = 4096, 1024  # rows of a task, at most; the second where there are few heads and sequences
-_FEW = 4
+_RUN = 4096  # rows of a task, at most: whatever the batch and the length, as results depend on it by rounding
 
 _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
@@ -100,11 +99,11 @@ def joined(state: State, other: State) -> State:
     return new
 
 
-def _cuts(offsets: _Indices, run: int = _RUN) -> _Cuts:
+def _cuts(offsets: _Indices) -> _Cuts:
     """Cut sequences into runs."""
     cuts = []
     for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        edges = [*range(begin, end, run), end]
+        edges = [*range(begin, end, _RUN), end]
         cuts += [(i, low, high) for low, high in pairwise(edges)]
     return cuts
 
@@ -194,7 +193,7 @@ def _runs(x: Mixture) -> tuple[list[tuple[int, int, int, int]], State]:
     """
     (b, _, L), D, begins = x.Q.shape, x.V.shape[2], x.offsets.tolist()
     lead = _lead(x)
-    cuts = _cuts(x.offsets, _RUN if b * len(begins[1:]) >= _FEW else _SHORT)
+    cuts = _cuts(x.offsets)
     later = [k > 0 and cuts[k - 1][0] == i for k, (i, _, _) in enumerate(cuts)]
     if not x.causal or not any(later):
         if lead is None:

@@ -14,7 +14,7 @@ from levattn._kernels._cpu_pruned import ROWS
 from levattn._kernels._generic_slots import sample_step
 from levattn._kernels._slots import SlotMixture, Summaries
 
-__all__ = ["cluster", "largest", "levels", "merged", "mixture", "moments", "places"]
+__all__ = ["cluster", "levels", "merged", "mixture", "moments", "places", "radii"]
 
 _FEW = 256  # rows whose moments need no kernel
 
@@ -114,10 +114,11 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     return (total / np.where(mass > 0, mass, 1.0)).astype(values.dtype)
 
 
-def largest(labels: Any, values: Any, R: int) -> Any:
-    """Return the largest value (b, R) of those (b, n) with each label; 0 for a label without rows."""
-    found = np.zeros((len(labels), R), values.dtype)
-    compiled.largest_tasks(np.ascontiguousarray(labels), np.ascontiguousarray(values), found, 0, len(labels))
+def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+    """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards."""
+    found = np.zeros(summaries.weight.shape)
+    arrays = labels, items.keys, items.weight, reach, summaries.keys, summaries.weight
+    compiled.radius_tasks(*map(np.ascontiguousarray, arrays), found, 0, len(labels))
     return found
 
 

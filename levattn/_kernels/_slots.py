@@ -17,7 +17,8 @@ class Summaries:
     offset: (b, R), Σ w log w.
     count: (b, R), the number of members.
 
-    For logits l the cluster stands for Σ exp(l) ≥ (Σ w) exp(Σ w (l − log w) / Σ w), by Jensen's inequality.
+    For logits l the cluster stands for Σ exp(l) ≥ (Σ w) exp(Σ w (l − log w) / Σ w), by Jensen's inequality, which
+    weights of c w do not change.
     """
 
     weight: Any
@@ -34,7 +35,7 @@ class SlotMixture:
     q: (b, g, m, d), g queries for each position, already times the scale.
     kept_keys, kept_values: (b, s, d) and (b, s, D).
     kept_count: (b,), how many of the s rows are there, or None for all.
-    summaries: of all keys that are not kept, or None.
+    summaries: of all keys that are not kept, or None. In the dtype of q or in float64.
     keys, values: (b, n, d) and (b, n, D), those that may be near.
     first, last: (m,), position i is near the keys first[i] ≤ j < last[i]. Both never fall.
     role: (b, n) int64 or None for -1 throughout. -1: attended where near. -2: never attended, as it is kept or absent.

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from levattn._kernels import slot_kernels_for
+from levattn._kernels._generic_slots import lengths
 from levattn._kernels._slots import SlotMixture, Summaries
 from levattn.attention._choice import TILT, means_of
-from levattn.attention._space import namespace_of, without_gradient
+from levattn.attention._space import device_of, namespace_of, without_gradient
 
 __all__ = ["PrunedCertificate", "bounded", "detached", "longest_of"]
 
@@ -27,7 +28,7 @@ class PrunedCertificate:
         for large queries it says little.
     error_bound : array of shape (..., H, m)
         The output is no farther, in Euclidean norm, from that of dense attention, to rounding: it is the diameter of
-        the values times the weight of what was not attended exactly.
+        the values times the weight of what was not attended exactly. Infinite where logits or values overflow.
     kept : array of bool, shape (..., G, n), or None
         The keys selected, and the first ones. None for causal attention, where the set depends on the position.
     slots : array of int64, shape (m,)
@@ -67,7 +68,7 @@ def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, An
     # A column more for queries, their norms, and one for means, the radii: logits ⟨q, mean⟩ + ‖q‖ radius.
     held = x.summaries
     means, _ = means_of(held)
-    norms = xp.sqrt(xp.sum(x.q * x.q, axis=-1, keepdims=True))
+    norms, radius = lengths(x.q)[..., None], xp.astype(radius, means.dtype, copy=False)
 
     def beside(array: Any, column: Any) -> Any:
         return xp.concat([array, column], axis=-1)
@@ -94,13 +95,20 @@ def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, An
     _, most_rest = slot_kernels_for(x.q).mixture(upper)
     # Sums have a relative error of a few units, exponentials one of as many as their logits are large. Where members
     # are taken out, heavy ones may leave light ones.
-    logits = norms[..., 0] * longest_of(x.kept_keys, x.keys, means)[:, None, None]
+    farthest = xp.astype(longest_of(means) + xp.max(radius, axis=1), x.q.dtype)
+    longest = xp.maximum(longest_of(x.kept_keys, x.keys), farthest)
+    logits = norms[..., 0] * longest[:, None, None]
     slack = (64 + 8 * logits) * xp.finfo(x.q.dtype).eps
-    most_rest = xp.clip(most_rest * (1 + slack) + slack, 0.0, 1.0)
-    least_rest = xp.clip(rest * (1 - math.exp(2 * TILT) * slack) - slack, 0.0, 1.0)
+    most_rest, least_rest = most_rest * (1 + slack) + slack, rest * (1 - math.exp(2 * TILT) * slack) - slack
+    known = xp.isfinite(most_rest) & xp.isfinite(least_rest)  # not where logits overflow
+    most_rest = xp.clip(xp.where(known, most_rest, xp.ones_like(rest)), 0.0, 1.0)
+    least_rest = xp.clip(xp.where(known, least_rest, xp.zeros_like(rest)), 0.0, 1.0)
     # With shares ρ of the keys that are left out, whose mean value is r, and ρ' ≤ ρ of their summaries, r', outputs
     # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the others: by at most ρ diameters.
-    return 1 - most_rest, 1 - least_rest, most_rest * 2 * reach[:, None, None]
+    error = most_rest * 2 * reach[:, None, None]
+    least = xp.asarray(xp.finfo(error.dtype).smallest_normal, dtype=error.dtype, device=device_of(error))
+    error = xp.where((reach > 0)[:, None, None], xp.maximum(error, least), error)  # a product that underflows
+    return 1 - most_rest, 1 - least_rest, xp.where(known & ~xp.isnan(error), error, xp.full_like(error, math.inf))
 
 
 def detached(x: SlotMixture) -> SlotMixture:
@@ -120,4 +128,4 @@ def longest_of(*stacks: Any) -> Any:
     X = xp.concat(stacks, axis=1)
     if not X.shape[1]:
         return xp.sum(X, axis=(1, 2))
-    return xp.sqrt(xp.max(xp.sum(X * X, axis=-1), axis=1))
+    return xp.max(lengths(X), axis=1)

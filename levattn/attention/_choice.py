@@ -11,7 +11,19 @@ from levattn._kernels._slots import Summaries
 from levattn.attention._space import device_of, namespace_of
 from levattn.exceptions import NonFiniteError
 
-__all__ = ["TILT", "Measure", "Sums", "chosen", "flips", "grouped", "means_of", "measured", "rows_of", "scored"]
+__all__ = [
+    "TILT",
+    "Measure",
+    "Sums",
+    "balanced",
+    "chosen",
+    "flips",
+    "grouped",
+    "means_of",
+    "measured",
+    "rows_of",
+    "scored",
+]
 
 ITERATIONS = 2  # of Lloyd's algorithm; more change little
 TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
@@ -175,7 +187,25 @@ def grouped(
         tilt = xp.clip(tilt, -TILT, TILT)
     else:
         tilt = xp.zeros_like(along)
-    return labels, tilt, kernels.merged(labels, tilt, items, R)
+    return labels, tilt, kernels.merged(labels, xp.astype(tilt, items.weight.dtype), items, R)
+
+
+def balanced(summaries: Summaries) -> Summaries:
+    """Return the summaries with weights whose mean is 1, which stand for the same.
+
+    Merged again and again they would over- or underflow otherwise: each time weights change by up to exp(±TILT).
+    """
+    xp = namespace_of(summaries.weight)
+    there = summaries.count > 0
+    one = xp.ones_like(summaries.weight)
+    factor = xp.where(there, summaries.count, one) / xp.where(there, summaries.weight, one)
+    return Summaries(
+        weight=factor * summaries.weight,
+        keys=factor[..., None] * summaries.keys,
+        values=factor[..., None] * summaries.values,
+        offset=factor * (summaries.offset + xp.log(factor) * summaries.weight),
+        count=summaries.count,
+    )
 
 
 def means_of(summaries: Summaries) -> tuple[Any, Any]:

@@ -69,7 +69,9 @@ def rg_lru(
     Notes
     -----
     Time and memory O(TC). Computed in float64 where one argument has it, and else in float32. Gradients of torch reach
-    the first four arguments; the slope of the square root is held at 1000 where a is next to 1.
+    the first four arguments, and can be differentiated again; the slope of the square root is held at 1000 where a is
+    next to 1. What comes after a row changes no bit of it, nor does another T, but that in torch exponentials round by
+    their place in an array.
 
     References
     ----------
@@ -282,8 +284,9 @@ def _root(xp: Any, x: Any) -> Any:
     """Return the square root, in torch with a slope of at most `_STEEPEST`."""
     if not _is_torch(x):
         return xp.sqrt(x)
-    root = x.detach().sqrt()
-    return root + (x - x.detach()) / (2 * root).clamp_min(1 / _STEEPEST)
+    from levattn.attention import _torch
+
+    return _torch.held_root(x, _STEEPEST)
 
 
 def _batched(array: Any, batch: tuple[int, ...]) -> Any:

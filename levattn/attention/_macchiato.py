@@ -184,7 +184,10 @@ def macchiato(
     more. A step of decoding is a call with T = 1, a `state` and `return_state`; its outputs are those of one call to
     rounding.
 
-    In torch gradients reach all six arrays. They do not reach states, and none come from them.
+    What comes after a row changes no bit of it; for another T rows agree to rounding, as `window_attention` says.
+
+    In torch gradients reach all six arrays. They do not reach states, and none come from them. There are first
+    derivatives only, and forward mode in ``torch.func.jvp`` alone.
 
     References
     ----------

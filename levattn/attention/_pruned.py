@@ -27,7 +27,6 @@ from levattn.attention._pruned_state import (
     converted,
     empty_part,
     picked,
-    radii,
     stepped,
 )
 from levattn.attention._slots import slots_for
@@ -170,6 +169,10 @@ def pruned_attention(
 
     Notes
     -----
+    If `causal`, the weights of a summary are scaled to a mean of 1 at every renewal, in float64, which changes nothing
+    of what it stands for: so a state goes on for any number of positions. What comes after a row changes no bit of it,
+    nor does another n (but through a budget, which is of n).
+
     Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query; memory O(m D + n (d + D)), and 2²²
     logits at a time. Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of O(s (d + D) + d²).
 
@@ -565,7 +568,8 @@ def _bounds(x: SlotMixture, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
         summaries = slot_kernels_for(x.q).merged(labels, xp.zeros_like(ones), items, 1)
         x = replace(x, summaries=summaries, role=xp.where(labels == 0, labels, x.role))
         _, rest = slot_kernels_for(x.q).mixture(x)
-    radius = radii(xp.where(labels >= 0, labels, xp.full_like(labels, -1)), items, xp.zeros_like(ones), summaries)
+    labels, none = xp.where(labels >= 0, labels, xp.full_like(labels, -1)), xp.zeros(ones.shape, dtype=xp.float64)
+    radius = slot_kernels_for(ones).radii(labels, items, none, summaries)
     return bounded(x, radius, rest, reach)
 
 
@@ -574,7 +578,8 @@ def _reach(rule: Rule, V: Any) -> Any:
     slots = rule.slots
     reads = slots.summaries or slots.window or slots.sinks or (slots.selected and rule.epsilon is None)
     if rule.power is None and reads and V.shape[1]:
-        V = V - namespace_of(V).mean(V, axis=1, keepdims=True)
+        xp = namespace_of(V)
+        V = V - (xp.min(V, axis=1, keepdims=True) / 2 + xp.max(V, axis=1, keepdims=True) / 2)  # any point will do
     return longest_of(V)
 
 

@@ -10,12 +10,23 @@ from typing import Any
 from levattn._kernels import slot_kernels_for
 from levattn._kernels._slots import SlotMixture, Summaries
 from levattn.attention._certificate import longest_of
-from levattn.attention._choice import Measure, Sums, chosen, flips, grouped, means_of, measured, rows_of, scored
+from levattn.attention._choice import (
+    Measure,
+    Sums,
+    balanced,
+    chosen,
+    flips,
+    grouped,
+    means_of,
+    measured,
+    rows_of,
+    scored,
+)
 from levattn.attention._slots import Slots
 from levattn.attention._space import device_of, namespace_of, without_gradient
 from levattn.leverage import TIE
 
-__all__ = ["Part", "PrunedState", "Rule", "arrays_of", "converted", "empty_part", "picked", "radii", "stepped"]
+__all__ = ["Part", "PrunedState", "Rule", "arrays_of", "converted", "empty_part", "picked", "stepped"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,8 @@ class Part:
     kept, kept_values, kept_scores, kept_places: (b, s, d), (b, s, D), (b, s), (b, s): chosen keys, the scores that
         came with them, and their positions.
     kept_count: (b,) or None.
-    summaries: of all other keys but the recent ones, or None. radius: (b, R), no member is farther from its mean.
+    summaries: of all other keys but the recent ones, or None; in float64, as errors of merging again and again add up.
+    radius: (b, R) in float64, no member is farther from its mean.
     recent, recent_values, recent_scores: the last keys, (b, r, ...).
     keys, queries: sums over all positions.
     largest: (b,), no value has a larger norm.
@@ -249,7 +261,7 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
             held = replace(held, keys=held.keys * flips(without_gradient(held.keys), part.keys.second))
         X_held, along_held = _places_of(measure, held)
         X, along = xp.concat([X_held, X], axis=1), xp.concat([along_held, along], axis=1)
-        weight = xp.concat([held.count, weight], axis=1)
+        weight = xp.concat([xp.astype(held.count, keys.dtype), weight], axis=1)
     R, n, clusters = rule.slots.summaries, keys.shape[1], None
     if given is not None:
         scores = given
@@ -266,16 +278,19 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
 
     summaries, radius = held, part.radius
     if R:
-        ones = xp.ones_like(scores)
+        ones = xp.ones(scores.shape, dtype=xp.float64, device=device)
         items = Summaries(ones, keys, values, xp.zeros_like(ones), ones)
         reach = xp.zeros_like(ones)
         left = xp.astype(there & ~flags, keys.dtype)
-        if held is not None:
+        if held is None:
+            items = Summaries(*(xp.astype(array, xp.float64, copy=False) for array in vars(items).values()))
+        else:  # which are in float64
             items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
             reach = xp.concat([part.radius, reach], axis=1)
-            left = xp.concat([held.count, left], axis=1)
+            left = xp.concat([weight[:, : reach.shape[1] - n], left], axis=1)
         labels, _, summaries = grouped(X, along, items, left, R, rule.power, clusters)
-        radius = radii(labels, items, reach, summaries)
+        summaries = summaries if rule.power is not None else balanced(summaries)  # of powers all weights are 1
+        radius = slot_kernels_for(reach).radii(labels, _still(items), reach, _still(summaries))
     return replace(
         part,
         kept=rows_of(keys, order),
@@ -291,25 +306,17 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
     )
 
 
+def _still(held: Summaries) -> Summaries:
+    """Return summaries without gradients."""
+    return Summaries(*map(without_gradient, vars(held).values()))
+
+
 def _places_of(measure: Measure, held: Summaries) -> tuple[Any, Any]:
     """Return the same for summaries: where their means are, and what each unit of their weight stands for."""
+    xp, dtype = namespace_of(held.keys), measure.root.dtype
     means, weight = means_of(held)
-    X, along = measure.places(without_gradient(means))
-    return X, along - held.offset / weight
-
-
-def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
-    """Return bounds (b, R) of how far members are from the means of summaries: no item reaches farther than `reach`.
-
-    Members of an item are within `reach` (b, n) of its mean.
-    """
-    xp = namespace_of(reach)
-    R = summaries.weight.shape[1]
-    means, centres = (without_gradient(means_of(x)[0]) for x in (items, summaries))
-    inside = labels >= 0
-    centre = rows_of(centres, xp.where(inside, labels, xp.zeros_like(labels)))
-    far = xp.where(inside, reach + xp.sqrt(xp.sum((means - centre) ** 2, axis=-1)), xp.zeros_like(reach))
-    return slot_kernels_for(far).largest(labels, far, R)
+    X, along = measure.places(xp.astype(without_gradient(means), dtype))
+    return X, along - xp.astype(held.offset / weight, dtype)
 
 
 def _prefix_leverage(xp: Any, keys: Sums, K: Any, center: bool) -> Any:

@@ -5,6 +5,7 @@ Where neither a gradient nor the compiler asks for the operator, the kernel is c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +22,8 @@ __all__ = [
     "bounds_of",
     "decayed_scan",
     "has_kernels",
+    "has_tangent",
+    "held_root",
     "in_memory",
     "is_plain",
     "is_transformed",
@@ -112,12 +115,17 @@ def is_transformed(tensor: Any) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def has_tangent(tensors: Iterable[Any]) -> bool:
+    """Tell whether one of some tensors carries a tangent of forward-mode differentiation."""
+    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors)
+
+
 def is_plain(tensors: tuple[Any, ...]) -> bool:
     """Tell whether tensors are numbers in memory and nothing else, so that the operator would add nothing."""
     if torch.compiler.is_compiling():
         return False
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(unpack_dual(tensor).tangent is not None for tensor in given):
+    if has_tangent(given):
         raise NotImplementedError(
             "a tensor carries a tangent of forward-mode differentiation, which this operator does not have; use "
             "reverse mode (backward, torch.autograd.grad)"
@@ -132,7 +140,7 @@ def in_memory(tensors: tuple[Any, ...]) -> bool:
     given = [tensor for tensor in tensors if tensor is not None]
     if torch.compiler.is_compiling() or any(map(is_transformed, given)):
         return False
-    if any(unpack_dual(tensor).tangent is not None for tensor in given):
+    if has_tangent(given):
         return False
     return is_plain(tuple(given)) and all(tensor.device.type == "cpu" for tensor in given)
 
@@ -248,7 +256,10 @@ def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _scan_gradients(ctx: Any, dh: Any) -> Any:
-    """Return the gradients of a scan: of x it is the scan of `dh` the other way."""
+    """Return the gradients of a scan: of x it is the scan of `dh` the other way.
+
+    A caller who begins a sequence by a = 0 holds a there: its gradient reads the row before, which may be NaN.
+    """
     a, first, h = ctx.saved_tensors
     r = _SCAN(a, dh, None, not ctx.reverse)
     nothing = torch.zeros_like(a[:, :1, :])
@@ -256,6 +267,30 @@ def _scan_gradients(ctx: Any, dh: Any) -> Any:
         return torch.cat([nothing, r[:, :-1, :]], 1) * h, r, None, None
     before = torch.cat([nothing if first is None else first[:, None, :], h[:, :-1, :]], 1)
     return r * before, r, None if first is None else (a * r)[:, 0, :], None
+
+
+class _Root(torch.autograd.Function):  # type: ignore[misc]
+    """The square root with a slope of at most `steepest`, in few steps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, steepest: float) -> Any:
+        root = x.sqrt()
+        ctx.steepest = steepest
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # of the saved root, so that it can be differentiated again
+        (root,) = ctx.saved_tensors
+        return gradient / (2 * root).clamp_min(1 / ctx.steepest), None
+
+
+def held_root(x: Any, steepest: float) -> Any:
+    """Return the square root, whose slope is held at `steepest` near 0, where it has none."""
+    if not torch.compiler.is_compiling() and not is_transformed(x) and not has_tangent([x]):
+        return _Root.apply(x, steepest)
+    steep, held = x < (0.5 / steepest) ** 2, x.detach()
+    return held.sqrt().add(x - held, alpha=steepest).where(steep, x.masked_fill(steep, 1.0).sqrt())
 
 
 _ARGUMENTS = (

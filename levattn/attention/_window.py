@@ -85,6 +85,13 @@ def window_attention(
     time (2²⁴ in other libraries than numpy). For gradients torch keeps O(T W) bits, or numbers where there is a
     softcap.
 
+    What comes after a row changes no bit of it. Products are those of the library, which round by the shape of what
+    they are given: for another T, and in torch with a softcap for other batches, rows agree to rounding.
+
+    Gradients can be differentiated again with a softcap, and without one inside of
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``; torch's other kernels have first derivatives only. Forward
+    mode works everywhere.
+
     References
     ----------
     Beltagy, Peters, Cohan, arXiv:2004.05150 (the window). Dolga et al., arXiv:2402.17512, where it is one component of
@@ -181,11 +188,11 @@ def windowed(
     if mask is not None:
         seen = _any_in_window(xp, mask, lowest)
         k, V = (xp.where(mask[..., None], x, xp.zeros_like(x)) for x in (k, V))  # NaN there would spread
-    if not surely_finite(k, V):  # a weight of zero times NaN is NaN: none may enter a product
-        whole = xp.all(xp.isfinite(k), axis=-1, keepdims=True)
+    if not surely_finite(q, k, V):  # a weight of zero times NaN is NaN: none may enter a product, nor its gradient
+        asks, whole = (xp.all(xp.isfinite(x), axis=-1, keepdims=True) for x in (q, k))
         good = xp.isfinite(V)
-        spoilt = _any_in_window(xp, ~(good & whole), lowest)
-        k, V = (xp.where(flags, x, xp.zeros_like(x)) for flags, x in ((whole, k), (good, V)))
+        spoilt = _any_in_window(xp, ~(good & whole), lowest)[:, None, :, :] | ~asks
+        q, k, V = (xp.where(flags, x, xp.zeros_like(x)) for flags, x in ((asks, q), (whole, k), (good, V)))
 
     block = max(1, min(T, max(_LEAST, window // 2)))
     pairs = g * block * (block + window - 1)
@@ -207,7 +214,7 @@ def windowed(
     Y = outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)
     Y = xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
     if spoilt is not None:
-        Y = xp.where(spoilt[:, None, :, :], xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
+        Y = xp.where(spoilt, xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
     return (Y if seen is None else xp.where(seen[:, None, :, None], Y, xp.zeros_like(Y))), seen
 
 
@@ -291,8 +298,11 @@ def _slice(
     if g > 1:
         shape = (sees.shape[0], count, g * step, size)
         sees = xp.reshape(xp.broadcast_to(sees[:, :, None, :, :], (*shape[:2], g, step, size)), shape)
-    fused = softcap is None and _is_torch(q)
-    Y = _fused(q, k, V, sees, scale) if fused else _explicit(xp, q, k, V, sees, scale, softcap)
+    Y = (
+        _fused(q, k, V, sees, scale)
+        if softcap is None and _is_fused(q, k, V)
+        else _explicit(xp, q, k, V, sees, scale, softcap)
+    )
     Y = xp.reshape(Y, (b, count, g, step, V.shape[-1]))
     return xp.reshape(xp.permute_dims(Y, (0, 2, 1, 3, 4)), (b, g, n, V.shape[-1]))
 
@@ -307,6 +317,15 @@ def _explicit(xp: Any, q: Any, k: Any, V: Any, sees: Any, scale: float, softcap:
     E = xp.exp(logits - xp.where(top == -math.inf, xp.zeros_like(top), top))
     total = xp.sum(E, axis=-1, keepdims=True)
     return xp.matmul(E, V) / xp.where(total == 0, xp.ones_like(total), total)
+
+
+def _is_fused(*arrays: Any) -> bool:
+    """Tell whether torch's kernels are asked: they have no forward mode."""
+    if not _is_torch(arrays[0]):
+        return False
+    from levattn.attention import _torch
+
+    return not _torch.has_tangent(arrays)
 
 
 def _fused(q: Any, k: Any, V: Any, sees: Any, scale: float) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 
 from levattn._array import to_numpy
 from levattn.attention._common import Prepared, check_sizes, dense, prepare, reshaped
-from levattn.attention._space import device_of, namespace_of
+from levattn.attention._space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 
@@ -46,7 +46,6 @@ _LARGE = 1e6  # of c‖Z‖²/n, from which on rounding a Cholesky factor would 
 _FAR = 1e145  # entries over ε/√d whose squares can be summed
 _LEAST = 1e-140  # of ε and of steps
 _TOO_FAR = "{0} over eps leaves the range of squares; expected entries of at most about 1e145 eps. Scale {0} down"
-_SUM = 1e-2  # by which memberships of a token may miss 1, as those of 16 bits do
 
 
 def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
@@ -243,8 +242,9 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
 def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the rate reduction R − R_c: what is saved by a code for each group.
 
-    It is at least 0, and largest where groups are far apart and each is compact, if tokens are held to a scale.
-    Without such a constraint (tokens of unit norm, or groups of a given Frobenius norm) it grows with the size of Z.
+    It is at least 0, also where rounding would have it below, and largest where groups are far apart and each is
+    compact, if tokens are held to a scale. Without such a constraint (tokens of unit norm, or groups of a given
+    Frobenius norm) it grows with the size of Z.
 
     Parameters
     ----------
@@ -292,12 +292,12 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
         roots, weights = _groups_of(Z, eps)
         b, K, m, d = roots.shape
         whole = _rate(roots.reshape(b, K * m, d), weights.sum(axis=1))
-        return _scalar(whole - _rate_of_groups(roots, weights), Z.batch[:-1])
+        return _scalar(_not_negative(whole - _rate_of_groups(roots, weights)), Z.batch[:-1])
     call, (Z, Pi), present = _tokens({"Z": (Z, 2), "Pi": (Pi, 2)}, eps, mask)
     xp = namespace_of(Z)
     shares = xp.sum(Pi, axis=2)  # 1 but for rounding
     rows = Z * xp.sqrt(xp.where(present > 0, shares, xp.ones_like(shares)))[..., None]
-    return _scalar(_rate(rows, xp.sum(shares, axis=1)) - _compression(Z, Pi), call.batch)
+    return _scalar(_not_negative(_rate(rows, xp.sum(shares, axis=1)) - _compression(Z, Pi)), call.batch)
 
 
 def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
@@ -375,7 +375,8 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     eigenvalue λ of :math:`H_t` contributes :math:`\lambda ((1 - \alpha\lambda)^2 - 1) \langle v, z_t\rangle^2`, which
     is not positive as :math:`0 \le \alpha\lambda \le \alpha c \max_k \|U_k\|_2^2 \le 2`.
 
-    So it falls strictly below the bound (`largest_step`) unless the gradient is zero. Nothing is promised for
+    So it falls strictly below the bound (`largest_step`) unless the gradient is zero. Where memberships sum to 1 + δ,
+    as rounded ones do, eigenvalues may be as much larger: the bound is then 1/(1 + δ) of it. Nothing is promised for
     memberships that are computed anew from the new tokens, for untied outputs, or for steps on normalised tokens.
 
     Parameters
@@ -574,19 +575,31 @@ def _tokens(arguments: dict[str, tuple[Any, int]], eps: float | None, mask: Any)
         if not bool(xp.all(xp.abs(stacks[0]) <= _FAR)):
             raise ValueError(_TOO_FAR.format(first))
     if "Pi" in arrays:
-        _check_memberships(xp, stacks[1], present)
+        _check_memberships(xp, stacks[1], present, str(arrays["Pi"].dtype))
     return call, stacks, present
 
 
-def _check_memberships(xp: Any, Pi: Any, present: Any) -> None:
+def _check_memberships(xp: Any, Pi: Any, present: Any, dtype: str) -> None:
     if not bool(xp.all(Pi >= 0)):
         raise ValueError("Pi holds a number below 0; expected memberships, of at least 0 and of sum 1 for each token")
     missed = xp.abs(xp.sum(Pi, axis=2) - present)
-    if not bool(xp.all(missed <= _SUM)):
+    name = dtype.rpartition(".")[2]  # 16 bits round what was computed in more; others add up as well
+    room = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": (4 + Pi.shape[2]) * 2.0**-23}.get(
+        name, (4 + Pi.shape[2]) * 2.0**-52
+    )
+    if not bool(xp.all(missed <= room)):
         raise ValueError(
-            f"Pi has a row whose sum is off 1 by more than {_SUM}; expected memberships of sum 1 for each token, "
-            "along the last axis. Leave tokens out with mask="
+            f"Pi has a row whose sum is off 1 by more than {room:.2g}, which rounding does not explain; expected "
+            "memberships of sum 1 for each token, along the last axis. Divide them by their sums, and leave tokens "
+            "out with mask="
         )
+
+
+def _not_negative(x: Any) -> Any:
+    """Return numbers that rounding made negative as 0, with their gradients."""
+    xp = namespace_of(x)
+    below = without_gradient(x)
+    return x - xp.where(below < 0, below, xp.zeros_like(below))
 
 
 def _number(value: Any) -> Any:

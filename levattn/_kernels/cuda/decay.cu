@@ -5,9 +5,16 @@ namespace {
 constexpr int LINES = 16;  // threads along the positions
 constexpr int EACH = 16;   // positions of a thread
 
+// What is left of h after a decay, of which nothing is read where it begins anew.
+template <typename Real>
+__device__ Real decayed(bool begins, Real decay, Real h, Real term) {
+    return fma(decay, begins ? Real(0) : h, term);
+}
+
 }  // namespace
 
-// h (b, T, C) from h[−1] = first (b, C), or 0; backwards, r[t] = x[t] + a[t + 1] r[t + 1] from 0.
+// h (b, T, C) from h[−1] = first (b, C), or 0; backwards, r[t] = x[t] + a[t + 1] r[t + 1] from 0. Where a is 0 nothing
+// is read of the other rows.
 //
 // A block takes 32 channels through all positions, LINES · EACH at a time: each thread composes its own, the threads of a
 // channel are composed one after the other, and each goes over its own again. The grid is (b · channels / 32).
@@ -17,6 +24,7 @@ __global__ void __launch_bounds__(32 * LINES)
                  const Real *first, long long T, int C, bool backwards, Real *out) {
     __shared__ Real decays[LINES][32], sums[LINES][32];
     __shared__ Real carried[32];
+    __shared__ bool begun[LINES][32];
     const int lane = threadIdx.x % 32, line = threadIdx.x / 32, groups = (C + 31) / 32;
     const long long item = blockIdx.x / groups;
     const int channel = blockIdx.x % groups * 32 + lane;
@@ -34,15 +42,21 @@ __global__ void __launch_bounds__(32 * LINES)
             else decay[i] = at ? a[item * a_item + (t + 1) * a_row + channel] : 0;
         }
         Real product = decay[0], sum = term[0];
+        bool begins = decay[0] == 0;
 #pragma unroll
-        for (int i = 1; i < EACH; ++i) product *= decay[i], sum = fma(decay[i], sum, term[i]);
-        decays[line][lane] = product, sums[line][lane] = sum;
+        for (int i = 1; i < EACH; ++i) {
+            sum = decayed(decay[i] == 0, decay[i], sum, term[i]);
+            product = decayed(decay[i] == 0, decay[i], product, Real(0)), begins = begins || decay[i] == 0;
+        }
+        decays[line][lane] = product, sums[line][lane] = sum, begun[line][lane] = begins;
         __syncthreads();
         Real h = carried[lane];
-        for (int before = 0; before < line; ++before) h = fma(decays[before][lane], h, sums[before][lane]);
+        for (int before = 0; before < line; ++before) {
+            h = decayed(begun[before][lane], decays[before][lane], h, sums[before][lane]);
+        }
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            h = fma(decay[i], h, term[i]);
+            h = decayed(decay[i] == 0, decay[i], h, term[i]);
             const long long at = base + line * EACH + i, t = backwards ? T - 1 - at : at;
             if (at < T && there) out[(item * T + t) * C + channel] = h;
         }

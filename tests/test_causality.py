@@ -1,0 +1,119 @@
+"""Causality to the bit: row i of a causal operator depends on the positions up to i alone, whatever comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from levattn import online_leverage_scores
+from levattn.attention import (
+    causal_conv,
+    latte,
+    macchiato,
+    memberships,
+    pruned_attention,
+    rg_lru,
+    tssa,
+    window_attention,
+)
+from libraries import needs_torch, stored
+
+T, PAST = 260, (64, 203)
+WIDTH = 4
+SPEED, WEIGHT = np.linspace(-2, 2, WIDTH), np.linspace(-1, 1, 3 * WIDTH).reshape(WIDTH, 3)
+
+Operator = Callable[..., Any]
+
+
+def like(array: Any, x: Any) -> Any:
+    """Constants in the library and dtype of the arguments."""
+    storage = "numpy" if isinstance(x, np.ndarray) else "torch"
+    return stored(array.astype(str(x.dtype).rpartition(".")[2]), storage)
+
+
+# name -> how many arrays (2, T, WIDTH) it takes, and the operator
+OPERATORS: dict[str, tuple[int, Operator]] = {
+    "pruned": (3, lambda *X: pruned_attention(*X, size=8, summaries=4, window=8, sinks=2, chunk=16, causal=True)),
+    "pruned by leverage": (
+        3,
+        lambda *X: pruned_attention(*X, size=8, summaries=3, chunk=16, scores="leverage", causal=True),
+    ),
+    "pruned by a threshold": (3, lambda *X: pruned_attention(*X, epsilon=0.3, summaries=3, chunk=16, causal=True)),
+    "pruned, squares": (3, lambda *X: pruned_attention(*X, size=8, summaries=3, chunk=16, f=2, causal=True)),
+    "online leverage": (1, online_leverage_scores),
+    "online leverage, ridge": (1, lambda K: online_leverage_scores(K, ridge=0.5)),
+    "latte": (3, latte),
+    "macchiato": (6, lambda q, k, V, Q, K, g: macchiato(q, k, V, Q, K, g[..., 0], window=40)),
+    "macchiato, exclusive": (
+        6,
+        lambda q, k, V, Q, K, g: macchiato(q, k, V, Q, K, g[..., 0], window=40, overlap="exclusive"),
+    ),
+    "window": (3, lambda *X: window_attention(*X, window=40)),
+    "window, capped": (3, lambda *X: window_attention(*X, window=40, softcap=5.0)),
+    "tssa": (1, lambda W: tssa(W[:, None])),
+    "tssa, decay": (1, lambda W: tssa(W[:, None], decay=0.9)),
+    "tssa, norms": (1, lambda W: tssa(W[:, None], membership="norm")),
+    "memberships": (1, lambda W: memberships(W[:, None])),
+    "rg_lru": (3, lambda x, g, h: rg_lru(x, g, h, like(SPEED, x))),
+    "causal_conv": (1, lambda x: causal_conv(x, like(WEIGHT, x))),
+}
+# Products of matrices of numpy and torch, and its exponentials, round by shapes and places in an array, which other
+# lengths move: rows are the same to rounding there, as the docstrings say.
+TO_ROUNDING = {"numpy": {"window", "window, capped", "macchiato", "macchiato, exclusive"}}
+TO_ROUNDING["torch"] = TO_ROUNDING["numpy"] | {"rg_lru"}
+FUTURES: dict[str, Callable[[Any, Any], Any]] = {
+    "zeros": lambda _, X: 0 * X,
+    "huge": lambda _, X: 1e8 * X,
+    "tiny": lambda _, X: 1e-30 * X,
+    "noise": lambda rng, X: rng.standard_normal(X.shape),
+    "steep": lambda rng, X: X * 10.0 ** rng.uniform(-8, 8, X.shape),
+    "constant": lambda _, X: np.full_like(X, -3.0),
+}
+
+
+def results(name: str, arrays: Any, storage: str) -> Any:
+    with np.errstate(all="ignore"):
+        return np.asarray(OPERATORS[name][1](*(stored(X, storage) for X in arrays)))
+
+
+def rows(Y: Any, n: int) -> Any:
+    """The first n rows: scores have them last, memberships and others before the last axis."""
+    return Y[..., :n] if Y.ndim == 2 or Y.shape[-1] == T else Y[..., :n, :]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("storage", ["numpy", pytest.param("torch", marks=needs_torch)])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_future_changes_a_bit_of_the_past(name: str, storage: str, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((OPERATORS[name][0], 2, T, WIDTH)).astype(dtype)
+    whole = results(name, arrays, storage)
+    for n in PAST:
+        past = rows(whole, n)
+        assert np.isfinite(past).all()
+        for future, change in FUTURES.items():
+            other = arrays.copy()
+            other[:, :, n:] = change(rng, arrays[:, :, n:])
+            np.testing.assert_array_equal(rows(results(name, other, storage), n), past, err_msg=f"{future} from {n}")
+        shorter = results(name, arrays[:, :, :n], storage)
+        if name in TO_ROUNDING[storage]:
+            np.testing.assert_allclose(shorter, past, rtol=0, atol=64 * np.finfo(dtype).eps * abs(past).max())
+        else:
+            np.testing.assert_array_equal(shorter, past, err_msg=f"length {n}")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("storage", ["numpy", pytest.param("torch", marks=needs_torch)])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_batch_mate_changes_a_bit(name: str, storage: str, dtype: str) -> None:
+    arrays = np.random.default_rng(1).standard_normal((OPERATORS[name][0], 5, T, WIDTH)).astype(dtype)
+    whole = results(name, arrays, storage)
+    for some in (slice(0, 1), slice(2, 4)):
+        found = results(name, arrays[:, some], storage)
+        if (name, storage) == ("window, capped", "torch"):  # products of several matrices round by their number
+            np.testing.assert_allclose(found, whole[some], rtol=0, atol=64 * np.finfo(dtype).eps * abs(whole).max())
+        else:
+            np.testing.assert_array_equal(found, whole[some])
