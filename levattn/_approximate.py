@@ -38,6 +38,7 @@ FAILURE = 1e-6  # probability with which a bound that rests on chance may fail
 _NONZEROS = 4  # of OSNAP
 _SAMPLED, _START = 100, 101  # streams of the words by which rows are sampled and Lanczos' method begins
 _SINGLE_ERROR = 1e-9  # of a factor in float64, up to which float32 products are as good as a sketch
+_SINGLE_BOUND = 1e-14  # of a factor, up to which they bound scores
 _SINGLE_SUMS = 1e-12  # of a factor, up to which float32 sums of a sketch are as good
 _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
 _STEPS = 40  # of Lanczos' method
@@ -185,6 +186,8 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
         least = np.array(
             [_least(factor, i, seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
         )
+    if not np.all(factor.error <= _SINGLE_BOUND):  # float32 products are off by more than bounds allow
+        factor = factor.exactly()
     # not as members, whose scores would be cut at 1 before they are divided
     found, _ = (projected(factor, right, seed) if right else factor).scores(wide=True, member=False)
     scores = to_numpy(found).astype(np.float64)

@@ -129,6 +129,8 @@ def group_scores(factor: Factor, labels: Int64) -> Float64:
             summed = fine is None
             one = one if fine is None or fine is one else fine.on(one.rows)
             scores[item] = _scores(one, groups[item], count, tau[item], summed=summed)
+            if item in factor.hidden:  # where the scores of keys are raised by their error as well
+                scores[item] = np.minimum(scores[item] * (1 + 4 * float(one.score_error[0])), 1.0)
     return scores
 
 

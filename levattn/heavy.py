@@ -52,6 +52,7 @@ __all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 
 BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
+_LARGEST_POWER = 1000  # of two in a query
 _SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
 
 
@@ -230,7 +231,10 @@ class HeavyAttention:
         output = xp.empty((len(residual), values.d))
         for part, scores in products.scores():
             output[part] = scores @ chosen
-        error = xp.minimum(products.error, to_device(np.full(1, 2.0), residual)) + 16 * UNIT * len(chosen)
+        error = xp.minimum(products.error, to_device(np.full(1, 2.0), residual)) * _spread(
+            len(chosen), products.epsilon
+        )
+        error = error + 16 * UNIT * len(chosen)
         # what rounding of the scores may hide of the residual mass
         r = xp.where(products.live, residual + error, 0.0)
         # the scores may be rounded to float32, and a bound must not be rounded down
@@ -256,7 +260,8 @@ class HeavyAttention:
             chosen = dense(_rows(values, kept), 0, len(kept))
             rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
             output[part] = chunk.scores @ np.vstack([chosen, here, rest])
-            error = np.where(chunk.live, np.minimum(chunk.error, 2.0) + 16 * UNIT * chunk.scores.shape[1], 0.0)
+            error = np.minimum(chunk.error, 2.0) * _spread(chunk.scores.shape[1], causal.epsilon)
+            error = np.where(chunk.live, error + 16 * UNIT * chunk.scores.shape[1], 0.0)
             residual = self.residual_mass[part]
             r = np.where(chunk.live, residual + error, 0.0)
             sizes = _norms(here)
@@ -274,6 +279,11 @@ class HeavyAttention:
                 bound[part] = wide * (1 + TIE) + rounding
             before.add(here, sizes, int(causal.present[part].sum()))
         return output, bound
+
+
+def _spread(count: int, epsilon: float) -> float:
+    """Return what carries the relative error of scores of ε to the sum of so many scores: their roots sum to √count."""
+    return float(np.sqrt(max(1.0, count * epsilon)))
 
 
 class _Before:
@@ -401,7 +411,8 @@ class _Products:
     normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
     precise: the queries whose products with keys cancel so far that they take more than float64, or whose scores err
         by so much that thresholds are their own.
-    error: estimated relative error of a score in each row.
+    error: estimated relative error of a score of ε in each row.
+    epsilon: that ε.
     """
 
     universal: UniversalSet
@@ -411,6 +422,7 @@ class _Products:
     normalizers: Any
     precise: Any
     error: Any
+    epsilon: float
 
     @property
     def present(self) -> Any:
@@ -692,7 +704,7 @@ def _prepared(universal: UniversalSet, Q: Any, keys: Any, D: Any, error: Any, ep
         cancellation = xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
     precise = (d * UNIT * cancellation > PRODUCT_ERROR) | (error > TIE / 8)
     product = xp.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
-    return _Products(universal, Power(2.0), Q, keys, D, precise, xp.where(D > 0, error + 2 * product, 0.0))
+    return _Products(universal, Power(2.0), Q, keys, D, precise, xp.where(D > 0, error + 2 * product, 0.0), epsilon)
 
 
 def _causal_attention(
@@ -755,11 +767,13 @@ def _of_other_function(
     powers = np.zeros(len(Q), np.int32)
     if isinstance(f, Power):  # homogeneous: the scale of a query is taken out, so that powers stay in range
         N, exponents = universal.factor.even_normalizer(0)
-        even, _ = even_queries(Q, exponents)
+        Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # other entries meet no key
+        even, taken = even_queries(Q, exponents)
         powers = np.frexp(np.sqrt(query_norms(even, N)[0]))[1].astype(np.int32)
-        fraction, exponent = np.frexp(Q)
         largest = np.max(np.abs(even), axis=1, initial=0.0)
-        powers = np.where(largest > 0, powers, 0) + even_queries(Q, exponents)[1]
+        powers = np.where(largest > 0, powers, 0) + taken
+        fraction, exponent = np.frexp(Q)
+        powers = np.maximum(powers, np.max(exponent, axis=1, initial=0) - _LARGEST_POWER)
         Q = np.ldexp(fraction, exponent - powers[:, None])
     D, sum_error = _other_sums(Q, keys, universal, f)
     size = np.einsum("ij,j->i", np.abs(Q), np.max(np.abs(selected), axis=0, initial=0.0))
@@ -774,7 +788,7 @@ def _of_other_function(
         if len(part):
             D[part] = _sums(Q[part], keys, universal.present, f, precise=True)
     error = np.where(precise, 8 * UNIT, product + sum_error) + 8 * UNIT * growth
-    products = _Products(universal, f, Q, selected, D, precise, error)
+    products = _Products(universal, f, Q, selected, D, precise, error, epsilon)
     captured = np.zeros(len(Q))
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for part, scores in products.scores():

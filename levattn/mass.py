@@ -168,7 +168,8 @@ def softmax_mass(Q: Any, K: Any, universal: UniversalSet, /, *, scale: float | N
         bad = np.flatnonzero(~np.isfinite(block).all(axis=1))[:5] + start
         if len(bad):
             raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
-        lower[part], upper[part], largest[part] = known.bounds(block, factor_of_logits)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not a number becomes a bound that says nothing
+            lower[part], upper[part], largest[part] = known.bounds(block, factor_of_logits)
     return SoftmaxMass(lower, upper, largest)
 
 
@@ -267,15 +268,14 @@ class _Known:
         spread = above * below * (1 + 16 * UNIT)
         deviation, certain = np.sqrt(np.minimum(variance, spread)), np.sqrt(np.minimum(sure, spread))
 
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not a number becomes a bound that says nothing
-            top = np.ldexp(np.minimum(bound, high + samuelson), powers)
-            logits, slack = np.ldexp(Z, powers[:, None]), np.ldexp(slack, powers)
-            rounding = slack + 16 * UNIT * (len(self.selected) + 64)
-            heaviest = np.ldexp(high, powers) + _log_most(np.ldexp(deviation, powers), np.ldexp(above, powers))
-            lightest = np.ldexp(low, powers) + _log_least(np.ldexp(certain, powers), np.ldexp(below, powers))
-            ratio = np.log(self.count) - _log_sum(logits)
-            lower = (1 - 8 * UNIT) / (1 + np.exp(ratio + heaviest + rounding))
-            upper = (1 + 8 * UNIT) / (1 + np.exp(ratio + lightest - rounding)) + (_LEAST if len(self.selected) else 0)
+        top = np.ldexp(np.minimum(bound, high + samuelson), powers)
+        logits, slack = np.ldexp(Z, powers[:, None]), np.ldexp(slack, powers)
+        rounding = slack + 16 * UNIT * (len(self.selected) + 64)
+        heaviest = np.ldexp(high, powers) + _log_most(np.ldexp(deviation, powers), np.ldexp(above, powers))
+        lightest = np.ldexp(low, powers) + _log_least(np.ldexp(certain, powers), np.ldexp(below, powers))
+        ratio = np.log(self.count) - _log_sum(logits)
+        lower = (1 - 8 * UNIT) / (1 + np.exp(ratio + heaviest + rounding))
+        upper = (1 + 8 * UNIT) / (1 + np.exp(ratio + lightest - rounding)) + (_LEAST if len(self.selected) else 0)
         lower = np.where(np.isnan(lower), 0.0, lower)  # logits beyond the range of float64
         upper = np.where(np.isnan(upper), 1.0, np.minimum(upper, 1.0))
         return lower, upper, np.where(np.isnan(top), np.inf, top)

@@ -145,9 +145,9 @@ def _units(rows: Rows, largest: Float64, root: float) -> Iterator[tuple[int, Flo
         units = np.where(np.abs(units) > _TAME, np.clip(units, -1000, 1000), 0)
         yield start, np.ldexp(1.0, -units)
         start = None
-        for item in np.flatnonzero((np.frexp(largest)[1] > units + _FAR).any(axis=1)).tolist():
+        for item in np.flatnonzero((_exponents(largest) > units + _FAR).any(axis=1)).tolist():
             for low in range(0, rows.shape[1], _ROWS):
-                found = np.frexp(dense(rows.item(item), low, min(low + _ROWS, rows.shape[1])))[1]
+                found = _exponents(dense(rows.item(item), low, min(low + _ROWS, rows.shape[1])))
                 far = np.flatnonzero((found > units[item] + _FAR).any(axis=1))
                 if len(far):
                     if start is None or low + far[0] < start:
@@ -158,6 +158,11 @@ def _units(rows: Rows, largest: Float64, root: float) -> Iterator[tuple[int, Flo
             units[item] = np.where(found > units[item] + _FAR, found, units[item])
 
 
+def _exponents(X: Float64) -> npt.NDArray[np.int64]:
+    """Return the exponents of numbers, next to nothing for 0."""
+    return np.where(X != 0, np.frexp(X)[1], _NONE)
+
+
 def _first_entries(rows: Rows) -> npt.NDArray[np.int64]:
     """Return the exponents of the first entry of each column of a batch of one that is not zero."""
     out = np.full(rows.shape[2], _NONE)
@@ -166,5 +171,5 @@ def _first_entries(rows: Rows) -> npt.NDArray[np.int64]:
             break
         X = dense(rows, low, min(low + _ROWS, rows.shape[1]))
         first = X[np.argmax(X != 0, axis=0), np.arange(len(out))]
-        out = np.where((out == _NONE) & (first != 0), np.frexp(first)[1], out)
+        out = np.where(out == _NONE, _exponents(first), out)
     return out

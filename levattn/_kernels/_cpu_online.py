@@ -53,8 +53,11 @@ def _turn(r, e, x, score, left):
     """Return cosine and sine that rotate x into the pivot r of error e, and the new pivot, score and Π c."""
     if x == 0:
         return 1.0, 0.0, r, e, score, left
-    hypotenuse = _length(r + e, x)
-    c, s = (r + e) / hypotenuse, x / hypotenuse
+    most = max(abs(r + e), abs(x))
+    step = 1.0 if _SMALL < most < _LARGE else _STEP if most < 1 else 1 / _STEP
+    a, b = (r + e) * step, x * step
+    hypotenuse = np.sqrt(a * a + b * b)
+    c, s = a / hypotenuse, b / hypotenuse
     r, e, x = _rotated(r, e, x, c, s)
     return c, s, r, e, score + (s * left) ** 2, left * c
 
