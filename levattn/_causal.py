@@ -11,12 +11,10 @@ import numpy.typing as npt
 from levattn._array import to_numpy
 from levattn._kernels import Float64, Rows, inverse_cholesky
 from levattn._normalizers import (
-    LOWEST,
     PRODUCT_ERROR,
     Exponents,
-    add_squares,
-    nearly_exact_products,
-    precise_sum_error,
+    PreciseSums,
+    even_rows,
 )
 from levattn.leverage import TIE
 from levattn.linalg import UNIT, dense, factor_moments
@@ -82,14 +80,6 @@ class _Units:
         return count, seen
 
 
-def _even(Q: Float64, exponents: Exponents, seen: npt.NDArray[np.bool_]) -> tuple[Float64, Exponents]:
-    """Return queries times the units of the columns that their row has seen, divided by powers of two (returned)."""
-    fraction, exponent = np.frexp(np.where(seen, Q, 0.0))
-    exponent = np.where(fraction != 0, exponent + exponents, LOWEST)
-    powers = np.max(exponent, axis=1, initial=LOWEST)
-    return np.ldexp(fraction, exponent - powers[:, None]), np.where(powers > LOWEST, powers, 0).astype(np.int32)
-
-
 def _padded(A: Float64) -> Float64:
     """Return the rows of a chunk with rows of zeros after them: of one shape BLAS sums all chunks in one order."""
     return np.concatenate([A, np.zeros((_CHUNK - len(A), A.shape[1]))])
@@ -122,7 +112,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         if change.any():
             G, largest = np.ldexp(G, change[:, None] + change), np.ldexp(largest, change)
         K, held = np.ldexp(stored, -exponents), np.ldexp(kept_keys, -exponents)
-        Q, powers = _even(queries(start, stop), exponents, seen)
+        Q, powers = even_rows(np.where(seen, queries(start, stop), 0.0), exponents)
         q, own = _padded(Q), _padded(K)
         Z = np.hstack([q @ held.T, q @ own.T])
         squares = Z * Z
@@ -139,24 +129,19 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         live = D > 0
         exact = np.flatnonzero(~(error <= _SUM_ERROR) | ~(product <= PRODUCT_ERROR) | ~(D >= _LEAST))
         if len(exact):
-            Z = nearly_exact_products(Q[exact], np.vstack([held, own]))
-            Z[:, len(kept) :] *= below[exact]
-            total, shift = add_squares(np.zeros(len(exact)), np.full(len(exact), LOWEST, np.int32), Z[:, len(kept) :])
+            sums = PreciseSums(Q[exact])
+            near = even_rows(np.concatenate([kept_keys, _padded(stored)]), -exponents)
+            mine = np.hstack([np.zeros((len(exact), len(kept))), below[exact]])
+            sums.add(*near, mine)
             for low in range(0, start, 16 * _CHUNK):
-                part = np.ldexp(dense(rows, low, min(low + 16 * _CHUNK, start)), -exponents)
-                total, shift = add_squares(total, shift, nearly_exact_products(Q[exact], part))
-            live[exact] = total > 0
-            D[exact], shift = total, np.where(total > 0, shift, 0).astype(np.int32)
-            powers[exact] += shift
-            some = (
-                np.where(total > 0, 1 / np.where(total > 0, total, 1.0), 0.0)[:, None]
-                * np.ldexp(Z, -shift[:, None]) ** 2
-            )
+                sums.add(*even_rows(dense(rows, low, min(low + 16 * _CHUNK, start)), -exponents))
+            total, error[exact], root = sums.result(start + 1 + exact)
+            mine[:, : len(kept)] = 1.0
+            some = sums.squares(PreciseSums(Q[exact]).add(*near, mine), near[1])
+            some /= np.where(total > 0, total, 1.0)[:, None]
             scores[exact] = some / np.maximum(some.sum(axis=1, keepdims=True), 1.0)
-            error[exact] = precise_sum_error(total, shift, reach[exact], d, start + 1 + exact)
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                cancellation = np.ldexp(reach[exact], -shift) / np.sqrt(epsilon * total)
-            product[exact] = np.where(total > 0, UNIT + (d * UNIT) ** 2 * cancellation, 0.0)
+            live[exact], D[exact], product[exact] = total > 0, total, UNIT + root / np.sqrt(epsilon)
+            powers[exact] += np.where(total > 0, sums.shift, 0)
         G += own.T @ own
         largest = np.maximum(largest, np.max(np.abs(K), axis=0, initial=0.0))
         kept_now, keys_now = np.concatenate([kept, np.arange(start, stop)]), np.vstack([kept_keys, stored])

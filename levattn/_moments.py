@@ -445,6 +445,8 @@ def _spans(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tu
 def as_read(rows: Rows) -> Float64:
     """Return the rows of a batch of one in float64, after shift, scale and weights, zero where masked."""
     X = to_float64(rows.keys, rows.format)[0]
+    if rows.mask is not None:
+        X[~to_numpy(rows.mask)[0]] = 0.0
     if rows.shift is not None:
         X = X - rows.shift[0]
     if rows.scale is not None:

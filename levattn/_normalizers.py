@@ -17,11 +17,10 @@ __all__ = [
     "LOWEST",
     "NORMALIZER_ERROR",
     "PRODUCT_ERROR",
-    "add_squares",
+    "PreciseSums",
     "even_queries",
-    "nearly_exact_products",
+    "even_rows",
     "normalizers_by",
-    "precise_sum_error",
     "relative",
 ]
 
@@ -76,34 +75,52 @@ def relative(loss: Any, D: Any) -> Any:
         return xp.where(D > 0, part * (2 + part), xp.full_like(D, float("inf")))
 
 
-def nearly_exact_products(Q: Float64, K: Float64) -> Float64:
-    """Return the products of all rows of Q and K in twice the precision, and exactly 0 where they are 0."""
-    Z = precise_products(Q, K)
-    sizes = np.abs(Q) @ np.max(np.abs(K), axis=0, initial=0.0)
-    doubtful = np.nonzero((Z != 0) & (np.abs(Z) <= _NOTHING * Q.shape[1] ** 2 * sizes[:, None]))
-    if len(doubtful[0]):
-        span_kernels().mark_zeros(Q, K, *doubtful, Z)
-    return Z
+class PreciseSums:
+    """Sums of squared products of some queries and all keys, in twice the precision and in units that keep them in range.
 
-
-def add_squares(total: Float64, shift: Exponents, Z: Float64) -> tuple[Float64, Exponents]:
-    """Add the squares of the rows of Z to sums of squares of numbers divided by 2^shift, which may be raised."""
-    largest = np.max(np.abs(Z), axis=1, initial=0.0)
-    power = np.maximum(shift, np.where(largest > 0, np.frexp(largest)[1], LOWEST)).astype(np.int32)
-    squares = np.ldexp(Z, -power[:, None]) ** 2
-    return np.ldexp(total, 2 * (shift - power)) + squares.sum(axis=1), power
-
-
-def precise_sum_error(total: Float64, shift: Exponents, sizes: Float64, d: int, n: Any) -> Float64:
-    """Return the relative error of sums of n squares of products in twice the precision.
-
-    The queries have absolute sums `sizes`, the keys entries of at most 1. A product is rounded once, and errs by
-    2^-104 d² of these sizes besides.
+    A product that may be zero is decided exactly. The keys come in parts, as by `even_rows`.
     """
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        loss = np.ldexp(_NOTHING * d * d * sizes, -shift) * np.sqrt(n / total)
-        return np.where(total > 0, 4 * UNIT + (n**0.5 + 8) * UNIT + 2 * loss + loss**2, 0.0)
+
+    def __init__(self, Q: Float64) -> None:
+        self.Q = Q
+        self.shift: Exponents = np.full(len(Q), LOWEST, np.int32)  # sums are of products divided by 2^shift
+        self._total, self._noise = np.zeros(len(Q)), np.zeros(len(Q))
+
+    def add(self, K: Float64, powers: Exponents, among: Any = 1.0) -> Float64:
+        """Add the keys 2^powers K, those of a query that `among` says; return the products with K."""
+        Z = precise_products(self.Q, K)
+        noise = _NOTHING * K.shape[1] ** 2 * (np.abs(self.Q) @ np.abs(K).T)
+        doubtful = np.nonzero((Z != 0) & (np.abs(Z) <= noise))
+        if len(doubtful[0]):
+            span_kernels().mark_zeros(self.Q, K, *doubtful, Z)
+        Z *= among
+        live = Z != 0
+        top = np.max(np.where(live, np.frexp(Z)[1] + powers, LOWEST), axis=1, initial=LOWEST)
+        shift = np.maximum(self.shift, top).astype(np.int32)
+        change, unit = 2 * (self.shift - shift), powers - shift[:, None]
+        with np.errstate(over="ignore"):
+            self._total = np.ldexp(self._total, change) + np.sum(np.ldexp(Z, unit) ** 2, axis=1)
+            self._noise = np.ldexp(self._noise, change) + np.sum(
+                np.ldexp(np.where(live, noise, 0.0), unit) ** 2, axis=1
+            )
+        self.shift = shift
+        return Z
+
+    def squares(self, Z: Float64, powers: Exponents) -> Float64:
+        """Return squares of products that `add` returned, in the units of the sums."""
+        return np.asarray(np.ldexp(Z, powers - self.shift[:, None]) ** 2)
+
+    def result(self, count: Any) -> tuple[Float64, Float64, Float64]:
+        """Return the sums, over `count` keys, their relative error, and that of the root which products bring in."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            root = np.where(self._total > 0, np.sqrt(self._noise / self._total), 0.0)
+            error = np.where(self._total > 0, (np.sqrt(count) + 12) * UNIT + root * (2 + root), 0.0)
+        return self._total, error, root
 
 
-def _inverse(C: Float64) -> Float64:
-    return precise_solutions(C, np.eye(len(C))).T.copy()
+def even_rows(X: Float64, exponents: Exponents) -> tuple[Float64, Exponents]:
+    """Multiply rows by powers of two of the columns, and divide each by one (returned) that brings it to about 1."""
+    fraction, exponent = np.frexp(X)
+    exponent = np.where(fraction != 0, exponent + exponents, LOWEST)
+    powers = np.max(exponent, axis=1, initial=LOWEST)
+    return np.ldexp(fraction, exponent - powers[:, None]), np.where(powers > LOWEST, powers, 0).astype(np.int32)

@@ -70,21 +70,12 @@ class Span:
 
     def extended(self, rows: Rows) -> Span:
         """Return the space that holds the rows of a batch of one as well."""
-        return self._opened(rows)[0]
-
-    @classmethod
-    def openings(cls, rows: Rows) -> Flags:
-        """Tell which rows of a batch of one do not lie in the space of those before them, (n,)."""
-        return cls.nothing(rows.shape[2])._opened(rows)[1]
-
-    def _opened(self, rows: Rows) -> tuple[Span, Flags]:
         basis, pivots, rank = self._room()
-        opened = np.zeros(rows.shape[1], np.bool_)
-        for part, X in _stored(rows):
+        for _, X in _stored(rows):
             if rank == len(basis):
                 break
-            rank = int(span_kernels().insert_rows(X, basis, pivots, rank, self.units, opened[part]))
-        return Span(self.units, basis[:rank].copy()), opened
+            rank = int(span_kernels().insert_rows(X, basis, pivots, rank, self.units))
+        return Span(self.units, basis[:rank].copy())
 
     def __add__(self, other: Span) -> Span:
         """Return the sum of two spaces."""

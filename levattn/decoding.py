@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._array import Matrices, to_float64, to_numpy
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn._moments import MomentSum, check_finite, refuse_nonfinite
-from levattn._normalizers import PRODUCT_ERROR, even_queries, nearly_exact_products, normalizers_by
+from levattn._normalizers import LOWEST, PRODUCT_ERROR, PreciseSums, even_queries, even_rows, normalizers_by
 from levattn._stream import HeldKeys
 from levattn._tail import in_main_memory, payload_of
 from levattn.exceptions import NonFiniteError
@@ -283,7 +283,7 @@ class CausalUniversalSet:
             even, powers = even_queries(np.where(alive | new, Q, 0.0), exponents)  # other entries meet no key
             D, loss = normalizers_by(self._factor.item(item), even, N, exponents)
             known = float(self._factor.error[item])
-        keys = np.ldexp(keys, -exponents)
+        stored, keys = keys, np.ldexp(keys, -exponents)
         Z, some = even @ keys.T, slice(len(keys) - self._recent, len(keys))
         size = np.abs(even) @ np.max(np.abs(keys), axis=0, initial=0.0)
         total = D + np.sum(Z[:, some] ** 2, axis=1)
@@ -291,16 +291,21 @@ class CausalUniversalSet:
             product = np.where(total > 0, d * UNIT * size / np.sqrt(self.epsilon * total), np.inf)
         precise = np.flatnonzero(~(product <= PRODUCT_ERROR) | ~(loss <= TIE / 8 * np.sqrt(total)))
         if len(precise):  # in units in which squares neither vanish nor overflow
-            Z[precise] = nearly_exact_products(even[precise], keys)
-            largest = np.maximum(np.max(np.abs(Z[precise]), axis=1, initial=0.0), np.sqrt(D[precise]))
-            shift = np.where(largest > 0, np.frexp(largest)[1], 0).astype(np.int32)
-            Z[precise] = np.ldexp(Z[precise], -shift[:, None])
-            D[precise], loss[precise] = np.ldexp(D[precise], -2 * shift), np.ldexp(loss[precise], -shift)
+            sums, (K, units) = PreciseSums(even[precise]), even_rows(stored, -exponents)
+            found = sums.add(K, units)
+            inside, _, root = sums.result(len(K))
+            ends = np.where(D[precise] > 0, np.frexp(np.sqrt(D[precise]))[1], LOWEST)
+            shift = np.maximum(sums.shift, ends)
+            shift = np.where(shift > LOWEST, shift, 0).astype(np.int32)
+            Z[precise] = np.ldexp(found, units - shift[:, None])
+            with np.errstate(over="ignore"):
+                D[precise], loss[precise] = np.ldexp(D[precise], -2 * shift), np.ldexp(loss[precise], -shift)
             powers[precise] += shift
             total[precise] = D[precise] + np.sum(Z[precise, some] ** 2, axis=1)
+            inside = np.ldexp(inside, 2 * (np.where(inside > 0, sums.shift, 0) - shift))
             with np.errstate(divide="ignore", invalid="ignore"):
-                cancellation = np.ldexp(size[precise], -shift) / np.sqrt(self.epsilon * total[precise])
-            product[precise] = np.where(total[precise] > 0, UNIT + (d * UNIT) ** 2 * cancellation, 0.0)
+                lost = root * np.sqrt(inside / (self.epsilon * np.maximum(total[precise], inside)))
+            product[precise] = UNIT + np.where(np.isnan(lost), 0.0, lost)
         squares = Z * Z
         root, inside = np.sqrt(D), squares.sum(axis=1)
         total = np.maximum(total, inside)  # where it is next to unknown: the keys that are held are among all

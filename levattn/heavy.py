@@ -27,13 +27,11 @@ from levattn._lift import lifted_sums
 from levattn._moments import second_moments
 from levattn._normalizers import (
     LOWEST,
-    NORMALIZER_ERROR,
     PRODUCT_ERROR,
-    add_squares,
+    PreciseSums,
     even_queries,
-    nearly_exact_products,
+    even_rows,
     normalizers_by,
-    precise_sum_error,
     relative,
 )
 from levattn._random import as_seed
@@ -400,6 +398,9 @@ class _Causal:
         return causal_chunks(self.read, self.rows, self.epsilon)
 
 
+_Stored = tuple[Float64, npt.NDArray[np.int32], npt.NDArray[np.int32]]
+
+
 @dataclass(frozen=True)
 class _Products:
     """Queries and the keys of a universal set, both scaled by powers of two, and the normalisers that go with them.
@@ -413,6 +414,8 @@ class _Products:
         by so much that thresholds are their own.
     error: estimated relative error of a score of ε in each row.
     epsilon: that ε.
+    stored: for f(x) = x² the keys of the set as they are stored, the powers of two of their columns, and those by which
+        products of each query are divided in its normalizer; in main memory.
     """
 
     universal: UniversalSet
@@ -423,6 +426,7 @@ class _Products:
     precise: Any
     error: Any
     epsilon: float
+    stored: _Stored | None = None
 
     @property
     def present(self) -> Any:
@@ -434,8 +438,15 @@ class _Products:
         """Which queries have a row of A that is not zero."""
         return np.full(len(self.normalizers), True) if isinstance(self.f, Softmax) else self.normalizers > 0
 
-    def _precise_products(self, Q: Any) -> Any:
-        return to_device(nearly_exact_products(to_numpy(Q), to_numpy(self.keys)), Q)
+    def _precise_products(self, part: Any) -> Any:
+        Q = to_numpy(self.queries[part])
+        if self.stored is None:
+            return to_device(precise_products(Q, to_numpy(self.keys)), self.queries)
+        keys, exponents, shift = self.stored
+        K, powers = even_rows(keys, -exponents)
+        Z = PreciseSums(Q).add(K, powers)
+        with np.errstate(over="ignore"):  # of queries whose normalizer is 0
+            return to_device(np.ldexp(Z, powers - shift[to_numpy(part)][:, None]), self.queries)
 
     def scores(self, among: Any = None) -> Iterator[tuple[Any, Any]]:
         """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
@@ -446,7 +457,7 @@ class _Products:
             for start in range(0, len(rows), step):
                 part = rows[start : start + step]
                 Q, D = self.queries[part], self.normalizers[part, None]
-                Z = self._precise_products(Q) if precise else Q @ self.keys.T
+                Z = self._precise_products(part) if precise else Q @ self.keys.T
                 if isinstance(self.f, Softmax):
                     yield part, np.exp(Z - D)
                 else:
@@ -630,8 +641,8 @@ def heavy_attention(
     N, exponents = universal.factor.even_normalizer(0)
     reached = to_device(np.any(N != 0, axis=0), Q64)
     even, powers = even_queries(xp.where(reached, Q64, 0.0), exponents)  # other entries meet no key
-    selected = xp.ldexp(selected, to_device(-exponents, selected))
-    distortion = 0.0
+    stored, selected = selected, xp.ldexp(selected, to_device(-exponents, selected))
+    distortion, shift = 0.0, xp.zeros(len(even), dtype=xp.int32)
     if method == "jl":
         columns = _sketch_size(sketch_size, 1, (jl_size(max(len(Q64), 1), 0.5, FAILURE),))[0]
         D, (short, more) = estimated_normalizers(even, N, columns, as_seed(rng))
@@ -644,8 +655,8 @@ def heavy_attention(
         error = np.full(len(D), distortion / (1 - distortion))
         epsilon = epsilon / (1 + more)
     else:
-        D, error, even, powers = _normalizers(even, powers, N, exponents, universal, keys)
-    products = _prepared(universal, even, selected, D, error, epsilon)
+        D, error, shift = _normalizers(even, N, exponents, universal, keys)
+    products = _prepared(universal, even, selected, D, error, epsilon, (to_numpy(stored), exponents, to_numpy(shift)))
     found: Any
     others = None
     if method == "countsketch":
@@ -654,7 +665,7 @@ def heavy_attention(
     else:
         found, others, captured = _entries(products, indices, keys.n, epsilon)
     with np.errstate(over="ignore"):
-        normalizers = xp.ldexp(D, 2 * powers)
+        normalizers = xp.ldexp(D, 2 * (powers + shift))
     residual = xp.where(D > 0, 1 - captured, 0.0)
     return HeavyAttention(
         universal=universal,
@@ -696,15 +707,30 @@ def _recovered(
     return _csr(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
 
 
-def _prepared(universal: UniversalSet, Q: Any, keys: Any, D: Any, error: Any, epsilon: float) -> _Products:
+def _prepared(
+    universal: UniversalSet, Q: Any, keys: Any, D: Any, error: Any, epsilon: float, stored: _Stored
+) -> _Products:
     """Decide which queries take more than float64 for the products that make an entry of at least ε."""
     xp, d = array_api_compat.array_namespace(Q), Q.shape[1]
     largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
     with np.errstate(divide="ignore", invalid="ignore"):
-        cancellation = xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
-    precise = (d * UNIT * cancellation > PRODUCT_ERROR) | (error > TIE / 8)
-    product = xp.where(precise, UNIT + (d * UNIT) ** 2 * cancellation, d * UNIT * cancellation)
-    return _Products(universal, Power(2.0), Q, keys, D, precise, xp.where(D > 0, error + 2 * product, 0.0), epsilon)
+        product = d * UNIT * xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
+    doubtful = (product > PRODUCT_ERROR) | (error > TIE / 8) | to_device(stored[2] != 0, D)
+    places = to_numpy(xp.nonzero(doubtful)[0])
+    if len(places):  # of products in twice the precision
+        few = to_numpy(pick(Q, places))
+        loss = np.zeros(len(few))
+        K, powers = even_rows(stored[0], -stored[1])
+        for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)):
+            sums = PreciseSums(few[part])
+            sums.add(K, powers)
+            total, _, root = sums.result(len(K))
+            size = np.ldexp(total, 2 * np.where(total > 0, sums.shift - stored[2][places[part]], 0))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                loss[part] = root * np.sqrt(size / (epsilon * to_numpy(D)[places[part]]))
+        product[to_device(places, D)] = to_device(UNIT + np.where(np.isnan(loss), 0.0, loss), D)
+    error = xp.where(D > 0, error + 2 * product, 0.0)
+    return _Products(universal, Power(2.0), Q, keys, D, doubtful, error, epsilon, stored)
 
 
 def _causal_attention(
@@ -854,7 +880,7 @@ def _other_sums(
     ):
         return _sums(Q, keys, universal.present, f), np.zeros(len(Q))
     D, error = lifted_sums(Q, universal.factor, lift, round(f.p / 2))
-    doubtful = np.flatnonzero(~(error <= NORMALIZER_ERROR))
+    doubtful = np.flatnonzero(~(error <= _SUM_ERROR))
     if len(doubtful):
         D[doubtful], error[doubtful] = _sums(Q[doubtful], keys, universal.present, f), 0.0
     return D, error
@@ -934,35 +960,21 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
 
 
 def _normalizers(
-    Q: Any, powers: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
-) -> tuple[Any, Any, Any, Any]:
-    """Return ``Σ ⟨q, k⟩²`` for each query, its estimated relative error, and the queries and powers that it is of."""
+    Q: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
+) -> tuple[Any, Any, Any]:
+    """Return ``Σ ⟨q, k⟩²`` for each query, over 4 to a power that is returned, and its estimated relative error."""
     D, loss = normalizers_by(universal.factor, Q, N, exponents)
-    error = relative(loss, D) + float(universal.factor.error[0])
-    doubtful = array_api_compat.array_namespace(error).nonzero(~(error <= _SUM_ERROR))[0]
+    xp = array_api_compat.array_namespace(D)
+    error, shift = relative(loss, D) + float(universal.factor.error[0]), xp.zeros(len(D), dtype=xp.int32)
+    doubtful = xp.nonzero(~(error <= _SUM_ERROR))[0]
     if len(doubtful):
-        few = to_numpy(Q[doubtful])
-        total, rounding, shift = _summed(few, exponents, keys, universal.present)
+        sums, present = PreciseSums(to_numpy(Q[doubtful])), universal.present
+        step = max(16, BLOCK_ENTRIES // len(doubtful))
+        for start in range(0, keys.n, step):
+            part = slice(start, min(start + step, keys.n))
+            rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
+            sums.add(*even_rows(rows, -exponents))
+        total, rounding, _ = sums.result(keys.n)
         D[doubtful], error[doubtful] = to_device(total, D), to_device(rounding, D)
-        Q[doubtful], change = to_device(np.ldexp(few, -shift[:, None]), Q), to_device(shift, powers)
-        powers[doubtful] = powers[doubtful] + change
-    return D, error, Q, powers
-
-
-def _summed(
-    Q: Float64, exponents: npt.NDArray[np.int32], keys: Matrices, present: Any
-) -> tuple[Float64, Float64, npt.NDArray[np.int32]]:
-    """Sum the squares over all keys, of queries divided by powers of two that are returned, with the error of the sum.
-
-    The products are those of twice the precision; 0 is returned where all of them are.
-    """
-    d = Q.shape[1]
-    total, shift = np.zeros(len(Q)), np.full(len(Q), LOWEST, np.int32)
-    step = max(16, BLOCK_ENTRIES // len(Q))
-    for start in range(0, keys.n, step):
-        part = slice(start, min(start + step, keys.n))
-        rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
-        Z = nearly_exact_products(Q, np.ldexp(rows, -exponents))
-        total, shift = add_squares(total, shift, Z)
-    shift = np.where(total > 0, shift, 0).astype(np.int32)
-    return total, precise_sum_error(total, shift, np.abs(Q).sum(axis=1), d, keys.n), shift
+        shift[doubtful] = to_device(np.where(total > 0, sums.shift, 0).astype(np.int32), D)
+    return D, error, shift

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from levattn._array import as_matrices
 from levattn._kernels import Float64, Rows, kernels_for
-from levattn._span import Span
 from levattn._tail import in_main_memory
 from levattn.linalg import dense, require_finite
 
@@ -46,11 +45,10 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 
     All is computed in float64, whatever the dtype of the keys. The relative error of a score is about 2⁻⁵³ times the
     condition number of the keys so far (with √λ as a further singular value, and their columns scaled to unit norm
-    for λ = 0), whatever their number. A key that is not in the exact span of those before scores 1. The rank of the
-    others is decided key by key, and errs upwards: one that reaches outside by more than rounding (about
-    :math:`64 d \, 2^{-53}` of its size, and of what of them cancels) scores 1 as well. For ill-conditioned keys of
-    deficient rank that may be one key too many, and later scores are *over*-estimates then. Later scores
-    *under*-estimate what is smaller than rounding.
+    for λ = 0), whatever their number. The rank is decided key by key, and errs upwards: a key that reaches outside
+    the span of those before by more than rounding (about :math:`64 d \, 2^{-53}` of its size, and of what of them
+    cancels) scores 1. For ill-conditioned keys of deficient rank that may be one key too many, and later scores are
+    *over*-estimates then. It *under*-estimates only what is smaller than rounding.
 
     Parameters
     ----------
@@ -125,8 +123,6 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     scores = np.zeros(rows.shape[:2])
     for start, scale in _units(rows, largest, root):
         scores[:, start:] = online_scores(replace(rows, scale=scale), root * scale)[:, start:]
-    for item in range(len(scores)) if not ridge else ():  # the rotations do not see what is below their rounding
-        scores[item, Span.openings(rows.item(item))] = 1.0
     return matrices.wrap(scores.astype(np.float64 if rows.format == "float64" else np.float32))
 
 

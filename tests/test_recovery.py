@@ -55,7 +55,7 @@ def test_ill_conditioned_queries_take_the_precise_route() -> None:
 
 
 def test_thirty_one_repetitions_miss_nothing_in_two_hundred_trials() -> None:
-    buckets, repetitions = recovery_size(100, 0.1)
+    buckets, repetitions = recovery_size(100, 0.1, 10**6)
     assert (buckets, repetitions % 2) == (320, 1)
     rng = np.random.default_rng(2)
     K = rng.standard_normal((200, 3))

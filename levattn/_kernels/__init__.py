@@ -210,9 +210,8 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
 def span_kernels() -> ModuleType:
     """Return the table of exact row spaces, for rows of float64 in main memory.
 
-    ``insert_rows(rows, basis, pivots, rank, units, opened)`` extends a basis of residues (reduced row echelon, with
-    room for more rows) by rows, sets `opened` for those that were not in the span, and returns its rank;
-    ``insert_residues(rows, basis, pivots, rank, units)`` does so by rows of residues;
+    ``insert_rows(rows, basis, pivots, rank, units)`` and ``insert_residues(...)`` extend a basis of residues (reduced
+    row echelon, with room for more rows) by rows of numbers or of residues, and return its rank;
     ``mark_outside(rows, basis, pivots, rank, units, out)`` sets `out` for the rows that the basis and the unit vectors
     do not span; ``mark_zeros(Q, K, rows, columns, out)`` sets `out` to 0 at pairs of orthogonal rows of Q and K.
     """

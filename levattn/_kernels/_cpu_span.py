@@ -143,8 +143,8 @@ def _insert(new, basis, pivots, rank):
 
 
 @jit
-def insert_rows(rows, basis, pivots, rank, units, opened):
-    """Extend the basis by the rows that are not in the span, set `opened` for these, and return its rank."""
+def insert_rows(rows, basis, pivots, rank, units):
+    """Extend the basis by the rows that are not in the span, and return its rank."""
     d = rows.shape[1]
     v, new = np.empty(d, np.uint64), np.empty(d, np.uint64)
     _orthogonal(basis, pivots, rank, units, v)
@@ -152,7 +152,7 @@ def insert_rows(rows, basis, pivots, rank, units, opened):
         if _dot(rows[i], v) != _ZERO:
             for c in range(d):
                 new[c] = _ZERO if units[c] else _residue(rows[i, c])
-            rank, opened[i] = _insert(new, basis, pivots, rank), True
+            rank = _insert(new, basis, pivots, rank)
             _orthogonal(basis, pivots, rank, units, v)
     return rank
 

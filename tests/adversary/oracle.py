@@ -295,7 +295,7 @@ def shares(f: Function, z: Float) -> Float:
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         values = f(z)
         total = values.sum()
-        if not (np.isfinite(total) and total > 1e-280):
+        if not (np.isfinite(total) and values[values > 0].min(initial=1.0) > 1e-280):
             return np.zeros(len(z))
         return np.asarray(values / total)
 
