@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from levattn._array import to_float64, to_numpy
 from levattn._kernels import Float64, Rows, kernels_for
+from levattn._moments import as_read
 from levattn._threads import parallel_for
 from levattn.linalg import UNIT
 
@@ -21,26 +22,34 @@ _ALONE = 128  # keys that are in no group
 _PAIRS = 3 * 10**8  # of undecided keys and all keys, up to which each stands for itself after all
 
 
-def jensen(rows: Rows, root: Float64) -> Float64:
-    """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖."""
+def jensen(rows: Rows, root: Float64 | float) -> Float64:
+    """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖.
+
+    L is a matrix (d, d), or for few keys of many columns a number that multiplies the identity.
+    """
     b, n, d = rows.shape
     kernels = kernels_for(rows)
     counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
     mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
-    R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
-    flipped = np.ascontiguousarray(R[::-1, ::-1])
-    turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
-    squares = kernels.wide_zeros(rows)
-    kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+    if isinstance(root, np.ndarray):
+        R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
+        flipped, size = np.ascontiguousarray(R[::-1, ::-1]), np.linalg.norm(R)
+        turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
+        squares = kernels.wide_zeros(rows)
+        kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+        norms = np.sqrt(to_numpy(squares))
+    else:
+        norms, size, centred = np.zeros((b, n)), root * d**0.5, replace(rows, shift=mean)
+        with np.errstate(over="ignore"):
+            for item in range(b):
+                norms[item] = root * np.linalg.norm(as_read(centred.item(item)), axis=1)
     # rounding of k − mean, relative to the largest key
-    norms = np.sqrt(to_numpy(squares)) * (1 + 16 * d * UNIT) + 16 * d * UNIT * np.abs(mean).max(
-        initial=0.0
-    ) * np.linalg.norm(R)
+    norms = norms * (1 + 16 * d * UNIT) + 16 * d * UNIT * np.abs(mean).max(initial=0.0) * size
     with np.errstate(over="ignore"):
         return np.asarray(np.minimum(np.exp(norms) / np.maximum(counts, 1)[:, None], 1.0))
 
 
-def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int) -> Float64:
+def ball(rows: Rows, root: Float64 | float, bounds: Float64, epsilon: float, steps: int) -> Float64:
     """Lower the bounds of a batch that are at least ε by steps of Frank and Wolfe; what falls below is left alone.
 
     log σ_j is the maximum over ‖u‖ ≤ 1 of the concave g(u) = ⟨k_j, u⟩ − log Σ exp⟨k_l, u⟩, with keys multiplied by
@@ -52,7 +61,8 @@ def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int)
         one = rows.item(item)
         present = np.arange(rows.shape[1]) if one.mask is None else np.flatnonzero(to_numpy(one.mask)[0])
         keys = to_float64(one.keys, one.format)[0][present]
-        keys = (keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys) @ root
+        keys = keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys
+        keys = keys @ root if isinstance(root, np.ndarray) else keys * root
         least = bounds[item, present]
         if len(keys) > _UNGROUPED and np.isfinite(keys).all():
             _lower(least, keys, _groups(keys), epsilon, steps)

@@ -484,7 +484,8 @@ def heavy_attention(
 
     Notes
     -----
-    Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output.
+    Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output. With
+    n < d the preparation takes O(n² d), and a normaliser is summed over the keys, O(n d), of which the set has a copy.
     Queries and keys are scaled by powers of two, so that squares neither overflow nor vanish. Sums run in float64; for
     a query so nearly orthogonal to the keys that its products or its normaliser would lose their digits they run as if
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
@@ -751,10 +752,13 @@ def _csr(
 
 def _check_radius(Q: Float64, f: Softmax) -> None:
     """Raise if a query lies outside the ball or ellipsoid for which softmax is certified."""
-    root = f.root(Q.shape[1])
-    inside = Q @ np.linalg.pinv(root).T
-    norms = np.linalg.norm(inside, axis=1)
-    outside = np.linalg.norm(Q - inside @ root.T, axis=1) > 1e-9 * np.linalg.norm(Q, axis=1)
+    if f.matrix is None:
+        norms, outside = np.linalg.norm(Q, axis=1) / f.radius, np.zeros(len(Q), np.bool_)
+    else:
+        root = f.root(Q.shape[1])
+        inside = Q @ np.linalg.pinv(root).T
+        norms = np.linalg.norm(inside, axis=1)
+        outside = np.linalg.norm(Q - inside @ root.T, axis=1) > 1e-9 * np.linalg.norm(Q, axis=1)
     bad = np.flatnonzero((norms > 1 + 1e-9) | outside)
     if len(bad):
         raise ValueError(
@@ -845,7 +849,7 @@ def _normalizers(
 ) -> tuple[Any, Any, Any, Any]:
     """Return ``Σ ⟨q, k⟩²`` for each query, its estimated relative error, and the queries and powers that it is of."""
     D, loss = normalizers_by(universal.factor, Q, N, exponents)
-    error = relative(loss, D) + float(universal.factor.error[0])
+    error = relative(loss, D) + float(universal.factor.normalizer_error[0])
     doubtful = array_api_compat.array_namespace(error).nonzero(~(error <= _SUM_ERROR))[0]
     if len(doubtful):
         few = to_numpy(Q[doubtful])
