@@ -1,8 +1,8 @@
 """Keys with fewer rows than columns: some of their columns, independent, stand for all.
 
-What attention can give a key depends on the column space of the keys alone, and that is spanned by as many of the
-columns as the rank. So these are factored in place of the keys, as they are stored: nothing is rounded. Where there are
-as many of them as rows, the rows are independent, and each has a query that is orthogonal to all others: its score is 1.
+What attention can give a key depends on the column space of the keys alone, and as many of the columns as the rank
+span it. So these are factored in place of the keys, as they are stored: nothing is rounded. Where there are as many of
+them as rows, the rows are independent, and each has a query that is orthogonal to all the others: its score is 1.
 """
 
 from __future__ import annotations

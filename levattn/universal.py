@@ -61,7 +61,8 @@ class UniversalSet:
     rank : int or array of int64, shape (...,)
         Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
     factor : levattn.linalg.Factor
-        The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys.
+        The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys, but for
+        those with n < d, of which it has a copy.
     by_size : bool
         Whether a size was asked for instead of ε.
     certificate : tuple of str
@@ -334,8 +335,9 @@ def universal_set(
 
     Notes
     -----
-    Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it. Scores are computed in float32 for keys
-    of at most that precision; those near ε are computed again in float64, so that the set is exact.
+    Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it; with n < d and an exact method O(n² d)
+    and O(n d). Scores are computed in float32 for keys of at most that precision; those near ε are computed again in
+    float64, so that the set is exact.
 
     For the approximate methods the scores are divided by the least factor by which they can fall short. It is measured
     on the second moment: exactly up to d = 320 and with `recheck`, by Lanczos' method beyond. "halving" has none, and

@@ -114,6 +114,9 @@ def test_storages(storage: str) -> None:
     found = levattn.universal_set(held, 0.5)
     assert np.array_equal(strategies.as_bool(found.mask), expected >= 0.5 * (1 - DOUBLE))
     assert found.factor.columns == 30
+    entries = levattn.heavy_attention(held, held, 0.2).entries.toarray()
+    exact = naive.attention_exact(integers(), integers())
+    np.testing.assert_allclose(entries, np.where(exact >= 0.2, exact, 0.0), rtol=DOUBLE)
 
 
 def test_batches_of_every_kind_have_the_bits_of_each() -> None:
