@@ -6,8 +6,10 @@ The blocks are numbered and summed in fixed order, so that it does not matter ho
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,6 +41,7 @@ __all__ = [
     "as_read",
     "check_finite",
     "refuse_nonfinite",
+    "require_room",
     "second_moments",
     "spectral_norm",
 ]
@@ -219,6 +222,7 @@ class MomentSum:
     """
 
     def __init__(self, b: int, d: int) -> None:
+        require_room(b, d)
         self.blocks: PairwiseSum[Twofold] = PairwiseSum()
         self.merged: Twofold | None = None
         self.exponents: Exponents = np.zeros((b, d), np.int32)
@@ -483,3 +487,22 @@ def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
                 "mask=. The state is as it was"
             )
     raise AssertionError("all rows are finite")
+
+
+@cache
+def _memory() -> int | None:
+    """Return the bytes of physical memory, where the system tells."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def require_room(b: int, d: int) -> None:
+    """Raise if b sums of d × d numbers are larger than the memory of this machine."""
+    size, memory = 8 * b * d * d, _memory()
+    if memory is not None and size > memory:
+        raise ValueError(
+            f"keys have d = {d} columns, and sums of d × d numbers take {size} bytes ({b} of them): more than the "
+            f"{memory} of this machine; expected keys (..., n, d) with one key a row. Are they transposed?"
+        )

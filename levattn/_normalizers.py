@@ -76,9 +76,10 @@ def relative(loss: Any, D: Any) -> Any:
 
 
 class PreciseSums:
-    """Sums of squared products of some queries and all keys, in twice the precision and in units that keep them in range.
+    """Sums of squared products of some queries and all keys, in twice the precision.
 
-    A product that may be zero is decided exactly. The keys come in parts, as by `even_rows`.
+    Their units keep them in range, and a product that may be zero is decided exactly. The keys come in parts, as by
+    `even_rows`.
     """
 
     def __init__(self, Q: Float64) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from levattn._array import to_float64, to_numpy
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn._moments import as_read
 from levattn._threads import parallel_for
 from levattn.linalg import UNIT
 
@@ -21,31 +22,40 @@ _ALONE = 128  # keys that are in no group
 _PAIRS = 3 * 10**8  # of undecided keys and all keys, up to which each stands for itself after all
 
 
-def jensen(rows: Rows, root: Float64) -> Float64:
-    """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖."""
+def jensen(rows: Rows, root: Float64 | float) -> Float64:
+    """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖.
+
+    L is a matrix (d, d), or for few keys of many columns a number that multiplies the identity.
+    """
     b, n, d = rows.shape
     kernels = kernels_for(rows)
     counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range bounds nothing
         mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
-        R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
-        flipped = np.ascontiguousarray(R[::-1, ::-1])
-        turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
-        squares = kernels.wide_zeros(rows)
-        kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
-        # any centre bounds, if how far it is from the mean is added: rounding of sums, differences and products
-        norms, steps = np.sqrt(to_numpy(squares)), BLOCK + 64 + 8 * d
-        if np.any(root - np.diag(np.diag(root))):
-            sizes, steps = kernels.column_maxima(rows) * np.linalg.norm(R, axis=1), (steps + d * d) * d**0.5
-        else:  # no entry is larger than that of the centre and the largest distance from it
-            sizes = np.abs(mean @ R) + np.max(norms, axis=1, keepdims=True, initial=0.0)
+        steps = BLOCK + 64 + 8 * d
+        if isinstance(root, np.ndarray):
+            R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
+            flipped = np.ascontiguousarray(R[::-1, ::-1])
+            turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
+            squares = kernels.wide_zeros(rows)
+            kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+            norms, center = np.sqrt(to_numpy(squares)), np.abs(mean @ R)
+        else:
+            centered = replace(rows, shift=mean)
+            norms = np.array([root * np.linalg.norm(as_read(centered.item(i)), axis=1) for i in range(b)])
+            norms, center = norms.reshape(b, n), np.abs(mean) * root
+        # any center bounds, if how far it is from the mean is added: rounding of sums, differences and products
+        if isinstance(root, np.ndarray) and np.any(root - np.diag(np.diag(root))):
+            sizes, steps = kernels.column_maxima(rows) * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
+        else:  # no entry is larger than that of the center and the largest distance from it
+            sizes = center + np.max(norms, axis=1, keepdims=True, initial=0.0)
         reach = np.linalg.norm(sizes, axis=1, keepdims=True)
         norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * reach
         bound = np.exp(norms * (1 + 4 * UNIT)) / np.maximum(counts, 1)[:, None] * (1 + 8 * UNIT)
         return np.asarray(np.fmin(bound, 1.0))
 
 
-def ball(rows: Rows, root: Float64, bounds: Float64, epsilon: float, steps: int) -> Float64:
+def ball(rows: Rows, root: Float64 | float, bounds: Float64, epsilon: float, steps: int) -> Float64:
     """Lower the bounds of a batch that are at least ε by steps of Frank and Wolfe; what falls below is left alone.
 
     log σ_j is the maximum over ‖u‖ ≤ 1 of the concave g(u) = ⟨k_j, u⟩ − log Σ exp⟨k_l, u⟩, with keys multiplied by

@@ -63,14 +63,14 @@ class Span:
         """Tell which rows of a batch of one do not lie in it, (n,); a masked row does."""
         out = np.zeros(rows.shape[1], np.bool_)
         if self.rank < len(self.units):
-            basis, pivots, rank = self._room()
+            basis, pivots, rank = self._room(0)
             for part, X in _stored(rows):
                 span_kernels().mark_outside(X, basis, pivots, rank, self.units, out[part])
         return out
 
     def extended(self, rows: Rows) -> Span:
         """Return the space that holds the rows of a batch of one as well."""
-        basis, pivots, rank = self._room()
+        basis, pivots, rank = self._room(rows.shape[1])
         for _, X in _stored(rows):
             if rank == len(basis):
                 break
@@ -79,15 +79,15 @@ class Span:
 
     def __add__(self, other: Span) -> Span:
         """Return the sum of two spaces."""
-        basis, pivots, rank = Span(self.units | other.units, self.basis[:0])._room()
+        basis, pivots, rank = Span(self.units | other.units, self.basis[:0])._room(len(self.basis) + len(other.basis))
         for part in (self, other):
             rank = int(span_kernels().insert_residues(part.basis, basis, pivots, rank, self.units | other.units))
         return Span(self.units | other.units, basis[:rank].copy())
 
-    def _room(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
-        """Return the basis with room for more rows, the columns of their leading ones, and their number."""
+    def _room(self, more: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
+        """Return the basis with room for so many more rows, the columns of their leading ones, and their number."""
         d, rank = len(self.units), len(self.basis)
-        basis = np.zeros((d - int(np.count_nonzero(self.units)), d), np.uint64)
+        basis = np.zeros((min(d - int(np.count_nonzero(self.units)), rank + more), d), np.uint64)
         pivots = np.zeros(len(basis), np.int64)
         basis[:rank], pivots[:rank] = self.basis, np.argmax(self.basis != 0, axis=1)
         return basis, pivots, rank

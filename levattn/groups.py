@@ -167,7 +167,7 @@ def _scores(factor: Factor, labels: Int64, count: int, tau: Float64, *, summed: 
         total[some] = np.add.reduceat(tau[order], starts[some])
     if summed:
         return np.minimum(total, 1.0)
-    rank = int(factor.rank[0])
+    rank = _dimensions(factor)
     for size in np.unique(sizes[sizes > 1]).tolist() if rank else []:
         equal, few = np.flatnonzero(sizes == size), size < rank
         for block in _parts(len(equal), max(1, _CHUNK // size)):
@@ -195,6 +195,11 @@ def _whitened(factor: Factor, rows: Int64, *, even: bool = False) -> Float64:
     if even:  # so that no tiny row loses its digits
         X = np.ldexp(X, -np.frexp(np.max(np.abs(X), axis=1, keepdims=True))[1])
     return factor.whitened(X)
+
+
+def _dimensions(factor: Factor) -> int:
+    """Return how many numbers a whitened key has, for a batch of one."""
+    return int(np.count_nonzero(np.any(factor.whitening[0] != 0, axis=0)))
 
 
 def _is_compensated(factor: Factor) -> bool:
@@ -293,7 +298,8 @@ def near_duplicates(
     matrices = as_matrices(K, "K")
     factor = factorize(matrices, method="auto", mask=mask, single="no")
     labels: Int64 = np.full((factor.rows.shape[0], matrices.n), -1)
-    for item in range(len(labels)):
+    alone = np.zeros(len(labels), np.bool_) if factor.wide is None else factor.wide.independent  # orthogonal keys
+    for item in np.flatnonzero(~alone).tolist():
         directions = _directions(factor.item(item))
         labels[item, directions.rows] = _numbered(_linked(directions, angle, np.random.default_rng(seed)))
     return matrices.wrap(to_device(labels, matrices.data))
@@ -346,7 +352,7 @@ def _normalised(X: Float64) -> Float64:
 def _directions(factor: Factor) -> _Directions:
     """Return the directions of the keys of one matrix; those that have none are left out."""
     n = factor.rows.shape[1]
-    unit = np.empty((n, int(factor.rank[0])), np.float32)
+    unit = np.empty((n, _dimensions(factor)), np.float32)
     live = np.ones(n, np.bool_) if factor.rows.mask is None else to_numpy(factor.rows.mask)[0].copy()
     if factor.outside:
         factors = (replace(factor, outside={}), factor)

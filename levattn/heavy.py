@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._approximate import FAILURE
-from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, pick, take, to_device, to_float64, to_numpy
 from levattn._causal import CausalChunk, causal_chunks
 from levattn._kernels import (
     Float64,
@@ -280,7 +280,7 @@ class HeavyAttention:
 
 
 def _spread(count: int, epsilon: float) -> float:
-    """Return what carries the relative error of scores of ε to the sum of so many scores: their roots sum to √count."""
+    """Return what carries the error of a score of ε to a sum of scores, whose roots sum to at most √count."""
     return float(np.sqrt(max(1.0, count * epsilon)))
 
 
@@ -414,8 +414,8 @@ class _Products:
         by so much that thresholds are their own.
     error: estimated relative error of a score of ε in each row.
     epsilon: that ε.
-    stored: for f(x) = x² the keys of the set as they are stored, the powers of two of their columns, and those by which
-        products of each query are divided in its normalizer; in main memory.
+    stored: for f(x) = x² the keys of the set as they are stored, the powers of two of their columns, and those by
+        which products of each query are divided in its normalizer; in main memory.
     """
 
     universal: UniversalSet
@@ -568,7 +568,8 @@ def heavy_attention(
 
     Notes
     -----
-    Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output.
+    Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output. With
+    n < d the preparation takes O(n² d), and a normaliser is summed over the keys, O(n d), of which the set has a copy.
     Queries and keys are scaled by powers of two, so that squares neither overflow nor vanish. Sums run in float64; for
     a query so nearly orthogonal to the keys that its products or its normaliser would lose their digits they run as if
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
@@ -965,7 +966,8 @@ def _normalizers(
     """Return ``Σ ⟨q, k⟩²`` for each query, over 4 to a power that is returned, and its estimated relative error."""
     D, loss = normalizers_by(universal.factor, Q, N, exponents)
     xp = array_api_compat.array_namespace(D)
-    error, shift = relative(loss, D) + float(universal.factor.error[0]), xp.zeros(len(D), dtype=xp.int32)
+    error = relative(loss, D) + float(universal.factor.normalizer_error[0])
+    shift = xp.zeros(len(D), dtype=xp.int32)
     doubtful = xp.nonzero(~(error <= _SUM_ERROR))[0]
     if len(doubtful):
         sums, present = PreciseSums(to_numpy(Q[doubtful])), universal.present

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from levattn._approximate import APPROXIMATE, check_sketch_size, halved_scores, projected, sketched_factor
-from levattn._array import Matrices, as_mask, as_matrices, to_device
-from levattn._kernels import Rows
+from levattn._array import Csr, Matrices, as_mask, as_matrices, to_device
+from levattn._kernels import Rows, kernels_for
 from levattn._random import as_seed
-from levattn.linalg import Factor, factor_moments, factor_qr, prepare, rank_tolerance
+from levattn._wide import Wide
+from levattn.linalg import Factor, factor_moments, factor_qr, prepare, rank_tolerance, require_finite
 
 __all__ = [
     "TIE",
@@ -53,10 +55,21 @@ def factorize(
                 f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
                 "to 1, relative to the largest singular value"
             )
-    rows = prepared(matrices, center, mask)
+    rows, wide = prepared(matrices, center, mask), None
+    b, n, d = rows.shape
+    # a ridge and a tolerance of singular values see more than the column space
+    if b and n < d and not isinstance(rows.keys, Csr) and ridge == 0 and rtol is None:
+        largest = kernels_for(rows).column_maxima(rows)
+        require_finite(rows, largest)
+        wide = Wide.of(rows, largest)
+        rows = wide.picked(rows)
     if method in ("qr", "svd"):
-        return factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
-    return factor_moments(rows, ridge=ridge, rtol=rtol, single=single if method == "auto" else "no")
+        factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
+    else:
+        factor = factor_moments(rows, ridge=ridge, rtol=rtol, single=single if method == "auto" else "no")
+    if wide is None:
+        return factor
+    return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))
 
 
 def prepared(matrices: Matrices, center: Any, mask: Any) -> Rows:
@@ -179,6 +192,8 @@ def leverage_scores(
     -----
     Time O(n d²), two passes over K when it is well-conditioned, about five when it is not, and a few more where
     the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
+    With n < d time O(n² d) and memory O(n d): as many columns as the rank are factored in place of all, whose column
+    space is the same (not with `ridge` or `rtol`). Rows that are independent have the score 1, exactly.
     Results are the same, to the last bit, for every number of threads, memory layout and batch.
 
     *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K. Centred,

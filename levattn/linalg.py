@@ -29,6 +29,7 @@ from levattn._kernels import (
 )
 from levattn._moments import PLAIN_ERROR, PLAIN_NOISE, UNIT, Twofold, as_read, second_moments, spectral_norm
 from levattn._span import Span, nonzero_rows
+from levattn._wide import Wide
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
@@ -92,13 +93,14 @@ class Factor:
     Attributes
     ----------
     rows : levattn._kernels.Rows
-        The keys, and the shift and scale under which they were factored.
+        The keys, and the shift and scale under which they were factored; where these are `wide`, the columns of them
+        that were, whose number then stands for d in what follows.
     W : array of float64, shape (b, d, d)
         For rows as they are read (after shift and scale); on the device of the moments it came from.
     rank : array of int64, shape (b,)
         Numerical rank.
     error : array of float64, shape (b,)
-        Estimate of the relative error that W brings into a score or a normaliser.
+        Estimate of the relative error that W brings into a score, or a normaliser that comes from it.
     arithmetic : tuple of str
         How scores are computed, for each matrix.
     basis, core : array of float64, shape (b, d, d), or None
@@ -113,6 +115,9 @@ class Factor:
         where there is none that holds digits.
     projection : array of float64, shape (b, d, k), or None
         Where scores are those of a random projection of the whitened rows.
+    wide : levattn._wide.Wide or None
+        For keys with fewer rows than columns the keys, and which of their columns were factored in their place. `on`,
+        `witness` and `normalizer` take and give rows and queries of all columns.
 
     Examples
     --------
@@ -138,6 +143,17 @@ class Factor:
     spans: dict[int, Span] = field(default_factory=dict)
     hidden: dict[int, Factor | None] = field(default_factory=dict)
     projection: Float64 | None = None
+    wide: Wide | None = None
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the keys."""
+        return (self.rows if self.wide is None else self.wide.rows).shape[2]
+
+    @property
+    def shift(self) -> Float64 | None:
+        """What was subtracted from the keys, (b, columns)."""
+        return (self.rows if self.wide is None else self.wide.rows).shift
 
     @cached_property
     def whitening(self) -> Float64:
@@ -157,6 +173,8 @@ class Factor:
         Factor
             Whose `scores` are those of these rows.
         """
+        if self.wide is not None:
+            rows = self.wide.picked(rows)
         return replace(self, rows=replace(rows, shift=self.rows.shift, scale=self.rows.scale))
 
     def item(self, index: int) -> Factor:
@@ -186,6 +204,7 @@ class Factor:
             spans={0: self.spans[index]} if index in self.spans else {},
             hidden={0: self.hidden[index]} if index in self.hidden else {},
             projection=None if self.projection is None else self.projection[one],
+            wide=None if self.wide is None else self.wide.item(index),
         )
 
     def exactly(self) -> Factor:
@@ -204,10 +223,11 @@ class Factor:
         Returns
         -------
         Factor
-            With no rows.
+            With no rows; of wide keys, which are smaller than a normalizer, it has a copy.
         """
         b, _, d = self.rows.shape
-        return replace(self, rows=replace(self.rows, keys=np.empty((b, 0, d)), mask=None, weights=None))
+        rows = replace(self.rows, keys=np.empty((b, 0, d)), mask=None, weights=None)
+        return replace(self, rows=rows, wide=None if self.wide is None else self.wide.held())
 
     @property
     def score_error(self) -> Float64:
@@ -215,6 +235,11 @@ class Factor:
         single = np.array([route == "single" for route in self.arithmetic])
         stored = UNIT if self.rows.format == "float64" else 2.0**-24
         return np.asarray(self.error + stored + np.where(single, 2.0**-22 * _SINGLE_REACH, 0.0))
+
+    @property
+    def normalizer_error(self) -> Float64:
+        """Estimate of the relative error that the factor brings into a normalizer, (b,)."""
+        return self.error if self.wide is None else np.zeros(len(self.error))
 
     def scores(
         self, *, wide: bool = False, member: bool = True, numerical: bool = False
@@ -267,6 +292,11 @@ class Factor:
         for item in self.outside:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_outside(item, out, ceiling)
+        for item in () if self.wide is None else np.flatnonzero(self.wide.independent).tolist():
+            live = nonzero_rows(self.rows.item(item))
+            self._set(out, item, live, 1.0)
+            self._set(out, item, ~live, 0.0)
+            counted[item] = False
         return out, counted
 
     def _set(self, out: Any, item: int, which: npt.NDArray[np.bool_], value: float) -> bool:
@@ -325,11 +355,12 @@ class Factor:
 
     @cached_property
     def normalizer(self) -> Float64:
-        """Upper-triangular N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q, (b, d, d)."""
-        out = np.empty_like(self.whitening)
+        """Upper-triangular N with ``‖N q‖² = Σ ⟨q, k⟩²`` over the keys, for any query q, (b, columns, columns)."""
+        out = np.zeros((len(self.rank), self.columns, self.columns))
         for item in range(len(out)):
             N, exponents = self.even_normalizer(item)
-            out[item] = np.ldexp(N, exponents)
+            N = N if self.wide is None else np.asarray(np.linalg.qr(N, mode="r"))
+            out[item, : len(N)] = np.ldexp(N, exponents)
         return out
 
     def even_normalizer(self, item: int) -> tuple[Float64, npt.NDArray[np.int32]]:
@@ -346,10 +377,14 @@ class Factor:
         Returns
         -------
         N : array of float64, shape (d, d)
-            The scaled normaliser.
+            The scaled normaliser; of wide keys these themselves, (n, columns).
         exponents : array of int32, shape (d,)
-            The exponents.
+            The exponents, (columns,) of wide keys.
         """
+        if self.wide is not None:
+            N = as_read(self.wide.rows.item(item))
+            exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
+            return np.ldexp(N, -exponents), exponents
         B, C = self._parts(item)
         live, kept = np.any(B != 0, axis=1), np.any(B != 0, axis=0)
         N = np.zeros(B.shape)
@@ -383,7 +418,7 @@ class Factor:
         Returns
         -------
         tuple of two arrays of float64, shape (d, d), or None
-            None for rank-deficient keys, whose normalisers have no such form.
+            None for rank-deficient keys, whose normalisers have no such form, and so for wide ones.
         """
         if self.rank[item] < len(exponents):
             return None
@@ -431,6 +466,8 @@ class Factor:
         float
             At least √d.
         """
+        if self.wide is not None:
+            return 2 * float(np.sqrt(self.columns))  # of products with the keys, and of what was subtracted from them
         B, C = self._parts(item)
         d, kept = len(B), np.any(C != 0, axis=0)
         few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))
@@ -448,7 +485,7 @@ class Factor:
         out = np.ones(len(self.rank))
         for item, rank in enumerate(self.rank):
             if rank:
-                s = np.linalg.svd(self.normalizer[item], compute_uv=False)
+                s = np.linalg.svd(np.ldexp(*self.even_normalizer(item)), compute_uv=False)
                 out[item] = s[0] / s[rank - 1] if s[rank - 1] > 0 else np.inf
         return out
 
@@ -473,6 +510,8 @@ class Factor:
     def witness(self, k: Float64, item: int = 0) -> Float64:
         """Return the query ``G⁺ k`` for a key: no query gives k a larger attention score.
 
+        Of wide keys it has entries in the columns that were factored alone, and so is not the shortest such query.
+
         Parameters
         ----------
         k : array of float64, shape (d,) or (m, d)
@@ -488,8 +527,10 @@ class Factor:
         W = self.whitening[item]
         if self.rows.scale is not None:
             W = W * self.rows.scale[item][:, None]
+        if self.wide is not None:
+            k = self.wide.gathered(k, item)
         q: Float64 = k @ W @ W.T
-        return q
+        return q if self.wide is None else self.wide.spread(q, item)
 
 
 def _left_inverse(W: Float64) -> Float64:

@@ -207,7 +207,7 @@ class _Known:
     def of(cls, keys: Matrices, universal: UniversalSet) -> _Known:
         factor = universal.factor
         N, exponents = factor.even_normalizer(0)
-        shift = factor.rows.shift
+        shift = factor.shift
         outside = universal.present & ~to_numpy(universal.mask)
         tame = np.clip(-exponents, -1020, 1020)
         rows = Rows(
@@ -232,7 +232,7 @@ class _Known:
             total=total,
             score=min(score, 1.0),
             N=N,
-            error=float(factor.error[0]) + 8 * UNIT,
+            error=float(factor.normalizer_error[0]) + 8 * UNIT,
             slack=_SLACK * keys.d + factor.rounding(0),
             exponents=exponents,
         )

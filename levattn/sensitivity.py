@@ -146,10 +146,8 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     if not isinstance(function, Power):
         raise TypeError(f"p is {p!r}; expected a number, the exponent")
     matrices = as_matrices(K, "K")
-    rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-    exponent = function.p
-    factor = factor_moments(rows)
-    tau = _scores(factor)
+    factor = factorize(matrices, method="auto", mask=mask)
+    rows, exponent, tau = replace(factor.rows, scale=None), function.p, _scores(factor)
     v = np.ones(tau.shape)
     if exponent != 2:
         v, tau, _, scale = _iterated(rows, tau, factor.rank, exponent, _count("iterations", iterations))
@@ -278,7 +276,12 @@ def certify(
     iterations = _count("iterations", iterations)
     exact = isinstance(f, Power) and f.p == 2
     factor = factorize(matrices, method="gram" if exact else "auto", mask=mask)
-    rows = replace(factor.rows, scale=None)  # which is this factor's; blocks and weighted rows find their own
+    # bounds depend on the column space of the keys alone, but for softmax, which sees their lengths
+    rows = factor.rows if not isinstance(f, Softmax) else Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+    rows = replace(rows, scale=None)  # which is this factor's; blocks and weighted rows find their own
+    alone = np.zeros(rows.shape[0], np.bool_)  # matrices of which a query picks any key by itself
+    if factor.wide is not None and not isinstance(f, Softmax):
+        alone = factor.wide.independent
     tau = _scores(factor)  # 0 for keys of zeros, and for no others
     rank = factor.rank.astype(np.float64)
     growth = 0.0 if isinstance(f, Softmax) else f.growth
@@ -293,21 +296,22 @@ def certify(
     upper = np.ones(tau.shape)
     lift: Factor | None = None
     with np.errstate(over="ignore", invalid="ignore"):  # a bound beyond the range of float64 is no bound
-        for name in names:
+        for name in names if not alone.all() else ():
             if name == "leverage":
                 bound = _direct(tau, growth, rows)
             elif name == "lewis":
-                bound = _lewis_of_each(factor, tau, growth, iterations)
+                bound = _lewis_of_each(replace(factor, wide=None), tau, growth, iterations)
             elif name == "lift":
-                bound, lift = _lift(factor, tau, round(growth / 2))
+                bound, lift = _lift(replace(factor, wide=None), tau, round(growth / 2))
             elif name == "block":
                 bound = np.stack([_block(rows.item(i), max(2.0, growth), epsilon, rng) for i in range(len(tau))])
             elif isinstance(f, Softmax):
-                root = (1 + 2 * INSIDE) * f.root(matrices.d)
+                root = f.radius if f.matrix is None and factor.wide is not None else f.root(matrices.d)
+                root = (1 + 2 * INSIDE) * root
                 bound = jensen(rows, root)
                 if name == "ball":
                     bound = ball(rows, root, bound, epsilon, _STEPS)
-            upper = np.fmin(upper, bound)  # not a number where it is infinity times zero
+            upper = np.where(alone[:, None], 1.0, np.fmin(upper, bound))  # no number where it is infinity times zero
     if not isinstance(f, Softmax):  # where f(0) > 0 a key of zeros has 1/n, from the query of zeros
         count = np.full(len(tau), tau.shape[1]) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
         at_zero = 1 / np.maximum(count, 1) if float(f(np.zeros(1))[0]) > 0 else np.zeros(len(tau))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._approximate import check_sketch_size, screen
-from levattn._array import Matrices, as_mask, as_matrices, pick, take, to_device, to_numpy
+from levattn._array import Matrices, as_mask, as_matrices, pick, take, to_device, to_float64, to_numpy
 from levattn._kernels import Float64, Rows, selection_for
 from levattn._passes import Checkpoint, Source, as_source, two_passes
 from levattn._random import as_seed
@@ -61,7 +61,8 @@ class UniversalSet:
     rank : int or array of int64, shape (...,)
         Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
     factor : levattn.linalg.Factor
-        The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys.
+        The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys, but for
+        those with n < d, of which it has a copy.
     by_size : bool
         Whether a size was asked for instead of ε.
     certificate : tuple of str
@@ -334,8 +335,9 @@ def universal_set(
 
     Notes
     -----
-    Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it. Scores are computed in float32 for keys
-    of at most that precision; those near ε are computed again in float64, so that the set is exact.
+    Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it; with n < d and an exact method O(n² d)
+    and O(n d). Scores are computed in float32 for keys of at most that precision; those near ε are computed again in
+    float64, so that the set is exact.
 
     For the approximate methods the scores are divided by the least factor by which they can fall short. It is measured
     on the second moment: exactly up to d = 320 and with `recheck`, by Lanczos' method beyond. "halving" has none, and
@@ -651,8 +653,8 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
     shape = tuple(universal.mask.shape)
     if shape != (keys.n,):
         raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
-    if universal.factor.rows.shape[2] != keys.d:
-        raise ValueError(f"universal is of keys with d = {universal.factor.rows.shape[2]}; K has d = {keys.d}")
+    if universal.factor.columns != keys.d:
+        raise ValueError(f"universal is of keys with d = {universal.factor.columns}; K has d = {keys.d}")
     if not universal.exact_factor:
         raise ValueError(
             f"universal was made by method {universal.certificate[0]!r} and knows no exact normalisers; expected a "
@@ -666,12 +668,18 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
     sample = _sample(universal.indices, universal._present, keys.n)
     scores = to_numpy(pick(universal._leverage, sample)).astype(np.float64)
-    again = rescored(universal.factor, keys, 0, sample)
-    bad = sample[~np.isfinite(again)]
+    rows = to_float64(take(keys.data, sample), keys.format)[0]
+    bad = sample[~np.isfinite(rows).all(axis=1)]
     if len(bad):
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
-    counted = scores == 1  # rows that reach outside the numerical row space among them
-    if not (counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)).all():
+    wide = universal.factor.wide
+    if wide is None:
+        again = rescored(universal.factor, keys, 0, sample)
+        counted = scores == 1  # rows that reach outside the numerical row space among them
+        same = counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)
+    else:  # their scores are those of some columns, but the keys themselves are known
+        same = rows == to_float64(take(wide.rows.keys, sample), keys.format)[0]
+    if not same.all():
         raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
 
 

@@ -109,8 +109,8 @@ def test_the_bracket_holds_the_truth(
 
     outside = mask & ~found.mask
     shift = [Fraction(0)] * K.shape[1]
-    if found.factor.rows.shift is not None:
-        shift = [Fraction(float(x)) for x in found.factor.rows.shift[0]]
+    if found.factor.shift is not None:
+        shift = [Fraction(float(x)) for x in found.factor.shift[0]]
     for q, bound in zip(Q, result.logits_bound, strict=True):
         offset = sum((Fraction(factor) * Fraction(float(a)) * b for a, b in zip(q, shift, strict=True)), Fraction(0))
         if outside.any():

@@ -117,6 +117,11 @@ def assert_same(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> 
     assert np.array_equal(found.factor.normalizer, expected.factor.normalizer)
 
 
+def assert_like(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
+    """The same set; to the last bit unless keys have fewer rows than columns, which are factored by some of these."""
+    (assert_same if expected.factor.wide is None else assert_agrees)(found, expected)
+
+
 def assert_agrees(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
     """The same set, with scores that differ by as much as their errors were estimated."""
     assert np.array_equal(as_bool(found.mask), as_bool(expected.mask))
@@ -140,7 +145,7 @@ def test_named_cases(name: str) -> None:
         K = stored[0]
         for options in ((0.1, None), (None, min(5, len(K)))):
             expected = levattn.universal_set(K, options[0], size=options[1])
-            assert_same(levattn.universal_set(Chunks(K, (7, 30)), options[0], size=options[1]), expected)
+            assert_like(levattn.universal_set(Chunks(K, (7, 30)), options[0], size=options[1]), expected)
 
 
 @stores(*HALF)
@@ -345,7 +350,7 @@ def test_few_rows_or_none(tmp_path: Path) -> None:
             expected = levattn.universal_set(K, options[0], size=options[1])
             source = levattn.open_keys(saved(tmp_path, K))
             for chunks in (lambda K=K: [K], lambda K=K: [K[..., :0, :], K, K[..., :0, :]], source):
-                assert_same(levattn.universal_set(chunks, options[0], size=options[1]), expected)
+                assert_like(levattn.universal_set(chunks, options[0], size=options[1]), expected)
 
 
 def test_rows_that_are_not_finite_are_named_by_their_number(tmp_path: Path) -> None:

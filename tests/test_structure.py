@@ -26,7 +26,7 @@ ROOT = Path(levattn.__file__).parent
 LAYERS = {
     0: ("exceptions", "_array", "_bytes", "_progress", "_random", "_threads"),
     1: ("_kernels",),
-    2: ("_moments", "_span", "_tail", "linalg", "states", "functions", "sketch", "io"),
+    2: ("_moments", "_span", "_tail", "_wide", "linalg", "states", "functions", "sketch", "io"),
     3: (
         "leverage",
         "_approximate",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from levattn._array import numbers, to_device, to_float64, to_numpy
 from levattn._bytes import shaped
 from levattn._kernels import BLOCK, Float64, Rows, token_kernels_for
-from levattn._moments import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite
+from levattn._moments import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite, require_room
 from levattn._tail import Tail
 from levattn.linalg import Factor
 from levattn.states._factors import factor_of, factor_of_sum
@@ -110,6 +110,8 @@ class RunningSums:
     """
 
     def __init__(self, b: int, d: int, full: bool, decay: Float64 | None) -> None:
+        if full:
+            require_room(b, d)
         self.decay = decay
         self._shape = (b, d, d) if full else (b, d)
         self._full = full
