@@ -70,8 +70,11 @@ def ball(rows: Rows, root: Float64 | float, bounds: Float64, epsilon: float, ste
         least = bounds[item, present]
         with np.errstate(over="ignore", invalid="ignore"):
             keys = keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys
-            moved = (keys.shape[1] + 4) * UNIT * np.max(np.abs(keys) @ np.linalg.norm(root, axis=1), initial=0.0)
-            keys = keys @ root
+            if isinstance(root, np.ndarray):
+                sizes, keys = np.abs(keys) @ np.linalg.norm(root, axis=1), keys @ root
+            else:
+                sizes, keys = np.abs(keys).sum(axis=1) * root, keys * root
+            moved = (keys.shape[1] + 4) * UNIT * np.max(sizes, initial=0.0)
             size = float(np.sqrt(np.max(np.einsum("ij,ij->i", keys, keys), initial=0.0)))
         if np.isfinite(size):  # else nothing is known of products
             if len(keys) > _UNGROUPED:

@@ -48,7 +48,8 @@ class Route:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 result = self.call(**self.arguments(case))
-            return list(self.judge(case, truth, result))
+            with np.errstate(all="ignore"):  # of what the judges compute themselves
+                return list(self.judge(case, truth, result))
         except Exception as error:
             return [] if refusal(error) else [Breach(f"{type(error).__name__}", "a result", str(error)[:200])]
 
