@@ -217,7 +217,8 @@ def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float) -> Iter
         low, high = f(np.maximum(z - apart, 0.0)), f(z + apart)
         least = low / (low + high.sum(axis=1, keepdims=True) - high)
         most = high / (high + low.sum(axis=1, keepdims=True) - low)
-    sure = np.isfinite(least) & np.isfinite(most) & (high.sum(axis=1, keepdims=True) > 1e-280)
+    total = high.sum(axis=1, keepdims=True)
+    sure = np.isfinite(least) & np.isfinite(most) & (total > 1e-280) & np.isfinite(total)
     missing = sure & (least >= epsilon * (1 + 1e-12)) & ~(found > 0)
     wrong = sure & (found > 0) & ~((found >= least * (1 - TIE)) & (found <= most * (1 + TIE)))
     for kind, bad in (("missing entry", missing), ("entry", wrong)):

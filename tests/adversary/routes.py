@@ -215,10 +215,11 @@ def grouped(K, mask, seed):
 
 def judge_groups(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     labels, found = result
+    more = 1e-6 if truth.condition <= promises.CLEAR else 2.0**-4  # bounds of what float64 hardly resolves are raised
     for group, score in enumerate(np.asarray(found)):
         members = truth.scores[labels == group]
         least, most = members.max(initial=0.0), min(members.sum(), 1.0)
-        if not least * (1 - 1e-6) <= score <= 1 or (score > most * (1 + 1e-4) + 1e-300 and score < 1 - 1e-9):
+        if not least * (1 - 1e-6) <= score <= 1 or (score > most * (1 + more) + 1e-300 and score < 1 - 1e-9):
             yield Breach("group score", f"{least!r} to {most!r} of group {group}", f"{score!r}")
             return
 
@@ -369,7 +370,7 @@ def judge_mass(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
             yield Breach("softmax mass", f"{true!r} of query {i}", f"{found.lower[i]!r} to {found.upper[i]!r}")
             return
         highest = logits[i][present & ~chosen].max(initial=-np.inf)
-        if case.seed % 2 and not highest - abs(highest) * 1e-12 <= found.logits_bound[i]:
+        if case.seed % 2 and not min(highest * (1 - 1e-12), highest * (1 + 1e-12)) <= found.logits_bound[i]:
             yield Breach("logits bound", f"at least {highest!r} of query {i}", f"{found.logits_bound[i]!r}")
             return
 
