@@ -398,7 +398,7 @@ class _Causal:
         return causal_chunks(self.read, self.rows, self.epsilon)
 
 
-_Stored = tuple[Float64, npt.NDArray[np.int32], npt.NDArray[np.int32]]
+_Stored = tuple[Any, npt.NDArray[np.int32], Any]
 
 
 @dataclass(frozen=True)
@@ -415,7 +415,7 @@ class _Products:
     error: estimated relative error of a score of ε in each row.
     epsilon: that ε.
     stored: for f(x) = x² the keys of the set as they are stored, the powers of two of their columns, and those by
-        which products of each query are divided in its normalizer; in main memory.
+        which products of each query are divided in its normalizer.
     """
 
     universal: UniversalSet
@@ -443,10 +443,10 @@ class _Products:
         if self.stored is None:
             return to_device(precise_products(Q, to_numpy(self.keys)), self.queries)
         keys, exponents, shift = self.stored
-        K, powers = even_rows(keys, -exponents)
+        K, powers = even_rows(to_numpy(keys), -exponents)
         Z = PreciseSums(Q).add(K, powers)
         with np.errstate(over="ignore"):  # of queries whose normalizer is 0
-            return to_device(np.ldexp(Z, powers - shift[to_numpy(part)][:, None]), self.queries)
+            return to_device(np.ldexp(Z, powers - to_numpy(shift[part])[:, None]), self.queries)
 
     def scores(self, among: Any = None) -> Iterator[tuple[Any, Any]]:
         """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
@@ -657,7 +657,7 @@ def heavy_attention(
         epsilon = epsilon / (1 + more)
     else:
         D, error, shift = _normalizers(even, N, exponents, universal, keys)
-    products = _prepared(universal, even, selected, D, error, epsilon, (to_numpy(stored), exponents, to_numpy(shift)))
+    products = _prepared(universal, even, selected, D, error, epsilon, (stored, exponents, shift))
     found: Any
     others = None
     if method == "countsketch":
@@ -716,17 +716,18 @@ def _prepared(
     largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
     with np.errstate(divide="ignore", invalid="ignore"):
         product = d * UNIT * xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
-    doubtful = (product > PRODUCT_ERROR) | (error > TIE / 8) | to_device(stored[2] != 0, D)
+    doubtful = (product > PRODUCT_ERROR) | (error > TIE / 8) | (stored[2] != 0)
     places = to_numpy(xp.nonzero(doubtful)[0])
     if len(places):  # of products in twice the precision
         few = to_numpy(pick(Q, places))
         loss = np.zeros(len(few))
-        K, powers = even_rows(stored[0], -stored[1])
+        K, powers = even_rows(to_numpy(stored[0]), -stored[1])
+        shift = to_numpy(stored[2])[places]
         for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)):
             sums = PreciseSums(few[part])
             sums.add(K, powers)
             total, _, root = sums.result(len(K))
-            size = np.ldexp(total, 2 * np.where(total > 0, sums.shift - stored[2][places[part]], 0))
+            size = np.ldexp(total, 2 * np.where(total > 0, sums.shift - shift[part], 0))
             with np.errstate(divide="ignore", invalid="ignore"):
                 loss[part] = root * np.sqrt(size / (epsilon * to_numpy(D)[places[part]]))
         product[to_device(places, D)] = to_device(UNIT + np.where(np.isnan(loss), 0.0, loss), D)
