@@ -194,7 +194,7 @@ class RunningSquares:
                 upper = np.where(live, np.fmin(upper * by.raised[item], 1.0), 0.0)
         slack = max(TIE, 4 * float(one.error[0]))
         kept = ~(upper < epsilon * (1 - slack)) & live
-        doubt = slack > TIE and bool((kept & ~(upper >= epsilon * (1 + slack))).any())
+        doubt = slack > 2 * TIE and bool((kept & ~(upper >= epsilon * (1 + slack))).any())
         return Judged(upper, kept, bool(counted[0]) or doubt)
 
     def _lift_error(self, moments: Twofold, factor: Factor, format: str) -> Float64 | None:

@@ -32,11 +32,13 @@ class Wide:
     rows: the keys as they came.
     columns: (b, n), independent columns that span what all columns do; where they are fewer -1 stands for none.
     independent: (b,), the matrices whose rows, but those of zeros, are proven to be independent; less a mean none are.
+    clear: (b,), those among them for which float64 is enough to prove it.
     """
 
     rows: Rows
     columns: Places
     independent: npt.NDArray[np.bool_]
+    clear: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, rows: Rows, largest: Float64) -> Wide:
@@ -45,15 +47,15 @@ class Wide:
         columns = np.full(
             (len(found), max(rows.shape[1], 1)), -1
         )  # whatever the ranks, so that a batch changes no bits
-        for item, (some, _) in enumerate(found):
+        for item, (some, _, _) in enumerate(found):
             columns[item, : len(some)] = some
-        whole = np.array([every for _, every in found], np.bool_)
-        return cls(rows, columns, whole if rows.shift is None else np.zeros_like(whole))
+        whole = np.array([every for _, every, _ in found], np.bool_) & (rows.shift is None)
+        return cls(rows, columns, whole, whole & np.array([clear for _, _, clear in found], np.bool_))
 
     def item(self, index: int) -> Wide:
         """Return one matrix as a batch of one."""
         one = slice(index, index + 1)
-        return Wide(self.rows.item(index), self.columns[one], self.independent[one])
+        return Wide(self.rows.item(index), self.columns[one], self.independent[one], self.clear[one])
 
     def held(self) -> Wide:
         """Return the same with keys of its own."""
@@ -88,8 +90,11 @@ class Wide:
         return out
 
 
-def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool]:
-    """Return independent columns that span what all columns of one matrix do, and whether its rows are independent."""
+def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
+    """Return independent columns that span what all columns of one matrix do.
+
+    And whether its rows are independent, and whether the proof is by float64.
+    """
     from scipy.linalg.lapack import dgetrf
 
     stored = as_read(replace(rows, shift=None))
@@ -97,7 +102,7 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool]:
     stored = stored[live]
     m, d = stored.shape
     if not m:
-        return np.zeros(0, np.int64), True
+        return np.zeros(0, np.int64), True, True
     X = _tame(stored if rows.shift is None else as_read(rows)[live], np.frexp(largest)[1])
     triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that columns are what is pivoted
     order = np.arange(d)
@@ -107,9 +112,10 @@ def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool]:
     del triangle, X
     order = np.concatenate([order[:m][~small], order[:m][small], order[m:]])
     columns = order[:m]
-    if not _is_regular(stored[:, columns]):
+    clear = _is_regular(stored[:, columns])
+    if not clear:
         columns = order[_independent(stored[:, order].T, m - int(small.sum()))]
-    return np.sort(columns), len(columns) == m
+    return np.sort(columns), len(columns) == m, clear
 
 
 def _independent(vectors: Float64, first: int) -> Places:

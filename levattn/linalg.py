@@ -292,7 +292,8 @@ class Factor:
         for item in self.outside:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_outside(item, out, ceiling)
-        for item in () if self.wide is None else np.flatnonzero(self.wide.independent).tolist():
+        alone = np.zeros(0) if self.wide is None else self.wide.clear if numerical else self.wide.independent
+        for item in np.flatnonzero(alone).tolist():
             live = nonzero_rows(self.rows.item(item))
             self._set(out, item, live, 1.0)
             self._set(out, item, ~live, 0.0)
@@ -350,6 +351,8 @@ class Factor:
             kernels.sqnorms(one, np.array([0]), (_upper_form(Z) / c[:, None])[None] * _LIFT, wide, arithmetic="double")
             kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * _LIFT, size, arithmetic="double")
             beyond |= tiny & (wide[0, :] > noise * (size[0, :] + offset * _LIFT**2))
+            if not offset:  # and what is too small to be read beside the others
+                beyond |= (size[0, :] == 0) & to_device(nonzero_rows(one), size)
         out[item, :] = kernels.where(beyond, value, out[item, :])
         return bool(to_numpy(beyond).any())
 

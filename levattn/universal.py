@@ -615,7 +615,7 @@ def _at_least(
         slack, again = np.repeat(np.maximum(TIE, 4 * factor.error), np.diff(starts)), rescore(starts, near)
         taken = ~(again < epsilon * (1 - slack))
         select.include(chosen, starts, near, taken)
-        doubt = bool((taken & (slack > TIE) & ~(again >= epsilon * (1 + slack))).any())
+        doubt = bool((taken & (slack > 2 * TIE) & ~(again >= epsilon * (1 + slack))).any())
     return chosen, doubt
 
 

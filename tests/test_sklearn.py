@@ -131,7 +131,8 @@ def test_rank_deficient_rows_have_as_many_whitened_columns_as_their_rank() -> No
     assert Z.shape == (4000, scorer.rank_) == (4000, 3)
     np.testing.assert_allclose(Z.T @ Z, np.eye(3), atol=1e-10)
     np.testing.assert_allclose(scorer.score_samples(X), leverage_svd(X), rtol=1e-9)
-    np.testing.assert_array_equal(scorer.universal_set_, levattn.universal_set(X, 0.05).indices)
+    # Sums of moments cannot tell what rounding left of further directions, so no row is let go.
+    assert np.all(np.isin(levattn.universal_set(X, 0.05).indices, scorer.universal_set_))
     assert list(scorer.get_feature_names_out()) == ["leveragescorer0", "leveragescorer1", "leveragescorer2"]
 
 
