@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ _CHUNK = 256  # rows that are worked on at a time
 _SCORE_ERROR = 1e-3  # estimated relative error of a score up to which keys are let go by it
 _SUM_ERROR = TIE / 2  # of a normalizer, beyond which it is summed over the keys
 _LEAST = 2.0**-900  # normalizers below may have lost squares
+_TAME = 100  # powers of two of queries and units that need no scaling
 _FAR = 250  # powers of two by which an entry may be larger than the unit of its column
 
 
@@ -60,11 +62,13 @@ class _Units:
         self.exponents: Exponents = np.zeros(d, np.int32)
         self.seen = np.zeros(d, np.bool_)
 
-    def take(self, K: Float64) -> tuple[int, npt.NDArray[np.bool_]]:
+    def take(self, K: Float64) -> tuple[int, Any]:
         """Fix the units for some of the keys that come next; return how many, and the columns that each row has seen.
 
         The unit of a column is that of its first entry. A key that is much larger begins a chunk, and new units.
         """
+        if self.seen.all() and np.all(np.frexp(np.max(np.abs(K), axis=0))[1] <= self.exponents + _FAR):
+            return len(K), np.True_
         found = np.frexp(K)[1]
         there = K != 0
         first = found[np.argmax(there, axis=0), np.arange(K.shape[1])]
@@ -78,6 +82,19 @@ class _Units:
         self.seen = seen[-1] if count else self.seen
         self.exponents = np.where(self.seen, units, 0).astype(np.int32)
         return count, seen
+
+
+def _even(Q: Float64, exponents: Exponents, seen: Any) -> tuple[Float64, Exponents]:
+    """Return queries times the units of the columns that their row has seen, and what untame ones are divided by."""
+    Q = np.where(seen, Q, 0.0)
+    out, powers = Q * np.ldexp(1.0, np.clip(exponents, -_TAME, _TAME)), np.zeros(len(Q), np.int32)
+    size = np.max(np.abs(Q), axis=1, initial=0.0)
+    odd = np.flatnonzero(((size < 2.0**-_TAME) | (size > 2.0**_TAME)) & (size > 0))
+    if np.abs(exponents).max(initial=0) > _TAME:
+        odd = np.arange(len(Q))
+    if len(odd):
+        out[odd], powers[odd] = even_rows(Q[odd], exponents)
+    return out, powers
 
 
 def _padded(A: Float64) -> Float64:
@@ -112,7 +129,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         if change.any():
             G, largest = np.ldexp(G, change[:, None] + change), np.ldexp(largest, change)
         K, held = np.ldexp(stored, -exponents), np.ldexp(kept_keys, -exponents)
-        Q, powers = even_rows(np.where(seen, queries(start, stop), 0.0), exponents)
+        Q, powers = _even(queries(start, stop), exponents, seen)
         q, own = _padded(Q), _padded(K)
         Z = np.hstack([q @ held.T, q @ own.T])
         squares = Z * Z
@@ -120,7 +137,10 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         before = np.einsum("ij,ij->i", q @ G, q)[:count]
         size = np.einsum("ij,ij->i", np.abs(q) @ np.abs(G), np.abs(q))[:count]
         D = before + squares[:count, len(kept) :].sum(axis=1)
-        reach = np.einsum("ij,ij->i", np.abs(Q), np.maximum(np.maximum.accumulate(np.abs(K), axis=0), largest))
+        here, seen_so_far = np.abs(K), largest
+        if (here > largest).any():
+            seen_so_far = np.maximum(np.maximum.accumulate(here, axis=0), largest)
+        reach = np.sum(np.abs(Q) * seen_so_far, axis=1)
         scores = squares[:count]
         with np.errstate(divide="ignore", invalid="ignore"):
             error = (32 + chunks) * UNIT * (1 + size / D)
@@ -143,7 +163,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
             live[exact], D[exact], product[exact] = total > 0, total, UNIT + root / np.sqrt(epsilon)
             powers[exact] += np.where(total > 0, sums.shift, 0)
         G += own.T @ own
-        largest = np.maximum(largest, np.max(np.abs(K), axis=0, initial=0.0))
+        largest = np.maximum(largest, np.max(here, axis=0, initial=0.0))
         kept_now, keys_now = np.concatenate([kept, np.arange(start, stop)]), np.vstack([kept_keys, stored])
         still, sure = _still(G, np.vstack([held, K]), np.any(keys_now != 0, axis=1), chunks, epsilon)
         if not sure and len(kept_now) > limit:

@@ -285,6 +285,8 @@ class MomentSum:
 
     def _cover(self, rows: Rows, diagonal: Float64, total: Callable[[], Twofold | None]) -> None:
         """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal."""
+        if all(span.whole for span in self.spans):
+            return
         live = diagonal > 0
         if self.merged is not None:
             live |= _diagonal(self.merged.high) > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -59,10 +60,15 @@ class Span:
         """Its dimension."""
         return len(self.basis) + int(np.count_nonzero(self.units))
 
+    @cached_property
+    def whole(self) -> bool:
+        """Whether it holds every row."""
+        return self.rank == len(self.units)
+
     def outside(self, rows: Rows) -> Flags:
         """Tell which rows of a batch of one do not lie in it, (n,); a masked row does."""
         out = np.zeros(rows.shape[1], np.bool_)
-        if self.rank < len(self.units):
+        if not self.whole:
             basis, pivots, rank = self._room(0)
             for part, X in _stored(rows):
                 span_kernels().mark_outside(X, basis, pivots, rank, self.units, out[part])

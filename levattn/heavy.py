@@ -640,8 +640,10 @@ def heavy_attention(
     if not square:
         return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
-    reached = to_device(np.any(N != 0, axis=0), Q64)
-    even, powers = even_queries(xp.where(reached, Q64, 0.0), exponents)  # other entries meet no key
+    reached = np.any(N != 0, axis=0)
+    if not reached.all():  # other entries meet no key
+        Q64 = xp.where(to_device(reached, Q64), Q64, 0.0)
+    even, powers = even_queries(Q64, exponents)
     stored, selected = selected, xp.ldexp(selected, to_device(-exponents, selected))
     distortion, shift = 0.0, xp.zeros(len(even), dtype=xp.int32)
     if method == "jl":

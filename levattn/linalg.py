@@ -393,8 +393,9 @@ class Factor:
         N = np.zeros(B.shape)
         if np.count_nonzero(live) == np.count_nonzero(kept) > 0:
             inverse = precise_solutions(np.ascontiguousarray(B[np.ix_(live, kept)]), np.eye(int(live.sum())))
-            core = np.ascontiguousarray(C[np.ix_(kept, kept)])
-            N[np.ix_(kept, live)] = precise_solutions(core, inverse).T
+            if self.arithmetic[item] == "compensated":
+                inverse = precise_solutions(np.ascontiguousarray(C[np.ix_(kept, kept)]), inverse)
+            N[np.ix_(kept, live)] = inverse.T
         elif kept.any():
             even, c = _columns(self, item, B)
             inverse = _left_inverse(even[:, kept]) * c
@@ -474,8 +475,9 @@ class Factor:
         B, C = self._parts(item)
         d, kept = len(B), np.any(C != 0, axis=0)
         few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))
-        C = C[np.ix_(kept, kept)]
-        spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2)) if len(C) else 1.0
+        C, spread = C[np.ix_(kept, kept)], 1.0
+        if self.arithmetic[item] == "compensated" and len(C):
+            spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2))
         if few and len(C):  # the columns of B have the row space of the keys only to rounding
             s = np.linalg.svd(_columns(self, item, B)[0][:, kept], compute_uv=False)
             more = 64 * d if item in self.hidden else 8.0  # hidden directions add to a normalizer as well
