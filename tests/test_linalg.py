@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from operator import mul
+
 import numpy as np
 import pytest
 
@@ -101,3 +104,19 @@ def test_wide_matrices_take_blas(kind: str) -> None:
     assert levattn.universal_set(K, 0.5).rank == np.count_nonzero(s > 1e-12 * s[0])
     with levattn.thread_limit(1):
         np.testing.assert_array_equal(levattn.leverage_scores(K), found)
+
+
+@pytest.mark.parametrize("condition", 10.0 ** np.arange(0, 15, 2))
+def test_normalizers_are_as_exact_as_they_claim(condition: float) -> None:
+    """Against exact rationals, for queries of all kinds, those nearly orthogonal to the keys among them."""
+    rng = np.random.default_rng(int(np.log10(condition)))
+    for K in (strategies.conditioned(rng, 60, 6, condition), rng.standard_normal((60, 6))):
+        K[:, 1] = K[:, 0] + K[:, 1] / condition
+        V = np.linalg.svd(K)[2]
+        Q = np.vstack([np.eye(6), rng.standard_normal((4, 6)), V, V[-1] + 1e-9 * V[0]])
+        exact = [sum(sum(map(mul, map(Fraction, q), map(Fraction, k))) ** 2 for k in K.tolist()) for q in Q.tolist()]
+        heavy = levattn.heavy_attention(Q, K, 0.01)
+        states = levattn.CausalUniversalSet(0.01).update(K[:50]).update(K[50:]).heavy(Q)
+        for found, error in ((heavy.normalizers, heavy.error), (states.normalizers, states.error)):
+            off = [abs(float(Fraction(float(x)) / y - 1)) for x, y in zip(found, exact, strict=True)]
+            assert np.all(off <= np.maximum(1e-12, 4 * error))
