@@ -87,7 +87,8 @@ class _Units:
 def _even(Q: Float64, exponents: Exponents, seen: Any) -> tuple[Float64, Exponents]:
     """Return queries times the units of the columns that their row has seen, and what untame ones are divided by."""
     Q = np.where(seen, Q, 0.0)
-    out, powers = Q * np.ldexp(1.0, np.clip(exponents, -_TAME, _TAME)), np.zeros(len(Q), np.int32)
+    with np.errstate(over="ignore"):  # of rows that are not tame
+        out, powers = Q * np.ldexp(1.0, np.clip(exponents, -_TAME, _TAME)), np.zeros(len(Q), np.int32)
     size = np.max(np.abs(Q), axis=1, initial=0.0)
     odd = np.flatnonzero(((size < 2.0**-_TAME) | (size > 2.0**_TAME)) & (size > 0))
     if np.abs(exponents).max(initial=0) > _TAME:
