@@ -16,15 +16,17 @@ from levattn._normalizers import (
     Exponents,
     PreciseSums,
     even_rows,
+    flushed,
 )
 from levattn.leverage import TIE
 from levattn.linalg import UNIT, dense, factor_moments
 
-__all__ = ["CausalChunk", "causal_chunks"]
+__all__ = ["CHUNK", "CausalChunk", "causal_chunks"]
 
-_CHUNK = 256  # rows that are worked on at a time
+CHUNK = 256  # rows that are worked on at a time
 _SCORE_ERROR = 1e-3  # estimated relative error of a score up to which keys are let go by it
 _SUM_ERROR = TIE / 2  # of a normalizer, beyond which it is summed over the keys
+_NOTHING = 2.0**-1022  # a score of which nothing is known
 _LEAST = 2.0**-900  # normalizers below may have lost squares
 _TAME = 100  # powers of two of queries and units that need no scaling
 _FAR = 250  # powers of two by which an entry may be larger than the unit of its column
@@ -100,7 +102,7 @@ def _even(Q: Float64, exponents: Exponents, seen: Any) -> tuple[Float64, Exponen
 
 def _padded(A: Float64) -> Float64:
     """Return the rows of a chunk with rows of zeros after them: of one shape BLAS sums all chunks in one order."""
-    return np.concatenate([A, np.zeros((_CHUNK - len(A), A.shape[1]))])
+    return np.concatenate([A, np.zeros((CHUNK - len(A), A.shape[1]))])
 
 
 def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: float) -> Iterator[CausalChunk]:
@@ -119,10 +121,10 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
     kept, kept_keys = np.zeros(0, np.int64), np.zeros((0, d))
     largest = np.zeros(d)  # in the columns of the keys so far
     limit = 2 * d / epsilon
-    below = np.tri(_CHUNK)
+    below = np.tri(CHUNK)
     start = chunks = 0
     while start < n:
-        stored = dense(rows, start, min(start + _CHUNK, n))
+        stored = dense(rows, start, min(start + CHUNK, n))
         before_units = units.exponents
         count, seen = units.take(stored)
         stop, stored, exponents = start + count, stored[:count], units.exponents
@@ -130,7 +132,8 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         if change.any():
             G, largest = np.ldexp(G, change[:, None] + change), np.ldexp(largest, change)
         K, held = np.ldexp(stored, -exponents), np.ldexp(kept_keys, -exponents)
-        Q, powers = _even(queries(start, stop), exponents, seen)
+        stored_queries = queries(start, stop)
+        Q, powers = _even(stored_queries, exponents, seen)
         q, own = _padded(Q), _padded(K)
         Z = np.hstack([q @ held.T, q @ own.T])
         squares = Z * Z
@@ -154,8 +157,8 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
             near = even_rows(np.concatenate([kept_keys, _padded(stored)]), -exponents)
             mine = np.hstack([np.zeros((len(exact), len(kept))), below[exact]])
             sums.add(*near, mine)
-            for low in range(0, start, 16 * _CHUNK):
-                sums.add(*even_rows(dense(rows, low, min(low + 16 * _CHUNK, start)), -exponents))
+            for low in range(0, start, 16 * CHUNK):
+                sums.add(*even_rows(dense(rows, low, min(low + 16 * CHUNK, start)), -exponents))
             total, error[exact], root = sums.result(start + 1 + exact)
             mine[:, : len(kept)] = 1.0
             some = sums.squares(PreciseSums(Q[exact]).add(*near, mine), near[1])
@@ -169,12 +172,17 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         still, sure = _still(G, np.vstack([held, K]), np.any(keys_now != 0, axis=1), chunks, epsilon)
         if not sure and len(kept_now) > limit:
             still = _still_by_factor(rows, stop, kept_now, epsilon)
-            limit = max(2 * d / epsilon, 2 * int(still.sum()) + _CHUNK)
+            limit = max(2 * d / epsilon, 2 * int(still.sum()) + CHUNK)
         kept, kept_keys = kept_now[still], keys_now[still]
         scores[~live] = 0.0
+        lost = np.flatnonzero(flushed(np.where(seen, stored_queries, 0.0), Q))
+        for row in lost.tolist():  # nothing is known of its products with the keys up to it
+            visible = slice(0, len(kept_now) - count + row + 1)
+            scores[row, visible] = np.maximum(scores[row, visible], _NOTHING)
         with np.errstate(over="ignore"):
             normalizers = np.ldexp(D, 2 * powers)
         captured, error = scores.sum(axis=1), np.where(live, error + 2 * product, 0.0)
+        error[lost], live[lost] = np.inf, True
         yield CausalChunk((start, stop), kept_now, scores, normalizers, live, captured, error, len(kept))
         start, chunks = stop, chunks + 1
 

@@ -20,6 +20,7 @@ __all__ = [
     "PreciseSums",
     "even_queries",
     "even_rows",
+    "flushed",
     "normalizers_by",
     "relative",
 ]
@@ -27,7 +28,7 @@ __all__ = [
 Exponents = npt.NDArray[np.int32]
 
 NORMALIZER_ERROR = 1e-12  # estimated rounding, relative, from which on a normalizer is computed more precisely
-PRODUCT_ERROR = TIE / 8  # the same for a product of a query and a key that makes a heavy entry
+PRODUCT_ERROR = TIE / 16  # the same for a product of a query and a key that makes a heavy entry
 LOWEST = -(1 << 20)  # an exponent below all
 _NOTHING = 2.0**-104  # what twice the precision does not see
 _TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
@@ -86,14 +87,18 @@ class PreciseSums:
         self.Q = Q
         self.shift: Exponents = np.full(len(Q), LOWEST, np.int32)  # sums are of products divided by 2^shift
         self._total, self._noise = np.zeros(len(Q)), np.zeros(len(Q))
+        self._sizes = np.sqrt(np.sum(Q * Q, axis=1))
 
     def add(self, K: Float64, powers: Exponents, among: Any = 1.0) -> Float64:
         """Add the keys 2^powers K, those of a query that `among` says; return the products with K."""
-        Z = precise_products(self.Q, K)
-        noise = _NOTHING * K.shape[1] ** 2 * (np.abs(self.Q) @ np.abs(K).T)
-        doubtful = np.nonzero((Z != 0) & (np.abs(Z) <= noise))
+        Z, sizes = precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
+        noise = _NOTHING * K.shape[1] ** 2 * self._sizes[:, None] * sizes
+        nothing = noise == 0
+        doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)
         if len(doubtful[0]):
-            span_kernels().mark_zeros(self.Q, K, *doubtful, Z)
+            span_kernels().mark_zeros(self.Q, K, *doubtful, nothing)
+            # one that is not zero may be computed as zero
+            Z = np.where(nothing, 0.0, np.where(Z == 0, noise, Z))
         Z *= among
         live = Z != 0
         top = np.max(np.where(live, np.frexp(Z)[1] + powers, LOWEST), axis=1, initial=LOWEST)
@@ -117,6 +122,12 @@ class PreciseSums:
             root = np.where(self._total > 0, np.sqrt(self._noise / self._total), 0.0)
             error = np.where(self._total > 0, (np.sqrt(count) + 12) * UNIT + root * (2 + root), 0.0)
         return self._total, error, root
+
+
+def flushed(X: Any, even: Any) -> Any:
+    """Tell which rows lost an entry when they were brought to about 1: products with them are not known."""
+    xp = array_api_compat.array_namespace(X)
+    return xp.any((X != 0) & (even == 0), axis=1)
 
 
 def even_rows(X: Float64, exponents: Exponents) -> tuple[Float64, Exponents]:

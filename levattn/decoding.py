@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._array import Matrices, to_float64, to_numpy
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn._moments import MomentSum, check_finite, refuse_nonfinite
-from levattn._normalizers import LOWEST, PRODUCT_ERROR, PreciseSums, even_queries, even_rows, normalizers_by
+from levattn._normalizers import LOWEST, PRODUCT_ERROR, PreciseSums, even_queries, even_rows, flushed, normalizers_by
 from levattn._stream import HeldKeys
 from levattn._tail import in_main_memory, payload_of
 from levattn.exceptions import NonFiniteError
@@ -272,7 +272,8 @@ class CausalUniversalSet:
         recent = keys[len(keys) - self._recent :]
         there = np.frexp(np.max(np.abs(recent), axis=0, initial=0.0))[1].astype(np.int32)
         if self._factor is None:
-            even, powers = even_queries(np.where(np.any(recent != 0, axis=0), Q, 0.0), there)
+            met = np.any(recent != 0, axis=0)
+            even, powers = even_queries(np.where(met, Q, 0.0), there)
             exponents, D, loss, known = there, np.zeros(len(Q)), np.zeros(len(Q)), 0.0
         else:
             N, exponents = self._even[item]
@@ -280,7 +281,8 @@ class CausalUniversalSet:
             # recent keys may be much larger than those that were factored, or in columns that had none
             both = np.where(new & ((there > exponents) | ~alive), there, exponents)
             N, exponents = np.ldexp(N, exponents - both), both
-            even, powers = even_queries(np.where(alive | new, Q, 0.0), exponents)  # other entries meet no key
+            met = alive | new  # other entries of a query meet no key
+            even, powers = even_queries(np.where(met, Q, 0.0), exponents)
             D, loss = normalizers_by(self._factor.item(item), even, N, exponents)
             known = float(self._factor.error[item])
         stored, keys = keys, np.ldexp(keys, -exponents)
@@ -312,6 +314,8 @@ class CausalUniversalSet:
         with np.errstate(divide="ignore", invalid="ignore"):
             error = np.where(total > 0, loss * (2 * root + loss) / total + known + 2 * product, 0.0)
             scores = np.where(total[:, None] > 0, squares / total[:, None], 0.0)
+        lost = flushed(np.where(met, Q, 0.0), even)  # of their products nothing is known
+        error[lost], scores[lost] = np.inf, np.maximum(scores[lost], 2.0**-1022)
         least = self.epsilon * (1 - np.maximum(TIE, 4 * error))  # doubt counts as heavy
         i, j = np.nonzero((scores >= least[:, None]) & (scores > 0))
         with np.errstate(over="ignore"):

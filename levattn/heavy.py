@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from levattn._approximate import FAILURE
 from levattn._array import Matrices, as_mask, as_matrices, pick, take, to_device, to_float64, to_numpy
-from levattn._causal import CausalChunk, causal_chunks
+from levattn._causal import CHUNK, CausalChunk, causal_chunks
 from levattn._kernels import (
     Float64,
     Rows,
@@ -31,6 +31,7 @@ from levattn._normalizers import (
     PreciseSums,
     even_queries,
     even_rows,
+    flushed,
     normalizers_by,
     relative,
 )
@@ -50,6 +51,7 @@ __all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 
 BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
+_LEAST = 2.0**-1022  # a score of which nothing is known
 _LARGEST_POWER = 1000  # of two in a query
 _SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
 
@@ -257,7 +259,9 @@ class HeavyAttention:
             kept = chunk.keys[chunk.keys < chunk.rows[0]]
             chosen = dense(_rows(values, kept), 0, len(kept))
             rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
-            output[part] = chunk.scores @ np.vstack([chosen, here, rest])
+            scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # of one shape, as BLAS sums each in its order
+            scores[: len(here)] = chunk.scores
+            output[part] = (scores @ np.vstack([chosen, here, rest]))[: len(here)]
             error = np.minimum(chunk.error, 2.0) * _spread(chunk.scores.shape[1], causal.epsilon)
             error = np.where(chunk.live, error + 16 * UNIT * chunk.scores.shape[1], 0.0)
             residual = self.residual_mass[part]
@@ -291,10 +295,11 @@ class _Before:
         self.count = 0
         self.total, self.largest = np.zeros(d), 0.0
         self._squares, self._power = np.zeros((d, d)), LOWEST  # Σ v vᵀ, of values divided by 2^power
+        self._chunks = 0
 
     def add(self, V: Float64, sizes: Float64, count: int) -> None:
         """Add the values of `count` keys, with their norms."""
-        self.count += count
+        self.count, self._chunks = self.count + count, self._chunks + 1
         self.total = self.total + V.sum(axis=0)
         self.largest = max(self.largest, float(sizes.max(initial=0.0)))
         if self.largest > 0:
@@ -311,7 +316,7 @@ class _Before:
         if centred:
             total = np.ldexp(self.total, -self._power)
             squares = squares - np.outer(total, total) / self.count
-        trace = float(np.trace(self._squares)) * 64 * len(squares) * UNIT  # rounding
+        trace = float(np.trace(self._squares)) * (2 * self._chunks + 2 * CHUNK + 64 * len(squares)) * UNIT  # rounding
         rows = np.abs(squares).sum(axis=1).max()  # bounds the largest eigenvalue
         largest = np.linalg.eigvalsh(squares)[-1] if len(squares) <= _FEW_COLUMNS else rows
         return float(np.ldexp(np.sqrt(max(largest, 0.0) + trace), self._power))
@@ -465,6 +470,7 @@ class _Products:
                     some = xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
                     if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
                         some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
+                        some = xp.where(xp.isinf(self.error[part])[:, None] & (some < _LEAST), _LEAST, some)
                     yield part, some
 
 
@@ -659,7 +665,7 @@ def heavy_attention(
         epsilon = epsilon / (1 + more)
     else:
         D, error, shift = _normalizers(even, N, exponents, universal, keys)
-    products = _prepared(universal, even, selected, D, error, epsilon, (stored, exponents, shift))
+    products = _prepared(universal, even, selected, D, error, flushed(Q64, even), epsilon, (stored, exponents, shift))
     found: Any
     others = None
     if method == "countsketch":
@@ -711,9 +717,12 @@ def _recovered(
 
 
 def _prepared(
-    universal: UniversalSet, Q: Any, keys: Any, D: Any, error: Any, epsilon: float, stored: _Stored
+    universal: UniversalSet, Q: Any, keys: Any, D: Any, error: Any, lost: Any, epsilon: float, stored: _Stored
 ) -> _Products:
-    """Decide which queries take more than float64 for the products that make an entry of at least ε."""
+    """Decide which queries take more than float64 for the products that make an entry of at least ε.
+
+    Of those in `lost` nothing is known, as entries of theirs are out of range.
+    """
     xp, d = array_api_compat.array_namespace(Q), Q.shape[1]
     largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -734,7 +743,8 @@ def _prepared(
                 loss[part] = root * np.sqrt(size / (epsilon * to_numpy(D)[places[part]]))
         product[to_device(places, D)] = to_device(UNIT + np.where(np.isnan(loss), 0.0, loss), D)
     error = xp.where(D > 0, error + 2 * product, 0.0)
-    return _Products(universal, Power(2.0), Q, keys, D, doubtful, error, epsilon, stored)
+    error = xp.where(lost, xp.full_like(error, float("inf")), error)
+    return _Products(universal, Power(2.0), Q, keys, D, doubtful | lost, error, epsilon, stored)
 
 
 def _causal_attention(

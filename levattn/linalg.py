@@ -293,6 +293,10 @@ class Factor:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_outside(item, out, ceiling)
         alone = np.zeros(0) if self.wide is None else self.wide.clear if numerical else self.wide.independent
+        if self.wide is not None and not member:
+            raise ValueError(
+                "rows are scored against keys with fewer rows than columns; expected the rows of these keys"
+            )
         for item in np.flatnonzero(alone).tolist():
             live = nonzero_rows(self.rows.item(item))
             self._set(out, item, live, 1.0)

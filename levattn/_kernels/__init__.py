@@ -213,7 +213,7 @@ def span_kernels() -> ModuleType:
     ``insert_rows(rows, basis, pivots, rank, units)`` and ``insert_residues(...)`` extend a basis of residues (reduced
     row echelon, with room for more rows) by rows of numbers or of residues, and return its rank;
     ``mark_outside(rows, basis, pivots, rank, units, out)`` sets `out` for the rows that the basis and the unit vectors
-    do not span; ``mark_zeros(Q, K, rows, columns, out)`` sets `out` to 0 at pairs of orthogonal rows of Q and K.
+    do not span; ``mark_zeros(Q, K, rows, columns, out)`` sets `out` at pairs of orthogonal rows of Q and K.
     """
     from levattn._kernels import _cpu_span
 

@@ -87,7 +87,7 @@ def _dot(row, v):
 
 @jit
 def mark_zeros(Q, K, rows, columns, out):
-    """Set `out` to 0 at the pairs of rows and columns for which the row of Q and the row of K are orthogonal."""
+    """Set `out` at the pairs of rows and columns for which the row of Q and the row of K are orthogonal."""
     d = Q.shape[1]
     for t in range(len(rows)):
         total = _ZERO
@@ -96,7 +96,7 @@ def mark_zeros(Q, K, rows, columns, out):
             if q != 0 and k != 0:
                 total = _reduced(total + _product(_residue(q), _residue(k)))
         if total == _ZERO:
-            out[rows[t], columns[t]] = 0.0
+            out[rows[t], columns[t]] = True
 
 
 @jit
