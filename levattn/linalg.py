@@ -267,7 +267,16 @@ class Factor:
             Float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; 0 for masked rows.
         counted : array of bool, shape (b,)
             True for a matrix with rows that were counted as 1 or bounded.
+
+        Raises
+        ------
+        ValueError
+            For rows of others, if the keys have fewer rows than columns.
         """
+        if self.wide is not None and not member:
+            raise ValueError(
+                "rows are scored against keys with fewer rows than columns; expected the rows of these keys"
+            )
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
         kernels = kernels_for(self.rows)
         out = kernels.wide_zeros(self.rows) if wide else kernels.zeros(self.rows)
@@ -293,10 +302,6 @@ class Factor:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_outside(item, out, ceiling)
         alone = np.zeros(0) if self.wide is None else self.wide.clear if numerical else self.wide.independent
-        if self.wide is not None and not member:
-            raise ValueError(
-                "rows are scored against keys with fewer rows than columns; expected the rows of these keys"
-            )
         for item in np.flatnonzero(alone).tolist():
             live = nonzero_rows(self.rows.item(item))
             self._set(out, item, live, 1.0)
