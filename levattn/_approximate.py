@@ -194,8 +194,9 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
     short = spread(right, n * b)[0] if right else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(scores * (1 + 4 * factor.score_error[:, None]) / (least[:, None] * (1 - short)), 1.0)
-    for item in factor.outside if method != "jl" else ():  # directions may be hidden from the sketch
-        if Span.of(rows.item(item)).rank > factor.rank[item]:
+    unresolved = set() if exact is None else set(exact.hidden)  # whose eigenvalues were not measured in all directions
+    for item in {*factor.outside, *unresolved} if method != "jl" else ():  # directions may be hidden from the sketch
+        if item in unresolved or Span.of(rows.item(item)).rank > factor.rank[item]:
             upper[item, nonzero_rows(rows.item(item))] = 1.0
     return Screened(upper, factor if exact is None else exact, exact is not None)
 
