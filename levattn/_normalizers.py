@@ -15,7 +15,6 @@ from levattn.linalg import UNIT, Factor
 
 __all__ = [
     "LOWEST",
-    "NORMALIZER_ERROR",
     "PRODUCT_ERROR",
     "PreciseSums",
     "even_queries",

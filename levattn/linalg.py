@@ -412,9 +412,7 @@ class Factor:
             N = np.where(live, np.linalg.qr(N, mode="r"), 0.0)
         exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
         N = np.ldexp(N, -exponents)
-        if self.rows.scale is not None:
-            exponents = exponents - (np.frexp(self.rows.scale[item])[1] - 1)
-        return N, exponents
+        return N, exponents - self._scale_powers(item)
 
     def even_basis(self, item: int, exponents: npt.NDArray[np.int32]) -> tuple[Float64, Float64] | None:
         """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normaliser of a query so scaled.
@@ -436,9 +434,7 @@ class Factor:
         if self.rank[item] < len(exponents):
             return None
         B, C = self._parts(item)
-        if self.rows.scale is not None:
-            exponents = exponents + (np.frexp(self.rows.scale[item])[1] - 1)
-        return np.ldexp(B, exponents[:, None]), C
+        return np.ldexp(B, (exponents + self._scale_powers(item))[:, None]), C
 
     def even_whitening(self, item: int, exponents: npt.NDArray[np.int32]) -> Float64:
         """Return W for keys that are divided by powers of two, as by `even_normalizer`, and not scaled.
@@ -455,9 +451,13 @@ class Factor:
         array of float64, shape (d, d)
             The whitening.
         """
-        if self.rows.scale is not None:
-            exponents = exponents + (np.frexp(self.rows.scale[item])[1] - 1)
-        return np.asarray(np.ldexp(self.whitening[item], exponents[:, None]))
+        return np.asarray(np.ldexp(self.whitening[item], (exponents + self._scale_powers(item))[:, None]))
+
+    def _scale_powers(self, item: int) -> npt.NDArray[np.int32]:
+        """Return the exponents of the scale under which the keys were factored, (d,)."""
+        if self.rows.scale is None:
+            return np.zeros(self.rows.shape[2], np.int32)
+        return np.asarray(np.frexp(self.rows.scale[item])[1] - 1, np.int32)
 
     def _parts(self, item: int) -> tuple[Float64, Float64]:
         """Return B and C with W = B C, of which W is the rounded product where there is a basis."""
