@@ -194,9 +194,12 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
     short = spread(right, n * b)[0] if right else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(scores * (1 + 4 * factor.score_error[:, None]) / (least[:, None] * (1 - short)), 1.0)
-    unresolved = set() if exact is None else set(exact.hidden)  # whose eigenvalues were not measured in all directions
-    for item in {*factor.outside, *unresolved} if method != "jl" else ():  # directions may be hidden from the sketch
-        if item in unresolved or Span.of(rows.item(item)).rank > factor.rank[item]:
+    for item in range(b) if method != "jl" else ():  # directions may be hidden from the sketch, or not measured
+        if exact is not None:
+            hidden = item in exact.hidden or factor.rank[item] < exact.rank[item]
+        else:
+            hidden = factor.rank[item] < min(n, d) and factor.rank[item] < Span.of(rows.item(item)).rank
+        if hidden:
             upper[item, nonzero_rows(rows.item(item))] = 1.0
     return Screened(upper, factor if exact is None else exact, exact is not None)
 

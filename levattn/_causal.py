@@ -96,7 +96,7 @@ def _even(Q: Float64, exponents: Exponents, seen: Any) -> tuple[Float64, Exponen
     if np.abs(exponents).max(initial=0) > _TAME:
         odd = np.arange(len(Q))
     if len(odd):
-        out[odd], powers[odd] = even_rows(Q[odd], exponents)
+        out[odd], powers[odd], _ = even_rows(Q[odd], exponents)
     return out, powers
 
 

@@ -88,14 +88,18 @@ class PreciseSums:
         self._total, self._noise = np.zeros(len(Q)), np.zeros(len(Q))
         self._sizes = np.sqrt(np.sum(Q * Q, axis=1))
 
-    def add(self, K: Float64, powers: Exponents, among: Any = 1.0) -> Float64:
-        """Add the keys 2^powers K, those of a query that `among` says; return the products with K."""
+    def add(self, K: Float64, powers: Exponents, lost: npt.NDArray[np.bool_], among: Any = 1.0) -> Float64:
+        """Add the keys 2^powers K, those of a query that `among` says; return the products with K.
+
+        Of keys in `lost` no product is decided exactly.
+        """
         Z, sizes = precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
         noise = _NOTHING * K.shape[1] ** 2 * self._sizes[:, None] * sizes
         nothing = noise == 0
         doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)
         if len(doubtful[0]):
             span_kernels().mark_zeros(self.Q, K, *doubtful, nothing)
+            nothing &= ~lost | (noise == 0)
             # one that is not zero may be computed as zero
             Z = np.where(nothing, 0.0, np.where(Z == 0, noise, Z))
         Z *= among
@@ -124,14 +128,18 @@ class PreciseSums:
 
 
 def flushed(X: Any, even: Any) -> Any:
-    """Tell which rows lost an entry when they were brought to about 1: products with them are not known."""
+    """Tell which rows lost digits of an entry when they were brought to about 1: products with them are not known."""
     xp = array_api_compat.array_namespace(X)
-    return xp.any((X != 0) & (even == 0), axis=1)
+    return xp.any((X != 0) & (xp.abs(even) < 2.0**-1022), axis=1)
 
 
-def even_rows(X: Float64, exponents: Exponents) -> tuple[Float64, Exponents]:
-    """Multiply rows by powers of two of the columns, and divide each by one (returned) that brings it to about 1."""
+def even_rows(X: Float64, exponents: Exponents) -> tuple[Float64, Exponents, npt.NDArray[np.bool_]]:
+    """Multiply rows by powers of two of the columns, and divide each by one (returned) that brings it to about 1.
+
+    Which rows lost digits by that is returned as well.
+    """
     fraction, exponent = np.frexp(X)
     exponent = np.where(fraction != 0, exponent + exponents, LOWEST)
     powers = np.max(exponent, axis=1, initial=LOWEST)
-    return np.ldexp(fraction, exponent - powers[:, None]), np.where(powers > LOWEST, powers, 0).astype(np.int32)
+    even = np.ldexp(fraction, exponent - powers[:, None])
+    return even, np.where(powers > LOWEST, powers, 0).astype(np.int32), flushed(X, even)

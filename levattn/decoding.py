@@ -293,8 +293,8 @@ class CausalUniversalSet:
             product = np.where(total > 0, d * UNIT * size / np.sqrt(self.epsilon * total), np.inf)
         precise = np.flatnonzero(~(product <= PRODUCT_ERROR) | ~(loss <= TIE / 8 * np.sqrt(total)))
         if len(precise):  # in units in which squares neither vanish nor overflow
-            sums, (K, units) = PreciseSums(even[precise]), even_rows(stored, -exponents)
-            found = sums.add(K, units)
+            sums, (K, units, unknown) = PreciseSums(even[precise]), even_rows(stored, -exponents)
+            found = sums.add(K, units, unknown)
             inside, _, root = sums.result(len(K))
             ends = np.where(D[precise] > 0, np.frexp(np.sqrt(D[precise]))[1], LOWEST)
             shift = np.maximum(sums.shift, ends)

@@ -53,6 +53,7 @@ BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 _LEAST = 2.0**-1022  # a score of which nothing is known
 _LARGEST_POWER = 1000  # of two in a query
+_LARGEST_SHARE = 500  # of two in a term of a sum
 _SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
 
 
@@ -448,8 +449,8 @@ class _Products:
         if self.stored is None:
             return to_device(precise_products(Q, to_numpy(self.keys)), self.queries)
         keys, exponents, shift = self.stored
-        K, powers = even_rows(to_numpy(keys), -exponents)
-        Z = PreciseSums(Q).add(K, powers)
+        K, powers, unknown = even_rows(to_numpy(keys), -exponents)
+        Z = PreciseSums(Q).add(K, powers, unknown)
         with np.errstate(over="ignore"):  # of queries whose normalizer is 0
             return to_device(np.ldexp(Z, powers - to_numpy(shift[part])[:, None]), self.queries)
 
@@ -732,12 +733,12 @@ def _prepared(
     if len(places):  # of products in twice the precision
         few = to_numpy(pick(Q, places))
         loss = np.zeros(len(few))
-        K, powers = even_rows(to_numpy(stored[0]), -stored[1])
+        near = even_rows(to_numpy(stored[0]), -stored[1])
         shift = to_numpy(stored[2])[places]
-        for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)):
+        for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(keys) // BLOCK_ENTRIES)):
             sums = PreciseSums(few[part])
-            sums.add(K, powers)
-            total, _, root = sums.result(len(K))
+            sums.add(*near)
+            total, _, root = sums.result(len(keys))
             size = np.ldexp(total, 2 * np.where(total > 0, sums.shift - shift[part], 0))
             with np.errstate(divide="ignore", invalid="ignore"):
                 loss[part] = root * np.sqrt(size / (epsilon * to_numpy(D)[places[part]]))
@@ -804,7 +805,7 @@ def _of_other_function(
     d = Q.shape[1]
     if isinstance(f, Softmax):
         _check_radius(Q, f)
-    powers = np.zeros(len(Q), np.int32)
+    powers, lost = np.zeros(len(Q), np.int32), np.zeros(len(Q), np.bool_)
     if isinstance(f, Power):  # homogeneous: the scale of a query is taken out, so that powers stay in range
         N, exponents = universal.factor.even_normalizer(0)
         Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # other entries meet no key
@@ -813,8 +814,11 @@ def _of_other_function(
         largest = np.max(np.abs(even), axis=1, initial=0.0)
         powers = np.where(largest > 0, powers, 0) + taken
         fraction, exponent = np.frexp(Q)
+        least = np.min(np.where(fraction != 0, exponent, 1 << 20), axis=1, initial=1 << 20)
+        powers = np.clip(least + 1021, powers - int(_LARGEST_SHARE / max(f.p, 1)), powers)  # no entry loses digits
         powers = np.maximum(powers, np.max(exponent, axis=1, initial=0) - _LARGEST_POWER)
-        Q = np.ldexp(fraction, exponent - powers[:, None])
+        given, Q = Q, np.ldexp(fraction, exponent - powers[:, None])
+        lost = flushed(given, Q)
     D, sum_error = _other_sums(Q, keys, universal, f)
     size = np.einsum("ij,j->i", np.abs(Q), np.max(np.abs(selected), axis=0, initial=0.0))
     growth = 1.0 if isinstance(f, Softmax) else f.growth
@@ -823,11 +827,11 @@ def _of_other_function(
         largest = np.max(np.abs(Q @ selected.T), axis=1, initial=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         product = np.where(size > 0, growth * d * UNIT * size / largest, 0.0)
-    precise = product > PRODUCT_ERROR
+    precise = (product > PRODUCT_ERROR) | lost
     for part in np.array_split(np.flatnonzero(precise), max(1, int(precise.sum()) // 256)):
         if len(part):
             D[part] = _sums(Q[part], keys, universal.present, f, precise=True)
-    error = np.where(precise, 8 * UNIT, product + sum_error) + 8 * UNIT * growth
+    error = np.where(lost, np.inf, np.where(precise, 8 * UNIT, product + sum_error) + 8 * UNIT * growth)
     products = _Products(universal, f, Q, selected, D, precise, error, epsilon)
     captured = np.zeros(len(Q))
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]

@@ -178,6 +178,14 @@ def test_a_row_outside_the_sketch_counts_as_one() -> None:
         assert levattn.universal_set(K, 0.9, **options(method, 3)).mask[5], method
 
 
+@pytest.mark.parametrize("recheck", [False, True])
+@EVERY
+def test_a_column_that_the_sketch_rounds_to_nothing_hides_no_key(method: str, recheck: bool) -> None:
+    """Two independent keys score 1, though one is told from the other by the smallest number alone."""
+    K = np.array([[-7e306, 0.0], [3e307, 5e-324]])
+    assert levattn.universal_set(K, 0.9, recheck=recheck, **options(method, 2)).indices.tolist() == [0, 1]
+
+
 def test_default_sizes_are_those_of_the_docstring() -> None:
     K = np.random.default_rng(6).standard_normal((4000, 4))
     for method, size in (("osnap", 32), ("srht", 32), ("countsketch", 64), ("jl", 72), ("halving", 500)):

@@ -139,6 +139,13 @@ def test_a_small_new_direction_scores_one() -> None:
     assert (np.flatnonzero(scores == 1) == [0, 1, 2, 3, 15_000]).all()
 
 
+@pytest.mark.parametrize("small", [1e-3, 1e-6, 9e-10, 1e-12, 1e-15, 1e-150])
+def test_a_small_entry_is_no_pivot_for_what_comes_after(small: float) -> None:
+    """Columns that nearly depend on one another in two keys: copies of the second open no direction."""
+    K = np.array([[-small, 0, 1], [9, -3, 0], [9, -3, 0], [9, -3, 0]])
+    assert levattn.online_leverage_scores(K) == pytest.approx([1, 1, 1 / 2, 1 / 3], rel=1e-9)
+
+
 def test_copies_and_zeros() -> None:
     K = np.zeros((9, 4))
     K[2:6] = [1, -2, 0, 3]

@@ -40,6 +40,10 @@ CASES = {
         np.array([1, 1, 0, TINY]),
         np.array([[0, 0, 1, TINY], [1, -1, 0, 0], [2, -2, 0, 0], [3, -3, 0, 0], [1, -1, 0, 0]]),
     ),
+    "a key's entry out of range": (
+        np.array([0, 1e300, 1e300]),
+        np.array([[1, 0, -1e-323], [0, 2.0**1021, -(2.0**1021)]]),
+    ),
 }
 
 
@@ -68,3 +72,16 @@ def test_causal_outputs_do_not_depend_on_the_length(more: int) -> None:
         for mine, its in zip(*outputs, strict=True):
             np.testing.assert_array_equal(mine[:first], its)
     np.testing.assert_array_equal(whole.error[:first], part.error)
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 3, 6])
+@pytest.mark.parametrize("power", [-1074, -900, 0, 700])
+def test_powers_lose_no_small_entries_of_queries(p: float, power: int) -> None:
+    """Query and keys meet in one product of 2¹⁰ and one of 2⁰, however far their entries are apart."""
+    K = np.array([[0.0, 2.0**-200], [2.0 ** min(-power, 1000), 0.0]])
+    Q = np.array([[2.0 ** max(power, -1000), 2.0**210]])
+    found = levattn.heavy_attention(Q, K, 1e-3, f=p)
+    share = 2.0 ** (10 * p)
+    expected = np.array([share, 1]) / (share + 1)
+    assert found.entries.toarray()[0] == pytest.approx(np.where(expected < 1e-3, 0, expected), rel=1e-9)
+    assert found.error[0] < 1e-12

@@ -6,8 +6,8 @@ nothing cancels. R is held with its rounding errors, as it is rounded once for e
 turn it by more than the rounding of a row.
 
 R has a row for each direction so far. What is left of a row that opens one becomes its row, and the column in which
-most is left, for its size, its pivot: columns change places, so that R is a triangle still. In a fixed order a column
-all but dependent on those before it would make the rounding of others large.
+most is left, for its norm so far, its pivot: columns change places, so that R is a triangle still. In a fixed order a
+column all but dependent on those before it would make the rounding of others large.
 """
 
 from __future__ import annotations
@@ -87,18 +87,19 @@ def _sweep(R, E, rank, rows, score, left):
 
 @jit
 def _pivot(x, entries, norms, rank, score, left):
-    """Return the column in which most is left of a row, or −1 if no more than rounding is left of it.
+    """Return the column in which most is left of a row, for its norm, or −1 if no more than rounding is left.
 
     Rounding is that of the row's own entry, and of the column's norm so far times the share of the row that lies in
     the directions so far: what was rounded in R, a combination of the rows before brings in by as much.
     """
     d = len(x)
-    found, most = -1, _NOISE * np.sqrt(d)
+    found, most = -1, -1.0
     for i in range(rank, d):
-        if x[i] != 0:
-            ratio = abs(x[i]) / _length(left * entries[i], np.sqrt(d * score) * norms[i])
-            if ratio > most:
-                found, most = i, ratio
+        size = abs(x[i])
+        if size > _NOISE * np.sqrt(d) * _length(left * entries[i], np.sqrt(d * score) * norms[i]):
+            share = size / _length(entries[i], norms[i])
+            if share > most:
+                found, most = i, share
     return found
 
 

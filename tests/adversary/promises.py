@@ -215,8 +215,8 @@ def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float) -> Iter
     with np.errstate(over="ignore", invalid="ignore"):
         apart = np.nan_to_num(d * 2.0**-52 * (np.abs(truth.Q) @ np.abs(truth.K).T), nan=np.inf) + 5e-324
         low, high = f(np.maximum(z - apart, 0.0)), f(z + apart)
-        least = low / (low + high.sum(axis=1, keepdims=True) - high)
-        most = high / (high + low.sum(axis=1, keepdims=True) - low)
+        least = low / (low + (high.sum(axis=1, keepdims=True) - high))
+        most = high / (high + (low.sum(axis=1, keepdims=True) - low))
     total = high.sum(axis=1, keepdims=True)
     sure = np.isfinite(least) & np.isfinite(most) & (total > 1e-280) & np.isfinite(total)
     missing = sure & (least >= epsilon * (1 + 1e-12)) & ~(found > 0)
