@@ -231,6 +231,8 @@ def _compared(factor: Factor, exact: Factor, item: int) -> float:
     live = np.any(W != 0, axis=0)
     if not live.any():
         return 1.0
+    if not np.isfinite(W).all():  # of a sketch in which all but the smallest numbers cancel
+        return 0.0
     size = float(np.linalg.norm(N) * np.linalg.norm(W))  # rounding of NW
     least = float(np.linalg.svd(N @ W[:, live], compute_uv=False)[-1]) - 4 * UNIT * size
     return max(least, 0.0) ** 2 * (1 - 4 * float(exact.error[item]))

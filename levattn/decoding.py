@@ -313,6 +313,7 @@ class CausalUniversalSet:
         total = np.maximum(total, inside)  # where it is next to unknown: the keys that are held are among all
         with np.errstate(divide="ignore", invalid="ignore"):
             error = np.where(total > 0, loss * (2 * root + loss) / total + known + 2 * product, 0.0)
+            error[(total == 0) & (loss > 0)] = np.inf
             scores = np.where(total[:, None] > 0, squares / total[:, None], 0.0)
         lost = flushed(np.where(met, Q, 0.0), even)  # of their products nothing is known
         error[lost], scores[lost] = np.inf, np.maximum(scores[lost], 2.0**-1022)

@@ -449,9 +449,10 @@ class Factor:
         Returns
         -------
         array of float64, shape (d, d)
-            The whitening.
+            The whitening, infinite where that leaves the range.
         """
-        return np.asarray(np.ldexp(self.whitening[item], (exponents + self._scale_powers(item))[:, None]))
+        with np.errstate(over="ignore"):
+            return np.asarray(np.ldexp(self.whitening[item], (exponents + self._scale_powers(item))[:, None]))
 
     def _scale_powers(self, item: int) -> npt.NDArray[np.int32]:
         """Return the exponents of the scale under which the keys were factored, (d,)."""

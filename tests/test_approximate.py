@@ -183,7 +183,16 @@ def test_a_row_outside_the_sketch_counts_as_one() -> None:
 def test_a_column_that_the_sketch_rounds_to_nothing_hides_no_key(method: str, recheck: bool) -> None:
     """Two independent keys score 1, though one is told from the other by the smallest number alone."""
     K = np.array([[-7e306, 0.0], [3e307, 5e-324]])
-    assert levattn.universal_set(K, 0.9, recheck=recheck, **options(method, 2)).indices.tolist() == [0, 1]
+    assert levattn.universal_set(K, 0.9, recheck=recheck, **options(method, 2, rng=1)).indices.tolist() == [0, 1]
+
+
+@EVERY
+def test_keys_that_cancel_in_a_sketch_are_in_the_set(method: str) -> None:
+    """Two opposite keys share all the attention, and a sketch may hold next to nothing but the third."""
+    K = np.array([[0.0, -3.0], [0.0, 1e-323], [0.0, 3.0]])
+    for seed in range(20):
+        found = levattn.universal_set(K, 0.5, **options(method, 2, rng=seed))
+        assert found.mask[[0, 2]].all()
 
 
 def test_default_sizes_are_those_of_the_docstring() -> None:

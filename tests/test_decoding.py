@@ -6,6 +6,7 @@ import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -603,3 +604,12 @@ def test_bad_queries(before: int, name: str) -> None:
         state.heavy(Q)
     check_error(caught.value, *words)
     assert bits(state.heavy(np.eye(3))) == seen
+
+
+def test_a_normalizer_lost_to_rounding_is_not_called_zero() -> None:
+    """Keys on one line, none of them held, and a query that is orthogonal to them up to its last digit."""
+    K = np.outer(np.where(np.arange(64) % 2, 1.0, -0.75), [0, -(2.0**-30), 2.0**-15])
+    q = np.array([[0.0, np.sqrt(2) * (1 + 2.0**-52) * 2.0**28, np.sqrt(2) * 2.0**13]])
+    assert any(sum(Fraction(x) * Fraction(y) for x, y in zip(q[0], k, strict=True)) for k in K)
+    found = levattn.CausalUniversalSet(0.5).update(K).heavy(q)
+    assert found.normalizers[0] > 0 or found.error[0] > 1

@@ -437,7 +437,7 @@ def judge_function_stream(case: Case, truth: Truth, result: Any, *, f: str) -> I
 
 
 def judge_function_heavy(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
-    yield from promises.shares_hold(truth, FUNCTIONS[f], result.entries.toarray(), case.epsilon)
+    yield from promises.shares_hold(truth, FUNCTIONS[f], result.entries.toarray(), case.epsilon, result.error)
 
 
 def of_softmax(K, epsilon, mask):
