@@ -291,13 +291,12 @@ def cauchy(x: Float) -> Float:
 
 
 def shares(f: Function, z: Float) -> Float:
-    """f(z)/Σf(z), and 0 where it leaves the range."""
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+    """f(z)/Σf(z) along the last axis, and 0 where it leaves the range."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
         values = f(z)
-        total = values.sum()
-        if not (np.isfinite(total) and values[values > 0].min(initial=1.0) > 1e-280):
-            return np.zeros(len(z))
-        return np.asarray(values / total)
+        total = values.sum(axis=-1, keepdims=True)
+        least = np.min(values, axis=-1, keepdims=True, initial=1.0, where=values > 0)
+        return np.where(np.isfinite(total) & (least > 1e-280) & (total > 0), values / total, 0.0)
 
 
 def queries_for(truth: Truth, j: int, rng: np.random.Generator) -> Iterator[Float]:

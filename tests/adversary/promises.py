@@ -188,9 +188,9 @@ def witnessed(truth: Truth, f: Function, queries: Float, seed: int) -> Float:
     found += [z for z in queries[:6] if np.isfinite(z).all() and z.any()]
     for z in found:
         sure = np.abs(z) > LEAST
-        for t in SCALES:
-            with np.errstate(over="ignore", under="ignore"):
-                best = np.maximum(best, np.where(sure, shares(f, t * np.where((z == 0) | sure, z, LEAST)), 0.0))
+        with np.errstate(over="ignore", under="ignore"):
+            some = shares(f, SCALES[:, None] * np.where((z == 0) | sure, z, LEAST))
+        best = np.maximum(best, np.where(sure, some.max(axis=0), 0.0))
     return best
 
 
