@@ -29,7 +29,7 @@ def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
     buckets one shares its own with a probability of at most 1/8, and else its estimate is exact.
     """
     buckets = math.ceil(min(32 / epsilon, 8 * max(n, 1)))
-    repetitions = 2 * math.log(FAILURE * epsilon / max(m, 1)) / math.log(4 * (1 / 8) * (7 / 8))
+    repetitions = 2 * (math.log(FAILURE / max(m, 1)) + math.log(epsilon)) / math.log(4 * (1 / 8) * (7 / 8))
     return buckets, math.ceil(repetitions) | 1
 
 

@@ -32,6 +32,7 @@ _LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
 _STEPS = 20  # towards the exact softmax sensitivity of each key that is undecided
 _BALL_KEYS = 50_000  # up to which "auto" takes these steps
+_MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
 _LOG_ERROR = 1e-12  # of a logarithm, by which bounds are raised
 _CHUNK = 1 << 15  # keys whose figures are worked on at a time
 
@@ -190,8 +191,8 @@ def sensitivities(
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have bound 0.
     epsilon : float in (0, 1], default 0.05
-        For "block" and "ball": the threshold for which the bounds are made, with ⌈2/ε⌉ blocks. Bounds below it are
-        not made smaller.
+        For "block" and "ball": the threshold for which the bounds are made, with ⌈2/ε⌉ blocks, at most n. Bounds below
+        it are not made smaller, and blocks are at most 256 for ε ≤ 1/n, which none of their bounds can reach.
     iterations : int, default 5
         For "lewis": see `lewis_weights`. Any number gives valid bounds.
     rng : int or numpy.random.Generator, optional
@@ -550,9 +551,9 @@ def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator 
     sums = np.zeros(n)
     undecided = np.sort(present)
     left = _taken(rows, undecided)
-    for members in np.array_split(order, math.ceil(2 / epsilon)):
-        if not len(members) or not len(undecided):
-            continue
+    for members in np.array_split(order, _block_count(len(order), epsilon)):
+        if not len(undecided):
+            break
         factor, constant = _of_block(_taken(rows, np.sort(members)), p)
         t = to_numpy(factor.on(left).scores(member=False)[0])[0]
         own = np.zeros(n, np.float32)
@@ -572,6 +573,15 @@ def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator 
             left = _taken(rows, undecided)
     with np.errstate(divide="ignore"):
         return np.asarray(np.minimum((1 + 1e-6) / sums, 1.0))
+
+
+def _block_count(n: int, epsilon: float) -> int:
+    """Return into how many blocks n keys go: none is empty, and there are few where no number of them decides a key.
+
+    Blocks of one key each add up to at most n, and others to less: for ε ≤ 1/n no bound falls below ε.
+    """
+    most = n if n * epsilon > 1 else min(n, _MOST_IN_VAIN)
+    return max(1, math.ceil(min(2 / epsilon, most)))
 
 
 def _of_block(members: Rows, p: float) -> tuple[Factor, float]:

@@ -140,7 +140,8 @@ class StreamedSet:
         -------
         float or array of shape (...,)
         """
-        bound = (8.0 if self.certificate == ("block",) else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
+        with np.errstate(over="ignore"):
+            bound = (8.0 if self.certificate == ("block",) else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
         return bound if self.batch else float(bound)
 
     @property

@@ -176,7 +176,7 @@ class UniversalSet:
         -------
         float or array of shape (...,)
         """
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             bound = np.where(np.asarray(self.rank) == 0, 0.0, np.asarray(self.total_bound, float) / self.epsilon)
         return bound if self.batch else float(bound)
 

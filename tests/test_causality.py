@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from levattn import online_leverage_scores
+from emulator import device
+from levattn import heavy_attention, online_leverage_scores
+from levattn._kernels import _cuda_latent
 from levattn.attention import (
     causal_conv,
     latte,
@@ -31,7 +33,25 @@ Operator = Callable[..., Any]
 def like(array: Any, x: Any) -> Any:
     """Constants in the library and dtype of the arguments."""
     storage = "numpy" if isinstance(x, np.ndarray) else "torch"
-    return stored(array.astype(str(x.dtype).rpartition(".")[2]), storage)
+    array = array.astype(str(x.dtype).rpartition(".")[2])
+    return device.NAMESPACE.asarray(array) if isinstance(x, device.DeviceArray) else stored(array, storage)
+
+
+def heavy(Q: Any, K: Any, V: Any) -> Any:
+    """Entries, normalizers, masses and outputs of each position, side by side."""
+    found = [heavy_attention(q, k, 0.02, causal=True) for q, k in zip(Q, K, strict=True)]
+    parts = []
+    for one, v in zip(found, V, strict=True):
+        entries = np.pad(one.entries.toarray(), ((0, 0), (0, T - len(v))))
+        output, bound = (np.asarray(bare(part)) for part in one.apply(v))
+        figures = (one.normalizers, one.captured_mass, one.residual_mass, bound)
+        parts.append(np.column_stack([entries, *(np.asarray(bare(part)) for part in figures), output]))
+    return np.stack(parts)
+
+
+def bare(x: Any) -> Any:
+    """An array, read back if it lies on the device."""
+    return x.get() if isinstance(x, device.DeviceArray) else x
 
 
 # name -> how many arrays (2, T, WIDTH) it takes, and the operator
@@ -43,6 +63,7 @@ OPERATORS: dict[str, tuple[int, Operator]] = {
     ),
     "pruned by a threshold": (3, lambda *X: pruned_attention(*X, epsilon=0.3, summaries=3, chunk=16, causal=True)),
     "pruned, squares": (3, lambda *X: pruned_attention(*X, size=8, summaries=3, chunk=16, f=2, causal=True)),
+    "heavy": (3, heavy),
     "online leverage": (1, online_leverage_scores),
     "online leverage, ridge": (1, lambda K: online_leverage_scores(K, ridge=0.5)),
     "latte": (3, latte),
@@ -64,6 +85,7 @@ OPERATORS: dict[str, tuple[int, Operator]] = {
 # lengths move: rows are the same to rounding there, as the docstrings say.
 TO_ROUNDING = {"numpy": {"window", "window, capped", "macchiato", "macchiato, exclusive"}}
 TO_ROUNDING["torch"] = TO_ROUNDING["numpy"] | {"rg_lru"}
+TO_ROUNDING["device"] = TO_ROUNDING["numpy"]
 FUTURES: dict[str, Callable[[Any, Any], Any]] = {
     "zeros": lambda _, X: 0 * X,
     "huge": lambda _, X: 1e8 * X,
@@ -74,8 +96,32 @@ FUTURES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+MARKS: dict[str, Any] = {
+    "numpy": (),
+    "torch": needs_torch,
+    "device": pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one"),
+}
+WHERE = [
+    pytest.param(name, place, marks=mark)
+    for name in OPERATORS
+    for place, mark in MARKS.items()
+    if not (place == "device" and name.startswith("pruned"))  # which takes no arrays of CuPy
+]
+
+
+@pytest.fixture(autouse=True)
+def runs_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulate a device where there is to be one, with sequences in runs of few positions."""
+    if request.getfixturevalue("storage") == "device":
+        device.library_on_device(monkeypatch)
+        for name, length in (("_SHORTEST", 16), ("_LONGEST", 32), ("_STRETCH", 32)):
+            monkeypatch.setattr(_cuda_latent, name, length)
+
+
 def results(name: str, arrays: Any, storage: str) -> Any:
     with np.errstate(all="ignore"):
+        if storage == "device":
+            return np.asarray(bare(OPERATORS[name][1](*map(device.NAMESPACE.asarray, arrays))))
         return np.asarray(OPERATORS[name][1](*(stored(X, storage) for X in arrays)))
 
 
@@ -85,8 +131,7 @@ def rows(Y: Any, n: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("storage", ["numpy", pytest.param("torch", marks=needs_torch)])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(("name", "storage"), WHERE)
 def test_no_future_changes_a_bit_of_the_past(name: str, storage: str, dtype: str) -> None:
     rng = np.random.default_rng(0)
     arrays = rng.standard_normal((OPERATORS[name][0], 2, T, WIDTH)).astype(dtype)
@@ -106,8 +151,7 @@ def test_no_future_changes_a_bit_of_the_past(name: str, storage: str, dtype: str
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("storage", ["numpy", pytest.param("torch", marks=needs_torch)])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(("name", "storage"), WHERE)
 def test_no_batch_mate_changes_a_bit(name: str, storage: str, dtype: str) -> None:
     arrays = np.random.default_rng(1).standard_normal((OPERATORS[name][0], 5, T, WIDTH)).astype(dtype)
     whole = results(name, arrays, storage)

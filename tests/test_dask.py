@@ -283,6 +283,7 @@ def test_a_file_that_changed_is_refused(shards: Path) -> None:
 def test_an_empty_file(tmp_path: Path) -> None:
     np.save(tmp_path / "none.npy", np.ones((0, 3)))
     assert universal_set_of_files(tmp_path / "none.npy", 0.1).n == 0
+    assert universal_set_of_files(tmp_path / "none.npy", 5e-324).n == 0  # 1/ε is not even a number
 
 
 # -- errors -------------------------------------------------------------------------------------------

@@ -110,3 +110,8 @@ def test_wrong_options(wrong: dict[str, Any], reason: str) -> None:
     K = np.random.default_rng(0).standard_normal((50, 4))
     with pytest.raises(ValueError, match=reason):
         levattn.heavy_attention(K, K, 0.1, **wrong)
+
+
+def test_sizes_are_numbers_for_any_epsilon() -> None:
+    assert recovery_size(40, 5e-324, 40)[0] == 320
+    assert recovery_size(40, 5e-324, 40)[1] > recovery_size(40, 1e-9, 40)[1]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import levattn
 import naive
 import strategies
+from levattn import sensitivity
 from levattn.functions import Softmax, as_function
 from strategies import STORAGE, as_bool, as_float64
 
@@ -143,6 +144,38 @@ def test_block_sets_are_small_where_keys_are_many() -> None:
     found = levattn.universal_set(K, 0.1, f=levattn.Huber(1.0))
     assert len(found) <= 8 * 4 / 0.1
     assert np.all(found.mask[:7])
+
+
+@pytest.mark.parametrize("epsilon", [1e-9, 5e-324])
+@pytest.mark.parametrize("f", FUNCTIONS, ids=str)
+def test_a_tiny_epsilon_costs_no_more_than_the_keys(f: Any, epsilon: float) -> None:
+    """2/ε blocks would be 2·10⁹, or not even a number: at n each key is a block of its own."""
+    K = np.random.default_rng(0).standard_normal((40, 3))
+    K[7], K[20:30] = 0.0, K[20]
+    present = np.arange(40) != 3
+    found = levattn.universal_set(K, epsilon, f=f, mask=present)
+    expected = present if isinstance(f, levattn.Softmax) else present & (np.arange(40) != 7)
+    assert np.all(found.mask[expected])
+    assert not found.mask[3]
+    assert found.size_bound > 1e9
+    bounds = levattn.sensitivities(K, f, epsilon=epsilon, mask=present).upper
+    scores = attention(f, queries(f, K[present], 0, 500), K[present])
+    assert np.all(scores.max(axis=0) <= bounds[present] * (1 + 1e-9))
+    by_size = levattn.universal_set(K, size=5, f=f, mask=present)
+    assert len(by_size) == 5
+    empty = levattn.universal_set(K[:0], epsilon, f=f)
+    assert len(empty) == 0
+
+
+def test_blocks_are_few_where_none_decides() -> None:
+    """For ε ≤ 1/n no bound made of blocks falls below ε, so that more of them would say nothing."""
+    assert sensitivity._block_count(100_000, 1e-9) == 256
+    assert sensitivity._block_count(100, 1e-9) == 100
+    assert sensitivity._block_count(100, 5e-324) == 100
+    assert sensitivity._block_count(100, 0.015) == 100
+    assert sensitivity._block_count(100_000, 0.1) == 20
+    assert sensitivity._block_count(3, 0.1) == 3
+    assert sensitivity._block_count(0, 0.1) == 1
 
 
 @pytest.mark.parametrize("f", FUNCTIONS, ids=str)

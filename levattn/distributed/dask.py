@@ -360,7 +360,7 @@ def universal_set_of_files(
     _require_dask()
     source = open_keys(_absolute(paths), tensor=tensor, memory=memory)
     StreamingUniversalSet(epsilon, f=f).update(_no_rows(source))  # what is wrong with the arguments shows here
-    rows = math.ceil(_RANGE * source.d / epsilon / source.chunk_rows) * source.chunk_rows
+    rows = math.ceil(min(_RANGE * source.d / epsilon, 2.0**62) / source.chunk_rows) * source.chunk_rows
     states = _over(source, rows, _range_set, object, epsilon=epsilon, f=f)
     lazy = _in_tree(states, partial(_merged_set, epsilon=epsilon, f=f), StreamingUniversalSet.result)
     found: StreamedSet = lazy.compute() if scheduler is None else _computed(lazy, scheduler)

@@ -235,7 +235,7 @@ def mixed(rng: Generator) -> Float:
     d = int(rng.integers(1, 6))
     parts = []
     for _ in range(int(rng.integers(2, 4))):
-        K = keys_of(str(rng.choice([f for f in FAMILIES if f not in ("mixed", "ties", "many", "wide")])), rng)
+        K = keys_of(str(rng.choice([f for f in FAMILIES if f not in ("mixed", "ties", "many", "wide", "heads")])), rng)
         K = np.pad(K, ((0, 0), (0, max(d - K.shape[1], 0))))[:, rng.permutation(max(d, K.shape[1]))[:d]]
         parts.append(K[:6])
     return np.vstack(parts)[rng.permutation(sum(map(len, parts)))]
@@ -284,10 +284,43 @@ def plain(rng: Generator) -> Float:
     return rng.standard_normal((n, d))
 
 
+def heads(rng: Generator) -> Float:
+    """A block of the queries, keys or values of a trained model, with one hostile edit or two."""
+    from levattn.datasets import minilm
+
+    packaged = minilm()
+    kind = (packaged.keys, packaged.queries, packaged.values)[int(rng.choice(3, p=[0.7, 0.15, 0.15]))]
+    layers, of_layer, rows, columns = kind.shape
+    K = kind[rng.integers(layers), rng.integers(of_layer)].astype(np.float64)
+    n, d = _shape(rng)
+    start = int(rng.integers(rows - n + 1))
+    chosen = rng.permutation(rows)[:n] if rng.random() < 0.5 else np.arange(start, start + n)
+    K = K[np.ix_(chosen, rng.permutation(columns)[:d])]
+    for edit in rng.integers(0, 8, int(rng.integers(1, 3))):
+        if edit == 0:
+            K[:, rng.integers(d)] = 0
+        elif edit == 1:
+            K = K * _size(rng, float(rng.choice([10, 60, 300])), n, 1)
+        elif edit == 2:
+            K = K * _size(rng, float(rng.choice([10, 60, 300])), 1, d)
+        elif edit == 3:
+            K = K[rng.integers(0, n, n)]
+        elif edit == 4:
+            K = rounded(K, str(rng.choice(STORAGES[1:])))
+        elif edit == 5:
+            K[: rng.integers(0, n + 1), rng.integers(d)] = 0
+        elif edit == 6:  # differences of neighbors, that nearly cancel
+            K[1:] = K[:-1] + (K[1:] - K[:-1]) * 2.0 ** -float(rng.integers(10, 50))
+        else:
+            K = K - K.mean(axis=0)
+    return K
+
+
 FAMILIES: dict[str, Callable[[Generator], Any]] = {
     f.__name__: f
     for f in (
         plain,
+        heads,
         zero_columns,
         late_columns,
         graded_rows,
