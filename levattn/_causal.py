@@ -86,9 +86,8 @@ class _Units:
         return count, seen
 
 
-def _even(Q: Float64, exponents: Exponents, seen: Any) -> tuple[Float64, Exponents]:
-    """Return queries times the units of the columns that their row has seen, and what untame ones are divided by."""
-    Q = np.where(seen, Q, 0.0)
+def _even(Q: Float64, exponents: Exponents) -> tuple[Float64, Exponents]:
+    """Return queries times the units of the columns, and what untame ones are divided by."""
     with np.errstate(over="ignore"):  # of rows that are not tame
         out, powers = Q * np.ldexp(1.0, np.clip(exponents, -_TAME, _TAME)), np.zeros(len(Q), np.int32)
     size = np.max(np.abs(Q), axis=1, initial=0.0)
@@ -102,7 +101,7 @@ def _even(Q: Float64, exponents: Exponents, seen: Any) -> tuple[Float64, Exponen
 
 def _padded(A: Float64) -> Float64:
     """Return the rows of a chunk with rows of zeros after them: of one shape BLAS sums all chunks in one order."""
-    return np.concatenate([A, np.zeros((CHUNK - len(A), A.shape[1]))])
+    return A if len(A) == CHUNK else np.concatenate([A, np.zeros((CHUNK - len(A), A.shape[1]))])
 
 
 def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: float) -> Iterator[CausalChunk]:
@@ -119,6 +118,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
     n, d = rows.shape[1:]
     units, G = _Units(d), np.zeros((d, d))
     kept, kept_keys = np.zeros(0, np.int64), np.zeros((0, d))
+    held = kept_keys  # in their units
     largest = np.zeros(d)  # in the columns of the keys so far
     limit = 2 * d / epsilon
     below = np.tri(CHUNK)
@@ -131,20 +131,24 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         change = before_units - exponents
         if change.any():
             G, largest = np.ldexp(G, change[:, None] + change), np.ldexp(largest, change)
-        K, held = np.ldexp(stored, -exponents), np.ldexp(kept_keys, -exponents)
-        stored_queries = queries(start, stop)
-        Q, powers = _even(stored_queries, exponents, seen)
+            held = np.ldexp(kept_keys, -exponents)
+        K, stored_queries = np.ldexp(stored, -exponents), queries(start, stop)
+        if not seen.all():  # other entries meet no key
+            stored_queries = np.where(seen, stored_queries, 0.0)
+        Q, powers = _even(stored_queries, exponents)
         q, own = _padded(Q), _padded(K)
-        Z = np.hstack([q @ held.T, q @ own.T])
-        squares = Z * Z
+        squares = np.hstack([q @ held.T, q @ own.T])
+        squares *= squares
         squares[:, len(kept) :] *= below
-        before = np.einsum("ij,ij->i", q @ G, q)[:count]
-        size = np.einsum("ij,ij->i", np.abs(q) @ np.abs(G), np.abs(q))[:count]
+        before, sizes = np.einsum("ij,ij->i", q @ G, q)[:count], np.abs(q)
+        size = np.einsum("ij,ij->i", sizes @ np.abs(G), sizes)[:count]
         D = before + squares[:count, len(kept) :].sum(axis=1)
-        here, seen_so_far = np.abs(K), largest
-        if (here > largest).any():
-            seen_so_far = np.maximum(np.maximum.accumulate(here, axis=0), largest)
-        reach = np.sum(np.abs(Q) * seen_so_far, axis=1)
+        here, seen_so_far = np.abs(K), np.tile(largest, (count, 1))
+        risen = np.flatnonzero(np.max(here, axis=0) > largest)
+        if len(risen):
+            so_far = np.maximum.accumulate(here[:, risen], axis=0)
+            seen_so_far[:, risen] = np.maximum(so_far, largest[risen])
+        reach = np.sum(sizes[:count] * seen_so_far, axis=1)
         scores = squares[:count]
         with np.errstate(divide="ignore", invalid="ignore"):
             error = (32 + chunks) * UNIT * (1 + size / D)
@@ -169,13 +173,16 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         G += own.T @ own
         largest = np.maximum(largest, np.max(here, axis=0, initial=0.0))
         kept_now, keys_now = np.concatenate([kept, np.arange(start, stop)]), np.vstack([kept_keys, stored])
-        still, sure = _still(G, np.vstack([held, K]), np.any(keys_now != 0, axis=1), chunks, epsilon)
-        if not sure and len(kept_now) > limit:
+        held = np.vstack([held, K])
+        still = _still(G, held, chunks, epsilon)
+        if still is None and len(kept_now) > limit:
             still = _still_by_factor(rows, stop, kept_now, epsilon)
             limit = max(2 * d / epsilon, 2 * int(still.sum()) + CHUNK)
-        kept, kept_keys = kept_now[still], keys_now[still]
+        elif still is None:
+            still = np.any(keys_now != 0, axis=1)
+        kept, kept_keys, held = kept_now[still], keys_now[still], held[still]
         scores[~live] = 0.0
-        lost = np.flatnonzero(flushed(np.where(seen, stored_queries, 0.0), Q))
+        lost = np.flatnonzero(flushed(stored_queries, Q))
         for row in lost.tolist():  # nothing is known of its products with the keys up to it
             visible = slice(0, len(kept_now) - count + row + 1)
             scores[row, visible] = np.maximum(scores[row, visible], _NOTHING)
@@ -187,17 +194,15 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
         start, chunks = stop, chunks + 1
 
 
-def _still(
-    G: Float64, keys: Float64, nonzero: npt.NDArray[np.bool_], chunks: int, epsilon: float
-) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Tell which keys may have a score of at least ε, and whether the moments were good enough to tell."""
+def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> npt.NDArray[np.bool_] | None:
+    """Tell which keys may have a score of at least ε, or None where the moments are not good enough to tell."""
     W, pivot, reach = inverse_cholesky(G[None])
     error = (32 + chunks) * UNIT * float(reach[0])
     if not (pivot[0] > 0 and error <= _SCORE_ERROR):
-        return nonzero, False
+        return None
     turned = keys @ W[0]
     scores = np.einsum("ij,ij->i", turned, turned)
-    return scores * (1 + 4 * error) >= epsilon * (1 - TIE), True
+    return np.asarray(scores * (1 + 4 * error) >= epsilon * (1 - TIE))
 
 
 def _still_by_factor(rows: Rows, stop: int, indices: npt.NDArray[np.int64], epsilon: float) -> npt.NDArray[np.bool_]:

@@ -233,7 +233,7 @@ class MomentSum:
 
     def copy(self) -> MomentSum:
         """Return a sum that goes on from here by itself."""
-        other = MomentSum(*self.exponents.shape)
+        other = MomentSum.__new__(MomentSum)
         other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
         return other
 
@@ -274,17 +274,23 @@ class MomentSum:
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
         due = self.wide | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
+        errors = None
         if due.any():
             if level:
                 return False
-            self._settle(blocks, term, run, due)
+            errors = self._settle(blocks, term, run, due)
         else:
             self.blocks = blocks
-        self._cover(run, np.asarray(diagonal), self.blocks.total)
+        self._cover(run, np.asarray(diagonal), self.blocks.total, errors)
         return True
 
-    def _cover(self, rows: Rows, diagonal: Float64, total: Callable[[], Twofold | None]) -> None:
-        """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal."""
+    def _cover(
+        self, rows: Rows, diagonal: Float64, total: Callable[[], Twofold | None], errors: Float64 | None = None
+    ) -> None:
+        """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal.
+
+        The errors of these moments may be known, or be bounded.
+        """
         if all(span.whole for span in self.spans):
             return
         live = diagonal > 0
@@ -295,8 +301,9 @@ class MomentSum:
         if not missing.any():
             return
         spans, new = list(self.spans), missing & (ranks == 0)
-        moments = total() if new.any() else None
-        errors = np.full(len(new), np.inf) if moments is None else moments.errors(new)
+        if errors is None:
+            moments = total() if new.any() else None
+            errors = np.full(len(new), np.inf) if moments is None else moments.errors(new)
         for item in np.flatnonzero(missing).tolist():
             if new[item] and errors[item] <= _SURE:  # well-conditioned: its columns are independent
                 spans[item] = replace(spans[item], units=live[item])
@@ -304,8 +311,11 @@ class MomentSum:
                 spans[item] = spans[item].extended(rows.item(item))
         self.spans = tuple(spans)
 
-    def _settle(self, blocks: PairwiseSum[Twofold], term: Twofold, run: Rows, due: Flags) -> None:
-        """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due."""
+    def _settle(self, blocks: PairwiseSum[Twofold], term: Twofold, run: Rows, due: Flags) -> Float64 | None:
+        """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due.
+
+        Return bounds of the errors of the sum, or None if some of it became twofold.
+        """
         total = blocks.total()
         if total is None:
             raise AssertionError("a sum of no blocks")
@@ -320,6 +330,7 @@ class MomentSum:
         self.settled = np.where(settled[:, None], _diagonal(total.high), self.settled)
         self.wide = (self.wide | widening) & ~settled
         self.blocks = blocks
+        return None if widening.any() else np.where(due, errors, np.inf)
 
     def _term(self, run: Rows) -> Twofold:
         with np.errstate(over="ignore", invalid="ignore"):

@@ -130,7 +130,8 @@ class PreciseSums:
 def flushed(X: Any, even: Any) -> Any:
     """Tell which rows lost digits of an entry when they were brought to about 1: products with them are not known."""
     xp = array_api_compat.array_namespace(X)
-    return xp.any((X != 0) & (xp.abs(even) < 2.0**-1022), axis=1)
+    small = xp.abs(even) < 2.0**-1022
+    return xp.any((X != 0) & small, axis=1) if xp.any(small) else small[:, 0]
 
 
 def even_rows(X: Float64, exponents: Exponents) -> tuple[Float64, Exponents, npt.NDArray[np.bool_]]:

@@ -188,7 +188,9 @@ class RunningSquares:
         one = by.factor.item(item).exactly()
         upper, counted = one.on(self.read(keys)).scores(wide=True)
         upper = to_numpy(upper)[0]
-        live = _not_zero(keys)
+        live = upper > 0
+        if not live.all():
+            live |= _not_zero(keys)
         if by.raised is not None:
             with np.errstate(invalid="ignore"):
                 upper = np.where(live, np.fmin(upper * by.raised[item], 1.0), 0.0)

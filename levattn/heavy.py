@@ -52,6 +52,7 @@ __all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 _LEAST = 2.0**-1022  # a score of which nothing is known
+_LEAST_POSITIVE = 2.0**-1074  # of float64
 _LARGEST_POWER = 1000  # of two in a query
 _LARGEST_SHARE = 500  # of two in a term of a sum
 _SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
@@ -712,8 +713,8 @@ def _recovered(
     captured = np.divide(inside, D, out=np.zeros(len(D)), where=D > 0)
     for part, some in products.scores(products.precise):
         captured[part] = some.sum(axis=1)
-        i, j = np.nonzero(_heavy(some, epsilon, products.error[part]))
-        found.append((part[i], indices[j], some[i, j]))
+        i, j, heavy = _heavy(some, epsilon, products.error[part])
+        found.append((part[i], indices[j], heavy))
     return _csr(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
 
 
@@ -780,8 +781,8 @@ def _causal_attention(
         part = slice(*chunk.rows)
         D[part], captured[part], live[part] = chunk.normalizers, chunk.captured, chunk.live
         error[part] = chunk.error
-        i, j = np.nonzero(_heavy(chunk.scores, epsilon, chunk.error))
-        found.append((chunk.rows[0] + i, chunk.keys[j], chunk.scores[i, j]))
+        i, j, heavy = _heavy(chunk.scores, epsilon, chunk.error)
+        found.append((chunk.rows[0] + i, chunk.keys[j], heavy))
         alive.append(chunk.alive)
     captured = np.clip(captured, 0.0, 1.0)
     residual, entries = np.where(live, 1 - captured, 0.0), _csr(found, (keys.n, keys.n))
@@ -837,8 +838,8 @@ def _of_other_function(
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for part, scores in products.scores():
         captured[part] = scores.sum(axis=1)
-        i, j = np.nonzero(_heavy(scores, epsilon, error[part]))
-        found.append((part[i], universal.indices[j], scores[i, j]))
+        i, j, heavy = _heavy(scores, epsilon, error[part])
+        found.append((part[i], universal.indices[j], heavy))
     captured = np.clip(captured, 0.0, 1.0)
     with np.errstate(over="ignore"):
         if isinstance(f, Softmax):
@@ -859,10 +860,14 @@ def _powered(D: Float64, powers: npt.NDArray[Any]) -> Float64:
     return np.asarray(np.ldexp(D * 2.0 ** (powers - whole), np.clip(whole, -(2**20), 2**20).astype(np.int32)))
 
 
-def _heavy(scores: Float64, epsilon: float, error: Float64) -> npt.NDArray[np.bool_]:
-    """Tell which scores (m, k) may be at least ε, for relative errors (m,)."""
-    least = epsilon * (1 - np.maximum(TIE, 4 * error))[:, None]
-    return np.asarray((scores >= least) & (scores > 0))
+def _heavy(
+    scores: Float64, epsilon: float, error: Float64
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]:
+    """Return the rows, columns and values of scores (m, k) that may be at least ε, for relative errors (m,)."""
+    least = np.maximum(epsilon * (1 - np.maximum(TIE, 4 * error)), _LEAST_POSITIVE)
+    places = np.flatnonzero(scores >= least[:, None])  # faster than to look for rows and columns at once
+    i, j = np.divmod(places, max(scores.shape[1], 1))
+    return i, j, scores.ravel()[places]
 
 
 def _csr(
@@ -951,8 +956,8 @@ def _entries(
     for part, some in products.scores(products.precise):
         rows, scores = to_numpy(part), to_numpy(some)
         captured[part] = to_device(scores.sum(axis=1), captured)
-        i, j = np.nonzero(_heavy(scores, epsilon, to_numpy(products.error)[rows]))
-        others.append((rows[i], indices[j], scores[i, j]))
+        i, j, heavy = _heavy(scores, epsilon, to_numpy(products.error)[rows])
+        others.append((rows[i], indices[j], heavy))
     return (starts, columns, values), _csr(others, (len(D), n)) if others else None, xp.clip(captured, 0.0, 1.0)
 
 

@@ -397,6 +397,16 @@ class Factor:
             N = as_read(self.wide.rows.item(item))
             exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
             return np.ldexp(N, -exponents), exponents
+        if item not in self._normalizers:
+            self._normalizers[item] = self._even_normalizer(item)
+        return self._normalizers[item]
+
+    @cached_property
+    def _normalizers(self) -> dict[int, tuple[Float64, npt.NDArray[np.int32]]]:
+        """What `even_normalizer` has found."""
+        return {}
+
+    def _even_normalizer(self, item: int) -> tuple[Float64, npt.NDArray[np.int32]]:
         B, C = self._parts(item)
         live, kept = np.any(B != 0, axis=1), np.any(B != 0, axis=0)
         N = np.zeros(B.shape)
@@ -482,6 +492,8 @@ class Factor:
         """
         if self.wide is not None:
             return 2 * float(np.sqrt(self.columns))  # of products with the keys, and of what was subtracted from them
+        if self.arithmetic[item] != "compensated" and self.rank[item] == self.columns:
+            return float(np.sqrt(self.columns))  # W is all there is
         B, C = self._parts(item)
         d, kept = len(B), np.any(C != 0, axis=0)
         few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))

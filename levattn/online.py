@@ -162,10 +162,10 @@ def _exponents(X: Float64) -> npt.NDArray[np.int64]:
 def _first_entries(rows: Rows) -> npt.NDArray[np.int64]:
     """Return the exponents of the first entry of each column of a batch of one that is not zero."""
     out = np.full(rows.shape[2], _NONE)
-    for low in range(0, rows.shape[1], _ROWS):
-        if (out > _NONE).all():
-            break
-        X = dense(rows, low, min(low + _ROWS, rows.shape[1]))
+    low, step = 0, 16  # mostly the first row has an entry in each column
+    while low < rows.shape[1] and (out == _NONE).any():
+        X = dense(rows, low, min(low + step, rows.shape[1]))
+        low, step = low + step, min(4 * step, _ROWS)
         first = X[np.argmax(X != 0, axis=0), np.arange(len(out))]
         out = np.where(out == _NONE, _exponents(first), out)
     return out

@@ -126,6 +126,8 @@ def longest_of(*stacks: Any) -> Any:
     """Return the largest norm of the rows of stacks (b, n, d) of each item, (b,); 0 without rows."""
     xp = namespace_of(stacks[0])
     X = xp.concat(stacks, axis=1)
-    if not X.shape[1]:
+    if not (X.shape[1] and X.shape[2]):
         return xp.sum(X, axis=(1, 2))
-    return xp.max(lengths(X), axis=1)
+    top = xp.max(xp.abs(X), axis=(1, 2))
+    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[:, None, None]  # squares of the longest stay in range
+    return top * xp.sqrt(xp.max(xp.sum(scaled * scaled, axis=-1), axis=1))

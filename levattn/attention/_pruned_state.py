@@ -307,8 +307,8 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
 
 
 def _still(held: Summaries) -> Summaries:
-    """Return summaries without gradients."""
-    return Summaries(*map(without_gradient, vars(held).values()))
+    """Return summaries whose means have no gradients."""
+    return replace(held, keys=without_gradient(held.keys), weight=without_gradient(held.weight))
 
 
 def _places_of(measure: Measure, held: Summaries) -> tuple[Any, Any]:
