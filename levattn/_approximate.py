@@ -41,6 +41,7 @@ _SINGLE_ERROR = 1e-9  # of a factor in float64, up to which float32 products are
 _SINGLE_BOUND = 1e-14  # of a factor, up to which they bound scores
 _SINGLE_SUMS = 1e-12  # of a factor, up to which float32 sums of a sketch are as good
 _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
+_LARGEST = 2.0**400  # up to which squares are in range
 _STEPS = 40  # of Lanczos' method
 _BLOCK = 1 << 22  # numbers of keys that are multiplied at a time
 
@@ -231,7 +232,7 @@ def _compared(factor: Factor, exact: Factor, item: int) -> float:
     live = np.any(W != 0, axis=0)
     if not live.any():
         return 1.0
-    if not np.isfinite(W).all():  # of a sketch in which all but the smallest numbers cancel
+    if not np.max(np.abs(W)) < _LARGEST:  # of a sketch in which all but the smallest numbers cancel
         return 0.0
     size = float(np.linalg.norm(N) * np.linalg.norm(W))  # rounding of NW
     least = float(np.linalg.svd(N @ W[:, live], compute_uv=False)[-1]) - 4 * UNIT * size

@@ -182,7 +182,9 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
             still = np.any(keys_now != 0, axis=1)
         kept, kept_keys, held = kept_now[still], keys_now[still], held[still]
         scores[~live] = 0.0
-        lost = np.flatnonzero(flushed(stored_queries, Q))
+        unknown = flushed(stored_queries, Q)
+        unknown[exact] |= np.isinf(product[exact])
+        lost = np.flatnonzero(unknown)
         for row in lost.tolist():  # nothing is known of its products with the keys up to it
             visible = slice(0, len(kept_now) - count + row + 1)
             scores[row, visible] = np.maximum(scores[row, visible], _NOTHING)

@@ -29,6 +29,7 @@ Exponents = npt.NDArray[np.int32]
 NORMALIZER_ERROR = 1e-12  # estimated rounding, relative, from which on a normalizer is computed more precisely
 PRODUCT_ERROR = TIE / 16  # the same for a product of a query and a key that makes a heavy entry
 LOWEST = -(1 << 20)  # an exponent below all
+_UNKNOWN = 0.1  # relative error of a root from which on nothing is said of a sum
 _NOTHING = 2.0**-104  # what twice the precision does not see
 _TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
 
@@ -85,13 +86,13 @@ class PreciseSums:
     def __init__(self, Q: Float64) -> None:
         self.Q = Q
         self.shift: Exponents = np.full(len(Q), LOWEST, np.int32)  # sums are of products divided by 2^shift
-        self._total, self._noise = np.zeros(len(Q)), np.zeros(len(Q))
+        self._total, self._noise, self._unknown = np.zeros(len(Q)), np.zeros(len(Q)), np.zeros(len(Q), np.bool_)
         self._sizes = np.sqrt(np.sum(Q * Q, axis=1))
 
     def add(self, K: Float64, powers: Exponents, lost: npt.NDArray[np.bool_], among: Any = 1.0) -> Float64:
         """Add the keys 2^powers K, those of a query that `among` says; return the products with K.
 
-        Of keys in `lost` no product is decided exactly.
+        Of keys in `lost` no product is decided exactly: where it takes that, the error is infinite.
         """
         Z, sizes = precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
         noise = _NOTHING * K.shape[1] ** 2 * self._sizes[:, None] * sizes
@@ -99,7 +100,9 @@ class PreciseSums:
         doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)
         if len(doubtful[0]):
             span_kernels().mark_zeros(self.Q, K, *doubtful, nothing)
-            nothing &= ~lost | (noise == 0)
+            known = ~lost | (noise == 0)
+            self._unknown |= np.any(nothing & ~known & (among > 0), axis=1)
+            nothing &= known
             # one that is not zero may be computed as zero
             Z = np.where(nothing, 0.0, np.where(Z == 0, noise, Z))
         Z *= among
@@ -120,9 +123,13 @@ class PreciseSums:
         return np.asarray(np.ldexp(Z, powers - self.shift[:, None]) ** 2)
 
     def result(self, count: Any) -> tuple[Float64, Float64, Float64]:
-        """Return the sums, over `count` keys, their relative error, and that of the root which products bring in."""
+        """Return the sums, over `count` keys, their relative error, and that of the root which products bring in.
+
+        Both are infinite where nothing is known of a sum.
+        """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             root = np.where(self._total > 0, np.sqrt(self._noise / self._total), 0.0)
+            root[self._unknown | (root > _UNKNOWN)] = np.inf
             error = np.where(self._total > 0, (np.sqrt(count) + 12) * UNIT + root * (2 + root), 0.0)
         return self._total, error, root
 

@@ -307,7 +307,7 @@ class CausalUniversalSet:
             inside = np.ldexp(inside, 2 * (np.where(inside > 0, sums.shift, 0) - shift))
             with np.errstate(divide="ignore", invalid="ignore"):
                 lost = root * np.sqrt(inside / (self.epsilon * np.maximum(total[precise], inside)))
-            product[precise] = UNIT + np.where(np.isnan(lost), 0.0, lost)
+            product[precise] = UNIT + np.where(np.isinf(root), np.inf, np.where(np.isnan(lost), 0.0, lost))
         squares = Z * Z
         root, inside = np.sqrt(D), squares.sum(axis=1)
         total = np.maximum(total, inside)  # where it is next to unknown: the keys that are held are among all
@@ -316,6 +316,7 @@ class CausalUniversalSet:
             error[(total == 0) & (loss > 0)] = np.inf
             scores = np.where(total[:, None] > 0, squares / total[:, None], 0.0)
         lost = flushed(np.where(met, Q, 0.0), even)  # of their products nothing is known
+        lost[precise] |= np.isinf(product[precise])
         error[lost], scores[lost] = np.inf, np.maximum(scores[lost], 2.0**-1022)
         least = self.epsilon * (1 - np.maximum(TIE, 4 * error))  # doubt counts as heavy
         i, j = np.nonzero((scores >= least[:, None]) & (scores > 0))

@@ -233,7 +233,7 @@ class HeavyAttention:
         output = xp.empty((len(residual), values.d))
         for part, scores in products.scores():
             output[part] = scores @ chosen
-        error = xp.minimum(products.error, to_device(np.full(1, 2.0), residual)) * _spread(
+        error = xp.minimum(4 * products.error, to_device(np.full(1, 2.0), residual)) * _spread(
             len(chosen), products.epsilon
         )
         error = error + 16 * UNIT * len(chosen)
@@ -264,7 +264,7 @@ class HeavyAttention:
             scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # of one shape, as BLAS sums each in its order
             scores[: len(here)] = chunk.scores
             output[part] = (scores @ np.vstack([chosen, here, rest]))[: len(here)]
-            error = np.minimum(chunk.error, 2.0) * _spread(chunk.scores.shape[1], causal.epsilon)
+            error = np.minimum(4 * chunk.error, 2.0) * _spread(chunk.scores.shape[1], causal.epsilon)
             error = np.where(chunk.live, error + 16 * UNIT * chunk.scores.shape[1], 0.0)
             residual = self.residual_mass[part]
             r = np.where(chunk.live, residual + error, 0.0)
@@ -727,7 +727,7 @@ def _prepared(
     """
     xp, d = array_api_compat.array_namespace(Q), Q.shape[1]
     largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         product = d * UNIT * xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
     doubtful = (product > PRODUCT_ERROR) | (error > TIE / 8) | (stored[2] != 0)
     places = to_numpy(xp.nonzero(doubtful)[0])
@@ -741,8 +741,9 @@ def _prepared(
             sums.add(*near)
             total, _, root = sums.result(len(keys))
             size = np.ldexp(total, 2 * np.where(total > 0, sums.shift - shift[part], 0))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                loss[part] = root * np.sqrt(size / (epsilon * to_numpy(D)[places[part]]))
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                lose = root * np.sqrt(size / (epsilon * to_numpy(D)[places[part]]))
+            loss[part] = np.where(np.isinf(root), np.inf, lose)
         product[to_device(places, D)] = to_device(UNIT + np.where(np.isnan(loss), 0.0, loss), D)
     error = xp.where(D > 0, error + 2 * product, 0.0)
     error = xp.where(lost, xp.full_like(error, float("inf")), error)
@@ -826,7 +827,7 @@ def _of_other_function(
     largest = np.ones(len(Q))
     if not isinstance(f, Softmax):
         largest = np.max(np.abs(Q @ selected.T), axis=1, initial=0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         product = np.where(size > 0, growth * d * UNIT * size / largest, 0.0)
     precise = (product > PRODUCT_ERROR) | lost
     for part in np.array_split(np.flatnonzero(precise), max(1, int(precise.sum()) // 256)):

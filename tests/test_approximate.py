@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -189,8 +190,8 @@ def test_a_column_that_the_sketch_rounds_to_nothing_hides_no_key(method: str, re
 @EVERY
 def test_keys_that_cancel_in_a_sketch_are_in_the_set(method: str) -> None:
     """Two opposite keys share all the attention, and a sketch may hold next to nothing but the third."""
-    K = np.array([[0.0, -3.0], [0.0, 1e-323], [0.0, 3.0]])
-    for seed in range(20):
+    for small, seed in itertools.product([1e-323, 1e-154, 1e-20], range(20)):
+        K = np.array([[0.0, -3.0], [0.0, small], [0.0, 3.0]])
         found = levattn.universal_set(K, 0.5, **options(method, 2, rng=seed))
         assert found.mask[[0, 2]].all()
 

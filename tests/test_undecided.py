@@ -44,6 +44,10 @@ CASES = {
         np.array([0, 1e300, 1e300]),
         np.array([[1, 0, -1e-323], [0, 2.0**1021, -(2.0**1021)]]),
     ),
+    "the same of a key that gets next to nothing": (
+        np.array([-1.0, -1, 1]),
+        np.array([[0, 0, 1], [2.0**1021, -(2.0**1021), 6e-163]]),
+    ),
 }
 
 
