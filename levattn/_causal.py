@@ -150,7 +150,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
             seen_so_far[:, risen] = np.maximum(so_far, largest[risen])
         reach = np.sum(sizes[:count] * seen_so_far, axis=1)
         scores = squares[:count]
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             error = (32 + chunks) * UNIT * (1 + size / D)
             product = d * UNIT * reach / np.sqrt(epsilon * D)
             scores /= D[:, None]

@@ -289,7 +289,7 @@ class CausalUniversalSet:
         Z, some = even @ keys.T, slice(len(keys) - self._recent, len(keys))
         size = np.abs(even) @ np.max(np.abs(keys), axis=0, initial=0.0)
         total = D + np.sum(Z[:, some] ** 2, axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             product = np.where(total > 0, d * UNIT * size / np.sqrt(self.epsilon * total), np.inf)
         precise = np.flatnonzero(~(product <= PRODUCT_ERROR) | ~(loss <= TIE / 8 * np.sqrt(total)))
         if len(precise):  # in units in which squares neither vanish nor overflow
@@ -305,13 +305,13 @@ class CausalUniversalSet:
             powers[precise] += shift
             total[precise] = D[precise] + np.sum(Z[precise, some] ** 2, axis=1)
             inside = np.ldexp(inside, 2 * (np.where(inside > 0, sums.shift, 0) - shift))
-            with np.errstate(divide="ignore", invalid="ignore"):
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 lost = root * np.sqrt(inside / (self.epsilon * np.maximum(total[precise], inside)))
             product[precise] = UNIT + np.where(np.isinf(root), np.inf, np.where(np.isnan(lost), 0.0, lost))
         squares = Z * Z
         root, inside = np.sqrt(D), squares.sum(axis=1)
         total = np.maximum(total, inside)  # where it is next to unknown: the keys that are held are among all
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             error = np.where(total > 0, loss * (2 * root + loss) / total + known + 2 * product, 0.0)
             error[(total == 0) & (loss > 0)] = np.inf
             scores = np.where(total[:, None] > 0, squares / total[:, None], 0.0)

@@ -55,6 +55,7 @@ _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decompos
 _SINGLE_COLUMNS = 512  # from which float32 is hardly ever enough
 _SINGLE_FROM = 2048  # rows from which the rounding of float32 sums averages out
 _SMALL = 128  # columns up to which products of small matrices do without BLAS
+_NOISE = 2.0**-40  # singular values below this, of unit columns, may be the rounding of many equal rows
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 _SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
@@ -888,7 +889,8 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         R = _triangle(one) if method == "qr" else dense(one, 0, n)
         penalty = _penalty(ridge, _column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
         turn = _turn_rows(rows, item)
-        batch.put(item, _orthogonal(turn, R, penalty, cut))
+        exact = batch.counts_outside and rows.shift is None
+        batch.put(item, _orthogonal(turn, R, penalty, cut, partial(_exact_rank, one) if exact else None))
         batch.look_below(item, partial(_resolve, turn, R.T @ R, UNIT, target, limit))
     return batch.factor()
 
@@ -904,16 +906,29 @@ def _turn_rows(rows: Rows, item: int) -> _Turn:
     return lambda basis, arithmetic: to_numpy(_moments(rows, [item], basis=basis[None], arithmetic=arithmetic)[0])
 
 
-def _orthogonal(turn: _Turn, R: Float64, penalty: Float64, cut: float) -> _Found:
-    """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle."""
+def _exact_rank(rows: Rows) -> int:
+    return Span.of(rows).rank
+
+
+def _orthogonal(
+    turn: _Turn, R: Float64, penalty: Float64, cut: float, exact_rank: Callable[[], int] | None = None
+) -> _Found:
+    """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle.
+
+    Equal rows are rounded alike, so that noise grows with their number. Singular values next to the cut are told from
+    it by the exact rank, where that is known.
+    """
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
     c = _column_norms(R)
     some = np.asarray(c > 0)
     if not some.all():
-        return _orthogonal(_turn_some(turn, some), R[:, some], np.zeros(np.count_nonzero(some)), cut).embedded(some)
+        penalty = np.zeros(np.count_nonzero(some))
+        return _orthogonal(_turn_some(turn, some), R[:, some], penalty, cut, exact_rank).embedded(some)
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
+    if exact_rank is not None and live.any() and s[live].min() < _NOISE * s.max():
+        live &= np.arange(len(s)) < exact_rank()
     W = _upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
     return _finish(turn, W, c, _complement(Vt[live]), penalty, condition, _SURE_CONDITION)

@@ -82,6 +82,17 @@ def test_the_rank_tolerance_does_not_grow_with_n() -> None:
         assert found.rank == d
 
 
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_the_rounding_of_many_equal_keys_opens_no_direction(method: str) -> None:
+    """Equal keys are rounded alike: QR of seeds 14 and 32 has a fourth singular value above the tolerance."""
+    for seed in (0, 14, 32):
+        K = np.outer(np.random.default_rng(seed).choice([-18, -12, -6, 6, 12, 18, 24], 5000), [2.0, -1, 2, 0])
+        K[-3:] = [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 1]]
+        found = levattn.universal_set(K, 0.5, method=method)
+        assert (found.rank, found.guarantee) == (naive.rank_exact(K), "exact")
+        assert levattn.leverage_scores(K, method=method).sum() == pytest.approx(3, rel=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "coherent", "graded", "ill-conditioned", "deficient"])
 def test_wide_matrices_take_blas(kind: str) -> None:
     """From 512 columns on moments and Cholesky factors are those of BLAS and LAPACK."""
