@@ -22,6 +22,7 @@ from . import oracle, promises
 from .families import Case
 from .oracle import Function, Truth
 from .promises import Breach
+from .ranks import universal_set_of_ranks
 
 Judge = Callable[[Case, Truth, Any], Iterator[Breach]]
 
@@ -476,18 +477,6 @@ def in_dask(K, epsilon, seed):
         return universal_set(dask.array.from_array(K, chunks=(1 + seed % len(K), K.shape[1])), epsilon).compute()
 
 
-def in_a_group(K, epsilon, mask):
-    import torch
-
-    from levattn.distributed.torch import universal_set
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        return universal_set(K, epsilon, mask=mask)[0]
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -586,7 +575,7 @@ ROUTES: dict[str, Route] = {
         ),
         *(_of_function(f"heavy {f}", heavy_of_function, judge_function_heavy, f) for f in FUNCTIONS),
         Route("set Softmax", of_softmax, judge_softmax),
-        Route("torch group", in_a_group, judge_stream, partial(_in_turn, 1, 8)),
+        Route("torch group", universal_set_of_ranks, judge_stream, partial(_in_turn, 1, 8)),
         Route("dask", in_dask, judge_stream, lambda case: _no_mask(case) and case.seed % 8 == 0),
     )
 }

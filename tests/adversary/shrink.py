@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from . import ranks
 from .families import Case, Float, stored
 from .promises import Breach
 from .routes import Route
@@ -117,6 +118,9 @@ def script(route: Route, case: Case, breach: Breach) -> str:
     names = inspect.signature(route.call).parameters
     given = dict(route.options)
     plain = case.storage == "float64" and case.layout == "C"
+    source = inspect.getsource(route.call)
+    if inspect.getmodule(route.call) is ranks:  # which starts processes: to be run from the project's root
+        source = f"from tests.adversary.ranks import {route.call.__name__}\n"
     lines = [
         f'"""{route.name}, {case.family} {case.seed}: {breach.kind}.',
         "",
@@ -127,7 +131,7 @@ def script(route: Route, case: Case, breach: Breach) -> str:
         "import levattn",
         "",
         *(() if plain else ("from typing import Any", "", inspect.getsource(stored))),
-        inspect.getsource(route.call),
+        source,
     ]
     for name, array in (("K", case.keys), ("Q", case.queries), ("V", case.values)):
         if name in names:
