@@ -46,7 +46,7 @@ class HeavyKeys:
         The scores of all keys that are held, summed up.
     error : array of float64, shape (g,)
         Estimated relative error of the scores of a query. It is large only for queries all but orthogonal to the keys,
-        and for keys of a condition number above 10¹¹.
+        and for keys of a condition number above 10¹¹; infinite where nothing is known of a normalizer.
 
     Examples
     --------
