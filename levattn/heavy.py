@@ -117,8 +117,8 @@ class HeavyAttention:
         """Estimated relative error of the normalizer and of the scores of each query.
 
         It is above 1e-9 only for queries all but orthogonal to the keys, or keys of a condition number above 10¹¹. A
-        score within four times this error of ε counts as at least ε, and is among the entries. Infinite where nothing is
-        known of the normalizer: all keys of the set are among the entries then.
+        score within four times this error of ε counts as at least ε, and is among the entries. Infinite where nothing
+        is known of the normalizer: all keys of the set are among the entries then.
 
         Returns
         -------
