@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import subprocess
@@ -47,6 +48,21 @@ def _started() -> tuple[list[Any], list[subprocess.Popen[bytes]]]:
     return _groups(folder, 0), others
 
 
+@atexit.register
+def stop() -> None:
+    """End the other ranks and leave the group, if there is one: this process may join another."""
+    if not _started.cache_info().currsize:
+        return
+    import torch.distributed as dist
+
+    _, others = _started()
+    for other in others:
+        with other:  # closes its pipes, at which it ends, and waits for it
+            pass
+    dist.destroy_process_group()
+    _started.cache_clear()
+
+
 def universal_set_of_ranks(K: Any, epsilon: float, mask: Any, seed: int) -> Any:
     """The set of keys on one to three ranks, cut anywhere: what rank 0 has, and all others must have."""
     from levattn.distributed.torch import universal_set
@@ -73,6 +89,8 @@ def universal_set_of_ranks(K: Any, epsilon: float, mask: Any, seed: int) -> Any:
 
 def _serve(folder: str, rank: int) -> None:
     """Answer with the indices of the set, or with the error."""
+    import torch.distributed as dist
+
     from levattn.distributed.torch import universal_set
 
     groups = _groups(folder, rank)
@@ -81,6 +99,7 @@ def _serve(folder: str, rank: int) -> None:
         try:
             count, K, epsilon, mask = pickle.load(sys.stdin.buffer)
         except EOFError:
+            dist.destroy_process_group()
             return
         try:
             answer: Any = universal_set(K, epsilon, mask=mask, group=groups[count - 1])[0].indices
