@@ -14,6 +14,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
+from numba.extending import register_jitable
 
 from levattn.exceptions import CacheWarning
 
@@ -26,6 +27,7 @@ __all__ = [
     "STATE_VECTORS",
     "TILE_ROWS",
     "VECTOR_BYTES",
+    "helper",
     "jit",
 ]
 
@@ -47,11 +49,17 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     Numba takes cached code for current as long as the function's own file is, but code holds what the function calls
     and the constants that it reads, wherever they stand. So it is stamped with the sources of all kernels.
     """
-    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    kernel: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     if hasattr(kernel, "_cache"):  # not without a compiler
         kernel._cache = _cache_of(function) or kernel._cache
     compiled: Callable[..., Any] = kernel
     return compiled
+
+
+def helper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let compiled code call `function`: it becomes part of each kernel that does, and stays Python for others."""
+    registered: Callable[..., Any] = register_jitable(no_cfunc_wrapper=True, pipeline_class=_parts())(function)
+    return registered
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
@@ -99,3 +107,9 @@ else:
     LONE_ROWS = 8
     SCORE_ROWS, SCORE_VECTORS = 6, 2
     STATE_VECTORS = 2
+
+
+def _parts():
+    from levattn._kernels._cpu_parts import PartCompiler
+
+    return PartCompiler

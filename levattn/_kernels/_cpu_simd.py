@@ -18,6 +18,7 @@ from levattn._kernels._cpu_jit import VECTOR_BYTES
 
 __all__ = [
     "add_signed",
+    "address",
     "as_pointer",
     "bits_to_float",
     "entry_tile",
@@ -88,6 +89,17 @@ def _prefetch(b: Builder, address: Value) -> None:
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     read, keep, data = (ir.Constant(_I32, flag) for flag in (0, 2, 1))
     b.call(function, [b.inttoptr(address, byte), read, keep, data])
+
+
+@intrinsic
+def address(typing, array):
+    """Return where the first number of an array lies, as an int64: NumPy's is unsigned, and may become a float."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        held = context.make_array(signature.args[0])(context, b, arguments[0])
+        return b.ptrtoint(held.data, _I64)
+
+    return types.int64(array), codegen
 
 
 @intrinsic(prefer_literal=True)

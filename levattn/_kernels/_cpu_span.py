@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_jit import helper, jit
 
 __all__ = ["insert_residues", "insert_rows", "mark_outside", "mark_zeros"]
 
@@ -19,14 +19,14 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 _MIX_2, _MIX_3 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-@jit
+@helper
 def _reduced(x):
     """Return x modulo p, for x < 2^64."""
     x = (x & _PRIME) + (x >> _BITS)
     return x - _PRIME if x >= _PRIME else x
 
 
-@jit
+@helper
 def _product(a, b):
     """Return a b modulo p, for a, b < p."""
     a1, a0, b1, b0 = a >> _SHIFT, a & _HALF, b >> _SHIFT, b & _HALF
@@ -34,7 +34,7 @@ def _product(a, b):
     return _reduced(_reduced((a1 * b1 << _ONE) + (middle >> _REST) + ((middle & _QUARTER) << _SHIFT)) + a0 * b0)
 
 
-@jit
+@helper
 def _residue(x):
     """Return a finite float64 modulo p."""
     fraction, exponent = math.frexp(abs(x))
@@ -45,7 +45,7 @@ def _residue(x):
     return _PRIME - m if x < 0 and m else m
 
 
-@jit
+@helper
 def _inverse(a):
     """Return 1/a modulo p, as a^(p − 2)."""
     out, power, left = _ONE, a, np.uint64(2**61 - 3)
@@ -57,7 +57,7 @@ def _inverse(a):
     return out
 
 
-@jit
+@helper
 def _orthogonal(basis, pivots, rank, units, out):
     """Write a vector to `out` that is orthogonal to the basis and to the units, and else looks random."""
     d = basis.shape[1]
@@ -76,7 +76,7 @@ def _orthogonal(basis, pivots, rank, units, out):
         out[pivots[r]] = _PRIME - total if total else _ZERO
 
 
-@jit
+@helper
 def _dot(row, v):
     total = _ZERO
     for c in range(len(v)):
@@ -108,7 +108,7 @@ def mark_outside(rows, basis, pivots, rank, units, out):
         out[r] = _dot(rows[r], v) != _ZERO
 
 
-@jit
+@helper
 def _insert(new, basis, pivots, rank):
     """Extend the basis, reduced row echelon, by a row of residues (which is changed), and return its rank."""
     d = len(new)
