@@ -26,6 +26,7 @@ __all__ = [
     "hadamard_tile",
     "lane_sum",
     "moment_tile",
+    "product_high",
     "product_tile",
     "subtract_rows",
     "twofold_tile",
@@ -522,3 +523,15 @@ def as_pointer(typing, address, array):
         return b.inttoptr(arguments[0], context.get_value_type(kind))
 
     return kind(types.int64, array), codegen
+
+
+@intrinsic
+def product_high(typing, a, b):
+    """Return the upper 64 bits of the product of two numbers of 64 bits."""
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        wide = ir.IntType(128)
+        product = b.mul(*(b.zext(x, wide) for x in arguments))
+        return b.trunc(b.lshr(product, ir.Constant(wide, 64)), _I64)
+
+    return types.uint64(types.uint64, types.uint64), codegen
