@@ -7,11 +7,14 @@ of straight-line code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES
@@ -26,6 +29,7 @@ __all__ = [
     "hadamard_tile",
     "lane_sum",
     "moment_tile",
+    "primitive",
     "product_high",
     "product_tile",
     "subtract_rows",
@@ -103,7 +107,22 @@ def address(typing, array):
     return types.int64(array), codegen
 
 
-@intrinsic(prefer_literal=True)
+def primitive(define: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an intrinsic of what defines one; where it takes an int64 it takes no float, which Numba would convert."""
+
+    @wraps(define)
+    def checked(typing: Any, *given: Any) -> Any:
+        signature, codegen = define(typing, *given)
+        for place, (kind, expected) in enumerate(zip(given, signature.args, strict=True)):
+            if expected == types.int64 and not isinstance(kind, types.Integer):
+                raise TypingError(f"argument {place} of {define.__name__} is {kind}, not a whole number")
+        return signature, codegen
+
+    made: Callable[..., Any] = intrinsic(prefer_literal=True)(checked)
+    return made
+
+
+@primitive
 def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
     """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and `vectors` vectors of x to the tile `out`.
 
@@ -162,7 +181,7 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def twofold_tile(typing, like, rows, vectors, a, x, stride, n, high, low, out_stride):
     """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` to the tile of twofold numbers ``high + low``.
 
@@ -220,7 +239,7 @@ def twofold_tile(typing, like, rows, vectors, a, x, stride, n, high, low, out_st
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def product_tile(
     typing, like, rows, vectors, x, x_stride, w, w_stride, start, rest, out, out_stride, squared, ahead, ahead_step
 ):
@@ -306,7 +325,7 @@ def product_tile(
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def lane_sum(typing, like, address):
     """Return the sum of the vector at `address`, halved again and again."""
     size, scalar, vector = _vector_type(like)
@@ -327,7 +346,7 @@ def lane_sum(typing, like, address):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def widen(typing, like, source, target, vectors, added):
     """Write vectors of numbers like `like` at `source` to float64 numbers at `target`, or add them if `added`."""
     size, scalar, vector = _vector_type(like)
@@ -378,7 +397,7 @@ def add_signed(typing, like, total, source, target, sign, vectors, ahead, next_t
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def hadamard_tile(typing, like, total, rows, signed, source, step, signs, target, target_step, vectors):
     """Write the Hadamard transform of `rows` rows at `source` to rows at `target`, which may be the same.
 
@@ -420,7 +439,7 @@ def hadamard_tile(typing, like, total, rows, signed, source, step, signs, target
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def entry_tile(typing, like, vectors, values, offsets, n, panel, to):
     """Add the squares of ``sum_e values[e] * panel[offsets[e]:]``, over so many vectors, to the vector at `to`.
 
@@ -514,7 +533,7 @@ def bits_to_float(typing, bits):
     return types.float32(types.uint32), codegen
 
 
-@intrinsic
+@primitive
 def as_pointer(typing, address, array):
     """Return `address` as a pointer to elements of the array's dtype."""
     kind = types.CPointer(array.dtype)
