@@ -1020,15 +1020,15 @@ def _precondition(
                 break
             shift *= 100
         turned = C[0] if basis is None else _multiply(basis, C[0])
+        lost = _lost_directions(c[:, None] * turned, cut * largest)
         if basis is not None:  # columns on which the keys vanish although the basis does not
             vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
-            if vanished.any():
-                out = _orthonormal(np.hstack([out, c[:, None] * basis[:, vanished]]))
-        if not turned.any():
-            return _Found(turned, turned, None, 0, 0.0, out, c)
-        lost = _lost_directions(c[:, None] * turned, cut * largest)
+            lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
         if lost.shape[1]:
             out = _orthonormal(np.hstack([out, lost]))
+        if not turned.any() or out.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
+            return _Found(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, out, c)
+        if lost.shape[1]:
             basis = _upper_form(_complement(out.T)) / c[:, None]
         elif good:
             break
