@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from operator import mul
 from typing import Any
 
@@ -172,6 +173,8 @@ def while_decoding(K: strategies.Float, Q: strategies.Float) -> tuple[Any, Any]:
 
 OF_QUERIES = {
     "auto": in_memory,
+    "qr": partial(in_memory, method="qr"),
+    "svd": partial(in_memory, method="svd"),
     "chunks": in_chunks,
     "decoding": while_decoding,
 }
@@ -202,6 +205,26 @@ def test_a_key_beside_copies_of_another_is_found_while_decoding(n: int) -> None:
         found = state.heavy(np.array([[r[1], -r[0]]]))
         assert found.indices.tolist() == [n], seed
         assert found.scores[0] == pytest.approx(1, abs=max(1e-9, 4 * found.error[0]))
+
+
+@pytest.mark.parametrize("storage", ["float64", "float32"])
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_ties_of_copied_keys_are_in(method: str, storage: str) -> None:
+    """Independent keys score one over the number of their copies; estimated errors hold."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        a, b = rng.random(2) + 0.5
+        X = np.array([[a, b], [a, b * (1 - 10.0 ** -rng.uniform(0, 5.5))]], storage)
+        K = np.repeat(X, [5000, 500], axis=0)[rng.permutation(5500)]
+        first = np.all(X[0] == K, axis=1)
+        exact = np.where(first, 1 / 5000, 1 / 500)
+        for epsilon in (1 / 5000, 1 / 500):
+            found = levattn.universal_set(K, epsilon, method=method)
+            assert np.all(found.mask | (exact < epsilon)), (seed, epsilon)
+            assert found.guarantee == "superset" or np.array_equal(found.mask, exact >= epsilon)
+        factor = found.factor.exactly()
+        scores = np.asarray(factor.on(Rows(K[None], storage)).scores(wide=True)[0][0])
+        assert np.max(np.abs(scores / exact - 1)) <= 4 * factor.error[0] + 1e-15, seed
 
 
 def test_a_line_of_keys_met_in_one_example() -> None:
