@@ -806,7 +806,7 @@ def factor_moments(
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)  # no singular value can be below the cut
     mild = whole & (reach <= _SINGLE_REACH)
     if arithmetic == "single":
-        noise, done = np.full(b, 2.0**-22), mild  # sums that are rounded, or cut off by tensor cores
+        noise, done = np.full(b, PLAIN_NOISE / UNIT * 2.0**-24), mild  # sums rounded, or cut off by tensor cores
     else:
         noise, done = np.full(b, PLAIN_NOISE), whole & (_ROUNDING * reach <= target)
     if arithmetic == "single" and not mild.all():
