@@ -168,20 +168,26 @@ class Truth:
     def prefix(self, n: int) -> Truth:
         return Truth(self.K[:n], self.Q)
 
+    def by_row(self) -> Truth:
+        """The same for one query a key, the given ones in turn."""
+        return Truth(self.K, self.Q[np.arange(len(self.K)) % len(self.Q)])
+
     # -- queries ----------------------------------------------------------------------
 
     @cached_property
     def products(self) -> tuple[Whole, NDArray[np.int64]]:
         """Integers Z (m, n) and exponents (m,) with ``⟨q_i, k_j⟩ = Z_ij 2^e_i``."""
-        M, e = integers(self.K)
-        Z = np.empty((len(self.Q), len(self.K)), object)
-        exponents = np.zeros(len(self.Q), np.int64)
-        for i, q in enumerate(self.Q):
+        rows, place = self._distinct
+        queries, of = np.unique(self.Q, axis=0, return_inverse=True)
+        M, e = integers(rows)
+        Z = np.empty((len(queries), len(rows)), object)
+        exponents = np.zeros(len(queries), np.int64)
+        for i, q in enumerate(queries):
             row, own = integers(q)
             exponents[i] = int(e) + int(own)
             if len(M):
                 Z[i] = product(M, row[:, None])[:, 0]
-        return Z, exponents
+        return Z[of.reshape(-1)][:, place], exponents[of.reshape(-1)]
 
     @cached_property
     def squares(self) -> Whole:

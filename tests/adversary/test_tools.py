@@ -14,14 +14,14 @@ import pytest
 import levattn
 import naive
 
-from .families import FAMILIES, LAYOUTS, STORAGES, case, rounded, stored
+from .families import FAMILIES, LARGE, LAYOUTS, STORAGES, case, rounded, stored
 from .oracle import Truth, adjugate, huber, integers, orthogonal, power, product, queries_for, shares, tukey
 from .promises import entries_hold, left_out, membership, normalizers_hold, output_holds
 from .routes import Route, judge_set
 from .search import main
 from .shrink import script, shrunk
 
-SMALL = [name for name in FAMILIES if name not in ("many", "wide")]
+SMALL = [name for name in FAMILIES if name not in LARGE]
 
 
 @pytest.mark.parametrize("family", SMALL)
