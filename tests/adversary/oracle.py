@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 
 Float = NDArray[np.float64]
 Whole = NDArray[np.object_]  # of Python's integers
+Decimals = NDArray[np.object_]
+Precise = Callable[[Decimal], Decimal]  # of the size of a product, in the context of 60 digits
+
+DIGITS = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
 
 def integers(values: Any, axis: int | None = None) -> tuple[Whole, Any]:
@@ -170,6 +175,8 @@ class Truth:
 
     def by_row(self) -> Truth:
         """The same for one query a key, the given ones in turn."""
+        if len(self.Q) == len(self.K):
+            return self
         return Truth(self.K, self.Q[np.arange(len(self.K)) % len(self.Q)])
 
     # -- queries ----------------------------------------------------------------------
@@ -219,6 +226,18 @@ class Truth:
         rows = [[scaled(z, int(e)) for z in row] for row, e in zip(Z, exponents, strict=True)]
         return np.array(rows, np.float64).reshape(Z.shape)
 
+    def shares(self, f: Precise) -> Iterator[tuple[Decimals, Decimal]]:
+        """For each query the values of f at its products with all keys, to 58 digits, and their sum."""
+        rows, place = self._distinct
+        counts = np.bincount(place, minlength=len(rows))
+        few = Truth(rows, self.Q)
+        with localcontext(DIGITS):
+            for Z, exponent in zip(*few.products, strict=True):
+                unit = Decimal(2) ** int(exponent)
+                values = np.array([f(abs(Decimal(z)) * unit) for z in Z], object)
+                total = sum((x * int(count) for x, count in zip(values, counts, strict=True)), Decimal(0))
+                yield values[place], total
+
     def softmax(self, scale: float) -> tuple[Float, Float]:
         """Logits, rounded once, and exp of them less the largest of their row, to about 1e-13."""
         Z, exponents = self.products
@@ -254,6 +273,45 @@ def scaled(whole: int, exponent: int) -> float:
 
 def fraction(whole: int, exponent: int) -> Fraction:
     return Fraction(whole << max(exponent, 0), 1 << max(-exponent, 0))
+
+
+# -- other functions, in 60 digits ------------------------------------------------------------------------------------
+
+
+def precise_power(p: float) -> Precise:
+    """Of an exponent that is a multiple of 1/2."""
+    return lambda x: (x ** int(2 * p)).sqrt()
+
+
+def precise_huber(delta: float) -> Precise:
+    at = Decimal(delta)
+    return lambda x: x * x / 2 if x <= at else at * (x - at / 2)
+
+
+def precise_tukey(c: float) -> Precise:
+    at = Decimal(c)
+
+    def f(x: Decimal) -> Decimal:
+        u = min(x / at, Decimal(1)) ** 2
+        return at * at / 6 * u * (3 - 3 * u + u * u)
+
+    return f
+
+
+def precise_l1l2(x: Decimal) -> Decimal:
+    return x * x / ((1 + x * x / 2).sqrt() + 1)
+
+
+def precise_fair(c: float) -> Precise:
+    at = Decimal(c)
+
+    def f(x: Decimal) -> Decimal:
+        u = x / at
+        if u < Decimal("1e-5"):
+            return at * at * sum(((-u) ** k / k for k in range(2, 16)), Decimal(0))
+        return at * at * (u - (1 + u).ln())
+
+    return f
 
 
 # -- other functions: float64 of exactly rounded products, good to some units in the last place ---------------------

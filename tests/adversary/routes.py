@@ -20,7 +20,7 @@ from levattn.exceptions import NonFiniteError
 
 from . import oracle, promises
 from .families import Case
-from .oracle import Function, Truth
+from .oracle import Function, Precise, Truth
 from .promises import Breach
 from .ranks import universal_set_of_ranks
 
@@ -273,12 +273,14 @@ def heavy_of_a_set(Q, K, V, epsilon, mask):
 
 
 def heavy_causal(Q, K, V, epsilon, mask):
+    Q = Q if len(Q) == len(K) else Q[np.arange(len(K)) % len(Q)]
     found = levattn.heavy_attention(Q, K, epsilon, causal=True, mask=mask)
     return found, found.apply(V), found.apply(V)
 
 
 def judge_heavy(case: Case, truth: Truth, result: Any, *, causal: bool = False) -> Iterator[Breach]:
     found, plain, compensated = result
+    truth = truth.by_row() if causal else truth
     error = getattr(found, "error", promises.TIE / 4)
     yield from promises.entries_hold(truth, found.entries.toarray(), case.epsilon, error, causal=causal)
     yield from promises.normalizers_hold(truth, found.normalizers, error, causal=causal)
@@ -292,6 +294,7 @@ def judge_heavy(case: Case, truth: Truth, result: Any, *, causal: bool = False) 
 
 def future(Q, K, epsilon, seed):
     rng, n = np.random.default_rng(seed), len(K)
+    Q = Q if len(Q) == len(K) else Q[np.arange(len(K)) % len(Q)]
     cut = int(rng.integers(1, n + 1))
     futures = [K, *(K.copy() for _ in range(4))]
     futures[1][cut:] = 0
@@ -325,6 +328,15 @@ def in_large_steps(Q, K, epsilon, mask, seed):
     for start, stop in zip(sorted(cuts)[:-1], sorted(cuts)[1:], strict=True):
         state.update(K[start:stop], mask=None if mask is None else mask[start:stop])
         found.append((stop, state.heavy(Q)))
+    return found
+
+
+def in_steps(Q, K, epsilon, mask, step):
+    state, found = levattn.CausalUniversalSet(epsilon), []
+    for start in range(0, len(K), step):
+        part = slice(start, min(start + step, len(K)))
+        state.update(K[part], mask=None if mask is None else mask[part])
+        found.append((part.stop, state.heavy(Q)))
     return found
 
 
@@ -392,6 +404,15 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
+PRECISE: dict[str, Precise] = {
+    **{f"Power({p})": oracle.precise_power(p) for p in (0.5, 1, 1.5, 3, 4, 6)},
+    "Huber(1.0)": oracle.precise_huber(1.0),
+    "Tukey(4.685)": oracle.precise_tukey(4.685),
+    "Fair(1.4)": oracle.precise_fair(1.4),
+    "L1L2()": oracle.precise_l1l2,
+}
+
+
 def of_function(K, epsilon, mask, f):
     f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
     return levattn.universal_set(K, epsilon, f=f, mask=mask)
@@ -438,7 +459,7 @@ def judge_function_stream(case: Case, truth: Truth, result: Any, *, f: str) -> I
 
 
 def judge_function_heavy(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
-    yield from promises.shares_hold(truth, FUNCTIONS[f], result.entries.toarray(), case.epsilon, result.error)
+    yield from promises.shares_hold(truth, PRECISE[f], result.entries.toarray(), case.epsilon, result.error)
 
 
 def of_softmax(K, epsilon, mask):
@@ -482,6 +503,15 @@ def in_dask(K, epsilon, seed):
 
 def _few(case: Case) -> bool:
     return len(case.keys) <= 40
+
+
+def _square(case: Case) -> bool:
+    """So few rows that there may be as many queries."""
+    return len(case.keys) <= 710 and case.keys.shape[1] <= 8
+
+
+def _above(rows: int, case: Case) -> bool:
+    return len(case.keys) > rows
 
 
 def _plain_numbers(case: Case) -> bool:
@@ -538,9 +568,9 @@ ROUTES: dict[str, Route] = {
             Route(f"scores {m}", scores, judge_scores, partial(_in_turn, i, 2), (("method", m),))
             for i, m in enumerate(("auto", "gram", "qr", "svd"))
         ),
-        Route("threads", in_threads, judge_threads, lambda case: len(case.keys) > 2000),
+        Route("threads", in_threads, judge_threads, partial(_above, 2000)),
         Route("online", online, judge_online, _few),
-        Route("online future", online_future, judge_future, _few),
+        Route("online future", online_future, judge_future, _square),
         *(
             Route(
                 f"sketch {m}{' recheck' * r}",
@@ -557,10 +587,14 @@ ROUTES: dict[str, Route] = {
         Route("stream merged", merged, judge_stream),
         Route("heavy", heavy, judge_heavy),
         Route("heavy of a set", heavy_of_a_set, judge_heavy, partial(_in_turn, 0, 3)),
-        Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), _few),
-        Route("future", future, judge_future, lambda case: _few(case) and _no_mask(case)),
+        Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), _square),
+        Route("future", future, judge_future, lambda case: _square(case) and _no_mask(case)),
         Route("decoding by tokens", token_by_token, judge_decoding, _few),
         Route("decoding", in_large_steps, judge_decoding),
+        *(
+            Route(f"decoding by {s}", in_steps, judge_decoding, partial(_above, 256), (("step", s),))
+            for s in (300, 2048)
+        ),
         Route(
             "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
@@ -15,9 +16,9 @@ import levattn
 import naive
 
 from .families import FAMILIES, LARGE, LAYOUTS, STORAGES, case, rounded, stored
-from .oracle import Truth, adjugate, huber, integers, orthogonal, power, product, queries_for, shares, tukey
+from .oracle import DIGITS, Truth, adjugate, huber, integers, orthogonal, power, product, queries_for, shares, tukey
 from .promises import entries_hold, left_out, membership, normalizers_hold, output_holds
-from .routes import Route, judge_set
+from .routes import FUNCTIONS, PRECISE, Route, judge_set
 from .search import main
 from .shrink import script, shrunk
 
@@ -101,6 +102,50 @@ def test_functions_are_those_of_the_definition() -> None:
     by_hand = [a * a / 2 if abs(a) <= 2 else 2 * (abs(a) - 1) for a in x]
     np.testing.assert_allclose(huber(2.0)(x), by_hand, rtol=1e-15)
     np.testing.assert_allclose(tukey(2.0)(x), levattn.Tukey(2.0)(x), rtol=1e-14)
+
+
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_precise_functions_are_the_others_in_more_digits(f: str) -> None:
+    for x in (0.0, 1e-9, 3e-6, 0.01, 0.7, 1.0, 1.4, 3.0, 4.685, 1e6):
+        value = float(PRECISE[f](Decimal(x)))
+        np.testing.assert_allclose(value, FUNCTIONS[f](np.array([x]))[0], rtol=1e-13)
+
+
+def test_precise_values_are_those_of_each_query_and_key() -> None:
+    found = replace(case("duplicated", 2), mask=None)
+    truth = Truth(found.keys, found.queries)
+    for q, (values, total) in zip(found.queries, truth.shares(PRECISE["Huber(1.0)"]), strict=True):
+        with localcontext(DIGITS):
+            z = [sum(Decimal(float(a)) * Decimal(float(b)) for a, b in zip(q, k, strict=True)) for k in found.keys]
+            by_hand = [PRECISE["Huber(1.0)"](abs(x)) for x in z]
+            assert total == pytest.approx(sum(by_hand), rel=Decimal("1e-40"))
+            assert all(abs(x - y) <= Decimal("1e-40") * total for x, y in zip(values, by_hand, strict=True))
+
+
+def test_queries_in_turn_are_those_of_the_rows() -> None:
+    truth = Truth(np.array([[1.0, 1], [2, 0], [1, 1], [0, 3], [1, 1]]), np.array([[1.0, -1], [1, 2]]))
+    by_row = truth.by_row()
+    assert by_row.Q.tolist() == [[1, -1], [1, 2], [1, -1], [1, 2], [1, -1]]
+    np.testing.assert_array_equal(by_row.values(), by_row.Q @ truth.K.T)
+    assert by_row.by_row() is by_row
+
+
+def test_resonances_differ_and_are_equal_modulo_the_prime() -> None:
+    prime, met = 2**61 - 1, 0
+    for seed in range(40):
+        found = case("resonances", seed)
+        Z, _ = Truth(found.keys, found.queries).products
+        met += any(z and z % prime == 0 for z in Z.reshape(-1))
+    assert met >= 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_are_many_and_some_query_is_orthogonal_to_them(seed: int) -> None:
+    found = case("copies", seed)
+    rows, counts = np.unique(found.keys, axis=0, return_counts=True)
+    assert len(rows) <= 6
+    Z, _ = Truth(rows, found.queries).products
+    assert not Z[0, counts > 100].all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
