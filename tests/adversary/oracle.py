@@ -62,6 +62,18 @@ def adjugate(G: Whole) -> tuple[list[int], Whole, int]:
     return kept, inverse, before
 
 
+def positive(G: Whole) -> bool:
+    """Whether a symmetric matrix is positive definite: all its leading minors are positive."""
+    table, before = G.copy(), 1
+    while len(table):
+        pivot = table[0, 0]
+        if pivot <= 0:
+            return False
+        table = (table[1:, 1:] * pivot - np.multiply.outer(table[1:, 0], table[0, 1:])) // before
+        before = pivot
+    return True
+
+
 def components(pattern: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
     """Columns that rows connect, those of zeros left out."""
     label = np.arange(pattern.shape[1])
@@ -169,6 +181,17 @@ class Truth:
         out = np.zeros(len(distinct))
         out[block.among] = [quotient(x, z[at]) or 5e-324 * (x != 0) for x in z]  # a size that is too large is safe
         return np.asarray(out[place])
+
+    def group_below(self, members: NDArray[np.bool_], bound: Fraction) -> bool:
+        """Whether every query gives these keys, taken together, less than the bound."""
+        distinct, place = self._distinct
+        counts = np.bincount(place[members], minlength=len(distinct)).astype(object)
+        for block in self._blocks:
+            rows, some = block.rows, counts[block.among]
+            weights = bound.numerator * block.counts - bound.denominator * some
+            if not positive(product(rows.T, rows * weights[:, None])):
+                return False
+        return True
 
     def prefix(self, n: int) -> Truth:
         return Truth(self.K[:n], self.Q)

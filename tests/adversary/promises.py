@@ -17,6 +17,7 @@ Bool = NDArray[np.bool_]
 
 TIE = 1e-9  # within this of ε, relative, a score counts as at least ε (docstring of universal_set)
 SINGLE = 1e-6  # error of scores of float32 and narrower keys, 1e-9 of float64 ones (docstring of leverage_scores)
+RESOLVED = 1e6  # condition number up to which float64 resolves every direction
 CLEAR = 1e12  # condition number of equilibrated keys up to which the rank is clear, some hundred times below the cut
 SURE = 1e-12  # error of figures that claim a smaller one
 
@@ -85,6 +86,28 @@ def scores_hold(truth: Truth, scores: Any, relative: float, *, above: bool = Fal
         yield Breach(
             "score too high", f"{truth.scores[high][:3].tolist()} of rows {_few(high)}", f"{found[high][:3].tolist()}"
         )
+
+
+def groups_hold(truth: Truth, labels: NDArray[np.int64], scores: Any) -> Iterator[Breach]:
+    """No query gives a group more than its score; where float64 resolves all directions, one gives it that much."""
+    tiny = Fraction(1, 10**300)
+    for group, score in enumerate(np.asarray(scores, np.float64)):
+        members = labels == group
+        if not 0 <= score <= 1:
+            yield Breach("group score", f"0 to 1 of group {group}", f"{score!r}")
+            return
+        bound = Fraction(float(score))
+        if score < 1 and not truth.group_below(members, bound * (1 + Fraction(SINGLE)) + tiny):
+            yield Breach("group score too low", f"what some query gives group {group}", f"{score!r}")
+            return
+        most = min(truth.scores[members].sum(), 1.0)
+        if truth.condition <= RESOLVED:
+            high = truth.group_below(members, bound * (1 - Fraction(SINGLE)) - tiny)
+        else:  # bounds of what float64 hardly resolves are raised
+            high = score > most * (1 + 2.0**-4) + 1e-300
+        if high and 1e-300 < score < 1 - 1e-9:
+            yield Breach("group score too high", f"what some query gives group {group}", f"{score!r}")
+            return
 
 
 def left_out(truth: Truth, chosen: Bool, epsilon: float, margin: float = 0.0) -> Iterator[Breach]:
@@ -167,6 +190,26 @@ def output_holds(truth: Truth, V: Float, output: Any, bound: Any, *, causal: boo
             row = [float(x) if abs(x) < 10**300 else "large" for x in true]
             yield Breach("output beyond its bound", f"{row} in row {i} within {bound[i]:.3g}", str(output[i].tolist()))
             return
+
+
+def certificate_holds(weights: Float, V: Float, noise: Float, output: Any, certificate: Any) -> Iterator[Breach]:
+    """Dense attention lies within the bounds of a `PrunedCertificate`, up to a noise (m,) of the weights.
+
+    weights: of each query and the keys that are there; V: their values.
+    """
+    share = weights / weights.sum(axis=1, keepdims=True)
+    kept = np.asarray(certificate.kept)
+    captured = (share * kept).sum(axis=1)
+    lower, upper = (np.asarray(x, np.float64) for x in (certificate.captured_lower, certificate.captured_upper))
+    for i in np.flatnonzero((captured < lower - noise) | (captured > upper + noise)):
+        yield Breach("captured mass", f"{captured[i]!r} of query {i}", f"{lower[i]!r} to {upper[i]!r}")
+        return
+    size = np.abs(V).max(initial=0.0)
+    off = np.linalg.norm(np.asarray(output, np.float64) / (size or 1.0) - share @ (V / (size or 1.0)), axis=1)
+    bound = np.asarray(certificate.error_bound, np.float64) / (size or 1.0)
+    for i in np.flatnonzero(~(off <= bound * (1 + 1e-5) + noise)):
+        yield Breach("output beyond its bound", f"within {bound[i]:.3g} in row {i}", f"off by {off[i]:.3g}")
+        return
 
 
 def same_bits(kind: str, one: Any, other: Any) -> Iterator[Breach]:

@@ -14,10 +14,32 @@ import pytest
 
 import levattn
 import naive
+from levattn.attention import PrunedCertificate
 
 from .families import FAMILIES, LARGE, LAYOUTS, STORAGES, case, rounded, stored
-from .oracle import DIGITS, Truth, adjugate, huber, integers, orthogonal, power, product, queries_for, shares, tukey
-from .promises import entries_hold, left_out, membership, normalizers_hold, output_holds
+from .oracle import (
+    DIGITS,
+    Truth,
+    adjugate,
+    huber,
+    integers,
+    orthogonal,
+    positive,
+    power,
+    product,
+    queries_for,
+    shares,
+    tukey,
+)
+from .promises import (
+    certificate_holds,
+    entries_hold,
+    groups_hold,
+    left_out,
+    membership,
+    normalizers_hold,
+    output_holds,
+)
 from .routes import FUNCTIONS, PRECISE, Route, judge_set
 from .search import main
 from .shrink import script, shrunk
@@ -234,6 +256,40 @@ def test_promises_see_what_does_not_hold() -> None:
     V = np.array([[1.0], [3.0], [9.0]])
     assert list(output_holds(truth, V, [[2.0]], [0.0])) == []
     assert [b.kind for b in output_holds(truth, V, [[2.5]], [0.4])] == ["output beyond its bound"]
+
+
+def test_a_matrix_is_positive_where_its_eigenvalues_are() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        B = rng.integers(-3, 4, (3, 3))
+        G = B + B.T + int(rng.integers(0, 9)) * np.eye(3, dtype=int)
+        least = np.linalg.eigvalsh(G)[0]
+        assert positive(G.astype(object)) == (least > 1e-9)
+
+
+def test_groups_are_judged_by_what_queries_give_them() -> None:
+    truth = Truth(np.array([[1.0, 0], [1, 0], [2, 1], [0, 3]]), np.ones((1, 2)))
+    labels = np.array([0, 0, 1, -1])
+    X = np.linalg.solve(np.linalg.cholesky(truth.K.T @ truth.K), truth.K.T).T
+    scores = np.array([np.linalg.eigvalsh(X[labels == group].T @ X[labels == group])[-1] for group in (0, 1)])
+    assert list(groups_hold(truth, labels, scores)) == []
+    assert [b.kind for b in groups_hold(truth, labels, scores * (1 - 1e-5))] == ["group score too low"]
+    assert [b.kind for b in groups_hold(truth, labels, scores * (1 + 1e-5))] == ["group score too high"]
+    assert [b.kind for b in groups_hold(truth, labels, scores * 9)] == ["group score"]
+
+
+def test_certificates_are_judged_by_dense_attention() -> None:
+    weights, V = np.array([[0.5, 0.25, 0.25]]), np.array([[4.0], [0.0], [8.0]])
+    kept, noise = np.array([True, False, False]), np.array([1e-12])
+
+    def kinds(output: float, lower: float, upper: float, bound: float) -> list[str]:
+        said = PrunedCertificate(np.array([lower]), np.array([upper]), np.array([bound]), kept, np.array([2]))
+        return [b.kind for b in certificate_holds(weights, V, noise, np.array([[output]]), said)]
+
+    assert kinds(3.0, 0.4, 0.6, 1.0) == []
+    assert kinds(3.0, 0.51, 0.6, 1.0) == ["captured mass"]
+    assert kinds(3.0, 0.4, 0.49, 1.0) == ["captured mass"]
+    assert kinds(2.9, 0.4, 0.6, 1.0) == ["output beyond its bound"]
 
 
 def test_the_program_says_what_it_tried(capsys: pytest.CaptureFixture[str]) -> None:
