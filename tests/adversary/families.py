@@ -361,20 +361,21 @@ def _multiples_of_the_prime(rng: Generator) -> Made:
 
 
 def copies(rng: Generator) -> Made:
-    """Hundreds of copies of one or two rows of random numbers, a few odd rows, and queries orthogonal to copies."""
-    n, d = int(rng.choice([300, 700, 2048, 4096])), int(rng.choice([2, 2, 3]))
+    """Very many copies of one or two rows of random numbers, a few odd rows, and queries orthogonal to copies."""
+    n, d = int(rng.choice([300, 700, 2048, 4096, 20000])), int(rng.choice([2, 2, 3]))
     base = rng.standard_normal((int(rng.choice([1, 1, 1, 2])), d))
     odd = rng.standard_normal((int(rng.integers(1, 4)), d)) * rng.choice([1.0, 1.0, 1e-4, 1e3], d)
     kind = rng.integers(4)
     if kind < 2:
         odd = np.eye(d)[rng.integers(0, d, len(odd))] * rng.choice([1.0, 1.0, 1e-3, 1e-6, 1e3])
     elif kind == 2:  # copies but for a small part of one number
-        odd = base[rng.integers(0, len(base), len(odd))]
-        odd[:, -1] *= 1 - 10.0 ** rng.uniform(-9, -3, len(odd))
+        base, odd = base[:1], base[:1] * [*np.ones(d - 1), 1 - 10.0 ** rng.uniform(-6, -3.5)]
+        odd = np.repeat(odd, int(rng.choice([1, n // 3])), axis=0)
     K = np.vstack([base[rng.integers(0, len(base), n)], odd])
     if rng.random() < 0.6:
         K = rng.permutation(K)
-    tie = 1 / n if rng.random() < 0.4 else None  # the score of each of n copies in a direction of their own
+    # what each of n copies in a direction of their own scores, rounded down
+    tie = float(np.nextafter(1 / rng.choice([n, len(odd)]), 0)) if kind == 2 or rng.random() < 0.3 else None
     return Made(K, tie, partial(_across, base=base))
 
 
@@ -495,7 +496,7 @@ def case(family: str, seed: int) -> Case:
         storage = str(rng.choice(STORAGES, p=[0.65, 0.2, 0.05, 0.1]))
         K = rounded(made.keys, storage)
         n = len(K)
-        Q = _queries(rng, K, n if n <= 40 else 12)
+        Q = _queries(rng, K, n if n <= 40 else 12 if n <= 10000 else 3)
         own = made.queries(K)[: len(Q)]
         Q[: len(own)] = own
         Q = rounded(Q, storage)
