@@ -1060,8 +1060,9 @@ def _lost_directions(W: Float64, cut: float) -> Float64:
 
     Where W whitens the equilibrated keys these are the directions in which the keys have next to nothing.
     """
-    if np.sqrt(np.sum(W * W)) * cut < 1:
-        return np.zeros((len(W), 0))
+    with np.errstate(over="ignore"):
+        if np.sqrt(np.sum(W * W)) * cut < 1:
+            return np.zeros((len(W), 0))
     U, s, _ = np.linalg.svd(W)
     return np.asarray(U[:, (s * cut >= 1) & (s >= 1e-3 * s.max())])  # smaller ones are not resolved beside larger
 

@@ -58,3 +58,9 @@ def test_products_beyond_the_range_make_no_noise(f: Any) -> None:
     with contextlib.suppress(ValueError):
         found = levattn.heavy_attention(np.array([[1e300]]), np.array([[1e301]]), 0.5, f=f).entries.toarray()
         np.testing.assert_array_equal(found, [[1.0]])
+
+
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_keys_next_to_overflow_whose_directions_are_found_anew(method: str) -> None:
+    K = np.array([[0.0, 2e307, -(2.0**1021)], [0, 0, -1e151], [1, 2.0**1021 * (1 + 2.0**-7), -(2.0**1021)]])
+    assert levattn.universal_set(K, 0.5, method=method).indices.tolist() == [0, 1, 2]
