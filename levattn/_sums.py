@@ -31,6 +31,7 @@ _NOTHING = 2.0**-104  # what twice the precision does not see
 _LEAST_POSITIVE = 2.0**-1074
 _COARSE = np.ldexp(1.0, np.arange(4, 60, 4))  # how much larger than its error a product may be
 _FINE = 2.0 ** np.arange(0, 4, 0.5)
+_SHARE = 1e-12  # by which the terms of products that are far larger than their error change together
 _STEEPEST = 0.2863  # of Tukey's function: its largest slope is 16/(25 √5) times c
 
 
@@ -62,7 +63,7 @@ def evaluation_error(f: AttentionFunction | Softmax, D: Float64, epsilon: float)
     which have an error of their own.
     """
     if isinstance(f, Softmax):
-        return UNIT * (3 * np.abs(D) - math.log(epsilon) + 16)
+        return UNIT * (3 * np.abs(np.where(np.isneginf(D), 0.0, D)) - math.log(epsilon) + 16)
     if isinstance(f, Fair):  # u − log(1 + u) loses digits down to u = 1e-3, where the series begins
         return 8192 * UNIT
     return 8 * UNIT * (f.growth + 1)
@@ -78,12 +79,17 @@ def _floor(f: AttentionFunction | Softmax) -> float:
     return 32 * _LEAST_POSITIVE * max(1.0, scale) ** 2
 
 
+def _is_known(f: AttentionFunction | Softmax) -> bool:
+    """Tell whether `mild_changes` bounds what rounding of the products may change of a sum."""
+    return isinstance(f, Softmax | Huber | Tukey | Fair | L1L2) or (isinstance(f, Power) and f.p >= 1)
+
+
 def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: int, noise: Float64) -> Float64:
     """Bound ``Σ |f(z') − f(z)| / Σ f(z)`` over `count` products where ``|z' − z| ≤ noise``, from the sums D alone.
 
-    That is not possible for all functions, and infinite then. For powers p of at least 1 it follows from the
-    inequalities of Minkowski and Hölder. The slopes of the other functions are at most the smaller of x and a T, and
-    that squared is at most f(x) T²/f(T), as f(x)/x² does not grow.
+    For functions of which too little is known it is what `sums` leaves out. For powers p of at least 1 it follows from
+    the inequalities of Minkowski and Hölder. The slopes of the other functions are at most the smaller of x and a T,
+    and that squared is at most f(x) T²/f(T), as f(x)/x² does not grow.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if isinstance(f, Softmax):
@@ -98,7 +104,7 @@ def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: int, noise: 
             curved = noise * (noise / D) * count + ratio * noise * np.sqrt(count / D)
             change = np.minimum(noise * (T / D) * count, curved)
         else:
-            return np.full(len(D), np.inf)
+            change = np.zeros(len(D))
         change = change + count * (_floor(f) / D)
         return np.where(change >= 0, change, np.inf)
 
@@ -161,26 +167,44 @@ def _high_and_low(f: AttentionFunction, Z: Float64, noise: Float64) -> tuple[Flo
 
 def sums(
     Q: Float64, keys: Matrices, present: npt.NDArray[np.bool_], f: AttentionFunction | Softmax
-) -> tuple[Float64, Float64, float]:
+) -> tuple[Float64, Float64, Float64 | float]:
     """Return Σ f(⟨q, k⟩) over all keys for each query, or its logarithm for softmax, from products in float64.
 
-    Also returned are the largest entries of the keys, (d,), and the relative error that the addition brings in.
+    Also returned are the largest entries of the keys, (d,), and a relative error: that of the addition and, for
+    functions on which `mild_changes` is silent, that of products. Few of these are so small that their terms are
+    looked at one by one.
     """
-    total, top = np.zeros(len(Q)), np.full(len(Q), -np.inf)
-    largest, parts = np.zeros(keys.d), 0
+    total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
+    largest, parts, known = np.zeros(keys.d), 0, _is_known(f)
     for rows in _blocks(keys, present, max(16, BLOCK_ENTRIES // max(len(Q), 1))):
         with np.errstate(over="ignore", invalid="ignore"):
             Z = Q @ rows.T
         if not np.isfinite(Z).all():
             _refuse_overflow(rows, f)
-        largest, parts = np.maximum(largest, np.max(np.abs(rows), axis=0)), parts + 1
-        if isinstance(f, Softmax):
-            before, top = top, np.maximum(Z.max(axis=1), top)
-            total = total * np.exp(before - top) + np.exp(Z - top[:, None]).sum(axis=1)
-        else:
-            with np.errstate(over="ignore"):
-                total += f(Z).sum(axis=1)
-    return _result(total, top, Q, f), largest, (parts + 32) * UNIT
+        here = np.max(np.abs(rows), axis=0)
+        largest, parts = np.maximum(largest, here), parts + 1
+        with np.errstate(over="ignore"):
+            if isinstance(f, Softmax):
+                before, top = top, np.maximum(Z.max(axis=1), top)
+                total = total * np.exp(before - top) + np.exp(Z - top[:, None]).sum(axis=1)
+                continue
+            total += f(Z).sum(axis=1)
+            if not known:
+                change += _small_changes(f, Z, product_noise(np.abs(Q) @ here, keys.d))
+    error = np.zeros(len(Q))
+    if not known:
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            error = change / total + _SHARE
+    return _result(total, top, Q, f), largest, np.where(error >= 0, error, np.inf) + (parts + 32) * UNIT
+
+
+def _small_changes(f: AttentionFunction, Z: Float64, noise: Float64) -> Float64:
+    """Bound what errors of `noise`, (m,), change of ``Σ f(z)``, but for a `_SHARE` of the sum."""
+    size = np.abs(Z)
+    few = np.flatnonzero(size < (noise * max(16.0, 1.2 * f.growth / _SHARE))[:, None])
+    at = few // size.shape[1]
+    high, low = _high_and_low(f, size.ravel()[few], noise[at])
+    return np.asarray(np.bincount(at, high - low, len(Z)), np.float64)
 
 
 def uncertain_sums(

@@ -127,9 +127,11 @@ class HeavyAttention:
     def error(self) -> Float64:
         """Estimated relative error of the normalizer and of the scores of each query.
 
-        It is above 1e-9 only for queries all but orthogonal to the keys, or keys of a condition number above 10¹¹. A
-        score within four times this error of ε counts as at least ε, and is among the entries. Infinite where nothing
-        is known of the normalizer: all keys of the set are among the entries then.
+        It counts the rounding of the products with all keys. Above 1e-9 it is only for queries all but orthogonal to the
+        keys, keys of a condition number above 10¹¹ or, for softmax, logits above 10⁶, whose last digits float64 does
+        not hold. A score within four times this error of ε counts as at least ε, and is among the entries. Infinite
+        where nothing is known of the normalizer, as where f underflows for all that a query meets: all keys of the set
+        are among the entries then. The values of a function of one's own are taken to be right to some roundings.
 
         Returns
         -------
@@ -478,14 +480,14 @@ class _Products:
                 Q, D = self.queries[part], self.normalizers[part, None]
                 Z = self._precise_products(part) if precise else Q @ self.keys.T
                 if isinstance(self.f, Softmax):
-                    yield part, np.exp(Z - D)
+                    some = np.exp(Z - D)
                 else:
                     f = Z * Z if _is_square(self.f) else self.f(Z)
                     some = xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
-                    if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
-                        some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
-                        some = xp.where(xp.isinf(self.error[part])[:, None] & (some < _LEAST), _LEAST, some)
-                    yield part, some
+                if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
+                    some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
+                    some = xp.where(xp.isinf(self.error[part])[:, None] & (some < _LEAST), _LEAST, some)
+                yield part, some
 
 
 @dataclass(frozen=True)
@@ -595,7 +597,8 @@ def heavy_attention(
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
     normaliser summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
 
-    For other functions the normaliser of a query is summed over all keys, O(n d); for an even power p > 2 it comes
+    For other functions the normaliser of a query is summed over all keys, O(n d), and once or twice more, as if in twice
+    the precision, where rounding of the products could be seen in it; for an even power p > 2 it comes
     from the D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
     to D = 1024 by itself) and that is less.
 
@@ -931,15 +934,16 @@ def _mild_sums(
 ) -> tuple[Float64, Float64]:
     """Return the sums in float64, and as much of their error and that of scores of ε as follows from them."""
     lift, d = universal._lift, Q.shape[1]
-    D, error, largest = np.zeros(len(Q)), np.zeros(len(Q)), np.max(np.abs(selected), axis=0, initial=0.0)
-    count, others = len(selected), np.full(len(Q), True)
+    D, error, others = np.zeros(len(Q)), np.zeros(len(Q)), np.full(len(Q), True)
     with np.errstate(over="ignore"):
         if lift is not None and universal.rank == d and lift.rows.shape[2] ** 2 <= keys.n * d and isinstance(f, Power):
             D, error = lifted_sums(Q, universal.factor, lift, round(f.p / 2))
             others = ~(error <= _SUM_ERROR)
-        if others.any():
+        if others.any() or not len(Q):
             D[others], largest, error[others] = sums(Q[others], keys, universal.present, f)
             count = keys.n
+        else:
+            largest, count = np.max(np.abs(selected), axis=0, initial=0.0), len(selected)
         noise = product_noise(np.abs(Q) @ largest, d)
         change = mild_changes(f, D, count, noise) + mild_entry_change(f, D, epsilon, noise)
         return D, error + change + evaluation_error(f, D, epsilon)
