@@ -127,11 +127,12 @@ class HeavyAttention:
     def error(self) -> Float64:
         """Estimated relative error of the normalizer and of the scores of each query.
 
-        It counts the rounding of the products with all keys. Above 1e-9 it is only for queries all but orthogonal to the
-        keys, keys of a condition number above 10¹¹ or, for softmax, logits above 10⁶, whose last digits float64 does
-        not hold. A score within four times this error of ε counts as at least ε, and is among the entries. Infinite
-        where nothing is known of the normalizer, as where f underflows for all that a query meets: all keys of the set
-        are among the entries then. The values of a function of one's own are taken to be right to some roundings.
+        It counts the rounding of the products with all keys. Above 1e-9 it is only for queries all but orthogonal to
+        the keys, keys of a condition number above 10¹¹ or, for softmax, logits above 10⁶, whose last digits float64
+        does not hold. A score within four times this error of ε counts as at least ε, and is among the entries.
+        Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets: all keys
+        of the set are among the entries then. The values of a function of one's own are taken to be right to some
+        roundings.
 
         Returns
         -------
@@ -597,9 +598,9 @@ def heavy_attention(
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
     normaliser summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
 
-    For other functions the normaliser of a query is summed over all keys, O(n d), and once or twice more, as if in twice
-    the precision, where rounding of the products could be seen in it; for an even power p > 2 it comes
-    from the D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
+    For other functions the normaliser of a query is summed over all keys, O(n d), and once or twice more, as if in
+    twice the precision, where rounding of the products could be seen in it; for an even power p > 2 it comes from the
+    D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
     to D = 1024 by itself) and that is less.
 
     With `causal` a key is kept while its score among the keys so far is at least ε: at most rank/ε keys, or more where
@@ -946,7 +947,8 @@ def _mild_sums(
             largest, count = np.max(np.abs(selected), axis=0, initial=0.0), len(selected)
         noise = product_noise(np.abs(Q) @ largest, d)
         change = mild_changes(f, D, count, noise) + mild_entry_change(f, D, epsilon, noise)
-        return D, error + change + evaluation_error(f, D, epsilon)
+        nothing = (D == 0) & ~np.any(Q, axis=1) & (not isinstance(f, Softmax))  # queries of zeros
+        return D, np.where(nothing, 0.0, error + change + evaluation_error(f, D, epsilon))
 
 
 def _entries(
