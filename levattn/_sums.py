@@ -32,7 +32,8 @@ _LEAST_POSITIVE = 2.0**-1074
 _COARSE = np.ldexp(1.0, np.arange(4, 60, 4))  # how much larger than its error a product may be
 _FINE = 2.0 ** np.arange(0, 4, 0.5)
 _SHARE = 1e-12  # by which the terms of products that are far larger than their error change together
-_STEEPEST = 0.2863  # of Tukey's function: its largest slope is 16/(25 √5) times c
+# For each function its largest slope T, in units of its parameter, and a bound of T/√f(T)
+_SLOPES = {Huber: (1.0, 1.4143), Tukey: (0.2863, 1.4743), Fair: (1.0, 1.8054), L1L2: (1.4143, 1.5539)}
 
 
 def product_noise(size: Any, d: int) -> Any:
@@ -73,15 +74,15 @@ def _floor(f: AttentionFunction | Softmax) -> float:
     """Return what a value of f may lose where it leaves the range of float64."""
     if isinstance(f, Softmax):
         return 0.0
-    scale = f.delta if isinstance(f, Huber) else f.c if isinstance(f, Tukey | Fair) else 1.0
-    if not isinstance(f, Power | Huber | Tukey | Fair | L1L2):
-        scale = float(np.sqrt(np.asarray(f(np.ones(1)), np.float64)[0]))
-    return 32 * _LEAST_POSITIVE * max(1.0, scale) ** 2
+    least = 32 * _LEAST_POSITIVE
+    if isinstance(f, Tukey | Fair):
+        return least * max(1.0, f.c * f.c)
+    return least if isinstance(f, Power | Huber | L1L2) else least * max(1.0, float(f(np.ones(1))[0]))
 
 
 def _is_known(f: AttentionFunction | Softmax) -> bool:
     """Tell whether `mild_changes` bounds what rounding of the products may change of a sum."""
-    return isinstance(f, Softmax | Huber | Tukey | Fair | L1L2) or (isinstance(f, Power) and f.p >= 1)
+    return isinstance(f, Softmax) or type(f) in _SLOPES or (isinstance(f, Power) and f.p >= 1)
 
 
 def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: int, noise: Float64) -> Float64:
@@ -97,10 +98,9 @@ def mild_changes(f: AttentionFunction | Softmax, D: Float64, count: int, noise: 
         if isinstance(f, Power) and f.p >= 1:
             root = noise * (count / D) ** (1 / f.p)
             change = f.p * root * (1 + root) ** (f.p - 1)
-        elif isinstance(f, Huber | Tukey | Fair | L1L2):
-            steepest = {Huber: 1.0, Tukey: _STEEPEST, Fair: 1.0, L1L2: math.sqrt(2)}[type(f)]
-            T = steepest * (f.delta if isinstance(f, Huber) else 1.0 if isinstance(f, L1L2) else f.c)
-            ratio = T / np.sqrt(f(np.full(1, T)))
+        elif type(f) in _SLOPES:
+            slope, ratio = _SLOPES[type(f)]
+            T = slope * float(getattr(f, "delta", getattr(f, "c", 1.0)))
             curved = noise * (noise / D) * count + ratio * noise * np.sqrt(count / D)
             change = np.minimum(noise * (T / D) * count, curved)
         else:

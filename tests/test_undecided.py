@@ -300,6 +300,23 @@ def test_what_rounding_may_change_of_a_sum(name: str) -> None:
             assert np.all(relative <= of_entries + 1e-15)
 
 
+@pytest.mark.parametrize("size", [1e-200, 1e-100, 1e-5, 1e5, 1e100])
+@pytest.mark.parametrize("function", [levattn.Huber, levattn.Tukey, levattn.Fair])
+def test_parameters_of_any_size(function: Any, size: float) -> None:
+    """Scores do not depend on the unit, and where squares of it leave the range nothing is claimed."""
+    Q, K, V = np.random.default_rng(0).standard_normal((3, 30, 3))
+    usual = levattn.heavy_attention(Q, K, 0.05, f=function(1.0))
+    found = levattn.heavy_attention(Q * size, K, 0.05, f=function(size))
+    output, bound = found.apply(V)
+    expected, its = usual.apply(V)
+    assert np.all(np.linalg.norm(output - expected, axis=1) <= bound + its)
+    if 1e-150 < size < 1e150:
+        np.testing.assert_allclose(found.entries.toarray(), usual.entries.toarray(), rtol=1e-9)
+        assert found.error.max() < 1e-9
+    else:
+        assert np.all(found.entries.toarray()[usual.entries.toarray() > 0] > 0)
+
+
 @pytest.mark.parametrize("f", [levattn.Huber(), 0.5, 3, levattn.Softmax(10.0), Cauchy()], ids=str)
 def test_no_keys_and_no_queries(f: Any) -> None:
     for Q, K, mask in ((np.ones((2, 3)), np.eye(3), [False] * 3), (np.ones((0, 3)), np.eye(3), [True] * 3)):
