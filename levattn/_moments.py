@@ -444,8 +444,8 @@ def _span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[An
     """Return row spaces as arrays, from which `_spans` makes them again."""
     return {
         f"{name}.units": np.array([span.units for span in spans], np.bool_),
-        f"{name}.ranks": np.array([len(span.basis) for span in spans], np.int64),
-        f"{name}.basis": np.concatenate([span.basis for span in spans]) if spans else np.zeros((0, 0), np.uint64),
+        f"{name}.ranks": np.array([len(span.rows) for span in spans], np.int64),
+        f"{name}.rows": np.concatenate([span.rows for span in spans]) if spans else np.zeros((0, 0)),
     }
 
 
@@ -454,8 +454,8 @@ def _spans(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tu
     edges = np.cumsum(shaped(ranks, np.int64, (b,)))
     if (ranks < 0).any() or (ranks > d).any():
         raise ValueError("a row space has more dimensions than columns")
-    basis = shaped(arrays[f"{name}.basis"], np.uint64, (int(ranks.sum()), d) if b else (0, 0))
-    parts = np.split(basis, edges[:-1]) if b else []
+    rows = shaped(arrays[f"{name}.rows"], np.float64, (int(ranks.sum()), d) if b else (0, 0))
+    parts = np.split(rows, edges[:-1]) if b else []
     return tuple(Span.checked(mine, part) for mine, part in zip(units, parts, strict=True))
 
 

@@ -99,7 +99,8 @@ class PreciseSums:
         nothing = noise == 0
         doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)
         if len(doubtful[0]):
-            span_kernels().mark_zeros(self.Q, K, *doubtful, nothing)
+            kernels = span_kernels()
+            kernels.mark_zeros(kernels.field(), self.Q, K, *doubtful, nothing)
             known = ~lost | (noise == 0)
             self._unknown |= np.any(nothing & ~known & (among > 0), axis=1)
             nothing &= known

@@ -1,14 +1,16 @@
 """The exact row space of keys, which decides whether a direction that float64 cannot see is there at all.
 
-Ranks and memberships are those modulo the prime 2^61 − 1, and a row is tested against one vector that is orthogonal to
-the space. A row outside is taken for one inside, or a rank for a smaller one, only where this prime divides a minor of
-the keys that is not zero: a chance of about 2^-61 for keys that were not made for it. The other way there is no error.
+Ranks and memberships are those modulo a prime that each process draws from 2^55 ones, and a row is tested against one
+random vector that is orthogonal to the space. A row outside is taken for one inside, or a rank for a smaller one, only
+where the prime divides a certain minor of the keys that is not zero: one of order k is an integer below 2^(2100 k),
+with powers of two taken out, and has fewer than 35 k such prime divisors. So the chance is below 2^-50 k a row,
+whatever the keys are. The other way there is no error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,35 +22,35 @@ from levattn._kernels import Float64, Rows, span_kernels
 __all__ = ["Span", "nonzero_rows"]
 
 _NUMBERS = 1 << 18  # that are widened to float64 at a time
-_PRIME = 2**61 - 1
 
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """A row space: some unit vectors, and the rest as a basis in reduced row echelon form modulo the prime.
+    """A row space: some unit vectors, and keys that are independent of them and of one another.
 
     units: (d,) the columns whose unit vectors lie in it.
-    basis: (k, d) uint64, zero in these columns; k is the rank less the units.
+    rows: (k, d) keys as they are stored; the rank is k and the number of units.
+    basis: (k, d) of the same space, less the units: residues in reduced row echelon form, for this process alone.
     """
 
     units: Flags
+    rows: Float64
     basis: npt.NDArray[np.uint64]
 
     @classmethod
     def nothing(cls, d: int) -> Span:
         """Return the space of the zero row alone."""
-        return cls(np.zeros(d, np.bool_), np.zeros((0, d), np.uint64))
+        return cls(np.zeros(d, np.bool_), np.zeros((0, d)), np.zeros((0, d), np.uint64))
 
     @classmethod
-    def checked(cls, units: Flags, basis: npt.NDArray[np.uint64]) -> Span:
-        """Return the space, or raise ValueError for what is no basis in reduced row echelon form."""
-        leading = np.argmax(basis != 0, axis=1) if basis.size else np.zeros(0, np.int64)
-        ones = np.array_equal(basis[:, leading], np.eye(len(basis))) and (np.diff(leading) > 0).all()
-        if not ones or (basis >= _PRIME).any() or basis[:, units].any():
-            raise ValueError("a row space has no basis in reduced row echelon form")
-        return cls(units, basis)
+    def checked(cls, units: Flags, rows: Float64) -> Span:
+        """Return the space, or raise ValueError if the rows depend on one another and on the units."""
+        span = replace(cls.nothing(len(units)), units=units)._with(rows)
+        if len(span.rows) != len(rows):
+            raise ValueError("the rows that stand for a row space depend on one another")
+        return span
 
     @classmethod
     def of(cls, rows: Rows) -> Span:
@@ -69,26 +71,38 @@ class Span:
         """Tell which rows of a batch of one do not lie in it, (n,); a masked row does."""
         out = np.zeros(rows.shape[1], np.bool_)
         if not self.whole:
+            kernels = span_kernels()
             basis, pivots, rank = self._room(0)
             for part, X in _stored(rows):
-                span_kernels().mark_outside(X, basis, pivots, rank, self.units, out[part])
+                kernels.mark_outside(kernels.field(), X, basis, pivots, rank, self.units, out[part])
         return out
 
     def extended(self, rows: Rows) -> Span:
         """Return the space that holds the rows of a batch of one as well."""
-        basis, pivots, rank = self._room(rows.shape[1])
+        span = self
         for _, X in _stored(rows):
-            if rank == len(basis):
+            if span.whole:
                 break
-            rank = int(span_kernels().insert_rows(X, basis, pivots, rank, self.units))
-        return Span(self.units, basis[:rank].copy())
+            span = span._with(X)
+        return span
 
     def __add__(self, other: Span) -> Span:
         """Return the sum of two spaces."""
-        basis, pivots, rank = Span(self.units | other.units, self.basis[:0])._room(len(self.basis) + len(other.basis))
-        for part in (self, other):
-            rank = int(span_kernels().insert_residues(part.basis, basis, pivots, rank, self.units | other.units))
-        return Span(self.units | other.units, basis[:rank].copy())
+        units = self.units | other.units
+        mine = self
+        if np.any(units != self.units):
+            mine = replace(Span.nothing(len(units)), units=units)._with(self.rows)
+        return mine._with(other.rows)
+
+    def _with(self, X: Float64) -> Span:
+        """Return the space that holds the rows X as well."""
+        kernels = span_kernels()
+        basis, pivots, rank = self._room(len(X))
+        chosen = np.zeros(len(basis), np.int64)
+        found = int(kernels.insert_rows(kernels.field(), X, basis, pivots, rank, self.units, chosen))
+        if found == rank:
+            return self
+        return Span(self.units, np.concatenate([self.rows, X[chosen[rank:found]]]), basis[:found].copy())
 
     def _room(self, more: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
         """Return the basis with room for so many more rows, the columns of their leading ones, and their number."""

@@ -130,11 +130,12 @@ def leverage_scores(
 
     Methods "auto", "gram", "qr" and "svd" are exact: the first two form the second moment of the keys, the others
     factor the keys with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower
-    keys, and for float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as the rank
-    is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and a row that
-    reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) is
-    given the score 1. So a rank decision may over-estimate a score; it under-estimates one only if all that sets the
-    key apart is smaller than that. (`universal_set` goes by the exact rank and loses no such key.)
+    keys (below 7e-6 where thousands of them are equal, and so rounded alike; "gram", "qr" and "svd" know no such
+    exception), and for float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as
+    the rank is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and
+    a row that reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its
+    size) is given the score 1. So a rank decision may over-estimate a score; it under-estimates one only if all
+    that sets the key apart is smaller than that. (`universal_set` goes by the exact rank and loses no such key.)
 
     Parameters
     ----------
@@ -146,8 +147,8 @@ def leverage_scores(
     method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"}
         "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
         precision. "auto": the same, in float32 where that is as good as float32 scores. "qr": Householder QR of row
-        blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory. The others are
-        approximate, see Notes; "auto" never takes them.
+        blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both are corrected
+        once by the moments of the whitened keys. The others are approximate, see Notes; "auto" never takes them.
     ridge : float, default 0
         Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score: thresholding
         ridge scores may miss keys. The sum of the scores is then the effective dimension.

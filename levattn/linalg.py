@@ -45,7 +45,9 @@ __all__ = [
     "require_finite",
 ]
 
-# Largest relative error of a score, as estimated, at which a route is taken; tuned by examples/benchmarks/accuracy.py
+# Largest relative error of a score at which a route is taken, as keys without copies have it; tuned by
+# examples/benchmarks/accuracy.py. What is claimed is `PLAIN_NOISE`, for copies.
+_ROUNDING = 2 * UNIT  # of moments summed in float64
 _SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
 _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16": 2e-8}
 _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}  # up to which W is one matrix
@@ -101,7 +103,8 @@ class Factor:
     rank : array of int64, shape (b,)
         Numerical rank.
     error : array of float64, shape (b,)
-        Estimate of the relative error that W brings into a score, or a normaliser that comes from it.
+        Estimate of the relative error that W brings into a score, or a normaliser that comes from it. Decisions allow
+        for four times as much.
     arithmetic : tuple of str
         How scores are computed, for each matrix.
     basis, core : array of float64, shape (b, d, d), or None
@@ -803,18 +806,18 @@ def factor_moments(
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)  # no singular value can be below the cut
     mild = whole & (reach <= _SINGLE_REACH)
     if arithmetic == "single":
-        noise, done = np.full(b, 2.0**-22), mild  # sums that are rounded, or cut off by tensor cores
+        noise, done = np.full(b, PLAIN_NOISE / UNIT * 2.0**-24), mild  # sums rounded, or cut off by tensor cores
     else:
-        noise, done = np.full(b, 2 * UNIT), whole & (2 * UNIT * reach <= target)
+        noise, done = np.full(b, PLAIN_NOISE), whole & (_ROUNDING * reach <= target)
     if arithmetic == "single" and not mild.all():
-        again = np.flatnonzero(whole & ~mild & (2 * UNIT * reach <= target))
+        again = np.flatnonzero(whole & ~mild & (_ROUNDING * reach <= target))
         if len(again):
             here = to_device(again, G)
             G[here] = _moments(rows, again.tolist())
             W[here], pivot[again], reach[again] = inverse_cholesky(_penalized(G[here], penalty[again]))
-            noise[again] = 2 * UNIT
+            noise[again] = PLAIN_NOISE
             done = mild.copy()
-            done[again] = (pivot[again] > 0) & (2 * UNIT * reach[again] <= target)
+            done[again] = (pivot[again] > 0) & (_ROUNDING * reach[again] <= target)
     batch = _Batch(rows, W, _rank(W), noise * reach)
     batch.arithmetic = ["single" if short and single != "no" and ok else "double" for ok in (mild & done).tolist()]
     batch.counts_outside = rtol is None and ridge == 0
@@ -841,7 +844,7 @@ def factor_sum(moments: Twofold, like: Rows) -> Factor:
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
     W, pivot, reach = inverse_cholesky(moments.high)
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)
-    done = whole & ((2 * UNIT * reach <= target) | ~moments.wide)
+    done = whole & ((_ROUNDING * reach <= target) | ~moments.wide)
     error = np.minimum(PLAIN_NOISE * reach, PLAIN_ERROR)
     batch = _Batch(like, W, _rank(W), error)
     diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
@@ -869,7 +872,11 @@ def _semidefinite(H: Float64) -> Float64:
 
 
 def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None = None) -> Factor:
-    """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole)."""
+    """Factor the keys by LAPACK's QR (of row blocks, one after the other) or by its SVD (of the whole).
+
+    Equal rows are rounded alike, so that the error of either grows with the number of copies. So W is corrected once
+    by the moments of K W, and a row space that is not the whole is found anew by `_precondition`.
+    """
     if method == "svd" and isinstance(rows.keys, Csr):
         raise ValueError(
             "method is 'svd', which writes out all zeros of sparse K; expected 'auto', 'gram' or 'qr', which do not"
@@ -890,7 +897,10 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         penalty = _penalty(ridge, _column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
         turn = _turn_rows(rows, item)
         exact = batch.counts_outside and rows.shift is None
-        batch.put(item, _orthogonal(turn, R, penalty, cut, partial(_exact_rank, one) if exact else None))
+        found = _orthogonal(turn, R, penalty, cut, partial(_exact_rank, one) if exact else None)
+        if found.outside.shape[1]:  # R turns the row space by its rounding, which no moments of K W show
+            found = _precondition(turn, R.T @ R, penalty, _SINGLE_NOISE, target, cut, limit)
+        batch.put(item, found)
         batch.look_below(item, partial(_resolve, turn, R.T @ R, UNIT, target, limit))
     return batch.factor()
 
@@ -1012,7 +1022,7 @@ def _precondition(
 
     for _ in range(_ROUNDS):
         C, pivot, reach = inverse_cholesky(H[None])
-        good = bool(pivot[0] > 0) and noise <= UNIT and 2 * noise * float(reach[0]) <= target
+        good = bool(pivot[0] > 0) and noise <= UNIT and _ROUNDING * float(reach[0]) <= target
         shift = 16 * d * noise
         while not good:
             C, pivot, _reach = inverse_cholesky(H[None], shift)
@@ -1020,15 +1030,15 @@ def _precondition(
                 break
             shift *= 100
         turned = C[0] if basis is None else _multiply(basis, C[0])
+        lost = _lost_directions(c[:, None] * turned, cut * largest)
         if basis is not None:  # columns on which the keys vanish although the basis does not
             vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
-            if vanished.any():
-                out = _orthonormal(np.hstack([out, c[:, None] * basis[:, vanished]]))
-        if not turned.any():
-            return _Found(turned, turned, None, 0, 0.0, out, c)
-        lost = _lost_directions(c[:, None] * turned, cut * largest)
+            lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
         if lost.shape[1]:
             out = _orthonormal(np.hstack([out, lost]))
+        if not turned.any() or out.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
+            return _Found(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, out, c)
+        if lost.shape[1]:
             basis = _upper_form(_complement(out.T)) / c[:, None]
         elif good:
             break
@@ -1074,19 +1084,23 @@ def _finish(
     penalty: Float64,
     condition: float,
     limit: float,
-    reach: float = 1.0,
+    reach: float | None = None,
 ) -> _Found:
-    """Accept W, or correct it through moments of the turned keys that are formed with compensated products."""
-    rank = int(np.count_nonzero(np.any(W != 0, axis=0)))
-    error = 2 * UNIT * (reach + condition)
-    if condition <= limit:
-        return _Found(W, W, None, rank, error, out, c)
-    G = turn(W, "compensated")
+    """Accept W where its reach is known, or correct it through moments of the turned keys.
+
+    These are formed with compensated products where the condition is above the limit.
+    """
+    kept = np.any(W != 0, axis=0)
+    rank, fine = int(np.count_nonzero(kept)), condition > limit
+    rounding = (_SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the turned keys, beside that of their sums
+    if reach is not None and not fine:
+        return _Found(W, W, None, rank, PLAIN_NOISE * reach + rounding, out, c)
+    G = turn(W, "compensated" if fine else "double")
     C, pivot, again = inverse_cholesky((G + _turned_penalty(W, penalty))[None])
-    if not pivot[0] > 0:  # W is no whitening at all; not seen yet
+    if not (pivot[0] > 0 and np.array_equal(np.any(C[0] != 0, axis=0), kept)):  # W is no whitening at all
         return _Found(W, W, None, rank, np.inf, out, c)
-    error = 4 * UNIT * float(again[0]) + _SPLIT_ERROR * condition
-    return _Found(_multiply(W, C[0]), W, C[0], rank, error, out, c)
+    whitening, error = _multiply(W, C[0]), PLAIN_NOISE * float(again[0]) + rounding
+    return _Found(whitening, W if fine else whitening, C[0] if fine else None, rank, error, out, c)
 
 
 def _orthonormal(A: Float64) -> Float64:

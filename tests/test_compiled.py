@@ -5,6 +5,7 @@ And where it cannot be written or is damaged, code is compiled anew and does the
 
 from __future__ import annotations
 
+import ast
 import errno
 import importlib.util
 import os
@@ -15,11 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 import numba.core.caching
+import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import _cpu_cache, _cpu_jit
+from levattn._kernels import _cpu_cache, _cpu_jit, _cpu_simd
 
 CALL = """
 import numpy as np
@@ -40,15 +43,45 @@ def hits_and_misses(root: Path) -> str:
     return done.stdout.strip()
 
 
-def test_code_is_compiled_again_when_another_file_of_the_kernels_changes(tmp_path: Path) -> None:
+def test_code_is_compiled_again_when_what_it_imports_changes_and_only_then(tmp_path: Path) -> None:
     source = Path(levattn.__file__).parent
     shutil.copytree(source, tmp_path / "levattn", ignore=shutil.ignore_patterns("__pycache__", "data"))
     assert hits_and_misses(tmp_path) == "0 1"
+    for other in ("_cuda_dense", "_latent", "_cpu_latent", "_cpu_tokens", "_cpu_tokens_simd"):
+        with (tmp_path / "levattn" / "_kernels" / f"{other}.py").open("a") as stream:
+            stream.write("# changed\n")
     assert hits_and_misses(tmp_path) == "1 0"
     with (tmp_path / "levattn" / "_kernels" / "_cpu_simd.py").open("a") as stream:
         stream.write("# changed\n")
     assert hits_and_misses(tmp_path) == "0 1"
     assert hits_and_misses(tmp_path) == "1 0"
+
+
+KERNELS = sorted(path.stem for path in Path(_cpu_jit.__file__).parent.glob("_cpu_*.py"))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_is_stamped_by_the_modules_that_it_reaches(name: str) -> None:
+    """What its module names of other modules of kernels, and these of others, is among its sources."""
+    folder = Path(_cpu_jit.__file__).parent
+    sources = _cpu_jit._sources(folder / f"{name}.py")
+    for stem in sources:
+        tree = ast.parse((folder / f"{stem}.py").read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("levattn._kernels"):
+                assert node.module != "levattn._kernels", "a kernel's module imports names, not modules"
+                assert str(node.module).rpartition(".")[2] in sources
+
+
+def test_no_address_is_a_float() -> None:
+    @numba.njit
+    def read(at, like):  # type: ignore[no-untyped-def]
+        return _cpu_simd.as_pointer(at, like)[0]
+
+    X = np.array([2.0])
+    assert read(X.ctypes.data, X) == 2
+    with pytest.raises(numba.TypingError, match="as_pointer is float64, not a whole number"):
+        read(float(X.ctypes.data), X)
 
 
 # -- a cache that is missing, full or damaged: of a small function, in this process -------------------

@@ -13,9 +13,22 @@ from numpy.typing import NDArray
 from scipy import special, stats
 
 import naive
-from levattn._kernels._cpu_random import fill_group, fill_normals, fill_signs, fill_words
+from levattn._kernels import _cpu_random
+from levattn._kernels._cpu_jit import jit
 from levattn._random import as_seed, below, normals, philox, signs, words
 from strategies import examples
+
+fill_group, fill_normals, fill_signs, fill_words, cos_sin, minus_log = map(
+    jit,
+    (
+        _cpu_random.fill_group,
+        _cpu_random.fill_normals,
+        _cpu_random.fill_signs,
+        _cpu_random.fill_words,
+        _cpu_random._cos_sin,
+        _cpu_random._minus_log,
+    ),
+)
 
 SEEDS = (0, 1, 2**32 - 1, 2**32, 0x9E3779B97F4A7C15, 2**63, 2**64 - 1)
 # Rows whose group of four has a number of one word, of two, and the last that are in use
@@ -108,12 +121,10 @@ def test_compiled_normals_are_the_definition(seed: int, first: int) -> None:
 
 
 def test_compiled_normals_of_extreme_words() -> None:
-    from levattn._kernels._cpu_random import _cos_sin, _minus_log
-
     eighths = [i * 2**29 + shift for i in range(8) for shift in (0, 1, 2**29 - 1)]
     for word in (*eighths, 5, 2**32 - 2, 3037000499, 3037000500):  # the last two are at √½
-        logarithm = _minus_log(np.uint32(word))
-        cosine, sine = _cos_sin(np.uint32(word))
+        logarithm = minus_log(np.uint32(word))
+        cosine, sine = cos_sin(np.uint32(word))
         u = (word + 0.5) / 2**32
         assert logarithm == pytest.approx(-np.log(u), rel=4e-16)
         assert cosine == pytest.approx(np.cos(2 * np.pi * u), abs=1e-15)

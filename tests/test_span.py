@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import levattn
 import naive
 import strategies
-from levattn._kernels import Rows
+from levattn._kernels import Rows, _cpu_span
 from levattn._span import Span
 from levattn.states import Moments
 from strategies import STORAGE, Float, as_float64, stores
@@ -54,7 +54,7 @@ def test_a_space_does_not_depend_on_how_its_rows_came(K: Float, random: Any) -> 
         merged = merged + part
     whole = Span.of(rows_of(np.ldexp(K[::-1], 3)))
     assert np.array_equal(merged.basis, whole.basis)
-    assert np.array_equal(Span.checked(whole.units, whole.basis).basis, whole.basis)
+    assert np.array_equal(Span.checked(whole.units, whole.rows).basis, whole.basis)
 
 
 def test_a_masked_row_opens_nothing() -> None:
@@ -64,12 +64,57 @@ def test_a_masked_row_opens_nothing() -> None:
     assert Span.of(rows_of(K, mask)).outside(rows_of(K, mask)).tolist() == [False, False, False]
 
 
-def test_a_basis_that_is_none_is_refused() -> None:
-    basis = Span.of(rows_of(np.array([[1.0, 0, 2], [0, 1, 3]]))).basis
+def test_rows_that_are_no_basis_are_refused() -> None:
+    K = np.array([[1.0, 0, 2], [0, 1, 3], [2.0, 1, 7]])
     units = np.zeros(3, np.bool_)
-    for broken in (basis[::-1], basis * np.uint64(2), basis | np.uint64(2**61)):
-        with pytest.raises(ValueError, match="row echelon"):
-            Span.checked(units, np.ascontiguousarray(broken))
+    assert np.array_equal(Span.checked(units, K[:2]).rows, K[:2])
+    for broken, known in ((K, units), (K[[0, 0]], units), (K[:2], np.array([True, False, True]))):
+        with pytest.raises(ValueError, match="depend on one another"):
+            Span.checked(known, broken)
+
+
+# -- residues --------------------------------------------------------------------------------------
+
+
+def test_no_two_powers_of_two_are_alike() -> None:
+    """Their ratio is one of a power of two below 2^2100, of which none is 1 modulo the prime."""
+    for _ in range(20):
+        p, power = int(_cpu_span.draw_field()[0]), 1
+        for _ in range(2100):
+            power = 2 * power % p
+            assert power != 1
+
+
+def test_fields_are_drawn_anew_and_their_primes_are_primes() -> None:
+    """By Fermat's theorem to other bases than those of the test of Miller and Rabin."""
+    primes = {int(_cpu_span.draw_field()[0]) for _ in range(20)}
+    assert len(primes) == 20
+    assert all(2**61 < p < 2**62 and pow(base, p - 1, p) == 1 for p in primes for base in (41, 43, 47, 1001))
+    assert [p for p in range(3, 2000, 2) if _cpu_span._is_prime(p)] == [
+        p for p in range(3, 2000, 2) if all(p % k for k in range(2, p))
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_powers_of_two_a_multiple_of_61_apart(steps: int) -> None:
+    """The residues of 1 and 2^61 are one modulo the Mersenne prime 2^61 − 1, which an earlier version took."""
+    last = np.array([[2.0**-200, 2.0 ** (61 * steps - 200)]])
+    K = np.vstack([np.ones((3, 2)), last])
+    for f in (2, levattn.Huber(), 1.5):
+        assert 3 in levattn.universal_set(K, 0.9, f=f).indices
+        assert 3 in levattn.StreamingUniversalSet(0.9, f=f).update(K).result().indices
+    for method in ("gram", "qr", "svd"):
+        assert 3 in levattn.universal_set(K, 0.9, method=method).indices
+    assert levattn.group_leverage(K, np.array([0, 0, 0, 1]))[1] == 1
+    wide = np.array([[1.0, 1, 0, 0], [1, 1, last[0, 0], last[0, 1]], [0, 0, 1, 1]])
+    assert levattn.universal_set(wide, 0.9).indices.tolist() == [0, 1, 2]
+
+
+def test_a_product_that_is_the_earlier_prime_is_not_zero() -> None:
+    big = 2.0**82
+    found = levattn.heavy_attention(np.array([[big, -big, 1, -1]]), np.array([[big, big, 2.0**61, 1]]), 0.4)
+    assert found.entries.toarray() == 1
+    np.testing.assert_array_equal(found.apply(np.array([[7.0]]))[0], [[7.0]])
 
 
 # -- keys with a direction below the numerical rank --------------------------------------------

@@ -210,10 +210,11 @@ def precise_solutions(B: Float64, Q: Float64) -> Float64:
 def span_kernels() -> ModuleType:
     """Return the table of exact row spaces, for rows of float64 in main memory.
 
-    ``insert_rows(rows, basis, pivots, rank, units)`` and ``insert_residues(...)`` extend a basis of residues (reduced
-    row echelon, with room for more rows) by rows of numbers or of residues, and return its rank;
-    ``mark_outside(rows, basis, pivots, rank, units, out)`` sets `out` for the rows that the basis and the unit vectors
-    do not span; ``mark_zeros(Q, K, rows, columns, out)`` sets `out` at pairs of orthogonal rows of Q and K.
+    They compute modulo the prime of a field, of which ``field()`` is that of this process.
+    ``insert_rows(field, rows, basis, pivots, rank, units, chosen)`` extends a basis of residues (reduced row echelon,
+    with room for more rows), notes which rows it took, and returns its rank;
+    ``mark_outside(field, rows, basis, pivots, rank, units, out)`` sets `out` for the rows that the basis and the unit
+    vectors do not span; ``mark_zeros(field, Q, K, rows, columns, out)`` sets `out` at pairs of orthogonal rows.
     """
     from levattn._kernels import _cpu_span
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime import rtsys
 
 __all__ = ["KernelCache"]
 
@@ -52,6 +53,12 @@ class KernelCache(FunctionCache):  # type: ignore[misc]
         self._say = say
         version = self._impl.locator.get_source_stamp(), stamp
         self._cache_file = _Files(self._cache_path, self._impl.filename_base, version)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the code for a signature, or None; of Numba it needs the runtime alone, not what it compiles with."""
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

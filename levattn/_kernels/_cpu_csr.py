@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_moments import carry, counter, fold
 from levattn._kernels._cpu_random import GROUP, fill_words
-from levattn._kernels._cpu_simd import entry_tile, lane_sum
+from levattn._kernels._cpu_simd import address, entry_tile, lane_sum
 from levattn._kernels._cpu_sketch import place_of
 
 __all__ = [
@@ -89,7 +89,7 @@ def list_bands(indptr, indices, mask, width, start, stop, at, places, ends):
             at[band] += 1
 
 
-@jit
+@helper
 def _add_upper(source, left, target):
     """Add the rows of `source`, from the diagonal that begins at column `left` on, to those of `target`."""
     for i in range(len(source)):
@@ -194,16 +194,16 @@ def row_sqnorms(indptr, indices, values, mask, panels, start, stop, ceiling, out
             rows += 1
         squares[:rows] = 0
         for t in range(count):
-            panel = panels[t].ctypes.data
+            panel = address(panels[t])
             beyond = min((t + 1) * width, d) * width  # the rows of W below have zeros in this panel
             for r in range(rows):
                 cut, end = cuts[r], ends[r]
                 while cut < end and offsets[cut] < beyond:
                     cut += 1
                 cuts[r] = cut
-                a = held.ctypes.data + begins[r] * size
-                o = offsets.ctypes.data + begins[r] * 8
-                to = squares.ctypes.data + r * VECTOR_BYTES
+                a = address(held) + begins[r] * size
+                o = address(offsets) + begins[r] * 8
+                to = address(squares) + r * VECTOR_BYTES
                 n = cut - begins[r]
                 if vectors == 8:
                     entry_tile(panels, 8, a, o, n, panel, to)
@@ -214,7 +214,7 @@ def row_sqnorms(indptr, indices, values, mask, panels, start, stop, ceiling, out
                 else:
                     entry_tile(panels, 1, a, o, n, panel, to)
         for r in range(rows):
-            square = lane_sum(panels, squares.ctypes.data + r * VECTOR_BYTES)
+            square = lane_sum(panels, address(squares) + r * VECTOR_BYTES)
             out[low + r] = ceiling if square > ceiling else square
         low += rows
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
-from levattn._kernels._cpu_simd import subtract_rows
+from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
+from levattn._kernels._cpu_simd import address, subtract_rows
 
 __all__ = ["cholesky_tasks"]
 
@@ -13,7 +13,7 @@ _STEP = 8  # inner loops begin and end at multiples of this, so that they are wh
 _LANES = VECTOR_BYTES // 8
 
 
-@jit
+@helper
 def _factor(R, c):
     """Replace the upper triangle of R (d, padded) by its Cholesky factor and return the smallest pivot.
 
@@ -44,13 +44,13 @@ def _factor(R, c):
         t, u, v, w = R[block], R[block + 1], R[block + 2], R[block + 3]
         for i in range(end, d):
             left = i // _STEP * _STEP
-            to = R.ctypes.data + (i * width + left) * 8
-            rows = R.ctypes.data + (block * width + left) * 8
+            to = address(R) + (i * width + left) * 8
+            rows = address(R) + (block * width + left) * 8
             subtract_rows(R, to, rows, width, t[i], u[i], v[i], w[i], (width - left) // _LANES)
     return smallest
 
 
-@jit
+@helper
 def _invert(R, c, inverse, sums):
     """Write the inverse of the upper triangle of R to `inverse` and return the product of its 1- and ∞-norms."""
     d, width = R.shape
@@ -66,8 +66,8 @@ def _invert(R, c, inverse, sums):
         k = i + 1
         while k + 4 <= d:
             left = k // _STEP * _STEP
-            to = inverse.ctypes.data + (i * width + left) * 8
-            rows = inverse.ctypes.data + (k * width + left) * 8
+            to = address(inverse) + (i * width + left) * 8
+            rows = address(inverse) + (k * width + left) * 8
             vectors = (width - left) // _LANES
             subtract_rows(R, to, rows, width, R[i, k], R[i, k + 1], R[i, k + 2], R[i, k + 3], vectors)
             k += 4

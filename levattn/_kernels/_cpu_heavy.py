@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_simd import fused_multiply_add
 
 __all__ = ["count_heavy", "fill_heavy", "norm_tasks", "product_tasks", "solve_tasks"]
 
 
-@jit
+@helper
 def _logits(q, columns, z):
     """Write ⟨q, k⟩ of every selected key; `columns` (d, u) holds one key a column."""
     d, u = columns.shape

@@ -6,6 +6,7 @@ No fast-math: NaN and infinity carry meaning here, and the order of every sum is
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba
+from numba.extending import register_jitable
 
 from levattn.exceptions import CacheWarning
 
@@ -26,32 +28,61 @@ __all__ = [
     "STATE_VECTORS",
     "TILE_ROWS",
     "VECTOR_BYTES",
+    "helper",
     "jit",
 ]
 
 
-def _sources() -> str:
-    """Return a hash of the sources of all kernels."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+_IMPORT = re.compile(rb"^\s*from levattn\._kernels\.(\w+) import", re.MULTILINE)
 
 
-_SOURCES = _sources()
+@cache
+def _sources(path: Path) -> dict[str, str]:
+    """Return the hash of a file of kernels and of all those from which it imports, by their names."""
+    found: dict[str, str] = {}
+    left = [path]
+    while left:
+        source = left.pop()
+        if source.stem not in found:
+            text = source.read_bytes()
+            found[source.stem] = hashlib.sha256(text).hexdigest()
+            left += [source.with_name(f"{name.decode()}.py") for name in _IMPORT.findall(text)]
+    return found
+
+
+def _stamp(function: Callable[..., Any]) -> str:
+    """Return what changes with the sources of a kernel and of what it may call."""
+    sources = _sources(Path(function.__code__.co_filename))
+    return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on first use, without the GIL, and keep the code in Numba's cache on disk, if that can be.
 
     Numba takes cached code for current as long as the function's own file is, but code holds what the function calls
-    and the constants that it reads, wherever they stand. So it is stamped with the sources of all kernels.
+    and the constants that it reads, wherever they stand. So it is stamped with the sources from which its own imports.
     """
-    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    kernel: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     if hasattr(kernel, "_cache"):  # not without a compiler
         kernel._cache = _cache_of(function) or kernel._cache
     compiled: Callable[..., Any] = kernel
     return compiled
+
+
+def helper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let compiled code call `function`: it becomes part of each kernel that does, and stays Python for others."""
+    registered: Callable[..., Any] = register_jitable(no_cfunc_wrapper=True, **_compiler_of_parts())(function)
+    return registered
+
+
+@cache
+def _compiler_of_parts() -> dict[str, Any]:
+    """Return the option by which parts of kernels are not compiled alone, where Numba is as known here."""
+    try:
+        from levattn._kernels._cpu_parts import PartCompiler
+    except ImportError:
+        return {}
+    return {"pipeline_class": PartCompiler}
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
@@ -59,7 +90,7 @@ def _cache_of(function: Callable[..., Any]) -> Any:
     try:
         from levattn._kernels._cpu_cache import KernelCache
 
-        return KernelCache(function, _SOURCES, _say_uncached)
+        return KernelCache(function, _stamp(function), _say_uncached)
     except (ImportError, AttributeError, TypeError):  # of a Numba that keeps its files in another way
         _say_uncached(f"Numba {numba.__version__} keeps it in a way that is not known here")
     except RuntimeError:  # of Numba, where it finds no folder

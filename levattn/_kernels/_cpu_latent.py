@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import STATE_VECTORS, VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import STATE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_latent_simd import (
     copy_vectors,
     differs,
@@ -26,7 +26,8 @@ from levattn._kernels._cpu_latent_simd import (
     state_tile,
     weigh_row,
 )
-from levattn._kernels._cpu_simd import as_pointer
+from levattn._kernels._cpu_rows import copy_numbers
+from levattn._kernels._cpu_simd import address, as_pointer
 
 __all__ = ["ROWS", "SINGLE", "VIEWS", "backward_tasks", "forward_tasks", "join_rows", "join_runs", "summary_tasks"]
 
@@ -42,19 +43,19 @@ TALL = 4  # rows of a tile
 SINGLE = 9  # rows of scratch that stand alone
 
 
-@jit
+@helper
 def _at(views, which, head, row):
     return views[which, 0] + head * views[which, 1] + row * views[which, 2]
 
 
-@jit
+@helper
 def _fill(like, address, n, value):
     target = as_pointer(address, like)
     for j in range(n):
         target[j] = value
 
 
-@jit
+@helper
 def _copy_rows(like, address, step, rows, n, fill, target_at, width):
     """Write rows of n numbers, `step` bytes apart, to padded rows."""
     size = like.itemsize
@@ -71,7 +72,7 @@ def _copy_rows(like, address, step, rows, n, fill, target_at, width):
                 target[j] = fill
 
 
-@jit
+@helper
 def _write_rows(like, row_at, width, rows, n, address, step):
     """Write the first n numbers of padded rows to rows that are `step` bytes apart."""
     size = like.itemsize
@@ -84,7 +85,7 @@ def _write_rows(like, row_at, width, rows, n, address, step):
             target[j] = source[j]
 
 
-@jit
+@helper
 def _read_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
     """Write logits and values of positions to padded rows; −inf and zeros for those before `begin` and masked ones.
 
@@ -108,7 +109,7 @@ def _read_positions(like, flag, views, head, first, rows, begin, latents, channe
             _fill(like, values_at + i * deep * size, deep, 0)
 
 
-@jit
+@helper
 def _write_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
     """Write the gradients of positions that there are and that are not masked."""
     size = like.itemsize
@@ -118,7 +119,7 @@ def _write_positions(like, flag, views, head, first, rows, begin, latents, chann
             _write_rows(like, values_at + i * deep * size, deep, 1, channels, _at(views, D_V, head, first + i), 0)
 
 
-@jit
+@helper
 def _raise_references(logits, slack, reference, base, limit, total, factors):
     """Raise the references that a row exceeds to its logits, and write by what the sums are to be multiplied."""
     for j in range(len(logits)):
@@ -131,7 +132,7 @@ def _raise_references(logits, slack, reference, base, limit, total, factors):
             limit[j] = logits[j] + slack
 
 
-@jit
+@helper
 def _add_rows(like, row_at, n, gain):
     """Add n padded rows to one."""
     width = len(gain)
@@ -141,19 +142,19 @@ def _add_rows(like, row_at, n, gain):
             gain[j] += row[j]
 
 
-@jit
+@helper
 def _multiply(kept, factors):
     for j in range(len(factors)):
         kept[j] *= factors[j]
 
 
-@jit
+@helper
 def _folds(single, fresh, row, rows):
     """Tell whether what a row of a run adds is summed apart; the last rows are not followed by any."""
     return single and row // FOLD < (rows - 1) // FOLD and not (fresh and row < PLAIN)
 
 
-@jit
+@helper
 def _fold(like, kept, gain, total, wide_total, gains, state, wide_state, turned):
     """Add what was gained since the last time to the sums in float64, and begin anew with these, rounded.
 
@@ -171,10 +172,10 @@ def _fold(like, kept, gain, total, wide_total, gains, state, wide_state, turned)
         _scale(wide_state, kept, turned)
     kept[:] = 1
     vectors = state.size // (VECTOR_BYTES // like.itemsize)
-    fold_vectors(like, gains.ctypes.data, wide_state.ctypes.data, state.ctypes.data, vectors)
+    fold_vectors(like, address(gains), address(wide_state), address(state), vectors)
 
 
-@jit
+@helper
 def _scale_rows(state, factors):
     for i in range(len(state)):
         if factors[i] != 1:
@@ -183,14 +184,14 @@ def _scale_rows(state, factors):
                 state[i, j] *= f
 
 
-@jit
+@helper
 def _scale_columns(state, factors):
     for i in range(len(state)):
         for j in range(len(factors)):
             state[i, j] *= factors[j]
 
 
-@jit
+@helper
 def _scale(state, factors, turned):
     """Multiply the latents of a state, which are its rows, or its columns if `turned`."""
     if turned:
@@ -199,7 +200,7 @@ def _scale(state, factors, turned):
         _scale_rows(state, factors)
 
 
-@jit
+@helper
 def _rescale(factors, state, turned, folds, kept, gain, gains):
     """Follow references that were raised with a state, and if it `folds` with what is summed apart."""
     _scale(state, factors, turned)
@@ -212,7 +213,7 @@ def _rescale(factors, state, turned, folds, kept, gain, gains):
 def _tiles(adds, reads):
     """Return a function that does what `state_tile` does for a whole state (rows, width), step by step."""
 
-    @jit
+    @helper
     def run(like, add, da, x, dx, read, dr, y, dy, n, state_at, rows, width):
         size = like.itemsize
         lanes = VECTOR_BYTES // size
@@ -241,7 +242,7 @@ _read = _tiles(0, 1)
 _grow_and_read = _tiles(1, 1)
 
 
-@jit
+@helper
 def _begin(state_m, state_s, task, slack, reference, base, limit, total, wide_total, kept):
     """Take the state before a run: its references, and its sums, which are relative to them; return if it has none."""
     reference[:] = -np.inf
@@ -253,7 +254,7 @@ def _begin(state_m, state_s, task, slack, reference, base, limit, total, wide_to
             reference[k] = state_m[task, k]
             wide_total[k] = state_s[task, k]
             fresh = fresh and reference[k] == -np.inf and wide_total[k] == 0
-    total[:] = wide_total
+    copy_numbers(wide_total, total)
     for k in range(len(reference)):
         base[k] = 0 if reference[k] == -np.inf else reference[k]
         limit[k] = reference[k] + slack
@@ -270,7 +271,7 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, wi
     kept, wide_total = wide_room[: 2 * wide].reshape(2, wide)
     wide_state = wide_room[2 * wide :][: wide * deep].reshape(wide, deep)
     state, gains = room[SINGLE * wide :][: 2 * wide * deep].reshape(2, wide, deep)
-    e_at = room.ctypes.data + (SINGLE * wide + 2 * wide * deep) * size
+    e_at = address(room) + (SINGLE * wide + 2 * wide * deep) * size
     x_at = e_at + ROWS * wide * size
     de, dx = wide * size, deep * size
     for task in range(first, last):
@@ -281,19 +282,19 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, wi
         gain[:] = 0
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
-            top[:] = reference
+            copy_numbers(reference, top)
             _read_positions(like, flag, views, head, start, n, low, latents, channels, e_at, wide, x_at, deep)
             E = room[SINGLE * wide + 2 * wide * deep :][: n * wide].reshape(n, wide)
             for i in range(n):
                 for j in range(wide):
                     top[j] = E[i, j] if E[i, j] > top[j] else top[j]
-            if exceeds(like, top.ctypes.data, reference.ctypes.data, wide // lanes):
+            if exceeds(like, address(top), address(reference), wide // lanes):
                 _raise_references(top, 0.0, reference, base, limit, gain, factors)
                 _multiply(kept, factors)
                 _scale_rows(gains, factors)
             for i in range(n):
-                exp_row(like, e_at + i * de, base.ctypes.data, gain.ctypes.data, wide // lanes)
-            _grow(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, gains.ctypes.data, wide, deep)
+                exp_row(like, e_at + i * de, address(base), address(gain), wide // lanes)
+            _grow(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, address(gains), wide, deep)
             if (start + n - low) % FOLD == 0 or start + n == high:
                 _fold(like, kept, gain, total, wide_total, gains, state, wide_state, False)
         for k in range(latents):
@@ -357,10 +358,10 @@ def forward_tasks(
     reference, base, limit, total, factors, gain = room[: 6 * wide].reshape(6, wide)
     kept, wide_total = wide_room[: 2 * wide].reshape(2, wide)
     wide_state = wide_room[2 * wide :][: wide * deep].reshape(wide, deep)
-    limit_at, base_at, total_at = limit.ctypes.data, base.ctypes.data, total.ctypes.data
+    limit_at, base_at, total_at = address(limit), address(base), address(total)
     state, gains = room[SINGLE * wide :][: 2 * wide * deep].reshape(2, wide, deep)
-    state_at, gains_at = state.ctypes.data, gains.ctypes.data
-    e_at = room.ctypes.data + (SINGLE * wide + 2 * wide * deep) * size
+    state_at, gains_at = address(state), address(gains)
+    e_at = address(room) + (SINGLE * wide + 2 * wide * deep) * size
     c_at = e_at + ROWS * wide * size
     x_at = c_at + ROWS * wide * size
     padded_at = x_at + ROWS * deep * size
@@ -375,15 +376,15 @@ def forward_tasks(
             for k in range(latents):
                 for j in range(channels):
                     wide_state[k, j] = state_S[place, k, j]
-        state[:] = wide_state
+        copy_numbers(wide_state, state)
         gains[:] = 0
         gain[:] = 0
         for start in range(low, high, ROWS):
             n = min(ROWS, high - start)
             folds = _folds(enters and size == 4, fresh, start - low, high - low)
             if folds and start - low == PLAIN and fresh:
-                wide_total[:] = total
-                wide_state[:] = state
+                copy_numbers(total, wide_total)
+                copy_numbers(state, wide_state)
             if enters:
                 position = start + ahead
                 _read_positions(like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep)
@@ -395,7 +396,7 @@ def forward_tasks(
             while done < n:
                 i = done
                 if enters and exceeds(like, e_at + i * de, limit_at, vectors):
-                    logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
+                    logits = room[(e_at + i * de - address(room)) // size :][:wide]
                     _raise_references(logits, SLACK, reference, base, limit, total, factors)
                     _rescale(factors, state, False, folds, kept, gain, gains)
                 while i < n:
@@ -429,7 +430,7 @@ def forward_tasks(
                 _write_rows(like, y_at, deep, n, channels, out_at, views[Y, 2])
 
 
-@jit
+@helper
 def _sweep_back(like, enters, e, c, x, z, r_at, v_at, p_at, n, rho_at, wide, deep, R_at, T_at):
     """Take a segment of rows into the states of later rows, from the last to the first; its positions read them.
 
@@ -486,14 +487,14 @@ def backward_tasks(
     reference, base, limit, total, factors, held, rho, idle, gain = room[: 9 * wide].reshape(9, wide)
     kept_factors, wide_total = wide_room[: 2 * wide].reshape(2, wide)
     wide_state = wide_room[2 * wide :][: wide * deep].reshape(deep, wide)
-    limit_at, base_at, total_at, rho_at = limit.ctypes.data, base.ctypes.data, total.ctypes.data, rho.ctypes.data
+    limit_at, base_at, total_at, rho_at = address(limit), address(base), address(total), address(rho)
     states = room[SINGLE * wide :][: 4 * wide * deep]
     M = states[: wide * deep].reshape(deep, wide)  # Σ e V of the latents, transposed
     R = states[wide * deep : 2 * wide * deep].reshape(wide, deep)
     T = states[2 * wide * deep : 3 * wide * deep].reshape(deep, wide)
     gains = states[3 * wide * deep :].reshape(deep, wide)
-    M_at, R_at, T_at, gains_at = M.ctypes.data, R.ctypes.data, T.ctypes.data, gains.ctypes.data
-    e_at = room.ctypes.data + (SINGLE * wide + 4 * wide * deep) * size
+    M_at, R_at, T_at, gains_at = address(M), address(R), address(T), address(gains)
+    e_at = address(room) + (SINGLE * wide + 4 * wide * deep) * size
     p_at = e_at + ROWS * de
     inverse_at = p_at + ROWS * de
     g_at = inverse_at + ROWS * de
@@ -502,7 +503,7 @@ def backward_tasks(
     v_at = z_at + ROWS * dx
     kept = room[SINGLE * wide + 4 * wide * deep + ROWS * (4 * wide + 3 * deep) :]
     longest = (len(kept) // wide - 1) // 3
-    c_at = kept.ctypes.data  # c of every row of a run, then c g / s, then the references of segments
+    c_at = address(kept)  # c of every row of a run, then c g / s, then the references of segments
     r_at = c_at + longest * de
     references = kept[2 * longest * wide :][: (longest + 1) * wide].reshape(longest + 1, wide)
     zero = like.dtype.type(0)
@@ -523,17 +524,17 @@ def backward_tasks(
                 for k in range(latents):
                     for j in range(channels):
                         wide_state[j, k] = before_S[before, k, j]
-            M[:] = wide_state
+            copy_numbers(wide_state, M)
             gains[:] = 0
             gain[:] = 0
-            references[0] = reference
+            copy_numbers(reference, references[0])
             place, count = 0, 0
             for start in range(low, high, ROWS):
                 n = min(ROWS, high - start)
                 folds = _folds(enters and size == 4, fresh, start - low, high - low)
                 if folds and start - low == PLAIN and fresh:
-                    wide_total[:] = total
-                    wide_state[:] = M
+                    copy_numbers(total, wide_total)
+                    copy_numbers(M, wide_state)
                 if enters:
                     position = start + ahead
                     _read_positions(
@@ -547,11 +548,11 @@ def backward_tasks(
                 while done < n:
                     i = done
                     if enters and exceeds(like, e_at + i * de, limit_at, vectors):
-                        logits = room[(e_at + i * de - room.ctypes.data) // size :][:wide]
+                        logits = room[(e_at + i * de - address(room)) // size :][:wide]
                         _raise_references(logits, SLACK, reference, base, limit, total, factors)
                         _rescale(factors, M, True, folds, kept_factors, gain, gains)
                         place += 1
-                        references[place] = reference
+                        copy_numbers(reference, references[place])
                     while i < n:
                         if enters:
                             if i > done and exceeds(like, e_at + i * de, limit_at, vectors):
@@ -615,7 +616,7 @@ def backward_tasks(
                         like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep
                     )
                     for i in range(n):
-                        exp_row(like, e_at + i * de, base_at, idle.ctypes.data, vectors)
+                        exp_row(like, e_at + i * de, base_at, address(idle), vectors)
                 _copy_rows(like, _at(views, D_Y, head, start), views[D_Y, 2], n, channels, 0, z_at, deep)
                 skip = (start - low) * de
                 _sweep_back(
@@ -631,7 +632,7 @@ def backward_tasks(
             n = min(ROWS, min(begin + lead, end) - start)
             _read_positions(like, flag, views, head, start, n, begin, latents, channels, e_at, wide, x_at, deep)
             for i in range(n):
-                exp_row(like, e_at + i * de, base_at, idle.ctypes.data, vectors)
+                exp_row(like, e_at + i * de, base_at, address(idle), vectors)
             _fill(like, v_at, n * deep, 0)
             _fill(like, p_at, n * wide, 0)
             _read(like, e_at, de, v_at, dx, e_at, de, v_at, dx, n, R_at, wide, deep)

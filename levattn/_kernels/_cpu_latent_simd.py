@@ -11,9 +11,19 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from levattn._kernels._cpu_simd import _I64, _fma, _int, _literals, _load, _pointer, _splat, _store, _vector_type
+from levattn._kernels._cpu_simd import (
+    _I64,
+    _fma,
+    _int,
+    _literals,
+    _load,
+    _pointer,
+    _splat,
+    _store,
+    _vector_type,
+    primitive,
+)
 
 __all__ = [
     "copy_vectors",
@@ -32,7 +42,7 @@ Builder = Any
 Value = Any
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def state_tile(
     typing, like, rows, vectors, adds, reads, add, add_step, x, x_step, read, read_step, y, y_step, n, to, to_step
 ):
@@ -137,7 +147,7 @@ def _each(b: Builder, vectors: Value, size: int, vector: Value) -> Any:
     return cgutils.for_range_slice(b, _int(0), b.mul(vectors, _int(size * vector.count)), _int(size * vector.count))
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def copy_vectors(typing, like, source, target, vectors):
     """Copy whole vectors."""
     size, scalar, vector = _vector_type(like)
@@ -163,7 +173,7 @@ def _any(b: Builder, vectors: Value, size: int, vector: Value, test: Any) -> Val
     return b.icmp_unsigned("!=", word, ir.Constant(word.type, 0))
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def exceeds(typing, like, x, limit, vectors):
     """Tell whether any number of a row is larger than that of the limits."""
     size, scalar, vector = _vector_type(like)
@@ -179,7 +189,7 @@ def exceeds(typing, like, x, limit, vectors):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def differs(typing, like, x, value, vectors):
     """Tell whether any number of a padded row is another than the value; NaN is."""
     size, scalar, vector = _vector_type(like)
@@ -197,7 +207,7 @@ def differs(typing, like, x, value, vectors):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def exp_row(typing, like, x, base, total, vectors):
     """Replace the numbers x of a row by ``e^{x − base}`` and add these to `total`."""
     size, scalar, vector = _vector_type(like)
@@ -230,7 +240,7 @@ def _across(b: Builder, value: Value, name: str) -> Value:
     return b.extract_element(value, ir.Constant(ir.IntType(32), 0))
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def weigh_row(typing, like, keeps, q, sums, gate, vectors, weights, inverses):
     """Replace the logits q of a row by p/s, where p is their softmax, and return the weight of one more logit, `gate`.
 
@@ -284,7 +294,7 @@ def weigh_row(typing, like, keeps, q, sums, gate, vectors, weights, inverses):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def dot_vectors(typing, like, x, y, vectors):
     """Return the inner product of two padded rows."""
     size, scalar, vector = _vector_type(like)
@@ -301,7 +311,7 @@ def dot_vectors(typing, like, x, y, vectors):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def fold_vectors(typing, like, gains, sums, state, vectors):
     """Add gains to sums in float64, write these to the state, rounded, and make the gains zero."""
     size, scalar, vector = _vector_type(like)
@@ -325,7 +335,7 @@ def fold_vectors(typing, like, gains, sums, state, vectors):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def query_row(typing, like, c, g, p, inverse, mean, vectors):
     """Replace p by the gradient ``c g − p mean`` of the logits of a row, and g by ``c g / s``, given 1/s."""
     size, scalar, vector = _vector_type(like)
@@ -345,7 +355,7 @@ def query_row(typing, like, c, g, p, inverse, mean, vectors):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def key_row(typing, like, e, products, rho, added, vectors):
     """Add a row to rho, and replace the products of a position by the gradient ``e (product − rho)`` of its logits."""
     size, scalar, vector = _vector_type(like)

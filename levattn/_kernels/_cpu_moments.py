@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
-from levattn._kernels._cpu_simd import as_pointer, moment_tile, widen
+from levattn._kernels._cpu_simd import address, as_pointer, moment_tile, widen
 
 __all__ = ["add_rows", "carry", "counter", "fold", "moment_panels", "moment_tasks"]
 
@@ -17,7 +17,7 @@ _NEAR = 512  # bytes between rows up to which the nearest cache holds a slab as 
 ROWS1, ROWS2, ROWS3, ROWS4 = TILE_ROWS
 
 
-@jit
+@helper
 def _pack_slab(X, x, stride, n, packed):
     """Copy `n` rows at `x` into panels of PANEL vectors, whose rows then lie side by side in the cache."""
     panels, _, width = packed.shape
@@ -31,7 +31,7 @@ def _pack_slab(X, x, stride, n, packed):
                 target[c] = source[c]
 
 
-@jit
+@helper
 def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
     """Add the second moment of `n` rows at `x` to `out`, tiles of the upper triangle only.
 
@@ -47,7 +47,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
         i = 0
         while i < left and right - left == width:  # whole tiles above the diagonal's panel
             a = x + i // width * panel_step + i % width * size
-            to = out.ctypes.data + (i * d + left) * size
+            to = address(out) + (i * d + left) * size
             remaining = width - i % width
             if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # what is left must be made up of ROWS4
                 moment_tile(X, FULL_ROWS, PANEL, a, stride, panel, stride, n, to, d, ahead, 64)
@@ -62,7 +62,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
             i = i if j == left else j
             while i < j + lanes:
                 a = x + i // width * panel_step + i % width * size
-                to = out.ctypes.data + (i * d + j) * size
+                to = address(out) + (i * d + j) * size
                 if wide == 4:
                     moment_tile(X, ROWS4, 4, a, stride, at, stride, n, to, d, ahead, 64)
                     i += ROWS4
@@ -81,25 +81,25 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
                 ahead = min(ahead + 64 * n, last)
 
 
-@jit
+@helper
 def moment_panels(X):
     """Return the scratch into which `add_rows` packs a slab."""
     width = PANEL * (VECTOR_BYTES // X.itemsize)
     return np.empty(((X.shape[1] + width - 1) // width, SLAB, width), X.dtype)
 
 
-@jit
+@helper
 def add_rows(X, x, stride, n, packed, out, ahead, last):
     """Add the second moment of `n` rows at `x` to `out`, by way of `packed` where they lie far apart."""
     panel = packed.shape[2]
     if stride * X.itemsize > _NEAR:
         _pack_slab(X, x, stride, n, packed)
-        _add_slab(X, packed.ctypes.data, panel, packed.shape[1] * panel * X.itemsize, n, out, ahead, last)
+        _add_slab(X, address(packed), panel, packed.shape[1] * panel * X.itemsize, n, out, ahead, last)
     else:
         _add_slab(X, x, stride, panel * X.itemsize, n, out, ahead, last)
 
 
-@jit
+@helper
 def counter(tasks, first, last, block, d):
     """Return room for one partial sum at each level of the largest task."""
     levels = 2
@@ -109,7 +109,7 @@ def counter(tasks, first, last, block, d):
     return np.zeros((levels, d, d))
 
 
-@jit
+@helper
 def _put(total, term, added):
     """Write the upper triangle of `term` to that of `total` in whole vectors, or add it if `added`."""
     d = term.shape[0]
@@ -118,14 +118,14 @@ def _put(total, term, added):
     for i in range(d):
         left = i // lanes * lanes
         at = i * d + left
-        source, target, vectors = term.ctypes.data + at * size, total.ctypes.data + at * 8, (d - left) // lanes
+        source, target, vectors = address(term) + at * size, address(total) + at * 8, (d - left) // lanes
         if added:
             widen(term, source, target, vectors, 1)
         else:
             widen(term, source, target, vectors, 0)
 
 
-@jit
+@helper
 def carry(stack, count, term):
     """Put the sum of block number `count` on the stack, as adding one to a binary counter carries bits."""
     level = 0
@@ -136,7 +136,7 @@ def carry(stack, count, term):
         _put(stack[level], stack[below], True)
 
 
-@jit
+@helper
 def fold(stack, count, total):
     """Write the sum of the `count` blocks on the stack to `total`, its lower triangle copied from the upper."""
     total[:] = 0
@@ -175,7 +175,7 @@ def moment_tasks(view, like, brain, mask, shift, scale, weights, X, block, tasks
                 ahead = max(x, min(x + SLAB * step, end))
                 if not direct:
                     load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
-                    x, stride = rows.ctypes.data, d
+                    x, stride = address(rows), d
                 last_line = max(ahead, min(ahead + SLAB * step, end) - 64 * n)
                 add_rows(X, x, stride, n, packed, partial, ahead, last_line)
             carry(stack, count, partial)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
-from levattn._kernels._cpu_rows import load_rows
+from levattn._kernels._cpu_jit import helper, jit
+from levattn._kernels._cpu_rows import copy_numbers, load_rows
 from levattn._kernels._cpu_simd import fused_multiply_add
 
 __all__ = ["online_tasks"]
@@ -26,7 +26,7 @@ _SMALL, _LARGE = 2.0**-460, 2.0**500  # between which squares are in range
 _STEP = 2.0**600
 
 
-@jit
+@helper
 def _length(a, b):
     """Return √(a² + b²), whose squares may be out of range."""
     a, b = abs(a), abs(b)
@@ -38,7 +38,7 @@ def _length(a, b):
     return np.sqrt(a * a + b * b) / step
 
 
-@jit
+@helper
 def _rotated(r, e, x, c, s):
     """Return ``c r + s x`` as a number and its error, where r has the error e, and ``c x − s r``."""
     p, q = c * r, s * x
@@ -48,7 +48,7 @@ def _rotated(r, e, x, c, s):
     return total, c * e + (((p - (total - part)) + (q - part)) + lost), c * x - s * (r + e)
 
 
-@jit
+@helper
 def _turn(r, e, x, score, left):
     """Return cosine and sine that rotate x into the pivot r of error e, and the new pivot, score and Π c."""
     if x == 0:
@@ -62,7 +62,7 @@ def _turn(r, e, x, score, left):
     return c, s, r, e, score + (s * left) ** 2, left * c
 
 
-@jit
+@helper
 def _rotate(R, E, w, x, y, z, c, s):
     """Rotate a row of the triangle, which has the errors E, with four rows, one after the other."""
     for i in range(len(R)):
@@ -72,7 +72,7 @@ def _rotate(R, E, w, x, y, z, c, s):
         R[i], E[i], z[i] = _rotated(r, e, z[i], c[3], s[3])
 
 
-@jit
+@helper
 def _sweep(R, E, rank, rows, score, left):
     """Rotate four rows into the directions so far."""
     c, s = np.empty(_ROWS), np.empty(_ROWS)
@@ -85,7 +85,7 @@ def _sweep(R, E, rank, rows, score, left):
         _rotate(R[j, after:], E[j, after:], w, x, y, z, c, s)
 
 
-@jit
+@helper
 def _pivot(x, entries, norms, rank, score, left):
     """Return the column in which most is left of a row, for its norm, or −1 if no more than rounding is left.
 
@@ -103,7 +103,7 @@ def _pivot(x, entries, norms, rank, score, left):
     return found
 
 
-@jit
+@helper
 def _exchange(A, i, j):
     """Exchange two columns."""
     for k in range(len(A)):
@@ -134,7 +134,7 @@ def online_tasks(view, like, brain, mask, shift, scale, weights, n, root, first,
             for k in range(_ROWS):
                 for j in range(d):
                     rows[k, j] = stored[k, order[j]]
-            entries[:] = rows
+            copy_numbers(rows, entries)
             score[:], left[:] = 0, 1
             known = rank
             _sweep(R, E, known, rows, score, left)
@@ -153,7 +153,8 @@ def online_tasks(view, like, brain, mask, shift, scale, weights, n, root, first,
                     for A in (R, E, rows, entries, norms):
                         _exchange(A, rank, pivot)
                     order[rank], order[pivot] = order[pivot], order[rank]
-                    R[rank, rank:] = x[rank:]
+                    for j in range(rank, d):
+                        R[rank, j] = x[j]
                     score[k] = 1
                     rank += 1
             for k in range(count):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
-from levattn._kernels._cpu_simd import lane_sum, product_tile
+from levattn._kernels._cpu_simd import address, lane_sum, product_tile
 
 __all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "sqnorm_tasks"]
 
@@ -15,7 +15,7 @@ SCRATCH_ROWS = (SLAB + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS  # a slab in w
 SCORE_SLAB = SLAB // SCORE_ROWS * SCORE_ROWS
 
 
-@jit
+@helper
 def pack_panels(W, X):
     """Return the columns of W (padded with zeros) as panels of a tile's width, in the precision of X."""
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
@@ -30,7 +30,7 @@ def pack_panels(W, X):
     return panels
 
 
-@jit
+@helper
 def row_squares(X, x, stride, n, panels, squares, ahead, last):
     """Sum the squares of `n` rows at `x` (whole groups of SCORE_ROWS) times the panels into one vector a row.
 
@@ -44,12 +44,12 @@ def row_squares(X, x, stride, n, panels, squares, ahead, last):
         for c in range(lanes):
             squares[r, c] = 0
     for t in range(count):
-        w = panels[t].ctypes.data
+        w = address(panels[t])
         whole = t * width + lanes
         rest = min(lanes, d - whole)
         for r in range(0, n, SCORE_ROWS):
             at = x + r * stride * size
-            to = squares.ctypes.data + r * VECTOR_BYTES
+            to = address(squares) + r * VECTOR_BYTES
             product_tile(X, SCORE_ROWS, SCORE_VECTORS, at, stride, w, width, whole, rest, to, lanes, 1, ahead, 64)
             ahead = min(ahead + 64 * (whole + rest), last)
 
@@ -83,10 +83,10 @@ def sqnorm_tasks(view, like, brain, mask, shift, scale, weights, W, X, tasks, fi
                 ahead = max(x, min(x + SCORE_SLAB * step, end))
             else:
                 load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
-                x, stride, ahead = rows.ctypes.data, X.shape[1], end
+                x, stride, ahead = address(rows), X.shape[1], end
             groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
             row_squares(X, x, stride, groups, panels, squares, ahead, max(ahead, end))
             for i in range(n):
-                square = lane_sum(X, squares.ctypes.data + i * VECTOR_BYTES)
+                square = lane_sum(X, address(squares) + i * VECTOR_BYTES)
                 out[item, r + i] = ceiling if square > ceiling else square
             r += n

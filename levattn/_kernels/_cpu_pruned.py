@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_pruned_simd import apart, exponentials, matrix_tile, nearest, raised
-from levattn._kernels._cpu_simd import as_pointer
+from levattn._kernels._cpu_simd import address, as_pointer
 
 __all__ = [
     "ROWS",
@@ -32,12 +32,12 @@ __all__ = [
 ROWS = 48  # of a block: whole tiles on all machines, and their logits stay in the second cache
 
 
-@jit
+@helper
 def _row_at(view, item, head, row):
     return view[0] + item * view[1] + head * view[2] + row * view[3]
 
 
-@jit
+@helper
 def _pack_column(source, factor, panels, column):
     """Write a row times a factor as a column of panels (panels, n, width)."""
     width = panels.shape[2]
@@ -46,7 +46,7 @@ def _pack_column(source, factor, panels, column):
         panel[k, lane] = source[k] * factor
 
 
-@jit
+@helper
 def _pack_row(source, factor, n, panels, row):
     """Write n numbers times a factor as a row of panels, and zeros behind them."""
     width = panels.shape[2]
@@ -59,7 +59,7 @@ def _pack_row(source, factor, n, panels, row):
             target[j] = 0
 
 
-@jit
+@helper
 def _products(like, adds, x_at, x_step, rows, panels_at, count, step, n, to_at, to_step):
     """Write the products of rows (whole tiles of them) with panels of n rows, or add them if `adds`."""
     for p in range(count):
@@ -72,7 +72,7 @@ def _products(like, adds, x_at, x_step, rows, panels_at, count, step, n, to_at, 
                 matrix_tile(like, SCORE_ROWS, SCORE_VECTORS, 0, x, x_step, panel, n, out, to_step)
 
 
-@jit
+@helper
 def _whole_tiles(rows):
     return (rows + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
 
@@ -116,7 +116,7 @@ def pack_slots(
                 bias[item, begin + c] = shift if power else np.log(weight[item, c]) + shift
 
 
-@jit
+@helper
 def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums, power, room):
     """Take the near keys low to high out of the summaries in a row of logits; return how many these are.
 
@@ -150,7 +150,7 @@ def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums,
     return touched
 
 
-@jit
+@helper
 def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
     """Make weights of a row those of the values in memory: of whole summaries, less what near keys have in them."""
     marks, which, after, gone = room
@@ -166,7 +166,7 @@ def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
         marks[which[t]] = -1
 
 
-@jit
+@helper
 def _powers(row, bias, begin, near, power, sums, touched, room):
     """Replace logits of a row by powers relative to the largest; return the sum, and that of summaries alone."""
     _, which, after, _ = room
@@ -235,8 +235,8 @@ def mixture_tasks(
     room = np.full(R, -1), np.empty(R, np.int64), np.empty(R), np.empty((3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
     q_view, k_view, v_view = views[0], views[1], views[2]
-    q_at, l_at, y_at = rows_q.ctypes.data, L.ctypes.data, out.ctypes.data
-    near_keys_at, near_values_at = near_keys.ctypes.data, near_values.ctypes.data
+    q_at, l_at, y_at = address(rows_q), address(L), address(out)
+    near_keys_at, near_values_at = address(near_keys), address(near_values)
     nothing, unit = 0.0 if power else -np.inf, like.dtype.type(1)
     for task in range(first, last):
         item, at = task // (stretches * groups), task % (stretches * groups)
@@ -274,7 +274,7 @@ def mixture_tasks(
             for p in range(len(near_values)):
                 near_values[p, j] = 0
         whole = _whole_tiles(rows)
-        panels_at, count, to_at = key_panels[item].ctypes.data, near // width, l_at
+        panels_at, count, to_at = address(key_panels[item]), near // width, l_at
         for _ in range(2):  # in a loop, so that it is compiled once
             _products(like, False, q_at, d * size, whole, panels_at, count, d * width * size, d, to_at, full * size)
             panels_at, count, to_at = near_keys_at, padded // width, l_at + near * size
@@ -295,7 +295,7 @@ def mixture_tasks(
             if power:
                 total, share = _powers(row, shift, begin, near, power, sums[item], touched, room)
             else:
-                top = raised(like, row_at, shift.ctypes.data, (near + padded) // lanes)
+                top = raised(like, row_at, address(shift), (near + padded) // lanes)
                 if top == -np.inf:
                     top = like.dtype.type(0)
                 total = exponentials(like, row_at, top, begin // lanes)
@@ -305,7 +305,7 @@ def mixture_tasks(
             rest[item, head + i // positions, position] = share * inverse[i]
             if touched:
                 _put_right(row, begin, near, one, other, names, weight, sums[item], touched, room)
-        panels_at, step, n, from_at = value_panels[item].ctypes.data, near * width * size, near, l_at
+        panels_at, step, n, from_at = address(value_panels[item]), near * width * size, near, l_at
         for part in range(2):
             _products(
                 like, part > 0, from_at, full * size, whole, panels_at, deep // width, step, n, y_at, deep * size
@@ -342,14 +342,14 @@ def moment_tasks(like, wide, view, n, d, second, first, last):
             _products(
                 wide,
                 True,
-                turned.ctypes.data,
+                address(turned),
                 ROWS * size,
                 len(turned),
-                rows.ctypes.data,
+                address(rows),
                 panels,
                 ROWS * width * size,
                 count,
-                total.ctypes.data,
+                address(total),
                 deep * size,
             )
         for i in range(d):
@@ -376,14 +376,14 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
         _products(
             like,
             False,
-            rows.ctypes.data,
+            address(rows),
             d * size,
             whole,
-            panels[item].ctypes.data,
+            address(panels[item]),
             deep // width,
             d * width * size,
             d,
-            out.ctypes.data,
+            address(out),
             deep * size,
         )
         for i in range(count):
@@ -416,11 +416,11 @@ def far_tasks(X, weight, step, centres, first, last):
         for k in range(d):
             mean[0, k] = sums[k] / (total if total > 0 else 1.0)
         place = 0
-        at = rows.ctypes.data
+        at = address(rows)
         for i in range(count):
             for k in range(d):
                 rows[i, k] = x[i * step, k]
-            away[i] = apart(X, at + i * wide * size, mean.ctypes.data, wide // lanes)
+            away[i] = apart(X, at + i * wide * size, address(mean), wide // lanes)
             if weight[item, i * step] <= 0:
                 away[i] = -1
             if away[i] > away[place]:
@@ -481,19 +481,19 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
         _products(
             X,
             False,
-            rows.ctypes.data,
+            address(rows),
             d * size,
             whole,
-            panels[item].ctypes.data,
+            address(panels[item]),
             deep // width,
             d * width * size,
             d,
-            out.ctypes.data,
+            address(out),
             deep * size,
         )
         for i in range(here):
-            row_at = out.ctypes.data + i * deep * size
-            label = nearest(X, row_at, norms[item].ctypes.data, deep // lanes, least.ctypes.data)
+            row_at = address(out) + i * deep * size
+            label = nearest(X, row_at, address(norms[item]), deep // lanes, address(least))
             distance = least[0] + squares[i]
             labels[item, low + i] = label
             distances[item, low + i] = 0 if distance < 0 else distance

@@ -11,10 +11,20 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from levattn._kernels._cpu_latent_simd import _across, _constant, _each, _exp, _factors
-from levattn._kernels._cpu_simd import _I64, _fma, _int, _literals, _load, _pointer, _splat, _store, _vector_type
+from levattn._kernels._cpu_simd import (
+    _I64,
+    _fma,
+    _int,
+    _literals,
+    _load,
+    _pointer,
+    _splat,
+    _store,
+    _vector_type,
+    primitive,
+)
 
 __all__ = ["apart", "exponentials", "matrix_tile", "nearest", "raised"]
 
@@ -22,7 +32,7 @@ Builder = Any
 Value = Any
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def matrix_tile(typing, like, rows, vectors, adds, x, x_step, panel, n, to, to_step):
     """Write ``Σ_k x[i, k] * panel[k]`` to ``to[i]`` for so many `rows`, or if `adds` add it to what is there.
 
@@ -77,7 +87,7 @@ def matrix_tile(typing, like, rows, vectors, adds, x, x_step, panel, n, to, to_s
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def raised(typing, like, x, bias, vectors):
     """Add a row to another, x, and return the largest number of that."""
     size, scalar, vector = _vector_type(like)
@@ -96,7 +106,7 @@ def raised(typing, like, x, bias, vectors):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def exponentials(typing, like, x, top, vectors):
     """Replace the numbers x of a row by ``e^{x − top}`` and return their sum."""
     size, scalar, vector = _vector_type(like)
@@ -115,7 +125,7 @@ def exponentials(typing, like, x, top, vectors):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def nearest(typing, like, x, bias, vectors, least):
     """Return the place of the smallest number of ``x + bias``, of equal ones the first, and write the number."""
     size, scalar, vector = _vector_type(like)
@@ -150,7 +160,7 @@ def nearest(typing, like, x, bias, vectors, least):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def apart(typing, like, x, y, vectors):
     """Return the squared distance of two padded rows."""
     size, scalar, vector = _vector_type(like)

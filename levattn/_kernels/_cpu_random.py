@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_jit import helper
 from levattn._random import INCREMENTS, MULTIPLIERS, ROUNDS
 
 __all__ = ["GROUP", "fill_group", "fill_normals", "fill_signs", "fill_words"]
@@ -25,7 +25,7 @@ _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # 
 _STEP = 2 * math.pi / 2**32
 
 
-@jit
+@helper
 def _philox(group, column, stream, key0, key1):
     """Return the words of four rows in one column."""
     a, b, c, d = np.uint32(group), np.uint32(np.uint64(group) >> _HALF), np.uint32(column), np.uint32(stream)
@@ -37,7 +37,7 @@ def _philox(group, column, stream, key0, key1):
     return a, b, c, d
 
 
-@jit
+@helper
 def fill_words(key0, key1, stream, column, first, out):
     """Write the words of one column for the rows from ``4 * first`` on; `out` has a multiple of four of them."""
     for i in range(out.size // GROUP):
@@ -48,7 +48,7 @@ def fill_words(key0, key1, stream, column, first, out):
         out[GROUP * i + 3] = d
 
 
-@jit
+@helper
 def fill_group(key0, key1, stream, group, first, count, out):
     """Write the words of the four rows from ``4 * group`` on in `count` columns from `first` on."""
     row0, row1, row2, row3 = out[0], out[1], out[2], out[3]
@@ -60,7 +60,7 @@ def fill_group(key0, key1, stream, group, first, count, out):
         row3[i] = d
 
 
-@jit
+@helper
 def fill_signs(key0, key1, stream, group, first, count, drawn, out):
     """Write the signs of four rows, the bits of words, in `count` columns from `first` on, both multiples of 32.
 
@@ -74,7 +74,7 @@ def fill_signs(key0, key1, stream, group, first, count, drawn, out):
                 to[bit] = 1 - 2 * np.int32(word >> np.uint32(bit) & np.uint32(1))
 
 
-@jit
+@helper
 def fill_normals(key0, key1, stream, group, first, count, drawn, out):
     """Write the normals of four rows in `count` columns from `first` on, both even.
 
@@ -91,7 +91,7 @@ def fill_normals(key0, key1, stream, group, first, count, drawn, out):
             to[2 * i + 1] = radius * y
 
 
-@jit
+@helper
 def _minus_log(word):
     """Return the logarithm of ``(word + 1/2) / 2**32``, negated (the algorithm and coefficients of FDLIBM)."""
     bits = np.float64(word + 0.5).view(np.int64) + np.int64(_TO_ROOT)
@@ -107,7 +107,7 @@ def _minus_log(word):
     return half - (s * (half + series) + exponent * _LN2_LOW) - f - exponent * _LN2_HIGH
 
 
-@jit
+@helper
 def _cos_sin(word):
     """Return cosine and sine of ``2π (word + 1/2) / 2**32``: an eighth of a turn by series (FDLIBM), then turned."""
     quarter = np.uint32(word + np.uint32(1 << 29)) >> np.uint32(30)

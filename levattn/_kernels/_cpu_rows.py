@@ -6,16 +6,16 @@ import numpy as np
 from numba import carray, types
 from numba.extending import overload
 
-from levattn._kernels._cpu_jit import jit
-from levattn._kernels._cpu_simd import as_pointer, bits_to_float
+from levattn._kernels._cpu_jit import helper
+from levattn._kernels._cpu_simd import address, as_pointer, bits_to_float
 
-__all__ = ["is_direct", "load_rows", "row_address"]
+__all__ = ["copy_numbers", "is_direct", "load_rows", "row_address"]
 
 # A matrix batch is passed as integers, so that one compiled kernel serves every layout:
 ADDRESS, ITEM_STEP, ROW_STEP, COLUMN_STEP, COLUMNS = range(5)  # steps in bytes
 
 
-@jit
+@helper
 def _from_float16(bits):
     magnitude = np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)
     value = bits_to_float(np.uint32(magnitude)) * np.float32(2.0**112)  # moves the exponent's bias, subnormals too
@@ -45,7 +45,15 @@ def _overload_value(x, brain):
     return read
 
 
-@jit
+@helper
+def copy_numbers(source, target):
+    """Write all numbers of one array to another, both without gaps; ``target[:] = source`` compiles for longer."""
+    read, write = as_pointer(address(source), source), as_pointer(address(target), target)
+    for i in range(target.size):
+        write[i] = read[i]
+
+
+@helper
 def is_direct(view, like, mask, shift, scale, weights, X, lanes):
     """Tell whether the tiles can read the keys where they lie, instead of from a scratch like X."""
     return (
@@ -60,13 +68,13 @@ def is_direct(view, like, mask, shift, scale, weights, X, lanes):
     )
 
 
-@jit
+@helper
 def row_address(view, item, r):
     """Return the address of row `r` of one matrix."""
     return view[ADDRESS] + item * view[ITEM_STEP] + r * view[ROW_STEP]
 
 
-@jit
+@helper
 def load_rows(view, like, brain, item, start, stop, mask, shift, scale, weights, X):
     """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale * weight``, 0 where masked.
 

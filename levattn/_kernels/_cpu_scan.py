@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_rows import load_rows
 
 __all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
@@ -12,7 +12,7 @@ __all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
 _SLAB = 128
 
 
-@jit
+@helper
 def _larger(a, b):
     """Return the larger number, or NaN where there is one (the built-in maximum may lose it)."""
     return b if b > a or np.isnan(b) else a

@@ -7,17 +7,21 @@ of straight-line code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES
 
 __all__ = [
     "add_signed",
+    "address",
     "as_pointer",
     "bits_to_float",
     "entry_tile",
@@ -25,6 +29,8 @@ __all__ = [
     "hadamard_tile",
     "lane_sum",
     "moment_tile",
+    "primitive",
+    "product_high",
     "product_tile",
     "subtract_rows",
     "twofold_tile",
@@ -90,7 +96,33 @@ def _prefetch(b: Builder, address: Value) -> None:
     b.call(function, [b.inttoptr(address, byte), read, keep, data])
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
+def address(typing, array):
+    """Return where the first number of an array lies, as an int64: NumPy's is unsigned, and may become a float."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        held = context.make_array(signature.args[0])(context, b, arguments[0])
+        return b.ptrtoint(held.data, _I64)
+
+    return types.int64(array), codegen
+
+
+def primitive(define: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an intrinsic of what defines one; where it takes an int64 it takes no float, which Numba would convert."""
+
+    @wraps(define)
+    def checked(typing: Any, *given: Any) -> Any:
+        signature, codegen = define(typing, *given)
+        for place, (kind, expected) in enumerate(zip(given, signature.args, strict=True)):
+            if expected == types.int64 and not isinstance(kind, types.Integer):
+                raise TypingError(f"argument {place} of {define.__name__} is {kind}, not a whole number")
+        return signature, codegen
+
+    made: Callable[..., Any] = intrinsic(prefer_literal=True)(checked)
+    return made
+
+
+@primitive
 def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
     """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and `vectors` vectors of x to the tile `out`.
 
@@ -149,7 +181,7 @@ def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, o
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def twofold_tile(typing, like, rows, vectors, a, x, stride, n, high, low, out_stride):
     """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` to the tile of twofold numbers ``high + low``.
 
@@ -207,7 +239,7 @@ def twofold_tile(typing, like, rows, vectors, a, x, stride, n, high, low, out_st
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def product_tile(
     typing, like, rows, vectors, x, x_stride, w, w_stride, start, rest, out, out_stride, squared, ahead, ahead_step
 ):
@@ -293,7 +325,7 @@ def product_tile(
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def lane_sum(typing, like, address):
     """Return the sum of the vector at `address`, halved again and again."""
     size, scalar, vector = _vector_type(like)
@@ -314,7 +346,7 @@ def lane_sum(typing, like, address):
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def widen(typing, like, source, target, vectors, added):
     """Write vectors of numbers like `like` at `source` to float64 numbers at `target`, or add them if `added`."""
     size, scalar, vector = _vector_type(like)
@@ -365,7 +397,7 @@ def add_signed(typing, like, total, source, target, sign, vectors, ahead, next_t
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def hadamard_tile(typing, like, total, rows, signed, source, step, signs, target, target_step, vectors):
     """Write the Hadamard transform of `rows` rows at `source` to rows at `target`, which may be the same.
 
@@ -407,7 +439,7 @@ def hadamard_tile(typing, like, total, rows, signed, source, step, signs, target
     return signature, codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def entry_tile(typing, like, vectors, values, offsets, n, panel, to):
     """Add the squares of ``sum_e values[e] * panel[offsets[e]:]``, over so many vectors, to the vector at `to`.
 
@@ -501,7 +533,7 @@ def bits_to_float(typing, bits):
     return types.float32(types.uint32), codegen
 
 
-@intrinsic
+@primitive
 def as_pointer(typing, address, array):
     """Return `address` as a pointer to elements of the array's dtype."""
     kind = types.CPointer(array.dtype)
@@ -510,3 +542,15 @@ def as_pointer(typing, address, array):
         return b.inttoptr(arguments[0], context.get_value_type(kind))
 
     return kind(types.int64, array), codegen
+
+
+@intrinsic
+def product_high(typing, a, b):
+    """Return the upper 64 bits of the product of two numbers of 64 bits."""
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        wide = ir.IntType(128)
+        product = b.mul(*(b.zext(x, wide) for x in arguments))
+        return b.trunc(b.lshr(product, ir.Constant(wide, 64)), _I64)
+
+    return types.uint64(types.uint64, types.uint64), codegen

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import FULL_ROWS, PANEL, VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import FULL_ROWS, PANEL, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_random import GROUP, fill_group, fill_normals, fill_signs, fill_words
 from levattn._kernels._cpu_rows import ADDRESS, COLUMN_STEP, COLUMNS, ROW_STEP, is_direct, load_rows, row_address
-from levattn._kernels._cpu_simd import add_signed, hadamard_tile, moment_tile
+from levattn._kernels._cpu_simd import add_signed, address, hadamard_tile, moment_tile
 
 __all__ = ["DRAWN", "FIRST_ROWS", "SLAB", "dense_rows", "hadamard_blocks", "scatter_rows"]
 
@@ -22,7 +22,7 @@ SLAB = 64  # rows for which a dense sketch is drawn at a time, a multiple of GRO
 DRAWN = 480  # columns that are drawn at a time: a multiple of 32 (signs) and of the rows of a tile, 6 or 4
 
 
-@jit
+@helper
 def place_of(word, size):
     """Return a number below `size`, by the upper 31 bits of a word."""
     return np.int64(np.uint64(word >> np.uint32(1)) * np.uint64(size) >> np.uint64(31))
@@ -44,7 +44,7 @@ def scatter_rows(
     direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
     fetched = _FETCHED if direct else 0
     rows = np.zeros((_LOADED, width), X.dtype)
-    base, row_bytes = out.ctypes.data, out.strides[0]
+    base, row_bytes = address(out), out.strides[0]
     start = begin
     while start < end:
         skipped = (offset + start) % GROUP
@@ -62,7 +62,7 @@ def scatter_rows(
                 if r % _LOADED == 0:
                     stop = min(start + r + _LOADED, start + count)
                     load_rows(view, like, brain, item, start + r, stop, mask, shift, scale, weights, rows)
-                x = rows[r % _LOADED].ctypes.data
+                x = address(rows[r % _LOADED])
             for b in range(blocks):
                 to = base + (places[r, b] >> 1) * row_bytes
                 ahead = base + (places[r + _AHEAD, b] >> 1) * row_bytes
@@ -71,7 +71,7 @@ def scatter_rows(
         start += count
 
 
-@jit
+@helper
 def _combine_groups(X, group, vectors):
     """Finish the Hadamard transform of the rows of X, in which each `group` of neighbours is transformed already."""
     row_bytes = X.strides[0]
@@ -80,7 +80,7 @@ def _combine_groups(X, group, vectors):
         rows = min(8, X.shape[0] // half)
         for low in range(0, X.shape[0], half * rows):
             for r in range(low, low + half):
-                x = X.ctypes.data + r * row_bytes
+                x = address(X) + r * row_bytes
                 step = half * row_bytes
                 if rows == 8:
                     hadamard_tile(X, X, 8, 0, x, step, 0, x, step, vectors)
@@ -131,7 +131,7 @@ def hadamard_blocks(
     signs = np.empty(size, X.dtype)
     flips = np.empty((GROUP, chosen.size), np.uint32)
     part = view.copy()
-    loaded = rows.ctypes.data
+    loaded = address(rows)
     for block in range(begin, end):
         first = block * size - offset  # the row of this matrix that begins the block, if there is one
         low, high = max(first, 0), min(first + size, n)
@@ -149,7 +149,7 @@ def hadamard_blocks(
                 rows[:] = 0
             for g in range(0, size, group):
                 r = first + g
-                to, at_sign = X[g].ctypes.data, signs.ctypes.data + g * signs.itemsize
+                to, at_sign = address(X[g]), address(signs) + g * signs.itemsize
                 x, step = loaded, rows.strides[0]
                 if direct and r >= low and r + group <= high:
                     x, step = row_address(part, item, r), view[ROW_STEP]
@@ -177,7 +177,7 @@ def hadamard_blocks(
                     hadamard_tile(rows, X, 4, 1, x, step, at_sign, to, X.strides[0], vectors)
             _combine_groups(X, group, vectors)
             for h in range(chosen.size):
-                x, to = X[chosen[h]].ctypes.data, out[h].ctypes.data + left * out.itemsize
+                x, to = address(X[chosen[h]]), address(out[h]) + left * out.itemsize
                 sign = X.dtype.type(1 - 2 * np.int32(flip[h] & np.uint32(1)))
                 add_signed(X, out, x, to, sign, vectors, 0, to)
 
@@ -210,17 +210,17 @@ def dense_rows(
                     fill_normals(key0, key1, stream, group, first, columns, drawn, S[k : k + GROUP])
                 else:
                     fill_signs(key0, key1, stream, group, first, (columns + 31) // 32 * 32, drawn, S[k : k + GROUP])
-            s = S[skipped].ctypes.data
+            s = address(S[skipped])
             for item in range(items):
                 x, x_stride = row_address(view, item, start), view[ROW_STEP] // X.itemsize
                 if not direct:
                     load_rows(view, like, brain, item, start, start + count, mask, shift, scale, weights, rows)
-                    x, x_stride = rows.ctypes.data, width
+                    x, x_stride = address(rows), width
                 for left in range(0, width, PANEL * lanes):
                     wide = min(PANEL, (width - left) // lanes)
                     at = x + left * X.itemsize
                     for i in range(0, columns, FULL_ROWS):
-                        a, to = s + i * X.itemsize, out[item, part, first + i].ctypes.data + left * out.itemsize
+                        a, to = s + i * X.itemsize, address(out[item, part, first + i]) + left * out.itemsize
                         if wide == 4:
                             moment_tile(X, FULL_ROWS, 4, a, s_stride, at, x_stride, count, to, width, s, 0)
                         elif wide == 3:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
-from levattn._kernels._cpu_simd import as_pointer
+from levattn._kernels._cpu_jit import helper, jit
+from levattn._kernels._cpu_simd import address, as_pointer
 from levattn._kernels._cpu_tokens_simd import BLOCK, dot_run, gather_run, read_run, score_run, share_run, spread_run
 
 __all__ = ["BAND", "KINDS", "SLAB", "SPAN", "VIEWS", "forward_tasks", "scratch_sizes", "square_rows"]
@@ -62,34 +62,34 @@ class _Kinds(NamedTuple):
     wide: Any
 
 
-@jit
+@helper
 def _address(array):
-    return array.ctypes.data if array.size else 0
+    return address(array) if array.size else 0
 
 
-@jit
+@helper
 def _entered(like, flag, given, scratch):
     """Write the plan; return pointers to nowhere, for their types, and one to it. The caller holds the arrays."""
     views, bounds, sizes, numbers, temperature, powers, kept, before, after, flow = given
     whole, narrow, wide = scratch
     c = _Kinds(as_pointer(0, like), as_pointer(0, flag), as_pointer(0, whole), as_pointer(0, wide))
-    p = as_pointer(whole.ctypes.data, whole)
+    p = as_pointer(address(whole), whole)
     heads, d, causal, kind, mean = sizes
-    p[ARRAYS], p[BOUNDS], p[SEQUENCES] = views.ctypes.data, bounds.ctypes.data, len(bounds)
+    p[ARRAYS], p[BOUNDS], p[SEQUENCES] = address(views), address(bounds), len(bounds)
     p[HEADS], p[WIDTH], p[CAUSAL], p[KIND], p[MEAN] = heads, d, causal, kind, mean
-    p[NUMBERS], p[TEMPERATURE] = numbers.ctypes.data, temperature.ctypes.data
-    p[POWERS], p[KEPT], p[FLOW] = powers.ctypes.data, kept.ctypes.data, _address(flow)
+    p[NUMBERS], p[TEMPERATURE] = address(numbers), address(temperature)
+    p[POWERS], p[KEPT], p[FLOW] = address(powers), address(kept), _address(flow)
     p[OLD_NORMS], p[OLD_COUNTS] = _address(before[0]), _address(before[1])
     p[OLD_SUMS], p[OLD_TOTALS] = _address(before[2]), _address(before[3])
     p[NEW_NORMS], p[NEW_COUNTS] = _address(after[0]), _address(after[1])
     p[NEW_SUMS], p[NEW_TOTALS] = _address(after[2]), _address(after[3])
     s, deep = like.itemsize, heads * d
-    p[TOKENS], p[TABLE] = whole.ctypes.data + FIELDS * 8, narrow.ctypes.data
+    p[TOKENS], p[TABLE] = address(whole) + FIELDS * 8, address(narrow)
     p[SHARES] = p[TABLE] + TABLES * RUN * s
     p[ROW] = p[SHARES] + 2 * heads * RUN * s
     p[OTHER] = p[ROW] + deep * s
     p[ROWS] = p[OTHER] + d * s
-    p[NORMS] = wide.ctypes.data
+    p[NORMS] = address(wide)
     p[SUMS] = p[NORMS] + deep * 8
     p[TOTALS] = p[SUMS] + deep * 8
     p[LATER] = p[TOTALS] + 2 * heads * 8
@@ -101,52 +101,52 @@ def scratch_sizes(heads: int, d: int) -> tuple[int, int, int]:
     return FIELDS + RUN, TABLES * RUN + 2 * heads * RUN + (heads + 1 + RUN) * d, 2 * heads * (d + 1) + d
 
 
-@jit
+@helper
 def _number(c, p, which):
     return as_pointer(p[NUMBERS], c.wide)[which]
 
 
-@jit
+@helper
 def _head(c, p, which, g, k):
     """Return the address of an array's first token of a head."""
     view = as_pointer(p[ARRAYS] + 32 * which, c.whole)
     return view[0] + g * view[1] + k * view[2]
 
 
-@jit
+@helper
 def _step(c, p, which):
     return as_pointer(p[ARRAYS] + 32 * which, c.whole)[3]
 
 
-@jit
+@helper
 def _there(c, p, which):
     return as_pointer(p[ARRAYS] + 32 * which, c.whole)[0] != 0
 
 
-@jit
+@helper
 def _low(c, p, i):
     return as_pointer(p[BOUNDS], c.whole)[2 * i]
 
 
-@jit
+@helper
 def _high(c, p, i):
     return as_pointer(p[BOUNDS], c.whole)[2 * i + 1]
 
 
-@jit
+@helper
 def _table(s, p, i):
     """Return the address of a table of a run."""
     return p[TABLE] + i * RUN * s
 
 
-@jit
+@helper
 def _fill(c, at, n, value):
     target = as_pointer(at, c.like)
     for j in range(n):
         target[j] = value
 
 
-@jit
+@helper
 def _copy_sums(c, source_at, target_at, n):
     """Copy sums; zeros from address 0."""
     target = as_pointer(target_at, c.wide)
@@ -159,23 +159,23 @@ def _copy_sums(c, source_at, target_at, n):
         target[j] = source[j]
 
 
-@jit
+@helper
 def _kept(c, p, k, n):
     return as_pointer(p[KEPT], c.wide)[k * (BLOCK + 1) + n]
 
 
-@jit
+@helper
 def _temperature(c, p, g, k):
     return as_pointer(p[TEMPERATURE], c.like)[g * p[HEADS] + k]
 
 
-@jit
+@helper
 def _place(p, g, k, i):
     """Return the number of a head's sums."""
     return (g * p[HEADS] + k) * p[SEQUENCES] + i
 
 
-@jit
+@helper
 def _take(c, p, g, i, at, high):
     """Write down the next tokens that take part, up to RUN; return how many, and where to go on.
 
@@ -198,7 +198,7 @@ def _take(c, p, g, i, at, high):
     return n, at
 
 
-@jit
+@helper
 def _clear(c, p, which, g, k, low, high, d):
     """Fill rows of d numbers with zeros, of tokens that are masked."""
     if not _there(c, p, MASK):
@@ -210,7 +210,7 @@ def _clear(c, p, which, g, k, low, high, d):
             _fill(c, start + t * step, d, 0)
 
 
-@jit
+@helper
 def _write(c, s, p, which, g, k, n, row_at):
     """Write a number for each token of a run."""
     tokens, row = as_pointer(p[TOKENS], c.whole), as_pointer(row_at, c.like)
@@ -224,7 +224,7 @@ def _write(c, s, p, which, g, k, n, row_at):
             as_pointer(start + tokens[t] * step, c.like)[0] = row[t]
 
 
-@jit
+@helper
 def _read(c, s, p, which, g, k, n, row_at):
     """Read a number for each token of a run."""
     tokens, row = as_pointer(p[TOKENS], c.whole), as_pointer(row_at, c.like)
@@ -238,12 +238,12 @@ def _read(c, s, p, which, g, k, n, row_at):
             row[t] = as_pointer(start + tokens[t] * step, c.like)[0]
 
 
-@jit
+@helper
 def _powers(s, p, k):
     return p[POWERS] + k * BLOCK * s, p[KEPT] + k * (BLOCK + 1) * 8
 
 
-@jit
+@helper
 def _gather(c, s, p, g, k, other, n, sums_at, weights_at):
     """Add ``weight · w z`` of a run to sums; z is a row of the array `other`."""
     w_at, w, z_at, z = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, other, g, k), _step(c, p, other)
@@ -251,7 +251,7 @@ def _gather(c, s, p, g, k, other, n, sums_at, weights_at):
     gather_run(c.like, p[WIDTH], p[TOKENS], n, w_at, w, z_at, z, sums_at, powers_at, kept_at, weights_at)
 
 
-@jit
+@helper
 def _dot(c, s, p, g, k, other, n, row_at, out_at):
     """Write ``Σ w z · row`` of a run; z is a row of the array `other`."""
     w_at, w, z_at, z = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, other, g, k), _step(c, p, other)
@@ -259,7 +259,7 @@ def _dot(c, s, p, g, k, other, n, row_at, out_at):
     dot_run(c.like, p[WIDTH], p[TOKENS], n, w_at, w, z_at, z, row_at, out_at)
 
 
-@jit
+@helper
 def _advance(c, s, p, g, k, n, weighted, weights_at, sums_at, total):
     """Add the squares of a run to sums, weighted by memberships or 1; return the sum of weights after it."""
     weights = as_pointer(weights_at, c.like)
@@ -278,7 +278,7 @@ def _advance(c, s, p, g, k, n, weighted, weights_at, sums_at, total):
     return total
 
 
-@jit
+@helper
 def _all(c, s, p, g, k, i, weighted, weights_at, sums_at):
     """Write the sums of a sequence, and return that of the weights."""
     at, high, total = _low(c, p, i), _high(c, p, i), 0.0
@@ -292,7 +292,7 @@ def _all(c, s, p, g, k, i, weighted, weights_at, sums_at):
 # -- scores ----------------------------------------------------------------------------------
 
 
-@jit
+@helper
 def _norms(c, s, p, g, i, k, sums_at):
     """Write the sums A that a sequence starts with, or all of it reads; return the number of tokens."""
     if p[OLD_NORMS] != 0:
@@ -305,7 +305,7 @@ def _norms(c, s, p, g, i, k, sums_at):
     return _all(c, s, p, g, k, i, False, _table(s, p, 0), sums_at)
 
 
-@jit
+@helper
 def _inverses(c, p, sums_at, row_at):
     """Write what the products of a token are multiplied by in scores, if all tokens see the same sums."""
     row, A = as_pointer(row_at, c.like), as_pointer(sums_at, c.wide)
@@ -316,7 +316,7 @@ def _inverses(c, p, sums_at, row_at):
             row[j] = 1 / max(_number(c, p, LEAST), row[j]) if row[j] == row[j] else row[j]
 
 
-@jit
+@helper
 def _score(c, s, p, g, k, n, back, sums_at, row_at, ones_at, scores_at):
     """Write the scores of a run, and if `back` 1/A of each token to `rows`."""
     if p[CAUSAL] and p[KIND] == _DIAGONAL:
@@ -340,7 +340,7 @@ def _score(c, s, p, g, k, n, back, sums_at, row_at, ones_at, scores_at):
         _gather(c, s, p, g, k, W, n, sums_at, ones_at)
 
 
-@jit
+@helper
 def _complete(c, p, g, k, n, count, scores_at, factors_at):
     """Make the scores of a run what the temperature multiplies, and write what a score was multiplied by.
 
@@ -368,7 +368,7 @@ def _complete(c, p, g, k, n, count, scores_at, factors_at):
     return count
 
 
-@jit
+@helper
 def _logits(c, s, p, g, k, n, count, sums_at, row_at, logits_at):
     """Write the logits of a run; return the number of tokens seen after it."""
     _score(c, s, p, g, k, n, False, sums_at, row_at, _table(s, p, 1), logits_at)
@@ -379,7 +379,7 @@ def _logits(c, s, p, g, k, n, count, sums_at, row_at, logits_at):
     return count
 
 
-@jit
+@helper
 def _score_head(c, s, p, g, i, k):
     """Write the logits of a head, and the sums A after its tokens."""
     count, at, high = _norms(c, s, p, g, i, k, p[NORMS]), _low(c, p, i), _high(c, p, i)
@@ -391,7 +391,7 @@ def _score_head(c, s, p, g, i, k):
     _keep(c, p, p[NEW_NORMS], p[NEW_COUNTS], _place(p, g, k, i), p[NORMS], count)
 
 
-@jit
+@helper
 def _keep(c, p, sums_after, totals_after, place, sums_at, total):
     """Write sums after a sequence, if they are wanted."""
     if sums_after != 0:
@@ -399,7 +399,7 @@ def _keep(c, p, sums_after, totals_after, place, sums_at, total):
         as_pointer(totals_after, c.wide)[place] = total
 
 
-@jit
+@helper
 def _share_tokens(c, s, p, g, i, low, high):
     """Replace the logits of some tokens by memberships."""
     at = low
@@ -417,7 +417,7 @@ def _share_tokens(c, s, p, g, i, low, high):
 # -- outputs ---------------------------------------------------------------------------------
 
 
-@jit
+@helper
 def _slope(c, p, total):
     """Return ``c / N``; c for no weight at all, and a finite number for the smallest one."""
     weight = total + _number(c, p, RIDGE)
@@ -427,7 +427,7 @@ def _slope(c, p, total):
     return _number(c, p, LARGEST) if slope > _number(c, p, LARGEST) else slope
 
 
-@jit
+@helper
 def _weigh(c, p, k, n, total, members_at, slopes_at, factors_at):
     """Write slopes and factors of a run, given memberships; return the sum of these after it."""
     members, slopes, factors = (
@@ -444,7 +444,7 @@ def _weigh(c, p, k, n, total, members_at, slopes_at, factors_at):
     return total
 
 
-@jit
+@helper
 def _moments(c, s, p, g, i, k, sums_at, members_at):
     """Write the sums M that a sequence starts with, or that all of it reads; return the sum N of memberships."""
     if p[OLD_NORMS] != 0:
@@ -457,7 +457,7 @@ def _moments(c, s, p, g, i, k, sums_at, members_at):
     return _all(c, s, p, g, k, i, True, members_at, sums_at)
 
 
-@jit
+@helper
 def _shrinkage(c, p, total, sums_at, row_at):
     """Write ``1 / (1 + c M / N)`` for all tokens of a sequence."""
     row, M, slope = as_pointer(row_at, c.like), as_pointer(sums_at, c.wide), _slope(c, p, total)
@@ -465,7 +465,7 @@ def _shrinkage(c, p, total, sums_at, row_at):
         row[j] = 1 / (1 + slope * M[j])
 
 
-@jit
+@helper
 def _outputs(c, s, p, g, k, n, total, sums_at, row_at, members_at):
     """Write the outputs of a run; return the sum of memberships after it."""
     slopes_at, factors_at = _table(s, p, 1), _table(s, p, 2)
@@ -482,7 +482,7 @@ def _outputs(c, s, p, g, k, n, total, sums_at, row_at, members_at):
     return total
 
 
-@jit
+@helper
 def _output_head(c, s, p, g, i, k):
     """Write the outputs of a head, and the sums M after its tokens."""
     members_at, low, high = _table(s, p, 0), _low(c, p, i), _high(c, p, i)
@@ -496,13 +496,13 @@ def _output_head(c, s, p, g, i, k):
     _keep(c, p, p[NEW_SUMS], p[NEW_TOTALS], _place(p, g, k, i), p[SUMS], total)
 
 
-@jit
+@helper
 def _clear_all(c, p, which, g, low, high, d):
     for k in range(p[HEADS]):
         _clear(c, p, which, g, k, low, high, d)
 
 
-@jit
+@helper
 def _keep_all(c, p, g, i, counts, totals):
     deep = p[WIDTH] * 8
     for k in range(p[HEADS]):
@@ -511,7 +511,7 @@ def _keep_all(c, p, g, i, counts, totals):
         _keep(c, p, p[NEW_SUMS], p[NEW_TOTALS], place, p[SUMS] + k * deep, totals[k])
 
 
-@jit
+@helper
 def _causal_sequence(c, s, p, g, i, reads):
     """Write the outputs of a sequence, or its memberships, run by run: each is read from memory once."""
     heads, low, high, deep, table = p[HEADS], _low(c, p, i), _high(c, p, i), p[WIDTH] * 8, RUN * s
@@ -536,7 +536,7 @@ def _causal_sequence(c, s, p, g, i, reads):
     _keep_all(c, p, g, i, counts, totals)
 
 
-@jit
+@helper
 def _even_sequence(c, s, p, g, i, reads):
     """The same for a sequence all of whose tokens see the same sums: these are made first."""
     heads, low, high, deep, table, row = p[HEADS], _low(c, p, i), _high(c, p, i), p[WIDTH] * 8, RUN * s, p[WIDTH] * s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_simd import as_pointer
 from levattn._kernels._cpu_tokens import (
     _DIAGONAL,
@@ -75,7 +75,7 @@ from levattn._kernels._cpu_tokens_simd import back_run, blend_run, mend_run, pas
 __all__ = ["backward_tasks"]
 
 
-@jit
+@helper
 def _marks(c, s, p, g, i, k, weighted, weights_at, total):
     """Go through a sequence; return sums, sums of weights and first tokens of its runs, and the number of these."""
     at, high, d = _low(c, p, i), _high(c, p, i), p[WIDTH]
@@ -93,14 +93,14 @@ def _marks(c, s, p, g, i, k, weighted, weights_at, total):
     return marks, totals, places, run
 
 
-@jit
+@helper
 def _resume(c, p, marks, run):
     sums = as_pointer(p[SUMS], c.wide)
     for j in range(marks.shape[1]):
         sums[j] = marks[run, j]
 
 
-@jit
+@helper
 def _steps(c, p, n, members_at, slopes_at, steps_at):
     """Write what ``w r² dY`` is multiplied by to be the gradient in M."""
     members, slopes, steps = (
@@ -112,7 +112,7 @@ def _steps(c, p, n, members_at, slopes_at, steps_at):
         steps[t] = _number(c, p, GAIN) * members[t] * slopes[t]
 
 
-@jit
+@helper
 def _back_causal(c, s, p, g, i, k):
     members_at, slopes_at, factors_at, steps_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2), _table(s, p, 3)
     dots_at, means_at, others_at = _table(s, p, 4), _table(s, p, 5), _table(s, p, 6)
@@ -147,7 +147,7 @@ def _back_causal(c, s, p, g, i, k):
         _write(c, s, p, E, g, k, n, dots_at)
 
 
-@jit
+@helper
 def _back_everywhere(c, s, p, g, i, k):
     members_at, slopes_at, factors_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2)
     steps_at, dots_at, others_at = _table(s, p, 3), _table(s, p, 4), _table(s, p, 5)
@@ -188,7 +188,7 @@ def _back_everywhere(c, s, p, g, i, k):
         )
 
 
-@jit
+@helper
 def _back_head(c, s, p, g, i, k):
     """Write the gradients in memberships, and what outputs give W at once."""
     _copy_sums(c, 0, p[LATER], p[WIDTH])
@@ -201,7 +201,7 @@ def _back_head(c, s, p, g, i, k):
     _clear(c, p, E, g, k, low, high, 1)
 
 
-@jit
+@helper
 def _blame_tokens(c, s, p, g, i, low, high):
     """Replace the gradients in memberships of some tokens by those in logits."""
     heads, at = p[HEADS], low
@@ -224,7 +224,7 @@ def _blame_tokens(c, s, p, g, i, low, high):
             _write(c, s, p, E, g, k, n, blame_at)
 
 
-@jit
+@helper
 def _blame(c, s, p, g, i, k, n, scores_at, factors_at, slopes_at):
     """Write the gradients in the bare scores of a run, given what the temperature multiplies."""
     _read(c, s, p, E, g, k, n, slopes_at)
@@ -240,7 +240,7 @@ def _blame(c, s, p, g, i, k, n, scores_at, factors_at, slopes_at):
     as_pointer(p[FLOW], c.wide)[_place(p, g, k, i)] += total
 
 
-@jit
+@helper
 def _rest_causal(c, s, p, g, i, k):
     scores_at, factors_at, slopes_at, ones_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2), _table(s, p, 3)
     w_at, w, out_at, out = _head(c, p, W, g, k), _step(c, p, W), _head(c, p, D_W, g, k), _step(c, p, D_W)
@@ -260,7 +260,7 @@ def _rest_causal(c, s, p, g, i, k):
         )
 
 
-@jit
+@helper
 def _rest_everywhere(c, s, p, g, i, k):
     """As there, where scores are by the same row for all tokens."""
     scores_at, factors_at, slopes_at, ones_at = _table(s, p, 0), _table(s, p, 1), _table(s, p, 2), _table(s, p, 3)
@@ -297,7 +297,7 @@ def _rest_everywhere(c, s, p, g, i, k):
         mend_run(c.like, d, p[TOKENS], n, w_at, w, out_at, out, p[ROW], slopes_at, p[OTHER])
 
 
-@jit
+@helper
 def _rest_head(c, s, p, g, i, k):
     """Add what logits give W, and write the gradient in the temperature."""
     _copy_sums(c, 0, p[LATER], p[WIDTH])

@@ -18,7 +18,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from levattn._kernels._cpu_latent_simd import _across, _constant, _exp
 from levattn._kernels._cpu_simd import (
@@ -32,6 +31,7 @@ from levattn._kernels._cpu_simd import (
     _splat,
     _store,
     _vector_type,
+    primitive,
 )
 
 __all__ = [
@@ -210,7 +210,7 @@ def _halves(b: Builder, value: Value) -> tuple[Value, Value]:
     return b.shuffle_vector(value, undefined, low), b.shuffle_vector(value, undefined, high)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def score_run(typing, like, back, d, tokens, n, w, w_step, sums, powers, kept, least, scores, inverses, row_step):
     """Add ``Σ x / max(A, least)`` of each token to its score, where x = w² goes into the sums A before.
 
@@ -242,7 +242,7 @@ def score_run(typing, like, back, d, tokens, n, w, w_step, sums, powers, kept, l
     return types.void(like, back, *([types.int64] * 8), like.dtype, *([types.int64] * 3)), codegen
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def read_run(typing, like, d, tokens, n, w, w_step, y, y_step, sums, powers, kept, weights, slopes, factors):
     """Write ``factor · w / (1 + slope · M)`` of each token, where ``weight · x`` goes into the sums M before."""
 
@@ -261,7 +261,7 @@ def read_run(typing, like, d, tokens, n, w, w_step, y, y_step, sums, powers, kep
     return types.void(like, *([types.int64] * 13)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def gather_run(typing, like, d, tokens, n, x, x_step, z, z_step, sums, powers, kept, weights):
     """Add ``weight · x z`` of the tokens to the sums, channel by channel."""
 
@@ -278,7 +278,7 @@ def gather_run(typing, like, d, tokens, n, x, x_step, z, z_step, sums, powers, k
     return types.void(like, *([types.int64] * 11)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def dot_run(typing, like, d, tokens, n, x, x_step, z, z_step, row, scores):
     """Add ``Σ x z · row`` over the channels of each token to its score."""
 
@@ -296,7 +296,7 @@ def dot_run(typing, like, d, tokens, n, x, x_step, z, z_step, row, scores):
     return types.void(like, *([types.int64] * 9)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def spread_run(typing, like, d, tokens, n, w, w_step, y, y_step, row, factors):
     """Write ``factor · w · row`` of each token."""
 
@@ -314,7 +314,7 @@ def spread_run(typing, like, d, tokens, n, w, w_step, y, y_step, row, factors):
     return types.void(like, *([types.int64] * 9)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def blend_run(typing, like, d, tokens, n, w, w_step, dy, dy_step, out, out_step, row, factors, other, weights):
     """Write ``factor · dY · row + 2 weight · w · other``."""
 
@@ -334,7 +334,7 @@ def blend_run(typing, like, d, tokens, n, w, w_step, dy, dy_step, out, out_step,
     return types.void(like, *([types.int64] * 13)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def mend_run(typing, like, d, tokens, n, w, w_step, out, out_step, row, slopes, less):
     """Add ``2 w · (slope · row − less)`` to `out`."""
 
@@ -353,7 +353,7 @@ def mend_run(typing, like, d, tokens, n, w, w_step, out, out_step, row, slopes, 
     return types.void(like, *([types.int64] * 10)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def back_run(
     typing, like, d, tokens, n, w, w_step, dy, dy_step, out, out_step, sums, powers, kept,
     weights, slopes, factors, steps, gammas, row_step, dots, means,
@@ -386,7 +386,7 @@ def back_run(
     return types.void(like, *([types.int64] * 20)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def past_run(
     typing, like, d, tokens, n, w, w_step, out, out_step, gammas, row_step, sums, powers, kept, weights, dots
 ):
@@ -408,7 +408,7 @@ def past_run(
     return types.void(like, *([types.int64] * 14)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def rest_run(typing, like, d, tokens, n, w, w_step, out, out_step, inverses, row_step, sums, powers, kept, slopes):
     """From the last token to the first, add ``2 w · (slope / A − Q)`` to `out`.
 
@@ -433,7 +433,7 @@ def rest_run(typing, like, d, tokens, n, w, w_step, out, out_step, inverses, row
     return types.void(like, *([types.int64] * 13)), _code(like, emit)
 
 
-@intrinsic(prefer_literal=True)
+@primitive
 def share_run(typing, like, heads, n, logits, row_step):
     """Replace rows of so many logits, one for each head, by their softmax over the heads."""
     size, scalar, vector = _vector_type(like)

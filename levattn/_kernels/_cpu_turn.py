@@ -6,16 +6,16 @@ import math
 
 import numpy as np
 
-from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, jit
+from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_moments import add_rows, carry, counter, fold, moment_panels
 from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, pack_panels, row_squares
 from levattn._kernels._cpu_rows import load_rows
-from levattn._kernels._cpu_simd import lane_sum, product_tile
+from levattn._kernels._cpu_simd import address, lane_sum, product_tile
 
 __all__ = ["turned_moment_tasks", "turned_sqnorm_tasks"]
 
 
-@jit
+@helper
 def _turn_rows(rows, n, panels, turned):
     """Write the first `n` rows (rounded up to whole groups) times the panels to `turned`."""
     size = rows.itemsize
@@ -23,16 +23,16 @@ def _turn_rows(rows, n, panels, turned):
     count, d, width = panels.shape
     groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
     for t in range(count):
-        w = panels[t].ctypes.data
+        w = address(panels[t])
         whole = t * width + lanes
         rest = min(lanes, d - whole)
         for r in range(0, groups, SCORE_ROWS):
-            at = rows.ctypes.data + r * d * size
-            to = turned.ctypes.data + (r * turned.shape[1] + t * width) * size
+            at = address(rows) + r * d * size
+            to = address(turned) + (r * turned.shape[1] + t * width) * size
             product_tile(rows, SCORE_ROWS, SCORE_VECTORS, at, d, w, width, whole, rest, to, turned.shape[1], 0, at, 0)
 
 
-@jit
+@helper
 def _high_bits(values, high, bits):
     """Write the `bits` leading bits of float64 numbers, counted from those of the largest, to `high`."""
     largest = 0.0
@@ -45,7 +45,7 @@ def _high_bits(values, high, bits):
         high[i] = (values[i] + magic) - magic
 
 
-@jit
+@helper
 def _split_basis(B, X):
     """Return what `_turn_split` needs of a basis: powers of two for its rows, and panels of B, of high bits, of rest.
 
@@ -65,7 +65,7 @@ def _split_basis(B, X):
     return scale, pack_panels(even, X), pack_panels(high, X), pack_panels(even - high, X)
 
 
-@jit
+@helper
 def _split_bits(d):
     """Return how many bits of both factors leave a sum of `d` products without rounding in float64."""
     bits = 53
@@ -75,7 +75,7 @@ def _split_bits(d):
     return bits // 2
 
 
-@jit
+@helper
 def _turn_split(rows, n, scale, panels, highs, lows, high, product, turned):
     """Write the first `n` rows (which change) times a basis split by `_split_basis` to `turned`.
 
@@ -135,7 +135,7 @@ def turned_moment_tasks(
                     _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
                 else:
                     _turn_rows(rows, n, panels, turned)
-                x = turned.ctypes.data
+                x = address(turned)
                 add_rows(X, x, turned.shape[1], n, packed, partial, x, x)
             carry(stack, count, partial)
             count += 1
@@ -165,8 +165,8 @@ def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, weights, basis, W
             n = min(SLAB, stop - r)
             load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
             _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
-            x = turned.ctypes.data
+            x = address(turned)
             row_squares(X, x, turned.shape[1], SCRATCH_ROWS, whitening, squares, x, x)
             for i in range(n):
-                square = lane_sum(X, squares.ctypes.data + i * VECTOR_BYTES)
+                square = lane_sum(X, address(squares) + i * VECTOR_BYTES)
                 out[item, r + i] = ceiling if square > ceiling else square

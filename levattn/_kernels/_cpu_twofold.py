@@ -6,7 +6,7 @@ That keeps about 96 bits: second moments of keys of any condition number up to t
 from __future__ import annotations
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
-from levattn._kernels._cpu_simd import twofold_tile
+from levattn._kernels._cpu_simd import address, twofold_tile
 
 __all__ = ["TALL", "WIDTH", "product_rows"]
 
@@ -28,6 +28,6 @@ def product_rows(A, X, first, last, upper, high, low):
         for j in range(i // WIDTH * WIDTH if upper else 0, d, WIDTH):
             at = (i * d + j) * 8
             for r in range(0, n, _ROWS):
-                a, x = A.ctypes.data + (r * d + i) * 8, X.ctypes.data + (r * d + j) * 8
+                a, x = address(A) + (r * d + i) * 8, address(X) + (r * d + j) * 8
                 rows = min(_ROWS, n - r)
-                twofold_tile(X, TALL, _WIDE, a, x, d, rows, high.ctypes.data + at, low.ctypes.data + at, d)
+                twofold_tile(X, TALL, _WIDE, a, x, d, rows, address(high) + at, address(low) + at, d)

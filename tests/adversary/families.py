@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,18 @@ def stored(values: Any, storage: str, layout: str) -> Any:
     if layout == "reversed":
         return np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1]
     return x
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Keys of a family that names more than them: an ε, and queries that its keys are hostile to.
+
+    epsilon: None to draw one. queries: of keys as they are stored; they take the first places.
+    """
+
+    keys: Float
+    epsilon: float | None = None
+    queries: Callable[[Float], Float] = lambda K: np.zeros((0, K.shape[1]))
 
 
 LAYOUTS = ("C", "F", "strided", "reversed")
@@ -152,29 +165,29 @@ def dependent_integers(rng: Generator) -> Float:
     return K
 
 
-def ties(rng: Generator) -> tuple[Float, float]:
+def ties(rng: Generator) -> Made:
     """Scores that are exactly ε, as far as ε has a float: copies, Hadamard rows, blocks of one direction."""
     kind = rng.integers(4)
     d = int(rng.integers(1, 5))
     if kind == 0:
         m = int(rng.integers(1, 6))
-        return np.repeat(np.eye(d) * _size(rng, 20, 1, d), m, axis=0), 1 / m
+        return Made(np.repeat(np.eye(d) * _size(rng, 20, 1, d), m, axis=0), 1 / m)
     if kind == 1:
         H = np.array([[1.0]])
         for _ in range(rng.integers(1, 4)):
             H = np.block([[H, H], [H, -H]])
         d = int(rng.integers(1, len(H) + 1))
-        return H[:, rng.permutation(len(H))[:d]] * _size(rng, 30, 1, d), d / len(H)
+        return Made(H[:, rng.permutation(len(H))[:d]] * _size(rng, 30, 1, d), d / len(H))
     if kind == 2:  # one direction with squares 9 : 16, 1 : 3, ...
         a, b, epsilon = [(3.0, 4.0, 0.36), (1.0, 1.0, 0.5), (1.0, 3.0, 0.1), (4.0, 3.0, 0.64), (2.0, 4.0, 0.2)][
             int(rng.integers(5))
         ]
         K = np.kron(np.eye(d), [[a], [b]]) @ _unimodular(rng, d)
-        return K, epsilon
+        return Made(K, epsilon)
     K = np.vstack([np.eye(d)] * 2)
     K[:d] *= 2.0 ** int(rng.integers(-3, 4))
     K = K @ _unimodular(rng, d)
-    return K, float(K[0] @ np.linalg.solve(K.T @ K, K[0]))
+    return Made(K, float(K[0] @ np.linalg.solve(K.T @ K, K[0])))
 
 
 def _unimodular(rng: Generator, d: int) -> Float:
@@ -235,7 +248,7 @@ def mixed(rng: Generator) -> Float:
     d = int(rng.integers(1, 6))
     parts = []
     for _ in range(int(rng.integers(2, 4))):
-        K = keys_of(str(rng.choice([f for f in FAMILIES if f not in ("mixed", "ties", "many", "wide", "heads")])), rng)
+        K = keys_of(str(rng.choice([f for f in FAMILIES if f not in _UNMIXED])), rng)
         K = np.pad(K, ((0, 0), (0, max(d - K.shape[1], 0))))[:, rng.permutation(max(d, K.shape[1]))[:d]]
         parts.append(K[:6])
     return np.vstack(parts)[rng.permutation(sum(map(len, parts)))]
@@ -316,6 +329,80 @@ def heads(rng: Generator) -> Float:
     return K
 
 
+_BITS = 61  # exact row spaces and zero products are found modulo 2^61 - 1, where 2^61 is 1
+
+
+def resonances(rng: Generator) -> Made:
+    """Numbers that differ and are equal modulo 2^61 - 1, or are 0 there."""
+    kind = rng.integers(4)
+    if kind == 0:
+        return _multiples_of_the_prime(rng)
+    n, d = int(rng.integers(2, 13)), int(rng.integers(2, 5))
+    if kind == 1:  # powers of two in any places
+        return Made(2.0 ** rng.integers(-100, 101, (n, d)) * rng.choice([1.0, 1.0, -1.0, 0.0], (n, d)))
+    r = int(rng.integers(1, d))
+    K = _small(rng, n, r) @ _small(rng, r, d)
+    K[0] = rng.choice([1.0, -1.0, 2.0], d)
+    odd = rng.permutation(n)[: int(rng.integers(1, 3))]  # rows in the space of the others, but for powers of 2^61
+    K[odd] = K[0] * 2.0 ** (_BITS * rng.integers(-3, 4, (len(odd), d)) + rng.integers(-200, 201, (len(odd), 1)))
+    return Made(K * 2.0 ** rng.integers(-30, 31, d) if kind == 3 else K)
+
+
+def _multiples_of_the_prime(rng: Generator) -> Made:
+    """Queries whose product with one key is a small multiple of 2^61 - 1, and 0 with most others."""
+    a, m, scale = int(rng.integers(60, 110)), float(rng.integers(1, 4)), 2.0 ** rng.integers(-20, 21, 4)
+    q = np.array([2.0**a, -(2.0**a), 1, -1])
+    row = np.array([2.0**a, 2.0**a, m * 2.0**_BITS, m])
+    K = np.kron(rng.integers(-3, 4, (int(rng.integers(0, 9)), 2)), [1.0, 1.0])
+    if rng.random() < 0.5:
+        K = K * 2.0**_BITS
+    K = rng.permutation(np.vstack([K, row])) * scale
+    return Made(K, queries=lambda stored: np.vstack([q / scale, 3 * q / scale])[: len(stored)])
+
+
+def copies(rng: Generator) -> Made:
+    """Very many copies of one or two rows of random numbers, a few odd rows, and queries orthogonal to copies."""
+    n, d = int(rng.choice([300, 700, 2048, 4096, 20000])), int(rng.choice([2, 2, 3]))
+    base = rng.standard_normal((int(rng.choice([1, 1, 1, 2])), d))
+    odd = rng.standard_normal((int(rng.integers(1, 4)), d)) * rng.choice([1.0, 1.0, 1e-4, 1e3], d)
+    kind = rng.integers(4)
+    if kind < 2:
+        odd = np.eye(d)[rng.integers(0, d, len(odd))] * rng.choice([1.0, 1.0, 1e-3, 1e-6, 1e3])
+    elif kind == 2:  # copies but for a small part of one number
+        base, odd = base[:1], base[:1] * [*np.ones(d - 1), 1 - 10.0 ** rng.uniform(-6, -3.5)]
+        odd = np.repeat(odd, int(rng.choice([1, n // 3])), axis=0)
+    K = np.vstack([base[rng.integers(0, len(base), n)], odd])
+    if rng.random() < 0.6:
+        K = rng.permutation(K)
+    # what each of n copies in a direction of their own scores, rounded down
+    tie = float(np.nextafter(1 / rng.choice([n, len(odd)]), 0)) if kind == 2 or rng.random() < 0.3 else None
+    return Made(K, tie, partial(_across, base=base))
+
+
+def _across(K: Float, base: Float) -> Float:
+    """Queries (b, -a) for rows of K that start with (a, b): those most like the base rows, and their neighbors."""
+    near = [int(np.abs(K - row).sum(axis=1).argmin()) for row in base]
+    Q = np.zeros((2 * len(near), K.shape[1]))
+    Q[:, :2] = np.repeat(K[near, 1::-1] * [1, -1], 2, axis=0)
+    Q[1::2, 0] *= 1 + 2.0**-20
+    return Q
+
+
+def long(rng: Generator) -> Float:
+    """More rows than causal attention takes at a time, which are few different ones."""
+    n, d = int(rng.choice([257, 300, 513, 600])), int(rng.integers(1, 4))
+    base = _small(rng, int(rng.integers(1, 6)), d) if rng.random() < 0.6 else rng.standard_normal((3, d))
+    K = base[rng.integers(0, len(base), n)]
+    for j in rng.integers(0, n, int(rng.integers(0, 4))):  # alone, perhaps beyond the first 256 rows
+        K[j] = base[0] * float(rng.choice([0.0, 1.0, -1.0]))
+        K[j, rng.integers(d)] += float(rng.choice([1.0, 2.0**-30, 2.0**20, 1e-12, 1e9]))
+    if rng.random() < 0.3:
+        K[: rng.integers(0, n), rng.integers(d)] = 0
+    if rng.random() < 0.3:
+        K = K * _size(rng, 40, 1, d)
+    return K
+
+
 FAMILIES: dict[str, Callable[[Generator], Any]] = {
     f.__name__: f
     for f in (
@@ -335,13 +422,22 @@ FAMILIES: dict[str, Callable[[Generator], Any]] = {
         mixed,
         many,
         wide,
+        resonances,
+        copies,
+        long,
     )
 }
+LARGE = ("many", "wide", "copies", "long")  # a case of which takes as long as a dozen others
+_UNMIXED = ("mixed", "ties", "heads", "resonances", *LARGE)
+
+
+def _made(family: str, rng: Generator) -> Made:
+    made = FAMILIES[family](rng)
+    return made if isinstance(made, Made) else Made(made)
 
 
 def keys_of(family: str, rng: Generator) -> Float:
-    made = FAMILIES[family](rng)
-    return np.asarray(made[0] if isinstance(made, tuple) else made, np.float64)
+    return np.asarray(_made(family, rng).keys, np.float64)
 
 
 # -- queries and values ----------------------------------------------------------------------------------------------
@@ -395,12 +491,15 @@ def case(family: str, seed: int) -> Case:
     """The case of a seed, always the same."""
     rng = np.random.default_rng([seed, *family.encode()])
     with np.errstate(all="ignore"):
-        made = FAMILIES[family](rng)
-        K, epsilon = made if isinstance(made, tuple) else (made, float(rng.choice(_RATIONAL)))
+        made = _made(family, rng)
+        epsilon = float(rng.choice(_RATIONAL)) if made.epsilon is None else made.epsilon
         storage = str(rng.choice(STORAGES, p=[0.65, 0.2, 0.05, 0.1]))
-        K = rounded(K, storage)
+        K = rounded(made.keys, storage)
         n = len(K)
-        Q = rounded(_queries(rng, K, n if n <= 40 else 12), storage)
+        Q = _queries(rng, K, n if n <= 40 else 12 if n <= 10000 else 3)
+        own = made.queries(K)[: len(Q)]
+        Q[: len(own)] = own
+        Q = rounded(Q, storage)
         mask = rng.random(n) < 0.8 if rng.random() < 0.2 else None
         found = Case(
             family=family,
@@ -413,7 +512,7 @@ def case(family: str, seed: int) -> Case:
             storage=storage,
             layout=str(rng.choice(LAYOUTS)),
         )
-        if not isinstance(made, tuple) and rng.random() < 0.3:
+        if made.epsilon is None and rng.random() < 0.3:
             found = replace(found, epsilon=_of_a_key(found, rng))
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,10 @@ from numpy.typing import NDArray
 
 Float = NDArray[np.float64]
 Whole = NDArray[np.object_]  # of Python's integers
+Decimals = NDArray[np.object_]
+Precise = Callable[[Decimal], Decimal]  # of the size of a product, in the context of 60 digits
+
+DIGITS = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
 
 def integers(values: Any, axis: int | None = None) -> tuple[Whole, Any]:
@@ -55,6 +60,18 @@ def adjugate(G: Whole) -> tuple[list[int], Whole, int]:
         kept.append(k)
     inverse = table[np.ix_(kept, [d + k for k in kept])]
     return kept, inverse, before
+
+
+def positive(G: Whole) -> bool:
+    """Whether a symmetric matrix is positive definite: all its leading minors are positive."""
+    table, before = G.copy(), 1
+    while len(table):
+        pivot = table[0, 0]
+        if pivot <= 0:
+            return False
+        table = (table[1:, 1:] * pivot - np.multiply.outer(table[1:, 0], table[0, 1:])) // before
+        before = pivot
+    return True
 
 
 def components(pattern: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
@@ -165,23 +182,42 @@ class Truth:
         out[block.among] = [quotient(x, z[at]) or 5e-324 * (x != 0) for x in z]  # a size that is too large is safe
         return np.asarray(out[place])
 
+    def group_below(self, members: NDArray[np.bool_], bound: Fraction) -> bool:
+        """Whether every query gives these keys, taken together, less than the bound."""
+        distinct, place = self._distinct
+        counts = np.bincount(place[members], minlength=len(distinct)).astype(object)
+        for block in self._blocks:
+            rows, some = block.rows, counts[block.among]
+            weights = bound.numerator * block.counts - bound.denominator * some
+            if not positive(product(rows.T, rows * weights[:, None])):
+                return False
+        return True
+
     def prefix(self, n: int) -> Truth:
         return Truth(self.K[:n], self.Q)
+
+    def by_row(self) -> Truth:
+        """The same for one query a key, the given ones in turn."""
+        if len(self.Q) == len(self.K):
+            return self
+        return Truth(self.K, self.Q[np.arange(len(self.K)) % len(self.Q)])
 
     # -- queries ----------------------------------------------------------------------
 
     @cached_property
     def products(self) -> tuple[Whole, NDArray[np.int64]]:
         """Integers Z (m, n) and exponents (m,) with ``⟨q_i, k_j⟩ = Z_ij 2^e_i``."""
-        M, e = integers(self.K)
-        Z = np.empty((len(self.Q), len(self.K)), object)
-        exponents = np.zeros(len(self.Q), np.int64)
-        for i, q in enumerate(self.Q):
+        rows, place = self._distinct
+        queries, of = np.unique(self.Q, axis=0, return_inverse=True)
+        M, e = integers(rows)
+        Z = np.empty((len(queries), len(rows)), object)
+        exponents = np.zeros(len(queries), np.int64)
+        for i, q in enumerate(queries):
             row, own = integers(q)
             exponents[i] = int(e) + int(own)
             if len(M):
                 Z[i] = product(M, row[:, None])[:, 0]
-        return Z, exponents
+        return Z[of.reshape(-1)][:, place], exponents[of.reshape(-1)]
 
     @cached_property
     def squares(self) -> Whole:
@@ -212,6 +248,18 @@ class Truth:
         Z, exponents = self.products
         rows = [[scaled(z, int(e)) for z in row] for row, e in zip(Z, exponents, strict=True)]
         return np.array(rows, np.float64).reshape(Z.shape)
+
+    def shares(self, f: Precise) -> Iterator[tuple[Decimals, Decimal]]:
+        """For each query the values of f at its products with all keys, to 58 digits, and their sum."""
+        rows, place = self._distinct
+        counts = np.bincount(place, minlength=len(rows))
+        few = Truth(rows, self.Q)
+        with localcontext(DIGITS):
+            for Z, exponent in zip(*few.products, strict=True):
+                unit = Decimal(2) ** int(exponent)
+                values = np.array([f(abs(Decimal(z)) * unit) for z in Z], object)
+                total = sum((x * int(count) for x, count in zip(values, counts, strict=True)), Decimal(0))
+                yield values[place], total
 
     def softmax(self, scale: float) -> tuple[Float, Float]:
         """Logits, rounded once, and exp of them less the largest of their row, to about 1e-13."""
@@ -248,6 +296,45 @@ def scaled(whole: int, exponent: int) -> float:
 
 def fraction(whole: int, exponent: int) -> Fraction:
     return Fraction(whole << max(exponent, 0), 1 << max(-exponent, 0))
+
+
+# -- other functions, in 60 digits ------------------------------------------------------------------------------------
+
+
+def precise_power(p: float) -> Precise:
+    """Of an exponent that is a multiple of 1/2."""
+    return lambda x: (x ** int(2 * p)).sqrt()
+
+
+def precise_huber(delta: float) -> Precise:
+    at = Decimal(delta)
+    return lambda x: x * x / 2 if x <= at else at * (x - at / 2)
+
+
+def precise_tukey(c: float) -> Precise:
+    at = Decimal(c)
+
+    def f(x: Decimal) -> Decimal:
+        u = min(x / at, Decimal(1)) ** 2
+        return at * at / 6 * u * (3 - 3 * u + u * u)
+
+    return f
+
+
+def precise_l1l2(x: Decimal) -> Decimal:
+    return x * x / ((1 + x * x / 2).sqrt() + 1)
+
+
+def precise_fair(c: float) -> Precise:
+    at = Decimal(c)
+
+    def f(x: Decimal) -> Decimal:
+        u = x / at
+        if u < Decimal("1e-5"):
+            return at * at * sum(((-u) ** k / k for k in range(2, 16)), Decimal(0))
+        return at * at * (u - (1 + u).ln())
+
+    return f
 
 
 # -- other functions: float64 of exactly rounded products, good to some units in the last place ---------------------

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .oracle import Float, Function, Truth, fraction, queries_for, scaled, shares
+from .oracle import DIGITS, Float, Function, Precise, Truth, fraction, queries_for, scaled, shares
 
 Bool = NDArray[np.bool_]
 
 TIE = 1e-9  # within this of ε, relative, a score counts as at least ε (docstring of universal_set)
 SINGLE = 1e-6  # error of scores of float32 and narrower keys, 1e-9 of float64 ones (docstring of leverage_scores)
+RESOLVED = 1e6  # condition number up to which float64 resolves every direction
 CLEAR = 1e12  # condition number of equilibrated keys up to which the rank is clear, some hundred times below the cut
 SURE = 1e-12  # error of figures that claim a smaller one
 
@@ -86,6 +88,28 @@ def scores_hold(truth: Truth, scores: Any, relative: float, *, above: bool = Fal
         )
 
 
+def groups_hold(truth: Truth, labels: NDArray[np.int64], scores: Any) -> Iterator[Breach]:
+    """No query gives a group more than its score; where float64 resolves all directions, one gives it that much."""
+    tiny = Fraction(1, 10**300)
+    for group, score in enumerate(np.asarray(scores, np.float64)):
+        members = labels == group
+        if not 0 <= score <= 1:
+            yield Breach("group score", f"0 to 1 of group {group}", f"{score!r}")
+            return
+        bound = Fraction(float(score))
+        if score < 1 and not truth.group_below(members, bound * (1 + Fraction(SINGLE)) + tiny):
+            yield Breach("group score too low", f"what some query gives group {group}", f"{score!r}")
+            return
+        most = min(truth.scores[members].sum(), 1.0)
+        if truth.condition <= RESOLVED:
+            high = truth.group_below(members, bound * (1 - Fraction(SINGLE)) - tiny)
+        else:  # bounds of what float64 hardly resolves are raised
+            high = score > most * (1 + 2.0**-4) + 1e-300
+        if high and 1e-300 < score < 1 - 1e-9:
+            yield Breach("group score too high", f"what some query gives group {group}", f"{score!r}")
+            return
+
+
 def left_out(truth: Truth, chosen: Bool, epsilon: float, margin: float = 0.0) -> Iterator[Breach]:
     """No score of a key left out exceeds the certified ε."""
     if epsilon != epsilon or epsilon < 0:
@@ -111,38 +135,40 @@ def normalizers_hold(truth: Truth, found: Any, error: Any, *, causal: bool = Fal
             return
 
 
-def entries_hold(
-    truth: Truth, found: Float, epsilon: float, error: Any, *, causal: bool = False, absent: bool = False
-) -> Iterator[Breach]:
-    """Every entry of at least ε is found, no other, with its value; `absent` allows that those not asked for miss."""
+def entries_hold(truth: Truth, found: Float, epsilon: float, error: Any, *, causal: bool = False) -> Iterator[Breach]:
+    """Every entry of at least ε is found, no other, with its value."""
     over, under = truth.attention(causal=causal)
     claimed = np.broadcast_to(np.asarray(error, np.float64), under.shape)
     least = Fraction(epsilon)
-    for i in range(len(over)):
-        if not under[i]:
-            if found[i].any() and 4 * claimed[i] < 1:
-                yield Breach("entry of an orthogonal query", f"zeros in row {i}", str(found[i][found[i] > 0][:3]))
+    for i, total in enumerate(under):
+        heavy = over[i] * least.denominator >= least.numerator * total
+        yield from _entries_of_a_query(i, over[i], total, heavy, found[i], epsilon, claimed[i])
+
+
+def _entries_of_a_query(
+    i: int, over: Any, total: Any, heavy: Any, found: Float, epsilon: float, claimed: float
+) -> Iterator[Breach]:
+    """Query i: its scores are ``over / total``, and those in `heavy` have to be found; the first that fails."""
+    if not total:
+        if found.any() and 4 * claimed < 1:
+            yield Breach("entry of an orthogonal query", f"zeros in row {i}", str(found[found > 0][:3]))
+        return
+    slack = max(TIE, 4 * claimed)
+    for j in np.flatnonzero(heavy.astype(bool) | (found != 0)):
+        value, true = float(found[j]), float(over[j] / total)
+        if heavy[j] and not value > 0:
+            yield Breach(
+                "missing entry", f"{true!r} at ({i}, {j}), epsilon={epsilon!r}", f"nothing, error {claimed:.2g}"
+            )
+            return
+        if np.isinf(slack):
             continue
-        slack = max(TIE, 4 * claimed[i])
-        for j in range(len(over[i])):
-            value = float(found[i, j])
-            heavy = over[i, j] * least.denominator >= least.numerator * under[i]
-            if not value and not heavy:
-                continue
-            true = over[i, j] / under[i]
-            if heavy and not value > 0:
-                yield Breach(
-                    "missing entry", f"{true!r} at ({i}, {j}), epsilon={epsilon!r}", f"nothing, error {claimed[i]:.2g}"
-                )
-                return
-            if np.isinf(slack):
-                continue
-            if not abs(value - true) <= slack * max(value, true):
-                yield Breach("entry", f"{true!r} at ({i}, {j}) within {slack:.2g}", f"{value!r}")
-                return
-            if true < epsilon * (1 - 2 * slack):
-                yield Breach("light entry", f"nothing at ({i}, {j}), {true!r} below epsilon={epsilon!r}", f"{value!r}")
-                return
+        if not abs(value - true) <= slack * max(value, true):
+            yield Breach("entry", f"{true!r} at ({i}, {j}) within {slack:.2g}", f"{value!r}")
+            return
+        if true < epsilon * (1 - 2 * slack):
+            yield Breach("light entry", f"nothing at ({i}, {j}), {true!r} below epsilon={epsilon!r}", f"{value!r}")
+            return
 
 
 def output_holds(truth: Truth, V: Float, output: Any, bound: Any, *, causal: bool = False) -> Iterator[Breach]:
@@ -166,6 +192,26 @@ def output_holds(truth: Truth, V: Float, output: Any, bound: Any, *, causal: boo
             return
 
 
+def certificate_holds(weights: Float, V: Float, noise: Float, output: Any, certificate: Any) -> Iterator[Breach]:
+    """Dense attention lies within the bounds of a `PrunedCertificate`, up to a noise (m,) of the weights.
+
+    weights: of each query and the keys that are there; V: their values.
+    """
+    share = weights / weights.sum(axis=1, keepdims=True)
+    kept = np.asarray(certificate.kept)
+    captured = (share * kept).sum(axis=1)
+    lower, upper = (np.asarray(x, np.float64) for x in (certificate.captured_lower, certificate.captured_upper))
+    for i in np.flatnonzero((captured < lower - noise) | (captured > upper + noise)):
+        yield Breach("captured mass", f"{captured[i]!r} of query {i}", f"{lower[i]!r} to {upper[i]!r}")
+        return
+    size = np.abs(V).max(initial=0.0)
+    off = np.linalg.norm(np.asarray(output, np.float64) / (size or 1.0) - share @ (V / (size or 1.0)), axis=1)
+    bound = np.asarray(certificate.error_bound, np.float64) / (size or 1.0)
+    for i in np.flatnonzero(~(off <= bound * (1 + 1e-5) + noise)):
+        yield Breach("output beyond its bound", f"within {bound[i]:.3g} in row {i}", f"off by {off[i]:.3g}")
+        return
+
+
 def same_bits(kind: str, one: Any, other: Any) -> Iterator[Breach]:
     a, b = np.asarray(one), np.asarray(other)
     if a.shape != b.shape or a.dtype != b.dtype or a.tobytes() != b.tobytes():
@@ -174,6 +220,7 @@ def same_bits(kind: str, one: Any, other: Any) -> Iterator[Breach]:
 
 # -- other functions --------------------------------------------------------------------------------------------------
 
+RANGE = Decimal("1e-280"), Decimal("1e300")
 LEAST = 2.0**-960  # below which products may lack digits; more of them takes from the attention of others
 SCALES = 2.0 ** np.array([-40.0, -10, -1, 0, 1, 2, 10, 40, 300])
 
@@ -210,22 +257,11 @@ def bounded(witness: Float, chosen: Bool, upper: Any, epsilon: float, mask: Bool
         yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
 
 
-def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float, error: Float) -> Iterator[Breach]:
-    """Entries of other functions, as far as products in float64 tell: those of at least ε are there, and right."""
-    d = truth.K.shape[1]
-    z = np.abs(truth.values())
-    with np.errstate(over="ignore", invalid="ignore"):
-        apart = np.nan_to_num(d * 2.0**-52 * (np.abs(truth.Q) @ np.abs(truth.K).T), nan=np.inf) + 5e-324
-        low, high = f(np.maximum(z - apart, 0.0)), f(z + apart)
-        least = low / (low + (high.sum(axis=1, keepdims=True) - high))
-        most = high / (high + (low.sum(axis=1, keepdims=True) - low))
-    total = high.sum(axis=1, keepdims=True)
-    sure = np.isfinite(least) & np.isfinite(most) & (total > 1e-280) & np.isfinite(total)
-    missing = sure & (least >= epsilon * (1 + 1e-12)) & ~(found > 0)
-    slack = np.maximum(TIE, 4 * error)[:, None]
-    wrong = sure & (slack < 1) & (found > 0) & ~((found >= least * (1 - slack)) & (found <= most * (1 + slack)))
-    for kind, bad in (("missing entry", missing), ("entry", wrong)):
-        if bad.any():
-            i, j = (int(x) for x in np.argwhere(bad)[0])
-            expected = f"{float(least[i, j])!r} to {float(most[i, j])!r} at ({i}, {j}), epsilon={epsilon!r}"
-            yield Breach(kind, expected, repr(float(found[i, j])))
+def shares_hold(truth: Truth, f: Precise, found: Float, epsilon: float, error: Float) -> Iterator[Breach]:
+    """As `entries_hold`, of another function: its values to 58 digits, where their sum is within float64's range."""
+    with localcontext(DIGITS):
+        for i, (over, total) in enumerate(truth.shares(f)):
+            if total and not RANGE[0] < total < RANGE[1]:
+                continue
+            heavy = over >= Decimal(epsilon) * total
+            yield from _entries_of_a_query(i, over, total, heavy, found[i], epsilon, float(error[i]))

@@ -6,6 +6,7 @@ printed as a part of a script.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from levattn.exceptions import NonFiniteError
 
 from . import oracle, promises
 from .families import Case
-from .oracle import Function, Truth
+from .oracle import Function, Precise, Truth
 from .promises import Breach
 from .ranks import universal_set_of_ranks
 
@@ -86,6 +87,14 @@ def by_size(K, mask, seed, method):
 def in_two_passes(K, epsilon, seed):
     step = 1 + seed % len(K)
     return levattn.universal_set(lambda: iter([K[i : i + step] for i in range(0, len(K), step)]), epsilon)
+
+
+def from_a_file(K, epsilon, mask, seed):
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        np.save(f"{folder}/keys.npy", K)
+        return levattn.universal_set(levattn.open_keys(f"{folder}/keys.npy", chunk_rows=1 + seed), epsilon, mask=mask)
 
 
 def sparse(K, epsilon):
@@ -183,6 +192,15 @@ def judge_scores(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from promises.scores_hold(truth, result, relative)
 
 
+def above(K, mask, seed):
+    return levattn.leverage_scores(K, mask=mask, method="halving", rng=seed)
+
+
+def judge_above(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    relative = promises.SINGLE if case.storage != "float64" else 1e-9
+    yield from promises.scores_hold(truth, result, relative, above=True)
+
+
 def online(K, mask):
     return levattn.online_leverage_scores(K, mask=mask)
 
@@ -216,13 +234,7 @@ def grouped(K, mask, seed):
 
 def judge_groups(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     labels, found = result
-    more = 1e-6 if truth.condition <= promises.CLEAR else 2.0**-4  # bounds of what float64 hardly resolves are raised
-    for group, score in enumerate(np.asarray(found)):
-        members = truth.scores[labels == group]
-        least, most = members.max(initial=0.0), min(members.sum(), 1.0)
-        if not least * (1 - 1e-6) <= score <= 1 or (score > most * (1 + more) + 1e-300 and score < 1 - 1e-9):
-            yield Breach("group score", f"{least!r} to {most!r} of group {group}", f"{score!r}")
-            return
+    yield from promises.groups_hold(truth, labels, found)
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -272,13 +284,22 @@ def heavy_of_a_set(Q, K, V, epsilon, mask):
     return found, found.apply(V), found.apply(V, compensate="mean")
 
 
+def heavy_of_two_passes(Q, K, V, epsilon, seed):
+    step = 1 + seed % len(K)
+    universal = levattn.universal_set(lambda: iter([K[i : i + step] for i in range(0, len(K), step)]), epsilon)
+    found = levattn.heavy_attention(Q, K, epsilon, universal=universal)
+    return found, found.apply(V), found.apply(V, compensate="mean")
+
+
 def heavy_causal(Q, K, V, epsilon, mask):
+    Q = Q if len(Q) == len(K) else Q[np.arange(len(K)) % len(Q)]
     found = levattn.heavy_attention(Q, K, epsilon, causal=True, mask=mask)
     return found, found.apply(V), found.apply(V)
 
 
 def judge_heavy(case: Case, truth: Truth, result: Any, *, causal: bool = False) -> Iterator[Breach]:
     found, plain, compensated = result
+    truth = truth.by_row() if causal else truth
     error = getattr(found, "error", promises.TIE / 4)
     yield from promises.entries_hold(truth, found.entries.toarray(), case.epsilon, error, causal=causal)
     yield from promises.normalizers_hold(truth, found.normalizers, error, causal=causal)
@@ -292,6 +313,7 @@ def judge_heavy(case: Case, truth: Truth, result: Any, *, causal: bool = False) 
 
 def future(Q, K, epsilon, seed):
     rng, n = np.random.default_rng(seed), len(K)
+    Q = Q if len(Q) == len(K) else Q[np.arange(len(K)) % len(Q)]
     cut = int(rng.integers(1, n + 1))
     futures = [K, *(K.copy() for _ in range(4))]
     futures[1][cut:] = 0
@@ -325,6 +347,15 @@ def in_large_steps(Q, K, epsilon, mask, seed):
     for start, stop in zip(sorted(cuts)[:-1], sorted(cuts)[1:], strict=True):
         state.update(K[start:stop], mask=None if mask is None else mask[start:stop])
         found.append((stop, state.heavy(Q)))
+    return found
+
+
+def in_steps(Q, K, epsilon, mask, step):
+    state, found = levattn.CausalUniversalSet(epsilon), []
+    for start in range(0, len(K), step):
+        part = slice(start, min(start + step, len(K)))
+        state.update(K[part], mask=None if mask is None else mask[part])
+        found.append((part.stop, state.heavy(Q)))
     return found
 
 
@@ -376,6 +407,29 @@ def judge_mass(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
             return
 
 
+def pruned(Q, K, V, mask, seed):
+    from levattn.attention import pruned_attention
+
+    size, kind = seed % 3, ("residual", "expected", "leverage")[seed % 5 % 3]
+    return pruned_attention(
+        Q, K, V, size=size, summaries=1 + seed % 2, scores=kind, scale=0.5, mask=mask, return_certificate=True
+    )
+
+
+def judge_pruned(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    output, certificate = result
+    there = np.ones(len(case.keys), bool) if case.mask is None else case.mask
+    if not there.any():
+        return
+    _, weights = Truth(case.keys[there], case.queries).softmax(0.5)
+    kept = dataclasses.replace(certificate, kept=np.asarray(certificate.kept)[there])
+    unit = 2.0**-52 if case.storage == "float64" else 2.0**-23
+    coarse = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(case.storage, unit)
+    logits = (np.abs(case.queries) @ np.abs(case.keys[there]).T).max(axis=1)
+    noise = 64 * case.keys.shape[1] * (1 + logits) * unit + 8 * coarse
+    yield from promises.certificate_holds(weights, case.values[there], noise, output, kept)
+
+
 # -- other functions --------------------------------------------------------------------------------------------------
 
 FUNCTIONS: dict[str, Function] = {
@@ -389,6 +443,15 @@ FUNCTIONS: dict[str, Function] = {
     "Tukey(4.685)": oracle.tukey(4.685),
     "Fair(1.4)": oracle.fair(1.4),
     "L1L2()": oracle.l1l2,
+}
+
+
+PRECISE: dict[str, Precise] = {
+    **{f"Power({p})": oracle.precise_power(p) for p in (0.5, 1, 1.5, 3, 4, 6)},
+    "Huber(1.0)": oracle.precise_huber(1.0),
+    "Tukey(4.685)": oracle.precise_tukey(4.685),
+    "Fair(1.4)": oracle.precise_fair(1.4),
+    "L1L2()": oracle.precise_l1l2,
 }
 
 
@@ -409,6 +472,28 @@ def stream_of_function(K, epsilon, mask, seed, f):
         part = slice(start, start + step)
         state.update(K[part], mask=None if mask is None else mask[part])
     return state.result()
+
+
+def merged_of_function(K, epsilon, mask, seed, f):
+    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
+    cut = seed % (len(K) + 1)
+    parts = []
+    for part in (slice(cut, len(K)), slice(0, cut)):
+        state = levattn.StreamingUniversalSet(epsilon, f=f, row_start=part.start)
+        state.update(K[part], mask=None if mask is None else mask[part])
+        parts.append(levattn.StreamingUniversalSet.from_bytes(state.to_bytes()))
+    return parts[0].merge(parts[1]).result()
+
+
+def dask_of_function(K, epsilon, seed, f):
+    import dask
+    import dask.array
+
+    from levattn.distributed.dask import universal_set
+
+    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
+    with dask.config.set(scheduler="synchronous"):
+        return universal_set(dask.array.from_array(K, chunks=(1 + seed % len(K), K.shape[1])), epsilon, f=f).compute()
 
 
 def heavy_of_function(Q, K, epsilon, mask, f):
@@ -438,7 +523,7 @@ def judge_function_stream(case: Case, truth: Truth, result: Any, *, f: str) -> I
 
 
 def judge_function_heavy(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
-    yield from promises.shares_hold(truth, FUNCTIONS[f], result.entries.toarray(), case.epsilon, result.error)
+    yield from promises.shares_hold(truth, PRECISE[f], result.entries.toarray(), case.epsilon, result.error)
 
 
 def of_softmax(K, epsilon, mask):
@@ -484,6 +569,20 @@ def _few(case: Case) -> bool:
     return len(case.keys) <= 40
 
 
+def _square(case: Case) -> bool:
+    """So few rows that there may be as many queries."""
+    return len(case.keys) <= 710 and case.keys.shape[1] <= 8
+
+
+def _tame(case: Case) -> bool:
+    """Numbers whose squares float32 holds."""
+    return all(np.abs(x).max(initial=0.0) < 1e15 for x in (case.queries, case.keys, case.values))
+
+
+def _above(rows: int, case: Case) -> bool:
+    return len(case.keys) > rows
+
+
 def _plain_numbers(case: Case) -> bool:
     """Storage that scipy and the array standard have, and no mask."""
     return _no_mask(case) and case.storage in ("float64", "float32")
@@ -507,15 +606,24 @@ def _in_turn(place: int, of: int, case: Case) -> bool:
     return (case.seed + place) % of == 0
 
 
-def _of_function(name: str, call: Callable[..., Any], judge: Callable[..., Iterator[Breach]], f: str) -> Route:
+def _of_function(
+    name: str,
+    call: Callable[..., Any],
+    judge: Callable[..., Iterator[Breach]],
+    f: str,
+    admits: Callable[[Case], bool] = lambda _: True,
+) -> Route:
     """A route of another function: a seventh of the small cases each, as there are many."""
-    return Route(name, call, partial(judge, f=f), partial(_turn, list(FUNCTIONS).index(f)), (("f", f),))
+    place = list(FUNCTIONS).index(f)
+    return Route(name, call, partial(judge, f=f), lambda case: _turn(place, case) and admits(case), (("f", f),))
 
 
 def _turn(place: int, case: Case) -> bool:
     usual = case.keys.shape[1] <= 8 and case.epsilon >= 0.01  # below, 2/ε blocks of a certificate take their time
     return usual and _in_turn(place, 7, case)
 
+
+_STREAMED = [f for f in FUNCTIONS if f != "Power(3)"]  # which has no bound that never rises
 
 ROUTES: dict[str, Route] = {
     route.name: route
@@ -526,6 +634,7 @@ ROUTES: dict[str, Route] = {
             for i, m in enumerate(("auto", "gram", "qr", "svd"))
         ),
         Route("two passes", in_two_passes, judge_set, _no_mask),
+        Route("file", from_a_file, judge_set, lambda case: _torch_numbers(case) and _in_turn(0, 4, case)),
         Route("sparse", sparse, judge_set, lambda case: _plain_numbers(case) and _in_turn(0, 2, case)),
         Route("torch", in_torch, judge_set, lambda case: _torch_numbers(case) and _in_turn(1, 2, case)),
         Route("strict", strict, judge_set, lambda case: _plain_numbers(case) and _few(case) and _in_turn(0, 2, case)),
@@ -538,9 +647,10 @@ ROUTES: dict[str, Route] = {
             Route(f"scores {m}", scores, judge_scores, partial(_in_turn, i, 2), (("method", m),))
             for i, m in enumerate(("auto", "gram", "qr", "svd"))
         ),
-        Route("threads", in_threads, judge_threads, lambda case: len(case.keys) > 2000),
+        Route("threads", in_threads, judge_threads, partial(_above, 2000)),
+        Route("scores halving", above, judge_above, partial(_in_turn, 1, 3)),
         Route("online", online, judge_online, _few),
-        Route("online future", online_future, judge_future, _few),
+        Route("online future", online_future, judge_future, _square),
         *(
             Route(
                 f"sketch {m}{' recheck' * r}",
@@ -557,25 +667,37 @@ ROUTES: dict[str, Route] = {
         Route("stream merged", merged, judge_stream),
         Route("heavy", heavy, judge_heavy),
         Route("heavy of a set", heavy_of_a_set, judge_heavy, partial(_in_turn, 0, 3)),
-        Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), _few),
-        Route("future", future, judge_future, lambda case: _few(case) and _no_mask(case)),
+        Route("heavy of two passes", heavy_of_two_passes, judge_heavy, lambda c: _no_mask(c) and _in_turn(1, 3, c)),
+        Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), _square),
+        Route("future", future, judge_future, lambda case: _square(case) and _no_mask(case)),
         Route("decoding by tokens", token_by_token, judge_decoding, _few),
         Route("decoding", in_large_steps, judge_decoding),
+        *(
+            Route(f"decoding by {s}", in_steps, judge_decoding, partial(_above, 256), (("step", s),))
+            for s in (300, 2048)
+        ),
         Route(
             "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
         ),
         Route("groups", grouped, judge_groups),
         Route("mass", mass, judge_mass),
+        Route("pruned", pruned, judge_pruned, lambda case: _few(case) and _tame(case) and _in_turn(0, 3, case)),
         *(_of_function(f"set {f}", of_function, judge_function, f) for f in FUNCTIONS),
         *(_of_function(f"size {f}", of_function_by_size, judge_function_size, f) for f in FUNCTIONS),
+        *(_of_function(f"stream {f}", stream_of_function, judge_function_stream, f) for f in _STREAMED),
         *(
-            _of_function(f"stream {f}", stream_of_function, judge_function_stream, f)
-            for f in FUNCTIONS
-            if f not in ("Power(0.5)", "Power(1)", "Power(1.5)", "Power(3)")
+            _of_function(f"stream merged {f}", merged_of_function, judge_function_stream, f, partial(_in_turn, 0, 2))
+            for f in _STREAMED
+        ),
+        *(
+            _of_function(
+                f"dask {f}", dask_of_function, judge_function_stream, f, lambda c: _no_mask(c) and _in_turn(0, 4, c)
+            )
+            for f in _STREAMED
         ),
         *(_of_function(f"heavy {f}", heavy_of_function, judge_function_heavy, f) for f in FUNCTIONS),
         Route("set Softmax", of_softmax, judge_softmax),
         Route("torch group", universal_set_of_ranks, judge_stream, partial(_in_turn, 1, 8)),
-        Route("dask", in_dask, judge_stream, lambda case: _no_mask(case) and case.seed % 8 == 0),
+        Route("dask", in_dask, judge_stream, lambda case: _no_mask(case) and _in_turn(0, 8, case)),
     )
 }

@@ -91,8 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed, given = options.seed, 0
         while time.time() < stop and (options.matrices is None or given < options.matrices):
             for family in chosen:
-                large = family in ("many", "wide")
-                count = 2 if large else 25  # these take as long
+                count = 2 if family in families.LARGE else 25
                 yield family, list(range(seed, seed + count)), names, stop
                 given += count
             seed += 25

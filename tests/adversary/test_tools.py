@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
@@ -13,15 +14,37 @@ import pytest
 
 import levattn
 import naive
+from levattn.attention import PrunedCertificate
 
-from .families import FAMILIES, LAYOUTS, STORAGES, case, rounded, stored
-from .oracle import Truth, adjugate, huber, integers, orthogonal, power, product, queries_for, shares, tukey
-from .promises import entries_hold, left_out, membership, normalizers_hold, output_holds
-from .routes import Route, judge_set
+from .families import FAMILIES, LARGE, LAYOUTS, STORAGES, case, rounded, stored
+from .oracle import (
+    DIGITS,
+    Truth,
+    adjugate,
+    huber,
+    integers,
+    orthogonal,
+    positive,
+    power,
+    product,
+    queries_for,
+    shares,
+    tukey,
+)
+from .promises import (
+    certificate_holds,
+    entries_hold,
+    groups_hold,
+    left_out,
+    membership,
+    normalizers_hold,
+    output_holds,
+)
+from .routes import FUNCTIONS, PRECISE, Route, judge_set
 from .search import main
 from .shrink import script, shrunk
 
-SMALL = [name for name in FAMILIES if name not in ("many", "wide")]
+SMALL = [name for name in FAMILIES if name not in LARGE]
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -101,6 +124,50 @@ def test_functions_are_those_of_the_definition() -> None:
     by_hand = [a * a / 2 if abs(a) <= 2 else 2 * (abs(a) - 1) for a in x]
     np.testing.assert_allclose(huber(2.0)(x), by_hand, rtol=1e-15)
     np.testing.assert_allclose(tukey(2.0)(x), levattn.Tukey(2.0)(x), rtol=1e-14)
+
+
+@pytest.mark.parametrize("f", FUNCTIONS)
+def test_precise_functions_are_the_others_in_more_digits(f: str) -> None:
+    for x in (0.0, 1e-9, 3e-6, 0.01, 0.7, 1.0, 1.4, 3.0, 4.685, 1e6):
+        value = float(PRECISE[f](Decimal(x)))
+        np.testing.assert_allclose(value, FUNCTIONS[f](np.array([x]))[0], rtol=1e-13)
+
+
+def test_precise_values_are_those_of_each_query_and_key() -> None:
+    found = replace(case("duplicated", 2), mask=None)
+    truth = Truth(found.keys, found.queries)
+    for q, (values, total) in zip(found.queries, truth.shares(PRECISE["Huber(1.0)"]), strict=True):
+        with localcontext(DIGITS):
+            z = [sum(Decimal(float(a)) * Decimal(float(b)) for a, b in zip(q, k, strict=True)) for k in found.keys]
+            by_hand = [PRECISE["Huber(1.0)"](abs(x)) for x in z]
+            assert total == pytest.approx(sum(by_hand), rel=Decimal("1e-40"))
+            assert all(abs(x - y) <= Decimal("1e-40") * total for x, y in zip(values, by_hand, strict=True))
+
+
+def test_queries_in_turn_are_those_of_the_rows() -> None:
+    truth = Truth(np.array([[1.0, 1], [2, 0], [1, 1], [0, 3], [1, 1]]), np.array([[1.0, -1], [1, 2]]))
+    by_row = truth.by_row()
+    assert by_row.Q.tolist() == [[1, -1], [1, 2], [1, -1], [1, 2], [1, -1]]
+    np.testing.assert_array_equal(by_row.values(), by_row.Q @ truth.K.T)
+    assert by_row.by_row() is by_row
+
+
+def test_resonances_differ_and_are_equal_modulo_the_prime() -> None:
+    prime, met = 2**61 - 1, 0
+    for seed in range(40):
+        found = case("resonances", seed)
+        Z, _ = Truth(found.keys, found.queries).products
+        met += any(z and z % prime == 0 for z in Z.reshape(-1))
+    assert met >= 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_are_many_and_some_query_is_orthogonal_to_them(seed: int) -> None:
+    found = case("copies", seed)
+    rows, counts = np.unique(found.keys, axis=0, return_counts=True)
+    assert len(rows) <= 6
+    Z, _ = Truth(rows, found.queries).products
+    assert not Z[0, counts > 100].all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,6 +256,40 @@ def test_promises_see_what_does_not_hold() -> None:
     V = np.array([[1.0], [3.0], [9.0]])
     assert list(output_holds(truth, V, [[2.0]], [0.0])) == []
     assert [b.kind for b in output_holds(truth, V, [[2.5]], [0.4])] == ["output beyond its bound"]
+
+
+def test_a_matrix_is_positive_where_its_eigenvalues_are() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        B = rng.integers(-3, 4, (3, 3))
+        G = B + B.T + int(rng.integers(0, 9)) * np.eye(3, dtype=int)
+        least = np.linalg.eigvalsh(G)[0]
+        assert positive(G.astype(object)) == (least > 1e-9)
+
+
+def test_groups_are_judged_by_what_queries_give_them() -> None:
+    truth = Truth(np.array([[1.0, 0], [1, 0], [2, 1], [0, 3]]), np.ones((1, 2)))
+    labels = np.array([0, 0, 1, -1])
+    X = np.linalg.solve(np.linalg.cholesky(truth.K.T @ truth.K), truth.K.T).T
+    scores = np.array([np.linalg.eigvalsh(X[labels == group].T @ X[labels == group])[-1] for group in (0, 1)])
+    assert list(groups_hold(truth, labels, scores)) == []
+    assert [b.kind for b in groups_hold(truth, labels, scores * (1 - 1e-5))] == ["group score too low"]
+    assert [b.kind for b in groups_hold(truth, labels, scores * (1 + 1e-5))] == ["group score too high"]
+    assert [b.kind for b in groups_hold(truth, labels, scores * 9)] == ["group score"]
+
+
+def test_certificates_are_judged_by_dense_attention() -> None:
+    weights, V = np.array([[0.5, 0.25, 0.25]]), np.array([[4.0], [0.0], [8.0]])
+    kept, noise = np.array([True, False, False]), np.array([1e-12])
+
+    def kinds(output: float, lower: float, upper: float, bound: float) -> list[str]:
+        said = PrunedCertificate(np.array([lower]), np.array([upper]), np.array([bound]), kept, np.array([2]))
+        return [b.kind for b in certificate_holds(weights, V, noise, np.array([[output]]), said)]
+
+    assert kinds(3.0, 0.4, 0.6, 1.0) == []
+    assert kinds(3.0, 0.51, 0.6, 1.0) == ["captured mass"]
+    assert kinds(3.0, 0.4, 0.49, 1.0) == ["captured mass"]
+    assert kinds(2.9, 0.4, 0.6, 1.0) == ["output beyond its bound"]
 
 
 def test_the_program_says_what_it_tried(capsys: pytest.CaptureFixture[str]) -> None:
