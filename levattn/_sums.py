@@ -51,7 +51,8 @@ def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Flo
             doubtful = np.nonzero(np.abs(Z) <= noise)
             if len(doubtful[0]):
                 nothing = np.zeros(Z.shape, np.bool_)
-                span_kernels().mark_zeros(np.ascontiguousarray(Q), np.ascontiguousarray(K), *doubtful, nothing)
+                kernels, left, right = span_kernels(), np.ascontiguousarray(Q), np.ascontiguousarray(K)
+                kernels.mark_zeros(kernels.field(), left, right, *doubtful, nothing)
                 Z, noise = np.where(nothing, 0.0, Z), np.where(nothing, 0.0, noise)
         noise += 2 * UNIT * np.abs(Z)
     return Z, noise
