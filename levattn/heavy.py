@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import array_api_compat
 import numpy as np
@@ -19,7 +19,6 @@ from levattn._kernels import (
     Rows,
     heavy_entries,
     kernels_for,
-    precise_products,
     query_norms,
     wide_rows,
 )
@@ -37,6 +36,17 @@ from levattn._normalizers import (
 )
 from levattn._random import as_seed
 from levattn._recovery import estimated_normalizers, recovered_entries, recovery_size
+from levattn._sums import (
+    BLOCK_ENTRIES,
+    certain_products,
+    entry_change,
+    evaluation_error,
+    mild_changes,
+    mild_entry_change,
+    product_noise,
+    sums,
+    uncertain_sums,
+)
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.leverage import TIE, check_epsilon, refuse_randomness
@@ -49,12 +59,13 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 
-BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 _LEAST = 2.0**-1022  # a score of which nothing is known
 _LEAST_POSITIVE = 2.0**-1074  # of float64
 _LARGEST_POWER = 1000  # of two in a query
 _LARGEST_SHARE = 500  # of two in a term of a sum
+_UNKNOWN = 0.1  # relative error of scores from which on nothing is said of a query
+_FEW_QUERIES = 1024  # that are summed for once more at a time
 _SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
 
 
@@ -116,9 +127,12 @@ class HeavyAttention:
     def error(self) -> Float64:
         """Estimated relative error of the normalizer and of the scores of each query.
 
-        It is above 1e-9 only for queries all but orthogonal to the keys, or keys of a condition number above 10¹¹. A
-        score within four times this error of ε counts as at least ε, and is among the entries. Infinite where nothing
-        is known of the normalizer: all keys of the set are among the entries then.
+        It counts the rounding of the products with all keys. Above 1e-9 it is only for queries all but orthogonal to
+        the keys, keys of a condition number above 10¹¹ or, for softmax, logits above 10⁶, whose last digits float64
+        does not hold. A score within four times this error of ε counts as at least ε, and is among the entries.
+        Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets: all keys
+        of the set are among the entries then. The values of a function of one's own are taken to be right to some
+        roundings.
 
         Returns
         -------
@@ -448,7 +462,8 @@ class _Products:
     def _precise_products(self, part: Any) -> Any:
         Q = to_numpy(self.queries[part])
         if self.stored is None:
-            return to_device(precise_products(Q, to_numpy(self.keys)), self.queries)
+            zeros = not isinstance(self.f, Softmax)
+            return to_device(certain_products(Q, to_numpy(self.keys), zeros=zeros)[0], self.queries)
         keys, exponents, shift = self.stored
         K, powers, unknown = even_rows(to_numpy(keys), -exponents)
         Z = PreciseSums(Q).add(K, powers, unknown)
@@ -466,14 +481,14 @@ class _Products:
                 Q, D = self.queries[part], self.normalizers[part, None]
                 Z = self._precise_products(part) if precise else Q @ self.keys.T
                 if isinstance(self.f, Softmax):
-                    yield part, np.exp(Z - D)
+                    some = np.exp(Z - D)
                 else:
                     f = Z * Z if _is_square(self.f) else self.f(Z)
                     some = xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
-                    if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
-                        some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
-                        some = xp.where(xp.isinf(self.error[part])[:, None] & (some < _LEAST), _LEAST, some)
-                    yield part, some
+                if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
+                    some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
+                    some = xp.where(xp.isinf(self.error[part])[:, None] & (some < _LEAST), _LEAST, some)
+                yield part, some
 
 
 @dataclass(frozen=True)
@@ -583,8 +598,9 @@ def heavy_attention(
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
     normaliser summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
 
-    For other functions the normaliser of a query is summed over all keys, O(n d); for an even power p > 2 it comes
-    from the D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
+    For other functions the normaliser of a query is summed over all keys, O(n d), and once or twice more, as if in
+    twice the precision, where rounding of the products could be seen in it; for an even power p > 2 it comes from the
+    D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
     to D = 1024 by itself) and that is less.
 
     With `causal` a key is kept while its score among the keys so far is at least ε: at most rank/ε keys, or more where
@@ -804,7 +820,6 @@ def _of_other_function(
     f: AttentionFunction | Softmax,
 ) -> HeavyAttention:
     """Do what `heavy_attention` does for a function whose normaliser is a sum over all keys."""
-    d = Q.shape[1]
     if isinstance(f, Softmax):
         _check_radius(Q, f)
     powers, lost = np.zeros(len(Q), np.int32), np.zeros(len(Q), np.bool_)
@@ -821,19 +836,8 @@ def _of_other_function(
         powers = np.maximum(powers, np.max(exponent, axis=1, initial=0) - _LARGEST_POWER)
         given, Q = Q, np.ldexp(fraction, exponent - powers[:, None])
         lost = flushed(given, Q)
-    D, sum_error = _other_sums(Q, keys, universal, f)
-    size = np.einsum("ij,j->i", np.abs(Q), np.max(np.abs(selected), axis=0, initial=0.0))
-    growth = 1.0 if isinstance(f, Softmax) else f.growth
-    largest = np.ones(len(Q))
-    if not isinstance(f, Softmax):
-        largest = np.max(np.abs(Q @ selected.T), axis=1, initial=0.0)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        product = np.where(size > 0, growth * d * UNIT * size / largest, 0.0)
-    precise = (product > PRODUCT_ERROR) | lost
-    for part in np.array_split(np.flatnonzero(precise), max(1, int(precise.sum()) // 256)):
-        if len(part):
-            D[part] = _sums(Q[part], keys, universal.present, f, precise=True)
-    error = np.where(lost, np.inf, np.where(precise, 8 * UNIT, product + sum_error) + 8 * UNIT * growth)
+    D, error, precise = _other_sums(Q, selected, keys, universal, epsilon, f)
+    error, precise = np.where(lost, np.inf, error), precise | lost
     products = _Products(universal, f, Q, selected, D, precise, error, epsilon)
     captured = np.zeros(len(Q))
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
@@ -843,10 +847,9 @@ def _of_other_function(
         found.append((part[i], universal.indices[j], heavy))
     captured = np.clip(captured, 0.0, 1.0)
     with np.errstate(over="ignore"):
-        if isinstance(f, Softmax):
-            normalizers = np.exp(D)
-        else:
-            normalizers = _powered(D, growth * powers) if isinstance(f, Power) else D
+        normalizers = np.exp(D) if isinstance(f, Softmax) else D
+        if isinstance(f, Power):
+            normalizers = _powered(D, f.p * powers)
     residual = np.where(products.live, 1 - captured, 0.0)
     return HeavyAttention(
         universal=universal,
@@ -892,57 +895,60 @@ def _check_radius(Q: Float64, f: Softmax) -> None:
 
 
 def _other_sums(
-    Q: Float64, keys: Matrices, universal: UniversalSet, f: AttentionFunction | Softmax
+    Q: Float64,
+    selected: Float64,
+    keys: Matrices,
+    universal: UniversalSet,
+    epsilon: float,
+    f: AttentionFunction | Softmax,
+) -> tuple[Float64, Float64, npt.NDArray[np.bool_]]:
+    """Return Σ f(⟨q, k⟩) for each query, the error of its scores of ε, and for which of them products are precise.
+
+    The sums are of products in float64, or come from lifted moments where these are known and cost less. Where what is
+    known of the sums alone does not show that rounding leaves them be, it is found for every product, and where it
+    does not, these are computed as in twice the precision.
+    """
+    D, error = _mild_sums(Q, selected, keys, universal, epsilon, f)
+    doubtful = np.zeros(len(Q), np.bool_)
+    for precise in (False, True):
+        doubtful = ~(error <= PRODUCT_ERROR)
+        for part in np.array_split(np.flatnonzero(doubtful), -(-int(doubtful.sum()) // _FEW_QUERIES) or 1):
+            if not len(part):
+                continue
+            D[part], change, adding = uncertain_sums(Q[part], keys, universal.present, f, precise=precise)
+            entry = entry_change(Q[part], selected, f, D[part], epsilon, precise=precise)
+            error[part] = change + entry + np.where(D[part] == 0, 0.0, adding + evaluation_error(f, D[part], epsilon))
+            if precise:
+                error[part] = np.where(error[part] <= _UNKNOWN, error[part], np.inf)
+                if not isinstance(f, Softmax):
+                    D[part] = np.where((D[part] == 0) & (error[part] > 0), _LEAST, D[part])
+    return D, error, doubtful
+
+
+def _mild_sums(
+    Q: Float64,
+    selected: Float64,
+    keys: Matrices,
+    universal: UniversalSet,
+    epsilon: float,
+    f: AttentionFunction | Softmax,
 ) -> tuple[Float64, Float64]:
-    """Return Σ f(⟨q, k⟩) for each query, and its error: from lifted moments where they are known and cost less."""
-    lift = universal._lift
-    if (
-        lift is None
-        or universal.rank < keys.d
-        or lift.rows.shape[2] ** 2 > keys.n * keys.d
-        or not isinstance(f, Power)
-    ):
-        return _sums(Q, keys, universal.present, f), np.zeros(len(Q))
-    D, error = lifted_sums(Q, universal.factor, lift, round(f.p / 2))
-    doubtful = np.flatnonzero(~(error <= _SUM_ERROR))
-    if len(doubtful):
-        D[doubtful], error[doubtful] = _sums(Q[doubtful], keys, universal.present, f), 0.0
-    return D, error
-
-
-def _sums(
-    Q: Float64, keys: Matrices, present: Any, f: AttentionFunction | Softmax, *, precise: bool = False
-) -> Float64:
-    """Return Σ f(⟨q, k⟩) over all keys for each query, or its logarithm for softmax."""
-    total = np.full(len(Q), -np.inf) if isinstance(f, Softmax) else np.zeros(len(Q))
-    step = max(16, BLOCK_ENTRIES // max(len(Q), 1))
-    for start in range(0, keys.n, step):
-        part = slice(start, min(start + step, keys.n))
-        rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
-        if not len(rows):
-            continue
-        with np.errstate(over="ignore", invalid="ignore"):
-            Z = precise_products(Q, rows) if precise else Q @ rows.T
-        if not np.isfinite(Z).all():
-            _refuse_overflow(rows, f)
-        if isinstance(f, Softmax):
-            largest = np.maximum(Z.max(axis=1), total)
-            total = largest + np.log(np.exp(Z - largest[:, None]).sum(axis=1) + np.exp(total - largest))
+    """Return the sums in float64, and as much of their error and that of scores of ε as follows from them."""
+    lift, d = universal._lift, Q.shape[1]
+    D, error, others = np.zeros(len(Q)), np.zeros(len(Q)), np.full(len(Q), True)
+    with np.errstate(over="ignore"):
+        if lift is not None and universal.rank == d and lift.rows.shape[2] ** 2 <= keys.n * d and isinstance(f, Power):
+            D, error = lifted_sums(Q, universal.factor, lift, round(f.p / 2))
+            others = ~(error <= _SUM_ERROR)
+        if others.any() or not len(Q):
+            D[others], largest, error[others] = sums(Q[others], keys, universal.present, f)
+            count = keys.n
         else:
-            with np.errstate(over="ignore"):
-                total += f(Z).sum(axis=1)
-    if np.isinf(total).any() and not isinstance(f, Softmax):
-        _refuse_overflow(Q, f)
-    return total
-
-
-def _refuse_overflow(rows: Float64, f: AttentionFunction | Softmax) -> NoReturn:
-    """Raise for keys that are not finite, or products that are not."""
-    if not np.isfinite(rows).all():
-        raise NonFiniteError("K holds NaN or infinity; expected finite keys, the very ones that universal was made of")
-    raise ValueError(
-        f"Q and K have products that leave the range of float64 for f = {f!r}; expected smaller ones. Scale Q down"
-    )
+            largest, count = np.max(np.abs(selected), axis=0, initial=0.0), len(selected)
+        noise = product_noise(np.abs(Q) @ largest, d)
+        change = mild_changes(f, D, count, noise) + mild_entry_change(f, D, epsilon, noise)
+        nothing = (D == 0) & ~np.any(Q, axis=1) & (not isinstance(f, Softmax))  # queries of zeros
+        return D, np.where(nothing, 0.0, error + change + evaluation_error(f, D, epsilon))
 
 
 def _entries(

@@ -35,6 +35,7 @@ LAYERS = {
         "_running",
         "sensitivity",
         "_lift",
+        "_sums",
         "_softmax",
         "exact",
         "groups",
