@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from levattn._kernels import slot_kernels_for
 from levattn._kernels._slots import Summaries
 from levattn.attention._space import device_of, namespace_of
@@ -123,7 +125,13 @@ def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | No
     With them the clusters (b, n) from which residuals are taken, or None. weight: (b, n), of the rows in these.
     """
     xp = namespace_of(X)
-    squares = xp.sum(X * X, axis=-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = xp.sum(X * X, axis=-1)
+    if not bool(xp.all(xp.isfinite(squares))):
+        raise NonFiniteError(
+            f"squares of products of Q and K are beyond {X.dtype}, or Q or K holds NaN or infinity; give finite "
+            "arrays with smaller entries, or of float64"
+        )
     tiny = xp.asarray(1e-30, dtype=X.dtype, device=device_of(X))
     if power is None:
         expected = along + squares / 2

@@ -575,8 +575,11 @@ def _square(case: Case) -> bool:
 
 
 def _tame(case: Case) -> bool:
-    """Numbers whose squares float32 holds."""
-    return all(np.abs(x).max(initial=0.0) < 1e15 for x in (case.queries, case.keys, case.values))
+    """Numbers whose products have squares that float32 holds: what is beyond them is refused."""
+    queries, keys, values = (
+        max(1.0, float(np.abs(x).max(initial=0.0))) for x in (case.queries, case.keys, case.values)
+    )
+    return queries * keys < 1e15 and values < 1e15
 
 
 def _above(rows: int, case: Case) -> bool:
@@ -649,8 +652,8 @@ ROUTES: dict[str, Route] = {
         ),
         Route("threads", in_threads, judge_threads, partial(_above, 2000)),
         Route("scores halving", above, judge_above, partial(_in_turn, 1, 3)),
-        Route("online", online, judge_online, _few),
-        Route("online future", online_future, judge_future, _square),
+        Route("online", online, judge_online, lambda case: _few(case) and _in_turn(0, 2, case)),
+        Route("online future", online_future, judge_future, lambda case: _square(case) and _in_turn(1, 2, case)),
         *(
             Route(
                 f"sketch {m}{' recheck' * r}",
@@ -663,15 +666,20 @@ ROUTES: dict[str, Route] = {
             for r in (False, True)
         ),
         Route("stream", streamed, judge_stream),
-        Route("stream in chunks", in_chunks, judge_stream),
-        Route("stream merged", merged, judge_stream),
+        Route("stream in chunks", in_chunks, judge_stream, partial(_in_turn, 0, 2)),
+        Route("stream merged", merged, judge_stream, partial(_in_turn, 1, 2)),
         Route("heavy", heavy, judge_heavy),
         Route("heavy of a set", heavy_of_a_set, judge_heavy, partial(_in_turn, 0, 3)),
         Route("heavy of two passes", heavy_of_two_passes, judge_heavy, lambda c: _no_mask(c) and _in_turn(1, 3, c)),
-        Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), _square),
-        Route("future", future, judge_future, lambda case: _square(case) and _no_mask(case)),
-        Route("decoding by tokens", token_by_token, judge_decoding, _few),
-        Route("decoding", in_large_steps, judge_decoding),
+        Route(
+            "heavy causal",
+            heavy_causal,
+            partial(judge_heavy, causal=True),
+            lambda case: _square(case) and _in_turn(0, 3, case),
+        ),
+        Route("future", future, judge_future, lambda c: _square(c) and _no_mask(c) and _in_turn(1, 3, c)),
+        Route("decoding by tokens", token_by_token, judge_decoding, lambda case: _few(case) and _in_turn(0, 2, case)),
+        Route("decoding", in_large_steps, judge_decoding, partial(_in_turn, 1, 2)),
         *(
             Route(f"decoding by {s}", in_steps, judge_decoding, partial(_above, 256), (("step", s),))
             for s in (300, 2048)
@@ -679,24 +687,27 @@ ROUTES: dict[str, Route] = {
         Route(
             "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
         ),
-        Route("groups", grouped, judge_groups),
-        Route("mass", mass, judge_mass),
+        Route("groups", grouped, judge_groups, partial(_in_turn, 0, 2)),
+        Route("mass", mass, judge_mass, partial(_in_turn, 1, 2)),
         Route("pruned", pruned, judge_pruned, lambda case: _few(case) and _tame(case) and _in_turn(0, 3, case)),
         *(_of_function(f"set {f}", of_function, judge_function, f) for f in FUNCTIONS),
         *(_of_function(f"size {f}", of_function_by_size, judge_function_size, f) for f in FUNCTIONS),
-        *(_of_function(f"stream {f}", stream_of_function, judge_function_stream, f) for f in _STREAMED),
         *(
-            _of_function(f"stream merged {f}", merged_of_function, judge_function_stream, f, partial(_in_turn, 0, 2))
+            _of_function(f"stream {f}", stream_of_function, judge_function_stream, f, partial(_in_turn, 1, 2))
+            for f in _STREAMED
+        ),
+        *(
+            _of_function(f"stream merged {f}", merged_of_function, judge_function_stream, f, partial(_in_turn, 0, 4))
             for f in _STREAMED
         ),
         *(
             _of_function(
-                f"dask {f}", dask_of_function, judge_function_stream, f, lambda c: _no_mask(c) and _in_turn(0, 4, c)
+                f"dask {f}", dask_of_function, judge_function_stream, f, lambda c: _no_mask(c) and _in_turn(0, 8, c)
             )
             for f in _STREAMED
         ),
         *(_of_function(f"heavy {f}", heavy_of_function, judge_function_heavy, f) for f in FUNCTIONS),
-        Route("set Softmax", of_softmax, judge_softmax),
+        Route("set Softmax", of_softmax, judge_softmax, partial(_in_turn, 0, 2)),
         Route("torch group", universal_set_of_ranks, judge_stream, partial(_in_turn, 1, 8)),
         Route("dask", in_dask, judge_stream, lambda case: _no_mask(case) and _in_turn(0, 8, case)),
     )
