@@ -576,9 +576,8 @@ def _square(case: Case) -> bool:
 
 def _tame(case: Case) -> bool:
     """Numbers whose products have squares that float32 holds: what is beyond them is refused."""
-    queries, keys, values = (
-        max(1.0, float(np.abs(x).max(initial=0.0))) for x in (case.queries, case.keys, case.values)
-    )
+    arrays = case.queries, case.keys, case.values
+    sizes = [max(1.0, float(np.abs(x).max(initial=0.0))) for x in arrays]
     return sizes[0] * sizes[1] < 1e15 and sizes[2] < 1e15
 
 
