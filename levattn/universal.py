@@ -415,7 +415,7 @@ def universal_set(
         chosen, doubt = _at_least(select, factor, scores, present, epsilon, rescore)
         certified = epsilon
     else:
-        chosen, left = _largest(select, factor, scores, present, int(size or 0), rescore)
+        chosen, left, doubt = _largest(select, factor, scores, present, int(size or 0), rescore)
         certified = left.reshape(matrices.batch) if matrices.batch else float(left[0])
     together = None if labels is None else group_scores(factor, labels)
     hidden = False
@@ -466,7 +466,7 @@ def _of_chunks(
 
     found = two_passes(source, choose, progress, checkpoint, single=method == "auto")
     factor, scores, chosen, batch = found.factor, found.scores, found.chosen, found.example.batch
-    n, certified = scores.shape[1], epsilon
+    n, certified, doubt = scores.shape[1], epsilon, False
     if size is not None:
         _check_size(size, n)
 
@@ -478,7 +478,7 @@ def _of_chunks(
                 again[part] = to_numpy(factor.item(item).exactly().on(keys).scores(wide=True)[0])[0]
             return again
 
-        chosen, left = _largest(selection_for(scores), factor, scores, None, int(size), rescore)
+        chosen, left, doubt = _largest(selection_for(scores), factor, scores, None, int(size), rescore)
         certified = left.reshape(batch) if batch else float(left[0])
     checkpoint.remove()
     rank = factor.rank.reshape(batch) if batch else int(factor.rank[0])
@@ -486,7 +486,7 @@ def _of_chunks(
         mask=found.example.wrap(chosen),
         scores=found.example.wrap(scores),
         epsilon=certified,
-        guarantee="superset" if found.counted.any() else "exact",
+        guarantee="superset" if found.counted.any() or doubt else "exact",
         f=2,
         rank=rank,
         factor=factor,
@@ -690,10 +690,11 @@ def _margin(factor: Factor) -> Float64:
 
 def _largest(
     select: ModuleType, factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
-) -> tuple[Any, Float64]:
-    """Choose by score descending, then index ascending, and return the largest score of each matrix left out too.
+) -> tuple[Any, Float64, bool]:
+    """Choose by score descending, then index ascending; return the largest score of each matrix left out, too.
 
-    Scores too close to call are computed again in float64.
+    Scores too close to call are computed again in float64. The largest score is raised by an error that is not small,
+    and the last result tells whether others may then lie below it.
     """
     margin = _margin(factor)
     chosen, starts, close = select.largest(scores, present, size, margin)
@@ -710,4 +711,12 @@ def _largest(
     left, some = np.zeros(len(top)), np.flatnonzero(np.diff(starts))
     if len(some):
         left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])
-    return chosen, left
+    slack = 4 * factor.error
+    raised = (slack > TIE) & (left > 0)
+    left[raised] = np.minimum(left[raised] * (1 + slack[raised]), 1.0)
+    unsure = raised & (slack > 2 * TIE)
+    if not unsure.any():
+        return chosen, left, False
+    with np.errstate(divide="ignore"):
+        reciprocal = select.maxima(1 / scores, chosen)  # of the smallest score that was chosen
+    return chosen, left, bool((unsure & (1 < reciprocal * left * (1 + margin))).any())

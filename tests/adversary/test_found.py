@@ -64,3 +64,14 @@ def test_products_beyond_the_range_make_no_noise(f: Any) -> None:
 def test_keys_next_to_overflow_whose_directions_are_found_anew(method: str) -> None:
     K = np.array([[0.0, 2e307, -(2.0**1021)], [0, 0, -1e151], [1, 2.0**1021 * (1 + 2.0**-7), -(2.0**1021)]])
     assert levattn.universal_set(K, 0.5, method=method).indices.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_a_set_of_a_size_certifies_no_less_than_what_it_leaves_out(method: str) -> None:
+    """Scores 1, 1/11, 9/11 and 1/11, which the factor of graded float16 keys has to 1e-7."""
+    K = np.array([[-64992.0, 1.0, -64992.0], [3.0, 0.0, 3.0], [-9.0, 0.0, -9.0], [3.0, 0.0, 3.0]], "float16")
+    found = levattn.universal_set(K, size=2, method=method)
+    assert found.indices.tolist() == [0, 2]
+    assert 1 / 11 * (1 - 1e-9) <= found.epsilon <= 1 / 11 * (1 + 1e-5)
+    chunks = levattn.universal_set(lambda: iter([K[:2], K[2:]]), size=2)
+    assert 1 / 11 * (1 - 1e-9) <= chunks.epsilon <= 1 / 11 * (1 + 1e-5)
