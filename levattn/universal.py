@@ -719,4 +719,4 @@ def _largest(
         return chosen, left, False
     with np.errstate(divide="ignore"):
         reciprocal = select.maxima(1 / scores, chosen)  # of the smallest score that was chosen
-    return chosen, left, bool((unsure & (1 < reciprocal * left * (1 + margin))).any())
+    return chosen, left, bool((unsure & (reciprocal * left * (1 + margin) > 1)).any())
