@@ -66,6 +66,16 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def _with_square(name: str, value: Any) -> float:
+    """Return a positive number whose square does not overflow."""
+    number = _positive(name, value)
+    if number > 1e150:
+        raise ValueError(
+            f"{name} is {value!r}, whose square overflows; expected at most 1e150: scale it and the queries"
+        )
+    return number
+
+
 @dataclass(frozen=True)
 class Power:
     """The power f(x) = abs(x)^p, for any p > 0.
@@ -176,7 +186,7 @@ class Tukey(_Quadratic):
     Raises
     ------
     TypeError, ValueError
-        If it is no finite number above 0.
+        If it is no number above 0 and at most 1e150.
 
     References
     ----------
@@ -194,7 +204,7 @@ class Tukey(_Quadratic):
 
     def __post_init__(self) -> None:
         """Check the parameter."""
-        object.__setattr__(self, "c", _positive("c", self.c))
+        object.__setattr__(self, "c", _with_square("c", self.c))
 
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate f at every entry of an array."""
@@ -236,7 +246,7 @@ class Fair(_Quadratic):
     Raises
     ------
     TypeError, ValueError
-        If it is no finite number above 0.
+        If it is no number above 0 and at most 1e150.
 
     References
     ----------
@@ -253,7 +263,7 @@ class Fair(_Quadratic):
 
     def __post_init__(self) -> None:
         """Check the parameter."""
-        object.__setattr__(self, "c", _positive("c", self.c))
+        object.__setattr__(self, "c", _with_square("c", self.c))
 
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate f at every entry of an array."""

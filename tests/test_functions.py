@@ -92,6 +92,12 @@ def test_parameters_out_of_range(make: Any, value: Any) -> None:
         make(value)
 
 
+@pytest.mark.parametrize("make", [levattn.Tukey, levattn.Fair])
+def test_parameters_whose_squares_overflow(make: Any) -> None:
+    with pytest.raises(ValueError, match="c is 1e\\+200, whose square overflows"):
+        make(1e200)
+
+
 @pytest.mark.parametrize(
     "matrix", [np.ones((2, 3)), np.array([[1.0, 2], [0, 1]]), -np.eye(2), np.full((2, 2), np.nan)]
 )
