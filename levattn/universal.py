@@ -717,6 +717,6 @@ def _largest(
     unsure = raised & (slack > 2 * TIE)
     if not unsure.any():
         return chosen, left, False
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         reciprocal = select.maxima(1 / scores, chosen)  # of the smallest score that was chosen
     return chosen, left, bool((unsure & (reciprocal * left * (1 + margin) > 1)).any())

@@ -132,6 +132,9 @@ def _l1l2(x: Decimal) -> Decimal:
 class Cauchy:
     """A function of the user's."""
 
+    def __str__(self) -> str:
+        return "Cauchy"
+
     growth, monotone = 2.0, True
 
     def __call__(self, x: Any) -> Any:
