@@ -38,7 +38,7 @@ FAILURE = 1e-6  # probability with which a bound that rests on chance may fail
 _NONZEROS = 4  # of OSNAP
 _SAMPLED, _START = 100, 101  # streams of the words by which rows are sampled and Lanczos' method begins
 _SINGLE_ERROR = 1e-9  # of a factor in float64, up to which float32 products are as good as a sketch
-_SINGLE_BOUND = 1.2e-13  # of a factor, up to which they bound scores
+_SINGLE_BOUND = 1.2e-13  # the same where they bound scores, which are raised by what they lose
 _SINGLE_SUMS = 1.2e-11  # of a factor, up to which float32 sums of a sketch are as good
 _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
 _LARGEST = 2.0**400  # up to which squares are in range
@@ -81,8 +81,8 @@ def _size(value: Any) -> int:
     return int(value)
 
 
-def sketched_factor(rows: Rows, method: str, size: int, seed: int) -> Factor:
-    """Return the factor of a sketch of the keys, for the keys."""
+def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
+    """Return the factor of a sketch of the keys, for the keys; `limit` as in `_in_single`."""
     families: dict[str, Any] = {"countsketch": CountSketch, "osnap": OSNAP, "srht": SRHT}
     sketch = Sketch(families[method](size), seed)
     factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
@@ -91,17 +91,21 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int) -> Factor:
         sketch.add(rows, 0, out)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     # a sum of keys is rounded, and tells nothing of their exact row space
-    return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}))
+    return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}), limit)
 
 
-def _in_single(factor: Factor) -> Factor:
-    """Return the factor with float32 products where these are as good as approximate scores need them."""
+def _in_single(factor: Factor, limit: float) -> Factor:
+    """Return the factor with float32 products where its error in float64 is at most the limit.
+
+    That error is at least 2u times the condition number of the keys, with which the error of the products grows.
+    """
     short = factor.rows.format != "float64"
-    arithmetic = tuple(
-        "single" if short and route == "double" and error <= _SINGLE_ERROR else route
-        for route, error in zip(factor.arithmetic, factor.error, strict=True)
-    )
-    return replace(factor, arithmetic=arithmetic)
+    arithmetic, errors = list(factor.arithmetic), factor.error.copy()
+    for item, error in enumerate(factor.error.tolist()):
+        if short and arithmetic[item] == "double" and error <= limit:
+            arithmetic[item] = "single"
+            errors[item] += 2.0**-22 * error / (2 * UNIT)
+    return replace(factor, arithmetic=tuple(arithmetic), error=errors)
 
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
@@ -116,11 +120,14 @@ def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
     return factor if np.all(factor.error <= _SINGLE_SUMS) else None
 
 
-def projected(factor: Factor, columns: int, seed: int) -> Factor:
-    """Return the factor with scores computed from so many random combinations of the whitened columns."""
+def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
+    """Return the factor with scores computed from so many random combinations of the whitened columns.
+
+    `limit` is that of `_in_single`.
+    """
     family = GaussianJL(columns)
     directions = family.columns(seed, 0, factor.whitening.shape[-1]).T * family.scale
-    return _in_single(replace(factor, projection=factor.whitening @ directions))
+    return _in_single(replace(factor, projection=factor.whitening @ directions), limit)
 
 
 def halved_scores(rows: Rows, size: int, seed: int) -> Float64:
@@ -177,20 +184,20 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
     known = method == "jl" or recheck or d <= _MEASURED
     exact = factor_moments(rows, single="scores") if known else None
     if method == "halving":
-        factor = sketched_factor(rows, "osnap", 8 * d, seed) if exact is None else exact
+        factor = sketched_factor(rows, "osnap", 8 * d, seed, _SINGLE_BOUND) if exact is None else exact
         return Screened(halved_scores(rows, left, seed), factor, exact is not None)
     if method == "jl" and exact is not None:
         factor, least = exact, np.ones(b)
     else:
-        factor = sketched_factor(rows, method, left, seed)
+        factor = sketched_factor(rows, method, left, seed, _SINGLE_BOUND)
         chance = FAILURE / (2 * max(b, 1))  # the other half is the projection's
         least = np.array(
             [_least(factor, i, seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
         )
-    if not np.all(factor.error <= _SINGLE_BOUND):  # float32 products are off by more than bounds allow
-        factor = factor.exactly()
+    if right:
+        factor = projected(factor, right, seed, _SINGLE_BOUND)
     # not as members, whose scores would be cut at 1 before they are divided
-    found, _ = (projected(factor, right, seed) if right else factor).scores(wide=True, member=False)
+    found, _ = factor.scores(wide=True, member=False)
     scores = to_numpy(found).astype(np.float64)
     short = spread(right, n * b)[0] if right else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -73,6 +73,11 @@ def _margin(result: Any) -> float:
     return float(8 * np.max(result.factor.error, initial=0.0))
 
 
+def _raised(result: Any) -> float:
+    """What scores of an exact rank above the numerical one are raised by, relative to them (docs of `scores`)."""
+    return max((8 * float(one.score_error[0]) for one in result.factor.hidden.values() if one is not None), default=0.0)
+
+
 # -- sets of keys -----------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +151,7 @@ def judge_set(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     relative = promises.SINGLE if case.storage != "float64" else max(promises.TIE, _margin(result))
     above = result.certificate != ("leverage",)
     if not above:
-        yield from promises.scores_hold(truth, result.scores, relative)
+        yield from promises.scores_hold(truth, result.scores, max(relative, _raised(result)))
         if result.rank > min(case.present.shape) or result.rank < 0:
             yield Breach("rank", f"at most {min(case.present.shape)}", str(result.rank))
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -75,3 +76,13 @@ def test_a_set_of_a_size_certifies_no_less_than_what_it_leaves_out(method: str) 
     assert 1 / 11 * (1 - 1e-9) <= found.epsilon <= 1 / 11 * (1 + 1e-5)
     chunks = levattn.universal_set(lambda: iter([K[:2], K[2:]]), size=2)
     assert 1 / 11 * (1 - 1e-9) <= chunks.epsilon <= 1 / 11 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht", "halving"])
+def test_float32_products_of_a_sketch_lose_no_key(method: Any, storage: str) -> None:
+    """Independent keys, each of score 1; the condition number of their sketch is some 200."""
+    K = np.array([[-0.671875, -1.2421875, -2.0], [0.0791015625, -0.125, 0.6640625], [0.8515625, 2.0, 2.0]])
+    K = K.astype(ml_dtypes.bfloat16 if storage == "bfloat16" else storage)
+    for seed in range(20):
+        assert levattn.universal_set(K, 1.0, method=method, rng=seed).indices.tolist() == [0, 1, 2]
