@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import pick, to_device, to_numpy
-from levattn._kernels import Float64, precise_products, precise_solutions, query_norms, span_kernels
+from levattn._kernels import Float64, precise_products, precise_solutions, query_norms
+from levattn._span import zero_products
 from levattn.leverage import TIE
 from levattn.linalg import UNIT, Factor
 
@@ -99,8 +100,7 @@ class PreciseSums:
         nothing = noise == 0
         doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)
         if len(doubtful[0]):
-            kernels = span_kernels()
-            kernels.mark_zeros(kernels.field(), self.Q, K, *doubtful, nothing)
+            nothing |= zero_products(self.Q, K, doubtful)
             known = ~lost | (noise == 0)
             self._unknown |= np.any(nothing & ~known & (among > 0), axis=1)
             nothing &= known

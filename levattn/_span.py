@@ -19,7 +19,7 @@ import numpy.typing as npt
 from levattn._array import to_float64, to_numpy
 from levattn._kernels import Float64, Rows, span_kernels
 
-__all__ = ["Span", "nonzero_rows"]
+__all__ = ["Span", "nonzero_rows", "zero_products"]
 
 _NUMBERS = 1 << 18  # that are widened to float64 at a time
 
@@ -111,6 +111,15 @@ class Span:
         pivots = np.zeros(len(basis), np.int64)
         basis[:rank], pivots[:rank] = self.basis, np.argmax(self.basis != 0, axis=1)
         return basis, pivots, rank
+
+
+def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
+    """Tell which of the products in doubt, a pair of indices of queries and of keys, are exactly zero, (m, n)."""
+    nothing = np.zeros((len(Q), len(K)), np.bool_)
+    if len(doubtful[0]):
+        kernels = span_kernels()
+        kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), *doubtful, nothing)
+    return nothing
 
 
 def nonzero_rows(rows: Rows) -> Flags:

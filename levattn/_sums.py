@@ -9,13 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._array import Matrices, to_float64
-from levattn._kernels import Float64, precise_products, span_kernels
+from levattn._kernels import Float64, precise_products
+from levattn._span import zero_products
 from levattn.exceptions import NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.linalg import UNIT
 
 __all__ = [
     "BLOCK_ENTRIES",
+    "LEAST_POSITIVE",
     "certain_products",
     "entry_change",
     "evaluation_error",
@@ -28,7 +30,7 @@ __all__ = [
 
 BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
 _NOTHING = 2.0**-104  # what twice the precision does not see
-_LEAST_POSITIVE = 2.0**-1074
+LEAST_POSITIVE = 2.0**-1074  # of float64
 _COARSE = np.ldexp(1.0, np.arange(4, 60, 4))  # how much larger than its error a product may be
 _FINE = 2.0 ** np.arange(0, 4, 0.5)
 _SHARE = 1e-12  # by which the terms of products that are far larger than their error change together
@@ -38,7 +40,7 @@ _SLOPES = {Huber: (1.0, 1.4143), Tukey: (0.2863, 1.4743), Fair: (1.0, 1.8054), L
 
 def product_noise(size: Any, d: int) -> Any:
     """Return by how much products of d terms in float64 may be off, for ``size = Σ |q_i||k_i|``."""
-    return (d + 2) * UNIT * size + 2 * d * _LEAST_POSITIVE
+    return (d + 2) * UNIT * size + 2 * d * LEAST_POSITIVE
 
 
 def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Float64, Float64]:
@@ -46,14 +48,10 @@ def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Flo
     d = Q.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
         Z, size = precise_products(Q, K), np.abs(Q) @ np.abs(K).T
-        noise = _NOTHING * d**2 * size + 4 * d * _LEAST_POSITIVE
+        noise = _NOTHING * d**2 * size + 4 * d * LEAST_POSITIVE
         if zeros:
-            doubtful = np.nonzero(np.abs(Z) <= noise)
-            if len(doubtful[0]):
-                nothing = np.zeros(Z.shape, np.bool_)
-                kernels, left, right = span_kernels(), np.ascontiguousarray(Q), np.ascontiguousarray(K)
-                kernels.mark_zeros(kernels.field(), left, right, *doubtful, nothing)
-                Z, noise = np.where(nothing, 0.0, Z), np.where(nothing, 0.0, noise)
+            nothing = zero_products(Q, K, np.nonzero(np.abs(Z) <= noise))
+            Z, noise = np.where(nothing, 0.0, Z), np.where(nothing, 0.0, noise)
         noise += 2 * UNIT * np.abs(Z)
     return Z, noise
 
@@ -75,7 +73,7 @@ def _floor(f: AttentionFunction | Softmax) -> float:
     """Return what a value of f may lose where it leaves the range of float64."""
     if isinstance(f, Softmax):
         return 0.0
-    least = 32 * _LEAST_POSITIVE
+    least = 32 * LEAST_POSITIVE
     if isinstance(f, Tukey | Fair):
         return least * max(1.0, f.c * f.c)
     return least if isinstance(f, Power | Huber | L1L2) else least * max(1.0, float(f(np.ones(1))[0]))

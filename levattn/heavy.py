@@ -38,6 +38,7 @@ from levattn._random import as_seed
 from levattn._recovery import estimated_normalizers, recovered_entries, recovery_size
 from levattn._sums import (
     BLOCK_ENTRIES,
+    LEAST_POSITIVE,
     certain_products,
     entry_change,
     evaluation_error,
@@ -61,7 +62,6 @@ __all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
 
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 _LEAST = 2.0**-1022  # a score of which nothing is known
-_LEAST_POSITIVE = 2.0**-1074  # of float64
 _LARGEST_POWER = 1000  # of two in a query
 _LARGEST_SHARE = 500  # of two in a term of a sum
 _UNKNOWN = 0.1  # relative error of scores from which on nothing is said of a query
@@ -868,7 +868,7 @@ def _heavy(
     scores: Float64, epsilon: float, error: Float64
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]:
     """Return the rows, columns and values of scores (m, k) that may be at least ε, for relative errors (m,)."""
-    least = np.maximum(epsilon * (1 - np.maximum(TIE, 4 * error)), _LEAST_POSITIVE)
+    least = np.maximum(epsilon * (1 - np.maximum(TIE, 4 * error)), LEAST_POSITIVE)
     places = np.flatnonzero(scores >= least[:, None])  # faster than to look for rows and columns at once
     i, j = np.divmod(places, max(scores.shape[1], 1))
     return i, j, scores.ravel()[places]

@@ -898,10 +898,12 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         turn = _turn_rows(rows, item)
         exact = batch.counts_outside and rows.shift is None
         found = _orthogonal(turn, R, penalty, cut, partial(_exact_rank, one) if exact else None)
-        if found.outside.shape[1]:  # R turns the row space by its rounding, which no moments of K W show
-            found = _precondition(turn, R.T @ R, penalty, _SINGLE_NOISE, target, cut, limit)
-        batch.put(item, found)
-        batch.look_below(item, partial(_resolve, turn, R.T @ R, UNIT, target, limit))
+        if not found.outside.shape[1]:
+            batch.put(item, found)
+            continue
+        moments = R.T @ R  # R turns the row space by its rounding, which no moments of K W show
+        batch.put(item, _precondition(turn, moments, penalty, _SINGLE_NOISE, target, cut, limit))
+        batch.look_below(item, partial(_resolve, turn, moments, UNIT, target, limit))
     return batch.factor()
 
 

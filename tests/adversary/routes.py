@@ -75,7 +75,9 @@ def _margin(result: Any) -> float:
 
 def _raised(result: Any) -> float:
     """What scores of an exact rank above the numerical one are raised by, relative to them (docs of `scores`)."""
-    return max((8 * float(one.score_error[0]) for one in result.factor.hidden.values() if one is not None), default=0.0)
+    return max(
+        (8 * float(one.score_error[0]) for one in result.factor.hidden.values() if one is not None), default=0.0
+    )
 
 
 # -- sets of keys -----------------------------------------------------------------------------------------------------
