@@ -3,13 +3,16 @@
 A method, a storage type, a memory layout or a device is one line of `TABLE`. A property is a
 test function marked with `contract`; it takes an implementation and keys of small integers,
 which every storage type holds exactly, so that rows and columns can be combined without rounding.
+
+Most lines differ from a line before in storage, layout, threads or batch-mates, where the same bits are promised. They
+are held to these bits, and are put through every property by `make test-all` alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,7 +52,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to run the library: how keys are stored, which method, how many threads."""
+    """A way to run the library: how keys are stored, which method, how many threads.
+
+    plain: the line of the table whose bits it has, if any.
+    thorough: whether its properties are left to `make test-all`.
+    """
 
     name: str
     convert: Callable[[Float], Any]
@@ -57,6 +64,8 @@ class Implementation:
     threads: int | None = None
     batch: bool = False
     rtol: float = 1e-10
+    plain: str = ""
+    thorough: bool = False
 
     def _stack(self, K: Float) -> Float:
         """The keys between two neighbours that must not matter: long ones and no ones."""
@@ -112,34 +121,90 @@ def _stored(storage: str, **options: Any) -> Implementation:
 
 
 def _laid_out(layout: str, storage: str) -> Implementation:
-    implementation = _stored(storage, name=f"{storage}-{layout}")
+    implementation = _stored(storage, name=f"{storage}-{layout}", plain=f"{storage}-auto")
     convert = implementation.convert
-    return Implementation(implementation.name, lambda K: LAYOUTS[layout](convert(K)), rtol=implementation.rtol)
+    return replace(implementation, convert=lambda K: LAYOUTS[layout](convert(K)))
 
 
 METHODS = ("auto", "gram", "qr", "svd")
+NARROW = ("float16", "bfloat16", "torch-float16", "torch-bfloat16")  # small whole numbers are the same in float32
 
 TABLE = [
     *(_stored(storage, method=method) for storage in ("float64", "float32") for method in METHODS),
-    *(_stored(s) for s in STORAGE if s not in ("float64", "float32", "strict-float32", "cupy-float32")),
-    *(_stored(s, method=m) for s in ("strict-float32", "cupy-float32") for m in METHODS if s in STORAGE),
+    *(
+        _stored(s, plain=f"{s.removeprefix('torch-')}-auto")
+        for s in ("torch-float64", "torch-float32")
+        if s in STORAGE
+    ),
+    *(_stored(s, plain="float32-auto") for s in NARROW if s in STORAGE),
+    *(
+        _stored(s, method=m, thorough=(s, m) != (f"{s.split('-')[0]}-float32", "auto"))
+        for s in STORAGE
+        if s.startswith(("strict", "cupy", "torch-cuda"))
+        for m in (METHODS if s in ("strict-float32", "cupy-float32") else ("auto",))
+    ),
     *(_laid_out(layout, "float32") for layout in LAYOUTS),
     _laid_out("sliced", "float64"),
     _laid_out("memmap", "float16"),
-    _stored("float32", name="float32-heads", batch=True),
-    _stored("float64", name="float64-heads", batch=True),
+    _stored("float32", name="float32-heads", batch=True, plain="float32-auto"),
+    _stored("float64", name="float64-heads", batch=True, plain="float64-auto"),
     *(
-        _stored(s, name=f"{s}-heads", batch=True)
-        for s in ("torch-bfloat16", "strict-float64", "cupy-float32")
+        _stored(s, name=f"{s}-heads", batch=True, plain=plain, thorough=not plain)
+        for s, plain in (("torch-bfloat16", "float32-auto"), ("strict-float64", ""), ("cupy-float32", ""))
         if s in STORAGE
     ),
-    _stored("float32", name="float32-one-thread", threads=1),
-    _stored("float32", name="float32-two-threads", threads=2),
-    _stored("float64", name="float64-heads-two-threads", batch=True, threads=2),
+    _stored("float32", name="float32-one-thread", threads=1, plain="float32-auto"),
+    _stored("float32", name="float32-two-threads", threads=2, plain="float32-auto"),
+    _stored("float64", name="float64-heads-two-threads", batch=True, threads=2, plain="float64-auto"),
 ]
+NAMED = {impl.name: impl for impl in TABLE}
 
-contract = pytest.mark.parametrize("impl", TABLE, ids=lambda impl: impl.name)
+
+def _lines(lines: list[Implementation], thorough: Callable[[Implementation], bool]) -> Any:
+    params = [pytest.param(one, id=one.name, marks=pytest.mark.thorough if thorough(one) else ()) for one in lines]
+    return pytest.mark.parametrize("impl", params)
+
+
+contract = _lines(TABLE, lambda impl: impl.thorough or bool(impl.plain))
+alike = _lines([impl for impl in TABLE if impl.plain], lambda impl: impl.thorough)
 keys = strategies.integer_keys
+
+
+# -- the bits of another line of the table ---------------------------------------------
+
+
+@alike
+@strategies.examples(16)
+@given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
+def test_bits_of_the_plain_array(impl: Implementation, K: Float, epsilon: float, seed: int) -> None:
+    plain = NAMED[impl.plain]
+    mask = np.random.default_rng(seed).random(len(K)) < 0.6
+    options: list[dict[str, Any]] = [{}, {"center": True}, {"ridge": 0.1}, {"mask": mask}]
+    for option in options:
+        np.testing.assert_array_equal(impl.scores(K, **option), plain.scores(K, **option))
+    for threshold, size in ((epsilon, None), (None, seed % (len(K) + 1))):
+        one, other = (way.universal(K, threshold, size=size) for way in (impl, plain))
+        for name, value in vars(one).items():
+            np.testing.assert_array_equal(value, getattr(other, name), err_msg=name)
+    if not impl.batch:
+        Q = _queries(K, seed)
+        V = np.random.default_rng(seed + 1).integers(-9, 10, (len(K), 4)).astype(np.float64)
+        found, wanted = (_attention(way, Q, K, V, epsilon) for way in (impl, plain))
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+
+
+def _attention(impl: Implementation, Q: Float, K: Float, V: Float, epsilon: float) -> dict[str, Any]:
+    heavy = impl.heavy(Q, K, epsilon)
+    output, bound = heavy.apply(impl.convert(V))
+    figures = {
+        "normalizers": heavy.normalizers,
+        "captured": heavy.captured_mass,
+        "residual": heavy.residual_mass,
+        "output": output,
+        "bound": bound,
+    }
+    return {"entries": heavy.entries.toarray()} | {name: as_float64(value) for name, value in figures.items()}
 
 
 # -- property 1: range, rank, zero rows, rows outside the span of the others ----------
