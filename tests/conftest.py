@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import specialisations
 from emulator import device
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
@@ -17,6 +18,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
 # The same examples in every run, so that a red run can be repeated; no deadline, because the first example
 # compiles kernels. To search for new counterexamples: pytest --hypothesis-profile=search
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile(
     "search",
     deadline=None,
@@ -60,6 +62,7 @@ _KEPT: list[object] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(specialisations.Counter())
     stub_torchvision()
     root = Path(__file__).parents[1]
     missing = [root / path for package, paths in NEEDED_BY.items() if find_spec(package) is None for path in paths]

@@ -1,6 +1,6 @@
 """What an installed wheel holds and does where nothing but its runtime dependencies is installed.
 
-``make package`` runs it as ``python -I tests/installed.py`` from another folder, so that it is the wheel that is
+``make package`` and ``make wheel`` run it as ``python -I tests/installed.py`` from another folder, so that it is the wheel that is
 imported. It names the first thing that is wrong.
 """
 
@@ -29,6 +29,7 @@ NEEDS = {
     "levattn.integrations.transformers": "transformers",
 }
 PROGRAM = "levattn.cli."
+COMPILED = "levattn/_kernels/compiled/"
 
 
 def check(holds: object, what: str) -> None:
@@ -56,11 +57,12 @@ def check_environment() -> None:
 
 
 def check_files() -> None:
-    """All sources and data are there, and nothing else."""
+    """All sources and data are there, and nothing else but compiled kernels."""
     files = importlib.metadata.files("levattn") or []
     packed = {file.as_posix() for file in files if "__pycache__" not in file.parts and file.parts[0] == "levattn"}
     sources = {path.relative_to(SOURCES.parent) for path in SOURCES.rglob("*") if path.is_file()}
-    expected = {path.as_posix() for path in sources if "__pycache__" not in path.parts}
+    expected = {path.as_posix() for path in sources if not {"__pycache__", "compiled"} & set(path.parts)}
+    packed = {name for name in packed if not name.startswith(COMPILED)}
     check(packed == expected, f"these files are in the wheel or in the sources only: {sorted(packed ^ expected)}")
     for kind in ("py.typed", ".cu", ".cuh", ".npz"):
         check(any(name.endswith(kind) for name in packed), f"it has no {kind} file")
@@ -145,6 +147,15 @@ def check_attention() -> None:
         check(output.shape == V.shape and np.isfinite(output).all(), f"{name} returns {output}")
 
 
+def check_compiled() -> None:
+    """Nothing was compiled, where the wheel brings compiled kernels."""
+    files = importlib.metadata.files("levattn") or []
+    if any(file.as_posix().startswith(COMPILED) for file in files):
+        package = importlib.import_module("levattn")
+        found = sorted({path.name.split("-")[0] for path in Path(package.__path__[0]).rglob("*.nbc")})
+        check(not found, f"these kernels were compiled, although others came with it: {found}")
+
+
 def check_extras(folder: Path) -> None:
     import numpy as np
 
@@ -168,6 +179,7 @@ def main() -> None:
         check_sets(Path(folder))
         check_extras(Path(folder))
     check_attention()
+    check_compiled()
     sys.stdout.write(f"levattn {importlib.metadata.version('levattn')} works with its runtime dependencies alone.\n")
 
 

@@ -9,20 +9,23 @@ import ast
 import errno
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 import numba.core.caching
 import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import _cpu_cache, _cpu_jit, _cpu_simd
+from levattn._kernels import _cpu_cache, _cpu_jit, _cpu_shipped, _cpu_simd
 
 CALL = """
 import numpy as np
@@ -122,8 +125,7 @@ def test_code_is_compiled_without_a_cache_where_no_folder_can_be_written(
 ) -> None:
     monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
     with pytest.warns(levattn.CacheWarning, match=r"no folder can be written.*NUMBA_CACHE_DIR"):
-        first = compiled()
-    assert not was_cached(first)
+        assert not was_cached(compiled())
     assert not was_cached(compiled())  # said once: a second warning would be an error here
 
 
@@ -192,3 +194,84 @@ def test_code_that_another_process_put_in_its_place_is_not_run(compiled: Callabl
     assert {was_cached(compiled(), 3), was_cached(compiled(), 0.75)} == {False, True}
     assert was_cached(compiled(), 3)
     assert was_cached(compiled(), 0.75)
+
+
+# -- code that comes with the wheel -------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive(tmp_path: Path, compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give the archive of the level of this processor, with the function's code for whole numbers."""
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    monkeypatch.setattr(_cpu_shipped, "FOLDER", folder)
+    kernel = compiled()
+    kernel(3)
+    has = llvmlite.binding.get_host_cpu_features()
+    kinds = {"x86_64": "x86", "arm64": "aarch64"}
+    kind = kinds.get(platform.machine(), platform.machine())
+    level = next(
+        (
+            name
+            for name, all_of in _cpu_shipped.FEATURES.items()
+            if name.startswith(kind) and all(map(has.get, all_of))
+        ),
+        None,
+    )
+    if level is None:
+        pytest.skip("no code is made for processors of this kind")
+    write(folder / f"{level}.zip", _cpu_cache.packed(kernel), _cpu_shipped.versions())
+    shutil.rmtree(tmp_path / "cache")
+    _cpu_shipped._archive.cache_clear()
+    yield folder / f"{level}.zip"
+    _cpu_shipped._archive.cache_clear()
+
+
+def write(path: Path, code: dict[str, bytes], versions: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.comment = versions.encode()
+        for name, content in code.items():
+            archive.writestr(name, content)
+
+
+def test_code_of_the_wheel_is_used_and_nothing_is_written(archive: Path, compiled: Callable[[], Any]) -> None:
+    function = compiled()
+    assert was_cached(function)
+    assert function(2**40) == 2**41
+    assert not list(archive.parents[1].glob("cache/**/*.nbc"))
+    assert not was_cached(compiled(), 1.5)  # a type that the wheel has no code for
+    assert was_cached(compiled(), 1.5)
+
+
+def test_code_of_the_wheel_needs_no_folder(
+    archive: Path, compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    function = compiled()
+    assert was_cached(function)
+    with pytest.warns(levattn.CacheWarning, match=r"no folder can be written.*NUMBA_CACHE_DIR"):
+        assert function(1.5) == 3
+
+
+def test_code_of_an_older_source_is_not_used(archive: Path, compiled: Callable[[], Any]) -> None:
+    source = archive.parents[1] / "source.py"
+    source.write_text(FUNCTION + "# changed\n")
+    _cpu_jit._sources.cache_clear()
+    assert not was_cached(compiled())
+
+
+@pytest.mark.parametrize("fault", ["other Numba", "damaged code", "cut short", "other processor"])
+def test_code_of_the_wheel_that_does_not_fit_is_compiled_anew(
+    archive: Path, compiled: Callable[[], Any], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = archive.read_bytes()
+    if fault == "other Numba":
+        archive.write_bytes(content.replace(numba.__version__.encode(), b"0.0.0"))
+    elif fault == "damaged code":
+        middle = len(content) // 2
+        archive.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif fault == "cut short":
+        archive.write_bytes(content[: len(content) // 2])
+    else:
+        monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    assert not was_cached(compiled())

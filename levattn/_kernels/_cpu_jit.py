@@ -88,13 +88,14 @@ def _compiler_of_parts() -> dict[str, Any]:
 def _cache_of(function: Callable[..., Any]) -> Any:
     """Return the cache of a function, or None where there can be none."""
     try:
-        from levattn._kernels._cpu_cache import KernelCache
+        from levattn._kernels._cpu_cache import KernelCache, ShippedCache
 
-        return KernelCache(function, _stamp(function), _say_uncached)
+        try:
+            return KernelCache(function, _stamp(function), _say_uncached)
+        except RuntimeError:  # of Numba, where it finds no folder
+            return ShippedCache(function, _stamp(function), _say_uncached)
     except (ImportError, AttributeError, TypeError):  # of a Numba that keeps its files in another way
         _say_uncached(f"Numba {numba.__version__} keeps it in a way that is not known here")
-    except RuntimeError:  # of Numba, where it finds no folder
-        _say_uncached("no folder can be written")
     return None
 
 
@@ -110,7 +111,10 @@ def _say_uncached(reason: str) -> None:
 
 
 def _wide() -> bool:
-    return bool(llvm.get_host_cpu_features().get("avx512f", False))
+    named = numba.config.CPU_FEATURES  # where code is made for another processor
+    return (
+        bool(llvm.get_host_cpu_features().get("avx512f", False)) if named is None else "+avx512f" in named.split(",")
+    )
 
 
 # The register tiles: with 32 registers of 512 bits, and with 16 of 256 (LLVM splits these on narrower units).

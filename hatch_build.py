@@ -1,0 +1,161 @@
+"""Compile kernels where a wheel is built, so that whoever installs it has nothing to compile.
+
+The hook of the build backend does so if LEVATTN_KERNELS is set in the environment (`make wheel` sets it). Without it the
+wheel is for every system, and compiles at the first call. A checkout gets the same by `make kernels`, which runs
+
+    python hatch_build.py [LEVEL ...]
+
+with the levels that this machine can compile for if none is given. Each becomes an archive in the folder
+`levattn/_kernels/compiled`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent
+NEEDED = ("numpy", "scipy", "numba", "array-api-compat")  # by the hook, beside hatchling
+PLATFORM = "manylinux_2_17"  # the code calls nothing of the C library: Numba resolves its symbols
+
+# What is called to learn for which types the kernels are to be compiled; K and X in one precision, S sparse
+CALLS = """
+levattn.leverage_scores(K)
+levattn.leverage_scores(K, method="qr")
+levattn.leverage_scores(K[:40])
+levattn.leverage_scores(K, mask=K[:, 0] > 0, center=True)
+levattn.leverage_scores(K @ np.diag(10.0 ** -np.arange(64.0)).astype(K.dtype))
+levattn.leverage_scores(np.repeat(K[:300], 20, axis=1)[:, :600])
+levattn.leverage_scores(np.tile(K[:, :4], 16))
+levattn.leverage_scores(S)
+[levattn.leverage_scores(K, method=m) for m in ("countsketch", "osnap", "srht", "jl", "halving")]
+[levattn.universal_set(K, 0.1, method=m) for m in ("auto", "countsketch", "srht")]
+levattn.universal_set(K, size=9)
+levattn.universal_set(X, 0.1)
+levattn.universal_set(lambda: iter([K[:700], K[700:]]), 0.1)
+levattn.universal_set(K, 0.1, f=levattn.Huber())
+levattn.universal_set(K, 0.1, f=1)
+levattn.universal_set(K[:600], 0.1, f=levattn.Softmax(1.0))
+levattn.heavy_attention(K[:300], K, 0.1).apply(K)
+levattn.heavy_attention(K[:300], K, 1e-4)
+levattn.heavy_attention(K[:300], K, 0.1, f=4)
+levattn.heavy_attention(K[:500], K[:500], 0.1, causal=True).apply(K[:500])
+levattn.StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result()
+levattn.CausalUniversalSet(0.1).update(K).heavy(K[:10])
+levattn.online_leverage_scores(K[:900])
+levattn.softmax_mass(K[:10], K, levattn.universal_set(K, 0.1))
+levattn.states.Moments(64).update(K).factor()
+attention.latte(X, X, X), attention.latte(X, X, X, causal=True)
+attention.tssa(X[None]), attention.tssa(X[None], causal=True)
+attention.pruned_attention(X, X, X, size=64, summaries=8)
+attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True)
+attention.macchiato(X, X, X, X, X, X[..., 0], window=64)
+"""
+
+RECORD = """
+import pickle, sys
+import numpy as np, scipy.sparse
+import levattn
+from levattn import attention
+for dtype in ("float32", "float64"):
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((9000, 64)).astype(dtype)
+    X = K[None, :600]
+    S = scipy.sparse.csr_array(K[:, :8])
+    for line in sys.argv[2].strip().splitlines():
+        exec(line)
+found = {}
+for name, module in list(sys.modules.items()):
+    if name.startswith("levattn._kernels._cpu"):
+        for kernel in vars(module).values():
+            if getattr(kernel, "signatures", None):
+                found[kernel.__module__, kernel.__name__] = list(kernel.signatures)
+pickle.dump(found, open(sys.argv[1], "wb"))
+"""
+
+COMPILE = """
+import importlib, pickle, sys
+from levattn._kernels._cpu_cache import packed
+found = {}
+for (module, name), signatures in pickle.load(open(sys.argv[1], "rb")).items():
+    kernel = getattr(importlib.import_module(module), name)
+    for signature in signatures:
+        kernel.compile(signature)
+    found |= packed(kernel)
+pickle.dump(found, open(sys.argv[2], "wb"))
+"""
+
+
+def run(code: str, *arguments: str, **environment: str) -> None:
+    """Run a program of the checkout with no code compiled before."""
+    with tempfile.TemporaryDirectory() as cache:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+        path = os.pathsep.join([str(ROOT), *sys.path[1:]])
+        new = inherited | {"NUMBA_CACHE_DIR": cache, "PYTHONPATH": path} | environment
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=new)
+
+
+def build(levels: list[str]) -> list[Path]:
+    """Make the archives, of the levels named or of all that this machine can compile for; return their paths."""
+    sys.path.insert(0, str(ROOT))
+    from levattn._kernels._cpu_shipped import FEATURES, FOLDER, versions
+
+    kind = {"AMD64": "x86", "x86_64": "x86", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    levels = levels or [level for level in FEATURES if level.startswith(kind)]
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.zip"):
+        old.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        signatures, code = Path(folder, "signatures"), Path(folder, "code")
+        run(RECORD, str(signatures), CALLS)
+        paths = []
+        for level in levels:
+            features = ",".join(f"+{feature}" for feature in FEATURES[level])
+            cpu = "generic" if level == "aarch64" else level
+            run(COMPILE, str(signatures), str(code), NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
+            paths.append(FOLDER / f"{level}.zip")
+            with zipfile.ZipFile(paths[-1], "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.comment = versions().encode()
+                for name, content in sorted(pickle.loads(code.read_bytes()).items()):
+                    archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return paths
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # as a program
+    pass
+else:
+
+    class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
+        """The hook: archives and the tag of a wheel that has them."""
+
+        def dependencies(self) -> list[str]:
+            """Return what the build needs beside hatchling."""
+            return list(NEEDED) if self._asked() else []
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Put the archives into the wheel."""
+            if self._asked() and version == "standard":
+                for path in build([]):
+                    build_data["force_include"][str(path)] = str(path.relative_to(ROOT))
+                python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+                machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+                build_data["pure_python"] = False
+                build_data["tag"] = f"{python}-{python}-{machine.replace('linux', PLATFORM)}"
+
+        def _asked(self) -> bool:
+            return bool(os.environ.get("LEVATTN_KERNELS"))
+
+
+if __name__ == "__main__":
+    for made in build(sys.argv[1:]):
+        print(f"{made}: {made.stat().st_size / 2**20:.1f} MB")

@@ -1,0 +1,70 @@
+"""Compiled kernels that travel with a wheel: an archive for each level of processors, made by `hatch_build.py`.
+
+Code is looked up by the kernel's name, its stamp and the types of its arguments. It is Numba's, for one version of it
+and of Python, one system, and one level of processors; where any of these differs, kernels are compiled as without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+import zipfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+
+__all__ = ["FEATURES", "FOLDER", "entry", "shipped", "versions"]
+
+FOLDER = Path(__file__).with_name("compiled")
+_V3 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
+# What a processor must have, of LLVM's names; the best level comes first
+FEATURES = {
+    "x86-64-v4": (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    "x86-64-v3": _V3,
+    "aarch64": ("neon",),
+}
+_MACHINES = {"x86_64": "x86-64", "AMD64": "x86-64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+
+def versions() -> str:
+    """Return what code depends on beside the processor."""
+    python = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}"
+    return f"{sys.platform}, {python}, Numba {numba.__version__}"
+
+
+def entry(function: Any, stamp: str, signature: Any) -> str:
+    """Return the name under which code for some types of arguments is kept."""
+    whole = f"{function.__module__}.{function.__qualname__} {stamp} {signature}"
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def shipped(name: str) -> bytes | None:
+    """Return the code of a name, or None."""
+    archive = _archive()
+    if archive is not None:
+        with suppress(Exception):  # of a damaged archive, or of code that is not there
+            return archive.read(name)
+    return None
+
+
+@cache
+def _archive() -> zipfile.ZipFile | None:
+    """Return the archive for this processor, if there is one that was made with this Numba and this Python."""
+    if numba.config.CPU_NAME is not None or numba.config.CPU_FEATURES is not None:  # code for another is asked for
+        return None
+    machine = _MACHINES.get(platform.machine(), "none")
+    has: dict[str, bool] = llvm.get_host_cpu_features()
+    for level, needed in FEATURES.items():
+        path = FOLDER / f"{level}.zip"
+        if level.startswith(machine) and all(has.get(feature) for feature in needed) and path.exists():
+            with suppress(Exception):
+                archive = zipfile.ZipFile(path)
+                if archive.comment == versions().encode():
+                    return archive
+            return None  # code of a lower level has other widths of vectors
+    return None
