@@ -1,6 +1,6 @@
 """Compile kernels where a wheel is built, so that whoever installs it has nothing to compile.
 
-The hook of the build backend does so if LEVATTN_KERNELS is set in the environment (`make wheel` sets it). Without it the
+The hook of the build backend does so if LEVATTN_KERNELS is set in the environment, as by `make wheel`. Without it the
 wheel is for every system, and compiles at the first call. A checkout gets the same by `make kernels`, which runs
 
     python hatch_build.py [LEVEL ...]

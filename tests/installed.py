@@ -1,7 +1,7 @@
 """What an installed wheel holds and does where nothing but its runtime dependencies is installed.
 
-``make package`` and ``make wheel`` run it as ``python -I tests/installed.py`` from another folder, so that it is the wheel that is
-imported. It names the first thing that is wrong.
+``make package`` and ``make wheel`` run it as ``python -I tests/installed.py`` from another folder, so that it is the
+wheel that is imported. It names the first thing that is wrong.
 """
 
 from __future__ import annotations
