@@ -47,6 +47,7 @@ def quick(name: str, folder: Path) -> dict:
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.thorough
 def test_recall_writes_accuracies_of_all_mixers(tmp_path):
     results = quick("mqar", tmp_path)
     assert tuple(results["beyond the window"]) == MIXERS
@@ -54,6 +55,7 @@ def test_recall_writes_accuracies_of_all_mixers(tmp_path):
     assert all(0 <= result["accuracy"] <= 1 for part in parts for result in part.values())
 
 
+@pytest.mark.thorough
 def test_extrapolation_writes_bits_that_no_mixer_has_fewer_of_than_is_possible(tmp_path):
     results = quick("extrapolation", tmp_path)
     bits = results["bits per token"]
@@ -62,6 +64,7 @@ def test_extrapolation_writes_bits_that_no_mixer_has_fewer_of_than_is_possible(t
         assert all(best < bits[mixer][span] < 5 for mixer in MIXERS)
 
 
+@pytest.mark.thorough
 def test_byte_model_writes_bits_and_what_latents_do(tmp_path):
     results = quick("byte_lm", tmp_path)["results"]
     assert tuple(results) == MIXERS

@@ -29,6 +29,7 @@ def example():
         yield importlib.import_module("vit_digits"), importlib.import_module("_vit")
 
 
+@pytest.mark.thorough
 def test_it_trains_and_prunes_in_all_ways(tmp_path):
     command = [sys.executable, "-W", "error", EXAMPLES / "pruning" / "vit_digits.py", "--quick", "--out", tmp_path]
     run = subprocess.run(

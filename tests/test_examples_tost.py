@@ -55,6 +55,7 @@ def quick(name: str, folder: Path, *more: str, pictures: tuple[str, ...]) -> dic
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.thorough
 def test_all_mixers_learn_digits_far_beyond_chance_with_equally_many_parameters(tmp_path, vit):
     written = quick("digits", tmp_path, pictures=("digits",))
     results = {result["mixer"]: result for result in written["results"]}
@@ -66,6 +67,7 @@ def test_all_mixers_learn_digits_far_beyond_chance_with_equally_many_parameters(
     assert all(time > 0 for times in written["layer"]["milliseconds"].values() for time in times)
 
 
+@pytest.mark.thorough
 def test_dilution_has_the_figures_that_theory_gives(tmp_path):
     written = quick("dilution", tmp_path, pictures=("dilution",))
     channels, places = written["channels"], np.array(written["places"])
@@ -84,6 +86,7 @@ def test_dilution_has_the_figures_that_theory_gives(tmp_path):
     assert 1.12 < written["all of 196 tokens"]["largest"] < 1.3
 
 
+@pytest.mark.thorough
 def test_pictures_show_layers_whose_tied_steps_lower_the_rate(tmp_path):
     written = quick("maps", tmp_path, pictures=("maps", "left", "descent"))["results"]
     assert tuple(written) == ("tssa", "tssa tied")
