@@ -92,6 +92,9 @@ def _runs(work: float, threads: int) -> int:
 
 def _share(body: Callable[[int, int], None], n: int, work: float) -> None:
     """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
+    if n == 1:
+        body(0, 1)
+        return
     threads = _threads(work)
     runs = min(n, _runs(work, threads))
     parallel_for(lambda i: body(n * i // runs, n * (i + 1) // runs), runs, threads=threads)
@@ -123,10 +126,10 @@ def _read(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
 
 def longest_run(rows: Rows, items: int) -> int:
     """Return the level of the longest run of blocks that one thread is to sum up: enough of them for all threads."""
-    threads = num_threads()
+    blocks = -(-rows.shape[1] // BLOCK)
+    threads = 1 if blocks <= 1 else num_threads()
     if threads == 1 or items >= 4 * threads:
         return _LONGEST
-    blocks = -(-rows.shape[1] // BLOCK)
     few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in (4, 8))
     return min(few, max(many, 4))  # four runs a thread, or eight where runs are long
 
