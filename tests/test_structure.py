@@ -266,11 +266,15 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@pytest.fixture(scope="module")
+def package() -> list[Module]:
+    return read_package(ROOT)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_package_keeps_the_rule(rule: Rule) -> None:
-    modules = read_package(ROOT)
-    assert len(modules) > 1
-    assert list(rule(modules)) == []
+def test_package_keeps_the_rule(rule: Rule, package: list[Module]) -> None:
+    assert len(package) > 1
+    assert list(rule(package)) == []
 
 
 PLANTED = [
