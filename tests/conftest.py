@@ -11,14 +11,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import specialisations
+import strategies
 from emulator import device
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
 
 # The same examples in every run, so that a red run can be repeated; no deadline, because the first example
 # compiles kernels. To search for new counterexamples: pytest --hypothesis-profile=search
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
-settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=200)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=strategies.EXAMPLES)
+settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=8 * strategies.EXAMPLES)
 settings.register_profile(
     "search",
     deadline=None,

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from emulator import device
 
+EXAMPLES = 25  # of a property in `make test`
+
 Float = NDArray[np.float64]
 
 HAS_TORCH = find_spec("torch") is not None
@@ -337,9 +339,12 @@ def stored_case(name: str, storage: str) -> tuple[Any, Float] | None:
 
 
 def examples(count: int) -> settings:
-    """Settings with `count` examples in the repeatable profile, the profile's own in a search."""
+    """Settings with `count` examples in the repeatable profile, eight times as many in the thorough one.
+
+    A search has the profile's own.
+    """
     profile = settings()
-    return settings(max_examples=count) if profile.derandomize else profile
+    return settings(max_examples=count * profile.max_examples // EXAMPLES) if profile.derandomize else profile
 
 
 @st.composite
