@@ -36,14 +36,17 @@ def saved(model, folder):
     return folder
 
 
+# Before 5 of transformers BERT and RoBERTa go past the attention interface; Splinter is BERT under another name
+INTERFACE = hasattr(transformers.models.bert.modeling_bert, "ALL_ATTENTION_FUNCTIONS")
+ENCODER = transformers.BertModel if INTERFACE else transformers.SplinterModel
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 11}
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, initializer_range=0.3, **SIZES))
-    return saved(model, tmp_path_factory.mktemp("encoder"))
+    config = ENCODER.config_class(num_attention_heads=4, initializer_range=0.3, **SIZES)
+    return saved(ENCODER(config), tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,7 @@ def test_inspect_prints_a_table(decoder, text):
     assert result.stdout.count("\n") > 4
 
 
+@pytest.mark.skipif(not INTERFACE, reason="RoBERTa of this transformers goes past the attention interface")
 def test_positions_that_begin_after_padding_are_fewer(roberta, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("of a head " * 30, encoding="utf-8")  # no token is that of padding, which has no position
@@ -105,7 +109,7 @@ def test_a_model_that_cannot_be_run_is_refused_in_one_line(encoder, text, comman
     def fail(*_, **__):
         raise error("index 66 is out of bounds\nand more")
 
-    monkeypatch.setattr(transformers.BertModel, "forward", fail)
+    monkeypatch.setattr(ENCODER, "forward", fail)
     result = run(command, encoder, "--text", text)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,10 @@ def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     count = inputs["input_ids"].shape[1]
     if count < 2:
         fail(f"{inquiry.text} has {count} tokens; give a longer text")
-    return model, dict(inputs)
+    inputs = dict(inputs)
+    if "token_type_ids" not in signature(model.forward).parameters:  # which its tokenizer may give all the same
+        inputs.pop("token_type_ids", None)
+    return model, inputs
 
 
 def _check_model(folder: Path) -> None:
