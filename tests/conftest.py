@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 import specialisations
 import strategies
+import tiers
 from emulator import device
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
@@ -64,6 +65,7 @@ _KEPT: list[object] = []
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(specialisations.Counter())
+    config.pluginmanager.register(tiers.Tiers())
     stub_torchvision()
     root = Path(__file__).parents[1]
     missing = [root / path for package, paths in NEEDED_BY.items() if find_spec(package) is None for path in paths]

@@ -123,6 +123,7 @@ def test_other_storage_types(storage: str, kappa: float) -> None:
 LOOSE = {"near-deficient-1e-10", "conditioned-1e10"}
 
 
+@pytest.mark.crossed
 @stores("float64", "float32", "float16", "bfloat16", "strict-float64")
 @pytest.mark.parametrize("name", list(strategies.CASES))
 def test_named_keys(name: str, storage: str) -> None:

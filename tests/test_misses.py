@@ -65,6 +65,7 @@ def make(name: str) -> Float:
 KEYS = ("gaussian", "coherent", "planted", "deficient", "graded", "conditioned", "duplicated")
 
 
+@pytest.mark.crossed
 @stores()
 @pytest.mark.parametrize("name", KEYS)
 def test_random_and_adversarial_queries(name: str, storage: str) -> None:
@@ -129,6 +130,7 @@ def test_a_key_in_a_turned_tiny_direction(size: float, method: str) -> None:
     assert missed(A, found.mask, 0.05) == []
 
 
+@pytest.mark.crossed
 @stores("float32", "float16", "bfloat16", "torch-bfloat16", "strict-float32")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("exponent", [0, -6, -10])

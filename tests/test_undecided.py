@@ -261,6 +261,7 @@ def test_the_same_of_a_given_set(name: str) -> None:
     _holds(levattn.heavy_attention(Q, K, 0.5, f=f, mask=mask), Q, K * mask[:, None], exact, 0.5, V)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("seed", range(4))
 def test_products_that_cancel_among_ordinary_keys(name: str, seed: int) -> None:
