@@ -347,6 +347,11 @@ def examples(count: int) -> settings:
     return settings(max_examples=count * profile.max_examples // EXAMPLES) if profile.derandomize else profile
 
 
+def trials(count: int) -> int:
+    """How often to try what is tried `count` times in the thorough tier: an eighth of that in `make test`."""
+    return max(1, count * settings().max_examples // (8 * EXAMPLES))
+
+
 @st.composite
 def integer_keys(
     draw: st.DrawFn,

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import strategies
 from levattn.exceptions import KeyFileError
 from levattn.io import open_keys
 
@@ -240,7 +241,7 @@ def test_damaged_files_are_refused_or_read(tmp_path: Path, name: str) -> None:
     files = kind.files(tmp_path)
     before = peak_memory()
     outcomes = set()
-    for number in range(kind.count):
+    for number in range(strategies.trials(kind.count)):
         folder = tmp_path / str(number)
         write(folder, one_damaged(name, number, files))
         try:

@@ -1,7 +1,7 @@
 """Which tests are left to `make test-all`: of large tables of parameters those that vary more than one axis at once.
 
-A plugin of pytest, which conftest registers. A test of several axes (decorators `parametrize`) keeps all of its items if
-they are few, or if it is marked `crossed`, because what it looks for lies in the combinations. Else an item that
+A plugin of pytest, which conftest registers. A test of several axes (decorators `parametrize`) keeps all of its items
+if they are few, or if it is marked `crossed`, because what it looks for lies in the combinations. Else an item that
 departs from the first value of more than one axis is thorough.
 """
 
