@@ -1,6 +1,6 @@
-"""Which tests are left to `make test-all`: of large tables of parameters those that vary more than one axis at once.
+"""Which tests are left to `make test-all`, and which files are run first: a plugin of pytest, which conftest registers.
 
-A plugin of pytest, which conftest registers. A test of several axes (decorators `parametrize`) keeps all of its items
+Of large tables of parameters those items are left that vary more than one axis at once. A test of several axes (decorators `parametrize`) keeps all of its items
 if they are few, or if it is marked `crossed`, because what it looks for lies in the combinations. Else an item that
 departs from the first value of more than one axis is thorough.
 """
@@ -14,6 +14,16 @@ import pytest
 
 FEW = 24
 
+# Files that were measured to take longest, so that no process ends with one of them; but first one that compiles most
+# kernels, and beside it, in another process, those that need few.
+FIRST = (
+    *("test_routes", "test_cuda", "test_cuda_sketch", "test_cuda_tokens", "test_emulator", "test_cuda_latent"),
+    *("test_streaming", "test_contract", "test_misses", "test_groups", "test_cli", "test_tssa_torch", "test_decoding"),
+    *("test_pruned", "test_exact", "test_sketch", "test_sparse", "test_undecided", "test_plots", "test_sensitivity"),
+    *("test_nn_tokens", "test_cuda_library", "test_accuracy", "test_passes", "test_compiled", "test_causality"),
+    *("test_dask", "test_state_bytes", "test_reviewed", "test_found", "test_mass", "test_macchiato"),
+)
+
 
 def departs(item: Any, first: Any) -> int:
     """Of how many axes the item has another value than the first."""
@@ -24,10 +34,12 @@ def departs(item: Any, first: Any) -> int:
 
 
 class Tiers:
-    """The hook that marks items."""
+    """The hook that marks and sorts items."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        places = {name: place for place, name in enumerate(FIRST)}
+        items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
         tests: dict[object, list[Any]] = defaultdict(list)
         for item in items:
             if hasattr(item, "callspec"):
