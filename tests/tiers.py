@@ -1,8 +1,8 @@
-"""Which tests are left to `make test-all`, and which files are run first: a plugin of pytest, which conftest registers.
+"""Which tests are left to `make test-all`, and which files are run first: a plugin of pytest.
 
-Of large tables of parameters those items are left that vary more than one axis at once. A test of several axes (decorators `parametrize`) keeps all of its items
-if they are few, or if it is marked `crossed`, because what it looks for lies in the combinations. Else an item that
-departs from the first value of more than one axis is thorough.
+Of large tables of parameters those items are left that vary more than one axis at once. A test of several axes
+(decorators `parametrize`) keeps all of its items if they are few, or if it is marked `crossed`, because what it looks
+for lies in the combinations. Else an item that departs from the first value of more than one axis is thorough.
 """
 
 from __future__ import annotations
