@@ -24,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent
 NEEDED = ("numpy", "scipy", "numba", "array-api-compat")  # by the hook, beside hatchling
+COMPILED = "levattn/_kernels/compiled"
 PLATFORM = "manylinux_2_17"  # the code calls nothing of the C library: Numba resolves its symbols
 
 # What is called to learn for which types the kernels are to be compiled; K and X in one precision, S sparse
@@ -103,15 +104,15 @@ def run(code: str, *arguments: str, **environment: str) -> None:
         subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=new)
 
 
-def build(levels: list[str]) -> list[Path]:
+def build(levels: list[str], to: Path) -> list[Path]:
     """Make the archives, of the levels named or of all that this machine can compile for; return their paths."""
     sys.path.insert(0, str(ROOT))
-    from levattn._kernels._cpu_shipped import FEATURES, FOLDER, versions
+    from levattn._kernels._cpu_shipped import FEATURES, versions
 
     kind = {"AMD64": "x86", "x86_64": "x86", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     levels = levels or [level for level in FEATURES if level.startswith(kind)]
-    FOLDER.mkdir(exist_ok=True)
-    for old in FOLDER.glob("*.zip"):
+    to.mkdir(exist_ok=True)
+    for old in to.glob("*.zip"):
         old.unlink()
     with tempfile.TemporaryDirectory() as folder:
         signatures, code = Path(folder, "signatures"), Path(folder, "code")
@@ -121,7 +122,7 @@ def build(levels: list[str]) -> list[Path]:
             features = ",".join(f"+{feature}" for feature in FEATURES[level])
             cpu = "generic" if level == "aarch64" else level
             run(COMPILE, str(signatures), str(code), NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
-            paths.append(FOLDER / f"{level}.zip")
+            paths.append(to / f"{level}.zip")
             with zipfile.ZipFile(paths[-1], "w", zipfile.ZIP_DEFLATED) as archive:
                 archive.comment = versions().encode()
                 for name, content in sorted(pickle.loads(code.read_bytes()).items()):
@@ -145,8 +146,9 @@ else:
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             """Put the archives into the wheel."""
             if self._asked() and version == "standard":
-                for path in build([]):
-                    build_data["force_include"][str(path)] = str(path.relative_to(ROOT))
+                self._made = tempfile.TemporaryDirectory()  # until the wheel is written and the process ends
+                for path in build([], Path(self._made.name)):
+                    build_data["force_include"][str(path)] = f"{COMPILED}/{path.name}"
                 python = f"cp{sys.version_info.major}{sys.version_info.minor}"
                 machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
                 build_data["pure_python"] = False
@@ -157,5 +159,5 @@ else:
 
 
 if __name__ == "__main__":
-    for made in build(sys.argv[1:]):
+    for made in build(sys.argv[1:], ROOT / COMPILED):
         print(f"{made}: {made.stat().st_size / 2**20:.1f} MB")
