@@ -107,10 +107,10 @@ package: .venv-package/.ready
 	$(call try-wheel,dist/*-none-any.whl)
 
 wheel: .venv-package/.ready
-	@rm -rf dist
+	@rm -f dist/*-cp*.whl
 	LEVATTN_KERNELS=1 .venv-package/bin/python -m build --wheel --outdir dist .
 	.venv-package/bin/twine check --strict dist/*
-	$(call try-wheel,dist/*.whl)
+	$(call try-wheel,dist/*-cp*.whl,--compiled)
 
 kernels: .venv-test/.ready
 	.venv-test/bin/python hatch_build.py
@@ -156,7 +156,7 @@ $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 
 clean:
 	rm -rf $(ENVIRONMENTS:%=.venv-%) .venv-package .venv-wheel .venv-minimum $(PEERS:%=.venv-peer-%)
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist levattn/_kernels/compiled .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf docs/gallery docs/reference/generated docs/sg_execution_times.rst
 	find levattn tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -164,7 +164,7 @@ define try-wheel
 	@echo "Installing the wheel into .venv-wheel ..."
 	@$(PYTHON) -m venv --clear .venv-wheel
 	@.venv-wheel/bin/python -m pip -qq --disable-pip-version-check install $(1)
-	@cd dist && ../.venv-wheel/bin/python -I ../tests/installed.py
+	@cd dist && ../.venv-wheel/bin/python -I ../tests/installed.py $(2)
 endef
 
 define lint-with

@@ -16,7 +16,6 @@ import pickle
 import platform
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parent
 NEEDED = ("numpy", "scipy", "numba", "array-api-compat")  # by the hook, beside hatchling
 COMPILED = "levattn/_kernels/compiled"
-PLATFORM = "manylinux_2_17"  # the code calls nothing of the C library: Numba resolves its symbols
+LINUX = ("manylinux_2_17", "musllinux")
 
 # What is called to learn for which types the kernels are to be compiled; K and X in one precision, S sparse
 CALLS = """
@@ -111,9 +110,9 @@ def build(levels: list[str], to: Path) -> list[Path]:
 
     kind = {"AMD64": "x86", "x86_64": "x86", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     levels = levels or [level for level in FEATURES if level.startswith(kind)]
+    if not levels or not set(levels) <= set(FEATURES):
+        raise SystemExit(f"no kernels are made for {levels or kind}; expected some of {', '.join(FEATURES)}")
     to.mkdir(exist_ok=True)
-    for old in to.glob("*.zip"):
-        old.unlink()
     with tempfile.TemporaryDirectory() as folder:
         signatures, code = Path(folder, "signatures"), Path(folder, "code")
         run(RECORD, str(signatures), CALLS)
@@ -123,10 +122,12 @@ def build(levels: list[str], to: Path) -> list[Path]:
             cpu = "generic" if level == "aarch64" else level
             run(COMPILE, str(signatures), str(code), NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
             paths.append(to / f"{level}.zip")
-            with zipfile.ZipFile(paths[-1], "w", zipfile.ZIP_DEFLATED) as archive:
+            part = paths[-1].with_suffix(".part")
+            with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
                 archive.comment = versions().encode()
                 for name, content in sorted(pickle.loads(code.read_bytes()).items()):
                     archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+            part.replace(paths[-1])
     return paths
 
 
@@ -135,6 +136,15 @@ try:
 except ImportError:  # as a program
     pass
 else:
+    from packaging.tags import sys_tags
+
+    def _tag() -> str:
+        """Return the tag of this Python and system; of Linux with any C library of the GNU that Numba runs with.
+
+        The code calls nothing of the C library: Numba resolves its symbols.
+        """
+        platforms = ((tag.platform, tag) for tag in sys_tags())
+        return str(next(tag for name, tag in platforms if "linux" not in name or name.startswith(LINUX)))
 
     class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
         """The hook: archives and the tag of a wheel that has them."""
@@ -149,13 +159,10 @@ else:
                 self._made = tempfile.TemporaryDirectory()  # until the wheel is written and the process ends
                 for path in build([], Path(self._made.name)):
                     build_data["force_include"][str(path)] = f"{COMPILED}/{path.name}"
-                python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-                machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-                build_data["pure_python"] = False
-                build_data["tag"] = f"{python}-{python}-{machine.replace('linux', PLATFORM)}"
+                build_data["pure_python"], build_data["tag"] = False, _tag()
 
         def _asked(self) -> bool:
-            return bool(os.environ.get("LEVATTN_KERNELS"))
+            return os.environ.get("LEVATTN_KERNELS", "0") not in ("", "0")
 
 
 if __name__ == "__main__":

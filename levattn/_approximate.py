@@ -97,14 +97,15 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float 
 def _in_single(factor: Factor, limit: float) -> Factor:
     """Return the factor with float32 products where its error in float64 is at most the limit.
 
-    That error is at least 2u times the condition number of the keys, with which the error of the products grows.
+    That error is at least 2u times the condition number of the keys, with which the error of the products grows, as it
+    does with the root of the number of columns.
     """
     short = factor.rows.format != "float64"
     arithmetic, errors = list(factor.arithmetic), factor.error.copy()
     for item, error in enumerate(factor.error.tolist()):
         if short and arithmetic[item] == "double" and error <= limit:
             arithmetic[item] = "single"
-            errors[item] += 2.0**-22 * error / (2 * UNIT)
+            errors[item] += 2.0**-22 * max(1.0, math.sqrt(factor.rows.shape[2]) / 8) * error / (2 * UNIT)
     return replace(factor, arithmetic=tuple(arithmetic), error=errors)
 
 

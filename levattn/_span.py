@@ -115,10 +115,8 @@ class Span:
 
 def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
     """Tell which of the products in doubt, a pair of indices of queries and of keys, are exactly zero, (m, n)."""
-    nothing = np.zeros((len(Q), len(K)), np.bool_)
-    if len(doubtful[0]):
-        kernels = span_kernels()
-        kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), *doubtful, nothing)
+    nothing, kernels = np.zeros((len(Q), len(K)), np.bool_), span_kernels()
+    kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), *doubtful, nothing)
     return nothing
 
 

@@ -50,8 +50,10 @@ def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Flo
         Z, size = precise_products(Q, K), np.abs(Q) @ np.abs(K).T
         noise = _NOTHING * d**2 * size + 4 * d * LEAST_POSITIVE
         if zeros:
-            nothing = zero_products(Q, K, np.nonzero(np.abs(Z) <= noise))
-            Z, noise = np.where(nothing, 0.0, Z), np.where(nothing, 0.0, noise)
+            doubtful = np.nonzero(np.abs(Z) <= noise)
+            if len(doubtful[0]):
+                nothing = zero_products(Q, K, doubtful)
+                Z, noise = np.where(nothing, 0.0, Z), np.where(nothing, 0.0, noise)
         noise += 2 * UNIT * np.abs(Z)
     return Z, noise
 

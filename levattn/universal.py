@@ -48,7 +48,7 @@ class UniversalSet:
         True for the keys of the set.
     scores : array of shape (..., n)
         The leverage scores of all keys for f(x) = x², else certified upper bounds of their sensitivities. Of keys
-        with directions below the numerical rank the scores are upper bounds as well, raised by up to 3 %.
+        with directions below the numerical rank the scores are upper bounds as well: raised by up to 3 %, or 1.
     epsilon : float or array of shape (...,)
         The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
         outside exceeds it.

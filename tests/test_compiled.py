@@ -48,7 +48,7 @@ def hits_and_misses(root: Path) -> str:
 
 def test_code_is_compiled_again_when_what_it_imports_changes_and_only_then(tmp_path: Path) -> None:
     source = Path(levattn.__file__).parent
-    shutil.copytree(source, tmp_path / "levattn", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    shutil.copytree(source, tmp_path / "levattn", ignore=shutil.ignore_patterns("__pycache__", "data", "compiled"))
     assert hits_and_misses(tmp_path) == "0 1"
     for other in ("_cuda_dense", "_latent", "_cpu_latent", "_cpu_tokens", "_cpu_tokens_simd"):
         with (tmp_path / "levattn" / "_kernels" / f"{other}.py").open("a") as stream:
@@ -260,7 +260,22 @@ def test_code_of_an_older_source_is_not_used(archive: Path, compiled: Callable[[
     assert not was_cached(compiled())
 
 
-@pytest.mark.parametrize("fault", ["other Numba", "damaged code", "cut short", "other processor"])
+@pytest.mark.parametrize("level", list(_cpu_shipped.FEATURES))
+def test_code_for_vectors_of_another_width_is_not_used(
+    archive: Path, compiled: Callable[[], Any], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python sizes buffers by the width that the processor has, and code by the one that it was made for."""
+    if archive.stem != level:
+        archive.rename(archive.with_stem(level))
+        assert not was_cached(compiled())
+    else:
+        features = dict(llvmlite.binding.get_host_cpu_features())
+        features["avx512f"] = not features.get("avx512f", False)
+        monkeypatch.setattr(_cpu_shipped.llvm, "get_host_cpu_features", lambda: features)
+        assert not was_cached(compiled())
+
+
+@pytest.mark.parametrize("fault", ["other Numba", "damaged code", "cut short", "other code", "other processor"])
 def test_code_of_the_wheel_that_does_not_fit_is_compiled_anew(
     archive: Path, compiled: Callable[[], Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +285,10 @@ def test_code_of_the_wheel_that_does_not_fit_is_compiled_anew(
     elif fault == "damaged code":
         middle = len(content) // 2
         archive.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif fault == "other code":
+        with zipfile.ZipFile(archive) as sound:
+            names = sound.namelist()
+        write(archive, dict.fromkeys(names, b"no code"), _cpu_shipped.versions())
     elif fault == "cut short":
         archive.write_bytes(content[: len(content) // 2])
     else:

@@ -138,7 +138,7 @@ TABLE = [
     ),
     *(_stored(s, plain="float32-auto") for s in NARROW if s in STORAGE),
     *(
-        _stored(s, method=m, thorough=(s, m) != (f"{s.split('-')[0]}-float32", "auto"))
+        _stored(s, method=m, thorough=(s.rpartition("-")[2], m) != ("float32", "auto") and s != "strict-float64")
         for s in STORAGE
         if s.startswith(("strict", "cupy", "torch-cuda"))
         for m in (METHODS if s in ("strict-float32", "cupy-float32") else ("auto",))

@@ -19,7 +19,7 @@ import tempfile
 
 from _rivals import table
 
-from levattn._kernels._cpu_shipped import FOLDER
+from levattn._kernels._cpu_shipped import _archive
 
 MAIN = ("leverage_scores", "universal_set", "heavy_attention")
 MAIN_BAR, BAR, WARM_BAR, WHEEL_BAR = 4.0, 6.0, 0.3, 0.5
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="calls whose names begin so")
     only = tuple(parser.parse_args().only or [""])
-    main_bar = WHEEL_BAR if list(FOLDER.glob("*.zip")) else MAIN_BAR
+    main_bar = MAIN_BAR if _archive() is None else WHEEL_BAR
     rows = []
     for name, call in CALLS.items():
         if not name.startswith(only):

@@ -90,7 +90,10 @@ def _from_wheel(function: Callable[..., Any], stamp: str, sig: Any, target_conte
     """Return the code for a signature that came with the wheel, or None."""
     rtsys.initialize(target_context)
     content = shipped(entry(function, stamp, sig))
-    return None if content is None else CompileResult._rebuild(target_context, *pickle.loads(content))
+    if content is not None:
+        with suppress(Exception):  # of any kind, where Numba reads code in another way than it wrote it
+            return CompileResult._rebuild(target_context, *pickle.loads(content))
+    return None
 
 
 def packed(kernel: Any) -> dict[str, bytes]:

@@ -7,21 +7,25 @@ and of Python, one system, and one level of processors; where any of these diffe
 from __future__ import annotations
 
 import hashlib
+import io
 import platform
 import sys
+import sysconfig
 import zipfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 import numba
 
 __all__ = ["FEATURES", "FOLDER", "entry", "shipped", "versions"]
 
 FOLDER = Path(__file__).with_name("compiled")
-_V3 = ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
+_V2 = ("cx16", "popcnt", "sahf", "sse3", "sse4.1", "sse4.2", "ssse3")
+_V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
 # What a processor must have, of LLVM's names; the best level comes first
 FEATURES = {
     "x86-64-v4": (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
@@ -33,8 +37,8 @@ _MACHINES = {"x86_64": "x86-64", "AMD64": "x86-64", "aarch64": "aarch64", "arm64
 
 def versions() -> str:
     """Return what code depends on beside the processor."""
-    python = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}"
-    return f"{sys.platform}, {python}, Numba {numba.__version__}"
+    python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+    return f"{sys.platform}, {python}, Numba {numba.__version__}, llvmlite {llvmlite.__version__}"
 
 
 def entry(function: Any, stamp: str, signature: Any) -> str:
@@ -60,11 +64,11 @@ def _archive() -> zipfile.ZipFile | None:
     machine = _MACHINES.get(platform.machine(), "none")
     has: dict[str, bool] = llvm.get_host_cpu_features()
     for level, needed in FEATURES.items():
-        path = FOLDER / f"{level}.zip"
-        if level.startswith(machine) and all(has.get(feature) for feature in needed) and path.exists():
-            with suppress(Exception):
-                archive = zipfile.ZipFile(path)
-                if archive.comment == versions().encode():
-                    return archive
-            return None  # code of a lower level has other widths of vectors
+        # of all that may run here the one alone that has the width of vectors by which the library cuts up its work
+        wide = bool(has.get("avx512f")) == ("avx512f" in needed)
+        if level.startswith(machine) and wide and all(has.get(feature) for feature in needed):
+            with suppress(OSError, zipfile.BadZipFile):
+                content = (FOLDER / f"{level}.zip").read_bytes()  # and no open file, which forks would share
+                archive = zipfile.ZipFile(io.BytesIO(content))
+                return archive if archive.comment == versions().encode() else None
     return None
