@@ -364,6 +364,7 @@ def client(cluster: Any) -> Iterator[Any]:
         yield found
 
 
+@pytest.mark.thorough
 def test_on_processes(client: Any, cluster: Any, shards: Path) -> None:
     K = keys()
     X = da.from_array(K, chunks=(700, 6))
@@ -413,6 +414,7 @@ def test_kernels_have_the_threads_of_their_worker(client: Any) -> None:
     assert threads() == (2, 2)
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_changes_nothing(client: Any, tmp_path: Path) -> None:
     K = keys(24_000)
 

@@ -161,6 +161,7 @@ def test_random_keys_are_as_many_and_others_each_time(vit):
     assert all(len(set(row.tolist())) == 10 for row in one.flatten(0, 1))
 
 
+@pytest.mark.thorough
 def test_transformers_of_one_shape_have_equally_many_parameters_and_all_learn(vit):
     shape = vit.Shape(dim=16, depth=2, heads=4, hidden=24)
     sizes = []

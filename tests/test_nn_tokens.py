@@ -355,6 +355,7 @@ def test_a_layer_compiles_whole(options: Any) -> None:
         torch.testing.assert_close(one, p.grad)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, behind a break
 @pytest.mark.parametrize("options", [{}, {"positions": 17}], ids=["plain", "positions"])
 def test_decoding_compiles_around_its_cache(options: Any) -> None:

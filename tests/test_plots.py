@@ -587,6 +587,7 @@ def test_the_same_picture_has_the_same_bytes(style: str, suffix: str) -> None:
     assert draw() == draw()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", ["default", "dark_background"])
 def test_all_displays_have_the_same_bytes_when_drawn_again(style: str) -> None:
     with style_sheets.context(style):

@@ -249,6 +249,7 @@ def of_case(answers: list[dict[str, Any]], name: str) -> list[Any]:
 # -- their answers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SOUND)
 def test_is_the_set_of_all_keys_together(answers: list[dict[str, Any]], name: str) -> None:
     case = SOUND[name]
@@ -271,6 +272,7 @@ def test_is_the_set_of_all_keys_together(answers: list[dict[str, Any]], name: st
             assert all(np.array_equal(i.indices, np.flatnonzero(r)) for i, r in zip(sets.items, rows, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SOUND)
 def test_all_ranks_have_the_same_bits(answers: list[dict[str, Any]], name: str) -> None:
     first, *others = of_case(answers, name)
@@ -282,6 +284,7 @@ def test_all_ranks_have_the_same_bits(answers: list[dict[str, Any]], name: str) 
             assert np.array_equal(mine.indices, theirs.indices)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name, case in SOUND.items() if case.values is not None])
 def test_values_come_with_the_keys(answers: list[dict[str, Any]], name: str) -> None:
     case = SOUND[name]
@@ -296,6 +299,7 @@ def test_values_come_with_the_keys(answers: list[dict[str, Any]], name: str) -> 
             assert np.array_equal(item.payload, values[item.indices])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["three", "random cuts 0", "heads"])
 def test_counts_all_that_travelled(answers: list[dict[str, Any]], name: str) -> None:
     for of_rank in answers:
@@ -303,6 +307,7 @@ def test_counts_all_that_travelled(answers: list[dict[str, Any]], name: str) -> 
         assert sum(map(len, travelled)) == traffic.gathered
 
 
+@pytest.mark.thorough
 def test_only_keys_of_the_set_travel(answers: list[dict[str, Any]]) -> None:
     name = "random cuts 0"
     K = SOUND[name].keys().numpy()
@@ -313,6 +318,7 @@ def test_only_keys_of_the_set_travel(answers: list[dict[str, Any]]) -> None:
         assert np.array_equal(np.flatnonzero(found), sets.indices)
 
 
+@pytest.mark.thorough
 def test_traffic_does_not_grow_with_the_rows(answers: list[dict[str, Any]]) -> None:
     [(sets, traffic)] = of_case(answers, "one")
     assert traffic.dense == 9000 * 6 * 8
@@ -322,6 +328,7 @@ def test_traffic_does_not_grow_with_the_rows(answers: list[dict[str, Any]]) -> N
     assert traffic.ratio > 20
 
 
+@pytest.mark.thorough
 def test_traffic_counts_values(answers: list[dict[str, Any]]) -> None:
     assert of_case(answers, "heads")[0][1].dense == 2 * 2 * 3 * 5000 * 4 * 8
     assert of_case(answers, "bfloat16 values")[0][1].dense == 9000 * 6 * (8 + 2)
@@ -343,6 +350,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRONG)
 def test_if_one_rank_fails_all_do(answers: list[dict[str, Any]], name: str) -> None:
     wrong, kind, message, quoted = ERRORS[name]
@@ -353,6 +361,7 @@ def test_if_one_rank_fails_all_do(answers: list[dict[str, Any]], name: str) -> N
             raise error
 
 
+@pytest.mark.thorough
 def test_others_are_no_members(answers: list[dict[str, Any]]) -> None:
     assert "outsider" in answers[0]
     assert "not of the group" in str(answers[0]["outsider"])
@@ -433,6 +442,7 @@ def test_traffic_adds_up() -> None:
 # -- softmax states -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_softmax_states_are_merged_in_order(answers: list[dict[str, Any]]) -> None:
     for rank, of_rank in enumerate(answers):
         for state, count in zip(of_rank["softmax"], (RANKS, rank), strict=True):
@@ -444,6 +454,7 @@ def test_softmax_states_are_merged_in_order(answers: list[dict[str, Any]]) -> No
     assert len({of_rank["softmax"][0].to_bytes() for of_rank in answers}) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRONG_STATES)
 def test_softmax_states_that_differ_are_refused_on_all_ranks(answers: list[dict[str, Any]], name: str) -> None:
     said = {str(of_rank[name]) for of_rank in answers}

@@ -504,6 +504,7 @@ def test_compiled_with_packed_sequences_checks_them_when_it_runs() -> None:
     assert torch.equal(lengths(W), tssa(W, lengths=[4, 16]))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, behind a break
 def test_compiled_around_leverage_scores_and_states() -> None:
     W = tokens(T=9)

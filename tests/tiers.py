@@ -2,7 +2,8 @@
 
 Of large tables of parameters those items are left that vary more than one axis at once. A test of several axes
 (decorators `parametrize`) keeps all of its items if they are few, or if it is marked `crossed`, because what it looks
-for lies in the combinations. Else an item that departs from the first value of more than one axis is thorough.
+for lies in the combinations. Else an item that departs from the first value of more than one axis is thorough. So are
+storages of which another width is among the rest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 FEW = 24
+# What these are stored as has representatives: other widths of the same kind of array
+OTHER_STORAGE = {"torch-float64", "torch-float16", "strict-float32", "cupy-float64", "cupy-float16"}
 
 # Files that were measured to take longest, so that no process ends with one of them; but first one that compiles most
 # kernels, and beside it, in another process, those that need few.
@@ -45,7 +48,8 @@ class Tiers:
             if hasattr(item, "callspec"):
                 tests[item.getparent(pytest.Module), item.getparent(pytest.Class), item.originalname].append(item)
         for same in tests.values():
-            if len(same) > FEW and not any(same[0].iter_markers("crossed")):
+            if not any(same[0].iter_markers("crossed")):
                 for item in same:
-                    if departs(item, same[0]) > 1:
+                    other = item.callspec.params.get("storage") in OTHER_STORAGE
+                    if other or (len(same) > FEW and departs(item, same[0]) > 1):
                         item.add_marker(pytest.mark.thorough)
