@@ -139,10 +139,7 @@ else:
     from packaging.tags import sys_tags
 
     def _tag() -> str:
-        """Return the tag of this Python and system; of Linux with any C library of the GNU that Numba runs with.
-
-        The code calls nothing of the C library: Numba resolves its symbols.
-        """
+        """Return the tag of this Python and system; on Linux that of an old C library, which the code does not call."""
         platforms = ((tag.platform, tag) for tag in sys_tags())
         return str(next(tag for name, tag in platforms if "linux" not in name or name.startswith(LINUX)))
 
