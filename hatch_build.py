@@ -139,7 +139,7 @@ else:
     from packaging.tags import sys_tags
 
     def _tag() -> str:
-        """Return the tag of this Python and system; on Linux that of an old C library, which the code does not call."""
+        """Return the tag of this Python and system; on Linux that of an old C library, which is not called."""
         platforms = ((tag.platform, tag) for tag in sys_tags())
         return str(next(tag for name, tag in platforms if "linux" not in name or name.startswith(LINUX)))
 
