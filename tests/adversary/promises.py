@@ -63,8 +63,13 @@ def membership(
         yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
 
 
-def scores_hold(truth: Truth, scores: Any, relative: float, *, above: bool = False) -> Iterator[Breach]:
-    """Scores lie in [0, 1] and are within their error of the truth; where a row counts as 1, or `above`, not below."""
+def scores_hold(
+    truth: Truth, scores: Any, relative: float, *, raised: float = 0.0, above: bool = False
+) -> Iterator[Breach]:
+    """Scores lie in [0, 1] and are within their error of the truth; where a row counts as 1, or `above`, not below.
+
+    They may be higher by `raised`, relative to them, but no lower for that.
+    """
     found = np.asarray(scores, np.float64)
     if not ((found >= 0) & (found <= 1)).all():
         yield Breach("score outside [0, 1]", "0 to 1", str(found[~((found >= 0) & (found <= 1))][:3].tolist()))
@@ -78,7 +83,7 @@ def scores_hold(truth: Truth, scores: Any, relative: float, *, above: bool = Fal
             "score too low", f"{truth.scores[low][:3].tolist()} of rows {_few(low)}", f"{found[low][:3].tolist()}"
         )
     high = (
-        (found > truth.scores * (1 + relative) + small) & (found < 1 - 1e-7)
+        (found > truth.scores * (1 + max(relative, raised)) + small) & (found < 1 - 1e-7)
         if not above
         else np.zeros(len(found), bool)
     )

@@ -153,7 +153,7 @@ def judge_set(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     relative = promises.SINGLE if case.storage != "float64" else max(promises.TIE, _margin(result))
     above = result.certificate != ("leverage",)
     if not above:
-        yield from promises.scores_hold(truth, result.scores, max(relative, _raised(result)))
+        yield from promises.scores_hold(truth, result.scores, relative, raised=_raised(result))
         if result.rank > min(case.present.shape) or result.rank < 0:
             yield Breach("rank", f"at most {min(case.present.shape)}", str(result.rank))
 
