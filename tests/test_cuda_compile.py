@@ -70,7 +70,6 @@ def faults_of(nvrtc: Any, code: str, names: tuple[str, ...], architecture: int) 
             yield f"sm_{architecture}: {name} takes {stack} bytes of stack"
 
 
-@pytest.mark.thorough  # `make cuda` runs it as well
 @pytest.mark.parametrize("source", sorted(KERNELS))
 def test_what_the_table_names_compiles_without_spills(nvrtc: Any, source: str) -> None:
     code, names = _cuda_source.text(source), of_the_table(source)

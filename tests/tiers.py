@@ -1,19 +1,28 @@
-"""Which tests are left to `make test-all`, and which files are run first: a plugin of pytest.
+"""Which tests are left to `make test-all` and `make cuda`, and which files are run first: a plugin of pytest.
 
-Of large tables of parameters those items are left that vary more than one axis at once. A test of several axes
-(decorators `parametrize`) keeps all of its items if they are few, or if it is marked `crossed`, because what it looks
-for lies in the combinations. Else an item that departs from the first value of more than one axis is thorough. So are
-storages of which another width is among the rest.
+Of large tables of parameters those items are left to `make test-all` that vary more than one axis at once. A test of
+several axes (decorators `parametrize`) keeps all of its items if they are few, or if it is marked `crossed`, because
+what it looks for lies in the combinations. Else an item that departs from the first value of more than one axis is
+thorough. So are storages of which another width is among the rest. Long lists of named keys are dealt out: each test
+has a third of them and the first, so that many tests see each.
+
+Tests of the CUDA kernels one by one, in the files `test_cuda*` and `test_emulator`, are marked `cuda`: `make cuda` runs
+them. The tests of the library on CuPy arrays, which the emulator runs, are among all others.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from typing import Any
 
 import pytest
 
+import strategies
+
 FEW = 24
+# Into how many parts a list of more named keys is dealt
+PARTS = 3
 # What these are stored as has representatives: other widths of the same kind of array
 OTHER_STORAGE = {"torch-float64", "torch-float16", "strict-float32", "cupy-float64", "cupy-float16"}
 
@@ -36,6 +45,17 @@ def departs(item: Any, first: Any) -> int:
     return sum(any(name in value and value[name] is not base[name] for name in axis) for axis in names)
 
 
+def is_dealt_elsewhere(item: Any, same: list[Any]) -> bool:
+    """Whether the item has named keys that this test leaves to others."""
+    for axis in ("kind", "name"):
+        value = item.callspec.params.get(axis)
+        values = list(dict.fromkeys(other.callspec.params.get(axis) for other in same))
+        if len(values) > FEW and (axis == "kind" or set(values) <= set(strategies.CASES)):
+            place = values.index(value)
+            return place > 0 and (place + zlib.crc32(item.originalname.encode())) % PARTS > 0
+    return False
+
+
 class Tiers:
     """The hook that marks and sorts items."""
 
@@ -45,11 +65,13 @@ class Tiers:
         items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
         tests: dict[object, list[Any]] = defaultdict(list)
         for item in items:
+            if item.path.stem.startswith(("test_cuda", "test_emulator")):
+                item.add_marker(pytest.mark.cuda)
             if hasattr(item, "callspec"):
                 tests[item.getparent(pytest.Module), item.getparent(pytest.Class), item.originalname].append(item)
         for same in tests.values():
             if not any(same[0].iter_markers("crossed")):
                 for item in same:
                     other = item.callspec.params.get("storage") in OTHER_STORAGE
-                    if other or (len(same) > FEW and departs(item, same[0]) > 1):
+                    if other or (len(same) > FEW and (departs(item, same[0]) > 1 or is_dealt_elsewhere(item, same))):
                         item.add_marker(pytest.mark.thorough)
