@@ -6,8 +6,8 @@ what it looks for lies in the combinations. Else an item that departs from the f
 thorough. So are storages of which another width is among the rest. Long lists of named keys are dealt out: each test
 has a third of them and the first, so that many tests see each.
 
-Tests of the CUDA kernels one by one, in the files `test_cuda*` and `test_emulator`, are marked `cuda`: `make cuda` runs
-them. The tests of the library on CuPy arrays, which the emulator runs, are among all others.
+Tests of the CUDA kernels one by one, in the files `test_cuda*` and `test_emulator`, are marked `cuda`: `make cuda`
+runs them. The tests of the library on CuPy arrays, which the emulator runs, are among all others.
 """
 
 from __future__ import annotations

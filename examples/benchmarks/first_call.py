@@ -44,16 +44,23 @@ CALLS = {
     "two passes": "levattn.universal_set(lambda: iter([K]), 0.1)",
     "online_leverage_scores": "levattn.online_leverage_scores(K[:1000])",
     "sensitivities": "levattn.sensitivities(K, 1)",
+    "exact_sensitivities": "levattn.exact_sensitivities(K[:50, :3], 1)",
     "lewis_weights": "levattn.lewis_weights(K, 1)",
     "group_leverage": "levattn.group_leverage(K, np.arange(len(K)) // 10)",
-    "near_duplicates": "levattn.near_duplicates(K[:500], 0.1)",
+    "sketch.SketchedRows": "sketch.SketchedRows(sketch.Sketch(sketch.GaussianJL(256)), 64).update(K)",
+    "near_duplicates": "levattn.near_duplicates(K[:500])",
     "states.Moments": "levattn.states.Moments(64).update(K).factor()",
     "states.SoftmaxState": "levattn.states.SoftmaxState(64, 64).update(K[:600], K[:600])",
-    "states.TokenState": "levattn.states.TokenState(1, 64).update(X[None])",
+    "states.TokenState": "states.TokenState(states.Moments(64, (1,), diagonal=True).update(X))",
     "attention.latte": "attention.latte(X, X, X)",
     "attention.macchiato": "attention.macchiato(X, X, X, X, X, X[..., 0], window=64)",
+    "attention.window_attention": "attention.window_attention(X, X, X, window=64)",
+    "attention.memberships": "attention.memberships(X[None])",
     "attention.tssa": "attention.tssa(X[None])",
     "attention.rg_lru": "attention.rg_lru(X, X, X, K[0])",
+    "attention.causal_conv": "attention.causal_conv(X, K[:4].T)",
+    "attention.repeated_mass": "attention.repeated_mass(X, X, X[..., 0], window=64)",
+    "attention.rotate_values": "attention.rotate_values(X, np.arange(600))",
     "attention.pruned_attention": "attention.pruned_attention(X, X, X, size=64, summaries=8)",
     "attention.pruned_attention, causal": (
         "attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True)"
@@ -65,7 +72,7 @@ import json, resource, time
 import numpy as np
 begin, spent = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
 import levattn
-from levattn import attention, states
+from levattn import attention, sketch, states
 {extra}
 rng = np.random.default_rng(0)
 K = rng.standard_normal((20_000, 64), dtype=np.float32)
