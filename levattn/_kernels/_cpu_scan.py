@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels._cpu_jit import helper, jit
-from levattn._kernels._cpu_rows import load_rows
+from levattn._kernels._cpu_rows import copy_numbers, load_rows
 
 __all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
 
@@ -16,6 +16,12 @@ _SLAB = 128
 def _larger(a, b):
     """Return the larger number, or NaN where there is one (the built-in maximum may lose it)."""
     return b if b > a or np.isnan(b) else a
+
+
+@helper
+def _add(total, term):
+    for c in range(total.shape[0]):  # `total += term` compiles for longer
+        total[c] += term[c]
 
 
 @jit
@@ -48,13 +54,13 @@ def column_tasks(view, like, brain, mask, shift, scale, weights, n, block, large
                 continue
             level = 0
             while count >> level & 1:
-                part += stack[level]
+                _add(part, stack[level])
                 level += 1
-            stack[level] = part
+            copy_numbers(part, stack[level])
             count += 1
         for level in range(64):
             if count >> level & 1:
-                total += stack[level]
+                _add(total, stack[level])
 
 
 @jit

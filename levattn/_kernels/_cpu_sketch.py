@@ -55,7 +55,9 @@ def scatter_rows(
             for r in range(count):
                 word = drawn[skipped + r]
                 places[r, b] = (b * size + place_of(word, size)) * 2 + np.int64(word & np.uint32(1))
-        places[count:] = places[count - 1]
+        for r in range(count, count + _AHEAD):  # where nothing is to be fetched
+            for b in range(blocks):
+                places[r, b] = places[count - 1, b]
         for r in range(count):
             x = row_address(view, item, start + r)
             if not direct:

@@ -55,14 +55,21 @@ def _split_basis(B, X):
     scale = np.ones(X.shape[1])
     even, high = np.zeros((d, d)), np.zeros((d, d))
     for i in range(d):
-        exponent = math.frexp(np.max(np.abs(B[i])))[1]
+        largest = 0.0
+        for j in range(d):
+            largest = max(largest, abs(B[i, j]))
+        exponent = math.frexp(largest)[1]
         scale[i] = math.ldexp(1.0, exponent)
         for j in range(i, d):
             even[i, j] = math.ldexp(B[i, j], -exponent)
     bits = _split_bits(d)
     for j in range(d):
         _high_bits(even[:, j], high[:, j], bits)
-    return scale, pack_panels(even, X), pack_panels(high, X), pack_panels(even - high, X)
+    whole, highs = pack_panels(even, X), pack_panels(high, X)
+    for i in range(d):
+        for j in range(d):
+            even[i, j] -= high[i, j]
+    return scale, whole, highs, pack_panels(even, X)
 
 
 @helper
