@@ -5,11 +5,12 @@ No fast-math: NaN and infinity carry meaning here, and the order of every sum is
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import re
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,24 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     kernel: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     if hasattr(kernel, "_cache"):  # not without a compiler
         kernel._cache = _cache_of(function) or kernel._cache
+        kernel.compile = _uncollected(kernel.compile)
     compiled: Callable[..., Any] = kernel
+    return compiled
+
+
+def _uncollected(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `compile` run without collections of garbage: it makes millions of objects and hardly a cycle among them."""
+
+    @wraps(compile)
+    def compiled(*arguments: Any) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return compile(*arguments)
+        finally:
+            if collects:
+                gc.enable()
+
     return compiled
 
 
