@@ -33,14 +33,16 @@ def _logits(q, columns, z):
 @jit
 def norm_tasks(Q, columns, sizes, first, last, squares, bounds):
     """Write ``‖N q‖²`` of queries ``first:last``, with ``columns = Nᵀ``, and ``‖|N| |q|‖²`` with ``sizes = |Nᵀ|``."""
-    z = np.empty(columns.shape[1])
+    z, q = np.empty(columns.shape[1]), np.empty(Q.shape[1])
     for i in range(first, last):
         _logits(Q[i], columns, z)
         total = 0.0
         for j in range(len(z)):
             total += z[j] * z[j]
         squares[i] = total
-        _logits(np.abs(Q[i]), sizes, z)
+        for c in range(len(q)):
+            q[c] = abs(Q[i, c])
+        _logits(q, sizes, z)
         total = 0.0
         for j in range(len(z)):
             total += z[j] * z[j]
