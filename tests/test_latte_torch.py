@@ -193,15 +193,9 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dynamic"),
-    [
-        (torch.float64, True),
-        pytest.param(torch.float64, False, marks=pytest.mark.thorough),
-        pytest.param(torch.bfloat16, True, marks=pytest.mark.thorough),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough  # in every run tests/test_nn.py compiles a layer of it
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: bool) -> None:
     def run(Q: Any, K: Any, V: Any, mask: Any) -> Any:
         return latte(2 * Q, K, V, mask=mask).square()
