@@ -59,13 +59,12 @@ def test_code_is_compiled_again_when_what_it_imports_changes_and_only_then(tmp_p
     shutil.copytree(source, tmp_path / "levattn", ignore=shutil.ignore_patterns("__pycache__", "data", "compiled"))
     (tmp_path / "levattn" / "_kernels" / "_cpu_small.py").write_text(SMALL)
     assert hits_and_misses(tmp_path) == "0 1"
-    for other in ("_cuda_dense", "_latent", "_cpu_latent", "_cpu_tokens", "_cpu_tokens_simd"):
-        with (tmp_path / "levattn" / "_kernels" / f"{other}.py").open("a") as stream:
-            stream.write("# changed\n")
-    assert hits_and_misses(tmp_path) == "1 0"
     with (tmp_path / "levattn" / "_kernels" / "_cpu_simd.py").open("a") as stream:
         stream.write("# changed\n")
     assert hits_and_misses(tmp_path) == "0 1"
+    for other in ("_cuda_dense", "_latent", "_cpu_latent", "_cpu_tokens", "_cpu_tokens_simd"):
+        with (tmp_path / "levattn" / "_kernels" / f"{other}.py").open("a") as stream:
+            stream.write("# changed\n")
     assert hits_and_misses(tmp_path) == "1 0"
 
 

@@ -588,7 +588,7 @@ def test_the_same_picture_has_the_same_bytes(style: str, suffix: str, again: str
     def draw(kind: str) -> bytes:
         with style_sheets.context(style):
             figure, ((ax,),) = new_figure()
-            LeverageSpectrumDisplay.from_scores(np.linspace(0.1, 0.9, 20), epsilon=0.3, ax=ax)
+            CapturedMassDisplay.from_attention(np.full((2, 3), 1 / 3), orders={"a": np.arange(3)}, size=2, ax=ax)
             return figure_bytes(figure, kind)
 
     assert draw(suffix) == draw(again)
