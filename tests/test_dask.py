@@ -40,7 +40,7 @@ from levattn.states import Moments, SoftmaxState  # noqa: E402
 @pytest.fixture(autouse=True)
 def in_this_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compute in this thread, unless the test has a cluster."""
-    with dask.config.set(scheduler=None if "client" in request.fixturenames else "synchronous"):
+    with dask.config.set(scheduler=None if {"client", "remote"} & {*request.fixturenames} else "synchronous"):
         yield
 
 
@@ -346,11 +346,24 @@ def test_says_what_to_install(package: str, shards: Path, monkeypatch: pytest.Mo
                 call()
 
 
-# -- a cluster of processes ---------------------------------------------------------------------------
+# -- a cluster: in this process, which is spoken to by messages as another would be, or of processes ---
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
+    with distributed.LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        processes=False,
+        protocol="tcp",
+        dashboard_address=":0",
+        silence_logs=logging.CRITICAL,
+    ) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=logging.CRITICAL
     ) as found:
@@ -364,15 +377,22 @@ def client(cluster: Any) -> Iterator[Any]:
         yield found
 
 
+@pytest.fixture
+def remote(processes: Any) -> Iterator[Any]:
+    with distributed.Client(processes) as found:
+        found.wait_for_workers(2)
+        yield found
+
+
 @pytest.mark.thorough
-def test_on_processes(client: Any, cluster: Any, shards: Path) -> None:
+def test_on_processes(remote: Any, processes: Any, shards: Path) -> None:
     K = keys()
     X = da.from_array(K, chunks=(700, 6))
     check(universal_set(X, 0.02).compute(), K, 0.02)
-    check(universal_set(X, 0.02, client=client), K, 0.02)
-    check(universal_set(X, 0.02, client=cluster), K, 0.02)
+    check(universal_set(X, 0.02, client=remote), K, 0.02)
+    check(universal_set(X, 0.02, client=processes), K, 0.02)
     np.testing.assert_allclose(leverage_scores(X).compute(), levattn.leverage_scores(K), rtol=1e-12)
-    check(universal_set_of_files(shards, 0.05, memory=700 * 24, scheduler=client), K.astype(np.float32), 0.05)
+    check(universal_set_of_files(shards, 0.05, memory=700 * 24, scheduler=remote), K.astype(np.float32), 0.05)
 
 
 def test_by_the_address_of_a_scheduler(cluster: Any, shards: Path) -> None:
@@ -415,7 +435,7 @@ def test_kernels_have_the_threads_of_their_worker(client: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_a_killed_worker_changes_nothing(client: Any, tmp_path: Path) -> None:
+def test_a_killed_worker_changes_nothing(remote: Any, tmp_path: Path) -> None:
     K = keys(24_000)
 
     def slowly(part: np.ndarray, block_id: Any = None) -> np.ndarray:
@@ -425,8 +445,8 @@ def test_a_killed_worker_changes_nothing(client: Any, tmp_path: Path) -> None:
         return part
 
     X = da.from_array(K, chunks=(600, 6)).map_blocks(slowly, dtype=K.dtype, meta=np.empty((0, 6)))
-    victim = next(iter(client.run(os.getpid).values()))
-    future = client.compute(universal_set(X, 0.02))
+    victim = next(iter(remote.run(os.getpid).values()))
+    future = remote.compute(universal_set(X, 0.02))
     while len(list(tmp_path.glob(f"*-{victim}"))) < 6:
         assert not future.done()
         time.sleep(0.01)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from differences import assert_gradients
 from levattn.attention import latte
 from levattn.attention._common import decayed_scan, latent_attention
 
@@ -71,7 +72,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     with torch.no_grad():
         plain = run(*arrays)
     assert torch.equal(run(*arrays), plain)
-    assert gradcheck(run, arrays)
+    assert_gradients(run, arrays)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
@@ -192,6 +193,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough  # in every run tests/test_nn.py compiles a layer of it
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: bool) -> None:
@@ -207,6 +209,7 @@ def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: 
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.thorough
 def test_compiled_with_packed_sequences_checks_them_when_it_runs() -> None:
     arrays = leaves(20)
     fast = compiled(lambda Q, K, V, offsets: latte(Q, K, V, offsets=offsets, causal=False))

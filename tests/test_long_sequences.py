@@ -22,7 +22,15 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in LOGITS), ("rise", "float64")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("rise", "float32"),
+        ("saw", "float32"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("fall", "float32"), ("wide", "float32"))),
+        pytest.param("rise", "float64", marks=pytest.mark.thorough),
+    ],
+)
 def test_latent_states_of_a_million_positions(name: str, dtype: str) -> None:
     rng = np.random.default_rng(0)
     K = LOGITS[name](np.arange(STEPS)).astype(dtype)[:, None]

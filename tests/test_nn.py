@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,13 @@ def test_autocast_projects_in_half_precision() -> None:
     assert layer.Wk.weight.grad.dtype == torch.float32
 
 
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
 def test_a_layer_compiles_whole() -> None:
     layer, X = layer_and_input(dtype=torch.float32)
     fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -195,11 +203,16 @@ def test_a_layer_compiles_whole() -> None:
     layer(X).sum().backward()
     for one, p in zip(found, layer.parameters(), strict=True):
         torch.testing.assert_close(one, p.grad)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_decoding_compiles_around_its_cache() -> None:
+    layer, X = layer_and_input(dtype=torch.float32)
     cache, fast = layer.new_cache(), torch.compile(layer, backend="aot_eager")
     with torch.no_grad():
         steps = [fast(X[:, low : low + 5], cache=cache) for low in range(0, 17, 5)]
         torch.testing.assert_close(torch.cat(steps, 1), layer(X))
-    torch._dynamo.reset()
 
 
 def test_a_layer_is_made_where_and_as_it_is_asked_for() -> None:

@@ -172,6 +172,7 @@ def test_autocast_projects_in_half_precision(feature: Any) -> None:
     assert layer.Wk.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.thorough  # tests/test_nn.py has one for every change
 @pytest.mark.parametrize("options", [{"rope": True, "vapor": True}, {"overlap": "exclusive", "feature": "rg_lru"}])
 def test_a_layer_compiles_whole(options: Any) -> None:
     layer, X = layer_and_input(dtype=torch.float32, **options)

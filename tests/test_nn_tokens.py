@@ -335,6 +335,7 @@ def test_autocast_projects_in_half_precision(output: str) -> None:
     assert layer.temperature.grad.dtype == layer.project.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.thorough  # tests/test_nn.py has one for every change
 @pytest.mark.parametrize(
     "options",
     [{"positions": 17}, {"decay": [0.9, 0.5, 1.0], "normalize": "mean"}, {"causal": False, "output": "tied"}],

@@ -663,7 +663,8 @@ levattn.universal_set(source, 0.01, checkpoint=sys.argv[2], checkpoint_rows=100,
 """
 
 
-@pytest.mark.parametrize("kill", range(5))
+# of the first pass and of the second, and others elsewhere
+@pytest.mark.parametrize("kill", [1, 3, *(pytest.param(kill, marks=pytest.mark.thorough) for kill in (0, 2, 4))])
 def test_kill(tmp_path: Path, kill: int) -> None:
     """A process that is killed leaves a checkpoint that is whole, or none."""
     rng = np.random.default_rng(kill)

@@ -10,14 +10,19 @@ from __future__ import annotations
 import doctest
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from levattn import datasets, plots
+from levattn.cli import build_app
+
+MINILM = datasets.minilm
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,30 +57,31 @@ def run_python(block: Block, page: str, namespace: dict[str, object]) -> None:
     assert not report, "".join(report)
 
 
-def run_console(block: Block, page: str, folder: Path) -> None:
+def run_console(block: Block, page: str) -> None:
     for command in re.findall(r"^\$ levattn\b((?:.*\\\n)*.*)$", block.text, flags=re.MULTILINE):
-        program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from levattn.cli import main; sys.exit(main())"
         arguments = shlex.split(command.replace("\\\n", " "))
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(ROOT), *arguments],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{page}: levattn {command}\n{done.stdout}\n{done.stderr}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(datasets, "minilm", few_heads)
+            patch.setattr(plots, "figure_bytes", lambda *_: b"")
+            done = CliRunner().invoke(build_app(), arguments)
+        assert done.exit_code == 0, f"{page}: levattn {command}\n{done.output}"
 
 
-def run_page(page: str, name: str, folder: Path) -> int:
-    """Run a page's examples in a folder; the number of blocks in the languages that are run."""
+def few_heads() -> datasets.AttentionHeads:
+    """The data of ``levattn demo``, of one layer: tests/test_cli.py runs it on all of them, and draws them."""
+    found = MINILM()
+    return replace(found, queries=found.queries[:1], keys=found.keys[:1], values=found.values[:1])
+
+
+def run_page(page: str, name: str) -> int:
+    """Run a page's examples in the folder where this is; the number of blocks in the languages that are run."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     count = 0
     for block in blocks_of(page):
         if block.language == "python":
             run_python(block, name, namespace)
         elif block.language == "console":
-            run_console(block, name, folder)
+            run_console(block, name)
         count += block.language in ("python", "console")
     return count
 
@@ -84,7 +90,7 @@ def run_page(page: str, name: str, folder: Path) -> int:
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     try:
-        count = run_page(path.read_text("utf-8"), path.name, tmp_path)
+        count = run_page(path.read_text("utf-8"), path.name)
     except ModuleNotFoundError as missing:
         if missing.name not in NEEDS_EXTRAS:
             raise
@@ -106,17 +112,17 @@ not run
 """
 
 
-def test_blocks_share_a_namespace(tmp_path: Path) -> None:
-    assert run_page(PAGE, "page", tmp_path) == 2
+def test_blocks_share_a_namespace() -> None:
+    assert run_page(PAGE, "page") == 2
 
 
-def test_wrong_output_is_reported(tmp_path: Path) -> None:
+def test_wrong_output_is_reported() -> None:
     with pytest.raises(AssertionError, match=r"Expected:\s+4\s+Got:\s+3"):
-        run_page(PAGE.replace("3\n", "4\n"), "page", tmp_path)
+        run_page(PAGE.replace("3\n", "4\n"), "page")
 
 
-def test_failing_block_names_the_line_of_the_page(tmp_path: Path) -> None:
+def test_failing_block_names_the_line_of_the_page() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        run_page("text\n\n```python\nx = 1\n1 / 0\n```\n", "page.md", tmp_path)
+        run_page("text\n\n```python\nx = 1\n1 / 0\n```\n", "page.md")
     frame = caught.traceback[-1]
     assert (str(frame.path), frame.lineno + 1) == ("page.md", 5)

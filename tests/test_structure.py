@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -128,6 +127,7 @@ class Module:
     tree: ast.Module
     is_package: bool
     imports: list[Import] = field(default_factory=list)
+    nodes: list[ast.AST] = field(default_factory=list)
 
     @property
     def head(self) -> str:
@@ -137,31 +137,40 @@ class Module:
         return f"levattn.{self.name or '__init__'}, line {line}"
 
 
-def imports_in(
-    node: ast.AST, module: Module, known: set[str], *, lazy: bool = False, typing: bool = False
-) -> Iterator[Import]:
-    """The imports below a node; ``known`` tells whether ``from levattn import x`` imports a module."""
-    targets: list[str] = []
+def name_of(function: ast.expr) -> str:
+    """The last name of what is called: f of f(), and of module.f()."""
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def read(module: Module, known: set[str]) -> None:
+    """Fill in nodes and imports of a module; ``known`` tells whether ``from levattn import x`` imports a module."""
+    left: list[tuple[ast.AST, bool, bool]] = [(module.tree, False, False)]
+    while left:
+        node, lazy, typing = left.pop()
+        module.nodes.append(node)
+        module.imports += [Import(target, node.lineno, lazy, typing) for target in targets_of(node, module, known)]
+        below = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        guarded: list[ast.stmt] = []
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            guarded = node.body
+        children = [(child, below, typing or child in guarded) for child in ast.iter_child_nodes(node)]
+        left += reversed(children)
+
+
+def targets_of(node: ast.AST, module: Module, known: set[str]) -> list[str]:
+    """The modules that a node of the tree imports."""
     if isinstance(node, ast.Import):
-        targets = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
         base = node.module or ""
         if node.level:
             here = ["levattn", *filter(None, module.name.split("."))]
             base = ".".join([*here[: len(here) - node.level + module.is_package], *filter(None, [base])])
         wholes = [f"{base}.{alias.name}" for alias in node.names]
-        targets = [whole if whole in known else base for whole in wholes]
-    elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
-        targets = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
-    for target in targets:
-        yield Import(target, node.lineno, lazy, typing)
-
-    below = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    guarded: list[ast.stmt] = []
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        guarded = node.body
-    for child in ast.iter_child_nodes(node):
-        yield from imports_in(child, module, known, lazy=below, typing=typing or child in guarded)
+        return [whole if whole in known else base for whole in wholes]
+    if isinstance(node, ast.Call) and name_of(node.func) in ("import_module", "__import__"):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+    return []
 
 
 def read_package(root: Path) -> list[Module]:
@@ -173,7 +182,7 @@ def read_package(root: Path) -> list[Module]:
         modules.append(Module(name, ast.parse(path.read_text("utf-8"), str(path)), is_package))
     known = {f"levattn.{module.name}" for module in modules}
     for module in modules:
-        module.imports = list(imports_in(module.tree, module, known))
+        read(module, known)
     return modules
 
 
@@ -236,11 +245,11 @@ def stray_jit(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         if module.name == JIT_HOME:
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             named: set[str] = set()
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "numba":
                 named = {alias.name for alias in node.names}
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("numba", "nb"):
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("numba", "nb"):
                 named = {node.attr}
             for name in sorted(named & JIT_NAMES):
                 yield f"{module.at(node.lineno)}: numba.{name}; use a decorator of levattn.{JIT_HOME}"
@@ -248,7 +257,7 @@ def stray_jit(modules: list[Module]) -> Iterator[str]:
 
 def stray_statements(modules: list[Module]) -> Iterator[str]:
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Assert):
                 yield f"{module.at(node.lineno)}: assert vanishes under python -O; raise a typed error"
             elif isinstance(node, ast.Name) and node.id == "print" and module.head != "cli":

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from differences import assert_gradients
 from levattn.attention import memberships, tssa
 from levattn.states import Moments, TokenState
 
@@ -106,7 +107,7 @@ def test_gradients_are_those_of_finite_differences(form: str, extra: str, causal
     with torch.no_grad():
         plain = run(*arrays)
     assert is_alike(run(*arrays).detach(), plain)
-    assert gradcheck(run, arrays, fast_mode=extra not in ("plain", "all"))  # fast: along one direction at random
+    assert_gradients(run, arrays)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -237,7 +238,7 @@ def test_gradients_through_leverage_scores(options: dict[str, Any], normalize: s
     given: dict[str, Any] = {"membership": "leverage", "causal": False, "normalize": normalize, **options}
     if "mask" in given:
         given["mask"] = flags(2, 11)
-    assert gradcheck(lambda W, t: tssa(W, t, **given), (tokens(T=11, d=3), leaf(3, seed=1)))
+    assert_gradients(lambda W, t: tssa(W, t, **given), (tokens(T=11, d=3), leaf(3, seed=1)))
 
 
 @pytest.mark.parametrize("T", [9, 3])
@@ -247,7 +248,7 @@ def test_gradients_through_leverage_scores_along_matrices_of_less_than_full_rank
     def run(V: Any, B: Any) -> Any:
         return tssa(V @ B, 3.0, membership="leverage", causal=False)
 
-    assert gradcheck(run, (leaf(2, T, 2), leaf(2, 2, 4, seed=1)))
+    assert_gradients(run, (leaf(2, T, 2), leaf(2, 2, 4, seed=1)))
 
 
 def test_gradients_through_leverage_scores_of_columns_of_very_different_sizes() -> None:
@@ -460,6 +461,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: bool) -> None:
@@ -479,12 +481,11 @@ def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"membership": "norm", "causal": False},
-        {"normalize": "mean", "decay": 0.9},
-        {"decay": [0.9, 0.8, 1.0], "c": 2.0, "step": 0.5},
-        {"membership": "uniform"},
+        pytest.param({"membership": "norm", "causal": False}, id="norm", marks=pytest.mark.thorough),
+        pytest.param({"normalize": "mean", "decay": 0.9}, id="mean"),
+        pytest.param({"decay": [0.9, 0.8, 1.0], "c": 2.0, "step": 0.5}, id="decay", marks=pytest.mark.thorough),
+        pytest.param({"membership": "uniform"}, id="uniform", marks=pytest.mark.thorough),
     ],
-    ids=["norm", "mean", "decay", "uniform"],
 )
 def test_compiled_whole_in_every_form(options: dict[str, Any]) -> None:
     W = tokens()
@@ -493,6 +494,7 @@ def test_compiled_whole_in_every_form(options: dict[str, Any]) -> None:
     assert torch.equal(grad(fast(W).sum(), W)[0], grad(tssa(W, 2.0, **options).sum(), W)[0])
 
 
+@pytest.mark.thorough
 def test_compiled_with_packed_sequences_checks_them_when_it_runs() -> None:
     W = tokens(T=20)
     fast = compiled(lambda W, offsets: tssa(W, offsets=offsets, causal=False))
