@@ -306,13 +306,12 @@ def attention(
     if A.size == 0:
         return A
     keys = (keys / _scale(keys)).astype(dtype)
-    for i, query in enumerate(queries):
-        z = keys @ (query / _scale(query)).astype(dtype)
-        z = np.where(keep, z, 0)
-        largest = np.max(np.abs(z))
-        if largest > 0:
-            weights = (z / largest) ** 2
-            A[i] = weights / np.sum(weights)
+    queries = (queries / np.array([[_scale(query)] for query in queries])).astype(dtype)
+    Z = np.where(keep, queries @ keys.T, 0)
+    largest = np.max(np.abs(Z), axis=1, keepdims=True)
+    seen = largest[:, 0] > 0
+    weights = (Z[seen] / largest[seen]) ** 2
+    A[seen] = weights / np.sum(weights, axis=1, keepdims=True)
     return A
 
 
