@@ -483,7 +483,7 @@ def witnessed(f: Any, K: naive.Float) -> naive.Float:
 
 @pytest.mark.parametrize("f", [0.3, 0.5, 1, 3, 4, 6, levattn.Tukey(), levattn.Huber(), Bounded()], ids=repr)
 def test_hostile_keys_have_no_score_above_their_bound(f: Any) -> None:
-    for seed in range(20):
+    for seed in range(strategies.trials(80)):
         rng = np.random.default_rng([seed, 7])
         K = hostile(rng)
         sigma = witnessed(f, K)
