@@ -3,8 +3,9 @@
 Stored keys are exact data: every float is a dyadic rational, so the Gram matrix of the
 keys is an exact integer matrix up to powers of two. `leverage_exact` forms it in integers,
 decides the rank in exact arithmetic and inverts it with hundreds of decimal digits, which
-gives every score to full double precision at any conditioning. The other functions are
-the definitions in float64, written for reading.
+gives every score to full double precision at any conditioning. What it finds is kept, as many
+tests ask for the scores of the same keys. The other functions are the definitions in float64,
+written for reading.
 
 Names and meanings follow the library where it has a counterpart. All functions take one
 matrix of keys (n, d); `mask` marks the keys that take part.
@@ -17,6 +18,7 @@ import math
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -55,9 +57,12 @@ def independent_columns(M: Exact) -> list[int]:
     """Columns that span the column space of an integer matrix, found modulo a prime.
 
     A set independent modulo a prime is independent; the converse fails only for the few
-    primes that divide a minor, hence two of them.
+    primes that divide a minor, hence two of them where the first leaves a column out.
     """
-    return max((_independent_modulo(M, prime) for prime in PRIMES), key=len)
+    columns = _independent_modulo(M, PRIMES[0])
+    if len(columns) == min(M.shape):
+        return columns
+    return max(columns, _independent_modulo(M, PRIMES[1]), key=len)
 
 
 def _independent_modulo(M: Exact, prime: int) -> list[int]:
@@ -73,10 +78,10 @@ def _independent_modulo(M: Exact, prime: int) -> list[int]:
         pivot = top + int(candidates[0])
         residues[[top, pivot]] = residues[[pivot, top]]
         inverse = pow(int(residues[top, column]), -1, prime)
-        residues[top] = residues[top] * inverse % prime
-        factors = residues[top + 1 :, column].copy()
-        residues[top + 1 :] -= factors[:, None] * residues[top][None, :] % prime
-        residues[top + 1 :] %= prime
+        factors = residues[top + 1 :, column] * inverse % prime
+        rest = residues[top + 1 :, column + 1 :]  # the columns before are done with
+        rest -= factors[:, None] * residues[top, column + 1 :] % prime
+        rest %= prime
         columns.append(column)
         top += 1
         if top == residues.shape[0]:
@@ -86,18 +91,29 @@ def _independent_modulo(M: Exact, prime: int) -> list[int]:
 
 def rank_exact(K: ArrayLike) -> int:
     """Rank of the stored keys as a matrix of rational numbers."""
-    return len(independent_columns(to_integers(K)))
+    keys = np.asarray(K, dtype=np.float64)
+    return _rank(keys.tobytes(), keys.shape)
 
 
-def quadratic_exact(M: Exact, A: Exact, digits: int) -> list[Decimal]:
-    """m_iᵀ A⁻¹ m_i for the rows of M; A symmetric positive definite, both of integers."""
-    rows, size = M.shape
+@lru_cache(maxsize=256)
+def _rank(data: bytes, shape: tuple[int, ...]) -> int:
+    return len(independent_columns(to_integers(np.frombuffer(data).reshape(shape))))
+
+
+def inverse_exact(M: Exact, A: Exact, digits: int) -> tuple[Exact, int]:
+    """Integers N and an exponent b with A⁻¹ ≈ N 2⁻ᵇ; A symmetric positive definite, of integers, in products with M.
+
+    A⁻¹ is found with so many digits and cut off to multiples of 2⁻ᵇ, which changes mᵀA⁻¹m for a row m of M by
+    2⁻ᵇ‖m‖₁² at most: 2⁻²⁰⁰ of it, as no eigenvalue of A is above its trace.
+    """
+    size = len(A)
+    b = 200 + 2 * (size * max(abs(int(M.max())), abs(int(M.min())))).bit_length() + int(np.trace(A)).bit_length()
     with decimal.localcontext() as context:
         context.prec = digits
         context.Emax = decimal.MAX_EMAX
         context.Emin = decimal.MIN_EMIN
         schur = _decimals(A)
-        inverse = _decimals(np.eye(size, dtype=np.int64).astype(object))
+        lower = _decimals(np.eye(size, dtype=np.int64).astype(object))  # L⁻¹ of A = L diag(pivots) Lᵀ
         pivots: list[Decimal] = []
         for k in range(size):
             pivot = schur[k, k]
@@ -106,13 +122,31 @@ def quadratic_exact(M: Exact, A: Exact, digits: int) -> list[Decimal]:
             pivots.append(pivot)
             factor = schur[k + 1 :, k] / pivot
             schur[k + 1 :, k + 1 :] -= np.multiply.outer(factor, schur[k, k + 1 :])
-            inverse[k + 1 :, : k + 1] -= np.multiply.outer(factor, inverse[k, : k + 1])
-        decimals = _decimals(M)
-        totals = [Decimal(0)] * rows
-        for k in range(size):
-            product = decimals[:, : k + 1] @ inverse[k, : k + 1]
-            totals = [t + x * x / pivots[k] for t, x in zip(totals, product, strict=True)]
-        return totals
+            lower[k + 1 :, : k + 1] -= np.multiply.outer(factor, lower[k, : k + 1])
+        inverse = (lower / np.array(pivots)[:, None]).T @ lower
+        inverse = inverse * Decimal(2) ** b
+    return np.array([int(x) for x in inverse.reshape(-1)], dtype=object).reshape(size, size), b
+
+
+def inverse_of_gram(M: Exact) -> tuple[Exact, int]:
+    """The same of MᵀM, for independent columns, with so many digits that all scores add up to the rank."""
+    G = M.T @ M
+    digits = 100 + 2 * _digits(M)
+    for _ in range(7):
+        try:
+            N, b = inverse_exact(M, G, digits)
+        except ArithmeticError:
+            pass
+        else:
+            if abs(int(_quadratic(M, N).sum()) - (M.shape[1] << b)) < 1 << (b - 133):  # 1e-40
+                return N, b
+        digits *= 2
+    raise ArithmeticError("the scores do not add up to the rank")
+
+
+def _quadratic(M: Exact, N: Exact) -> Exact:
+    """mᵀ N m for all rows of M, in integers."""
+    return np.asarray(((M @ N) * M).sum(axis=1))
 
 
 def _decimals(A: Exact) -> Exact:
@@ -135,33 +169,28 @@ def leverage_exact(
     `ridge` is relative: λ = ridge · ‖K‖_F² / d, taken after masking and centring.
     """
     kept, scatter = _take_part(K, mask)
-    M = to_integers(kept, common=ridge > 0)
+    return scatter(_scores(kept.tobytes(), kept.shape, ridge, center))
+
+
+@lru_cache(maxsize=256)
+def _scores(data: bytes, shape: tuple[int, ...], ridge: float, center: bool) -> Float:
+    M = to_integers(np.frombuffer(data).reshape(shape), common=ridge > 0)
     if center and M.shape[0] > 0:
         M = M * M.shape[0] - M.sum(axis=0)[None, :]
     if M.size == 0 or not np.any(M != 0):
-        return scatter(np.zeros(M.shape[0]))
+        return np.zeros(M.shape[0])
+    scale = 1
     if ridge > 0:
         weight = Fraction(ridge)
         d = M.shape[1]
         shrink = weight.numerator * int((M * M).sum())
         scale = weight.denominator * d
         A = scale * (M.T @ M) + shrink * np.eye(d, dtype=np.int64).astype(object)
-        quadratic = quadratic_exact(M, A, digits=200 + 2 * _digits(M))
-        return scatter(np.array([float(scale * x) for x in quadratic]))
-    M = M[:, independent_columns(M)]
-    G = M.T @ M
-    digits = 100 + 2 * _digits(M)
-    for _ in range(7):
-        try:
-            scores = quadratic_exact(M, G, digits)
-        except ArithmeticError:
-            scores = []
-        with decimal.localcontext(prec=100):
-            defect = abs(sum(scores, Decimal(0)) - M.shape[1])
-        if scores and defect < Decimal("1e-40"):
-            return scatter(np.array([float(x) for x in scores]))
-        digits *= 2
-    raise ArithmeticError("the scores do not add up to the rank")
+        N, b = inverse_exact(M, A, digits=200 + 2 * _digits(M))
+    else:
+        M = M[:, independent_columns(M)]
+        N, b = inverse_of_gram(M)
+    return np.array([scale * int(x) / (1 << b) for x in _quadratic(M, N)])
 
 
 def _digits(M: Exact) -> int:
@@ -241,15 +270,17 @@ def condition_number(K: ArrayLike, *, mask: ArrayLike | None = None) -> float:
 
 
 def attention_exact(Q: ArrayLike, K: ArrayLike) -> Float:
-    """Scores of x² attention in rational arithmetic, each rounded once."""
-    queries = [[Fraction(x) for x in row] for row in np.asarray(Q, dtype=np.float64).tolist()]
-    keys = [[Fraction(x) for x in row] for row in np.asarray(K, dtype=np.float64).tolist()]
-    rows = []
-    for q in queries:
-        squares = [sum(a * b for a, b in zip(q, k, strict=True)) ** 2 for k in keys]
+    """Scores of x² attention in exact arithmetic, each rounded once; powers of two that all keys share cancel."""
+    queries = np.asarray(Q, dtype=np.float64)
+    keys = to_integers(K, common=True)
+    A = np.zeros((len(queries), len(keys)))
+    for i, q in enumerate(queries):
+        products = keys @ to_integers(q[None], common=True)[0] if keys.size else []
+        squares = [int(x) ** 2 for x in products]
         total = sum(squares)
-        rows.append([float(square / total) if total else 0.0 for square in squares])
-    return np.array(rows)
+        if total:
+            A[i] = [x / total for x in squares]  # of Python's integers: rounded once
+    return A
 
 
 def adversarial_queries(K: ArrayLike) -> Float:
@@ -275,13 +306,12 @@ def attention(
     if A.size == 0:
         return A
     keys = (keys / _scale(keys)).astype(dtype)
-    for i, query in enumerate(queries):
-        z = keys @ (query / _scale(query)).astype(dtype)
-        z = np.where(keep, z, 0)
-        largest = np.max(np.abs(z))
-        if largest > 0:
-            weights = (z / largest) ** 2
-            A[i] = weights / np.sum(weights)
+    queries = (queries / np.array([[_scale(query)] for query in queries])).astype(dtype)
+    Z = np.where(keep, queries @ keys.T, 0)
+    largest = np.max(np.abs(Z), axis=1, keepdims=True)
+    seen = largest[:, 0] > 0
+    weights = (Z[seen] / largest[seen]) ** 2
+    A[seen] = weights / np.sum(weights, axis=1, keepdims=True)
     return A
 
 
@@ -392,27 +422,14 @@ def group_leverage(K: ArrayLike, labels: ArrayLike, *, mask: ArrayLike | None = 
     M = to_integers(kept)
     M = M[:, independent_columns(M)]
     scores = np.zeros(int(names.max(initial=-1)) + 1)
-    for label in range(len(scores)):
-        members = [int(i) for i in np.flatnonzero(names[keep] == label)]
-        if members and M.shape[1]:
-            scores[label] = np.linalg.eigvalsh(_gram_of_whitened(M, members))[-1]
+    if M.shape[1]:
+        N, b = inverse_of_gram(M)
+        for label in range(len(scores)):
+            members = M[names[keep] == label]
+            if len(members):
+                products = members @ N @ members.T
+                scores[label] = np.linalg.eigvalsh([[int(x) / (1 << b) for x in row] for row in products])[-1]
     return scores
-
-
-def _gram_of_whitened(M: Exact, members: list[int]) -> Float:
-    """The matrix of m_iᵀ(MᵀM)⁻¹m_j, by polarisation; in so many digits that all scores add up to the rank."""
-    ends = [(i, j) for i in members for j in members if i < j]
-    rows = np.array([*M, *(M[i] + M[j] for i, j in ends)], dtype=object).reshape(-1, M.shape[1])
-    digits = 100 + 2 * _digits(M)
-    for _ in range(7):
-        q = quadratic_exact(rows, M.T @ M, digits)
-        with decimal.localcontext(prec=100):
-            if abs(sum(q[: len(M)], Decimal(0)) - M.shape[1]) < Decimal("1e-40"):
-                products = {(i, j): (s - q[i] - q[j]) / 2 for (i, j), s in zip(ends, q[len(M) :], strict=True)}
-                products |= {(i, i): q[i] for i in members}
-                return np.array([[float(products[min(i, j), max(i, j)]) for j in members] for i in members])
-        digits *= 2
-    raise ArithmeticError("the scores do not add up to the rank")
 
 
 def whitened(K: ArrayLike, *, mask: ArrayLike | None = None) -> Float:
@@ -427,12 +444,11 @@ def whitened(K: ArrayLike, *, mask: ArrayLike | None = None) -> Float:
 def angles(X: Float) -> Float:
     """Angles between all rows up to sign; a row of zeros is at π/2 to all others."""
     result = np.full((len(X), len(X)), np.pi / 2)
-    for i, x in enumerate(X):
-        for j, y in enumerate(X):
-            if np.any(x) and np.any(y):
-                u, v = x / np.linalg.norm(x), y / np.linalg.norm(y)
-                chord = min(np.linalg.norm(u - v), np.linalg.norm(u + v))
-                result[i, j] = 2 * np.arcsin(min(chord / 2, 1.0))
+    there = np.flatnonzero(np.any(X, axis=1))
+    U = X[there] / np.linalg.norm(X[there], axis=1, keepdims=True)
+    for i, u in zip(there, U, strict=True):
+        chords = np.minimum(np.linalg.norm(U - u, axis=1), np.linalg.norm(U + u, axis=1))
+        result[i, there] = 2 * np.arcsin(np.minimum(chords / 2, 1.0))
     return result
 
 

@@ -174,7 +174,7 @@ keys = strategies.integer_keys
 
 
 @alike
-@strategies.examples(16)
+@SETTINGS
 @given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
 def test_bits_of_the_plain_array(impl: Implementation, K: Float, epsilon: float, seed: int) -> None:
     plain = NAMED[impl.plain]

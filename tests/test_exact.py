@@ -169,7 +169,7 @@ def test_line_search_is_no_worse_than_the_general_search() -> None:
         growth, monotone = 2.0, True
         __call__ = staticmethod(L1L2())
 
-    K = spiky(12, 3)
+    K = spiky(8, 3)
     line, search = exact_sensitivities(K, L1L2()), exact_sensitivities(K, Same())
     assert (line.method, search.method) == ("line search", "search")
     assert np.all(line.lower >= search.lower * (1 - 1e-9))
@@ -192,7 +192,7 @@ def test_no_query_beats_a_power(make: Any, p: float) -> None:
 
 @pytest.mark.parametrize("f", [*OTHERS, Cauchy(), Floor()])
 def test_no_query_beats_the_search(f: Any) -> None:
-    K = spiky(14, 3)
+    K = spiky(10, 3)
     found = exact_sensitivities(K, f)
     assert np.all(drawn(K, f) <= found.lower * (1 + 1e-9))
     np.testing.assert_array_equal(found.upper, 1)
@@ -410,7 +410,7 @@ def test_keys_too_small_to_be_seen() -> None:
     """Their products with queries underflow when they are squared: no warning, and no claim that they score 0."""
     K = gauss(6, 3)
     K[0] *= 1e-200
-    for f in (*POWERS, *OTHERS):
+    for f in (0.5, 1, 1.5, 2, 4, *OTHERS):  # a power of each method
         found = exact_sensitivities(K, f)
         assert (found.lower[0], found.upper[0]) == (0, 1)
         np.testing.assert_allclose(found.lower[1:], exact_sensitivities(K[1:], f).lower, rtol=1e-9)

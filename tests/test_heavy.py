@@ -158,7 +158,7 @@ def test_queries_orthogonal_to_most_keys_of_a_deficient_matrix() -> None:
 @pytest.mark.parametrize("kind", ["coherent", "turned", "ill-conditioned", "deficient"])
 def test_normalizers_of_even_powers_from_lifted_moments(kind: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
-    K = rng.standard_normal((3000, 4)) * np.clip(np.abs(rng.standard_cauchy((3000, 1))), 0.1, 300)
+    K = rng.standard_normal((1500, 4)) * np.clip(np.abs(rng.standard_cauchy((1500, 1))), 0.1, 300)
     if kind == "turned":
         K = K @ rng.standard_normal((4, 4)) * np.geomspace(1e-40, 1e40, 4)
     if kind == "ill-conditioned":

@@ -27,15 +27,24 @@ def logits(q: naive.Float, K: naive.Float, scale: float) -> list[Fraction]:
     return [sum((Fraction(float(x)) * y for x, y in zip(k, query, strict=True)), Fraction(0)) for k in K]
 
 
-def captured(Q: naive.Float, K: naive.Float, selected: Any, scale: float) -> naive.Float:
-    """The softmax mass on the selected keys."""
+def weights(Q: naive.Float, K: naive.Float, scale: float) -> list[list[float]]:
+    """For each query exp of all logits, less the largest."""
     out = []
     for q in Q:
         z = logits(q, K, scale)
-        weights = [math.exp(float(max(x - max(z), Fraction(-800)))) for x in z]
-        chosen = [w for w, inside in zip(weights, selected, strict=True) if inside]
-        out.append(math.fsum(chosen) / math.fsum(weights))
-    return np.array(out)
+        largest = max(z)
+        out.append([math.exp(float(max(x - largest, Fraction(-800)))) for x in z])
+    return out
+
+
+def mass_on(selected: Any, of_queries: list[list[float]]) -> naive.Float:
+    """The share of the weights that falls on the selected keys."""
+    return np.array([math.fsum(np.array(w)[np.asarray(selected)]) / math.fsum(w) for w in of_queries])
+
+
+def captured(Q: naive.Float, K: naive.Float, selected: Any, scale: float) -> naive.Float:
+    """The softmax mass on the selected keys."""
+    return mass_on(selected, weights(Q, K, scale))
 
 
 def check(found: SoftmaxMass, truth: naive.Float) -> None:
@@ -136,9 +145,10 @@ def test_every_storage(storage: str, center: bool) -> None:
 def test_every_named_case(name: str, center: bool) -> None:
     K = strategies.case(name)[:80]
     Q = queries(K, np.random.default_rng(2), 20.0)[:4]
+    truth = weights(Q, K, default_scale(K.shape[1]))
     for size in {0, 1, len(K) // 2, len(K) - 1, len(K)}:
         found = levattn.universal_set(K, size=size, center=center)
-        check(softmax_mass(Q, K, found), captured(Q, K, found.mask, default_scale(K.shape[1])))
+        check(softmax_mass(Q, K, found), mass_on(found.mask, truth))
 
 
 def test_no_key_and_every_key_in_the_set() -> None:

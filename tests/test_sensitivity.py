@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import levattn
@@ -74,7 +74,7 @@ def keys(draw: st.DrawFn) -> naive.Float:
 
 
 @pytest.mark.parametrize(("f", "method"), METHODS, ids=str)
-@settings(max_examples=30, deadline=None)
+@strategies.examples(12)
 @given(K=keys(), seed=st.integers(0, 99), iterations=st.integers(0, 6), epsilon=st.sampled_from([0.02, 0.1, 0.5, 1.0]))
 def test_no_query_exceeds_a_bound(
     f: Any, method: Any, K: naive.Float, seed: int, iterations: int, epsilon: float
@@ -483,7 +483,7 @@ def witnessed(f: Any, K: naive.Float) -> naive.Float:
 
 @pytest.mark.parametrize("f", [0.3, 0.5, 1, 3, 4, 6, levattn.Tukey(), levattn.Huber(), Bounded()], ids=repr)
 def test_hostile_keys_have_no_score_above_their_bound(f: Any) -> None:
-    for seed in range(20):
+    for seed in range(strategies.trials(80)):
         rng = np.random.default_rng([seed, 7])
         K = hostile(rng)
         sigma = witnessed(f, K)

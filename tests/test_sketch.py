@@ -42,7 +42,7 @@ from levattn.sketch import (
     sign_size,
     srht_size,
 )
-from strategies import LAYOUTS, STORAGE, Float, as_float64, examples, stores
+from strategies import LAYOUTS, STORAGE, Float, as_float64, examples, stores, trials
 
 SEED = 2**64 - 5
 FAR = 2**40 + 3  # a number of a row: its group of four has a number of more than 32 bits
@@ -159,7 +159,7 @@ def test_another_seed_gives_another_matrix(distribution: Distribution) -> None:
 def test_squared_norms_are_kept_on_average(distribution: Distribution) -> None:
     if isinstance(distribution, Shifted):
         pytest.skip("it is not random")
-    draws, rows, low = 2000, 9, 1017  # a group of four and a block of most sketches end within these rows
+    draws, rows, low = trials(4000), 9, 1017  # a group of four and a block of most sketches end within these rows
     total, squares = np.zeros((rows, rows)), np.zeros((rows, rows))
     for seed in range(draws):
         S = Sketch(distribution, seed).matrix(low, low + rows)
@@ -648,7 +648,7 @@ def three_subspaces(n: int) -> Float:
     return np.hstack([np.linalg.qr(K)[0] for K in all_keys])
 
 
-def failures(distribution: Distribution, n: int, draws: int = DRAWS) -> Any:
+def failures(distribution: Distribution, n: int, draws: int) -> Any:
     """For each of the three subspaces, how many of the seeds from 0 on distort it by more than η."""
     U = three_subspaces(n)
     count = np.zeros(3, int)
@@ -659,10 +659,10 @@ def failures(distribution: Distribution, n: int, draws: int = DRAWS) -> Any:
     return count
 
 
-def rarely(count: Any) -> None:
+def rarely(distribution: Distribution, n: int, draws: int = DRAWS) -> None:
     """Refuse counts that a failure probability of δ would exceed with a probability of 10⁻³ at most."""
-    for failed in count:
-        assert scipy.stats.binomtest(int(failed), DRAWS, DELTA, alternative="greater").pvalue > 1e-3
+    for failed in failures(distribution, n, draws):
+        assert scipy.stats.binomtest(int(failed), draws, DELTA, alternative="greater").pvalue > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -677,19 +677,19 @@ def rarely(count: Any) -> None:
     ids=str,
 )
 def test_sketches_of_the_proven_size_embed(distribution: Distribution) -> None:
-    rarely(failures(distribution, 1000))
+    rarely(distribution, 1000)
 
 
 @pytest.mark.parametrize("n", [1500, 2**14])
 def test_one_block_of_a_hadamard_transform_of_the_proven_size_embeds(n: int) -> None:
     block = 2**14
-    rarely(failures(SRHT(srht_size(block, DIMENSION, ETA, DELTA), block), n))
+    rarely(SRHT(srht_size(block, DIMENSION, ETA, DELTA), block), n, trials(1000))
 
 
 def test_several_blocks_of_a_hadamard_transform_embed_as_well() -> None:
     # For several blocks another constant is proven; that the size for one block does is measured here, not proven.
     block = 2**14
-    rarely(failures(SRHT(srht_size(block, DIMENSION, ETA, DELTA), block), 2 * block + 5000))
+    rarely(SRHT(srht_size(block, DIMENSION, ETA, DELTA), block), 2 * block + 5000, trials(1000))
 
 
 @pytest.mark.parametrize("distribution", [CountSketch(4), OSNAP(8), GaussianJL(16), SignJL(16), SRHT(12)], ids=str)

@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import levattn
+import strategies
 from levattn import StreamingUniversalSet
 from levattn._bytes import MOST_ROWS
 from levattn._kernels import BLOCK
@@ -37,7 +38,7 @@ from strategies import STORAGE, Float, examples, stores
 State = StreamingUniversalSet | Moments | SketchedRows | SoftmaxState | TokenState
 
 MUTATIONS = 100_000  # that break the checksum
-SEALED = 10_000  # under a checksum made anew
+SEALED = strategies.trials(30_000)  # under a checksum made anew
 NUMBERS = [
     "0",
     "1",

@@ -867,11 +867,11 @@ def test_even_powers_of_ill_conditioned_keys(small: float) -> None:
 
 @quadratic
 def test_functions_of_quadratic_growth_hold_every_key_that_can_be_heavy(f: Any) -> None:
-    K = heavy_tailed(_rng("quadratic"), 30, 2)
+    K = heavy_tailed(_rng("quadratic"), 16, 2)
     sigma = levattn.exact_sensitivities(K, f).lower
     A = evaluated(f, worst_queries(_rng("small"), K), K)
-    for epsilon in (0.7, 0.3, 1 / 30):
-        found = stream(K, epsilon, [10], f=f).result()
+    for epsilon in (0.7, 0.3, 1 / 16):
+        found = stream(K, epsilon, [5], f=f).result()
         assert found.guarantee == "superset"
         assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
         assert np.all(found.scores >= sigma[found.indices] * (1 - TIE))
@@ -910,7 +910,7 @@ def test_functions_of_quadratic_growth_in_streams(kind: str, f: Any) -> None:
     parts = [stream(K[a:b], epsilon, f=f, row_start=a) for a, b in ((4500, N), (0, 2500), (2500, 4500))]
     moved = parts[0].merge(parts[1]).merge(parts[2])
     size = np.abs(K).max(axis=0)
-    Q = worst_queries(_rng(kind), K / size, 100)
+    Q = worst_queries(_rng(kind), K / size, 50)  # at most 20 keys have a leverage score of 0.2
     for other in (*QUADRATIC, Floor()):  # the bound is one for all of them
         A = evaluated(other, Q, K / size)
         for found in (whole.result(), moved.result()):

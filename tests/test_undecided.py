@@ -163,15 +163,13 @@ def _exact_products(q: Float, K: Float) -> list[Fraction]:
 
 def _exact_terms(q: Float, K: Float, f: Callable[[Decimal], Decimal] | None) -> list[Decimal]:
     """Values of f at all products; for None exp of them, less the largest."""
-    known: dict[Fraction, Decimal] = {}
-    products = _exact_products(q, K)
+    rows, place = np.unique(K, axis=0, return_inverse=True)  # many keys are copies
+    products = _exact_products(q, rows)
     if f is None:
         top = max(products)
         products, f = [max(z - top, Fraction(-(10**6))) for z in products], DIGITS.exp
-    for z in products:
-        if z not in known:
-            known[z] = f(Decimal(z.numerator) / Decimal(z.denominator))
-    return [known[z] for z in products]
+    values = [f(Decimal(z.numerator) / Decimal(z.denominator)) for z in products]
+    return [values[i] for i in place.reshape(-1).tolist()]
 
 
 def _holds(found: Any, Q: Float, K: Float, f: Callable[[Decimal], Decimal] | None, epsilon: float, V: Float) -> None:
