@@ -11,6 +11,7 @@ import numpy as np
 from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_moments import carry, counter, fold
 from levattn._kernels._cpu_random import GROUP, fill_words
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import address, entry_tile, lane_sum
 from levattn._kernels._cpu_sketch import place_of
 
@@ -43,7 +44,7 @@ def row_moment_tasks(indptr, indices, values, mask, block, tasks, first, last, o
     The products of the entries of each row are added up in the order of rows, in blocks that are combined in pairs.
     """
     d = out.shape[1]
-    partial = np.empty((d, d))
+    partial = empty(0.0, (d, d))
     stack = counter(tasks, first, last, block, d)
     for t in range(first, last):
         start, stop = tasks[t, 2], tasks[t, 3]
@@ -108,7 +109,7 @@ def band_moment_tasks(indices, values, width, starts, places, ends, first, last,
     for t in range(first, last):
         while width * _RUN << levels - 1 < starts[t + 1] - starts[t]:
             levels += 1
-    stack = np.zeros((levels + 1, width, d))
+    stack = zeros(0.0, (levels + 1, width, d))
     for t in range(first, last):
         left = t * width
         rows = min(width, d - left)
@@ -152,7 +153,7 @@ def panels_of(W, X, vectors):
     """Return the columns of W (upper triangular) as panels of so many vectors, in the precision of X."""
     width = vectors * (VECTOR_BYTES // X.itemsize)
     d = len(W)
-    panels = np.zeros(((d + width - 1) // width, d, width), X.dtype)
+    panels = zeros(X, ((d + width - 1) // width, d, width))
     for p in range(len(panels)):
         low = p * width
         for i in range(min(low + width, d)):
@@ -170,11 +171,11 @@ def row_sqnorms(indptr, indices, values, mask, panels, start, stop, ceiling, out
     lanes = VECTOR_BYTES // size
     vectors = width // lanes
     room = _SLAB_COLUMNS * d
-    held = np.empty(room, panels.dtype)
-    offsets = np.empty(room, np.int64)
-    begins = np.empty(_SLAB_ROWS, np.int64)
-    cuts, ends = np.empty_like(begins), np.empty_like(begins)
-    squares = np.empty((_SLAB_ROWS, lanes), panels.dtype)
+    held = empty(panels, (room,))
+    offsets = empty(0, (room,))
+    begins = empty(0, (_SLAB_ROWS,))
+    cuts, ends = empty(begins, begins.shape), empty(begins, begins.shape)
+    squares = empty(panels, (_SLAB_ROWS, lanes))
     low = start
     while low < stop:
         rows, used = 0, 0
@@ -225,7 +226,7 @@ def scatter_entries(indptr, indices, values, mask, begin, end, key0, key1, strea
 
     As in `_cpu_sketch.scatter_rows`: each goes, with a sign, to one place in each block of `size` rows.
     """
-    drawn = np.empty((blocks, _DRAWN), np.uint32)
+    drawn = empty(np.uint32(0), (blocks, _DRAWN))
     start = begin
     while start < end:
         skipped = (offset + start) % GROUP
@@ -249,7 +250,7 @@ def scatter_entries(indptr, indices, values, mask, begin, end, key0, key1, strea
 def projected_rows(indptr, indices, values, mask, P, first, last, ceiling, out):
     """Write ``‖k P‖²`` of the rows ``first:last`` to `out`, in the precision of P."""
     k = P.shape[1]
-    y = np.empty(k, P.dtype)
+    y = empty(P, (k,))
     for r in range(first, last):
         y[:] = 0
         if not mask.size or mask[r]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import address, subtract_rows
 
 __all__ = ["cholesky_tasks"]
@@ -105,9 +106,9 @@ def cholesky_tasks(G, shift, first, last, W, pivot, reach):
     """
     d = G.shape[1]
     width = (d + _STEP - 1) // _STEP * _STEP
-    R = np.zeros((d, width))
-    inverse = np.empty((d, width))
-    c, scale, sums = np.empty(d), np.empty(d), np.empty(d)
+    R = zeros(0.0, (d, width))
+    inverse = empty(0.0, (d, width))
+    c, scale, sums = empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (d,))
     for s in range(first, last):
         for i in range(d):
             c[i] = np.sqrt(G[s, i, i])

@@ -5,9 +5,8 @@ For queries whose products cancel there are the same products as if in twice the
 
 from __future__ import annotations
 
-import numpy as np
-
 from levattn._kernels._cpu_jit import helper, jit
+from levattn._kernels._cpu_scratch import empty
 from levattn._kernels._cpu_simd import fused_multiply_add
 
 __all__ = ["count_heavy", "fill_heavy", "norm_tasks", "product_tasks", "solve_tasks"]
@@ -33,7 +32,7 @@ def _logits(q, columns, z):
 @jit
 def norm_tasks(Q, columns, sizes, first, last, squares, bounds):
     """Write ``‖N q‖²`` of queries ``first:last``, with ``columns = Nᵀ``, and ``‖|N| |q|‖²`` with ``sizes = |Nᵀ|``."""
-    z, q = np.empty(columns.shape[1]), np.empty(Q.shape[1])
+    z, q = empty(0.0, (columns.shape[1],)), empty(0.0, (Q.shape[1],))
     for i in range(first, last):
         _logits(Q[i], columns, z)
         total = 0.0
@@ -53,7 +52,7 @@ def norm_tasks(Q, columns, sizes, first, last, squares, bounds):
 def count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured):
     """Count the entries ``⟨q, k⟩² ≥ ε D`` of queries ``first:last`` and sum up the mass on all selected keys."""
     u = columns.shape[1]
-    z = np.empty(u)
+    z = empty(0.0, (u,))
     for i in range(first, last):
         D = normalizers[i]
         count, mass = 0, 0.0
@@ -70,7 +69,7 @@ def count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured)
 def fill_heavy(Q, columns, indices, normalizers, epsilon, first, last, starts, keys, values):
     """Write the entries that `count_heavy` counted to the places that begin at ``starts[i]``."""
     u = columns.shape[1]
-    z = np.empty(u)
+    z = empty(0.0, (u,))
     for i in range(first, last):
         at = starts[i]
         if at == starts[i + 1]:
@@ -90,7 +89,7 @@ def product_tasks(Q, columns, first, last, Z):
     Products are split without error and summed with their rounding errors (Dot2 of Ogita, Rump and Oishi 2005).
     """
     d, u = columns.shape
-    low = np.empty(u)
+    low = empty(0.0, (u,))
     for t in range(first, last):
         high = Z[t]
         for j in range(u):
@@ -117,7 +116,7 @@ def solve_tasks(columns, Q, first, last, X):
     Back substitution on pairs of float64 numbers, so that x has its digits up to condition numbers of about 10¹⁵.
     """
     d = columns.shape[0]
-    high, low = np.empty(d), np.empty(d)
+    high, low = empty(0.0, (d,)), empty(0.0, (d,))
     for t in range(first, last):
         for i in range(d):
             high[i] = Q[t, i]

@@ -27,6 +27,7 @@ from levattn._kernels._cpu_latent_simd import (
     weigh_row,
 )
 from levattn._kernels._cpu_rows import copy_numbers
+from levattn._kernels._cpu_scratch import empty
 from levattn._kernels._cpu_simd import address, as_pointer
 
 __all__ = ["ROWS", "SINGLE", "VIEWS", "backward_tasks", "forward_tasks", "join_rows", "join_runs", "summary_tasks"]
@@ -276,7 +277,7 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, wi
     de, dx = wide * size, deep * size
     for task in range(first, last):
         head, low, high = tasks[task]
-        _begin(np.empty((0, 0)), np.empty((0, 0)), task, 0.0, reference, base, limit, total, wide_total, kept)
+        _begin(empty(0.0, (0, 0)), empty(0.0, (0, 0)), task, 0.0, reference, base, limit, total, wide_total, kept)
         wide_state[:] = 0
         gains[:] = 0
         gain[:] = 0
@@ -507,7 +508,7 @@ def backward_tasks(
     r_at = c_at + longest * de
     references = kept[2 * longest * wide :][: (longest + 1) * wide].reshape(longest + 1, wide)
     zero = like.dtype.type(0)
-    segments = np.empty((longest, 3), np.int64)  # first row, number of rows, place of the references
+    segments = empty(0, (longest, 3))  # first row, number of rows, place of the references
     least = like.dtype.type(-np.inf)
     for task in range(first, last):
         head, begin, end, early, late = tasks[task]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 from numba import carray
 
 from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import address, as_pointer, moment_tile, widen
 
 __all__ = ["add_rows", "carry", "counter", "fold", "moment_panels", "moment_tasks"]
@@ -85,7 +85,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
 def moment_panels(X):
     """Return the scratch into which `add_rows` packs a slab."""
     width = PANEL * (VECTOR_BYTES // X.itemsize)
-    return np.empty(((X.shape[1] + width - 1) // width, SLAB, width), X.dtype)
+    return empty(X, ((X.shape[1] + width - 1) // width, SLAB, width))
 
 
 @helper
@@ -106,7 +106,7 @@ def counter(tasks, first, last, block, d):
     for t in range(first, last):
         while block << levels - 2 < tasks[t, 3] - tasks[t, 2]:
             levels += 1
-    return np.zeros((levels, d, d))
+    return zeros(0.0, (levels, d, d))
 
 
 @helper
@@ -156,11 +156,11 @@ def moment_tasks(view, like, brain, mask, shift, scale, weights, X, block, tasks
     slab; blocks are combined in float64 like the bits of a binary counter.
     """
     size, d = X.itemsize, X.shape[1]
-    rows = np.zeros((SLAB, d), X.dtype)
+    rows = zeros(X, (SLAB, d))
     direct = is_direct(view, like, mask, shift, scale, weights, X, VECTOR_BYTES // size)
     step = view[ROW_STEP]
     packed = moment_panels(X)
-    partial = np.empty((d, d), X.dtype)
+    partial = empty(X, (d, d))
     stack = counter(tasks, first, last, block, d)
     for t in range(first, last):
         item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]

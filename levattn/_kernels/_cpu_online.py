@@ -16,6 +16,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_rows import copy_numbers, load_rows
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import fused_multiply_add
 
 __all__ = ["online_tasks"]
@@ -75,7 +76,7 @@ def _rotate(R, E, w, x, y, z, c, s):
 @helper
 def _sweep(R, E, rank, rows, score, left):
     """Rotate four rows into the directions so far."""
-    c, s = np.empty(_ROWS), np.empty(_ROWS)
+    c, s = empty(0.0, (_ROWS,)), empty(0.0, (_ROWS,))
     for j in range(rank):
         r, e, after = R[j, j], E[j, j], j + 1
         for k in range(_ROWS):
@@ -117,10 +118,10 @@ def online_tasks(view, like, brain, mask, shift, scale, weights, n, root, first,
     Where that is 0 the triangle begins with no row at all, and a row that opens a direction scores 1.
     """
     d = root.shape[1]
-    R, E = np.empty((d, d)), np.empty((d, d))
-    stored, rows, entries = np.zeros((_ROWS, d)), np.zeros((_ROWS, d)), np.zeros((_ROWS, d))
-    norms = np.empty((1, d))
-    score, left = np.empty(_ROWS), np.empty(_ROWS)  # Σ (s Π c)² and Π c of each row
+    R, E = empty(0.0, (d, d)), empty(0.0, (d, d))
+    stored, rows, entries = zeros(0.0, (_ROWS, d)), zeros(0.0, (_ROWS, d)), zeros(0.0, (_ROWS, d))
+    norms = empty(0.0, (1, d))
+    score, left = empty(0.0, (_ROWS,)), empty(0.0, (_ROWS,))  # Σ (s Π c)² and Π c of each row
     for item in range(first, last):
         R[:], E[:], norms[:] = 0, 0, 0
         for j in range(d):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import address, lane_sum, product_tile
 
 __all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "sqnorm_tasks"]
@@ -20,7 +19,7 @@ def pack_panels(W, X):
     """Return the columns of W (padded with zeros) as panels of a tile's width, in the precision of X."""
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     d, columns = W.shape[0], X.shape[1]
-    panels = np.zeros(((columns + width - 1) // width, columns, width), X.dtype)
+    panels = zeros(X, ((columns + width - 1) // width, columns, width))
     for p in range(panels.shape[0]):
         low = p * width
         for i in range(min(low + width, d)):
@@ -62,12 +61,12 @@ def sqnorm_tasks(view, like, brain, mask, shift, scale, weights, W, X, tasks, fi
     """
     size = X.itemsize
     lanes = VECTOR_BYTES // size
-    rows = np.zeros((SCRATCH_ROWS, X.shape[1]), X.dtype)
-    squares = np.empty((SCRATCH_ROWS, lanes), X.dtype)
+    rows = zeros(X, (SCRATCH_ROWS, X.shape[1]))
+    squares = empty(X, (SCRATCH_ROWS, lanes))
     direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
     step = view[ROW_STEP]
     slot = -1
-    panels = np.zeros((1, 1, 1), X.dtype)
+    panels = zeros(X, (1, 1, 1))
     for t in range(first, last):
         if tasks[t, 0] != slot:
             slot = tasks[t, 0]

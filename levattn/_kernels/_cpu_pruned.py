@@ -13,6 +13,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_pruned_simd import apart, exponentials, matrix_tile, nearest, raised
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import address, as_pointer
 
 __all__ = [
@@ -225,14 +226,14 @@ def mixture_tasks(
     near = key_panels.shape[1] * width
     deep = value_panels.shape[1] * width
     full = near + (widest + width - 1) // width * width
-    rows_q = np.zeros((ROWS, d), like.dtype)
-    L, out = np.empty((ROWS, full), like.dtype), np.empty((ROWS, deep), like.dtype)
-    near_keys = np.empty(((full - near) // width, d, width), like.dtype)
-    near_values = np.empty((value_panels.shape[1], full - near, width), like.dtype)
-    shift = np.zeros(full, like.dtype)
-    names, weight, logs = np.full(widest, -1), np.ones(widest), np.zeros(widest)
-    inverse = np.empty(ROWS, like.dtype)
-    room = np.full(R, -1), np.empty(R, np.int64), np.empty(R), np.empty((3, R))
+    rows_q = zeros(like, (ROWS, d))
+    L, out = empty(like, (ROWS, full)), empty(like, (ROWS, deep))
+    near_keys = empty(like, ((full - near) // width, d, width))
+    near_values = empty(like, (value_panels.shape[1], full - near, width))
+    shift = zeros(like, (full,))
+    names, weight, logs = np.full(widest, -1), np.ones(widest), zeros(0.0, (widest,))
+    inverse = empty(like, (ROWS,))
+    room = np.full(R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
     q_view, k_view, v_view = views[0], views[1], views[2]
     q_at, l_at, y_at = address(rows_q), address(L), address(out)
@@ -325,8 +326,8 @@ def moment_tasks(like, wide, view, n, d, second, first, last):
     width = SCORE_VECTORS * (VECTOR_BYTES // size)
     panels = (d + width) // width
     deep = panels * width
-    turned, rows = np.zeros((_whole_tiles(d), ROWS), wide.dtype), np.zeros((panels, ROWS, width), wide.dtype)
-    total, unit = np.empty((_whole_tiles(d), deep), wide.dtype), like.dtype.type(1)
+    turned, rows = zeros(wide, (_whole_tiles(d), ROWS)), zeros(wide, (panels, ROWS, width))
+    total, unit = empty(wide, (_whole_tiles(d), deep)), like.dtype.type(1)
     for item in range(first, last):
         for i in range(d):
             for j in range(deep):
@@ -363,7 +364,7 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
     _, n, d = X.shape
     size, width = like.itemsize, panels.shape[3]
     deep = panels.shape[1] * width
-    rows, out = np.zeros((ROWS, d), like.dtype), np.empty((ROWS, deep), like.dtype)
+    rows, out = zeros(like, (ROWS, d)), empty(like, (ROWS, deep))
     stretches = (n + ROWS - 1) // ROWS
     for task in range(first, last):
         item, low = task // stretches, task % stretches * ROWS
@@ -401,9 +402,9 @@ def far_tasks(X, weight, step, centres, first, last):
     lanes = VECTOR_BYTES // size
     wide = (d + lanes - 1) // lanes * lanes
     count = (n + step - 1) // step
-    rows, mean = np.zeros((count, wide), X.dtype), np.zeros((1, wide), X.dtype)
-    sums = np.empty(d)
-    away = np.empty(count, X.dtype)
+    rows, mean = zeros(X, (count, wide)), zeros(X, (1, wide))
+    sums = empty(0.0, (d,))
+    away = empty(X, (count,))
     for item in range(first, last):
         sums[:] = 0
         total, x = 0.0, X[item]
@@ -464,8 +465,8 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
     size, width = X.itemsize, panels.shape[3]
     lanes = VECTOR_BYTES // size
     deep = panels.shape[1] * width
-    rows, out = np.zeros((ROWS, d), X.dtype), np.empty((ROWS, deep), X.dtype)
-    squares, least = np.empty(ROWS, X.dtype), np.empty(1, X.dtype)
+    rows, out = zeros(X, (ROWS, d)), empty(X, (ROWS, deep))
+    squares, least = empty(X, (ROWS,)), empty(X, (1,))
     stretches = (n + ROWS - 1) // ROWS
     for task in range(first, last):
         item, low = task // stretches, task % stretches * ROWS

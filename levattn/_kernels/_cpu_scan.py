@@ -6,6 +6,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_rows import copy_numbers, load_rows
+from levattn._kernels._cpu_scratch import empty, zeros
 
 __all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
 
@@ -31,9 +32,9 @@ def column_tasks(view, like, brain, mask, shift, scale, weights, n, block, large
     Sums are formed block by block and the blocks are combined like the bits of a binary counter.
     """
     d = out.shape[1]
-    rows = np.zeros((_SLAB, d))
-    part = np.empty(d)
-    stack = np.zeros((64, d))
+    rows = zeros(0.0, (_SLAB, d))
+    part = empty(0.0, (d,))
+    stack = zeros(0.0, (64, d))
     for item in range(first, last):
         total = out[item]
         count = 0
@@ -73,7 +74,7 @@ def read_rows(view, like, brain, mask, shift, scale, weights, item, n, out):
 def nonfinite_scan(view, like, brain, mask, shift, scale, weights, n, item, found):
     """Write the first rows that hold NaN or infinity to `found` and return how many were found."""
     d = view[4]
-    row = np.zeros((1, d))
+    row = zeros(0.0, (1, d))
     count = 0
     for r in range(n):
         load_rows(view, like, brain, item, r, r + 1, mask, shift, scale, weights, row)

@@ -7,6 +7,7 @@ import numpy as np
 from levattn._kernels._cpu_jit import FULL_ROWS, PANEL, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_random import GROUP, fill_group, fill_normals, fill_signs, fill_words
 from levattn._kernels._cpu_rows import ADDRESS, COLUMN_STEP, COLUMNS, ROW_STEP, is_direct, load_rows, row_address
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import add_signed, address, hadamard_tile, moment_tile
 
 __all__ = ["DRAWN", "FIRST_ROWS", "SLAB", "dense_rows", "hadamard_blocks", "scatter_rows"]
@@ -39,11 +40,11 @@ def scatter_rows(
     """
     lanes = VECTOR_BYTES // X.itemsize
     width = X.shape[1]
-    drawn = np.empty(_SLAB, np.uint32)
-    places = np.empty((_SLAB + _AHEAD, blocks), np.int64)
+    drawn = empty(np.uint32(0), (_SLAB,))
+    places = empty(0, (_SLAB + _AHEAD, blocks))
     direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
     fetched = _FETCHED if direct else 0
-    rows = np.zeros((_LOADED, width), X.dtype)
+    rows = zeros(X, (_LOADED, width))
     base, row_bytes = address(out), out.strides[0]
     start = begin
     while start < end:
@@ -129,9 +130,9 @@ def hadamard_blocks(
     if group < FIRST_ROWS:
         group = 4
     direct = is_direct(view, like, mask, shift, scale, weights, rows, lanes)
-    drawn = np.empty(size, np.uint32)
-    signs = np.empty(size, X.dtype)
-    flips = np.empty((GROUP, chosen.size), np.uint32)
+    drawn = empty(np.uint32(0), (size,))
+    signs = empty(X, (size,))
+    flips = empty(np.uint32(0), (GROUP, chosen.size))
     part = view.copy()
     loaded = address(rows)
     for block in range(begin, end):
@@ -196,9 +197,9 @@ def dense_rows(
     lanes = VECTOR_BYTES // X.itemsize
     items, _, size, width = out.shape
     direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
-    rows = np.zeros((SLAB, width), X.dtype)
-    drawn = np.empty((GROUP, DRAWN), np.uint32)
-    S = np.empty((SLAB, DRAWN + 64 // X.itemsize), X.dtype)  # rows an odd number of cache lines apart
+    rows = zeros(X, (SLAB, width))
+    drawn = empty(np.uint32(0), (GROUP, DRAWN))
+    S = empty(X, (SLAB, DRAWN + 64 // X.itemsize))  # rows an odd number of cache lines apart
     s_stride = S.shape[1]
     start = begin
     while start < end:

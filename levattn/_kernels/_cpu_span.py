@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._kernels._cpu_jit import helper, jit
+from levattn._kernels._cpu_scratch import empty
 from levattn._kernels._cpu_simd import product_high
 
 __all__ = ["draw_field", "field", "insert_rows", "mark_outside", "mark_zeros"]
@@ -148,7 +149,7 @@ def mark_zeros(field, Q, K, rows, columns, out):
 @jit
 def mark_outside(field, rows, basis, pivots, rank, units, out):
     """Set `out` for the rows that are not in the span of the basis and the units."""
-    v = np.empty(rows.shape[1], np.uint64)
+    v = empty(np.uint64(0), (rows.shape[1],))
     _orthogonal(field, basis, pivots, rank, units, v)
     for r in range(rows.shape[0]):
         out[r] = _dot(field, rows[r], v) != _ZERO
@@ -192,7 +193,7 @@ def _insert(field, new, basis, pivots, rank):
 def insert_rows(field, rows, basis, pivots, rank, units, chosen):
     """Extend the basis by the rows that are not in the span, write which they are to `chosen`, and return its rank."""
     d = rows.shape[1]
-    v, new = np.empty(d, np.uint64), np.empty(d, np.uint64)
+    v, new = empty(np.uint64(0), (d,)), empty(np.uint64(0), (d,))
     _orthogonal(field, basis, pivots, rank, units, v)
     for i in range(rows.shape[0]):
         if _dot(field, rows[i], v) != _ZERO:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from levattn._kernels._cpu_jit import helper, jit
+from levattn._kernels._cpu_scratch import empty
 from levattn._kernels._cpu_simd import address, as_pointer
 from levattn._kernels._cpu_tokens_simd import BLOCK, dot_run, gather_run, read_run, score_run, share_run, spread_run
 
@@ -610,7 +609,7 @@ def square_rows(X, mask, weights, rates, total, mass, full, bands, first, last):
     A task is a matrix of rows, or if `full` a band of BAND rows of its moment.
     """
     d = X.shape[2]
-    wide = np.empty(d)
+    wide = empty(0.0, (d,))
     for task in range(first, last):
         i, low = task // bands, task % bands * BAND
         high = min(low + BAND, d) if full else 1

@@ -6,9 +6,8 @@ places kept every RUN tokens, as gradients need them from the end.
 
 from __future__ import annotations
 
-import numpy as np
-
 from levattn._kernels._cpu_jit import helper, jit
+from levattn._kernels._cpu_scratch import empty
 from levattn._kernels._cpu_simd import as_pointer
 from levattn._kernels._cpu_tokens import (
     _DIAGONAL,
@@ -80,7 +79,7 @@ def _marks(c, s, p, g, i, k, weighted, weights_at, total):
     """Go through a sequence; return sums, sums of weights and first tokens of its runs, and the number of these."""
     at, high, d = _low(c, p, i), _high(c, p, i), p[WIDTH]
     most = -(-(high - at) // RUN)
-    marks, totals, places = np.empty((most, d)), np.empty(most), np.empty(most, np.int64)
+    marks, totals, places = empty(0.0, (most, d)), empty(0.0, (most,)), empty(0, (most,))
     sums = as_pointer(p[SUMS], c.wide)
     run = 0
     while at < high:

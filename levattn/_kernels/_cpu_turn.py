@@ -10,6 +10,7 @@ from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, h
 from levattn._kernels._cpu_moments import add_rows, carry, counter, fold, moment_panels
 from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, pack_panels, row_squares
 from levattn._kernels._cpu_rows import load_rows
+from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import address, lane_sum, product_tile
 
 __all__ = ["turned_moment_tasks", "turned_sqnorm_tasks"]
@@ -53,7 +54,7 @@ def _split_basis(B, X):
     """
     d = B.shape[0]
     scale = np.ones(X.shape[1])
-    even, high = np.zeros((d, d)), np.zeros((d, d))
+    even, high = zeros(0.0, (d, d)), zeros(0.0, (d, d))
     for i in range(d):
         largest = 0.0
         for j in range(d):
@@ -115,13 +116,13 @@ def turned_moment_tasks(
     """Do what `moment_tasks` does, each row multiplied by its slot's basis first (split into bits if `exact`)."""
     d = X.shape[1]
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
-    rows = np.zeros((SCRATCH_ROWS, d), X.dtype)
-    turned = np.zeros((SCRATCH_ROWS, (d + width - 1) // width * width), X.dtype)
-    high, product = np.zeros_like(rows), np.zeros_like(turned)
+    rows = zeros(X, (SCRATCH_ROWS, d))
+    turned = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
+    high, product = zeros(rows, rows.shape), zeros(turned, turned.shape)
     even = np.ones(d)
-    panels = highs = lows = np.zeros((1, 1, 1), X.dtype)
+    panels = highs = lows = zeros(X, (1, 1, 1))
     packed = moment_panels(X)
-    partial = np.empty((d, d), X.dtype)
+    partial = empty(X, (d, d))
     stack = counter(tasks, first, last, block, d)
     slot = -1
     for t in range(first, last):
@@ -155,12 +156,12 @@ def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, weights, basis, W
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
     width = SCORE_VECTORS * lanes
-    rows = np.zeros((SCRATCH_ROWS, d), X.dtype)
-    turned = np.zeros((SCRATCH_ROWS, (d + width - 1) // width * width), X.dtype)
-    high, product = np.zeros_like(rows), np.zeros_like(turned)
-    squares = np.empty((SCRATCH_ROWS, lanes), X.dtype)
+    rows = zeros(X, (SCRATCH_ROWS, d))
+    turned = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
+    high, product = zeros(rows, rows.shape), zeros(turned, turned.shape)
+    squares = empty(X, (SCRATCH_ROWS, lanes))
     even = np.ones(d)
-    panels = highs = lows = whitening = np.zeros((1, 1, 1), X.dtype)
+    panels = highs = lows = whitening = zeros(X, (1, 1, 1))
     slot = -1
     for t in range(first, last):
         item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
