@@ -255,6 +255,18 @@ def stray_jit(modules: list[Module]) -> Iterator[str]:
                 yield f"{module.at(node.lineno)}: numba.{name}; use a decorator of levattn.{JIT_HOME}"
 
 
+def costly_scratch(modules: list[Module]) -> Iterator[str]:
+    """In compiled code each of these would be compiled as a function of its own, for each type and number of axes."""
+    for module in modules:
+        nodes = module.nodes
+        if any(isinstance(node, ast.ImportFrom) and node.module == f"levattn.{JIT_HOME}" for node in nodes):
+            for node in nodes:
+                if not (isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "np"):
+                    continue
+                if node.attr.removesuffix("_like") in ("empty", "zeros"):
+                    yield f"{module.at(node.lineno)}: np.{node.attr}; use levattn._kernels._cpu_scratch"
+
+
 def stray_statements(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         for node in module.nodes:
@@ -271,6 +283,7 @@ RULES: tuple[Rule, ...] = (
     cycles,
     misplaced_packages,
     stray_jit,
+    costly_scratch,
     stray_statements,
 )
 
@@ -309,6 +322,12 @@ PLANTED = [
     (misplaced_packages, "cli.py", "def f():\n    import matplotlib.pyplot", "only in plots"),
     (stray_jit, "_kernels/_cpu_gram.py", "@numba.njit(parallel=True)\ndef f(): ...", "numba.njit"),
     (stray_jit, "_kernels/_cpu_gram.py", "from numba import njit", "numba.njit"),
+    (
+        costly_scratch,
+        "_kernels/_cpu_gram.py",
+        "import numpy as np\nfrom levattn._kernels._cpu_jit import jit\n@jit\ndef f(x): return np.zeros_like(x)",
+        "np.zeros_like",
+    ),
     (stray_statements, "io.py", "assert 1", "raise a typed error"),
     (stray_statements, "io.py", "print(1)", "levattn.io, line 1: print"),
 ]

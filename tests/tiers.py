@@ -27,13 +27,13 @@ PARTS = 3
 OTHER_STORAGE = {"torch-float64", "torch-float16", "strict-float32", "cupy-float64", "cupy-float16"}
 
 # Files that were measured to take longest, so that no process ends with one of them; but first one that compiles most
-# kernels, and beside it, in another process, those that need few.
+# kernels, and beside it, in another process, those that need others.
 FIRST = (
-    *("test_routes", "test_cuda", "test_cuda_sketch", "test_cuda_tokens", "test_emulator", "test_cuda_latent"),
-    *("test_streaming", "test_contract", "test_misses", "test_groups", "test_cli", "test_tssa_torch", "test_decoding"),
-    *("test_pruned", "test_exact", "test_sketch", "test_sparse", "test_undecided", "test_plots", "test_sensitivity"),
-    *("test_nn_tokens", "test_cuda_library", "test_accuracy", "test_passes", "test_compiled", "test_causality"),
-    *("test_dask", "test_state_bytes", "test_reviewed", "test_found", "test_mass", "test_macchiato"),
+    *("test_routes", "test_tssa_torch", "test_transformers", "test_prune", "test_pruned", "test_cli", "test_plots"),
+    *("test_streaming", "test_contract", "test_exact", "test_sparse", "test_sensitivity", "test_decoding"),
+    *("test_passes", "test_sketch", "test_undecided", "test_state_bytes", "test_linalg", "test_accuracy"),
+    *("test_misses", "test_causality", "test_compiled", "test_latte", "test_approximate", "test_wide", "test_io"),
+    *("test_cuda_sketch", "test_emulator", "test_cuda_library", "test_cuda", "test_cuda_latent", "test_cuda_tokens"),
 )
 
 
