@@ -21,7 +21,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # no test opens a window
 # The same examples in every run, so that a red run can be repeated; no deadline, because the first example
 # compiles kernels. To search for new counterexamples: pytest --hypothesis-profile=search
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=strategies.EXAMPLES)
-settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=8 * strategies.EXAMPLES)
+settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile(
     "search",
     deadline=None,
@@ -62,6 +62,11 @@ def stub_torchvision() -> None:
 
 
 _KEPT: list[object] = []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files out whose tests are all deselected."""
+    return (tiers.is_of_kernels(collection_path) and "not cuda" in config.option.markexpr) or None
 
 
 # What is imported and collected lives to the end: looking through it again and again took a third of that time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from emulator import device
 
-EXAMPLES = 25  # of a property in `make test`
+EXAMPLES = 16  # of a property in `make test`
 
 Float = NDArray[np.float64]
 
@@ -339,17 +339,19 @@ def stored_case(name: str, storage: str) -> tuple[Any, Float] | None:
 
 
 def examples(count: int) -> settings:
-    """Settings with `count` examples in the repeatable profile, eight times as many in the thorough one.
-
-    A search has the profile's own.
-    """
+    """Settings with `count` examples in `make test`, and more in the thorough tier; a search has the profile's own."""
     profile = settings()
     return settings(max_examples=count * profile.max_examples // EXAMPLES) if profile.derandomize else profile
 
 
 def trials(count: int) -> int:
     """How often to try what is tried `count` times in the thorough tier: an eighth of that in `make test`."""
-    return max(1, count * settings().max_examples // (8 * EXAMPLES))
+    return max(1, count // 8) if settings().max_examples == EXAMPLES else count
+
+
+def more(values: Iterable[Any]) -> list[Any]:
+    """Parameters that are left to the thorough tier."""
+    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
 
 
 @st.composite

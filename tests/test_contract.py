@@ -130,7 +130,11 @@ METHODS = ("auto", "gram", "qr", "svd")
 NARROW = ("float16", "bfloat16", "torch-float16", "torch-bfloat16")  # small whole numbers are the same in float32
 
 TABLE = [
-    *(_stored(storage, method=method) for storage in ("float64", "float32") for method in METHODS),
+    *(
+        _stored(storage, method=method, thorough=storage == "float32" and method in ("gram", "svd"))
+        for storage in ("float64", "float32")
+        for method in METHODS
+    ),
     *(
         _stored(s, plain=f"{s.removeprefix('torch-')}-auto")
         for s in ("torch-float64", "torch-float32")
@@ -138,7 +142,7 @@ TABLE = [
     ),
     *(_stored(s, plain="float32-auto") for s in NARROW if s in STORAGE),
     *(
-        _stored(s, method=m, thorough=(s.rpartition("-")[2], m) != ("float32", "auto") and s != "strict-float64")
+        _stored(s, method=m, thorough=m != "auto" or s not in ("strict-float64", "cupy-float32", "torch-cuda-float32"))
         for s in STORAGE
         if s.startswith(("strict", "cupy", "torch-cuda"))
         for m in (METHODS if s in ("strict-float32", "cupy-float32") else ("auto",))

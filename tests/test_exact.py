@@ -12,6 +12,7 @@ from scipy.special import logsumexp
 from levattn import NonFiniteError
 from levattn.exact import ExactSensitivities, _by_convex, _by_vertices, _distinct, _reduce, exact_sensitivities
 from levattn.functions import L1L2, Fair, Huber, Power, Softmax, Tukey
+from strategies import more
 
 POWERS = (0.5, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6)
 OTHERS = (Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0))
@@ -190,7 +191,7 @@ def test_no_query_beats_a_power(make: Any, p: float) -> None:
     assert np.all(reached >= 0.5 * found.lower)
 
 
-@pytest.mark.parametrize("f", [*OTHERS, Cauchy(), Floor()])
+@pytest.mark.parametrize("f", [Floor(), Cauchy(), *more(OTHERS)])
 def test_no_query_beats_the_search(f: Any) -> None:
     K = spiky(10, 3)
     found = exact_sensitivities(K, f)
@@ -388,7 +389,7 @@ def test_zero_keys_where_f_of_zero_is_positive() -> None:
     assert found.lower[1] > 0.999
 
 
-@pytest.mark.parametrize("size", [1e3, 1e6, 1e12, 1e90])
+@pytest.mark.parametrize("size", [1e3, 1e90, *more([1e6, 1e12])])
 def test_softmax_of_large_logits_is_still_bracketed(size: float) -> None:
     K = size * spiky(10, 3)
     found = exact_sensitivities(K, Softmax(5.0))
@@ -406,14 +407,17 @@ def test_key_outside_the_numerical_row_space() -> None:
     assert found.upper[0] < 1
 
 
-def test_keys_too_small_to_be_seen() -> None:
+@pytest.mark.parametrize("f", [0.5, 1, 1.5, 2, 4, OTHERS[0], *more(OTHERS[1:])])  # a power of each method
+def test_keys_too_small_to_be_seen(f: Any) -> None:
     """Their products with queries underflow when they are squared: no warning, and no claim that they score 0."""
     K = gauss(6, 3)
     K[0] *= 1e-200
-    for f in (0.5, 1, 1.5, 2, 4, *OTHERS):  # a power of each method
-        found = exact_sensitivities(K, f)
-        assert (found.lower[0], found.upper[0]) == (0, 1)
-        np.testing.assert_allclose(found.lower[1:], exact_sensitivities(K[1:], f).lower, rtol=1e-9)
+    found = exact_sensitivities(K, f)
+    assert (found.lower[0], found.upper[0]) == (0, 1)
+    np.testing.assert_allclose(found.lower[1:], exact_sensitivities(K[1:], f).lower, rtol=1e-9)
+
+
+def test_a_key_too_small_to_be_seen_can_have_all_attention() -> None:
     found = exact_sensitivities(np.array([[1e300, 1e300], [1e-300, -1e-300]]), 2)  # the second alone can have all
     assert found.upper[1] == 1
 

@@ -65,7 +65,6 @@ def make(name: str) -> Float:
 KEYS = ("gaussian", "coherent", "planted", "deficient", "graded", "conditioned", "duplicated")
 
 
-@pytest.mark.crossed
 @stores()
 @pytest.mark.parametrize("name", KEYS)
 def test_random_and_adversarial_queries(name: str, storage: str) -> None:

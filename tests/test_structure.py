@@ -259,7 +259,8 @@ def costly_scratch(modules: list[Module]) -> Iterator[str]:
     """In compiled code each of these would be compiled as a function of its own, for each type and number of axes."""
     for module in modules:
         nodes = module.nodes
-        if any(isinstance(node, ast.ImportFrom) and node.module == f"levattn.{JIT_HOME}" for node in nodes):
+        imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == f"levattn.{JIT_HOME}"]
+        if {alias.name for one in imports for alias in one.names} & {"jit", "helper"}:
             for node in nodes:
                 if not (isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "np"):
                     continue

@@ -60,8 +60,12 @@ def test_ctrl_c_ends_the_work_when_what_was_begun_is_done(n: int) -> None:
             time.sleep(0.02)
             ended.append(i)
 
-    with pytest.raises(KeyboardInterrupt):
-        parallel_for(body, n, threads=2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            parallel_for(body, n, threads=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(ended) == 1
     assert len(begun) < 100
 

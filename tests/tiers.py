@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import strategies
 
-FEW = 24
-# Into how many parts a list of more named keys is dealt
-PARTS = 3
+# A table of more items varies one axis at a time
+FEW = 12
+# A longer list of named keys is dealt out in so many parts
+MANY, PARTS = 24, 3
 # What these are stored as has representatives: other widths of the same kind of array
 OTHER_STORAGE = {"torch-float64", "torch-float16", "strict-float32", "cupy-float64", "cupy-float16"}
 
@@ -35,6 +37,11 @@ FIRST = (
     *("test_misses", "test_causality", "test_compiled", "test_latte", "test_approximate", "test_wide", "test_io"),
     *("test_cuda_sketch", "test_emulator", "test_cuda_library", "test_cuda", "test_cuda_latent", "test_cuda_tokens"),
 )
+
+
+def is_of_kernels(path: Path) -> bool:
+    """Whether a file has tests of the CUDA kernels one by one."""
+    return path.stem.startswith(("test_cuda", "test_emulator"))
 
 
 def departs(item: Any, first: Any) -> int:
@@ -50,7 +57,7 @@ def is_dealt_elsewhere(item: Any, same: list[Any]) -> bool:
     for axis in ("kind", "name"):
         value = item.callspec.params.get(axis)
         values = list(dict.fromkeys(other.callspec.params.get(axis) for other in same))
-        if len(values) > FEW and (axis == "kind" or set(values) <= set(strategies.CASES)):
+        if len(values) > MANY and (axis == "kind" or set(values) <= set(strategies.CASES)):
             place = values.index(value)
             return place > 0 and (place + zlib.crc32(item.originalname.encode())) % PARTS > 0
     return False
@@ -65,7 +72,7 @@ class Tiers:
         items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
         tests: dict[object, list[Any]] = defaultdict(list)
         for item in items:
-            if item.path.stem.startswith(("test_cuda", "test_emulator")):
+            if is_of_kernels(item.path):
                 item.add_marker(pytest.mark.cuda)
             if hasattr(item, "callspec"):
                 tests[item.getparent(pytest.Module), item.getparent(pytest.Class), item.originalname].append(item)
