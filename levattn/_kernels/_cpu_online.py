@@ -120,14 +120,14 @@ def online_tasks(view, like, brain, mask, shift, scale, weights, n, root, first,
     d = root.shape[1]
     R, E = empty(0.0, (d, d)), empty(0.0, (d, d))
     stored, rows, entries = zeros(0.0, (_ROWS, d)), zeros(0.0, (_ROWS, d)), zeros(0.0, (_ROWS, d))
-    norms = empty(0.0, (1, d))
+    norms, order = empty(0.0, (1, d)), empty(0, (d,))
     score, left = empty(0.0, (_ROWS,)), empty(0.0, (_ROWS,))  # Σ (s Π c)² and Π c of each row
     for item in range(first, last):
         R[:], E[:], norms[:] = 0, 0, 0
         for j in range(d):
             R[j, j] = root[item, j]
+            order[j] = j
         rank = d if root[item, 0] > 0 else 0
-        order = np.arange(d)
         for low in range(0, n, _ROWS):
             count = min(_ROWS, n - low)
             stored[count:] = 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_pruned_simd import apart, exponentials, matrix_tile, nearest, raised
-from levattn._kernels._cpu_scratch import empty, zeros
+from levattn._kernels._cpu_scratch import empty, filled, zeros
 from levattn._kernels._cpu_simd import address, as_pointer
 
 __all__ = [
@@ -231,9 +231,9 @@ def mixture_tasks(
     near_keys = empty(like, ((full - near) // width, d, width))
     near_values = empty(like, (value_panels.shape[1], full - near, width))
     shift = zeros(like, (full,))
-    names, weight, logs = np.full(widest, -1), np.ones(widest), zeros(0.0, (widest,))
+    names, weight, logs = filled(0, widest, -1), filled(0.0, widest, 1.0), zeros(0.0, (widest,))
     inverse = empty(like, (ROWS,))
-    room = np.full(R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
+    room = filled(0, R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
     q_view, k_view, v_view = views[0], views[1], views[2]
     q_at, l_at, y_at = address(rows_q), address(L), address(out)

@@ -9,7 +9,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["empty", "zeros"]
+from levattn._kernels._cpu_jit import helper
+
+__all__ = ["empty", "filled", "zeros"]
 
 
 def _define(like: Any, shape: Any, cleared: bool) -> Any:
@@ -52,3 +54,12 @@ def empty(typing, like, shape):
 def zeros(typing, like, shape):
     """Return what `empty` does, filled with zeros."""
     return _define(like, shape, cleared=True)
+
+
+@helper
+def filled(like, size, value):
+    """Return a vector of equal numbers."""
+    made = empty(like, (size,))
+    for i in range(size):
+        made[i] = value
+    return made

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_moments import add_rows, carry, counter, fold, moment_panels
 from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, pack_panels, row_squares
 from levattn._kernels._cpu_rows import load_rows
-from levattn._kernels._cpu_scratch import empty, zeros
+from levattn._kernels._cpu_scratch import empty, filled, zeros
 from levattn._kernels._cpu_simd import address, lane_sum, product_tile
 
 __all__ = ["turned_moment_tasks", "turned_sqnorm_tasks"]
@@ -53,7 +51,7 @@ def _split_basis(B, X):
     Rows of B are scaled to like size, for which the keys' columns are scaled inversely: nothing is rounded.
     """
     d = B.shape[0]
-    scale = np.ones(X.shape[1])
+    scale = filled(0.0, X.shape[1], 1.0)
     even, high = zeros(0.0, (d, d)), zeros(0.0, (d, d))
     for i in range(d):
         largest = 0.0
@@ -119,7 +117,7 @@ def turned_moment_tasks(
     rows = zeros(X, (SCRATCH_ROWS, d))
     turned = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
     high, product = zeros(rows, rows.shape), zeros(turned, turned.shape)
-    even = np.ones(d)
+    even = filled(0.0, d, 1.0)
     panels = highs = lows = zeros(X, (1, 1, 1))
     packed = moment_panels(X)
     partial = empty(X, (d, d))
@@ -160,7 +158,7 @@ def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, weights, basis, W
     turned = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
     high, product = zeros(rows, rows.shape), zeros(turned, turned.shape)
     squares = empty(X, (SCRATCH_ROWS, lanes))
-    even = np.ones(d)
+    even = filled(0.0, d, 1.0)
     panels = highs = lows = whitening = zeros(X, (1, 1, 1))
     slot = -1
     for t in range(first, last):
