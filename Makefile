@@ -2,9 +2,9 @@
 #
 #   make demo    universal sets of real attention keys, and what they catch
 #   make test    lint, types, tests and the examples of README and documentation
-#   make test-all the same with the thorough tests, on two hundred examples of each property, and all peers (an hour)
-#   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices, without a device
-#   make adversary two minutes of hostile keys over all routes
+#   make test-all the same with the thorough tests, two hundred examples a property, and all peers (two hours)
+#   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices (CUDA_ARCHITECTURES)
+#   make adversary two minutes of hostile keys over all routes (ADVERSARY: seconds)
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
 #   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
 #   make package the sdist and the wheel, in dist, and a check of the wheel where nothing else is installed

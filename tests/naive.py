@@ -57,7 +57,7 @@ def independent_columns(M: Exact) -> list[int]:
     """Columns that span the column space of an integer matrix, found modulo a prime.
 
     A set independent modulo a prime is independent; the converse fails only for the few
-    primes that divide a minor, hence two of them where the first leaves a column out.
+    primes that divide a minor, hence two of them where the first finds less than full rank.
     """
     columns = _independent_modulo(M, PRIMES[0])
     if len(columns) == min(M.shape):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import errno
+import gc
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -307,3 +309,23 @@ def test_code_of_the_wheel_that_does_not_fit_is_compiled_anew(
     else:
         monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
     assert not was_cached(compiled())
+
+
+def test_garbage_is_collected_again_when_the_last_has_compiled() -> None:
+    within, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with _cpu_jit._uncollected:
+            within.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with pytest.raises(ZeroDivisionError), _cpu_jit._uncollected:
+        thread.start()
+        assert within.wait(60)
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert not gc.isenabled()  # the other still compiles
+    leave.set()
+    thread.join()
+    assert gc.isenabled()

@@ -582,6 +582,8 @@ def test_without_axes_a_figure_is_made() -> None:
         ("default", ".svg", ".svg"),
         ("default", ".pdf", ".pdf"),
         ("dark_background", ".svg", ".svg"),
+        pytest.param("dark_background", ".png", ".PNG", marks=pytest.mark.thorough),
+        pytest.param("dark_background", ".pdf", ".pdf", marks=pytest.mark.thorough),
     ],
 )
 def test_the_same_picture_has_the_same_bytes(style: str, suffix: str, again: str) -> None:

@@ -49,7 +49,14 @@ def summaries_of(state: PrunedState) -> Summaries:
     return held
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in KEYS), ("drift", "float64")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in KEYS),
+        ("drift", "float64"),
+        *(pytest.param(name, "float64", marks=pytest.mark.thorough) for name in KEYS if name != "drift"),
+    ],
+)
 def test_a_renewal_at_every_position_keeps_results_finite_and_bounds_true(name: str, dtype: str) -> None:
     Q, K, V = sequences(name, dtype)
     options = {"size": 1, "summaries": 2, "chunk": 1, "return_state": True, "return_certificate": True}

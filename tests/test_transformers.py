@@ -226,7 +226,12 @@ def test_layers_left_out_keep_their_attention(family: str, implementation: str) 
 
 
 over_families = pytest.mark.parametrize(
-    ("family", "overlap"), [*((family, "mixture") for family in FAMILIES), ("Llama", "exclusive")]
+    ("family", "overlap"),
+    [
+        *((family, "mixture") for family in FAMILIES),
+        ("Llama", "exclusive"),
+        *(pytest.param(family, "exclusive", marks=pytest.mark.thorough) for family in FAMILIES if family != "Llama"),
+    ],
 )
 
 

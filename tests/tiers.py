@@ -4,15 +4,14 @@ Of large tables of parameters those items are left to `make test-all` that vary 
 several axes (decorators `parametrize`) keeps all of its items if they are few, or if it is marked `crossed`, because
 what it looks for lies in the combinations. Else an item that departs from the first value of more than one axis is
 thorough. So are storages of which another width is among the rest. Long lists of named keys are dealt out: each test
-has a third of them and the first, so that many tests see each.
+of a file has the first and a third of them, and the next test the next third.
 
-Tests of the CUDA kernels one by one, in the files `test_cuda*` and `test_emulator`, are marked `cuda`: `make cuda`
-runs them. The tests of the library on CuPy arrays, which the emulator runs, are among all others.
+Tests of the CUDA kernels and of what else there is for devices, in the files `test_cuda*` and `test_emulator`, are
+marked `cuda`: `make cuda` runs them. The contract on CuPy arrays, which the emulator runs, is among all others.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -52,15 +51,13 @@ def departs(item: Any, first: Any) -> int:
     return sum(any(name in value and value[name] is not base[name] for name in axis) for axis in names)
 
 
-def is_dealt_elsewhere(item: Any, same: list[Any]) -> bool:
-    """Whether the item has named keys that this test leaves to others."""
+def dealt_places(same: list[Any]) -> dict[Any, int]:
+    """The places of the named keys of a test in their list, if that is long."""
     for axis in ("kind", "name"):
-        value = item.callspec.params.get(axis)
-        values = list(dict.fromkeys(other.callspec.params.get(axis) for other in same))
+        values = list(dict.fromkeys(str(other.callspec.params.get(axis)) for other in same))
         if len(values) > MANY and (axis == "kind" or set(values) <= set(strategies.CASES)):
-            place = values.index(value)
-            return place > 0 and (place + zlib.crc32(item.originalname.encode())) % PARTS > 0
-    return False
+            return {other: values.index(str(other.callspec.params[axis])) for other in same}
+    return {}
 
 
 class Tiers:
@@ -68,17 +65,23 @@ class Tiers:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        places = {name: place for place, name in enumerate(FIRST)}
-        items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
+        order = {name: place for place, name in enumerate(FIRST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(FIRST)))
         tests: dict[object, list[Any]] = defaultdict(list)
         for item in items:
             if is_of_kernels(item.path):
                 item.add_marker(pytest.mark.cuda)
             if hasattr(item, "callspec"):
                 tests[item.getparent(pytest.Module), item.getparent(pytest.Class), item.originalname].append(item)
+        dealt: dict[object, int] = defaultdict(int)  # in each file, how many tests had their part of a list
         for same in tests.values():
-            if not any(same[0].iter_markers("crossed")):
-                for item in same:
-                    other = item.callspec.params.get("storage") in OTHER_STORAGE
-                    if other or (len(same) > FEW and (departs(item, same[0]) > 1 or is_dealt_elsewhere(item, same))):
-                        item.add_marker(pytest.mark.thorough)
+            if any(same[0].iter_markers("crossed")):
+                continue
+            places = dealt_places(same)
+            part = dealt[same[0].path] % PARTS
+            dealt[same[0].path] += bool(places)
+            for item in same:
+                other = item.callspec.params.get("storage") in OTHER_STORAGE
+                elsewhere = places.get(item, 0) > 0 and places[item] % PARTS != part
+                if other or elsewhere or (len(same) > FEW and departs(item, same[0]) > 1):
+                    item.add_marker(pytest.mark.thorough)

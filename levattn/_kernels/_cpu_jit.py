@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from functools import cache, wraps
@@ -66,23 +68,50 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     kernel: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     if hasattr(kernel, "_cache"):  # not without a compiler
         kernel._cache = _cache_of(function) or kernel._cache
-        kernel.compile = _uncollected(kernel.compile)
+        kernel.compile = _compiler(kernel.compile)
     compiled: Callable[..., Any] = kernel
     return compiled
 
 
-def _uncollected(compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `compile` run without collections of garbage: it makes millions of objects and hardly a cycle among them."""
+class _Uncollected:
+    """No collections of garbage within: compiling makes millions of objects and hardly a cycle among them.
 
+    Threads may be within at once: the first to enter stops them, and the last to leave lets them be.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._collects = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._collects = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._collects:
+                gc.enable()
+
+    def forget(self) -> None:
+        """Begin anew in a forked process, in which no other thread goes on."""
+        if self._inside and self._collects:
+            gc.enable()
+        self._lock, self._inside = threading.Lock(), 0
+
+
+_uncollected = _Uncollected()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_uncollected.forget)
+
+
+def _compiler(compile: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(compile)
     def compiled(*arguments: Any) -> Any:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
+        with _uncollected:
             return compile(*arguments)
-        finally:
-            if collects:
-                gc.enable()
 
     return compiled
 

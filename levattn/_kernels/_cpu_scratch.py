@@ -27,7 +27,7 @@ def _define(like: Any, shape: Any, cleared: bool) -> Any:
             strides.insert(0, b.mul(strides[0], length))
         size = b.mul(strides[0], lengths[0])
         align = ir.Constant(ir.IntType(32), context.get_preferred_array_alignment(dtype))
-        held = context.nrt.meminfo_alloc_aligned(b, size, align)  # fails as Python does, with MemoryError
+        held = context.nrt.meminfo_alloc_aligned(b, size, align)  # or raises MemoryError
         data = context.nrt.meminfo_data(b, held)
         if cleared:
             cgutils.memset(b, data, size, 0)
@@ -46,7 +46,10 @@ def _define(like: Any, shape: Any, cleared: bool) -> Any:
 
 @intrinsic
 def empty(typing, like, shape):
-    """Return an array of a shape (a tuple) whose numbers are of the type of `like`, an array or a number."""
+    """Return an array of a shape (a tuple) whose numbers are of the type of `like`, an array or a number.
+
+    Lengths are not checked: none may be negative, nor their product overflow.
+    """
     return _define(like, shape, cleared=False)
 
 

@@ -499,7 +499,7 @@ def dask_of_function(K, epsilon, seed, f):
     from levattn.distributed.dask import universal_set
 
     f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
-    rows = 1 + max(seed % len(K), len(K) // 12)  # each merge takes its time, however few the rows
+    rows = 1 + max(seed % len(K), len(K) // 24)  # each merge takes its time, however few the rows
     with dask.config.set(scheduler="synchronous"):
         return universal_set(dask.array.from_array(K, chunks=(rows, K.shape[1])), epsilon, f=f).compute()
 
