@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numba import carray
-
 from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
@@ -25,7 +23,7 @@ def _pack_slab(X, x, stride, n, packed):
     for p in range(panels):
         count = min(width, d - p * width)
         for r in range(n):
-            source = carray(as_pointer(x + (r * stride + p * width) * X.itemsize, X), (count,))
+            source = as_pointer(x + (r * stride + p * width) * X.itemsize, X)
             target = packed[p, r]
             for c in range(count):
                 target[c] = source[c]

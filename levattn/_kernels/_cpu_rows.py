@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, types
+from numba import types
 from numba.extending import overload
 
 from levattn._kernels._cpu_jit import helper
@@ -90,12 +90,12 @@ def load_rows(view, like, brain, item, start, stop, mask, shift, scale, weights,
             continue
         address = row_address(view, item, r)
         if step == like.itemsize:
-            row = carray(as_pointer(address, like), (d,))
+            row = as_pointer(address, like)
             for c in range(d):
                 to[c] = _value(row[c], brain)
         else:
             for c in range(d):
-                to[c] = _value(carray(as_pointer(address + c * step, like), (1,))[0], brain)
+                to[c] = _value(as_pointer(address + c * step, like)[0], brain)
         if shift.size:
             for c in range(d):
                 to[c] -= shift[item, c]
