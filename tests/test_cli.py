@@ -248,6 +248,8 @@ def test_one_of_several_tensors(tmp_path: Path, keys: Array) -> None:
         ("a.svg", ("--epsilon", "0.1")),
         ("a.pdf", ("--size", "9")),
         ("A.PNG", ("--size", "9")),
+        pytest.param("a.png", ("--size", "9"), marks=pytest.mark.thorough),
+        pytest.param("a.pdf", ("--epsilon", "0.1"), marks=pytest.mark.thorough),
     ],
 )
 def test_pictures(tmp_path: Path, file: Path, name: str, selection: tuple[str, str]) -> None:
