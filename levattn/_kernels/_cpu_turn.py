@@ -32,11 +32,18 @@ def _turn_rows(rows, n, panels, turned):
 
 
 @helper
-def _high_bits(values, high, bits):
-    """Write the `bits` leading bits of float64 numbers, counted from those of the largest, to `high`."""
+def _largest(values):
+    """Return the largest magnitude."""
     largest = 0.0
     for i in range(len(values)):
         largest = max(largest, abs(values[i]))
+    return largest
+
+
+@helper
+def _high_bits(values, high, bits):
+    """Write the `bits` leading bits of float64 numbers, counted from those of the largest, to `high`."""
+    largest = _largest(values)
     magic = 0.0
     if largest > 0:
         magic = math.ldexp(1.5, math.frexp(largest)[1] + 53 - bits)  # adding it rounds at a fixed place
@@ -54,10 +61,7 @@ def _split_basis(B, X):
     scale = filled(0.0, X.shape[1], 1.0)
     even, high = zeros(0.0, (d, d)), zeros(0.0, (d, d))
     for i in range(d):
-        largest = 0.0
-        for j in range(d):
-            largest = max(largest, abs(B[i, j]))
-        exponent = math.frexp(largest)[1]
+        exponent = math.frexp(_largest(B[i]))[1]
         scale[i] = math.ldexp(1.0, exponent)
         for j in range(i, d):
             even[i, j] = math.ldexp(B[i, j], -exponent)
