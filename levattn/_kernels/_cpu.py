@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._kernels._cpu_dense import cholesky_tasks
-from levattn._kernels._cpu_heavy import count_heavy, fill_heavy, norm_tasks, product_tasks, solve_tasks
+from levattn._kernels._cpu_heavy import heavy_tasks, norm_tasks, product_tasks, solve_tasks
 from levattn._kernels._cpu_jit import FULL_ROWS, VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
 from levattn._kernels._cpu_product import sqnorm_tasks
+from levattn._kernels._cpu_rows import view_of
 from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan, read_rows
 from levattn._kernels._cpu_sketch import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
 from levattn._kernels._cpu_turn import turned_moment_tasks, turned_sqnorm_tasks
@@ -29,6 +30,7 @@ __all__ = [
     "dense_sketch",
     "heavy_entries",
     "inverse_cholesky",
+    "levels_of",
     "longest_run",
     "moments",
     "nonfinite_rows",
@@ -51,18 +53,6 @@ _PROJECTED = 1 << 22  # numbers of keys that are projected at a time
 _TRANSFORMED = 1 << 16  # numbers of a block that are transformed at a time, in the second cache
 _LONGEST = 63  # level of a run of blocks that is longer than any
 _RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
-
-
-def _arguments(rows: Rows) -> tuple[Any, ...]:
-    """Return the keys and what is done to them in the form that the compiled code takes."""
-    keys = rows.keys
-    view = np.array([keys.ctypes.data, *keys.strides, keys.shape[2]], dtype=np.int64)
-    like = np.empty(1, keys.dtype)
-    mask = np.zeros((0, 0), np.bool_) if rows.mask is None else np.require(rows.mask, np.bool_, ["C", "W"])
-    shift = np.zeros((0, 0)) if rows.shift is None else rows.shift
-    scale = np.zeros((0, 0)) if rows.scale is None else rows.scale
-    weights = np.zeros((0, 0)) if rows.weights is None else rows.weights
-    return view, like, rows.format == "bfloat16", mask, shift, scale, weights
 
 
 def _scratch(d: int, arithmetic: Arithmetic) -> Any:
@@ -120,8 +110,14 @@ def _read(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
     if plain and stored.dtype == kind and stored.flags.c_contiguous:  # BLAS sums otherwise in another order
         return stored
     X = np.zeros((stop - start, rows.shape[2]), kind)
-    read_rows(*_arguments(rows.between(start, stop)), item, stop - start, X)
+    read_rows(view_of(rows.between(start, stop)), item, stop - start, X)
     return X
+
+
+def levels_of(pieces: Pieces) -> int:
+    """Return how many partial sums the longest of some pieces holds while its blocks are combined in pairs."""
+    longest = int((pieces[:, 3] - pieces[:, 2]).max(initial=0))
+    return 2 + max(0, -(-longest // BLOCK) - 1).bit_length()
 
 
 def longest_run(rows: Rows, items: int) -> int:
@@ -147,16 +143,17 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     X = _scratch(d, arithmetic)
     width = X.shape[1]
     out = np.empty((len(pieces), width, width))
-    arguments = _arguments(rows)
+    view = view_of(rows, X.dtype)
     padded = _padded(basis, width)
+    levels = levels_of(pieces)
     work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
 
     def body(first: int, last: int) -> None:
         if basis is None:
-            moment_tasks(*arguments, X, BLOCK, pieces, first, last, out)
+            moment_tasks(view, X, BLOCK, levels, pieces, first, last, out)
         else:
             exact = arithmetic == "compensated"
-            turned_moment_tasks(*arguments, padded, exact, X, BLOCK, pieces, first, last, out)
+            turned_moment_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
 
     _share(body, len(pieces), work)
     return out[:, :d, :d]
@@ -191,14 +188,14 @@ def sqnorms(
     tasks[:, :, 2] = starts
     tasks[:, :, 3] = np.minimum(starts + span, n)
     listed = tasks.reshape(-1, 4)
-    arguments = _arguments(rows)
+    view = view_of(rows, X.dtype)
     padded, turned = _padded(W, width), _padded(basis, width)
 
     def body(first: int, last: int) -> None:
         if basis is None:
-            sqnorm_tasks(*arguments, padded, X, listed, first, last, ceiling, out)
+            sqnorm_tasks(view, padded, X, listed, first, last, ceiling, out)
         else:
-            turned_sqnorm_tasks(*arguments, turned, padded, X, listed, first, last, ceiling, out)
+            turned_sqnorm_tasks(view, turned, padded, X, listed, first, last, ceiling, out)
 
     _share(body, len(listed), work)
 
@@ -236,13 +233,13 @@ def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: 
     parts = _partial_sketches(n * rows.keys.itemsize, blocks * size * out.itemsize)
     starts = [n * i // parts for i in range(parts + 1)]
     sums = np.zeros((b, parts, blocks * size, width), out.dtype)
-    arguments = _arguments(rows)
+    view = view_of(rows, X.dtype)
     keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
 
     def body(task: int) -> None:
         item, part = divmod(task, parts)
         run = starts[part], starts[part + 1]
-        scatter_rows(*arguments, item, *run, *keys, stream, offset, blocks, size, X, sums[item, part])
+        scatter_rows(view, item, *run, *keys, stream, offset, blocks, size, X, sums[item, part])
 
     parallel_for(body, b * parts, threads=_threads(float(b) * n * d * blocks))
     out += _halved(sums)[:, :, :d]
@@ -291,16 +288,17 @@ def subsampled_hadamard(
     lanes = VECTOR_BYTES // out.itemsize
     width = -(-d // lanes) * lanes
     sums = np.zeros((b, parts, len(chosen), width), out.dtype)
-    arguments = _arguments(rows)
+    kind = np.dtype(np.float64 if rows.format == "float64" else np.float32)
+    view = view_of(rows, kind)
     keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
     panel = min(width, max(lanes, _TRANSFORMED // block // lanes * lanes))
 
     def body(task: int) -> None:
         item, part = divmod(task, parts)
         X = np.empty((block, panel), out.dtype)
-        read = np.zeros((FIRST_ROWS, panel), np.float64 if rows.format == "float64" else np.float32)
+        read = np.zeros((FIRST_ROWS, panel), kind)
         run = edges[part], edges[part + 1]
-        hadamard_blocks(*arguments, item, n, *run, *keys, streams, offset, chosen, read, X, sums[item, part])
+        hadamard_blocks(view, item, n, *run, *keys, streams, offset, chosen, read, X, sums[item, part])
 
     parallel_for(body, b * parts, threads=_threads(float(b) * n * d * block.bit_length()))
     out += _halved(sums)[:, :, :d]
@@ -320,11 +318,11 @@ def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, 
         parts *= 2
     starts = [n * i // parts for i in range(parts + 1)]
     sums = np.zeros((b, parts, -(-size // FULL_ROWS) * FULL_ROWS, X.shape[1]), out.dtype)
-    arguments = _arguments(rows)
+    view = view_of(rows, X.dtype)
     keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
 
     def body(part: int) -> None:
-        dense_rows(*arguments, starts[part], starts[part + 1], *keys, stream, offset, normal, X, part, sums)
+        dense_rows(view, starts[part], starts[part + 1], *keys, stream, offset, normal, X, part, sums)
 
     parallel_for(body, parts, threads=_threads(float(b) * n * d * size))
     out += _halved(sums)[:, :size, :d]
@@ -343,10 +341,10 @@ def column_maxima(rows: Rows) -> Float64:
 def _columns(rows: Rows, *, largest: bool) -> Float64:
     b, n, d = rows.shape
     out = np.zeros((b, d))
-    arguments = _arguments(rows)
+    view = view_of(rows)
 
     def body(first: int, last: int) -> None:
-        column_tasks(*arguments, n, BLOCK, largest, first, last, out)
+        column_tasks(view, n, BLOCK, largest, first, last, out)
 
     _share(body, b, float(b) * n * d * 8)
     return out
@@ -355,7 +353,7 @@ def _columns(rows: Rows, *, largest: bool) -> Float64:
 def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
     found = np.empty(limit, np.int64)
-    count = nonfinite_scan(*_arguments(rows), rows.shape[1], item, found)
+    count = nonfinite_scan(view_of(rows), rows.shape[1], item, found)
     return [int(r) for r in found[:count]]
 
 
@@ -378,10 +376,13 @@ def inverse_cholesky(G: Float64, shift: float) -> tuple[Float64, Float64, Float6
 def query_norms(Q: Float64, N: Float64) -> tuple[Float64, Float64]:
     """Return the normalisers of queries; the contract is that of `levattn._kernels.query_norms`."""
     columns = np.ascontiguousarray(N.T)
-    sizes = np.abs(columns)
     squares, bounds = np.empty(len(Q)), np.empty(len(Q))
-    work = 2.0 * len(Q) * N.size
-    _share(lambda first, last: norm_tasks(Q, columns, sizes, first, last, squares, bounds), len(Q), work)
+    for A, B, out in ((Q, columns, squares), (np.abs(Q), np.abs(columns), bounds)):
+
+        def body(first: int, last: int, A: Float64 = A, B: Float64 = B, out: Float64 = out) -> None:
+            norm_tasks(A, B, first, last, out)
+
+        _share(body, len(Q), float(len(Q)) * N.size)
     return squares, bounds
 
 
@@ -392,15 +393,17 @@ def heavy_entries(
     m = len(Q)
     columns = np.ascontiguousarray(keys.T)
     work = float(m) * keys.size
-    counts, captured = np.empty(m, np.int64), np.empty(m)
-    _share(lambda first, last: count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured), m, work)
-    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    found, values = np.empty(starts[-1], np.int64), np.empty(starts[-1])
-    _share(
-        lambda first, last: fill_heavy(Q, columns, indices, normalizers, epsilon, first, last, starts, found, values),
-        m,
-        work,
-    )
+    starts, captured = np.zeros(m + 1, np.int64), np.empty(m)
+    found, values = np.empty(0, np.int64), np.empty(0)
+
+    def body(first: int, last: int) -> None:
+        heavy_tasks(Q, columns, indices, normalizers, epsilon, first, last, starts, captured, found, values)
+
+    _share(body, m, work)
+    np.cumsum(starts, out=starts)
+    if starts[-1]:
+        found, values = np.empty(starts[-1], np.int64), np.empty(starts[-1])
+        _share(body, m, work)
     return starts, found, values, captured
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
-from levattn._kernels._cpu_moments import carry, counter, fold
+from levattn._kernels._cpu_moments import carry, fold
 from levattn._kernels._cpu_random import GROUP, fill_words
 from levattn._kernels._cpu_scratch import empty, zeros
 from levattn._kernels._cpu_simd import address, entry_tile, lane_sum
@@ -38,14 +38,14 @@ _SLAB_COLUMNS = 16  # entries of a slab for each column: rows of a panel are the
 
 
 @jit
-def row_moment_tasks(indptr, indices, values, mask, block, tasks, first, last, out):
+def row_moment_tasks(indptr, indices, values, mask, block, levels, tasks, first, last, out):
     """Write the second moments of the rows that ``tasks[first:last]`` name (-, -, from row, to row).
 
     The products of the entries of each row are added up in the order of rows, in blocks that are combined in pairs.
     """
     d = out.shape[1]
     partial = empty(0.0, (d, d))
-    stack = counter(tasks, first, last, block, d)
+    stack = empty(0.0, (levels, d, d))
     for t in range(first, last):
         start, stop = tasks[t, 2], tasks[t, 3]
         count = 0
@@ -62,7 +62,7 @@ def row_moment_tasks(indptr, indices, values, mask, block, tasks, first, last, o
                         row[np.uintp(indices[q])] += v * np.float64(values[q])
             carry(stack, count, partial)
             count += 1
-        fold(stack, count, out[t])
+        fold(stack, count, out, t)
 
 
 @jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
-from levattn._kernels._cpu_scratch import empty, zeros
-from levattn._kernels._cpu_simd import address, subtract_rows
+from levattn._kernels._cpu_scratch import clear, empty, zeros
+from levattn._kernels._cpu_simd import address, as_pointer, combine, least, most, subtract_rows
 
 __all__ = ["cholesky_tasks"]
 
@@ -15,82 +15,92 @@ _LANES = VECTOR_BYTES // 8
 
 
 @helper
-def _factor(R, c):
-    """Replace the upper triangle of R (d, padded) by its Cholesky factor and return the smallest pivot.
+def _factor(at, d, width, c, factor):
+    """Replace the upper triangle of R (d, width) by its Cholesky factor and return the smallest pivot.
 
-    Columns whose `c` is not positive are left out. The lower triangle holds finite numbers of no meaning.
+    `at` is the address of R, and `factor` room for one number. Columns whose `c` is not positive are left out. The
+    lower triangle holds finite numbers of no meaning.
     """
-    d, width = R.shape
+    R = as_pointer(at, 0.0)
     smallest = np.inf
     for block in range(0, d, 4):  # four rows at a time, so that the long inner loops load and store less
-        end = min(block + 4, d)
+        end = least(block + 4, d)
         for k in range(block, end):
-            top = R[k]
+            top = k * width
             if not c[k] > 0:
-                top[k] = 1.0
+                R[top + k] = 1.0
                 continue
-            smallest = min(smallest, top[k])
-            if not top[k] > 0:
+            pivot = R[top + k]
+            smallest = least(smallest, pivot)
+            if not pivot > 0:
                 return smallest
-            scale = 1.0 / np.sqrt(top[k])
-            for j in range(k // _STEP * _STEP, width):
-                top[j] *= scale
+            factor[0] = 1.0 / np.sqrt(pivot)
+            _scale(at, top, k, width, factor)
             for i in range(k + 1, end):
-                f = top[i]
-                row = R[i]
-                for j in range(i // _STEP * _STEP, width):
-                    row[j] -= f * top[j]
-        if end == d:
-            break
-        t, u, v, w = R[block], R[block + 1], R[block + 2], R[block + 3]
-        for i in range(end, d):
-            left = i // _STEP * _STEP
-            to = address(R) + (i * width + left) * 8
-            rows = address(R) + (block * width + left) * 8
-            subtract_rows(R, to, rows, width, t[i], u[i], v[i], w[i], (width - left) // _LANES)
+                factor[0] = R[top + i]
+                _subtract_one(at, top, i, width, factor, i * width)
+        top = block * width
+        for i in range(end, d):  # unless these four are the last
+            f = top + i
+            _subtract_four(at, top, i, width, R[f], R[f + width], R[f + 2 * width], R[f + 3 * width], i * width)
     return smallest
 
 
 @helper
-def _invert(R, c, inverse, sums):
-    """Write the inverse of the upper triangle of R to `inverse` and return the product of its 1- and ∞-norms."""
-    d, width = R.shape
-    for i in range(d):
-        for j in range(width):
-            inverse[i, j] = 0.0
-        sums[i] = 0.0
+def _scale(at, row, first, width, factor):
+    """Multiply a row from column `first` on; matrices are addresses, and rows their first numbers."""
+    place = at + 8 * (row + first // _STEP * _STEP)
+    combine(factor, place, address(factor), width - first // _STEP * _STEP, place, 2)
+
+
+@helper
+def _subtract_one(source, row, first, width, factor, into):
+    """Subtract a row, times a factor, from column `first` on, from another of the same matrix."""
+    left = first // _STEP * _STEP
+    combine(factor, source + 8 * (row + left), address(factor), width - left, source + 8 * (into + left), 3)
+
+
+@helper
+def _subtract_four(source, row, first, width, a, b, c, e, into):
+    """Subtract four rows, times a, b, c and e, likewise."""
+    left = first // _STEP * _STEP
+    vectors = (width - left) // _LANES
+    subtract_rows(source + 8 * (into + left), source + 8 * (row + left), width, a, b, c, e, vectors)
+
+
+@helper
+def _invert(at, d, width, c, to, sums, factor):
+    """Write the inverse of the upper triangle of R, at `at`, to `to` and return the product of its 1- and ∞-norms.
+
+    It is zero before.
+    """
+    R, inverse = as_pointer(at, 0.0), as_pointer(to, 0.0)
     tallest = 0.0
     for i in range(d - 1, -1, -1):
         if not c[i] > 0:
             continue
-        row = inverse[i]
+        row = i * width
         k = i + 1
         while k + 4 <= d:
-            left = k // _STEP * _STEP
-            to = address(inverse) + (i * width + left) * 8
-            rows = address(inverse) + (k * width + left) * 8
-            vectors = (width - left) // _LANES
-            subtract_rows(R, to, rows, width, R[i, k], R[i, k + 1], R[i, k + 2], R[i, k + 3], vectors)
+            f = row + k
+            _subtract_four(to, k * width, k, width, R[f], R[f + 1], R[f + 2], R[f + 3], row)
             k += 4
         while k < d:
-            f = R[i, k]
-            other = inverse[k]
-            for j in range(k // _STEP * _STEP, width):
-                row[j] -= f * other[j]
+            factor[0] = R[row + k]
+            _subtract_one(to, k * width, k, width, factor, row)
             k += 1
-        row[i] = 1.0
-        scale = 1.0 / R[i, i]
+        inverse[row + i] = 1.0
+        factor[0] = 1.0 / R[row + i]
+        _scale(to, row, i, width, factor)
         total = 0.0
-        for j in range(i // _STEP * _STEP, width):
-            row[j] *= scale
         for j in range(i, d):
-            size = abs(row[j])
+            size = abs(inverse[row + j])
             total += size
             sums[j] += size
-        tallest = max(tallest, total)
+        tallest = most(tallest, total)
     widest = 0.0
     for j in range(d):
-        widest = max(widest, sums[j])
+        widest = most(widest, sums[j])
     return tallest * widest
 
 
@@ -106,21 +116,25 @@ def cholesky_tasks(G, shift, first, last, W, pivot, reach):
     """
     d = G.shape[1]
     width = (d + _STEP - 1) // _STEP * _STEP
-    R = zeros(0.0, (d, width))
-    inverse = empty(0.0, (d, width))
-    c, scale, sums = empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (d,))
+    R, inverse = zeros(0.0, (d, width)), empty(0.0, (d, width))
+    c, scale, sums, factor = empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (1,))
     for s in range(first, last):
         for i in range(d):
             c[i] = np.sqrt(G[s, i, i])
             scale[i] = 1.0 / c[i] if c[i] > 0 else 0.0
+        at, step = address(R), 8 * width
+        source = address(G) + s * G.strides[0]
         for i in range(d):
-            for j in range(d):
-                R[i, j] = G[s, i, j] * scale[i] * scale[j]
+            combine(R, source + i * 8 * d, address(scale) + i * 8, d, at + i * step, 2)
+            combine(R, at + i * step, address(scale), d, at + i * step, 1)
             R[i, i] = 1.0 + shift  # the square of a rounded root may miss it
-        pivot[s] = _factor(R, c)
+        pivot[s] = _factor(at, d, width, c, factor)
         reach[s] = np.inf
         if pivot[s] > 0:
-            reach[s] = _invert(R, c, inverse, sums)
+            clear(inverse, 0, d * width)
+            clear(sums, 0, d)
+            to = address(inverse)
+            reach[s] = _invert(at, d, width, c, to, sums, factor)
+            target = address(W) + s * W.strides[0]
             for i in range(d):
-                for j in range(d):
-                    W[s, i, j] = inverse[i, j] * scale[i]
+                combine(R, to + i * step, address(scale) + i * 8, d, target + i * 8 * d, 2)

@@ -5,81 +5,103 @@ For queries whose products cancel there are the same products as if in twice the
 
 from __future__ import annotations
 
-from levattn._kernels._cpu_jit import helper, jit
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
 from levattn._kernels._cpu_scratch import empty
-from levattn._kernels._cpu_simd import fused_multiply_add
+from levattn._kernels._cpu_simd import _load, _splat, _store, fused_multiply_add, rolled
 
-__all__ = ["count_heavy", "fill_heavy", "norm_tasks", "product_tasks", "solve_tasks"]
+__all__ = ["heavy_tasks", "norm_tasks", "product_tasks", "solve_tasks"]
+
+_I64 = ir.IntType(64)
 
 
-@helper
-def _logits(q, columns, z):
-    """Write ⟨q, k⟩ of every selected key; `columns` (d, u) holds one key a column."""
-    d, u = columns.shape
-    z[:] = 0
-    whole = d // 4 * 4
-    for i in range(0, whole, 4):
-        a, b, c, e = q[i], q[i + 1], q[i + 2], q[i + 3]
-        w, x, y, v = columns[i], columns[i + 1], columns[i + 2], columns[i + 3]
-        for j in range(u):
-            z[j] += (a * w[j] + b * x[j]) + (c * y[j] + e * v[j])
-    for i in range(whole, d):
-        a, w = q[i], columns[i]
-        for j in range(u):
-            z[j] += a * w[j]
+@intrinsic
+def _products(typing, Q, i, columns, z):
+    """Write ⟨q, k⟩ of row `i` of Q and every selected key to z; `columns` (d, u) holds one key a column.
+
+    All are C arrays of float64. Products are added up four by four.
+    """
+    if any(kind.layout != "C" for kind in (Q, columns, z)):
+        raise TypingError(f"queries and keys are {Q} and {columns}, not C arrays")
+    double, lanes = ir.DoubleType(), VECTOR_BYTES // 8
+
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        Q, columns, z = (context.make_array(signature.args[k])(context, b, arguments[k]) for k in (0, 2, 3))
+        d, u = cgutils.unpack_tuple(b, columns.shape)
+        zero, four = ir.Constant(_I64, 0), ir.Constant(_I64, 4)
+        query = b.gep(Q.data, [b.mul(arguments[1], d)])
+        cgutils.memset(b, z.data, b.mul(u, ir.Constant(_I64, 8)), 0)
+        fours, vectors = b.sdiv(d, four), b.mul(b.sdiv(u, ir.Constant(_I64, lanes)), ir.Constant(_I64, lanes))
+
+        def add(first: Any, count: int) -> None:
+            """Add the products of so many numbers of the query to z."""
+            rows = [b.add(first, ir.Constant(_I64, k)) for k in range(count)]
+            factors = [b.load(b.gep(query, [r])) for r in rows]
+            starts = [b.gep(columns.data, [b.mul(r, u)]) for r in rows]
+            for width, start, stop in ((lanes, zero, vectors), (1, vectors, u)):
+                kind = ir.VectorType(double, width) if width > 1 else double
+                scales = [_splat(b, f, width) if width > 1 else f for f in factors]
+                with rolled(b, start, stop, width) as j:
+                    terms = [
+                        b.fmul(f, _load(b, b.gep(row, [j]), kind, 8)) for f, row in zip(scales, starts, strict=True)
+                    ]
+                    while len(terms) > 1:
+                        terms = [b.fadd(*terms[k : k + 2]) for k in range(0, len(terms), 2)]
+                    place = b.gep(z.data, [j])
+                    _store(b, b.fadd(_load(b, place, kind, 8), terms[0]), place, 8)
+
+        with rolled(b, zero, fours) as i:
+            add(b.mul(i, four), 4)
+        with rolled(b, b.mul(fours, four), d) as i:
+            add(i, 1)
+        return context.get_dummy_value()
+
+    return types.void(Q, types.int64, columns, z), codegen
 
 
 @jit
-def norm_tasks(Q, columns, sizes, first, last, squares, bounds):
-    """Write ``‖N q‖²`` of queries ``first:last``, with ``columns = Nᵀ``, and ``‖|N| |q|‖²`` with ``sizes = |Nᵀ|``."""
-    z, q = empty(0.0, (columns.shape[1],)), empty(0.0, (Q.shape[1],))
+def norm_tasks(Q, columns, first, last, squares):
+    """Write ``‖N q‖²`` of queries ``first:last``, with ``columns = Nᵀ``."""
+    z = empty(0.0, (columns.shape[1],))
     for i in range(first, last):
-        _logits(Q[i], columns, z)
+        _products(Q, i, columns, z)
         total = 0.0
         for j in range(len(z)):
             total += z[j] * z[j]
         squares[i] = total
-        for c in range(len(q)):
-            q[c] = abs(Q[i, c])
-        _logits(q, sizes, z)
-        total = 0.0
-        for j in range(len(z)):
-            total += z[j] * z[j]
-        bounds[i] = total
 
 
 @jit
-def count_heavy(Q, columns, normalizers, epsilon, first, last, counts, captured):
-    """Count the entries ``⟨q, k⟩² ≥ ε D`` of queries ``first:last`` and sum up the mass on all selected keys."""
+def heavy_tasks(Q, columns, indices, normalizers, epsilon, first, last, starts, captured, keys, values):
+    """Find the entries ``⟨q, k⟩² ≥ ε D`` of queries ``first:last``; `columns` (d, u) holds a selected key a column.
+
+    If there is room for none in `keys`, write their number to ``starts[i + 1]``, and the mass on all selected keys to
+    `captured`. Else write the entries to the places that begin at ``starts[i]``.
+    """
     u = columns.shape[1]
     z = empty(0.0, (u,))
+    counting = len(keys) == 0
     for i in range(first, last):
         D = normalizers[i]
-        count, mass = 0, 0.0
-        if D > 0:
-            _logits(Q[i], columns, z)
+        count, at, mass = 0, starts[i], 0.0
+        if D > 0 and (counting or starts[i + 1] > at):
+            _products(Q, i, columns, z)
             for j in range(u):
                 score = z[j] * z[j] / D
                 mass += score
-                count += score >= epsilon
-        counts[i], captured[i] = count, mass
-
-
-@jit
-def fill_heavy(Q, columns, indices, normalizers, epsilon, first, last, starts, keys, values):
-    """Write the entries that `count_heavy` counted to the places that begin at ``starts[i]``."""
-    u = columns.shape[1]
-    z = empty(0.0, (u,))
-    for i in range(first, last):
-        at = starts[i]
-        if at == starts[i + 1]:
-            continue
-        _logits(Q[i], columns, z)
-        for j in range(u):
-            score = z[j] * z[j] / normalizers[i]
-            if score >= epsilon:
-                keys[at], values[at] = indices[j], score
-                at += 1
+                if score >= epsilon:
+                    if not counting:
+                        keys[at + count], values[at + count] = indices[j], score
+                    count += 1
+        if counting:
+            starts[i + 1], captured[i] = count, mass
 
 
 @jit

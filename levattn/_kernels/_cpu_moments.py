@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_product import SLAB
-from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
-from levattn._kernels._cpu_scratch import empty, zeros
-from levattn._kernels._cpu_simd import address, as_pointer, moment_tile, widen
+from levattn._kernels._cpu_rows import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
+from levattn._kernels._cpu_scratch import clear, empty, zeros
+from levattn._kernels._cpu_simd import add_upper, address, as_pointer, least, moment_tiles, most
 
-__all__ = ["add_rows", "carry", "counter", "fold", "moment_panels", "moment_tasks"]
+__all__ = ["add_rows", "carry", "fold", "moment_panels", "moment_tasks"]
 
 _NEAR = 512  # bytes between rows up to which the nearest cache holds a slab as it lies
 
-ROWS1, ROWS2, ROWS3, ROWS4 = TILE_ROWS
+
+def _shapes(lanes: int) -> list[tuple[int, int]]:
+    """Return the tile above the diagonal's panel, and those beside the diagonal by their number of vectors.
+
+    One vector alone needs more rows to hide the latency of its sums.
+    """
+    lone = LONE_ROWS if lanes >= LONE_ROWS else TILE_ROWS[0]
+    return [(FULL_ROWS, PANEL), (lone, 1), *((TILE_ROWS[wide - 1], wide) for wide in range(2, PANEL + 1))]
+
+
+_tile = moment_tiles(_shapes)
 
 
 @helper
 def _pack_slab(X, x, stride, n, packed):
     """Copy `n` rows at `x` into panels of PANEL vectors, whose rows then lie side by side in the cache."""
     panels, _, width = packed.shape
-    d = X.shape[1]
+    size, d = X.itemsize, X.shape[1]
     for p in range(panels):
-        count = min(width, d - p * width)
+        count = least(width, d - p * width)
         for r in range(n):
-            source = as_pointer(x + (r * stride + p * width) * X.itemsize, X)
-            target = packed[p, r]
+            source = as_pointer(x + (r * stride + p * width) * size, X)
+            target = as_pointer(address(packed) + (p * packed.shape[1] + r) * width * size, X)
             for c in range(count):
                 target[c] = source[c]
 
@@ -40,43 +50,20 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
     lanes = VECTOR_BYTES // size
     width = PANEL * lanes
     for left in range(0, d, width):
-        right = min(left + width, d)
+        right = least(left + width, d)
         panel = x + left // width * panel_step
-        i = 0
-        while i < left and right - left == width:  # whole tiles above the diagonal's panel
-            a = x + i // width * panel_step + i % width * size
-            to = address(out) + (i * d + left) * size
-            remaining = width - i % width
-            if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # what is left must be made up of ROWS4
-                moment_tile(X, FULL_ROWS, PANEL, a, stride, panel, stride, n, to, d, ahead, 64)
-                i += FULL_ROWS
-            else:
-                moment_tile(X, ROWS4, PANEL, a, stride, panel, stride, n, to, d, ahead, 64)
-                i += ROWS4
-            ahead = min(ahead + 64 * n, last)
         for j in range(left, right, lanes):
             wide = (right - j) // lanes
-            at = panel + (j - left) * size
-            i = i if j == left else j
+            i = 0 if j == left else j
             while i < j + lanes:
-                a = x + i // width * panel_step + i % width * size
-                to = address(out) + (i * d + j) * size
-                if wide == 4:
-                    moment_tile(X, ROWS4, 4, a, stride, at, stride, n, to, d, ahead, 64)
-                    i += ROWS4
-                elif wide == 3:
-                    moment_tile(X, ROWS3, 3, a, stride, at, stride, n, to, d, ahead, 64)
-                    i += ROWS3
-                elif wide == 2:
-                    moment_tile(X, ROWS2, 2, a, stride, at, stride, n, to, d, ahead, 64)
-                    i += ROWS2
-                elif lanes >= LONE_ROWS:  # one vector alone needs more rows to hide the latency of its sums
-                    moment_tile(X, LONE_ROWS, 1, a, stride, at, stride, n, to, d, ahead, 64)
-                    i += LONE_ROWS
-                else:
-                    moment_tile(X, ROWS1, 1, a, stride, at, stride, n, to, d, ahead, 64)
-                    i += ROWS1
-                ahead = min(ahead + 64 * n, last)
+                shape = wide
+                if i < left and wide == PANEL:  # whole tiles above the diagonal's panel
+                    remaining = width - i % width
+                    if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # what is left must be made up of fours
+                        shape = 0
+                a, at = x + i // width * panel_step + i % width * size, panel + (j - left) * size
+                i += _tile(X, shape, a, stride, at, stride, n, address(out) + (i * d + j) * size, d, ahead, 64)
+                ahead = least(ahead + 64 * n, last)
 
 
 @helper
@@ -98,84 +85,63 @@ def add_rows(X, x, stride, n, packed, out, ahead, last):
 
 
 @helper
-def counter(tasks, first, last, block, d):
-    """Return room for one partial sum at each level of the largest task."""
-    levels = 2
-    for t in range(first, last):
-        while block << levels - 2 < tasks[t, 3] - tasks[t, 2]:
-            levels += 1
-    return zeros(0.0, (levels, d, d))
-
-
-@helper
-def _put(total, term, added):
-    """Write the upper triangle of `term` to that of `total` in whole vectors, or add it if `added`."""
-    d = term.shape[0]
-    size = term.itemsize
-    lanes = VECTOR_BYTES // size
-    for i in range(d):
-        left = i // lanes * lanes
-        at = i * d + left
-        source, target, vectors = address(term) + at * size, address(total) + at * 8, (d - left) // lanes
-        if added:
-            widen(term, source, target, vectors, 1)
-        else:
-            widen(term, source, target, vectors, 0)
-
-
-@helper
 def carry(stack, count, term):
     """Put the sum of block number `count` on the stack, as adding one to a binary counter carries bits."""
+    d, step = stack.shape[1], stack.strides[0]
     level = 0
     while count >> level & 1:
         level += 1
-    _put(stack[level], term, False)
+    clear(stack, level * d * d, d * d)
+    total = address(stack) + level * step
+    add_upper(term, d, address(term), total)
     for below in range(level):
-        _put(stack[level], stack[below], True)
+        add_upper(stack, d, address(stack) + below * step, total)
 
 
 @helper
-def fold(stack, count, total):
-    """Write the sum of the `count` blocks on the stack to `total`, its lower triangle copied from the upper."""
-    total[:] = 0
+def fold(stack, count, out, t):
+    """Write the sum of the `count` blocks on the stack to matrix `t` of `out`, both triangles."""
+    d = stack.shape[1]
+    clear(out, t * d * d, d * d)
     for level in range(stack.shape[0]):
         if count >> level & 1:
-            _put(total, stack[level], True)
-    for i in range(total.shape[0]):
+            add_upper(stack, d, address(stack) + level * stack.strides[0], address(out) + t * out.strides[0])
+    for i in range(d):
         for j in range(i):
-            total[i, j] = total[j, i]
+            out[t, i, j] = out[t, j, i]
 
 
 @jit
-def moment_tasks(view, like, brain, mask, shift, scale, weights, X, block, tasks, first, last, out):
+def moment_tasks(view, X, block, levels, tasks, first, last, out):
     """Write the second moments of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     A task's rows start at a multiple of `block`. The sum of each block is formed in the precision of X, slab by
-    slab; blocks are combined in float64 like the bits of a binary counter.
+    slab; blocks are combined in float64 like the bits of a binary counter, of which there are `levels`.
     """
     size, d = X.itemsize, X.shape[1]
     rows = zeros(X, (SLAB, d))
-    direct = is_direct(view, like, mask, shift, scale, weights, X, VECTOR_BYTES // size)
+    direct = view[DIRECT]
     step = view[ROW_STEP]
     packed = moment_panels(X)
     partial = empty(X, (d, d))
-    stack = counter(tasks, first, last, block, d)
+    stack = empty(0.0, (levels, d, d))
     for t in range(first, last):
         item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
-        end = row_address(view, item, stop) - 64
+        end = entry_address(view, ADDRESS, item, stop) - 64
         count = 0
         for low in range(start, stop, block):
-            partial[:] = 0
-            for r in range(low, min(low + block, stop), SLAB):
-                n = min(SLAB, min(low + block, stop) - r)
-                x = row_address(view, item, r)
+            clear(partial, 0, d * d)
+            high = least(low + block, stop)
+            for r in range(low, high, SLAB):
+                n = least(SLAB, high - r)
+                x = entry_address(view, ADDRESS, item, r)
                 stride = step // size
-                ahead = max(x, min(x + SLAB * step, end))
+                ahead = most(x, least(x + SLAB * step, end))
                 if not direct:
-                    load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
+                    load_rows(view, item, r, r + n, rows)
                     x, stride = address(rows), d
-                last_line = max(ahead, min(ahead + SLAB * step, end) - 64 * n)
+                last_line = most(ahead, least(ahead + SLAB * step, end) - 64 * n)
                 add_rows(X, x, stride, n, packed, partial, ahead, last_line)
             carry(stack, count, partial)
             count += 1
-        fold(stack, count, out[t])
+        fold(stack, count, out, t)

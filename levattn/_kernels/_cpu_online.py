@@ -112,7 +112,7 @@ def _exchange(A, i, j):
 
 
 @jit
-def online_tasks(view, like, brain, mask, shift, scale, weights, n, root, first, last, out):
+def online_tasks(view, n, root, first, last, out):
     """Write the scores of the matrices ``first:last`` to `out`, where the triangle begins as the diagonal `root`.
 
     Where that is 0 the triangle begins with no row at all, and a row that opens a direction scores 1.
@@ -131,7 +131,7 @@ def online_tasks(view, like, brain, mask, shift, scale, weights, n, root, first,
         for low in range(0, n, _ROWS):
             count = min(_ROWS, n - low)
             stored[count:] = 0
-            load_rows(view, like, brain, item, low, low + count, mask, shift, scale, weights, stored)
+            load_rows(view, item, low, low + count, stored)
             for k in range(_ROWS):
                 for j in range(d):
                     rows[k, j] = stored[k, order[j]]

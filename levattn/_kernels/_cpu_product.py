@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
-from levattn._kernels._cpu_rows import ROW_STEP, is_direct, load_rows, row_address
-from levattn._kernels._cpu_scratch import empty, zeros
-from levattn._kernels._cpu_simd import address, lane_sum, product_tile
+from levattn._kernels._cpu_rows import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
+from levattn._kernels._cpu_scratch import clear, empty, zeros
+from levattn._kernels._cpu_simd import address, lane_sum, least, most, product_tile
 
 __all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "sqnorm_tasks"]
 
@@ -22,10 +22,10 @@ def pack_panels(W, X):
     panels = zeros(X, ((columns + width - 1) // width, columns, width))
     for p in range(panels.shape[0]):
         low = p * width
-        for i in range(min(low + width, d)):
-            source, target = W[i], panels[p, i]
-            for j in range(max(low, i), min(low + width, d)):
-                target[j - low] = source[j]
+        high = least(low + width, d)
+        for i in range(high):
+            for j in range(most(low, i), high):
+                panels[p, i, j - low] = W[i, j]
     return panels
 
 
@@ -39,22 +39,20 @@ def row_squares(X, x, stride, n, panels, squares, ahead, last):
     size = X.itemsize
     lanes = VECTOR_BYTES // size
     count, d, width = panels.shape
-    for r in range(n):
-        for c in range(lanes):
-            squares[r, c] = 0
+    clear(squares, 0, n * lanes)
     for t in range(count):
-        w = address(panels[t])
+        w = address(panels) + t * d * width * size
         whole = t * width + lanes
-        rest = min(lanes, d - whole)
+        rest = least(lanes, d - whole)
         for r in range(0, n, SCORE_ROWS):
             at = x + r * stride * size
             to = address(squares) + r * VECTOR_BYTES
             product_tile(X, SCORE_ROWS, SCORE_VECTORS, at, stride, w, width, whole, rest, to, lanes, 1, ahead, 64)
-            ahead = min(ahead + 64 * (whole + rest), last)
+            ahead = least(ahead + 64 * (whole + rest), last)
 
 
 @jit
-def sqnorm_tasks(view, like, brain, mask, shift, scale, weights, W, X, tasks, first, last, ceiling, out):
+def sqnorm_tasks(view, W, X, tasks, first, last, ceiling, out):
     """Write ``‖k W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
 
     X gives the precision and the padded width. What is more than `ceiling` becomes `ceiling`.
@@ -63,7 +61,7 @@ def sqnorm_tasks(view, like, brain, mask, shift, scale, weights, W, X, tasks, fi
     lanes = VECTOR_BYTES // size
     rows = zeros(X, (SCRATCH_ROWS, X.shape[1]))
     squares = empty(X, (SCRATCH_ROWS, lanes))
-    direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
+    direct = view[DIRECT]
     step = view[ROW_STEP]
     slot = -1
     panels = zeros(X, (1, 1, 1))
@@ -72,19 +70,19 @@ def sqnorm_tasks(view, like, brain, mask, shift, scale, weights, W, X, tasks, fi
             slot = tasks[t, 0]
             panels = pack_panels(W[slot], X)
         item, r, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
-        end = row_address(view, item, stop) - 64
+        end = entry_address(view, ADDRESS, item, stop) - 64
         while r < stop:
-            n = min(SCORE_SLAB, stop - r)
-            x = row_address(view, item, r)
+            n = least(SCORE_SLAB, stop - r)
+            x = entry_address(view, ADDRESS, item, r)
             stride = step // size
             if direct and n >= SCORE_ROWS:
                 n = n // SCORE_ROWS * SCORE_ROWS
-                ahead = max(x, min(x + SCORE_SLAB * step, end))
+                ahead = most(x, least(x + SCORE_SLAB * step, end))
             else:
-                load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
+                load_rows(view, item, r, r + n, rows)
                 x, stride, ahead = address(rows), X.shape[1], end
             groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
-            row_squares(X, x, stride, groups, panels, squares, ahead, max(ahead, end))
+            row_squares(X, x, stride, groups, panels, squares, ahead, most(ahead, end))
             for i in range(n):
                 square = lane_sum(X, address(squares) + i * VECTOR_BYTES)
                 out[item, r + i] = ceiling if square > ceiling else square

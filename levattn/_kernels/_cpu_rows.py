@@ -1,48 +1,119 @@
-"""Reading a block of keys into the precision of the sums: half formats, strides, mask, shift and scale."""
+"""Reading a block of keys into the precision of the sums: half formats, strides, mask, shift and scale.
+
+Compiled code gets all of it as one vector of integers, so that one kernel serves every format and layout.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
 from numba import types
-from numba.extending import overload
+from numba.core import cgutils
 
-from levattn._kernels._cpu_jit import helper
-from levattn._kernels._cpu_simd import address, as_pointer, bits_to_float
+from levattn._kernels._cpu_jit import VECTOR_BYTES, helper
+from levattn._kernels._cpu_simd import address, as_pointer, combine, primitive, rolled
+from levattn._kernels._rows import Rows
 
-__all__ = ["copy_numbers", "is_direct", "load_rows", "row_address"]
+__all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
 
-# A matrix batch is passed as integers, so that one compiled kernel serves every layout:
-ADDRESS, ITEM_STEP, ROW_STEP, COLUMN_STEP, COLUMNS = range(5)  # steps in bytes
+# Where the vector holds what; steps are in bytes, and an address of 0 says that there is no such array
+ADDRESS, ITEM_STEP, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
+DIRECT = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
+MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its two axes
 
+_FORMATS = ("float64", "float32", "float16", "bfloat16")
+_ZEROS = len(_FORMATS)  # what a masked row is read as
 
-@helper
-def _from_float16(bits):
-    magnitude = np.uint32(bits & np.uint32(0x7FFF)) << np.uint32(13)
-    value = bits_to_float(np.uint32(magnitude)) * np.float32(2.0**112)  # moves the exponent's bias, subnormals too
-    if (bits & np.uint32(0x7C00)) == np.uint32(0x7C00):
-        value = bits_to_float(np.uint32(magnitude | np.uint32(0x7F800000)))
-    return -value if bits & np.uint32(0x8000) else value
-
-
-def _value(x, brain):
-    """Return a stored number as a float: 16-bit words are float16, or bfloat16 where `brain`."""
-    raise NotImplementedError("compiled code only")
+_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_NONE = ir.Constant(_I64, 0)
+_STORED = (ir.DoubleType(), ir.FloatType(), _I16, _I16)
 
 
-@overload(_value)
-def _overload_value(x, brain):
-    if isinstance(x, types.Integer):
+def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
+    """Return the vector by which compiled code reads keys, whose arrays must live as long as it does.
 
-        def read(x, brain):
-            word = np.uint32(x)
-            return bits_to_float(np.uint32(word << np.uint32(16))) if brain else _from_float16(word)
+    kind: the precision in which tiles are to read them, if any are.
+    """
+    keys = rows.keys
+    beside = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
+    if any(x is not None and x.strides[1] != x.itemsize for x in beside[1:3]):
+        raise ValueError("shift and scale must be C arrays")
+    size, d = keys.itemsize, keys.shape[2]
+    plain = kind is not None and keys.dtype == kind and all(x is None for x in beside)
+    direct = plain and keys.strides[2] == size and keys.strides[1] % size == 0 and d * size % VECTOR_BYTES == 0
+    view = [keys.ctypes.data, *keys.strides, d, _FORMATS.index(rows.format), direct]
+    for array in beside:
+        view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides]
+    return np.array(view, np.int64)
 
-    else:
 
-        def read(x, brain):
-            return x
+def _widened(b: Any, stored: Any, format: int, kind: Any) -> Any:
+    """Return a stored number as one of `kind`, float or double; or vectors of them."""
 
-    return read
+    def alike(scalar: Any) -> Any:
+        return ir.VectorType(scalar, stored.type.count) if isinstance(stored.type, ir.VectorType) else scalar
+
+    def number(value: float, scalar: Any = _I32) -> Any:
+        kind = alike(scalar)
+        return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+    single = ir.FloatType()
+    if _FORMATS[format] == "bfloat16":
+        stored = b.bitcast(b.shl(b.zext(stored, alike(_I32)), number(16)), alike(single))
+    elif _FORMATS[format] == "float16":
+        word = b.zext(stored, alike(_I32))
+        magnitude = b.shl(b.and_(word, number(0x7FFF)), number(13))
+        # a product moves the bias of the exponent, that of subnormal numbers too, but not of infinity and NaN
+        product = b.fmul(b.bitcast(magnitude, alike(single)), number(2.0**112, single))
+        special = b.icmp_unsigned(">=", magnitude, number(0x7C00 << 13))
+        bits = b.select(special, b.or_(magnitude, number(0x7F800000)), b.bitcast(product, alike(_I32)))
+        sign = b.shl(b.and_(word, number(0x8000)), number(16))
+        stored = b.bitcast(b.or_(bits, sign), alike(single))
+    if stored.type == alike(kind):
+        return stored
+    return b.fpext(stored, alike(kind)) if isinstance(kind, ir.DoubleType) else b.fptrunc(stored, alike(kind))
+
+
+@primitive
+def _read_row(typing, like, format, source, step, n, target):
+    """Write `n` stored numbers, the first at `source` and `step` bytes apart, to `target`, numbers like `like`."""
+    signature = types.void(like, *([types.int64] * 5))
+
+    def codegen(context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        format, source, step, n, target = arguments[1:]
+        kind, size_of = context.get_data_type(like.dtype), like.dtype.bitwidth // 8
+        count = VECTOR_BYTES // size_of
+        lanes = ir.Constant(_I64, count)
+        to = b.inttoptr(target, kind.as_pointer())
+        after = b.append_basic_block("after")
+        zeros = b.append_basic_block("zeros")
+        choice = b.switch(format, zeros)
+        b.position_at_end(zeros)
+        cgutils.memset(b, to, b.mul(n, ir.Constant(_I64, size_of)), 0)
+        b.branch(after)
+        for number, stored in enumerate(_STORED):
+            b.position_at_end(begin := b.append_basic_block(_FORMATS[number]))
+            choice.add_case(ir.Constant(_I64, number), begin)
+            size = context.get_abi_sizeof(stored)
+            beside = b.icmp_signed("==", step, ir.Constant(_I64, size))
+            vectors = b.select(beside, b.sdiv(n, lanes), _NONE)
+            row = b.inttoptr(source, ir.VectorType(stored, count).as_pointer())
+            with rolled(b, _NONE, vectors) as i:
+                value = b.load(b.gep(row, [i]))
+                value.align = size
+                place = b.bitcast(b.gep(to, [b.mul(i, lanes)]), ir.VectorType(kind, count).as_pointer())
+                b.store(_widened(b, value, number, kind), place).align = size_of
+            with rolled(b, b.mul(vectors, lanes), n) as i:
+                value = b.load(b.inttoptr(b.add(source, b.mul(i, step)), stored.as_pointer()))
+                b.store(_widened(b, value, number, kind), b.gep(to, [i]))
+            b.branch(after)
+        b.position_at_end(after)
+        return context.get_dummy_value()
+
+    return signature, codegen
 
 
 @helper
@@ -53,55 +124,40 @@ def copy_numbers(source, target):
         write[i] = read[i]
 
 
-@helper
-def is_direct(view, like, mask, shift, scale, weights, X, lanes):
-    """Tell whether the tiles can read the keys where they lie, instead of from a scratch like X."""
-    return (
-        like.itemsize == X.itemsize
-        and view[COLUMN_STEP] == X.itemsize
-        and view[ROW_STEP] % X.itemsize == 0
-        and view[COLUMNS] % lanes == 0
-        and mask.size == 0
-        and shift.size == 0
-        and scale.size == 0
-        and weights.size == 0
-    )
+@primitive
+def entry_address(typing, view, array, item, i):
+    """Return the address of a row of the keys, or of one number of the mask, shift, scale or weights."""
+    signature = types.int64(view, array, types.int64, types.int64)
+    first = int(array.literal_value)
+
+    def codegen(context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        block = context.make_array(view)(context, b, arguments[0]).data
+        start, *steps = (b.load(b.gep(block, [ir.Constant(_I64, first + k)])) for k in range(3))
+        for step, index in zip(steps, arguments[2:], strict=True):
+            start = b.add(start, b.mul(step, index))
+        return start
+
+    return signature, codegen
 
 
 @helper
-def row_address(view, item, r):
-    """Return the address of row `r` of one matrix."""
-    return view[ADDRESS] + item * view[ITEM_STEP] + r * view[ROW_STEP]
-
-
-@helper
-def load_rows(view, like, brain, item, start, stop, mask, shift, scale, weights, X):
+def load_rows(view, item, start, stop, X):
     """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale * weight``, 0 where masked.
 
     The columns of X past the keys' own are left as they are (zero).
     """
     d = view[COLUMNS]
-    step = view[COLUMN_STEP]
     for r in range(start, stop):
-        to = X[r - start]
-        if mask.size and not mask[item, r]:
-            for c in range(d):
-                to[c] = 0
+        at = address(X) + (r - start) * X.strides[0]
+        format = view[FORMAT]
+        if view[MASK] and not as_pointer(entry_address(view, MASK, item, r), np.uint8(0))[0]:
+            format = _ZEROS
+        _read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, at)
+        if format == _ZEROS:
             continue
-        address = row_address(view, item, r)
-        if step == like.itemsize:
-            row = as_pointer(address, like)
-            for c in range(d):
-                to[c] = _value(row[c], brain)
-        else:
-            for c in range(d):
-                to[c] = _value(as_pointer(address + c * step, like)[0], brain)
-        if shift.size:
-            for c in range(d):
-                to[c] -= shift[item, c]
-        if scale.size:
-            for c in range(d):
-                to[c] *= scale[item, c]
-        if weights.size:
-            for c in range(d):
-                to[c] *= weights[item, r]
+        if view[SHIFT]:
+            combine(X, at, entry_address(view, SHIFT, item, 0), d, at, 0)
+        if view[SCALE]:
+            combine(X, at, entry_address(view, SCALE, item, 0), d, at, 1)
+        if view[WEIGHTS]:
+            combine(X, at, entry_address(view, WEIGHTS, item, r), d, at, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels._cpu_jit import helper, jit
-from levattn._kernels._cpu_rows import copy_numbers, load_rows
+from levattn._kernels._cpu_rows import COLUMNS, copy_numbers, load_rows
 from levattn._kernels._cpu_scratch import empty, zeros
 
 __all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
@@ -26,7 +26,7 @@ def _add(total, term):
 
 
 @jit
-def column_tasks(view, like, brain, mask, shift, scale, weights, n, block, largest, first, last, out):
+def column_tasks(view, n, block, largest, first, last, out):
     """Write the column sums (or largest magnitudes) of the matrices ``first:last`` to `out`.
 
     Sums are formed block by block and the blocks are combined like the bits of a binary counter.
@@ -42,7 +42,7 @@ def column_tasks(view, like, brain, mask, shift, scale, weights, n, block, large
             part[:] = 0
             for start in range(low, min(low + block, n), _SLAB):
                 stop = min(start + _SLAB, min(low + block, n))
-                load_rows(view, like, brain, item, start, stop, mask, shift, scale, weights, rows)
+                load_rows(view, item, start, stop, rows)
                 for r in range(stop - start):
                     for c in range(d):
                         if largest:
@@ -65,19 +65,19 @@ def column_tasks(view, like, brain, mask, shift, scale, weights, n, block, large
 
 
 @jit
-def read_rows(view, like, brain, mask, shift, scale, weights, item, n, out):
+def read_rows(view, item, n, out):
     """Write the rows of one matrix to `out`, as they are read."""
-    load_rows(view, like, brain, item, 0, n, mask, shift, scale, weights, out)
+    load_rows(view, item, 0, n, out)
 
 
 @jit
-def nonfinite_scan(view, like, brain, mask, shift, scale, weights, n, item, found):
+def nonfinite_scan(view, n, item, found):
     """Write the first rows that hold NaN or infinity to `found` and return how many were found."""
-    d = view[4]
+    d = view[COLUMNS]
     row = zeros(0.0, (1, d))
     count = 0
     for r in range(n):
-        load_rows(view, like, brain, item, r, r + 1, mask, shift, scale, weights, row)
+        load_rows(view, item, r, r + 1, row)
         for c in range(d):
             if not np.isfinite(row[0, c]):
                 found[count] = r

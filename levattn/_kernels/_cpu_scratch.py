@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from levattn._kernels._cpu_jit import helper
 
-__all__ = ["empty", "filled", "zeros"]
+__all__ = ["clear", "empty", "filled", "zeros"]
 
 
 def _define(like: Any, shape: Any, cleared: bool) -> Any:
@@ -57,6 +57,20 @@ def empty(typing, like, shape):
 def zeros(typing, like, shape):
     """Return what `empty` does, filled with zeros."""
     return _define(like, shape, cleared=True)
+
+
+@intrinsic
+def clear(typing, array, first, count):
+    """Write zeros to `count` numbers of a C array, from the number `first` on."""
+    size = array.dtype.bitwidth // 8
+
+    def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        held = context.make_array(array)(context, b, arguments[0])
+        first, count = arguments[1:]
+        cgutils.memset(b, b.gep(held.data, [first]), b.mul(count, ir.Constant(count.type, size)), 0)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), codegen
 
 
 @helper

@@ -7,7 +7,8 @@ of straight-line code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -21,20 +22,24 @@ from levattn._kernels._cpu_jit import VECTOR_BYTES
 
 __all__ = [
     "add_signed",
+    "add_upper",
     "address",
     "as_pointer",
     "bits_to_float",
+    "combine",
     "entry_tile",
     "fused_multiply_add",
     "hadamard_tile",
     "lane_sum",
-    "moment_tile",
+    "least",
+    "moment_tiles",
+    "most",
     "primitive",
     "product_high",
     "product_tile",
+    "rolled",
     "subtract_rows",
     "twofold_tile",
-    "widen",
 ]
 
 Builder = Any
@@ -77,6 +82,17 @@ def _splat(b: Builder, scalar: Value, lanes: int) -> Value:
     undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
     first = b.insert_element(undefined, scalar, ir.Constant(_I32, 0))
     return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+
+
+@contextmanager
+def rolled(b: Builder, first: Value, last: Value, step: int = 1) -> Iterator[Value]:
+    """Go through ``first:last:step`` in a loop that LLVM takes as it is: unrolled, it would compile for longer.
+
+    LLVM cannot count the rounds of a loop whose step it does not know.
+    """
+    unknown = b.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [_int(step)], side_effect=False)
+    with cgutils.for_range_slice(b, first, last, unknown, _I64) as (index, _):
+        yield index
 
 
 def _fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
@@ -122,63 +138,86 @@ def primitive(define: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-@primitive
-def moment_tile(typing, like, rows, vectors, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
-    """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and `vectors` vectors of x to the tile `out`.
+def moment_tiles(shapes: Callable[[int], Sequence[tuple[int, int]]]) -> Callable[..., Any]:
+    """Return a tile for sums of outer products, whose shape is chosen as it runs.
 
-    Each row also asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
+    `shapes` are those that there are, as rows and vectors, if a vector has so many numbers. The tile is told which,
+    and returns its rows. It adds ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` and its vectors of x to `out`; each row
+    also asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
     """
-    signature = types.void(like, rows, vectors, *([types.int64] * 9))
-    tall, wide = _literals(rows, vectors)
+
+    def tile(typing, like, shape, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
+        signature = types.int64(like, *([types.int64] * 10))
+        sizes = shapes(_vector_type(like)[2].count)
+
+        def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+            before, added = b.block, b.append_basic_block("added")
+            choice = b.switch(arguments[1], added)
+            begun = {}
+            for shape, (tall, wide) in enumerate(sizes):
+                if (tall, wide) not in begun:
+                    b.position_at_end(begin := b.append_basic_block("tile"))
+                    _moment_tile(b, like, tall, wide, arguments[2:])
+                    b.branch(added)
+                    begun[tall, wide] = begin, b.block
+                choice.add_case(_int(shape), begun[tall, wide][0])
+            b.position_at_end(added)
+            rows = b.phi(_I64)
+            rows.add_incoming(_int(0), before)
+            for (tall, _), (_, end) in begun.items():
+                rows.add_incoming(_int(tall), end)
+            return rows
+
+        return signature, codegen
+
+    return primitive(tile)
+
+
+def _moment_tile(b: Builder, like: Any, tall: int, wide: int, arguments: Any) -> None:
+    a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step = arguments
     size, scalar, vector = _vector_type(like)
     count = vector.count
+    zero = ir.Constant(vector, [0.0] * count)
+    a_step, x_step = b.mul(a_stride, _int(size)), b.mul(x_stride, _int(size))
 
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step = arguments[3:]
-        zero = ir.Constant(vector, [0.0] * count)
-        a_step, x_step = b.mul(a_stride, _int(size)), b.mul(x_stride, _int(size))
+    for i in range(tall):  # the tile's own lines, which are not needed before the rows are summed
+        at_out = b.add(out, b.mul(out_stride, _int(size * i)))
+        for byte in range(0, size * count * wide, 64):
+            _prefetch(b, b.add(at_out, _int(byte)))
+    before = b.block
+    loop, after = b.append_basic_block("rows"), b.append_basic_block("flush")
+    b.cbranch(b.icmp_signed(">", n, _int(0)), loop, after)
+    b.position_at_end(loop)
+    left, at_a, at_x, at_line = (b.phi(_I64) for _ in range(4))
+    sums = [[b.phi(vector) for _ in range(wide)] for _ in range(tall)]
+    row = _pointer(b, at_x, scalar)
+    xs = [_load(b, b.gep(row, [_int(count * j)]), vector, size) for j in range(wide)]
+    head = _pointer(b, at_a, scalar)
+    new = []
+    for i in range(tall):
+        value = _splat(b, _load(b, b.gep(head, [_int(i)]), scalar, size), count)
+        new.append([_fma(b, value, xs[j], sums[i][j]) for j in range(wide)])
+    _prefetch(b, at_line)
+    moved = (b.sub(left, _int(1)), b.add(at_a, a_step), b.add(at_x, x_step), b.add(at_line, ahead_step))
+    for phi, start, following in zip((left, at_a, at_x, at_line), (n, a, x, ahead), moved, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(following, loop)
+    for i in range(tall):
+        for j in range(wide):
+            sums[i][j].add_incoming(zero, before)
+            sums[i][j].add_incoming(new[i][j], loop)
+    b.cbranch(b.icmp_signed(">", moved[0], _int(0)), loop, after)
 
-        for i in range(tall):  # the tile's own lines, which are not needed before the rows are summed
-            at_out = b.add(out, b.mul(out_stride, _int(size * i)))
-            for byte in range(0, size * count * wide, 64):
-                _prefetch(b, b.add(at_out, _int(byte)))
-        before = b.block
-        loop, after = b.append_basic_block("rows"), b.append_basic_block("flush")
-        b.cbranch(b.icmp_signed(">", n, _int(0)), loop, after)
-        b.position_at_end(loop)
-        left, at_a, at_x, at_line = (b.phi(_I64) for _ in range(4))
-        sums = [[b.phi(vector) for _ in range(wide)] for _ in range(tall)]
-        row = _pointer(b, at_x, scalar)
-        xs = [_load(b, b.gep(row, [_int(count * j)]), vector, size) for j in range(wide)]
-        head = _pointer(b, at_a, scalar)
-        new = []
-        for i in range(tall):
-            value = _splat(b, _load(b, b.gep(head, [_int(i)]), scalar, size), count)
-            new.append([_fma(b, value, xs[j], sums[i][j]) for j in range(wide)])
-        _prefetch(b, at_line)
-        moved = (b.sub(left, _int(1)), b.add(at_a, a_step), b.add(at_x, x_step), b.add(at_line, ahead_step))
-        for phi, start, following in zip((left, at_a, at_x, at_line), (n, a, x, ahead), moved, strict=True):
-            phi.add_incoming(start, before)
-            phi.add_incoming(following, loop)
-        for i in range(tall):
-            for j in range(wide):
-                sums[i][j].add_incoming(zero, before)
-                sums[i][j].add_incoming(new[i][j], loop)
-        b.cbranch(b.icmp_signed(">", moved[0], _int(0)), loop, after)
-
-        b.position_at_end(after)
-        results = [[b.phi(vector) for _ in range(wide)] for _ in range(tall)]
-        target = _pointer(b, out, scalar)
-        for i in range(tall):
-            line = b.gep(target, [b.mul(out_stride, _int(i))])
-            for j in range(wide):
-                results[i][j].add_incoming(zero, before)
-                results[i][j].add_incoming(new[i][j], loop)
-                place = b.gep(line, [_int(count * j)])
-                _store(b, b.fadd(_load(b, place, vector, size), results[i][j]), place, size)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    b.position_at_end(after)
+    results = [[b.phi(vector) for _ in range(wide)] for _ in range(tall)]
+    target = _pointer(b, out, scalar)
+    for i in range(tall):
+        line = b.gep(target, [b.mul(out_stride, _int(i))])
+        for j in range(wide):
+            results[i][j].add_incoming(zero, before)
+            results[i][j].add_incoming(new[i][j], loop)
+            place = b.gep(line, [_int(count * j)])
+            _store(b, b.fadd(_load(b, place, vector, size), results[i][j]), place, size)
 
 
 @primitive
@@ -347,22 +386,67 @@ def lane_sum(typing, like, address):
 
 
 @primitive
-def widen(typing, like, source, target, vectors, added):
-    """Write vectors of numbers like `like` at `source` to float64 numbers at `target`, or add them if `added`."""
+def add_upper(typing, like, d, source, target):
+    """Add the upper triangle of a matrix at `source`, of numbers like `like`, to that of one at `target`, of float64.
+
+    They have `d` columns, whole vectors, and are added from the vector of the diagonal on.
+    """
     size, scalar, vector = _vector_type(like)
-    signature = types.void(like, *([types.int64] * 3), added)
-    (add,) = _literals(added)
+    signature = types.void(like, *([types.int64] * 3))
     double = ir.DoubleType()
     doubles = ir.VectorType(double, vector.count)
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        source, target, vectors = arguments[1:4]
-        with cgutils.for_range(b, vectors) as loop:
-            at = b.mul(loop.index, _int(vector.count))
-            value = _load(b, b.gep(_pointer(b, source, scalar), [at]), vector, size)
-            place = b.gep(_pointer(b, target, double), [at])
-            wide = value if size == 8 else b.fpext(value, doubles)
-            _store(b, b.fadd(_load(b, place, doubles, 8), wide) if add else wide, place, 8)
+        d, source, target = arguments[1:]
+        from_, to = _pointer(b, source, scalar), _pointer(b, target, double)
+        with rolled(b, _int(0), d) as row:
+            start = b.mul(row, d)
+            first = b.add(start, b.and_(row, _int(-vector.count)))
+            with rolled(b, first, b.add(start, d), vector.count) as at:
+                value = _load(b, b.gep(from_, [at]), vector, size)
+                value = value if size == 8 else b.fpext(value, doubles)
+                place = b.gep(to, [at])
+                _store(b, b.fadd(_load(b, place, doubles, 8), value), place, 8)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@primitive
+def combine(typing, like, source, others, n, target, how):
+    """Write `n` numbers like `like` at `source`, changed by the float64 numbers at `others`, to `target`.
+
+    These are subtracted (how: 0) or multiplied (1), or all numbers are multiplied by the first of them (2), and the
+    product may be subtracted from what is there (3). Each result is rounded to the precision of `like`.
+    """
+    signature = types.void(like, *([types.int64] * 4), how)
+    (how,) = _literals(how)
+    size, scalar, vector = _vector_type(like)
+    double = ir.DoubleType()
+
+    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
+        source, others, n, target = arguments[1:5]
+        from_, to, given = (
+            _pointer(b, at, kind) for at, kind in ((source, scalar), (target, scalar), (others, double))
+        )
+        whole = b.and_(n, _int(-vector.count))
+        for lanes, first, last in ((vector.count, _int(0), whole), (1, whole, n)):
+            kind, wide = (ir.VectorType(x, lanes) if lanes > 1 else x for x in (scalar, double))
+
+            def read(pointer: Value, kind: Value = kind, wide: Value = wide) -> Value:
+                value = _load(b, pointer, kind, size)
+                return value if kind == wide else b.fpext(value, wide)
+
+            with rolled(b, first, last, lanes) as i:
+                value, place = read(b.gep(from_, [i])), b.gep(to, [i])
+                if how < 2:
+                    other = _load(b, b.gep(given, [i]), wide, 8)
+                else:
+                    other = _load(b, given, double, 8)
+                    other = _splat(b, other, lanes) if lanes > 1 else other
+                value = b.fmul(value, other) if how else b.fsub(value, other)
+                value = b.fsub(read(place), value) if how == 3 else value
+                _store(b, value if kind == wide else b.fptrunc(value, kind), place, size)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -487,30 +571,48 @@ def entry_tile(typing, like, vectors, values, offsets, n, panel, to):
     return signature, codegen
 
 
-@intrinsic
-def subtract_rows(typing, like, target, source, stride, a, b, c, e, vectors):
+@primitive
+def subtract_rows(typing, target, source, stride, a, b, c, e, vectors):
     """Subtract the rows at `source`, times a, b, c and e, from that at `target`, as so many whole vectors.
 
-    Numbers are like `like`, and rows are `stride` elements apart.
+    Numbers are float64, and rows are `stride` of them apart.
     """
-    size, scalar, vector = _vector_type(like)
-    signature = types.void(like, *([types.int64] * 3), *([like.dtype] * 4), types.int64)
+    scalar, vector = ir.DoubleType(), ir.VectorType(ir.DoubleType(), VECTOR_BYTES // 8)
+    signature = types.void(*([types.int64] * 3), *([types.float64] * 4), types.int64)
 
     def codegen(context: Any, builder: Builder, _signature: Any, arguments: Any) -> Value:
-        target, source, stride, *factors, vectors = arguments[1:]
+        target, source, stride, *factors, vectors = arguments
         minus = [_splat(builder, builder.fneg(factor), vector.count) for factor in factors]
         to, rows = _pointer(builder, target, scalar), _pointer(builder, source, scalar)
-        with cgutils.for_range(builder, vectors) as loop:
-            at = builder.mul(loop.index, _int(vector.count))
+        with rolled(builder, _int(0), builder.mul(vectors, _int(vector.count)), vector.count) as at:
             place = builder.gep(to, [at])
-            total = _load(builder, place, vector, size)
+            total = _load(builder, place, vector, 8)
             for i, factor in enumerate(minus):
                 row = builder.gep(rows, [builder.add(at, builder.mul(stride, _int(i)))])
-                total = _fma(builder, factor, _load(builder, row, vector, size), total)
-            _store(builder, total, place, size)
+                total = _fma(builder, factor, _load(builder, row, vector, 8), total)
+            _store(builder, total, place, 8)
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+def _chosen(order: str) -> Callable[..., Any]:
+    def choice(typing, a, b):
+        whole = isinstance(a, types.Integer) and isinstance(b, types.Integer)
+        kind = types.int64 if whole else types.float64
+
+        def codegen(context: Any, builder: Builder, _signature: Any, arguments: Any) -> Value:
+            a, b = arguments
+            compare = builder.icmp_signed if whole else builder.fcmp_ordered
+            return builder.select(compare(order, b, a), b, a)
+
+        return kind(kind, kind), codegen
+
+    return primitive(choice)
+
+
+# Of two numbers, the first where none is smaller (larger). Those of Python are functions that are compiled alone.
+least, most = _chosen("<"), _chosen(">")
 
 
 @intrinsic
@@ -535,8 +637,8 @@ def bits_to_float(typing, bits):
 
 @primitive
 def as_pointer(typing, address, array):
-    """Return `address` as a pointer to elements of the array's dtype."""
-    kind = types.CPointer(array.dtype)
+    """Return `address` as a pointer to numbers like those of an array, or like a number."""
+    kind = types.CPointer(getattr(array, "dtype", types.unliteral(array)))
 
     def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
         return b.inttoptr(arguments[0], context.get_value_type(kind))

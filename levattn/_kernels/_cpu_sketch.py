@@ -6,9 +6,19 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import FULL_ROWS, PANEL, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_random import GROUP, fill_group, fill_normals, fill_signs, fill_words
-from levattn._kernels._cpu_rows import ADDRESS, COLUMN_STEP, COLUMNS, ROW_STEP, is_direct, load_rows, row_address
+from levattn._kernels._cpu_rows import (
+    ADDRESS,
+    COLUMN_STEP,
+    COLUMNS,
+    DIRECT,
+    ROW_STEP,
+    SCALE,
+    SHIFT,
+    entry_address,
+    load_rows,
+)
 from levattn._kernels._cpu_scratch import empty, zeros
-from levattn._kernels._cpu_simd import add_signed, address, hadamard_tile, moment_tile
+from levattn._kernels._cpu_simd import add_signed, address, hadamard_tile, moment_tiles
 
 __all__ = ["DRAWN", "FIRST_ROWS", "SLAB", "dense_rows", "hadamard_blocks", "scatter_rows"]
 
@@ -23,6 +33,9 @@ SLAB = 64  # rows for which a dense sketch is drawn at a time, a multiple of GRO
 DRAWN = 480  # columns that are drawn at a time: a multiple of 32 (signs) and of the rows of a tile, 6 or 4
 
 
+_tile = moment_tiles(lambda _lanes: [(FULL_ROWS, wide) for wide in range(1, PANEL + 1)])
+
+
 @helper
 def place_of(word, size):
     """Return a number below `size`, by the upper 31 bits of a word."""
@@ -30,9 +43,7 @@ def place_of(word, size):
 
 
 @jit
-def scatter_rows(
-    view, like, brain, mask, shift, scale, weights, item, begin, end, key0, key1, stream, offset, blocks, size, X, out
-):
+def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, size, X, out):
     """Add the rows ``begin:end`` of one matrix, whose first row has the number `offset`, to the sketch `out`.
 
     Each row goes, with a sign, to one place in each of `blocks` blocks of `size` rows of the sketch. X gives the
@@ -42,7 +53,7 @@ def scatter_rows(
     width = X.shape[1]
     drawn = empty(np.uint32(0), (_SLAB,))
     places = empty(0, (_SLAB + _AHEAD, blocks))
-    direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
+    direct = view[DIRECT]
     fetched = _FETCHED if direct else 0
     rows = zeros(X, (_LOADED, width))
     base, row_bytes = address(out), out.strides[0]
@@ -60,11 +71,11 @@ def scatter_rows(
             for b in range(blocks):
                 places[r, b] = places[count - 1, b]
         for r in range(count):
-            x = row_address(view, item, start + r)
+            x = entry_address(view, ADDRESS, item, start + r)
             if not direct:
                 if r % _LOADED == 0:
                     stop = min(start + r + _LOADED, start + count)
-                    load_rows(view, like, brain, item, start + r, stop, mask, shift, scale, weights, rows)
+                    load_rows(view, item, start + r, stop, rows)
                 x = address(rows[r % _LOADED])
             for b in range(blocks):
                 to = base + (places[r, b] >> 1) * row_bytes
@@ -95,27 +106,7 @@ def _combine_groups(X, group, vectors):
 
 
 @jit
-def hadamard_blocks(
-    view,
-    like,
-    brain,
-    mask,
-    shift,
-    scale,
-    weights,
-    item,
-    n,
-    begin,
-    end,
-    key0,
-    key1,
-    streams,
-    offset,
-    chosen,
-    rows,
-    X,
-    out,
-):
+def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chosen, rows, X, out):
     """Add what the blocks ``begin:end`` of the rows of one matrix give to a subsampled Hadamard transform.
 
     Blocks are numbered from the row numbers, of which the first row has `offset`, and X has as many rows as a block,
@@ -129,7 +120,7 @@ def hadamard_blocks(
     group = min(FIRST_ROWS, size)
     if group < FIRST_ROWS:
         group = 4
-    direct = is_direct(view, like, mask, shift, scale, weights, rows, lanes)
+    direct = view[DIRECT]
     drawn = empty(np.uint32(0), (size,))
     signs = empty(X, (size,))
     flips = empty(np.uint32(0), (GROUP, chosen.size))
@@ -148,6 +139,8 @@ def hadamard_blocks(
             vectors = min(width, out.shape[1] - left) // lanes
             right = min(left + width, d)
             part[ADDRESS], part[COLUMNS] = view[ADDRESS] + left * view[COLUMN_STEP], right - left
+            for each in (SHIFT, SCALE):  # float64, one number a column
+                part[each] = view[each] + left * 8 if view[each] else 0
             if not direct:
                 rows[:] = 0
             for g in range(0, size, group):
@@ -155,25 +148,13 @@ def hadamard_blocks(
                 to, at_sign = address(X[g]), address(signs) + g * signs.itemsize
                 x, step = loaded, rows.strides[0]
                 if direct and r >= low and r + group <= high:
-                    x, step = row_address(part, item, r), view[ROW_STEP]
+                    x, step = entry_address(part, ADDRESS, item, r), view[ROW_STEP]
                 else:
                     start, stop = min(max(r, low), high), max(min(r + group, high), low)
                     if stop - start < group:
                         rows[:] = 0
                     if stop > start:
-                        load_rows(
-                            part,
-                            like,
-                            brain,
-                            item,
-                            start,
-                            stop,
-                            mask,
-                            shift[:, left:right],
-                            scale[:, left:right],
-                            weights,
-                            rows[start - r :],
-                        )
+                        load_rows(part, item, start, stop, rows[start - r :])
                 if group == FIRST_ROWS:
                     hadamard_tile(rows, X, FIRST_ROWS, 1, x, step, at_sign, to, X.strides[0], vectors)
                 else:
@@ -186,9 +167,7 @@ def hadamard_blocks(
 
 
 @jit
-def dense_rows(
-    view, like, brain, mask, shift, scale, weights, begin, end, key0, key1, stream, offset, normal, X, part, out
-):
+def dense_rows(view, begin, end, key0, key1, stream, offset, normal, X, part, out):
     """Add random combinations of the rows ``begin:end`` of all matrices, of which row 0 has the number `offset`.
 
     They go to ``out[:, part]``. Coefficients are normals, or else signs, and drawn once for all matrices. X gives the
@@ -196,7 +175,7 @@ def dense_rows(
     """
     lanes = VECTOR_BYTES // X.itemsize
     items, _, size, width = out.shape
-    direct = is_direct(view, like, mask, shift, scale, weights, X, lanes)
+    direct = view[DIRECT]
     rows = zeros(X, (SLAB, width))
     drawn = empty(np.uint32(0), (GROUP, DRAWN))
     S = empty(X, (SLAB, DRAWN + 64 // X.itemsize))  # rows an odd number of cache lines apart
@@ -215,21 +194,14 @@ def dense_rows(
                     fill_signs(key0, key1, stream, group, first, (columns + 31) // 32 * 32, drawn, S[k : k + GROUP])
             s = address(S[skipped])
             for item in range(items):
-                x, x_stride = row_address(view, item, start), view[ROW_STEP] // X.itemsize
+                x, x_stride = entry_address(view, ADDRESS, item, start), view[ROW_STEP] // X.itemsize
                 if not direct:
-                    load_rows(view, like, brain, item, start, start + count, mask, shift, scale, weights, rows)
+                    load_rows(view, item, start, start + count, rows)
                     x, x_stride = address(rows), width
                 for left in range(0, width, PANEL * lanes):
                     wide = min(PANEL, (width - left) // lanes)
                     at = x + left * X.itemsize
                     for i in range(0, columns, FULL_ROWS):
                         a, to = s + i * X.itemsize, address(out[item, part, first + i]) + left * out.itemsize
-                        if wide == 4:
-                            moment_tile(X, FULL_ROWS, 4, a, s_stride, at, x_stride, count, to, width, s, 0)
-                        elif wide == 3:
-                            moment_tile(X, FULL_ROWS, 3, a, s_stride, at, x_stride, count, to, width, s, 0)
-                        elif wide == 2:
-                            moment_tile(X, FULL_ROWS, 2, a, s_stride, at, x_stride, count, to, width, s, 0)
-                        else:
-                            moment_tile(X, FULL_ROWS, 1, a, s_stride, at, x_stride, count, to, width, s, 0)
+                        _tile(X, wide - 1, a, s_stride, at, x_stride, count, to, width, s, 0)
         start += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
-from levattn._kernels._cpu_moments import add_rows, carry, counter, fold, moment_panels
+from levattn._kernels._cpu_moments import add_rows, carry, fold, moment_panels
 from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, pack_panels, row_squares
 from levattn._kernels._cpu_rows import load_rows
 from levattn._kernels._cpu_scratch import empty, filled, zeros
@@ -112,9 +112,7 @@ def _turn_split(rows, n, scale, panels, highs, lows, high, product, turned):
 
 
 @jit
-def turned_moment_tasks(
-    view, like, brain, mask, shift, scale, weights, basis, exact, X, block, tasks, first, last, out
-):
+def turned_moment_tasks(view, basis, exact, X, block, levels, tasks, first, last, out):
     """Do what `moment_tasks` does, each row multiplied by its slot's basis first (split into bits if `exact`)."""
     d = X.shape[1]
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
@@ -125,7 +123,7 @@ def turned_moment_tasks(
     panels = highs = lows = zeros(X, (1, 1, 1))
     packed = moment_panels(X)
     partial = empty(X, (d, d))
-    stack = counter(tasks, first, last, block, d)
+    stack = empty(0.0, (levels, d, d))
     slot = -1
     for t in range(first, last):
         item, start, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
@@ -140,7 +138,7 @@ def turned_moment_tasks(
             partial[:] = 0
             for r in range(at, min(at + block, stop), SLAB):
                 n = min(SLAB, min(at + block, stop) - r)
-                load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
+                load_rows(view, item, r, r + n, rows)
                 if exact:
                     _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
                 else:
@@ -149,11 +147,11 @@ def turned_moment_tasks(
                 add_rows(X, x, turned.shape[1], n, packed, partial, x, x)
             carry(stack, count, partial)
             count += 1
-        fold(stack, count, out[t])
+        fold(stack, count, out, t)
 
 
 @jit
-def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, weights, basis, W, X, tasks, first, last, ceiling, out):
+def turned_sqnorm_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
     """Do what `sqnorm_tasks` does, each row multiplied by its slot's basis (split into bits) first."""
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
@@ -173,7 +171,7 @@ def turned_sqnorm_tasks(view, like, brain, mask, shift, scale, weights, basis, W
             whitening = pack_panels(W[slot], X)
         for r in range(start, stop, SLAB):
             n = min(SLAB, stop - r)
-            load_rows(view, like, brain, item, r, r + n, mask, shift, scale, weights, rows)
+            load_rows(view, item, r, r + n, rows)
             _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
             x = address(turned)
             row_squares(X, x, turned.shape[1], SCRATCH_ROWS, whitening, squares, x, x)

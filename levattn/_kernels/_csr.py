@@ -166,7 +166,8 @@ def _row_moment(rows: Rows) -> Any:
     width = -(-d // lanes) * lanes
     parts = np.empty((len(runs), width, width))
     arguments = _entries(rows)
-    _share(lambda first, last: row_moment_tasks(*arguments, BLOCK, tasks, first, last, parts), len(runs), work)
+    levels = _cpu.levels_of(tasks)
+    _share(lambda first, last: row_moment_tasks(*arguments, BLOCK, levels, tasks, first, last, parts), len(runs), work)
     return _pairwise(list(parts))[:d, :d]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from levattn._kernels._cpu import _arguments, _share, zeros
+from levattn._kernels._cpu import _share, zeros
 from levattn._kernels._cpu_online import online_tasks
+from levattn._kernels._cpu_rows import view_of
 from levattn._kernels._rows import Float64, Rows
 
 __all__ = ["online_scores"]
@@ -16,6 +17,6 @@ def online_scores(rows: Rows, root: Float64) -> Float64:
     """
     b, n, d = rows.shape
     out: Float64 = zeros(rows)
-    arguments = _arguments(rows)
-    _share(lambda first, last: online_tasks(*arguments, n, root, first, last, out), b, 8.0 * b * n * d * d)
+    view = view_of(rows)
+    _share(lambda first, last: online_tasks(view, n, root, first, last, out), b, 8.0 * b * n * d * d)
     return out
