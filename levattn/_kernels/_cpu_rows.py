@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES, helper
-from levattn._kernels._cpu_simd import address, as_pointer, combine, primitive, rolled
+from levattn._kernels._cpu_simd import _load, _store, address, as_pointer, combine, primitive, rolled
 from levattn._kernels._rows import Rows
 
 __all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
@@ -28,6 +28,7 @@ _FORMATS = ("float64", "float32", "float16", "bfloat16")
 _ZEROS = len(_FORMATS)  # what a masked row is read as
 
 _I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_APART = 4  # numbers that are read at a time where they lie apart
 _NONE = ir.Constant(_I64, 0)
 _STORED = (ir.DoubleType(), ir.FloatType(), _I16, _I16)
 
@@ -86,8 +87,8 @@ def _read_row(typing, like, format, source, step, n, target):
         format, source, step, n, target = arguments[1:]
         kind, size_of = context.get_data_type(like.dtype), like.dtype.bitwidth // 8
         count = VECTOR_BYTES // size_of
-        lanes = ir.Constant(_I64, count)
         to = b.inttoptr(target, kind.as_pointer())
+        whole = b.and_(n, ir.Constant(_I64, -count))
         after = b.append_basic_block("after")
         zeros = b.append_basic_block("zeros")
         choice = b.switch(format, zeros)
@@ -95,20 +96,25 @@ def _read_row(typing, like, format, source, step, n, target):
         cgutils.memset(b, to, b.mul(n, ir.Constant(_I64, size_of)), 0)
         b.branch(after)
         for number, stored in enumerate(_STORED):
-            b.position_at_end(begin := b.append_basic_block(_FORMATS[number]))
-            choice.add_case(ir.Constant(_I64, number), begin)
             size = context.get_abi_sizeof(stored)
-            beside = b.icmp_signed("==", step, ir.Constant(_I64, size))
-            vectors = b.select(beside, b.sdiv(n, lanes), _NONE)
-            row = b.inttoptr(source, ir.VectorType(stored, count).as_pointer())
-            with rolled(b, _NONE, vectors) as i:
-                value = b.load(b.gep(row, [i]))
-                value.align = size
-                place = b.bitcast(b.gep(to, [b.mul(i, lanes)]), ir.VectorType(kind, count).as_pointer())
-                b.store(_widened(b, value, number, kind), place).align = size_of
-            with rolled(b, b.mul(vectors, lanes), n) as i:
+
+            def copy(i: Any, number: int = number, stored: Any = stored) -> None:
                 value = b.load(b.inttoptr(b.add(source, b.mul(i, step)), stored.as_pointer()))
                 b.store(_widened(b, value, number, kind), b.gep(to, [i]))
+
+            b.position_at_end(begin := b.append_basic_block(_FORMATS[number]))
+            choice.add_case(ir.Constant(_I64, number), begin)
+            with b.if_else(b.icmp_signed("==", step, ir.Constant(_I64, size))) as (side_by_side, apart):
+                with side_by_side, rolled(b, _NONE, whole, count) as i:
+                    value = _load(
+                        b, b.gep(b.inttoptr(source, stored.as_pointer()), [i]), ir.VectorType(stored, count), size
+                    )
+                    _store(b, _widened(b, value, number, kind), b.gep(to, [i]), size_of)
+                with apart, rolled(b, _NONE, whole, _APART) as i:
+                    for k in range(_APART):
+                        copy(b.add(i, ir.Constant(_I64, k)))
+            with rolled(b, whole, n) as i:
+                copy(i)
             b.branch(after)
         b.position_at_end(after)
         return context.get_dummy_value()
