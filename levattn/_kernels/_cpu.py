@@ -13,7 +13,7 @@ from levattn._kernels._cpu_dense import cholesky_tasks
 from levattn._kernels._cpu_heavy import heavy_tasks, norm_tasks, product_tasks, solve_tasks
 from levattn._kernels._cpu_jit import FULL_ROWS, VECTOR_BYTES
 from levattn._kernels._cpu_moments import moment_tasks
-from levattn._kernels._cpu_product import sqnorm_tasks
+from levattn._kernels._cpu_product import scores_at, sqnorm_tasks
 from levattn._kernels._cpu_rows import view_of
 from levattn._kernels._cpu_scan import column_tasks, nonfinite_scan, read_rows
 from levattn._kernels._cpu_sketch import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
@@ -189,13 +189,13 @@ def sqnorms(
     tasks[:, :, 3] = np.minimum(starts + span, n)
     listed = tasks.reshape(-1, 4)
     view = view_of(rows, X.dtype)
-    padded, turned = _padded(W, width), _padded(basis, width)
+    padded, turned, target = _padded(W, width), _padded(basis, width), scores_at(out)
 
     def body(first: int, last: int) -> None:
         if basis is None:
-            sqnorm_tasks(view, padded, X, listed, first, last, ceiling, out)
+            sqnorm_tasks(view, padded, X, listed, first, last, ceiling, target)
         else:
-            turned_sqnorm_tasks(view, turned, padded, X, listed, first, last, ceiling, out)
+            turned_sqnorm_tasks(view, turned, padded, X, listed, first, last, ceiling, target)
 
     _share(body, len(listed), work)
 

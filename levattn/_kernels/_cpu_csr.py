@@ -12,7 +12,7 @@ from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_moments import carry, fold
 from levattn._kernels._cpu_random import GROUP, fill_words
 from levattn._kernels._cpu_scratch import empty, zeros
-from levattn._kernels._cpu_simd import address, entry_tile, lane_sum
+from levattn._kernels._cpu_simd import address, entry_tile, lane_sum, larger, smaller
 from levattn._kernels._cpu_sketch import place_of
 
 __all__ = [
@@ -51,7 +51,7 @@ def row_moment_tasks(indptr, indices, values, mask, block, levels, tasks, first,
         count = 0
         for low in range(start, stop, block):
             partial[:] = 0
-            for r in range(low, min(low + block, stop)):
+            for r in range(low, smaller(low + block, stop)):
                 if mask.size and not mask[r]:
                     continue
                 end = indptr[r + 1]
@@ -112,7 +112,7 @@ def band_moment_tasks(indices, values, width, starts, places, ends, first, last,
     stack = zeros(0.0, (levels + 1, width, d))
     for t in range(first, last):
         left = t * width
-        rows = min(width, d - left)
+        rows = smaller(width, d - left)
         count = 0
         for low in range(starts[t], starts[t + 1], width * _RUN):
             level = 0
@@ -120,7 +120,7 @@ def band_moment_tasks(indices, values, width, starts, places, ends, first, last,
                 level += 1
             part = stack[level, :rows]  # whose own number is not held now
             part[:, left:] = 0
-            for e in range(low, min(low + width * _RUN, starts[t + 1])):
+            for e in range(low, smaller(low + width * _RUN, starts[t + 1])):
                 p = np.int64(places[e])
                 row = part[np.uintp(indices[p]) - np.uintp(left)]
                 v = np.float64(values[p])
@@ -141,10 +141,10 @@ def mirror_tasks(out, first, last):
     """Copy the upper triangle to the lower one, for so many groups of rows."""
     d = len(out)
     for t in range(first, last):
-        low, high = t * TILE, min((t + 1) * TILE, d)
+        low, high = t * TILE, smaller((t + 1) * TILE, d)
         for left in range(0, high, TILE):
             for i in range(low, high):
-                for j in range(left, min(left + TILE, i)):
+                for j in range(left, smaller(left + TILE, i)):
                     out[i, j] = out[j, i]
 
 
@@ -156,9 +156,9 @@ def panels_of(W, X, vectors):
     panels = zeros(X, ((d + width - 1) // width, d, width))
     for p in range(len(panels)):
         low = p * width
-        for i in range(min(low + width, d)):
+        for i in range(smaller(low + width, d)):
             source, target = W[i], panels[p, i]
-            for j in range(max(low, i), min(low + width, d)):
+            for j in range(larger(low, i), smaller(low + width, d)):
                 target[j - low] = source[j]
     return panels
 
@@ -196,7 +196,7 @@ def row_sqnorms(indptr, indices, values, mask, panels, start, stop, ceiling, out
         squares[:rows] = 0
         for t in range(count):
             panel = address(panels[t])
-            beyond = min((t + 1) * width, d) * width  # the rows of W below have zeros in this panel
+            beyond = smaller((t + 1) * width, d) * width  # the rows of W below have zeros in this panel
             for r in range(rows):
                 cut, end = cuts[r], ends[r]
                 while cut < end and offsets[cut] < beyond:
@@ -230,7 +230,7 @@ def scatter_entries(indptr, indices, values, mask, begin, end, key0, key1, strea
     start = begin
     while start < end:
         skipped = (offset + start) % GROUP
-        count = min(_DRAWN - skipped, end - start)
+        count = smaller(_DRAWN - skipped, end - start)
         groups = (skipped + count + GROUP - 1) // GROUP
         for b in range(blocks):
             fill_words(key0, key1, stream, b, (offset + start) // GROUP, drawn[b, : groups * GROUP])
@@ -262,4 +262,4 @@ def projected_rows(indptr, indices, values, mask, P, first, last, ceiling, out):
         total = 0.0
         for j in range(k):
             total += np.float64(y[j]) * np.float64(y[j])
-        out[r] = min(total, ceiling)
+        out[r] = smaller(total, ceiling)

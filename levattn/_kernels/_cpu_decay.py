@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from levattn._kernels._cpu_jit import jit
+from levattn._kernels._cpu_simd import smaller
 
 __all__ = ["decay_tasks"]
 
@@ -20,7 +21,7 @@ def decay_tasks(a, x, start, width, reverse, first, last, out):
     for task in range(first, last):
         item = task // groups
         low = (task - item * groups) * width
-        high = min(low + width, channels)
+        high = smaller(low + width, channels)
         A, X, H = a[item], x[item], out[item]
         if T == 0:
             continue

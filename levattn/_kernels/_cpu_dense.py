@@ -6,7 +6,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_scratch import clear, empty, zeros
-from levattn._kernels._cpu_simd import address, as_pointer, combine, least, most, subtract_rows
+from levattn._kernels._cpu_simd import address, as_pointer, combine, larger, smaller, subtract_rows
 
 __all__ = ["cholesky_tasks"]
 
@@ -24,14 +24,14 @@ def _factor(at, d, width, c, factor):
     R = as_pointer(at, 0.0)
     smallest = np.inf
     for block in range(0, d, 4):  # four rows at a time, so that the long inner loops load and store less
-        end = least(block + 4, d)
+        end = smaller(block + 4, d)
         for k in range(block, end):
             top = k * width
             if not c[k] > 0:
                 R[top + k] = 1.0
                 continue
             pivot = R[top + k]
-            smallest = least(smallest, pivot)
+            smallest = smaller(smallest, pivot)
             if not pivot > 0:
                 return smallest
             factor[0] = 1.0 / np.sqrt(pivot)
@@ -97,10 +97,10 @@ def _invert(at, d, width, c, to, sums, factor):
             size = abs(inverse[row + j])
             total += size
             sums[j] += size
-        tallest = most(tallest, total)
+        tallest = larger(tallest, total)
     widest = 0.0
     for j in range(d):
-        widest = most(widest, sums[j])
+        widest = larger(widest, sums[j])
     return tallest * widest
 
 

@@ -28,7 +28,7 @@ from levattn._kernels._cpu_latent_simd import (
 )
 from levattn._kernels._cpu_rows import copy_numbers
 from levattn._kernels._cpu_scratch import empty
-from levattn._kernels._cpu_simd import address, as_pointer
+from levattn._kernels._cpu_simd import address, as_pointer, larger, smaller
 
 __all__ = ["ROWS", "SINGLE", "VIEWS", "backward_tasks", "forward_tasks", "join_rows", "join_runs", "summary_tasks"]
 
@@ -93,7 +93,7 @@ def _read_positions(like, flag, views, head, first, rows, begin, latents, channe
     The values of a position whose logits all are −inf are zeros as well.
     """
     size = like.itemsize
-    missing = min(max(begin - first, 0), rows)
+    missing = smaller(larger(begin - first, 0), rows)
     k_at, v_at = logits_at + missing * wide * size, values_at + missing * deep * size
     _fill(like, logits_at, missing * wide, -np.inf)
     _fill(like, values_at, missing * deep, 0)
@@ -114,7 +114,7 @@ def _read_positions(like, flag, views, head, first, rows, begin, latents, channe
 def _write_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
     """Write the gradients of positions that there are and that are not masked."""
     size = like.itemsize
-    for i in range(min(max(begin - first, 0), rows), rows):
+    for i in range(smaller(larger(begin - first, 0), rows), rows):
         if views[MASK, 0] == 0 or as_pointer(_at(views, MASK, head, first + i), flag)[0] != 0:
             _write_rows(like, logits_at + i * wide * size, wide, 1, latents, _at(views, D_K, head, first + i), 0)
             _write_rows(like, values_at + i * deep * size, deep, 1, channels, _at(views, D_V, head, first + i), 0)
@@ -282,7 +282,7 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, wi
         gains[:] = 0
         gain[:] = 0
         for start in range(low, high, ROWS):
-            n = min(ROWS, high - start)
+            n = smaller(ROWS, high - start)
             copy_numbers(reference, top)
             _read_positions(like, flag, views, head, start, n, low, latents, channels, e_at, wide, x_at, deep)
             E = room[SINGLE * wide + 2 * wide * deep :][: n * wide].reshape(n, wide)
@@ -381,7 +381,7 @@ def forward_tasks(
         gains[:] = 0
         gain[:] = 0
         for start in range(low, high, ROWS):
-            n = min(ROWS, high - start)
+            n = smaller(ROWS, high - start)
             folds = _folds(enters and size == 4, fresh, start - low, high - low)
             if folds and start - low == PLAIN and fresh:
                 copy_numbers(total, wide_total)
@@ -531,7 +531,7 @@ def backward_tasks(
             copy_numbers(reference, references[0])
             place, count = 0, 0
             for start in range(low, high, ROWS):
-                n = min(ROWS, high - start)
+                n = smaller(ROWS, high - start)
                 folds = _folds(enters and size == 4, fresh, start - low, high - low)
                 if folds and start - low == PLAIN and fresh:
                     copy_numbers(total, wide_total)
@@ -629,8 +629,8 @@ def backward_tasks(
                         like, flag, views, head, position, n, begin, latents, channels, p_at, wide, v_at, deep
                     )
         _fill(like, g_at, wide, 0)
-        for start in range(begin, min(begin + lead, end), ROWS):
-            n = min(ROWS, min(begin + lead, end) - start)
+        for start in range(begin, smaller(begin + lead, end), ROWS):
+            n = smaller(ROWS, smaller(begin + lead, end) - start)
             _read_positions(like, flag, views, head, start, n, begin, latents, channels, e_at, wide, x_at, deep)
             for i in range(n):
                 exp_row(like, e_at + i * de, base_at, address(idle), vectors)

@@ -6,7 +6,7 @@ from levattn._kernels._cpu_jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VE
 from levattn._kernels._cpu_product import SLAB
 from levattn._kernels._cpu_rows import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
 from levattn._kernels._cpu_scratch import clear, empty, zeros
-from levattn._kernels._cpu_simd import add_upper, address, as_pointer, least, moment_tiles, most
+from levattn._kernels._cpu_simd import add_upper, address, as_pointer, larger, moment_tiles, smaller
 
 __all__ = ["add_rows", "carry", "fold", "moment_panels", "moment_tasks"]
 
@@ -31,7 +31,7 @@ def _pack_slab(X, x, stride, n, packed):
     panels, _, width = packed.shape
     size, d = X.itemsize, X.shape[1]
     for p in range(panels):
-        count = least(width, d - p * width)
+        count = smaller(width, d - p * width)
         for r in range(n):
             source = as_pointer(x + (r * stride + p * width) * size, X)
             target = as_pointer(address(packed) + (p * packed.shape[1] + r) * width * size, X)
@@ -50,7 +50,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
     lanes = VECTOR_BYTES // size
     width = PANEL * lanes
     for left in range(0, d, width):
-        right = least(left + width, d)
+        right = smaller(left + width, d)
         panel = x + left // width * panel_step
         for j in range(left, right, lanes):
             wide = (right - j) // lanes
@@ -63,7 +63,7 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
                         shape = 0
                 a, at = x + i // width * panel_step + i % width * size, panel + (j - left) * size
                 i += _tile(X, shape, a, stride, at, stride, n, address(out) + (i * d + j) * size, d, ahead, 64)
-                ahead = least(ahead + 64 * n, last)
+                ahead = smaller(ahead + 64 * n, last)
 
 
 @helper
@@ -131,16 +131,16 @@ def moment_tasks(view, X, block, levels, tasks, first, last, out):
         count = 0
         for low in range(start, stop, block):
             clear(partial, 0, d * d)
-            high = least(low + block, stop)
+            high = smaller(low + block, stop)
             for r in range(low, high, SLAB):
-                n = least(SLAB, high - r)
+                n = smaller(SLAB, high - r)
                 x = entry_address(view, ADDRESS, item, r)
                 stride = step // size
-                ahead = most(x, least(x + SLAB * step, end))
+                ahead = larger(x, smaller(x + SLAB * step, end))
                 if not direct:
                     load_rows(view, item, r, r + n, rows)
                     x, stride = address(rows), d
-                last_line = most(ahead, least(ahead + SLAB * step, end) - 64 * n)
+                last_line = larger(ahead, smaller(ahead + SLAB * step, end) - 64 * n)
                 add_rows(X, x, stride, n, packed, partial, ahead, last_line)
             carry(stack, count, partial)
             count += 1

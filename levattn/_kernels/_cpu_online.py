@@ -17,7 +17,7 @@ import numpy as np
 from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_rows import copy_numbers, load_rows
 from levattn._kernels._cpu_scratch import empty, zeros
-from levattn._kernels._cpu_simd import fused_multiply_add
+from levattn._kernels._cpu_simd import fused_multiply_add, larger, smaller
 
 __all__ = ["online_tasks"]
 
@@ -31,10 +31,10 @@ _STEP = 2.0**600
 def _length(a, b):
     """Return √(a² + b²), whose squares may be out of range."""
     a, b = abs(a), abs(b)
-    most = max(a, b)
-    if _SMALL < most < _LARGE or most == 0:
+    size = larger(a, b)
+    if _SMALL < size < _LARGE or size == 0:
         return np.sqrt(a * a + b * b)
-    step = _STEP if most < 1 else 1 / _STEP  # of two, so that nothing is rounded
+    step = _STEP if size < 1 else 1 / _STEP  # of two, so that nothing is rounded
     a, b = a * step, b * step
     return np.sqrt(a * a + b * b) / step
 
@@ -54,8 +54,8 @@ def _turn(r, e, x, score, left):
     """Return cosine and sine that rotate x into the pivot r of error e, and the new pivot, score and Π c."""
     if x == 0:
         return 1.0, 0.0, r, e, score, left
-    most = max(abs(r + e), abs(x))
-    step = 1.0 if _SMALL < most < _LARGE else _STEP if most < 1 else 1 / _STEP
+    size = larger(abs(r + e), abs(x))
+    step = 1.0 if _SMALL < size < _LARGE else _STEP if size < 1 else 1 / _STEP
     a, b = (r + e) * step, x * step
     hypotenuse = np.sqrt(a * a + b * b)
     c, s = a / hypotenuse, b / hypotenuse
@@ -94,13 +94,13 @@ def _pivot(x, entries, norms, rank, score, left):
     the directions so far: what was rounded in R, a combination of the rows before brings in by as much.
     """
     d = len(x)
-    found, most = -1, -1.0
+    found, largest = -1, -1.0
     for i in range(rank, d):
         size = abs(x[i])
         if size > _NOISE * np.sqrt(d) * _length(left * entries[i], np.sqrt(d * score) * norms[i]):
             share = size / _length(entries[i], norms[i])
-            if share > most:
-                found, most = i, share
+            if share > largest:
+                found, largest = i, share
     return found
 
 
@@ -129,7 +129,7 @@ def online_tasks(view, n, root, first, last, out):
             order[j] = j
         rank = d if root[item, 0] > 0 else 0
         for low in range(0, n, _ROWS):
-            count = min(_ROWS, n - low)
+            count = smaller(_ROWS, n - low)
             stored[count:] = 0
             load_rows(view, item, low, low + count, stored)
             for k in range(_ROWS):
@@ -159,4 +159,4 @@ def online_tasks(view, n, root, first, last, out):
                     score[k] = 1
                     rank += 1
             for k in range(count):
-                out[item, low + k] = min(score[k], 1.0)  # rounding may lift it above
+                out[item, low + k] = smaller(score[k], 1.0)  # rounding may lift it above

@@ -14,7 +14,7 @@ import numpy as np
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_pruned_simd import apart, exponentials, matrix_tile, nearest, raised
 from levattn._kernels._cpu_scratch import empty, filled, zeros
-from levattn._kernels._cpu_simd import address, as_pointer
+from levattn._kernels._cpu_simd import address, as_pointer, larger, smaller
 
 __all__ = [
     "ROWS",
@@ -53,10 +53,10 @@ def _pack_row(source, factor, n, panels, row):
     width = panels.shape[2]
     for p in range(len(panels)):
         target, low = panels[p, row], p * width
-        here = min(width, n - low)
+        here = smaller(width, n - low)
         for j in range(here):
             target[j] = source[low + j] * factor
-        for j in range(max(here, 0), width):
+        for j in range(larger(here, 0), width):
             target[j] = 0
 
 
@@ -104,7 +104,7 @@ def pack_slots(
         key_panels[item] = 0
         value_panels[item] = 0
         bias[item] = nothing
-        for j in range(min(count[item], s)):
+        for j in range(smaller(count[item], s)):
             _pack_column(keys[item, j], one, key_panels[item], j)
             _pack_row(values[item, j], one, D, value_panels[item], j)
             bias[item, j] = 0
@@ -242,11 +242,11 @@ def mixture_tasks(
     for task in range(first, last):
         item, at = task // (stretches * groups), task % (stretches * groups)
         head, low = at // stretches * many, at % stretches * tall
-        others, high = min(heads, head + many), min(m, low + tall)
+        others, high = smaller(heads, head + many), smaller(m, low + tall)
         positions = high - low
         rows = positions * (others - head)
         start = edges[0, low]
-        n = max(start, edges[1, high - 1]) - start
+        n = larger(start, edges[1, high - 1]) - start
         padded = (n + width - 1) // width * width
         for i in range(rows):
             source = as_pointer(_row_at(q_view, item, head + i // positions, low + i % positions), like)
@@ -281,7 +281,7 @@ def mixture_tasks(
             panels_at, count, to_at = near_keys_at, padded // width, l_at + near * size
         for i in range(rows):
             position = low + i % positions
-            one, other = edges[0, position] - start, max(edges[0, position], edges[1, position]) - start
+            one, other = edges[0, position] - start, larger(edges[0, position], edges[1, position]) - start
             row = L[i, : near + padded]
             for j in range(one):
                 row[near + j] = nothing
@@ -333,7 +333,7 @@ def moment_tasks(like, wide, view, n, d, second, first, last):
             for j in range(deep):
                 total[i, j] = 0
         for low in range(0, n, ROWS):
-            count = min(ROWS, n - low)
+            count = smaller(ROWS, n - low)
             for r in range(count):
                 source = as_pointer(_row_at(view, item, 0, low + r), like)
                 for i in range(d):
@@ -368,7 +368,7 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
     stretches = (n + ROWS - 1) // ROWS
     for task in range(first, last):
         item, low = task // stretches, task % stretches * ROWS
-        count = min(ROWS, n - low)
+        count = smaller(ROWS, n - low)
         for i in range(count):
             source = as_pointer(_row_at(view, item, 0, low + i), like)
             for k in range(d):
@@ -470,7 +470,7 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
     stretches = (n + ROWS - 1) // ROWS
     for task in range(first, last):
         item, low = task // stretches, task % stretches * ROWS
-        here = min(ROWS, n - low)
+        here = smaller(ROWS, n - low)
         for i in range(here):
             source = X[item, low + i]
             square = X.dtype.type(0)
@@ -546,7 +546,7 @@ def radius_tasks(labels, keys, weight, reach, centres, centre_weight, radii, fir
                 if not 1e-200 < square < 1e200:  # a square may have under- or overflowed
                     scale = 0.0
                     for k in range(d):
-                        scale = max(scale, abs(own[k] * inverse - other[k] * whole))
+                        scale = larger(scale, abs(own[k] * inverse - other[k] * whole))
                     square, scale = 0.0, scale if scale > 0 else 1.0
                     for k in range(d):
                         gap = (own[k] * inverse - other[k] * whole) / scale

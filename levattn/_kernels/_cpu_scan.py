@@ -7,6 +7,7 @@ import numpy as np
 from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_rows import COLUMNS, copy_numbers, load_rows
 from levattn._kernels._cpu_scratch import empty, zeros
+from levattn._kernels._cpu_simd import smaller
 
 __all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
 
@@ -40,8 +41,8 @@ def column_tasks(view, n, block, largest, first, last, out):
         count = 0
         for low in range(0, n, block):
             part[:] = 0
-            for start in range(low, min(low + block, n), _SLAB):
-                stop = min(start + _SLAB, min(low + block, n))
+            for start in range(low, smaller(low + block, n), _SLAB):
+                stop = smaller(start + _SLAB, smaller(low + block, n))
                 load_rows(view, item, start, stop, rows)
                 for r in range(stop - start):
                     for c in range(d):

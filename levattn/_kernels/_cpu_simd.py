@@ -31,13 +31,13 @@ __all__ = [
     "fused_multiply_add",
     "hadamard_tile",
     "lane_sum",
-    "least",
+    "larger",
     "moment_tiles",
-    "most",
     "primitive",
     "product_high",
     "product_tile",
     "rolled",
+    "smaller",
     "subtract_rows",
     "twofold_tile",
 ]
@@ -599,7 +599,7 @@ def subtract_rows(typing, target, source, stride, a, b, c, e, vectors):
 def _chosen(order: str) -> Callable[..., Any]:
     def choice(typing, a, b):
         whole = isinstance(a, types.Integer) and isinstance(b, types.Integer)
-        kind = types.int64 if whole else types.float64
+        kind = types.int64 if whole else a if a == b == types.float32 else types.float64
 
         def codegen(context: Any, builder: Builder, _signature: Any, arguments: Any) -> Value:
             a, b = arguments
@@ -612,7 +612,7 @@ def _chosen(order: str) -> Callable[..., Any]:
 
 
 # Of two numbers, the first where none is smaller (larger). Those of Python are functions that are compiled alone.
-least, most = _chosen("<"), _chosen(">")
+smaller, larger = _chosen("<"), _chosen(">")
 
 
 @intrinsic

@@ -18,7 +18,7 @@ from levattn._kernels._cpu_rows import (
     load_rows,
 )
 from levattn._kernels._cpu_scratch import empty, zeros
-from levattn._kernels._cpu_simd import add_signed, address, hadamard_tile, moment_tiles
+from levattn._kernels._cpu_simd import add_signed, address, hadamard_tile, larger, moment_tiles, smaller
 
 __all__ = ["DRAWN", "FIRST_ROWS", "SLAB", "dense_rows", "hadamard_blocks", "scatter_rows"]
 
@@ -60,7 +60,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
     start = begin
     while start < end:
         skipped = (offset + start) % GROUP
-        count = min(_SLAB - skipped, end - start)
+        count = smaller(_SLAB - skipped, end - start)
         groups = (skipped + count + GROUP - 1) // GROUP
         for b in range(blocks):
             fill_words(key0, key1, stream, b, (offset + start) // GROUP, drawn[: groups * GROUP])
@@ -74,7 +74,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
             x = entry_address(view, ADDRESS, item, start + r)
             if not direct:
                 if r % _LOADED == 0:
-                    stop = min(start + r + _LOADED, start + count)
+                    stop = smaller(start + r + _LOADED, start + count)
                     load_rows(view, item, start + r, stop, rows)
                 x = address(rows[r % _LOADED])
             for b in range(blocks):
@@ -91,7 +91,7 @@ def _combine_groups(X, group, vectors):
     row_bytes = X.strides[0]
     half = group
     while half < X.shape[0]:
-        rows = min(8, X.shape[0] // half)
+        rows = smaller(8, X.shape[0] // half)
         for low in range(0, X.shape[0], half * rows):
             for r in range(low, low + half):
                 x = address(X) + r * row_bytes
@@ -117,7 +117,7 @@ def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chos
     size, width = X.shape
     lanes = VECTOR_BYTES // X.itemsize
     d = view[COLUMNS]
-    group = min(FIRST_ROWS, size)
+    group = smaller(FIRST_ROWS, size)
     if group < FIRST_ROWS:
         group = 4
     direct = view[DIRECT]
@@ -128,7 +128,7 @@ def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chos
     loaded = address(rows)
     for block in range(begin, end):
         first = block * size - offset  # the row of this matrix that begins the block, if there is one
-        low, high = max(first, 0), min(first + size, n)
+        low, high = larger(first, 0), smaller(first + size, n)
         fill_words(key0, key1, streams[0], 0, block * size // GROUP, drawn)
         for r in range(size):
             signs[r] = 1 - 2 * np.int32(drawn[r] & np.uint32(1))
@@ -136,8 +136,8 @@ def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chos
             fill_group(key0, key1, streams[1], block // GROUP, 0, chosen.size, flips)
         flip = flips[block % GROUP]
         for left in range(0, out.shape[1], width):
-            vectors = min(width, out.shape[1] - left) // lanes
-            right = min(left + width, d)
+            vectors = smaller(width, out.shape[1] - left) // lanes
+            right = smaller(left + width, d)
             part[ADDRESS], part[COLUMNS] = view[ADDRESS] + left * view[COLUMN_STEP], right - left
             for each in (SHIFT, SCALE):  # float64, one number a column
                 part[each] = view[each] + left * 8 if view[each] else 0
@@ -150,7 +150,7 @@ def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chos
                 if direct and r >= low and r + group <= high:
                     x, step = entry_address(part, ADDRESS, item, r), view[ROW_STEP]
                 else:
-                    start, stop = min(max(r, low), high), max(min(r + group, high), low)
+                    start, stop = smaller(larger(r, low), high), larger(smaller(r + group, high), low)
                     if stop - start < group:
                         rows[:] = 0
                     if stop > start:
@@ -183,9 +183,9 @@ def dense_rows(view, begin, end, key0, key1, stream, offset, normal, X, part, ou
     start = begin
     while start < end:
         skipped = (offset + start) % GROUP
-        count = min(SLAB - skipped, end - start)
+        count = smaller(SLAB - skipped, end - start)
         for first in range(0, size, DRAWN):
-            columns = min(DRAWN, size - first)
+            columns = smaller(DRAWN, size - first)
             for k in range(0, skipped + count, GROUP):
                 group = (offset + start + k) // GROUP
                 if normal:
@@ -199,7 +199,7 @@ def dense_rows(view, begin, end, key0, key1, stream, offset, normal, X, part, ou
                     load_rows(view, item, start, start + count, rows)
                     x, x_stride = address(rows), width
                 for left in range(0, width, PANEL * lanes):
-                    wide = min(PANEL, (width - left) // lanes)
+                    wide = smaller(PANEL, (width - left) // lanes)
                     at = x + left * X.itemsize
                     for i in range(0, columns, FULL_ROWS):
                         a, to = s + i * X.itemsize, address(out[item, part, first + i]) + left * out.itemsize

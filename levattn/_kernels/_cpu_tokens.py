@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_scratch import empty
-from levattn._kernels._cpu_simd import address, as_pointer
+from levattn._kernels._cpu_simd import address, as_pointer, larger, smaller
 from levattn._kernels._cpu_tokens_simd import BLOCK, dot_run, gather_run, read_run, score_run, share_run, spread_run
 
 __all__ = ["BAND", "KINDS", "SLAB", "SPAN", "VIEWS", "forward_tasks", "scratch_sizes", "square_rows"]
@@ -183,12 +183,12 @@ def _take(c, p, g, i, at, high):
     tokens = as_pointer(p[TOKENS], c.whole)
     n = 0
     if not _there(c, p, MASK):
-        n = min(RUN, high - at)
+        n = smaller(RUN, high - at)
         for t in range(n):
             tokens[t] = at + t
         return n, at + n
     present, step = as_pointer(_head(c, p, MASK, g, 0), c.flag), _step(c, p, MASK)
-    high = min(high, at - (at - _low(c, p, i)) % SLAB + SLAB)
+    high = smaller(high, at - (at - _low(c, p, i)) % SLAB + SLAB)
     while n < RUN and at < high:
         if present[at * step] != 0:
             tokens[n] = at
@@ -312,7 +312,7 @@ def _inverses(c, p, sums_at, row_at):
         row[j] = p[KIND] == _NORM
         if p[KIND] == _DIAGONAL:
             row[j] = A[j]  # rounded as the sums at tokens are
-            row[j] = 1 / max(_number(c, p, LEAST), row[j]) if row[j] == row[j] else row[j]
+            row[j] = 1 / larger(_number(c, p, LEAST), row[j]) if row[j] == row[j] else row[j]
 
 
 @helper
@@ -593,7 +593,7 @@ def forward_tasks(like, flag, given, scratch, step, spans, reads, first, last):
         elif step == SHARE:
             g, i = task // (spans * p[SEQUENCES]), task // spans % p[SEQUENCES]
             low = _low(c, p, i) + task % spans * SPAN
-            _share_tokens(c, s, p, g, i, low, min(low + SPAN, _high(c, p, i)))
+            _share_tokens(c, s, p, g, i, low, smaller(low + SPAN, _high(c, p, i)))
         else:
             g, i, k = task // (p[HEADS] * p[SEQUENCES]), task // p[HEADS] % p[SEQUENCES], task % p[HEADS]
             if step == SCORE:
@@ -612,7 +612,7 @@ def square_rows(X, mask, weights, rates, total, mass, full, bands, first, last):
     wide = empty(0.0, (d,))
     for task in range(first, last):
         i, low = task // bands, task % bands * BAND
-        high = min(low + BAND, d) if full else 1
+        high = smaller(low + BAND, d) if full else 1
         rate = rates[i] if len(rates) else 1.0
         for t in range(X.shape[1]):
             if len(mask) and not mask[i, t]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from levattn._kernels._cpu_jit import helper, jit
 from levattn._kernels._cpu_scratch import empty
-from levattn._kernels._cpu_simd import as_pointer
+from levattn._kernels._cpu_simd import as_pointer, smaller
 from levattn._kernels._cpu_tokens import (
     _DIAGONAL,
     _NONE,
@@ -323,7 +323,7 @@ def backward_tasks(like, flag, given, scratch, step, spans, reads, first, last):
         elif step == BLAME:
             g, i = task // (spans * p[SEQUENCES]), task // spans % p[SEQUENCES]
             low = _low(c, p, i) + task % spans * SPAN
-            _blame_tokens(c, s, p, g, i, low, min(low + SPAN, _high(c, p, i)))
+            _blame_tokens(c, s, p, g, i, low, smaller(low + SPAN, _high(c, p, i)))
         else:
             g, i, k = task // (p[HEADS] * p[SEQUENCES]), task // p[HEADS] % p[SEQUENCES], task % p[HEADS]
             if step == BACK:

@@ -6,10 +6,10 @@ import math
 
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_moments import add_rows, carry, fold, moment_panels
-from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, pack_panels, row_squares
+from levattn._kernels._cpu_product import SCRATCH_ROWS, SLAB, pack_panels, row_squares, write_sums
 from levattn._kernels._cpu_rows import load_rows
 from levattn._kernels._cpu_scratch import empty, filled, zeros
-from levattn._kernels._cpu_simd import address, lane_sum, product_tile
+from levattn._kernels._cpu_simd import address, larger, product_tile, smaller
 
 __all__ = ["turned_moment_tasks", "turned_sqnorm_tasks"]
 
@@ -24,7 +24,7 @@ def _turn_rows(rows, n, panels, turned):
     for t in range(count):
         w = address(panels[t])
         whole = t * width + lanes
-        rest = min(lanes, d - whole)
+        rest = smaller(lanes, d - whole)
         for r in range(0, groups, SCORE_ROWS):
             at = address(rows) + r * d * size
             to = address(turned) + (r * turned.shape[1] + t * width) * size
@@ -36,7 +36,7 @@ def _largest(values):
     """Return the largest magnitude."""
     largest = 0.0
     for i in range(len(values)):
-        largest = max(largest, abs(values[i]))
+        largest = larger(largest, abs(values[i]))
     return largest
 
 
@@ -136,8 +136,8 @@ def turned_moment_tasks(view, basis, exact, X, block, levels, tasks, first, last
         count = 0
         for at in range(start, stop, block):
             partial[:] = 0
-            for r in range(at, min(at + block, stop), SLAB):
-                n = min(SLAB, min(at + block, stop) - r)
+            for r in range(at, smaller(at + block, stop), SLAB):
+                n = smaller(SLAB, smaller(at + block, stop) - r)
                 load_rows(view, item, r, r + n, rows)
                 if exact:
                     _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
@@ -170,11 +170,9 @@ def turned_sqnorm_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
             even, panels, highs, lows = _split_basis(basis[slot], X)
             whitening = pack_panels(W[slot], X)
         for r in range(start, stop, SLAB):
-            n = min(SLAB, stop - r)
+            n = smaller(SLAB, stop - r)
             load_rows(view, item, r, r + n, rows)
             _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
             x = address(turned)
             row_squares(X, x, turned.shape[1], SCRATCH_ROWS, whitening, squares, x, x)
-            for i in range(n):
-                square = lane_sum(X, address(squares) + i * VECTOR_BYTES)
-                out[item, r + i] = ceiling if square > ceiling else square
+            write_sums(X, squares, n, ceiling, out, item, r)

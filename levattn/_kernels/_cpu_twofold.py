@@ -6,7 +6,7 @@ That keeps about 96 bits: second moments of keys of any condition number up to t
 from __future__ import annotations
 
 from levattn._kernels._cpu_jit import VECTOR_BYTES, jit
-from levattn._kernels._cpu_simd import address, twofold_tile
+from levattn._kernels._cpu_simd import address, smaller, twofold_tile
 
 __all__ = ["TALL", "WIDTH", "product_rows"]
 
@@ -29,5 +29,5 @@ def product_rows(A, X, first, last, upper, high, low):
             at = (i * d + j) * 8
             for r in range(0, n, _ROWS):
                 a, x = address(A) + (r * d + i) * 8, address(X) + (r * d + j) * 8
-                rows = min(_ROWS, n - r)
+                rows = smaller(_ROWS, n - r)
                 twofold_tile(X, TALL, _WIDE, a, x, d, rows, address(high) + at, address(low) + at, d)
