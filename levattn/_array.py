@@ -20,6 +20,7 @@ __all__ = [
     "as_mask",
     "as_matrices",
     "entries",
+    "is_masked",
     "numbers",
     "on_cuda",
     "pick",
@@ -125,6 +126,11 @@ class Matrices:
 def on_cuda(array: Any) -> bool:
     """Tell whether the CUDA kernels read an array, which is CuPy's then."""
     return bool(array_api_compat.is_cupy_array(array))
+
+
+def is_masked(array: Any) -> bool:
+    """Tell a masked array, without importing numpy.ma for it."""
+    return "numpy.ma" in sys.modules and isinstance(array, np.ma.MaskedArray)
 
 
 def _is_torch(array: Any) -> bool:
@@ -323,7 +329,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         kind = _format_of(array.dtype, name, conversion)
         data = array.view(torch.uint16).numpy() if array.element_size() == 2 else array.numpy()
         give_back = torch.from_numpy
-    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
+    elif isinstance(array, np.ndarray) and not is_masked(array):
         kind = _format_of(array.dtype, name, conversion)
         data = _numpy_words(array)
         give_back = np.asarray

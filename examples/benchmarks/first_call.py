@@ -1,7 +1,8 @@
 """Seconds that the first call of each public function takes beyond ``import numpy``: cold, and in a later process.
 
 Each runs in a fresh interpreter: with an empty cache of compiled code, and then with what that left. The import of
-levattn counts. Bars: cold 4 s for scores, sets and heavy attention and 6 s for all others; 0.3 s in a later process.
+levattn counts, and that of levattn.attention for its functions. Bars: cold 4 s for scores, sets and heavy attention
+and 6 s for all others; 0.3 s in a later process.
 After `make kernels` it is as from a wheel with compiled kernels: 0.5 s cold for scores, sets and heavy attention.
 
     python examples/benchmarks/first_call.py
@@ -47,33 +48,34 @@ CALLS = {
     "exact_sensitivities": "levattn.exact_sensitivities(K[:50, :3], 1)",
     "lewis_weights": "levattn.lewis_weights(K, 1)",
     "group_leverage": "levattn.group_leverage(K, np.arange(len(K)) // 10)",
-    "sketch.SketchedRows": "sketch.SketchedRows(sketch.Sketch(sketch.GaussianJL(256)), 64).update(K)",
+    "sketch.SketchedRows": (
+        "levattn.sketch.SketchedRows(levattn.sketch.Sketch(levattn.sketch.GaussianJL(256)), 64).update(K)"
+    ),
     "near_duplicates": "levattn.near_duplicates(K[:500])",
     "states.Moments": "levattn.states.Moments(64).update(K).factor()",
     "states.SoftmaxState": "levattn.states.SoftmaxState(64, 64).update(K[:600], K[:600])",
-    "states.TokenState": "states.TokenState(states.Moments(64, (1,), diagonal=True).update(X))",
-    "attention.latte": "attention.latte(X, X, X)",
-    "attention.macchiato": "attention.macchiato(X, X, X, X, X, X[..., 0], window=64)",
-    "attention.window_attention": "attention.window_attention(X, X, X, window=64)",
-    "attention.memberships": "attention.memberships(X[None])",
-    "attention.tssa": "attention.tssa(X[None])",
-    "attention.rg_lru": "attention.rg_lru(X, X, X, K[0])",
-    "attention.causal_conv": "attention.causal_conv(X, K[:4].T)",
-    "attention.repeated_mass": "attention.repeated_mass(X, X, X[..., 0], window=64)",
-    "attention.rotate_values": "attention.rotate_values(X, np.arange(600))",
-    "attention.pruned_attention": "attention.pruned_attention(X, X, X, size=64, summaries=8)",
+    "states.TokenState": "levattn.states.TokenState(levattn.states.Moments(64, (1,), diagonal=True).update(X))",
+    "attention.latte": "levattn.attention.latte(X, X, X)",
+    "attention.macchiato": "levattn.attention.macchiato(X, X, X, X, X, X[..., 0], window=64)",
+    "attention.window_attention": "levattn.attention.window_attention(X, X, X, window=64)",
+    "attention.memberships": "levattn.attention.memberships(X[None])",
+    "attention.tssa": "levattn.attention.tssa(X[None])",
+    "attention.rg_lru": "levattn.attention.rg_lru(X, X, X, K[0])",
+    "attention.causal_conv": "levattn.attention.causal_conv(X, K[:4].T)",
+    "attention.repeated_mass": "levattn.attention.repeated_mass(X, X, X[..., 0], window=64)",
+    "attention.rotate_values": "levattn.attention.rotate_values(X, np.arange(600))",
+    "attention.pruned_attention": "levattn.attention.pruned_attention(X, X, X, size=64, summaries=8)",
     "attention.pruned_attention, causal": (
-        "attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True)"
+        "levattn.attention.pruned_attention(X, X, X, size=64, summaries=8, chunk=64, causal=True)"
     ),
 }
 
 PROGRAM = """
 import json, resource, time
 import numpy as np
+{before}
 begin, spent = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-import levattn
-from levattn import attention, sketch, states
-{extra}
+import {package}
 rng = np.random.default_rng(0)
 K = rng.standard_normal((20_000, 64), dtype=np.float32)
 X = K[None, :600]
@@ -85,7 +87,8 @@ print(json.dumps([time.perf_counter() - begin, now.ru_utime + now.ru_stime - spe
 
 def seconds(call: str, cache: str) -> tuple[float, float]:
     """Seconds on the clock, and of processors."""
-    code = PROGRAM.format(call=call, extra="import scipy.sparse" if "scipy" in call else "")
+    package = "levattn.attention" if "attention." in call else "levattn"
+    code = PROGRAM.format(call=call, before="import scipy.sparse" if "scipy" in call else "", package=package)
     environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     wall, cpu = json.loads(done.stdout)

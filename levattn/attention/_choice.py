@@ -169,7 +169,7 @@ def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[A
         flags = top >= epsilon
     counts = xp.sum(xp.astype(flags, xp.int64), axis=1)
     s = int(xp.max(counts)) if scores.shape[0] else 0
-    order = xp.argsort(xp.where(flags, place, place + n), axis=1)[:, :s]
+    order = xp.argsort(xp.where(flags, place, place + n), axis=1, stable=True)[:, :s]
     return order, None if bool(xp.all(counts == s)) else counts, flags
 
 

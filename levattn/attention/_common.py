@@ -10,7 +10,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._array import _format_of, _from_list, _is_torch, as_cupy, on_cuda, to_device, to_numpy
+from levattn._array import _format_of, _from_list, _is_torch, as_cupy, is_masked, on_cuda, to_device, to_numpy
 from levattn._kernels import Mixture, latent_kernels_for
 from levattn._kernels._mixture import State
 from levattn.attention._packed import compiling, cumulative
@@ -61,7 +61,7 @@ class Prepared:
 def dense(name: str, array: Any) -> Any:
     """Return a dense array of any library, lists by numpy, or raise."""
     if isinstance(array, np.ndarray):
-        if isinstance(array, np.ma.MaskedArray):
+        if is_masked(array):
             raise TypeError(
                 f"{name} is a masked array; expected a plain one. Give {name}.data and leave rows out by mask="
             )

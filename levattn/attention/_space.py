@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import array_api_compat
-import array_api_compat.numpy
 import numpy as np
 
 from levattn._array import _is_torch
@@ -15,8 +14,8 @@ __all__ = ["device_of", "namespace_of", "without_gradient"]
 
 def namespace_of(array: Any) -> Any:
     """Return the functions of an array's library, by the names of the array-API standard."""
-    if isinstance(array, np.ndarray):
-        return array_api_compat.numpy
+    if isinstance(array, np.ndarray) and hasattr(np, "__array_namespace_info__"):
+        return np  # which has what is used here; what wraps it takes longer to import than the library
     if _is_torch(array):
         from array_api_compat import torch as functions
 
