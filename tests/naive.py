@@ -437,7 +437,9 @@ def whitened(K: ArrayLike, *, mask: ArrayLike | None = None) -> Float:
     kept, _ = _take_part(K, mask)
     U, s, _ = np.linalg.svd(kept, full_matrices=False)
     result = np.zeros((len(np.asarray(K)), U.shape[1]))
-    result[np.ones(len(result), bool) if mask is None else np.asarray(mask, bool)] = U * (s > 1e-12 * s.max(initial=0))
+    there = np.ones(len(result), bool) if mask is None else np.asarray(mask, bool)
+    U[~kept.any(axis=1)] = 0  # of the SVD they are rounding errors
+    result[there] = U * (s > 1e-12 * s.max(initial=0))
     return result
 
 

@@ -333,6 +333,16 @@ def rounding(Q: Float, K: Float, power: float | None, dtype: Any) -> Float:
     return np.minimum(1.0, 64 * eps * power * logits / np.where(top > 0, top, 1) * K.shape[-2] + 64 * eps)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("f", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "factor"), [(np.float32, 1e-31), (np.float32, 1e19), (np.float64, 1e-200)])
+def test_products_that_leave_the_range_have_their_weights(dtype: Any, factor: float, f: int, causal: bool) -> None:
+    Q, K, V = (X.astype(dtype) for X in heads(2, 12))
+    far = pruned_attention(Q * dtype(factor), K * dtype(factor), V, budget=1.0, f=f, causal=causal)
+    near = pruned_attention(Q, K, V, budget=1.0, f=f, causal=causal)
+    np.testing.assert_allclose(far, near, rtol=0, atol=64 * f * np.finfo(dtype).eps)
+
+
 def test_an_output_of_nothing_is_within_its_bound() -> None:
     Q, K, V = heads(3, 12)
     V = V * 0 + 7.0

@@ -13,7 +13,7 @@ import numpy as np
 
 from levattn._kernels._cpu_jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels._cpu_pruned_simd import apart, exponentials, matrix_tile, nearest, raised
-from levattn._kernels._cpu_scratch import empty, filled, zeros
+from levattn._kernels._cpu_scratch import clear, empty, filled, zeros
 from levattn._kernels._cpu_simd import address, as_pointer, larger, smaller
 
 __all__ = [
@@ -36,6 +36,12 @@ ROWS = 48  # of a block: whole tiles on all machines, and their logits stay in t
 @helper
 def _row_at(view, item, head, row):
     return view[0] + item * view[1] + head * view[2] + row * view[3]
+
+
+@helper
+def _row_of(X, row):
+    """Return a pointer to a row of a C array, by its number in all of it."""
+    return as_pointer(address(X) + row * X.shape[X.ndim - 1] * X.itemsize, X)
 
 
 @helper
@@ -100,19 +106,23 @@ def pack_slots(
     begin = (s + width - 1) // width * width
     D = values.shape[2]
     nothing, one = 0.0 if power else -np.inf, keys.dtype.type(1)
+    many_keys, many_values, places = key_panels[0].size, value_panels[0].size, bias.shape[1]
     for item in range(first, last):
-        key_panels[item] = 0
-        value_panels[item] = 0
-        bias[item] = nothing
+        clear(key_panels, item * many_keys, many_keys)
+        clear(value_panels, item * many_values, many_values)
+        for j in range(places):
+            bias[item, j] = nothing
         for j in range(smaller(count[item], s)):
-            _pack_column(keys[item, j], one, key_panels[item], j)
-            _pack_row(values[item, j], one, D, value_panels[item], j)
+            row = item * s + j
+            _pack_column(_row_of(keys, row), one, key_panels[item], j)
+            _pack_row(_row_of(values, row), one, D, value_panels[item], j)
             bias[item, j] = 0
         for c in range(R):
             if members[item, c] > 0.5:
+                row = item * R + c
                 inverse = means.dtype.type(1) / weight[item, c]
-                _pack_column(means[item, c], inverse, key_panels[item], begin + c)
-                _pack_row(mean_values[item, c], inverse, D, value_panels[item], begin + c)
+                _pack_column(_row_of(means, row), inverse, key_panels[item], begin + c)
+                _pack_row(_row_of(mean_values, row), inverse, D, value_panels[item], begin + c)
                 shift = -offset[item, c] / weight[item, c]
                 bias[item, begin + c] = shift if power else np.log(weight[item, c]) + shift
 

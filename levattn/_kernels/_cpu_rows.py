@@ -40,7 +40,7 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
     """
     keys = rows.keys
     beside = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
-    if any(x is not None and x.strides[1] != x.itemsize for x in beside[1:3]):
+    if any(x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1 for x in beside[1:3]):
         raise ValueError("shift and scale must be C arrays")
     size, d = keys.itemsize, keys.shape[2]
     plain = kind is not None and keys.dtype == kind and all(x is None for x in beside)

@@ -26,6 +26,7 @@ from levattn.attention._pruned_state import (
     arrays_of,
     converted,
     empty_part,
+    in_range,
     picked,
     stepped,
 )
@@ -539,7 +540,7 @@ def _planned(
         labels, log_weight, summaries = grouped(X, along, items, left, R, rule.power, clusters)
         role = xp.where(flags, role, labels)
     x = SlotMixture(
-        q=q,
+        q=in_range(q, rule.power),
         kept_keys=rows_of(K, order),
         kept_values=rows_of(V, order),
         kept_count=count,

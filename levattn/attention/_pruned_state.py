@@ -26,7 +26,9 @@ from levattn.attention._slots import Slots
 from levattn.attention._space import device_of, namespace_of, without_gradient
 from levattn.leverage import TIE
 
-__all__ = ["Part", "PrunedState", "Rule", "arrays_of", "converted", "empty_part", "picked", "stepped"]
+__all__ = ["Part", "PrunedState", "Rule", "arrays_of", "converted", "empty_part", "in_range", "picked", "stepped"]
+
+_FAR = 2.0**40  # queries up to this, and down to its inverse, are taken as they are
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,20 @@ def stepped(rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: 
     return (outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=2)), part
 
 
+def in_range(q: Any, power: float | None) -> Any:
+    """Return queries with the same weights, of which tiny and huge ones are near 1, so that logits are in range.
+
+    A factor leaves the weights of a power as they are, and those of softmax it does not.
+    """
+    if power is None or not q.shape[-1]:
+        return q
+    xp = namespace_of(q)
+    size = xp.max(xp.abs(without_gradient(q)), axis=-1, keepdims=True)
+    far = (size > 0) & ((size < 1 / _FAR) | (size > _FAR))
+    most = -math.log2(xp.finfo(q.dtype).smallest_normal) - 4
+    return q * 2.0 ** xp.clip(-xp.floor(xp.log2(xp.where(far, size, xp.ones_like(size)))), -most, most)
+
+
 def _within_chunk(
     xp: Any, rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: Any
 ) -> tuple[Any, Part]:
@@ -200,7 +216,7 @@ def _within_chunk(
     held = part.recent.shape[1]
     keys, values = xp.concat([part.recent, K], axis=1), xp.concat([part.recent_values, V], axis=1)
     x = SlotMixture(
-        q=q,
+        q=in_range(q, rule.power),
         kept_keys=part.kept,
         kept_values=part.kept_values,
         kept_count=part.kept_count,
