@@ -16,11 +16,11 @@ import numpy.typing as npt
 __all__ = [
     "Csr",
     "Matrices",
+    "array_namespace",
     "as_cupy",
     "as_mask",
     "as_matrices",
     "entries",
-    "is_masked",
     "numbers",
     "on_cuda",
     "pick",
@@ -120,7 +120,7 @@ class Matrices:
         shape = (*self.batch, *array.shape[1:])
         if isinstance(array, np.ndarray):
             return self.give_back(array.reshape(shape))
-        return self.give_back(array_api_compat.array_namespace(array).reshape(array, shape))
+        return self.give_back(array_namespace(array).reshape(array, shape))
 
 
 def on_cuda(array: Any) -> bool:
@@ -128,9 +128,14 @@ def on_cuda(array: Any) -> bool:
     return bool(array_api_compat.is_cupy_array(array))
 
 
-def is_masked(array: Any) -> bool:
-    """Tell a masked array, without importing numpy.ma for it."""
-    return "numpy.ma" in sys.modules and isinstance(array, np.ma.MaskedArray)
+def array_namespace(*arrays: Any) -> Any:
+    """Return the functions of the library of some arrays, by the names of the array-API standard.
+
+    NumPy has them itself from 2.1 on. What array-api-compat makes of NumPy takes longer to import than this library.
+    """
+    if all(isinstance(array, np.ndarray | np.generic) for array in arrays) and hasattr(np, "__array_namespace_info__"):
+        return np
+    return array_api_compat.array_namespace(*arrays)
 
 
 def _is_torch(array: Any) -> bool:
@@ -329,7 +334,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         kind = _format_of(array.dtype, name, conversion)
         data = array.view(torch.uint16).numpy() if array.element_size() == 2 else array.numpy()
         give_back = torch.from_numpy
-    elif isinstance(array, np.ndarray) and not is_masked(array):
+    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         kind = _format_of(array.dtype, name, conversion)
         data = _numpy_words(array)
         give_back = np.asarray
@@ -366,10 +371,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         raise ValueError(f"{name} has shape {tuple(data.shape)}; expected at least one column (d >= 1)")
     batch = tuple(int(size) for size in data.shape[:-2])
     shape = (math.prod(batch), int(data.shape[-2]), int(data.shape[-1]))
-    if isinstance(data, np.ndarray):
-        data = data.reshape(shape)
-    else:
-        data = array_api_compat.array_namespace(data).reshape(data, shape)
+    data = array_namespace(data).reshape(data, shape)
     return Matrices(data, batch, kind, give_back)
 
 
@@ -394,11 +396,11 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
         raise TypeError(f"{name} has dtype {mask.dtype}; expected bool, True for a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
-    xp = array_api_compat.array_namespace(matrices.data)
+    xp = array_namespace(matrices.data)
     if on_cuda(matrices.data):
         shared = as_cupy(mask, name)
         mask = mask if shared is None else shared
-    if array_api_compat.array_namespace(mask) is xp:
+    if array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))
     else:
         found = to_device(to_numpy(mask), matrices.data)
@@ -409,7 +411,7 @@ def to_device(array: npt.NDArray[Any], like: Any) -> Any:
     """Return a numpy array in the namespace and on the device of `like`; where that is numpy, as it is."""
     if isinstance(like, np.ndarray | Csr):
         return array
-    xp = array_api_compat.array_namespace(like)
+    xp = array_namespace(like)
     # torch takes no negative strides and warns of memory that cannot be written
     return xp.asarray(np.require(array, requirements=["C", "W"]), device=array_api_compat.device(like))
 
@@ -420,14 +422,14 @@ def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
         return data.take(rows)
     if isinstance(data, np.ndarray):
         return data[:, rows, :]
-    return array_api_compat.array_namespace(data).take(data, to_device(rows, data), axis=1)
+    return array_namespace(data).take(data, to_device(rows, data), axis=1)
 
 
 def pick(array: Any, which: npt.NDArray[np.int64]) -> Any:
     """Return some entries along the first axis."""
     if isinstance(array, np.ndarray):
         return array[which]
-    return array_api_compat.array_namespace(array).take(array, to_device(which, array), axis=0)
+    return array_namespace(array).take(array, to_device(which, array), axis=0)
 
 
 def entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
@@ -438,7 +440,7 @@ def entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDArray[
 def true_places(flags: Any) -> npt.NDArray[np.int64]:
     """Return where flags (n,) are true, in main memory."""
     if on_cuda(flags):
-        return to_numpy(array_api_compat.array_namespace(flags).nonzero(flags)[0])
+        return to_numpy(array_namespace(flags).nonzero(flags)[0])
     return np.flatnonzero(flags)
 
 
@@ -466,5 +468,5 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
         data = to_numpy(data)
     if isinstance(data, np.ndarray):
         return np.array(numbers(data, kind), dtype=np.float64, order="C")
-    xp = array_api_compat.array_namespace(data)
+    xp = array_namespace(data)
     return np.array(to_numpy(xp.astype(data, xp.float64)), dtype=np.float64)

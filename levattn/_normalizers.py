@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import pick, to_device, to_numpy
+from levattn._array import array_namespace, pick, to_device, to_numpy
 from levattn._kernels import Float64, precise_products, precise_solutions, query_norms
 from levattn._span import zero_products
 from levattn.leverage import TIE
@@ -37,7 +36,7 @@ _TAME = 200  # powers of two of queries and keys whose products and squares are 
 
 def even_queries(Q: Any, exponents: npt.NDArray[np.int32]) -> tuple[Any, Any]:
     """Multiply queries by powers of two of the columns, and divide each by one (returned) that keeps it in range."""
-    xp = array_api_compat.array_namespace(Q)
+    xp = array_namespace(Q)
     if np.max(np.abs(exponents), initial=0) < _TAME:
         size = xp.max(xp.abs(Q), axis=1)
         if xp.all((size == 0) | ((size > 2.0**-_TAME) & (size < 2.0**_TAME))):
@@ -55,7 +54,7 @@ def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> 
     relative error of the factor comes on top. Rounding is large beside √D only where queries are all but orthogonal to
     the keys.
     """
-    xp = array_api_compat.array_namespace(Q)
+    xp = array_namespace(Q)
     D, size = query_norms(Q, N)
     unit = UNIT * factor.rounding(0)
     loss = unit * xp.sqrt(size)
@@ -71,7 +70,7 @@ def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> 
 
 def relative(loss: Any, D: Any) -> Any:
     """Return the relative error of D where √D is known up to `loss`; infinite for D = 0."""
-    xp = array_api_compat.array_namespace(D)
+    xp = array_namespace(D)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         part = loss / xp.sqrt(D)
         return xp.where(D > 0, part * (2 + part), xp.full_like(D, float("inf")))
@@ -137,7 +136,7 @@ class PreciseSums:
 
 def flushed(X: Any, even: Any) -> Any:
     """Tell which rows lost digits of an entry when they were brought to about 1: products with them are not known."""
-    xp = array_api_compat.array_namespace(X)
+    xp = array_namespace(X)
     small = xp.abs(even) < 2.0**-1022
     return xp.any((X != 0) & small, axis=1) if xp.any(small) else small[:, 0]
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_device
+from levattn._array import array_namespace, to_device
 from levattn._kernels import Float64, Rows
 from levattn._moments import UNIT, as_read
 from levattn._span import Span
@@ -59,12 +58,12 @@ class Wide:
 
     def held(self) -> Wide:
         """Return the same with keys of its own."""
-        xp = array_api_compat.array_namespace(self.rows.keys)
+        xp = array_namespace(self.rows.keys)
         return replace(self, rows=replace(self.rows, keys=xp.asarray(self.rows.keys, copy=True)))
 
     def picked(self, rows: Rows) -> Rows:
         """Return the chosen columns of rows of the batch."""
-        xp = array_api_compat.array_namespace(rows.keys)
+        xp = array_namespace(rows.keys)
         there = self.columns >= 0
         keys = []
         for item, columns in enumerate(np.where(there, self.columns, 0)):

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
 from levattn._approximate import FAILURE
-from levattn._array import Matrices, as_mask, as_matrices, pick, take, to_device, to_float64, to_numpy
+from levattn._array import Matrices, array_namespace, as_mask, as_matrices, pick, take, to_device, to_float64, to_numpy
 from levattn._causal import CHUNK, CausalChunk, causal_chunks
 from levattn._kernels import (
     Float64,
@@ -230,17 +229,17 @@ class HeavyAttention:
         scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -np.clip(power, -1020, 1020))))
         output, bound, error = self._output(self._products, values, scaled, compensate is not None)
         rounding = (error + 16 * UNIT * values.d) * _largest_norm(scaled)
-        xp = array_api_compat.array_namespace(output)
+        xp = array_namespace(output)
         with np.errstate(over="ignore"):
             output, bound = xp.ldexp(output, power), to_numpy(xp.ldexp(bound * (1 + TIE) + rounding, power))
-        if array_api_compat.array_namespace(values.data) is not xp:
+        if array_namespace(values.data) is not xp:
             output = to_numpy(output)
         return values.give_back(output), bound
 
     def _output(self, products: _Products, values: Matrices, scaled: Rows, compensate: bool) -> tuple[Any, Any, Any]:
         """Return the output, its bound, and the relative error of the scores, for values scaled to a tame range."""
         universal, residual = products.universal, self._figures.residual
-        xp = array_api_compat.array_namespace(residual)
+        xp = array_namespace(residual)
         light = _Light.of(replace(scaled, mask=as_mask(universal._left, values)))
         inside = replace(scaled, keys=take(scaled.keys, universal.indices), mask=None)
         chosen = to_device(dense(inside, 0, inside.shape[1]), residual)
@@ -353,7 +352,7 @@ def _rows(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
 
 def _variance(e: float, r: Any, least: Any, count: int) -> Any:
     """Return a bound of the squared norm of light scores about their mean: each at most e, their sum r."""
-    xp = array_api_compat.array_namespace(r)
+    xp = array_namespace(r)
     return xp.maximum(e * r - xp.maximum(least, 0.0) ** 2 / max(count, 1), 0.0)
 
 
@@ -472,7 +471,7 @@ class _Products:
 
     def scores(self, among: Any = None) -> Iterator[tuple[Any, Any]]:
         """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
-        xp = array_api_compat.array_namespace(self.queries)
+        xp = array_namespace(self.queries)
         step = max(16, BLOCK_ENTRIES // max(len(self.keys), 1))
         for precise in (False, True):
             rows = xp.nonzero(self.precise == precise if among is None else among & (self.precise == precise))[0]
@@ -515,7 +514,7 @@ def _largest_norm(rows: Rows) -> float:
     kernels = kernels_for(rows)
     squares = kernels.wide_zeros(rows)
     kernels.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
-    return float(np.sqrt(float(array_api_compat.array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
+    return float(np.sqrt(float(array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
 
 
 def _spectral_norm(rows: Rows) -> float:
@@ -654,7 +653,7 @@ def heavy_attention(
     # what is not exact, or of other functions, runs in main memory
     beside = keys.data if square and method == "auto" else None
     Q64 = wide_rows(queries.data, queries.format, beside)
-    xp = array_api_compat.array_namespace(Q64)
+    xp = array_namespace(Q64)
     finite = xp.all(xp.isfinite(Q64), axis=1)
     if not xp.all(finite):
         bad = np.flatnonzero(~to_numpy(finite))[:5]
@@ -741,7 +740,7 @@ def _prepared(
 
     Of those in `lost` nothing is known, as entries of theirs are out of range.
     """
-    xp, d = array_api_compat.array_namespace(Q), Q.shape[1]
+    xp, d = array_namespace(Q), Q.shape[1]
     largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         product = d * UNIT * xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
@@ -955,7 +954,7 @@ def _entries(
     products: _Products, indices: npt.NDArray[np.int64], n: int, epsilon: float
 ) -> tuple[tuple[Any, Any, Any], csr_array | None, Any]:
     """Return the scores of at least ε, those of precise queries by themselves, and the mass on the keys of the set."""
-    xp = array_api_compat.array_namespace(products.queries)
+    xp = array_namespace(products.queries)
     threshold = epsilon * (1 - TIE)
     D = xp.where(products.precise, 0.0, products.normalizers)
     starts, columns, values, captured = heavy_entries(products.queries, products.keys, indices, D, threshold)
@@ -994,7 +993,7 @@ def _normalizers(
 ) -> tuple[Any, Any, Any]:
     """Return ``Σ ⟨q, k⟩²`` for each query, over 4 to a power that is returned, and its estimated relative error."""
     D, loss = normalizers_by(universal.factor, Q, N, exponents)
-    xp = array_api_compat.array_namespace(D)
+    xp = array_namespace(D)
     error = relative(loss, D) + float(universal.factor.normalizer_error[0])
     shift = xp.zeros(len(D), dtype=xp.int32)
     doubtful = xp.nonzero(~(error <= _SUM_ERROR))[0]

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Csr, pick, to_device, to_numpy
+from levattn._array import Csr, array_namespace, pick, to_device, to_numpy
 from levattn._kernels import (
     Arithmetic,
     Float64,
@@ -336,7 +335,7 @@ class Factor:
         one, fine = self.rows.item(item), self.hidden[item]
         if fine is None:
             return self._set(out, item, nonzero_rows(one), ceiling)
-        xp = array_api_compat.array_namespace(out)
+        xp = array_namespace(out)
         scores = fine.on(one).scores(wide=True, member=ceiling == 1)[0][0, :] * (1 + 4 * float(fine.score_error[0]))
         scores = kernels_for(one).where(scores > ceiling, ceiling, scores)
         out[item, :] = xp.maximum(out[item, :], xp.astype(scores, out.dtype))

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_mask, as_matrices, take, to_device, to_float64, to_numpy
+from levattn._array import Matrices, array_namespace, as_mask, as_matrices, take, to_device, to_float64, to_numpy
 from levattn._kernels import Float64, Rows
 from levattn._lift import lift_columns, lifted_keys, root_error, spread
 from levattn._softmax import ball, jensen
@@ -473,7 +472,7 @@ def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
     from scipy.linalg import qr
 
     columns = np.asarray(qr(N, mode="r", pivoting=True)[1][:rank], np.int64)
-    keys = array_api_compat.array_namespace(rows.keys).take(rows.keys, to_device(columns, rows.keys), axis=2)
+    keys = array_namespace(rows.keys).take(rows.keys, to_device(columns, rows.keys), axis=2)
     return Rows(keys, rows.format, rows.mask)
 
 

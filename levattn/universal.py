@@ -9,12 +9,11 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
 from levattn._approximate import check_sketch_size, screen
-from levattn._array import Matrices, as_mask, as_matrices, pick, take, to_device, to_float64, to_numpy
+from levattn._array import Matrices, array_namespace, as_mask, as_matrices, pick, take, to_device, to_float64, to_numpy
 from levattn._kernels import Float64, Rows, selection_for
 from levattn._passes import Checkpoint, Source, as_source, two_passes
 from levattn._random import as_seed
@@ -136,7 +135,7 @@ class UniversalSet:
                 f"indices are of one matrix, but this set has batch {self.batch}; use mask and sizes, "
                 "or call universal_set on each matrix"
             )
-        return to_numpy(array_api_compat.array_namespace(self.mask).nonzero(self.mask)[0])
+        return to_numpy(array_namespace(self.mask).nonzero(self.mask)[0])
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -196,14 +195,14 @@ class UniversalSet:
     @property
     def _left(self) -> Any:
         """The keys that took part and are not in the set, in the kind of the mask."""
-        xp = array_api_compat.array_namespace(self.mask)
+        xp = array_namespace(self.mask)
         left = xp.logical_not(self.mask)
         return left if self._present is None else xp.logical_and(left, self._present)
 
     @property
     def _largest_left(self) -> float:
         """The largest score of one of them, for one matrix; 0 where there are none."""
-        xp = array_api_compat.array_namespace(self.mask)
+        xp = array_namespace(self.mask)
         scores = xp.where(self._left, self.scores, xp.zeros_like(self.scores))
         return float(xp.max(scores)) if scores.shape[0] else 0.0
 
@@ -502,7 +501,7 @@ def _of_chunks(
 
 def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
     """Return how many flags are set along the last axis, of any namespace."""
-    xp = array_api_compat.array_namespace(flags)
+    xp = array_namespace(flags)
     return np.asarray(to_numpy(xp.sum(xp.astype(flags, xp.uint8), axis=-1, dtype=xp.int64)))
 
 
@@ -642,7 +641,7 @@ def _sample(chosen: npt.NDArray[np.int64], present: Any, n: int) -> npt.NDArray[
     """Return the keys of the set and some of the others, by whose scores the keys of a set are known again."""
     others = np.arange(n)
     if present is not None:
-        others = array_api_compat.array_namespace(present).nonzero(present)[0]
+        others = array_namespace(present).nonzero(present)[0]
     step = max(1, others.shape[0] // _SAMPLE)
     return np.union1d(chosen, to_numpy(others[::step]))
 

@@ -272,7 +272,7 @@ def test_code_of_the_wheel_needs_no_folder(
 def test_code_of_an_older_source_is_not_used(archive: Path, compiled: Callable[[], Any]) -> None:
     source = archive.parents[1] / "source.py"
     source.write_text(FUNCTION + "# changed\n")
-    _cpu_jit._sources.cache_clear()
+    _cpu_jit._source.cache_clear()
     assert not was_cached(compiled())
 
 

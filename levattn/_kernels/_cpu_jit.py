@@ -40,6 +40,12 @@ _IMPORT = re.compile(rb"^\s*from levattn\._kernels\.(\w+) import", re.MULTILINE)
 
 
 @cache
+def _source(path: Path) -> tuple[str, list[Path]]:
+    """Return the hash of a file of kernels, and the files from which it imports."""
+    text = path.read_bytes()
+    return hashlib.sha256(text).hexdigest(), [path.with_name(f"{name.decode()}.py") for name in _IMPORT.findall(text)]
+
+
 def _sources(path: Path) -> dict[str, str]:
     """Return the hash of a file of kernels and of all those from which it imports, by their names."""
     found: dict[str, str] = {}
@@ -47,9 +53,8 @@ def _sources(path: Path) -> dict[str, str]:
     while left:
         source = left.pop()
         if source.stem not in found:
-            text = source.read_bytes()
-            found[source.stem] = hashlib.sha256(text).hexdigest()
-            left += [source.with_name(f"{name.decode()}.py") for name in _IMPORT.findall(text)]
+            found[source.stem], more = _source(source)
+            left += more
     return found
 
 
@@ -67,8 +72,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     kernel: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     if hasattr(kernel, "_cache"):  # not without a compiler
-        kernel._cache = _cache_of(function) or kernel._cache
-        kernel.compile = _compiler(kernel.compile)
+        kernel.compile = _compiler(kernel, function)
     compiled: Callable[..., Any] = kernel
     return compiled
 
@@ -107,9 +111,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_uncollected.forget)
 
 
-def _compiler(compile: Callable[..., Any]) -> Callable[..., Any]:
+def _compiler(kernel: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return how a kernel is compiled or read from its cache, which is looked for when it is first called."""
+    compile, without, stamp = kernel.compile, kernel._cache, _stamp(function)  # of the sources as they are imported
+
     @wraps(compile)
     def compiled(*arguments: Any) -> Any:
+        if kernel._cache is without:
+            kernel._cache = _cache_of(function, stamp) or without
         with _uncollected:
             return compile(*arguments)
 
@@ -132,15 +141,15 @@ def _compiler_of_parts() -> dict[str, Any]:
     return {"pipeline_class": PartCompiler}
 
 
-def _cache_of(function: Callable[..., Any]) -> Any:
+def _cache_of(function: Callable[..., Any], stamp: str) -> Any:
     """Return the cache of a function, or None where there can be none."""
     try:
         from levattn._kernels._cpu_cache import KernelCache, ShippedCache
 
         try:
-            return KernelCache(function, _stamp(function), _say_uncached)
+            return KernelCache(function, stamp, _say_uncached)
         except RuntimeError:  # of Numba, where it finds no folder
-            return ShippedCache(function, _stamp(function), _say_uncached)
+            return ShippedCache(function, stamp, _say_uncached)
     except (ImportError, AttributeError, TypeError):  # of a Numba that keeps its files in another way
         _say_uncached(f"Numba {numba.__version__} keeps it in a way that is not known here")
     return None

@@ -6,8 +6,9 @@ import math
 import sys
 from typing import Any
 
-import array_api_compat
 import numpy as np
+
+from levattn._array import array_namespace
 
 __all__ = ["surely_finite"]
 
@@ -28,7 +29,7 @@ def surely_finite(*arrays: Any) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         if isinstance(arrays[0], np.ndarray):  # of squares: a product is faster than a sum
             return all(math.isfinite(np.vdot(array, array)) for array in arrays)
-        xp = array_api_compat.array_namespace(*arrays)
+        xp = array_namespace(*arrays)
         return all(bool(xp.isfinite(xp.sum(array))) for array in arrays)
 
 

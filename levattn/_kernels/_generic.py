@@ -12,7 +12,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import to_numpy
+from levattn._array import array_namespace, to_numpy
 from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._random import below, signs, words
 
@@ -37,7 +37,7 @@ _SKETCHED = 256  # rows for which a dense piece of a sparse sketch is formed
 
 def _load(rows: Rows, item: int, start: int, stop: int) -> Any:
     """Return rows ``start:stop`` of one matrix in float64, transformed, 0 where masked."""
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     x = xp.astype(rows.keys[item, start:stop, :], xp.float64)
     for vector, operation in ((rows.shift, xp.subtract), (rows.scale, xp.multiply)):
         if vector is not None:
@@ -50,7 +50,7 @@ def _load(rows: Rows, item: int, start: int, stop: int) -> Any:
 
 
 def _send(matrix: Float64, rows: Rows) -> Any:
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     return xp.asarray(matrix, dtype=xp.float64, device=array_api_compat.device(rows.keys))
 
 
@@ -63,7 +63,7 @@ def _split(x: Any) -> tuple[Any, Any]:
 
 def _compensated(x: Any, W: Any) -> Any:
     """Return x W, each entry rounded about once: error-free products, summed with their errors."""
-    xp = array_api_compat.array_namespace(x)
+    xp = array_namespace(x)
     total = xp.zeros_like(x)
     low = xp.zeros_like(x)
     x_high, x_low = _split(x)
@@ -86,20 +86,20 @@ def _turned(x: Any, basis: Any, arithmetic: Arithmetic) -> Any:
 
 def zeros(rows: Rows) -> Any:
     """Return an array for one score a key, (b, n)."""
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     kind = xp.float64 if rows.format == "float64" else xp.float32
     return xp.zeros(rows.shape[:2], dtype=kind, device=array_api_compat.device(rows.keys))
 
 
 def wide_zeros(rows: Rows) -> Any:
     """Return an array for one float64 figure a key, (b, n)."""
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     return xp.zeros(rows.shape[:2], dtype=xp.float64, device=array_api_compat.device(rows.keys))
 
 
 def where(condition: Any, value: float, otherwise: Any) -> Any:
     """Return `value` where the condition holds, else `otherwise`."""
-    xp = array_api_compat.array_namespace(otherwise)
+    xp = array_namespace(otherwise)
     return xp.where(condition, xp.full_like(otherwise, value), otherwise)
 
 
@@ -132,7 +132,7 @@ def _pairwise(terms: list[Float64]) -> Float64 | float:
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
     """Write ``‖k P‖²`` of every key; the contract of `_cpu.projected_sqnorms`."""
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     kind = xp.float32 if arithmetic == "single" else xp.float64
     for slot, item in enumerate(items.tolist()):
         right = xp.astype(_send(P[slot], rows), kind)
@@ -176,7 +176,7 @@ def sqnorms(
     ceiling: float = math.inf,
 ) -> None:
     """Write ``‖k W‖²`` of every key of the matrices `items`; the contract of `_cpu.sqnorms`."""
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     n = rows.shape[1]
     for slot, item in enumerate(np.asarray(items).tolist()):
         whitening = _send(W[slot], rows)
@@ -201,7 +201,7 @@ def column_maxima(rows: Rows) -> Float64:
 
 
 def _columns(rows: Rows, what: str) -> Float64:
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     b, n, d = rows.shape
     out = np.zeros((b, d))
     for item in range(b):
@@ -215,6 +215,6 @@ def _columns(rows: Rows, what: str) -> Float64:
 
 def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
-    xp = array_api_compat.array_namespace(rows.keys)
+    xp = array_namespace(rows.keys)
     finite = xp.all(xp.isfinite(_load(rows, item, 0, rows.shape[1])), axis=1)
     return [int(r) for r in np.flatnonzero(~to_numpy(finite))[:limit]]

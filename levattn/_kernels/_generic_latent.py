@@ -13,6 +13,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
+from levattn._array import array_namespace
 from levattn._kernels._finite import surely_finite
 from levattn._kernels._mixture import Mixture, State
 
@@ -23,7 +24,7 @@ _BLOCK = 16  # rows whose exponents are formed together, for each pair of them
 
 def forward(x: Mixture) -> Any:
     """Return the output (b, T, D) of latent attention; see `Mixture`."""
-    xp = array_api_compat.array_namespace(x.Q)
+    xp = array_namespace(x.Q)
     one = len(x.offsets) == 2
     parts = []
     for i, (low, high) in enumerate(_sequences(x.offsets)):
@@ -45,7 +46,7 @@ def forward(x: Mixture) -> Any:
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     """Return the state of all positions of each sequence, in float64."""
-    xp = array_api_compat.array_namespace(K)
+    xp = array_namespace(K)
     K, V = _masked(xp, K, V, mask)
     wide = xp.float64
     states = []
@@ -58,7 +59,7 @@ def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
 def joined(state: State, other: State) -> State:
     """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
     (m, s, S), (n, t, U) = state, other
-    xp = array_api_compat.array_namespace(S)
+    xp = array_namespace(S)
     top = xp.maximum(m, n)
     base = _finite(xp, top)
     a, b = xp.exp(m - base), xp.exp(n - base)
@@ -71,7 +72,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     If `reverse`, return ``r_t = x_t + a_{t+1} r_{t+1}`` instead, from 0: what the gradient of x is. Where a is 0 a
     sequence begins: what was before is not read, be it NaN.
     """
-    xp = array_api_compat.array_namespace(a)
+    xp = array_namespace(a)
     if reverse:
         shifted = xp.concat([xp.zeros_like(a[:, :1, :]), xp.flip(a[:, 1:, :], axis=1)], axis=1)
         return xp.flip(decayed_scan(shifted, xp.flip(x, axis=1)), axis=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import array_api_compat
 
-from levattn._array import _is_torch
+from levattn._array import _is_torch, array_namespace
 from levattn._kernels._slots import SlotMixture, Summaries
 
 __all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
@@ -27,7 +27,7 @@ def sample_step(n: int, R: int) -> int:
 
 def moments(X: Any) -> tuple[Any, Any]:
     """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
-    xp = array_api_compat.array_namespace(X)
+    xp = array_namespace(X)
     X = xp.astype(X, xp.float64)
     return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X)
 
@@ -37,7 +37,7 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
 
     K: (b, n, d). origin, query: (b, d). root: (b, d, d).
     """
-    xp = array_api_compat.array_namespace(K)
+    xp = array_namespace(K)
     centred = K - origin[:, None, :]
     return xp.matmul(centred, root), xp.sum(centred * query[:, None, :], axis=-1)
 
@@ -53,7 +53,7 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
 
     X: (b, n, d). weight: (b, n), at least 0.
     """
-    xp = array_api_compat.array_namespace(X)
+    xp = array_namespace(X)
     (b, n, d), device = X.shape, array_api_compat.device(X)
     squares = xp.sum(X * X, axis=-1)
     total = xp.sum(weight, axis=1)[:, None]
@@ -120,7 +120,7 @@ def _step(width: int) -> int:
 
 def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     """Return the weighted mean (b, R) of values (b, n) over the rows with each label; 0 for a label without rows."""
-    xp = array_api_compat.array_namespace(values)
+    xp = array_namespace(values)
     sums, weights = _sums(xp, labels, weight, values[..., None], R)
     return sums[..., 0] / xp.where(weights > 0, weights, xp.ones_like(weights))
 
@@ -131,7 +131,7 @@ def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> An
     Members of an item are within `reach` (b, n) of its mean, and in the summary of its label (b, n), or in none if it
     is -1. 0 for a summary without members.
     """
-    xp = array_api_compat.array_namespace(reach)
+    xp = array_namespace(reach)
     means, centres = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
     up = 1 + (means.shape[-1] + 8) * 2.0**-52
     found = []
@@ -147,7 +147,7 @@ def _positive(xp: Any, weight: Any) -> Any:
 
 def lengths(X: Any) -> Any:
     """Return the norms (...) of rows (..., d): 0 for rows of zeros alone, as no square under- or overflows."""
-    xp = array_api_compat.array_namespace(X)
+    xp = array_namespace(X)
     if not X.shape[-1]:
         return xp.sum(X, axis=-1)
     top = xp.max(xp.abs(X), axis=-1)
@@ -160,7 +160,7 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
 
     A key is an item of weight, count 1 and offset 0. Items with the label -1 are in none.
     """
-    xp = array_api_compat.array_namespace(items.keys)
+    xp = array_namespace(items.keys)
     factor = xp.exp(log_weight)
     # w' = a w gives Σ w' log w' = a (Σ w log w + log a Σ w)
     beside = xp.stack([items.weight, items.offset + log_weight * items.weight], axis=-1)
@@ -178,7 +178,7 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
 
 def mixture(x: SlotMixture) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
-    xp = array_api_compat.array_namespace(x.q)
+    xp = array_namespace(x.q)
     b, g, m, _ = x.q.shape
     first, last = ([int(i) for i in bound] for bound in (x.first, x.last))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])

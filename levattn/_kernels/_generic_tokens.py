@@ -11,6 +11,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from levattn._array import array_namespace
 from levattn._kernels._generic_latent import decayed_scan
 from levattn._kernels._statistics import Statistics, TokenSums
 
@@ -40,7 +41,7 @@ def add_squares(
     decay: (b,) float64 in main memory, or None for 1: all that counts so far is multiplied by it before each present
         row.
     """
-    xp = array_api_compat.array_namespace(X)
+    xp = array_namespace(X)
     X, wide = xp.astype(X, xp.float64), xp.float64
     present = _present(xp, X, mask)
     ones = xp.astype(present, wide)
@@ -60,7 +61,7 @@ def add_squares(
 
 
 def _run(x: Statistics) -> tuple[Any, Any, TokenSums]:
-    xp = array_api_compat.array_namespace(x.W)
+    xp = array_namespace(x.W)
     ends = x.offsets.tolist()
     outputs, members, sums = [], [], []
     for i, (low, high) in enumerate(pairwise(ends)):

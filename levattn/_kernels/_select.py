@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Csr, take, to_device, to_numpy
+from levattn._array import Csr, array_namespace, take, to_device, to_numpy
 from levattn._kernels._rows import Float64
 
 __all__ = ["compact", "held", "include", "largest", "maxima", "stacked", "threshold"]
@@ -87,4 +86,4 @@ def stacked(keys: Any, starts: Int64, indices: Int64) -> tuple[Any, Any]:
     if isinstance(keys, np.ndarray):
         return keys[np.arange(len(keys))[:, None], rows], flags
     parts = [take(keys[item : item + 1, :, :], each) for item, each in enumerate(rows)]
-    return array_api_compat.array_namespace(keys).concat(parts, axis=0), flags
+    return array_namespace(keys).concat(parts, axis=0), flags

@@ -10,7 +10,16 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._array import _format_of, _from_list, _is_torch, as_cupy, is_masked, on_cuda, to_device, to_numpy
+from levattn._array import (
+    _format_of,
+    _from_list,
+    _is_torch,
+    array_namespace,
+    as_cupy,
+    on_cuda,
+    to_device,
+    to_numpy,
+)
 from levattn._kernels import Mixture, latent_kernels_for
 from levattn._kernels._mixture import State
 from levattn.attention._packed import compiling, cumulative
@@ -55,13 +64,13 @@ class Prepared:
             return array.astype(self.dtype, copy=False)
         if _is_torch(array):
             return array.to(self.dtype)
-        return array_api_compat.array_namespace(array).astype(array, self.dtype, copy=False)
+        return array_namespace(array).astype(array, self.dtype, copy=False)
 
 
 def dense(name: str, array: Any) -> Any:
     """Return a dense array of any library, lists by numpy, or raise."""
     if isinstance(array, np.ndarray):
-        if is_masked(array):
+        if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
                 f"{name} is a masked array; expected a plain one. Give {name}.data and leave rows out by mask="
             )
@@ -263,7 +272,7 @@ def promoted(array: Any, wide: bool) -> Any:
     if _is_torch(array):
         torch = sys.modules["torch"]
         return array.to(torch.float64 if wide else torch.float32)
-    xp = array_api_compat.array_namespace(array)
+    xp = array_namespace(array)
     array = xp.astype(array, xp.float64 if wide else xp.float32, copy=False)
     return array if not on_cuda(array) or _is_dense_along_rows(array) else array.copy()
 
@@ -302,7 +311,7 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
         elif _is_torch(array):
             array = array.expand(full)
         else:
-            array = array_api_compat.array_namespace(array).broadcast_to(array, full)
+            array = array_namespace(array).broadcast_to(array, full)
     return reshaped(array, shape)
 
 
@@ -310,7 +319,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
     if isinstance(array, np.ndarray) or _is_torch(array):
         return array.reshape(shape)
-    return array_api_compat.array_namespace(array).reshape(array, shape)
+    return array_namespace(array).reshape(array, shape)
 
 
 def _flags(mask: Any, U: int, like: Any) -> Any:

@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import array_api_compat
-import numpy as np
 
-from levattn._array import _is_torch
+from levattn._array import _is_torch, array_namespace
 
 __all__ = ["device_of", "namespace_of", "without_gradient"]
 
 
 def namespace_of(array: Any) -> Any:
     """Return the functions of an array's library, by the names of the array-API standard."""
-    if isinstance(array, np.ndarray) and hasattr(np, "__array_namespace_info__"):
-        return np  # which has what is used here; what wraps it takes longer to import than the library
     if _is_torch(array):
         from array_api_compat import torch as functions
 
         return functions
-    return array_api_compat.array_namespace(array)
+    return array_namespace(array)
 
 
 def device_of(array: Any) -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import numbers, to_device, to_float64, to_numpy
+from levattn._array import array_namespace, numbers, to_device, to_float64, to_numpy
 from levattn._bytes import shaped
 from levattn._kernels import BLOCK, Float64, Rows, token_kernels_for
 from levattn._moments import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite, require_room
@@ -127,7 +126,7 @@ class RunningSums:
     def add(self, rows: Rows, weights: Any, _present: npt.NDArray[np.int64]) -> None:
         """Add rows, or raise and stay as it was."""
         held, X = self.held, numbers(rows.keys, rows.format)
-        if held is not None and array_api_compat.array_namespace(held[0]) is not array_api_compat.array_namespace(X):
+        if held is not None and array_namespace(held[0]) is not array_namespace(X):
             held = tuple(to_device(to_numpy(part), X) for part in held)
         with np.errstate(over="ignore", invalid="ignore"):
             new = token_kernels_for(X).add_squares(X, rows.mask, weights, self.decay, held, full=self._full)
@@ -158,7 +157,7 @@ class RunningSums:
         """Raise if what came after cannot be added."""
         if self.held is None or other.held is None:
             return
-        here, there = (array_api_compat.array_namespace(sums.held[0]) for sums in (self, other))
+        here, there = (array_namespace(sums.held[0]) for sums in (self, other))
         if here is not there:
             raise TypeError(
                 f"this state holds arrays of {here.__name__} and was given those of {there.__name__}; expected one "
@@ -171,7 +170,7 @@ class RunningSums:
             return
         total, weight = other.held
         if self.held is not None:
-            xp = array_api_compat.array_namespace(total)
+            xp = array_namespace(total)
             mine, mass = self.held
             if self.decay is not None:
                 kept = self.decay**count
@@ -203,4 +202,4 @@ def _weights_of(arrays: dict[str, npt.NDArray[Any]], b: int) -> Float64:
 
 
 def _copied(array: Any) -> Any:
-    return array_api_compat.array_namespace(array).asarray(array, copy=True)
+    return array_namespace(array).asarray(array, copy=True)

@@ -10,7 +10,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import Matrices, as_cupy, to_numpy
+from levattn._array import Matrices, array_namespace, as_cupy, to_numpy
 from levattn._bytes import MOST_ROWS, as_damage, counts, pack, shaped, unpack, whole
 from levattn._kernels import Rows
 from levattn._tail import present_rows, readable
@@ -121,7 +121,7 @@ class Moments:
 
     def _shaped(self, array: Any) -> Any:
         """Return (b, ...) as (..., ...)."""
-        return array_api_compat.array_namespace(array).reshape(array, (*self.batch, *array.shape[1:]))
+        return array_namespace(array).reshape(array, (*self.batch, *array.shape[1:]))
 
     @classmethod
     def from_arrays(cls, diagonal: Any, weight: Any, count: npt.NDArray[np.int64], *, decay: Any = 1.0) -> Moments:
@@ -160,7 +160,7 @@ class Moments:
         if figures.dtype.kind not in "iu" or ((figures < 0) | (figures > MOST_ROWS)).any():
             raise ValueError(f"count is {count!r}; expected whole numbers of at least 0, and at most {MOST_ROWS}")
         self.count = np.array(count, np.int64)
-        xp, b = array_api_compat.array_namespace(total), math.prod(batch)
+        xp, b = array_namespace(total), math.prod(batch)
         if isinstance(self._sums, RunningSums):
             self._sums.held = xp.reshape(total, (b, d)), xp.reshape(mass, (b,))
             self._sums.rows = int(self.count.max(initial=0))
@@ -415,10 +415,10 @@ def _weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
         found = to_numpy(weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
         found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found
         if not isinstance(rows.keys, np.ndarray):
-            found = array_api_compat.array_namespace(rows.keys).asarray(found)
+            found = array_namespace(rows.keys).asarray(found)
     if found.dtype.kind not in "fiu":
         raise TypeError(f"weights is of dtype {found.dtype}; expected numbers")
-    xp = array_api_compat.array_namespace(found)
+    xp = array_namespace(found)
     try:
         found = xp.reshape(xp.broadcast_to(xp.astype(found, xp.float64), shape), rows.shape[:2])
     except ValueError:

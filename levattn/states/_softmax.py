@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import array_api_compat
 import numpy as np
 
-from levattn._array import Matrices, as_mask, as_matrices, numbers, on_cuda, to_numpy
+from levattn._array import Matrices, array_namespace, as_mask, as_matrices, numbers, on_cuda, to_numpy
 from levattn._bytes import as_damage, pack, shaped, unpack, whole
 from levattn._kernels import latent_kernels_for
 from levattn._kernels._mixture import State
@@ -170,7 +169,7 @@ class SoftmaxState:
         double = "float64" in (K.format, values.format)
         wide = (_as_computed(array, double) for array in (K, values))
         parts = latent_kernels_for(K.data).summary(*wide, present, np.array([0, K.n]))
-        xp = array_api_compat.array_namespace(parts[2])
+        xp = array_namespace(parts[2])
         m, s, S = (xp.reshape(part, (*self.batch, *part.shape[2:])) for part in parts)
         return self._join((m, s, S))
 
@@ -203,8 +202,8 @@ class SoftmaxState:
         if self._held is None:
             self._held = other
             return self
-        xp = array_api_compat.array_namespace(other[2])
-        if array_api_compat.array_namespace(self._held[2]) is not xp:
+        xp = array_namespace(other[2])
+        if array_namespace(self._held[2]) is not xp:
             raise TypeError(
                 f"this state holds arrays of {type(self._held[2]).__module__} and was given those of {xp.__name__}; "
                 "expected one library. Keep a state for each, and merge them by their bytes"
@@ -221,7 +220,7 @@ class SoftmaxState:
             Zero for a latent that has seen nothing.
         """
         _, s, S = self._parts()
-        xp = array_api_compat.array_namespace(S)
+        xp = array_namespace(S)
         return S / xp.where(s == 0, xp.ones_like(s), s)[..., None]
 
     def copy(self) -> SoftmaxState:
@@ -292,5 +291,5 @@ def _as_computed(matrices: Matrices, double: bool) -> Any:
     kind = "float64" if double else "float32"
     if isinstance(data, np.ndarray) or on_cuda(data):
         return numbers(data, matrices.format).astype(kind, copy=False)
-    xp = array_api_compat.array_namespace(data)
+    xp = array_namespace(data)
     return xp.astype(data, getattr(xp, kind), copy=False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import array_api_compat
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from levattn._array import pick
+from levattn._array import array_namespace, pick
 from levattn.attention import MacchiatoState
 from levattn.states import SoftmaxState
 
@@ -140,7 +139,7 @@ def _of_sequences(state: MacchiatoState, indices: Any) -> MacchiatoState:
 
     def of(array: Any) -> Any:
         """Take them from an array (sequences, ...) or (sequences · heads, ...)."""
-        xp = array_api_compat.array_namespace(array)
+        xp = array_namespace(array)
         apart = xp.reshape(array, (sequences, -1, *array.shape[1:]))
         return xp.reshape(pick(apart, chosen), (-1, *array.shape[1:]))
 
