@@ -90,6 +90,7 @@ def seconds(call: str, cache: str) -> tuple[float, float]:
     package = "levattn.attention" if "attention." in call else "levattn"
     code = PROGRAM.format(call=call, before="import scipy.sparse" if "scipy" in call else "", package=package)
     environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's Python keeps what it made of a module
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     wall, cpu = json.loads(done.stdout)
     return wall, cpu
