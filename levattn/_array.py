@@ -469,4 +469,4 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
     if isinstance(data, np.ndarray):
         return np.array(numbers(data, kind), dtype=np.float64, order="C")
     xp = array_namespace(data)
-    return np.array(to_numpy(xp.astype(data, xp.float64)), dtype=np.float64)
+    return np.array(to_numpy(xp.astype(data, xp.float64)), dtype=np.float64, order="C")

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
 from numbers import Integral
@@ -128,5 +128,8 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
                 helper.result()
     except BaseException:
         stopped = True
-        wait([helper for helper in helpers if not helper.cancel()])
+        at_work = [helper for helper in helpers if not helper.cancel()]
+        while at_work:  # what they read and write is freed once this returns, so another Ctrl-C waits as well
+            with suppress(KeyboardInterrupt):
+                at_work = list(wait(at_work).not_done)
         raise

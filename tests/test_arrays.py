@@ -208,6 +208,14 @@ def test_layouts_of_all_arguments(storage: str, layout: str) -> None:
         assert np.array_equal(one, other)
 
 
+def test_columns_of_queries_of_another_library_may_lie_side_by_side() -> None:
+    xp = pytest.importorskip("array_api_strict")
+    K, Q = keys(4, (40, 4)), keys(5, (6, 4))
+    plain = levattn.heavy_attention(Q, K, 0.05)
+    turned = levattn.heavy_attention(xp.asarray(np.ascontiguousarray(Q.T)).T, xp.asarray(K), 0.05)
+    assert np.array_equal(plain.entries.toarray(), turned.entries.toarray())
+
+
 def test_results_do_not_alias_the_input() -> None:
     K = np.ones((4, 1))
     scores = levattn.leverage_scores(K)

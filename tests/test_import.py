@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_import_loads_only_numpy_and_array_api_compat() -> None:
 
 def test_listing_the_names_loads_nothing_more() -> None:
     assert loaded_by("import levattn; dir(levattn)") == {"levattn"}
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_tensors_do_not_wake_the_compiler_of_torch() -> None:
+    """It takes a second to import, and whoever compiles a model has imported it."""
+    work = (
+        "import sys, torch, levattn.nn; from levattn.attention import latte, pruned_attention, tssa; "
+        "X = torch.ones(2, 40, 8); latte(X, X, X); tssa(X); pruned_attention(X, X, X, budget=0.5); "
+        "levattn.nn.TokenStatistics(8).requires_grad_(False)(X); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    found = run(work)
+    assert found.returncode == 0, found.stderr
 
 
 def test_work_on_numpy_arrays_loads_no_optional_package() -> None:

@@ -335,12 +335,32 @@ def rounding(Q: Float, K: Float, power: float | None, dtype: Any) -> Float:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("f", [1, 2, 4])
-@pytest.mark.parametrize(("dtype", "factor"), [(np.float32, 1e-31), (np.float32, 1e19), (np.float64, 1e-200)])
-def test_products_that_leave_the_range_have_their_weights(dtype: Any, factor: float, f: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "of_queries", "of_keys"),
+    [
+        (np.float32, 1e-31, 1e-31),
+        (np.float32, 1e-11, 1e-34),
+        (np.float32, 1e19, 1e19),
+        (np.float32, 1e11, 1e28),
+        (np.float32, 1.0, 1e36),
+        (np.float64, 1e-200, 1e-200),
+    ],
+)
+def test_products_that_leave_the_range_have_their_weights(
+    dtype: Any, of_queries: float, of_keys: float, f: int, causal: bool
+) -> None:
     Q, K, V = (X.astype(dtype) for X in heads(2, 12))
-    far = pruned_attention(Q * dtype(factor), K * dtype(factor), V, budget=1.0, f=f, causal=causal)
+    far = pruned_attention(Q * dtype(of_queries), K * dtype(of_keys), V, budget=1.0, f=f, causal=causal)
     near = pruned_attention(Q, K, V, budget=1.0, f=f, causal=causal)
     np.testing.assert_allclose(far, near, rtol=0, atol=64 * f * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_columns_of_queries_and_keys_may_differ_in_size_inversely(causal: bool) -> None:
+    Q, K, V = (X.astype(np.float32) for X in heads(2, 12))
+    size = 2.0 ** np.linspace(-100, 100, Q.shape[-1]).round().astype(np.float32)
+    far = pruned_attention(Q * size, K / size, V, budget=1.0, f=2, causal=causal)
+    np.testing.assert_array_equal(far, pruned_attention(Q, K, V, budget=1.0, f=2, causal=causal))
 
 
 def test_an_output_of_nothing_is_within_its_bound() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
+from levattn import _threads
 from levattn._threads import parallel_for
 
 PATIENCE = 20.0  # seconds, that are only waited where something is broken
@@ -80,3 +83,28 @@ def test_work_within_work_waits_for_no_thread() -> None:
     work.start()
     work.join(PATIENCE)
     assert sorted(seen) == list(range(100))
+
+
+def test_another_ctrl_c_waits_for_those_at_work_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write to arrays of the frames that the interrupt unwinds."""
+    done: list[int] = []
+    begun, again = threading.Event(), iter([True])
+
+    def wait(futures: Any) -> Any:
+        if next(again, False):
+            raise KeyboardInterrupt
+        return concurrent.futures.wait(futures)
+
+    def body(i: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            begun.wait(PATIENCE)
+            raise KeyboardInterrupt
+        begun.set()
+        time.sleep(0.1)
+        done.append(i)
+
+    monkeypatch.setattr(_threads, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_for(body, 2, threads=2)
+    assert next(again, None) is None
+    assert len(done) == 1

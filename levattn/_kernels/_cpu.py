@@ -375,7 +375,7 @@ def inverse_cholesky(G: Float64, shift: float) -> tuple[Float64, Float64, Float6
 
 def query_norms(Q: Float64, N: Float64) -> tuple[Float64, Float64]:
     """Return the normalisers of queries; the contract is that of `levattn._kernels.query_norms`."""
-    columns = np.ascontiguousarray(N.T)
+    Q, columns = np.ascontiguousarray(Q), np.ascontiguousarray(N.T)
     squares, bounds = np.empty(len(Q)), np.empty(len(Q))
     for A, B, out in ((Q, columns, squares), (np.abs(Q), np.abs(columns), bounds)):
 
@@ -391,7 +391,7 @@ def heavy_entries(
 ) -> tuple[Any, Any, Float64, Float64]:
     """Extract heavy entries; the contract is that of `levattn._kernels.heavy_entries`."""
     m = len(Q)
-    columns = np.ascontiguousarray(keys.T)
+    Q, columns = np.ascontiguousarray(Q), np.ascontiguousarray(keys.T)
     work = float(m) * keys.size
     starts, captured = np.zeros(m + 1, np.int64), np.empty(m)
     found, values = np.empty(0, np.int64), np.empty(0)

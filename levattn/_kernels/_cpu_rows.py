@@ -20,7 +20,7 @@ from levattn._kernels._rows import Rows
 __all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
 
 # Where the vector holds what; steps are in bytes, and an address of 0 says that there is no such array
-ADDRESS, ITEM_STEP, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
+ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
 DIRECT = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
 MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its two axes
 
@@ -40,8 +40,12 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
     """
     keys = rows.keys
     beside = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
+    kinds = ("uint16" if rows.format.endswith("float16") else rows.format, "bool", *["float64"] * 3)
+    for x, expected in zip((keys, *beside), kinds, strict=True):  # compiled code reads what it is told to
+        if x is not None and x.dtype != expected:
+            raise TypeError(f"an array of {rows.format} rows has dtype {x.dtype}; expected {expected}")
     if any(x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1 for x in beside[1:3]):
-        raise ValueError("shift and scale must be C arrays")
+        raise ValueError("shift or scale has gaps between its columns; expected C arrays")
     size, d = keys.itemsize, keys.shape[2]
     plain = kind is not None and keys.dtype == kind and all(x is None for x in beside)
     direct = plain and keys.strides[2] == size and keys.strides[1] % size == 0 and d * size % VECTOR_BYTES == 0

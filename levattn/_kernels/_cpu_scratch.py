@@ -7,6 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from levattn._kernels._cpu_jit import helper
@@ -62,6 +63,8 @@ def zeros(typing, like, shape):
 @intrinsic
 def clear(typing, array, first, count):
     """Write zeros to `count` numbers of a C array, from the number `first` on."""
+    if array.layout != "C":
+        raise TypingError(f"{array} is no C array")
     size = array.dtype.bitwidth // 8
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:

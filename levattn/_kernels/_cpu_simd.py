@@ -1,8 +1,8 @@
-"""Register tiles in LLVM vector code, which the compiler does not find by itself from small loops.
+"""LLVM vector code: register tiles, which the compiler does not find by itself from small loops, and changes of rows.
 
 Addresses and strides are integers: addresses in bytes, strides in elements. ``like`` is any array of the dtype
-to compute in (float32 or float64); the tile's shape is given by literals, so that each combination is one piece
-of straight-line code.
+to compute in (float32 or float64). The shape of a tile is known when it is compiled, so that it is one piece of
+straight-line code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = [
     "add_upper",
     "address",
     "as_pointer",
-    "bits_to_float",
     "combine",
     "entry_tile",
     "fused_multiply_add",
@@ -146,7 +145,7 @@ def moment_tiles(shapes: Callable[[int], Sequence[tuple[int, int]]]) -> Callable
     also asks for the cache line at `ahead`, which moves on by `ahead_step` bytes.
     """
 
-    def tile(typing, like, shape, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
+    def moment_tile(typing, like, shape, a, a_stride, x, x_stride, n, out, out_stride, ahead, ahead_step):
         signature = types.int64(like, *([types.int64] * 10))
         sizes = shapes(_vector_type(like)[2].count)
 
@@ -170,7 +169,7 @@ def moment_tiles(shapes: Callable[[int], Sequence[tuple[int, int]]]) -> Callable
 
         return signature, codegen
 
-    return primitive(tile)
+    return primitive(moment_tile)
 
 
 def _moment_tile(b: Builder, like: Any, tall: int, wide: int, arguments: Any) -> None:
@@ -597,7 +596,7 @@ def subtract_rows(typing, target, source, stride, a, b, c, e, vectors):
 
 
 def _chosen(order: str) -> Callable[..., Any]:
-    def choice(typing, a, b):
+    def smaller_or_larger(typing, a, b):
         whole = isinstance(a, types.Integer) and isinstance(b, types.Integer)
         kind = types.int64 if whole else a if a == b == types.float32 else types.float64
 
@@ -608,7 +607,7 @@ def _chosen(order: str) -> Callable[..., Any]:
 
         return kind(kind, kind), codegen
 
-    return primitive(choice)
+    return primitive(smaller_or_larger)
 
 
 # Of two numbers, the first where none is smaller (larger). Those of Python are functions that are compiled alone.
@@ -623,16 +622,6 @@ def fused_multiply_add(typing, x, y, z):
         return _fma(b, *arguments)
 
     return types.float64(types.float64, types.float64, types.float64), codegen
-
-
-@intrinsic
-def bits_to_float(typing, bits):
-    """Read 32 bits as a float32."""
-
-    def codegen(context: Any, b: Builder, _signature: Any, arguments: Any) -> Value:
-        return b.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
 
 
 @primitive

@@ -26,7 +26,7 @@ class Rows:
     keys: (b, n, d). On the CPU a numpy array in which a 16-bit float is a uint16 word; else an array of `xp`.
     format: what the stored numbers are.
     mask: (b, n) bool, True where a key takes part.
-    shift, scale: (b, d) float64, for each column; the scale is a power of two.
+    shift, scale: (b, d) float64, C arrays, for each column; the scale is a power of two.
     weights: (b, n) float64, for each row.
     """
 

@@ -32,7 +32,7 @@ class Summaries:
 class SlotMixture:
     """One normalised mixture for each query over kept keys, keys near it, and summaries of the others.
 
-    q: (b, g, m, d), g queries for each position, already times the scale.
+    q: (b, g, m, d), g queries for each position, already times the scale (for powers any numbers).
     kept_keys, kept_values: (b, s, d) and (b, s, D).
     kept_count: (b,), how many of the s rows are there, or None for all.
     summaries: of all keys that are not kept, or None. In the dtype of q or in float64.

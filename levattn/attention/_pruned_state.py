@@ -28,8 +28,6 @@ from levattn.leverage import TIE
 
 __all__ = ["Part", "PrunedState", "Rule", "arrays_of", "converted", "empty_part", "in_range", "picked", "stepped"]
 
-_FAR = 2.0**40  # queries up to this, and down to its inverse, are taken as they are
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -194,18 +192,45 @@ def stepped(rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: 
     return (outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=2)), part
 
 
-def in_range(q: Any, power: float | None) -> Any:
-    """Return queries with the same weights, of which tiny and huge ones are near 1, so that logits are in range.
+def in_range(q: Any, power: float | None, keys: Any, before: Any = None) -> Any:
+    """Return queries (b, g, m, d) with the same weights, whose products with keys (b, n, d) are in range.
 
-    A factor leaves the weights of a power as they are, and those of softmax it does not.
+    Weights of a power stay as they are if a query is multiplied by a number. With `before`, earlier keys, query i
+    reads these and the first i + 1 keys, and nothing else changes what it is multiplied by.
     """
-    if power is None or not q.shape[-1]:
+    if power is None or not (q.shape[-1] and q.shape[-2] and keys.shape[1]):
         return q
     xp = namespace_of(q)
-    size = xp.max(xp.abs(without_gradient(q)), axis=-1, keepdims=True)
-    far = (size > 0) & ((size < 1 / _FAR) | (size > _FAR))
-    most = -math.log2(xp.finfo(q.dtype).smallest_normal) - 4
-    return q * 2.0 ** xp.clip(-xp.floor(xp.log2(xp.where(far, size, xp.ones_like(size)))), -most, most)
+    tiny = xp.finfo(q.dtype).smallest_normal
+    half = -math.log2(tiny) / 2
+
+    def exponents(X: Any) -> Any:
+        return xp.log2(xp.maximum(xp.abs(without_gradient(X)), xp.full_like(X, tiny)))
+
+    columns = exponents(keys)
+    if before is None:
+        columns = xp.max(columns, axis=1, keepdims=True)
+    else:
+        if before.shape[1]:
+            columns = xp.maximum(columns, xp.max(exponents(before), axis=1, keepdims=True))
+        step = 1
+        while step < columns.shape[1]:  # the largest of the first i + 1, in doubling steps
+            later = xp.maximum(columns[:, step:, :], columns[:, :-step, :])
+            columns = xp.concat([columns[:, :step, :], later], axis=1)
+            step *= 2
+    largest = xp.max(exponents(q) + columns[:, None, :, :], axis=-1, keepdims=True)
+    far = (xp.abs(largest) > half) & xp.isfinite(largest)
+    steps = xp.clip(xp.where(far, -xp.floor(largest), xp.zeros_like(largest)), -2 * half, 2 * half)
+    return q * 2.0**steps
+
+
+def _held(part: Part) -> Any:
+    """Return the keys of a part, those of its summaries as means."""
+    stacks = [part.kept, part.recent]
+    if part.summaries is not None:
+        stacks.append(means_of(part.summaries)[0])
+    xp = namespace_of(part.recent)
+    return xp.concat([xp.astype(X, part.recent.dtype) for X in stacks], axis=1)
 
 
 def _within_chunk(
@@ -216,7 +241,7 @@ def _within_chunk(
     held = part.recent.shape[1]
     keys, values = xp.concat([part.recent, K], axis=1), xp.concat([part.recent_values, V], axis=1)
     x = SlotMixture(
-        q=in_range(q, rule.power),
+        q=in_range(q, rule.power, K, _held(part)),
         kept_keys=part.kept,
         kept_values=part.kept_values,
         kept_count=part.kept_count,

@@ -209,9 +209,9 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         if state is not None:
             scores = _scores_in(state.norms, part, there)
         elif _is_torch(part):
-            from levattn.attention import _torch_tokens
+            from levattn.attention import _torch, _torch_tokens
 
-            scores = _torch_tokens.leverage(part, there)
+            scores = _torch.untraced(_torch_tokens.leverage, part, there)
         else:
             scores = leverage_scores(part, mask=there)
         if mean:

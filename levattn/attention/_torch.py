@@ -31,7 +31,6 @@ __all__ = [
     "make_operator",
     "memory_of",
     "tensor_of",
-    "untraced",
 ]
 
 _HAS_CUPY = find_spec("cupy") is not None
@@ -97,10 +96,17 @@ def memory_of(tensor: Any) -> Any:
     return tensor if shared is None else shared
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def untraced(function: Any, *arguments: Any) -> Any:
+def _called(function: Any, *arguments: Any) -> Any:
     """Return ``function(*arguments)``, which torch's compiler leaves to Python: states are no tensors."""
     return function(*arguments)
+
+
+def __getattr__(name: str) -> Any:
+    """Make `untraced` when it is first asked for: it imports torch's compiler, which takes a second."""
+    if name == "untraced":
+        globals()[name] = torch.compiler.disable(_called)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def has_kernels(tensor: Any) -> bool:

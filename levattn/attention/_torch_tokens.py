@@ -53,7 +53,6 @@ def token_memberships(x: Statistics) -> Any:
     return _laid_out(found)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def leverage(W: Any, mask: Any) -> Any:
     """Return the leverage scores (b, h, T) of tokens (b, h, T, d), of which `mask` (b, 1, T) takes part."""
     if is_transformed(W):

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from levattn.attention import tssa
+from levattn.attention import _torch, tssa
 from levattn.attention._packed import compiling, cumulative
 from levattn.attention._token_call import Membership, check_form, decay_rates, positive_number
 from levattn.nn._checks import check_input, refuse_bidirectional, split_in_heads, whole_number
@@ -405,7 +405,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         if self.position_bias is None:
             return None
         T = x.shape[1]
-        before = 0 if cache is None or cache.state is None else _counts(cache.state, x)
+        before = 0 if cache is None or cache.state is None else _torch.untraced(_counts, cache.state, x)
         if mask is None and offsets is None and isinstance(before, int):
             self._refuse_longer(before + T)
             return self.position_bias[:, before : before + T]
@@ -446,7 +446,6 @@ def _linear(dim: int, bias: bool, std: float, **factory: Any) -> Any:
     return linear
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _counts(state: TokenState, x: Any) -> Any:
     """Return how many tokens of each sequence are in a state: one number if they agree, else (B,)."""
     counts = np.zeros(0, np.int64) if state.tokens is None else state.tokens.count[..., 0]
