@@ -42,7 +42,7 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
     beside = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
     kinds = ("uint16" if rows.format.endswith("float16") else rows.format, "bool", *["float64"] * 3)
     for x, expected in zip((keys, *beside), kinds, strict=True):  # compiled code reads what it is told to
-        if x is not None and x.dtype != expected:
+        if x is not None and x.size and x.dtype != expected:
             raise TypeError(f"an array of {rows.format} rows has dtype {x.dtype}; expected {expected}")
     if any(x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1 for x in beside[1:3]):
         raise ValueError("shift or scale has gaps between its columns; expected C arrays")
