@@ -2,7 +2,7 @@
 #
 #   make demo    universal sets of real attention keys, and what they catch
 #   make test    lint, types, tests and the examples of README and documentation
-#   make test-all the same with the thorough tests, two hundred examples a property, and all peers (two hours)
+#   make test-all the same with the thorough tests, two hundred examples a property, and all peers (over an hour)
 #   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices (CUDA_ARCHITECTURES)
 #   make adversary two minutes of hostile keys over all routes (ADVERSARY: seconds)
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
