@@ -257,22 +257,17 @@ def stray_jit(modules: list[Module]) -> Iterator[str]:
 
 def costly_calls(modules: list[Module]) -> Iterator[str]:
     """In compiled code each of these would be compiled as a function of its own, for each type and number of axes."""
-    instead = {
-        "np.empty": "empty of levattn._kernels._cpu_scratch",
-        "np.zeros": "zeros of levattn._kernels._cpu_scratch",
-        "min": "smaller of levattn._kernels._cpu_simd",
-        "max": "larger of levattn._kernels._cpu_simd",
-    }
     for module in modules:
-        for function in module.nodes:
-            if not isinstance(function, ast.FunctionDef):
-                continue
-            if not {"jit", "helper"} & {name.id for name in function.decorator_list if isinstance(name, ast.Name)}:
-                continue
-            for node in ast.walk(function):
-                called = ast.unparse(node.func).removesuffix("_like") if isinstance(node, ast.Call) else ""
-                if called in instead:
-                    yield f"{module.at(node.lineno)}: {called}; use {instead[called]}"
+        nodes = module.nodes
+        imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == f"levattn.{JIT_HOME}"]
+        if not {alias.name for one in imports for alias in one.names} & {"jit", "helper"}:
+            continue
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "np":
+                if node.attr.removesuffix("_like") in ("empty", "zeros"):
+                    yield f"{module.at(node.lineno)}: np.{node.attr}; use levattn._kernels._cpu_scratch"
+            elif isinstance(node, ast.Name) and node.id in ("min", "max"):
+                yield f"{module.at(node.lineno)}: {node.id}; use smaller or larger of levattn._kernels._cpu_simd"
 
 
 def stray_statements(modules: list[Module]) -> Iterator[str]:
@@ -334,13 +329,13 @@ PLANTED = [
         costly_calls,
         "_kernels/_cpu_gram.py",
         "import numpy as np\nfrom levattn._kernels._cpu_jit import jit\n@jit\ndef f(x): return np.zeros_like(x)",
-        "np.zeros; use zeros",
+        "np.zeros_like",
     ),
     (
         costly_calls,
         "_kernels/_cpu_gram.py",
         "from levattn._kernels._cpu_jit import helper\n@helper\ndef f(x): return min(x, 3)",
-        "min; use smaller",
+        "min; use smaller or larger",
     ),
     (stray_statements, "io.py", "assert 1", "raise a typed error"),
     (stray_statements, "io.py", "print(1)", "levattn.io, line 1: print"),

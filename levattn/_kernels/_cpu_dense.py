@@ -49,8 +49,9 @@ def _factor(at, d, width, c, factor):
 @helper
 def _scale(at, row, first, width, factor):
     """Multiply a row from column `first` on; matrices are addresses, and rows their first numbers."""
-    place = at + 8 * (row + first // _STEP * _STEP)
-    combine(factor, place, address(factor), width - first // _STEP * _STEP, place, 2)
+    left = first // _STEP * _STEP
+    place = at + 8 * (row + left)
+    combine(factor, place, address(factor), width - left, place, 2)
 
 
 @helper

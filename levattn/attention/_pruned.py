@@ -540,7 +540,7 @@ def _planned(
         labels, log_weight, summaries = grouped(X, along, items, left, R, rule.power, clusters)
         role = xp.where(flags, role, labels)
     x = SlotMixture(
-        q=in_range(q, rule.power, K),
+        q=q if rule.power is None else in_range(q, K),
         kept_keys=rows_of(K, order),
         kept_values=rows_of(V, order),
         kept_count=count,

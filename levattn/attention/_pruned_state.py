@@ -192,13 +192,13 @@ def stepped(rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: 
     return (outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=2)), part
 
 
-def in_range(q: Any, power: float | None, keys: Any, before: Any = None) -> Any:
-    """Return queries (b, g, m, d) with the same weights, whose products with keys (b, n, d) are in range.
+def in_range(q: Any, keys: Any, before: Any = None) -> Any:
+    """Return queries (b, g, m, d) with the same weights of a power, whose products with keys (b, n, d) are in range.
 
-    Weights of a power stay as they are if a query is multiplied by a number. With `before`, earlier keys, query i
+    These stay as they are if a query is multiplied by a number. With `before`, earlier keys, query i
     reads these and the first i + 1 keys, and nothing else changes what it is multiplied by.
     """
-    if power is None or not (q.shape[-1] and q.shape[-2] and keys.shape[1]):
+    if not (q.shape[-1] and q.shape[-2] and keys.shape[1]):
         return q
     xp = namespace_of(q)
     tiny = xp.finfo(q.dtype).smallest_normal
@@ -241,7 +241,7 @@ def _within_chunk(
     held = part.recent.shape[1]
     keys, values = xp.concat([part.recent, K], axis=1), xp.concat([part.recent_values, V], axis=1)
     x = SlotMixture(
-        q=in_range(q, rule.power, K, _held(part)),
+        q=q if rule.power is None else in_range(q, K, _held(part)),
         kept_keys=part.kept,
         kept_values=part.kept_values,
         kept_count=part.kept_count,
