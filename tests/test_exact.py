@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize
+import scipy
 from scipy.special import logsumexp
 
 from levattn import NonFiniteError
@@ -143,7 +143,11 @@ def test_convex_programme_equals_a_general_solver(p: float) -> None:
     for j in range(3):
         free = np.linalg.svd(K[j : j + 1])[2][1:].T
         origin = K[j] / (K[j] @ K[j])
-        result = minimize(lambda z: (np.abs(K @ (origin + free @ z)) ** p).sum(), np.zeros(2), tol=1e-12)  # noqa: B023
+        result = scipy.optimize.minimize(
+            lambda z: (np.abs(K @ (origin + free @ z)) ** p).sum(),  # noqa: B023
+            np.zeros(2),
+            tol=1e-12,
+        )
         assert 1 / result.fun <= found.upper[j] * (1 + 1e-12)
         assert 1 / result.fun >= found.lower[j] * (1 - 1e-6)  # the precision of differences for gradients
 
@@ -154,7 +158,7 @@ def test_softmax_equals_a_general_solver(radius: float) -> None:
     found = exact_sensitivities(K, Softmax(radius))
     assert_bracket(found)
     for j in range(4):
-        result = minimize(
+        result = scipy.optimize.minimize(
             lambda y: logsumexp(K @ y) - K[j] @ y,  # noqa: B023
             np.zeros(3),
             jac=lambda y: K.T @ np.exp(K @ y - logsumexp(K @ y)) - K[j],  # noqa: B023

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -139,7 +139,7 @@ def test_centroids_count_as_often_as_the_members_that_are_not_in_the_window(base
 def test_figures_of_rankings(minilm):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 5, 9))
-    expected = np.mean([stats.kendalltau(x, y).statistic for x, y in zip(a, b, strict=True)])
+    expected = np.mean([scipy.stats.kendalltau(x, y).statistic for x, y in zip(a, b, strict=True)])
     assert minilm.kendall(torch.tensor(a), torch.tensor(b)) == pytest.approx(expected)
     similarities = torch.tensor([[0.1, 0.5, 0.3], [0.9, 0.2, 0.1]])
     assert minilm.reciprocal_rank(similarities, torch.tensor([2, 0])) == pytest.approx(0.75)

@@ -70,6 +70,13 @@ def test_tensors_do_not_wake_the_compiler_of_torch() -> None:
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_adapters_wait_for_models_of_transformers() -> None:
+    """Their base classes take two seconds to import, and whoever has a model has imported them."""
+    found = run("import sys, levattn.integrations.transformers; assert 'transformers.modeling_utils' not in sys.modules")
+    assert found.returncode == 0, found.stderr
+
+
 def test_work_on_numpy_arrays_loads_no_optional_package() -> None:
     work = "import numpy as np, levattn; levattn.universal_set(np.eye(5, 3), 0.5)"
     assert loaded_by(work).isdisjoint(OPTIONAL)

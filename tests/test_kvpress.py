@@ -9,8 +9,7 @@ from naive import leverage_svd as naive_scores
 
 pytest.importorskip("kvpress")
 torch = pytest.importorskip("torch")
-
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+transformers = pytest.importorskip("transformers")
 
 from levattn.integrations.kvpress import LeveragePress, universal_press  # noqa: E402
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=64,
         num_hidden_layers=2,
@@ -28,7 +27,7 @@ def model():
         num_key_value_heads=2,
         intermediate_size=64,
     )
-    return LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def tokens(*shape):
@@ -36,14 +35,14 @@ def tokens(*shape):
 
 
 def keys_after(model, press, ids, **others):
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     with torch.no_grad(), press(model):
         model(ids, past_key_values=cache, **others)
     return [layer.keys for layer in cache.layers]
 
 
 def dense_keys(model, ids, **others):
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     with torch.no_grad():
         model(ids, past_key_values=cache, **others)
     return [layer.keys for layer in cache.layers]

@@ -14,10 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from transformers import AttentionInterface, DynamicCache, StaticCache  # noqa: E402
-from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface  # noqa: E402
-
 from levattn.attention import pruned_attention  # noqa: E402
 from levattn.integrations.transformers import PruneReport, macchiato_from, prune, register, remove  # noqa: E402
 from levattn.integrations.transformers._prune import observed  # noqa: E402
@@ -171,8 +167,10 @@ class Explicit:
 
 def explicit(model: Any, function: Any) -> Any:
     model = copy.deepcopy(model)
-    AttentionInterface.register("explicit_pruned", function)
-    AttentionMaskInterface.register("explicit_pruned", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    transformers.AttentionInterface.register("explicit_pruned", function)
+    transformers.AttentionMaskInterface.register(
+        "explicit_pruned", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
     model.set_attn_implementation("explicit_pruned")
     return model
 
@@ -344,7 +342,7 @@ def test_weights_are_those_of_the_mixture(family: str) -> None:
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(args[1:4])
-        return sdpa_attention_forward(*args, **kwargs)
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
 
     output(explicit(model, spy), attention_mask=LEFT)
     V = seen[0][2].repeat_interleave(4 // seen[0][2].shape[1], 1)
@@ -389,7 +387,7 @@ def test_the_report_is_what_dense_attention_says(family: str) -> None:
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(args[1:4])
-        return sdpa_attention_forward(*args, **kwargs)
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
 
     length = 16
     ids = tokens(length=length)
@@ -680,7 +678,7 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     ),
     "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
     "static cache": (
-        lambda model: {"past_key_values": StaticCache(config=model.config, max_cache_len=30)},
+        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=30)},
         "past_key_values is of type StaticCache",
     ),
     "cache of the base": (
@@ -729,7 +727,7 @@ def test_dropout_of_attention_weights_is_refused() -> None:
 
 def test_windows_that_slide_are_refused_when_they_do() -> None:
     model = pruned(base("Mistral", sliding_window=T))
-    cache = DynamicCache(config=model.config)
+    cache = transformers.DynamicCache(config=model.config)
     assert torch.isfinite(output(model, past_key_values=cache)).all()
     with pytest.raises(ValueError, match="MistralAttention 0 slides over 20 positions, and there are 21"):
         output(model, tokens(length=1), past_key_values=cache)

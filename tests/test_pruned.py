@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.cluster import KMeans
 
 import levattn
 import naive
@@ -215,7 +215,7 @@ def test_clusters_are_those_of_k_means(kind: str) -> None:
     starts = farthest_first(X, weight, R)
     assert all(any(np.array_equal(start, x) for x in rows) for start, rows in zip(starts, first, strict=True))
     there = weight > 0
-    theirs = KMeans(R, init=starts, n_init=1, max_iter=2, tol=0, algorithm="lloyd")
+    theirs = sklearn.cluster.KMeans(R, init=starts, n_init=1, max_iter=2, tol=0, algorithm="lloyd")
     theirs.fit(X[there], sample_weight=weight[there])
     np.testing.assert_array_equal(labels[0][there], theirs.labels_)
     centres = np.array(

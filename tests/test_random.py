@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy import special, stats
 
 import naive
 from levattn._kernels import _cpu_random
@@ -209,7 +209,7 @@ def column(seed: int, stream: int = 1, number: int = 0, start: int = 0) -> NDArr
 
 def chi_square(counts: NDArray[np.int64]) -> float:
     """The p-value of equal probabilities, made two-sided: too even is as bad as too uneven."""
-    p = float(stats.chisquare(counts).pvalue)
+    p = float(scipy.stats.chisquare(counts).pvalue)
     return 2 * min(p, 1 - p)
 
 
@@ -225,7 +225,7 @@ def test_each_bit_is_even(seed: int) -> None:
     for bit in range(32):
         ones = int(np.count_nonzero(drawn & np.uint32(1 << bit)))
         z = (2 * ones - DRAWS) / np.sqrt(DRAWS)
-        assert 2 * stats.norm.sf(abs(z)) > LEVEL
+        assert 2 * scipy.stats.norm.sf(abs(z)) > LEVEL
     assert abs(int(signs(drawn).sum(dtype=np.int64))) < 4 * np.sqrt(DRAWS)
 
 
@@ -278,14 +278,14 @@ def many_normals() -> NDArray[np.float64]:
 
 def test_normals_are_normal() -> None:
     ordered = np.sort(many_normals(), axis=None)
-    cdf = special.ndtr(ordered)
+    cdf = scipy.special.ndtr(ordered)
     steps = np.arange(DRAWS + 1) / DRAWS
     distance = max(float(np.max(steps[1:] - cdf)), float(np.max(cdf - steps[:-1])))
-    assert special.kolmogorov(np.sqrt(DRAWS) * distance) > LEVEL
+    assert scipy.special.kolmogorov(np.sqrt(DRAWS) * distance) > LEVEL
     for moment, (mean, variance) in {1: (0, 1), 2: (1, 2), 3: (0, 15), 4: (3, 96)}.items():
         z = float(np.mean(ordered**moment) - mean) / np.sqrt(variance / DRAWS)
-        assert 2 * stats.norm.sf(abs(z)) > LEVEL
-    far = stats.norm.isf(3 / DRAWS)  # three are expected beyond
+        assert 2 * scipy.stats.norm.sf(abs(z)) > LEVEL
+    far = scipy.stats.norm.isf(3 / DRAWS)  # three are expected beyond
     assert far < ordered[-1] < 6.8
     assert -6.8 < ordered[0] < -far
 
@@ -296,7 +296,7 @@ def test_neighbouring_normals_are_uncorrelated(shift: tuple[int, int]) -> None:
     x, y = X[: len(X) - shift[0], : 500 - shift[1]], X[shift[0] :, shift[1] :]
     for power, (mean, variance) in {1: (0, 1), 2: (1, 2)}.items():  # squares show what shares a radius or an angle
         z = float(np.mean((x**power - mean) * (y**power - mean))) / variance * np.sqrt(x.size)
-        assert 2 * stats.norm.sf(abs(z)) > LEVEL
+        assert 2 * scipy.stats.norm.sf(abs(z)) > LEVEL
 
 
 # -- seeds -----------------------------------------------------------------------------------

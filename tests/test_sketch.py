@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.optimize
-import scipy.stats
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 

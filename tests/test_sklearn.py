@@ -6,7 +6,6 @@ import importlib
 import itertools
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import levattn
 from levattn.integrations.sklearn import LeverageScorer
@@ -47,9 +45,11 @@ def assert_same(one: LeverageScorer, other: LeverageScorer, X: np.ndarray) -> No
     np.testing.assert_array_equal(one.transform(X), other.transform(X))
 
 
-@parametrize_with_checks([LeverageScorer()])
-def test_keeps_the_contract_of_scikit_learn(estimator: LeverageScorer, check: Callable[[Any], None]) -> None:
-    check(estimator)
+def test_keeps_the_contract_of_scikit_learn() -> None:
+    from sklearn.utils.estimator_checks import check_estimator  # which imports the half of scikit-learn
+
+    checks = check_estimator(LeverageScorer(), on_skip=None)
+    assert sum(check["status"] == "passed" for check in checks) > 40
 
 
 # What it computes

@@ -14,9 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from transformers import AttentionInterface, DynamicCache, StaticCache  # noqa: E402
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface  # noqa: E402
-
 from levattn.integrations.transformers import (  # noqa: E402
     latent_parameters,
     latent_state_dict,
@@ -184,8 +181,10 @@ def explicit(model: Any, *, window: int, overlap: str = "mixture", learned: dict
 
     for module in weights:
         module.register_forward_pre_hook(keep, with_kwargs=True)
-    AttentionInterface.register("explicit_mixture", Explicit(weights, window, overlap, real))
-    AttentionMaskInterface.register("explicit_mixture", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    transformers.AttentionInterface.register("explicit_mixture", Explicit(weights, window, overlap, real))
+    transformers.AttentionMaskInterface.register(
+        "explicit_mixture", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    )
     model.set_attn_implementation("explicit_mixture")
     return model
 
@@ -623,7 +622,7 @@ def packed_mask() -> Any:
 
 
 def offloaded(model: Any) -> Any:
-    cache = DynamicCache(config=model.config)
+    cache = transformers.DynamicCache(config=model.config)
     cache.offloading = True
     return cache
 
@@ -641,7 +640,7 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     ),
     "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
     "static cache": (
-        lambda model: {"past_key_values": StaticCache(config=model.config, max_cache_len=30)},
+        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=30)},
         "past_key_values is of type StaticCache",
     ),
     "offloaded cache": (lambda model: {"past_key_values": offloaded(model)}, "DynamicCache, offloaded"),

@@ -8,9 +8,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["PART", "Changes", "tried"]
+__all__ = ["PART", "Changes", "check_pretrained", "tried"]
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
+
+
+def check_pretrained(model: Any) -> None:
+    """Raise for what is no model of transformers."""
+    from transformers import PreTrainedModel  # two seconds of imports, which who has a model has paid
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is of type {type(model).__name__}; expected a transformers.PreTrainedModel")
 
 
 @dataclass

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from levattn.attention import macchiato
 from levattn.integrations.transformers._cache import StateLayer, layer_for
@@ -40,6 +38,8 @@ class Probe(Call):
 
 def register() -> None:
     """Tell transformers the attention function and the masks that go with it, by name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, padding_mask)
 
@@ -141,6 +141,8 @@ def padding_mask(*args: Any, **kwargs: Any) -> Any:
     What transformers makes for kernels that unpad has no more than padding in it. Where the model may want more, its
     whole mask is made and looked at: packed sequences, overlays of its own.
     """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
     if kwargs.get("allow_is_causal_skip") is True:
         return ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"](*args, **kwargs)
     whole = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

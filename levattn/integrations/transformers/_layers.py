@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from levattn.integrations.transformers._calls import given_to, numbers_among, parameters_of
-from levattn.integrations.transformers._changes import PART, Changes, tried
+from levattn.integrations.transformers._changes import PART, Changes, check_pretrained, tried
 from levattn.integrations.transformers._interface import EXTENSION, NAME, Probe, check_reached
 
 __all__ = ["RECORD", "Record", "attention_modules", "check_model", "chosen_among", "probed"]
@@ -35,8 +34,7 @@ class Record(Changes):
 
 
 def check_model(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model is of type {type(model).__name__}; expected a transformers.PreTrainedModel")
+    check_pretrained(model)
     if hasattr(model, RECORD):
         raise ValueError("model is extended already; expected a base model. Call remove(model) first")
     if any(hasattr(module, PART) for module in model.modules()):

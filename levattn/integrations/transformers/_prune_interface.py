@@ -8,9 +8,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from levattn.integrations.transformers._calls import cache_among, given_to, layer_of, refuse, seen_by
 from levattn.integrations.transformers._changes import PART, Changes
@@ -88,6 +85,9 @@ def register() -> None:
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, attn_implementation="levattn", **sizes))
     >>> report = prune(model, budget=16)
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     AttentionInterface.register(STREAM, _attention)
@@ -212,6 +212,8 @@ def _group(
     """Return the output (B, H, m, D) of one group of heads, its weights if they are asked for, and states to keep."""
     group = part.groups[number]
     if group.dense:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         Y, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, arrays.q, arrays.k, arrays.v, mask, dropout=0.0, scaling=arrays.scale, is_causal=is_causal
         )

@@ -9,10 +9,9 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
 from levattn.integrations.transformers._calls import given_to, layer_of, numbers_among, parameters_of, takes_cache
-from levattn.integrations.transformers._changes import PART, tried
+from levattn.integrations.transformers._changes import PART, check_pretrained, tried
 from levattn.integrations.transformers._interface import NAME as MACCHIATO
 from levattn.integrations.transformers._prune_heads import Group
 from levattn.integrations.transformers._prune_interface import NAME, Call, Probe, Pruning
@@ -47,8 +46,7 @@ class Layer:
 
 def check_model(model: Any) -> None:
     """Raise for what is no model, is changed already, or hands positions on in a way that is not seen."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model is of type {type(model).__name__}; expected a transformers.PreTrainedModel")
+    check_pretrained(model)
     name = type(model).__name__
     for module in model.modules():
         if hasattr(module, PART):
@@ -122,6 +120,8 @@ def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> di
 @contextmanager
 def _probing(model: Any, reached: list[Any], ran: list[Any], crossed: list[Any]) -> Iterator[dict[int, Probe]]:
     """Let all attention modules of a model tell when they run, when they reach our attention, and what it is given."""
+    from transformers import PretrainedConfig, PreTrainedModel
+
     changes = Pruning()
     probes: dict[int, Probe] = {}
 
