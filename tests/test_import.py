@@ -73,7 +73,8 @@ def test_tensors_do_not_wake_the_compiler_of_torch() -> None:
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_adapters_wait_for_models_of_transformers() -> None:
     """Their base classes take two seconds to import, and whoever has a model has imported them."""
-    found = run("import sys, levattn.integrations.transformers; assert 'transformers.modeling_utils' not in sys.modules")
+    work = "import sys, levattn.integrations.transformers; assert 'transformers.modeling_utils' not in sys.modules"
+    found = run(work)
     assert found.returncode == 0, found.stderr
 
 
