@@ -27,7 +27,8 @@ def mixture(x: SlotMixture) -> tuple[Any, Any]:
     if not Y.size:
         return Y, rest
     size = kind.itemsize
-    held = x.summaries or Summaries(*(np.zeros((b, 0, *rows), kind) for rows in ((), (d,), (D,), (), ())))
+    # what streams hold is in float64, and a stream that holds none yet compiles nothing of its own
+    held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
     R = held.weight.shape[1]
     key_panels = np.empty((b, _panels(s, size) + _panels(R, size), d, _width(size)), kind)
     slots = key_panels.shape[1] * key_panels.shape[3]
