@@ -63,9 +63,9 @@ adapter-transformers := levattn/integrations/transformers
 adapter-kvpress := levattn/integrations/kvpress.py
 adapter-timm := levattn/integrations/timm.py
 # Examples with BERT, which goes past the attention interface there
-passes-transformers := $(foreach name,_calibrate.py::levattn.integrations.transformers._calibrate.calibrate \
-    _inspect.py::levattn.integrations.transformers._inspect.Inspection \
-    _inspect.py::levattn.integrations.transformers._inspect.inspect_model,--deselect $(adapter-transformers)/$(name))
+passes-transformers := $(foreach name,calibration/calibrate.py::levattn.integrations.transformers.calibration.calibrate.calibrate \
+    inspection.py::levattn.integrations.transformers.inspection.Inspection \
+    inspection.py::levattn.integrations.transformers.inspection.inspect_model,--deselect $(adapter-transformers)/$(name))
 warnings-kvpress := -W ignore::DeprecationWarning # of what it imports
 
 # What builds and checks the archives that are published.
@@ -96,7 +96,7 @@ test-all: .venv-test/.ready
 
 cuda: .venv-test/.ready
 	CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(SHARED) \
-	    -m "cuda and not thorough" $(wildcard tests/test_cuda*.py) tests/test_emulator.py
+	    -m "cuda and not thorough" tests/cuda
 
 adversary: .venv-test/.ready
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m tests.adversary --share 3 --seconds $(ADVERSARY)
@@ -126,7 +126,7 @@ kernels: .venv-test/.ready
 minimum: .venv-minimum/.ready
 	.venv-minimum/bin/python -m pip --disable-pip-version-check list
 	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/.venv-minimum/compiled .venv-minimum/bin/python -m pytest \
-	    --numprocesses $(PROCESSES) --dist loadfile -k "$(MINIMUM_PICK)" $(MINIMUM_TESTS:%=tests/%.py)
+	    --numprocesses $(PROCESSES) --dist loadfile -k "$(MINIMUM_PICK)" $(foreach test,$(MINIMUM_TESTS),$(wildcard tests/*/$(test).py))
 
 lint: .venv-lint/.ready
 	$(call lint-with,.venv-lint/bin)
@@ -138,7 +138,7 @@ bench: .venv-bench/.ready
 peers: $(PEERS:%=peer-%)
 
 $(PEERS:%=peer-%): peer-%: .venv-peer-%/.ready
-	.venv-peer-$*/bin/python -m pytest $(warnings-$*) $(passes-$*) $(patsubst %,tests/%.py,$(tests-$*)) $(adapter-$*)
+	.venv-peer-$*/bin/python -m pytest $(warnings-$*) $(passes-$*) $(foreach test,$(tests-$*),$(wildcard tests/*/$(test).py)) $(adapter-$*)
 
 $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 	@$(PYTHON) -m venv --clear .venv-peer-$*

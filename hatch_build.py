@@ -74,7 +74,7 @@ for dtype in ("float32", "float64"):
         exec(line)
 found = {}
 for name, module in list(sys.modules.items()):
-    if name.startswith("levattn._kernels._cpu"):
+    if name.startswith("levattn._kernels."):
         for kernel in vars(module).values():
             if getattr(kernel, "signatures", None):
                 found[kernel.__module__, kernel.__name__] = list(kernel.signatures)
@@ -83,7 +83,7 @@ pickle.dump(found, open(sys.argv[1], "wb"))
 
 COMPILE = """
 import importlib, pickle, sys
-from levattn._kernels._cpu_cache import packed
+from levattn._kernels.cache import packed
 found = {}
 for (module, name), signatures in pickle.load(open(sys.argv[1], "rb")).items():
     kernel = getattr(importlib.import_module(module), name)
@@ -106,7 +106,7 @@ def run(code: str, *arguments: str, **environment: str) -> None:
 def build(levels: list[str], to: Path) -> list[Path]:
     """Make the archives, of the levels named or of all that this machine can compile for; return their paths."""
     sys.path.insert(0, str(ROOT))
-    from levattn._kernels._cpu_shipped import FEATURES, versions
+    from levattn._kernels.shipped import FEATURES, versions
 
     kind = {"AMD64": "x86", "x86_64": "x86", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     levels = levels or [level for level in FEATURES if level.startswith(kind)]

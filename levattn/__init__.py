@@ -11,20 +11,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from levattn._threads import thread_limit
-from levattn.decoding import CausalUniversalSet, HeavyKeys
-from levattn.exact import ExactSensitivities, exact_sensitivities
+from levattn._core.threads import thread_limit
 from levattn.exceptions import CacheWarning, KeyFileError, LevattnError, NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
-from levattn.groups import group_leverage, near_duplicates
-from levattn.heavy import HeavyAttention, heavy_attention
+from levattn.heavy.attention import HeavyAttention, heavy_attention
+from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
+from levattn.heavy.mass import SoftmaxMass, softmax_mass
 from levattn.io import KeySource, open_keys
-from levattn.leverage import leverage_scores
-from levattn.mass import SoftmaxMass, softmax_mass
-from levattn.online import online_leverage_scores
-from levattn.sensitivity import Sensitivities, lewis_weights, sensitivities
-from levattn.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
-from levattn.universal import UniversalSet, universal_set
+from levattn.sensitivity.certified import Sensitivities, lewis_weights, sensitivities
+from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
+from levattn.sensitivity.groups import group_leverage, near_duplicates
+from levattn.sensitivity.leverage import leverage_scores
+from levattn.sensitivity.online import online_leverage_scores
+from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
+from levattn.sets.universal import UniversalSet, universal_set
 
 if TYPE_CHECKING:
     from levattn import datasets

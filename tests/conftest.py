@@ -37,8 +37,8 @@ NEEDS = {"levattn/distributed/torch.py": "torch"}
 NEEDED_BY = {
     "torch": (
         "levattn/nn",
-        "levattn/attention/_torch.py",
-        "levattn/attention/_torch_tokens.py",
+        "levattn/attention/latent/torch.py",
+        "levattn/attention/tokens/torch.py",
         "levattn/integrations/transformers",
         "levattn/integrations/timm.py",
     ),

@@ -153,7 +153,7 @@ def check_compiled(expected: bool) -> None:
     there = any(file.as_posix().startswith(COMPILED) for file in files)
     check(there == expected, f"it has {'' if there else 'no '}compiled kernels")
     if there:
-        modules = [module for name, module in sys.modules.items() if name.startswith("levattn._kernels._cpu")]
+        modules = [module for name, module in sys.modules.items() if name.startswith("levattn._kernels.")]
         kernels = [value for module in modules for value in vars(module).values() if hasattr(value, "stats")]
         missed = sorted({kernel.__name__ for kernel in kernels if sum(kernel.stats.cache_misses.values())})
         check(kernels and not missed, f"these kernels were compiled, although others came with it: {missed}")

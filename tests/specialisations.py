@@ -19,7 +19,7 @@ def here() -> set[str]:
     """The specialisations of this process, as a kernel and the types of its arguments."""
     found = set()
     for name, module in list(sys.modules.items()):
-        if name.startswith("levattn._kernels._cpu"):
+        if name.startswith("levattn._kernels."):
             for kernel in vars(module).values():
                 for signature in getattr(kernel, "signatures", ()) or ():
                     found.add(f"{kernel.__module__}.{kernel.__name__}{signature}")

@@ -44,7 +44,7 @@ def candidates(cp: Any, torch: Any, heads: int, n: int, d: int, size: int) -> di
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from levattn._kernels import _cuda_select
+    from levattn._kernels.select import cuda as _cuda_select
 
     Q, K, V = (torch.randn((heads, n, d), device="cuda", dtype=torch.bfloat16) for _ in range(3))
 

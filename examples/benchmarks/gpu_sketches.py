@@ -31,7 +31,7 @@ IN_ORDER, AS_THEY_COME = "in order", "as they come"
 
 def kernel(cp: Any, K: Any, distribution: Distribution, dtype: str, route: str) -> Callable[[], object]:
     """A sparse sketch without the checks of `Sketch.apply`."""
-    from levattn._kernels import _cuda_sketch
+    from levattn._kernels.sketch import cuda as _cuda_sketch
 
     words = K.view(np.uint16) if K.dtype.itemsize == 2 else K
     rows = Rows(words[None], K.dtype.name)

@@ -18,7 +18,7 @@ import numpy as np
 from _rivals import Array, interleaved, table
 
 import levattn
-from levattn.mass import softmax_mass
+from levattn.heavy.mass import softmax_mass
 
 SIZES = (32, 64, 128, 256)
 

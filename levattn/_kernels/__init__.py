@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from levattn._array import Csr, on_cuda, to_float64
-from levattn._kernels._mixture import Mixture
-from levattn._kernels._rows import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels._statistics import Statistics, TokenSums
-from levattn._kernels._sums import PairwiseSum
+from levattn._core.arrays import Csr, on_cuda, to_float64
+from levattn._kernels.latent.contract import Mixture
+from levattn._kernels.pairwise import PairwiseSum
+from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._kernels.tokens.contract import Statistics, TokenSums
 
 __all__ = [
     "BLOCK",
@@ -48,18 +48,18 @@ __all__ = [
 def kernels_for(rows: Rows) -> ModuleType:
     """Return the table of kernels for the array that holds the keys."""
     if isinstance(rows.keys, Csr):
-        from levattn._kernels import _csr
+        from levattn._kernels.gram import csr as _csr
 
         return _csr
     if on_cuda(rows.keys):
-        from levattn._kernels import _cuda
+        from levattn._kernels.gram import cuda as _cuda
 
         return _cuda
     if isinstance(rows.keys, np.ndarray):
-        from levattn._kernels import _cpu  # imports Numba, so only when a kernel is about to run
+        from levattn._kernels.gram import cpu as _cpu  # imports Numba, so only when a kernel is about to run
 
         return _cpu
-    from levattn._kernels import _generic
+    from levattn._kernels.gram import definition as _generic
 
     return _generic
 
@@ -67,10 +67,10 @@ def kernels_for(rows: Rows) -> ModuleType:
 def selection_for(keys: Any) -> ModuleType:
     """Return the table of what selects keys by their scores: on the device of the keys, or in main memory."""
     if on_cuda(keys):
-        from levattn._kernels import _cuda_select
+        from levattn._kernels.select import cuda as _cuda_select
 
         return _cuda_select
-    from levattn._kernels import _select
+    from levattn._kernels.select import cpu as _select
 
     return _select
 
@@ -85,14 +85,14 @@ def latent_kernels_for(array: Any) -> ModuleType:
     The definitions have no backward: in torch, gradients follow them.
     """
     if on_cuda(array):
-        from levattn._kernels import _cuda_latent
+        from levattn._kernels.latent import cuda as _cuda_latent
 
         return _cuda_latent
     if isinstance(array, np.ndarray):
-        from levattn._kernels import _latent
+        from levattn._kernels.latent import cpu as _latent
 
         return _latent
-    from levattn._kernels import _generic_latent
+    from levattn._kernels.latent import definition as _generic_latent
 
     return _generic_latent
 
@@ -108,14 +108,14 @@ def token_kernels_for(array: Any) -> ModuleType:
     torch, gradients follow them.
     """
     if on_cuda(array):
-        from levattn._kernels import _cuda_tokens
+        from levattn._kernels.tokens import cuda as _cuda_tokens
 
         return _cuda_tokens
     if isinstance(array, np.ndarray):
-        from levattn._kernels import _tokens
+        from levattn._kernels.tokens import cpu as _tokens
 
         return _tokens
-    from levattn._kernels import _generic_tokens
+    from levattn._kernels.tokens import definition as _generic_tokens
 
     return _generic_tokens
 
@@ -131,10 +131,10 @@ def slot_kernels_for(array: Any) -> ModuleType:
     (b, n, d), and their products with a query, (b, n). In torch, gradients follow the definitions.
     """
     if isinstance(array, np.ndarray):
-        from levattn._kernels import _pruned
+        from levattn._kernels.pruned import cpu as _pruned
 
         return _pruned
-    from levattn._kernels import _generic_slots
+    from levattn._kernels.pruned import definition as _generic_slots
 
     return _generic_slots
 
@@ -145,10 +145,10 @@ def query_norms(Q: Any, N: Float64) -> tuple[Any, Any]:
     Queries on a CUDA device have them there.
     """
     if on_cuda(Q):
-        from levattn._kernels import _cuda_heavy
+        from levattn._kernels.heavy import cuda as _cuda_heavy
 
         return _cuda_heavy.query_norms(Q, N)
-    from levattn._kernels import _cpu
+    from levattn._kernels.gram import cpu as _cpu
 
     return _cpu.query_norms(Q, N)
 
@@ -156,7 +156,7 @@ def query_norms(Q: Any, N: Float64) -> tuple[Any, Any]:
 def wide_rows(rows: Any, format: str, beside: Any) -> Any:
     """Return the rows of a batch of one in float64: on a CUDA device if they and `beside` are there."""
     if on_cuda(rows) and on_cuda(beside):
-        from levattn._kernels import _cuda_heavy
+        from levattn._kernels.heavy import cuda as _cuda_heavy
 
         return _cuda_heavy.wide_rows(rows, format)
     return to_float64(rows, format)[0]
@@ -169,10 +169,10 @@ def heavy_entries(Q: Any, keys: Any, indices: Any, normalizers: Any, epsilon: fl
     are float64 and int64 arrays, in main memory or on one CUDA device.
     """
     if on_cuda(Q):
-        from levattn._kernels import _cuda_heavy
+        from levattn._kernels.heavy import cuda as _cuda_heavy
 
         return _cuda_heavy.heavy_entries(Q, keys, indices, normalizers, epsilon)
-    from levattn._kernels import _cpu
+    from levattn._kernels.gram import cpu as _cpu
 
     return _cpu.heavy_entries(Q, keys, indices, normalizers, epsilon)
 
@@ -185,24 +185,24 @@ def inverse_cholesky(G: Any, shift: float = 0.0) -> tuple[Any, Float64, Float64]
     a score. Columns of zeros are left out (their row and column of W are zero). W is on the device of G.
     """
     if on_cuda(G):
-        from levattn._kernels import _cuda
+        from levattn._kernels.gram import cuda as _cuda
 
         return _cuda.inverse_cholesky(G, shift)
-    from levattn._kernels import _cpu
+    from levattn._kernels.gram import cpu as _cpu
 
     return _cpu.inverse_cholesky(G, shift)
 
 
 def precise_products(Q: Float64, keys: Float64) -> Float64:
     """Return ``⟨q, k⟩`` of all rows q and k, each as if computed in twice the precision and rounded once."""
-    from levattn._kernels import _cpu
+    from levattn._kernels.gram import cpu as _cpu
 
     return _cpu.precise_products(Q, keys)
 
 
 def precise_solutions(B: Float64, Q: Float64) -> Float64:
     """Return ``B⁻¹ q`` for every row q, for an upper-triangular B, as if in twice the precision."""
-    from levattn._kernels import _cpu
+    from levattn._kernels.gram import cpu as _cpu
 
     return _cpu.precise_solutions(B, Q)
 
@@ -216,7 +216,7 @@ def span_kernels() -> ModuleType:
     ``mark_outside(field, rows, basis, pivots, rank, units, out)`` sets `out` for the rows that the basis and the unit
     vectors do not span; ``mark_zeros(field, Q, K, rows, columns, out)`` sets `out` at pairs of orthogonal rows.
     """
-    from levattn._kernels import _cpu_span
+    from levattn._kernels.factor import span as _cpu_span
 
     return _cpu_span
 
@@ -227,6 +227,6 @@ def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetr
     Together they hold the sum to about 2⁻⁹⁶ of ``Σ |A|ᵀ|X|``. If `symmetric`, the sum is taken to be, and half of
     the work is saved.
     """
-    from levattn._kernels import _cpu
+    from levattn._kernels.gram import cpu as _cpu
 
     return _cpu.twofold_product(pairs, d, symmetric=symmetric)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from levattn.attention._certificate import PrunedCertificate
-from levattn.attention._features import causal_conv, rg_lru
-from levattn.attention._latte import latte
-from levattn.attention._macchiato import MacchiatoState, macchiato
-from levattn.attention._pruned import pruned_attention
-from levattn.attention._pruned_state import PrunedState
-from levattn.attention._repeated import repeated_mass
-from levattn.attention._slots import Slots
-from levattn.attention._tssa import memberships, tssa
-from levattn.attention._vapor import rotate_values
-from levattn.attention._window import window_attention
+from levattn.attention.latent.features import causal_conv, rg_lru
+from levattn.attention.latent.latte import latte
+from levattn.attention.latent.macchiato import MacchiatoState, macchiato
+from levattn.attention.latent.repeated import repeated_mass
+from levattn.attention.latent.vapor import rotate_values
+from levattn.attention.latent.window import window_attention
+from levattn.attention.pruned.certificate import PrunedCertificate
+from levattn.attention.pruned.pruned import pruned_attention
+from levattn.attention.pruned.slots import Slots
+from levattn.attention.pruned.state import PrunedState
+from levattn.attention.tokens.tssa import memberships, tssa
 
 __all__ = [
     "MacchiatoState",

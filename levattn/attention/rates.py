@@ -25,9 +25,9 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._array import to_numpy
-from levattn.attention._common import Prepared, check_sizes, dense, prepare, reshaped
-from levattn.attention._space import device_of, namespace_of, without_gradient
+from levattn._core.arrays import to_numpy
+from levattn.attention.common.arguments import Prepared, check_sizes, dense, prepare, reshaped
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import levattn
 from levattn.cli.output import VACUOUS, check_folder, check_target, fail, new_console, new_table, print_json
 from levattn.io import replace_file
-from levattn.io._common import printable
+from levattn.io.common import printable
 
 __all__ = ["DEMO_EPSILON", "run"]
 

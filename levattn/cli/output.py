@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import levattn
-from levattn.io._common import printable
+from levattn.io.common import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,13 +18,13 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from levattn._tail import in_main_memory
-from levattn._threads import num_threads, thread_limit
+from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
-from levattn.linalg import Factor
+from levattn.linalg.factor import Factor
+from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
-from levattn.streaming import StreamedSet, StreamingUniversalSet
+from levattn.states.block_buffer import in_main_memory
 
 __all__ = ["from_keys", "leverage_scores", "softmax_state", "universal_set", "universal_set_of_files"]
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._array import as_mask, as_matrices, to_float64
-from levattn._bytes import pack, unpack
+from levattn._core.arrays import as_mask, as_matrices, to_float64
+from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
-from levattn._stream import HeldKeys
+from levattn.sets.candidates import HeldKeys
+from levattn.sets.streaming import _VERSION as _STATE_VERSION
+from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.states import SoftmaxState
-from levattn.streaming import _VERSION as _STATE_VERSION
-from levattn.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 
 __all__ = ["Traffic", "softmax_state", "universal_set"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._tail import in_main_memory
-from levattn.linalg import Factor, dense
-from levattn.streaming import StreamedSet, StreamingUniversalSet
+from levattn.linalg.factor import Factor, dense
+from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
+from levattn.states.block_buffer import in_main_memory
 
 try:
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin

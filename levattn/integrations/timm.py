@@ -19,7 +19,7 @@ except ImportError as error:
     raise ImportError('this needs torch and timm>=1.0.20: pip install "levattn[timm]"') from error
 
 from levattn.attention import pruned_attention
-from levattn.nn._levattention import Prunable, attend_to_all
+from levattn.nn.levattention import Prunable, attend_to_all
 
 __all__ = ["LevAttention", "Pruning", "kept_patches", "prune"]
 

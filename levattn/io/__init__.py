@@ -6,7 +6,7 @@ iterated, read or loaded. Nothing here ever unpickles, or runs anything that a f
 
 from __future__ import annotations
 
-from levattn.io._source import KeySource, open_keys
-from levattn.io._write import replace_file
+from levattn.io.source import KeySource, open_keys
+from levattn.io.write import replace_file
 
 __all__ = ["KeySource", "open_keys", "replace_file"]

@@ -7,11 +7,11 @@ try:
 except ImportError as error:
     raise ImportError('levattn.nn needs torch: pip install "levattn[torch]"') from error
 
-from levattn.nn._latte import Latte, LatteCache
-from levattn.nn._levattention import LevAttention, LevAttentionCache, set_dense
-from levattn.nn._macchiato import Macchiato, MacchiatoCache
-from levattn.nn._memory import RGLRU, CausalConv
-from levattn.nn._tokens import TokenStatistics, TokenStatisticsCache
+from levattn.nn.latte import Latte, LatteCache
+from levattn.nn.levattention import LevAttention, LevAttentionCache, set_dense
+from levattn.nn.macchiato import Macchiato, MacchiatoCache
+from levattn.nn.memory import RGLRU, CausalConv
+from levattn.nn.tokens import TokenStatistics, TokenStatisticsCache
 
 __all__ = [
     "RGLRU",

@@ -8,15 +8,15 @@ dark backgrounds.
 
 from __future__ import annotations
 
-from levattn.plots._captured import CapturedMassDisplay
-from levattn.plots._common import figure_bytes as figure_bytes
-from levattn.plots._common import new_figure as new_figure
-from levattn.plots._heavy_map import HeavyMapDisplay
-from levattn.plots._layer_head import LayerHeadDisplay
-from levattn.plots._online import OnlineScoresDisplay
-from levattn.plots._patches import KeptPatchesDisplay
-from levattn.plots._spectrum import LeverageSpectrumDisplay
-from levattn.plots._tokens import TokenStripDisplay
+from levattn.plots.captured import CapturedMassDisplay
+from levattn.plots.common import figure_bytes as figure_bytes
+from levattn.plots.common import new_figure as new_figure
+from levattn.plots.heavy_map import HeavyMapDisplay
+from levattn.plots.layer_head import LayerHeadDisplay
+from levattn.plots.online import OnlineScoresDisplay
+from levattn.plots.patches import KeptPatchesDisplay
+from levattn.plots.spectrum import LeverageSpectrumDisplay
+from levattn.plots.tokens import TokenStripDisplay
 
 __all__ = [
     "CapturedMassDisplay",

@@ -5,9 +5,9 @@ the matrix S, of which any part can be had, and which is applied to rows whose n
 the sum of the sketches of its parts, in whatever chunks and order they come; `SketchedRows` is that sum as a state.
 """
 
-from levattn.sketch._families import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL
-from levattn.sketch._operator import Sketch, SketchedRows
-from levattn.sketch._sizes import countsketch_size, gaussian_size, jl_size, osnap_size, sign_size, srht_size
+from levattn.sketch.families import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL
+from levattn.sketch.operator import Sketch, SketchedRows
+from levattn.sketch.sizes import countsketch_size, gaussian_size, jl_size, osnap_size, sign_size, srht_size
 
 __all__ = [
     "OSNAP",

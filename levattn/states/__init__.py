@@ -5,9 +5,9 @@ Whatever runs on a state runs at once, in chunks and across machines without mat
 
 from __future__ import annotations
 
-from levattn.states._factors import factor_of, factor_of_sum
-from levattn.states._moments import Moments
-from levattn.states._softmax import SoftmaxState
-from levattn.states._tokens import TokenState
+from levattn.states.factors import factor_of, factor_of_sum
+from levattn.states.moments import Moments
+from levattn.states.softmax import SoftmaxState
+from levattn.states.tokens import TokenState
 
 __all__ = ["Moments", "SoftmaxState", "TokenState", "factor_of", "factor_of_sum"]

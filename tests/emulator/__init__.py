@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from levattn._kernels import _cuda_source
+from levattn._kernels import cuda_source as _cuda_source
 
 order = 1
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import emulator
-from levattn._kernels import _cuda_source
+from levattn._kernels import cuda_source as _cuda_source
 
 
 def true_cupy() -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import demo as demonstration
-from levattn.cli.commands._options import RESULTS, AsJson, check_epsilon
+from levattn.cli.commands.options import RESULTS, AsJson, check_epsilon
 from levattn.cli.program import Command
 
 __all__ = ["add"]

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import models
-from levattn.cli.commands._options import RESULTS, AsJson, check_epsilon, check_picture
+from levattn.cli.commands.options import RESULTS, AsJson, check_epsilon, check_picture
 from levattn.cli.models import Scores
 from levattn.cli.program import Command
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import sets
-from levattn.cli.commands._options import RESULTS, AsJson, check_epsilon, check_picture, ends_in
+from levattn.cli.commands.options import RESULTS, AsJson, check_epsilon, check_picture, ends_in
 from levattn.cli.function import ALLOWED, Function, parse_function
 from levattn.cli.program import Command
 from levattn.cli.sets import Method

@@ -8,10 +8,10 @@ that read all positions before, so that it decodes in constant memory.
 from __future__ import annotations
 
 try:
-    from levattn.integrations.transformers._calibrate import calibrate
-    from levattn.integrations.transformers._calibration import Calibration
-    from levattn.integrations.transformers._inspect import Inspection, inspect_model
-    from levattn.integrations.transformers._macchiato import (
+    from levattn.integrations.transformers.calibration.calibrate import calibrate
+    from levattn.integrations.transformers.calibration.calibration import Calibration
+    from levattn.integrations.transformers.inspection import Inspection, inspect_model
+    from levattn.integrations.transformers.latents.macchiato import (
         latent_parameters,
         latent_state_dict,
         load_latent_state_dict,
@@ -19,9 +19,9 @@ try:
         remove,
         state_size,
     )
-    from levattn.integrations.transformers._prune import prune
-    from levattn.integrations.transformers._prune_interface import register
-    from levattn.integrations.transformers._report import PruneReport
+    from levattn.integrations.transformers.pruning.interface import register
+    from levattn.integrations.transformers.pruning.prune import prune
+    from levattn.integrations.transformers.pruning.report import PruneReport
 except ImportError as error:
     raise ImportError('this needs torch and transformers>=4.56: pip install "levattn[transformers]"') from error
 

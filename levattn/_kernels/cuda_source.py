@@ -1,0 +1,173 @@
+"""CUDA kernels from source: text, compilation for the device at hand, typed kernels, and their launch.
+
+The sources, which lie beside the modules that launch them, are templates in plain C++17 that need no header of the
+CUDA toolkit. What is compiled of them, and for which types, is the table `KERNELS`; nothing else can be asked for, so
+that what the tests compile is what can run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "KERNELS",
+    "NOTHING",
+    "OPTIONS",
+    "TYPES",
+    "WORDS",
+    "expression",
+    "launch",
+    "namespace",
+    "path_of",
+    "shared_limit",
+    "text",
+]
+
+FOLDER = Path(__file__).parent
+
+# Nothing is contracted that does not say fma: the same bits on every architecture, and in the tests on the host
+OPTIONS = ("--std=c++17", "--fmad=false")
+
+_PLAIN_SHARED = 32 * 1024  # bytes of shared memory, beside those in its source, that a kernel may take without asking
+
+TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16": "Bfloat"}  # of stored numbers
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}  # of so many bytes
+NOTHING = np.intp(0)  # stands for an array that is not there
+
+_KEYS = tuple(TYPES.values())
+_REALS = ("float", "double")
+_LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
+_TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
+_UNITS = (("float", "1"), ("float", "4"), ("double", "1"), ("double", "2"))  # channels of a thread
+_BACK_UNITS = tuple(product(_REALS, ("1", "2")))
+_MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
+
+# source -> kernel -> the types that it is compiled for; () for a kernel that is no template
+KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
+    "moments": {"moment_blocks": tuple(product(_KEYS, _REALS)), "add_blocks": ((),)},
+    "products": {
+        "square_rows": tuple(product(_KEYS, _REALS, _REALS)),
+        "turn_rows": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
+    },
+    "tensor": {
+        "tensor_moments": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
+        "tensor_squares": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
+        "split_factors": (("64",), ("128",)),
+    },
+    "scan": {
+        "scan_columns": tuple((key, what) for key in _KEYS for what in ("false", "true")),
+        "find_nonfinite": tuple((key,) for key in _KEYS),
+        "read_rows": tuple(product(_KEYS, _REALS)),
+    },
+    "dense": {"invert_cholesky": ((),)},
+    "sketch": {
+        **dict.fromkeys(("count_digits", "move_rows", "find_starts"), ((),)),
+        **dict.fromkeys(("add_parts", "draw_dense"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(
+            ("sum_runs", "scatter_rows", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))
+        ),
+    },
+    "select": {
+        "count_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
+        "fill_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
+        "count_digits": tuple((real,) for real in _REALS),
+        "choose_digit": tuple((real,) for real in _REALS),
+        "gather_rows": tuple((word,) for word in WORDS.values()),
+    },
+    "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
+    "latent": {
+        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("sum_runs", "write_rows"), _TILES),
+        "join_states": ((),),
+    },
+    "latent_back": {
+        **dict.fromkeys(("finish_rows", "raise_logits"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("trace_runs", "sum_flows", "write_flows"), _TILES),
+    },
+    "decay": {"scan_decayed": tuple((real,) for real in _REALS)},
+    "tokens": {
+        **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens"), _UNITS),
+        "scan_tokens": tuple((real,) for real in _REALS),
+    },
+    "tokens_back": dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
+}
+
+
+def namespace() -> Any:
+    """Return the module that makes arrays on the device."""
+    return _module()
+
+
+def _module() -> Any:  # the tests put another in its place
+    import cupy
+
+    return cupy
+
+
+def path_of(file: str) -> Path:
+    """Return where a source or a header lies; no two have the same name."""
+    return next(FOLDER.rglob(file))
+
+
+def text(source: str) -> str:
+    """Return the text of a source with its includes in place."""
+
+    def included(match: re.Match[str]) -> str:
+        return path_of(match[1]).read_text()
+
+    code = path_of(f"{source}.cu").read_text()
+    return re.sub(r'^#include "(\w+\.cuh)"$', included, code, flags=re.MULTILINE)
+
+
+def expression(name: str, types: Sequence[str]) -> str:
+    """Return the C++ name of a kernel."""
+    return f"{name}<{', '.join(types)}>" if types else name
+
+
+def launch(
+    source: str,
+    name: str,
+    types: Sequence[str],
+    grid: tuple[int, ...],
+    block: int,
+    arguments: Sequence[Any],
+    shared: int = 0,
+) -> None:
+    """Run a kernel on the current stream, unless the grid is empty.
+
+    Arguments are arrays of the device, numpy scalars of the parameters' types, and `NOTHING`.
+    """
+    if 0 in grid:
+        return
+    xp = namespace()
+    kernel = _compiled(source, name, tuple(types), xp.cuda.runtime.getDevice())
+    if shared > _PLAIN_SHARED:
+        kernel.max_dynamic_shared_size_bytes = shared
+    kernel(tuple(map(int, grid)), (block,), tuple(arguments), shared_mem=shared)
+
+
+def shared_limit() -> int:
+    """Return how many bytes of shared memory a block of threads may have on the current device."""
+    return _shared_limit(namespace().cuda.runtime.getDevice())
+
+
+@cache
+def _shared_limit(device: int) -> int:
+    runtime = namespace().cuda.runtime
+    return int(runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device))
+
+
+@cache
+def _compiled(source: str, name: str, types: tuple[str, ...], _device: int) -> Any:
+    if types not in KERNELS[source][name]:
+        raise LookupError(f"{expression(name, types)} of {source}.cu is not among those that are compiled")
+    xp = namespace()
+    code = xp.RawModule(code=text(source), options=OPTIONS, name_expressions=(expression(name, types),))
+    return code.get_function(expression(name, types))

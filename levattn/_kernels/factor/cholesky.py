@@ -1,0 +1,141 @@
+"""Small dense algebra beside the kernels: BLAS would leave threads spinning where a kernel runs next."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels.jit import VECTOR_BYTES, helper, jit
+from levattn._kernels.llvm import address, as_pointer, combine, larger, smaller, subtract_rows
+from levattn._kernels.scratch import clear, empty, zeros
+
+__all__ = ["cholesky_tasks"]
+
+_STEP = 8  # inner loops begin and end at multiples of this, so that they are whole vectors
+_LANES = VECTOR_BYTES // 8
+
+
+@helper
+def _factor(at, d, width, c, factor):
+    """Replace the upper triangle of R (d, width) by its Cholesky factor and return the smallest pivot.
+
+    `at` is the address of R, and `factor` room for one number. Columns whose `c` is not positive are left out. The
+    lower triangle holds finite numbers of no meaning.
+    """
+    R = as_pointer(at, 0.0)
+    smallest = np.inf
+    for block in range(0, d, 4):  # four rows at a time, so that the long inner loops load and store less
+        end = smaller(block + 4, d)
+        for k in range(block, end):
+            top = k * width
+            if not c[k] > 0:
+                R[top + k] = 1.0
+                continue
+            pivot = R[top + k]
+            smallest = smaller(smallest, pivot)
+            if not pivot > 0:
+                return smallest
+            factor[0] = 1.0 / np.sqrt(pivot)
+            _scale(at, top, k, width, factor)
+            for i in range(k + 1, end):
+                factor[0] = R[top + i]
+                _subtract_one(at, top, i, width, factor, i * width)
+        top = block * width
+        for i in range(end, d):  # unless these four are the last
+            f = top + i
+            _subtract_four(at, top, i, width, R[f], R[f + width], R[f + 2 * width], R[f + 3 * width], i * width)
+    return smallest
+
+
+@helper
+def _scale(at, row, first, width, factor):
+    """Multiply a row from column `first` on; matrices are addresses, and rows their first numbers."""
+    left = first // _STEP * _STEP
+    place = at + 8 * (row + left)
+    combine(factor, place, address(factor), width - left, place, 2)
+
+
+@helper
+def _subtract_one(source, row, first, width, factor, into):
+    """Subtract a row, times a factor, from column `first` on, from another of the same matrix."""
+    left = first // _STEP * _STEP
+    combine(factor, source + 8 * (row + left), address(factor), width - left, source + 8 * (into + left), 3)
+
+
+@helper
+def _subtract_four(source, row, first, width, a, b, c, e, into):
+    """Subtract four rows, times a, b, c and e, likewise."""
+    left = first // _STEP * _STEP
+    vectors = (width - left) // _LANES
+    subtract_rows(source + 8 * (into + left), source + 8 * (row + left), width, a, b, c, e, vectors)
+
+
+@helper
+def _invert(at, d, width, c, to, sums, factor):
+    """Write the inverse of the upper triangle of R, at `at`, to `to` and return the product of its 1- and ∞-norms.
+
+    It is zero before.
+    """
+    R, inverse = as_pointer(at, 0.0), as_pointer(to, 0.0)
+    tallest = 0.0
+    for i in range(d - 1, -1, -1):
+        if not c[i] > 0:
+            continue
+        row = i * width
+        k = i + 1
+        while k + 4 <= d:
+            f = row + k
+            _subtract_four(to, k * width, k, width, R[f], R[f + 1], R[f + 2], R[f + 3], row)
+            k += 4
+        while k < d:
+            factor[0] = R[row + k]
+            _subtract_one(to, k * width, k, width, factor, row)
+            k += 1
+        inverse[row + i] = 1.0
+        factor[0] = 1.0 / R[row + i]
+        _scale(to, row, i, width, factor)
+        total = 0.0
+        for j in range(i, d):
+            size = abs(inverse[row + j])
+            total += size
+            sums[j] += size
+        tallest = larger(tallest, total)
+    widest = 0.0
+    for j in range(d):
+        widest = larger(widest, sums[j])
+    return tallest * widest
+
+
+@jit
+def cholesky_tasks(G, shift, first, last, W, pivot, reach):
+    """Factor ``G[first:last]`` (float64, symmetric) after scaling each diagonal to one.
+
+    W becomes the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``, times D⁻¹ from the
+    left, so that ``Wᵀ(G + shift D²)W = I``. `pivot` is the smallest pivot met (not positive: the item failed and
+    its W is void); `reach` is the product of the 1- and ∞-norms of R⁻¹, a bound on its squared spectral norm, which
+    carries the relative error of G to that of a score. Columns of zeros are left out: their row and column of W
+    are zero.
+    """
+    d = G.shape[1]
+    width = (d + _STEP - 1) // _STEP * _STEP
+    R, inverse = zeros(0.0, (d, width)), empty(0.0, (d, width))
+    c, scale, sums, factor = empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (1,))
+    for s in range(first, last):
+        for i in range(d):
+            c[i] = np.sqrt(G[s, i, i])
+            scale[i] = 1.0 / c[i] if c[i] > 0 else 0.0
+        at, step = address(R), 8 * width
+        source = address(G) + s * G.strides[0]
+        for i in range(d):
+            combine(R, source + i * 8 * d, address(scale) + i * 8, d, at + i * step, 2)
+            combine(R, at + i * step, address(scale), d, at + i * step, 1)
+            R[i, i] = 1.0 + shift  # the square of a rounded root may miss it
+        pivot[s] = _factor(at, d, width, c, factor)
+        reach[s] = np.inf
+        if pivot[s] > 0:
+            clear(inverse, 0, d * width)
+            clear(sums, 0, d)
+            to = address(inverse)
+            reach[s] = _invert(at, d, width, c, to, sums, factor)
+            target = address(W) + s * W.strides[0]
+            for i in range(d):
+                combine(R, to + i * step, address(scale) + i * 8, d, target + i * 8 * d, 2)

@@ -1,0 +1,71 @@
+"""Factors of small matrices on a CUDA device: by a block of threads each, or if they are wide in blocks of columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import to_numpy
+from levattn._kernels.cuda_source import NOTHING, launch, namespace, shared_limit
+from levattn._kernels.rows.contract import Float64
+from levattn._kernels.rows.cuda import on_device
+
+__all__ = ["inverse_cholesky"]
+
+_THREADS = 512
+_STATIC = 8 * _THREADS  # bytes of shared memory that the kernel has besides
+_WIDE = 256  # columns from which products of blocks, which cuBLAS computes, are most of the work
+_BLOCK = 128  # of these columns
+
+
+def inverse_cholesky(G: Any, shift: float = 0.0) -> tuple[Any, Float64, Float64]:
+    """Return W on the device, and pivots and reaches; the contract of `levattn._kernels.inverse_cholesky`."""
+    xp = namespace()
+    W, pivot, reach = (_whole if G.shape[1] < _WIDE else _in_blocks)(on_device(G), shift)
+    figures = to_numpy(xp.concatenate([pivot[None], reach[None]]))
+    return W, figures[0], figures[1]
+
+
+def _whole(G: Any, shift: float) -> tuple[Any, Any, Any]:
+    xp = namespace()
+    b, d, _ = G.shape
+    W, pivot, reach = xp.zeros((b, d, d)), xp.empty(b), xp.empty(b)
+    shared = 8 * (d * (d | 1) + 2 * d)
+    fits = shared <= shared_limit() - _STATIC
+    room = NOTHING if fits else xp.empty((b, d, d | 1))
+    tail = [np.int32(d), np.float64(shift), room, W, pivot, reach]
+    launch("dense", "invert_cholesky", (), (b,), _THREADS, [G, *tail], shared if fits else 16 * d)
+    return W, pivot, reach
+
+
+def _in_blocks(G: Any, shift: float) -> tuple[Any, Any, Any]:
+    """Factor the upper triangle block by block, and invert the factor in the same way, with products of blocks.
+
+    The pivot returned has the sign of the smallest, which is all that is asked of it.
+    """
+    xp = namespace()
+    b, d, _ = G.shape
+    size = xp.sqrt(xp.maximum(G.diagonal(axis1=1, axis2=2), 0.0))
+    live = size > 0
+    scale = xp.where(live, 1 / xp.where(live, size, 1.0), 0.0)
+    A = G * scale[:, :, None] * scale[:, None, :]
+    A.reshape(b, d * d)[:, :: d + 1] = xp.where(live, 1.0 + shift, 0.0)
+    W = xp.zeros((b, d, d))
+    pivot = xp.full(b, np.inf)
+    spans = [slice(low, min(low + _BLOCK, d)) for low in range(0, d, _BLOCK)]
+    for k, at in enumerate(spans):
+        rest = slice(at.stop, d)
+        left = A[:, at, at].diagonal(axis1=1, axis2=2)  # what was not above zero before, or is not any more
+        least = xp.where(live[:, at], left, np.inf).min(axis=1)
+        inner, found, _ = _whole(on_device(A[:, at, at]), 0.0)
+        pivot = xp.minimum(xp.minimum(pivot, least), found)
+        W[:, at, at] = inner
+        A[:, at, rest] = xp.matmul(inner.transpose(0, 2, 1), A[:, at, rest])  # rows of the factor R
+        A[:, rest, rest] -= xp.matmul(A[:, at, rest].transpose(0, 2, 1), A[:, at, rest])
+        for above in spans[:k]:  # column block k of the inverse: -W R inner, above the diagonal
+            between = slice(above.start, at.start)
+            W[:, above, at] = -xp.matmul(xp.matmul(W[:, above, between], A[:, between, at]), inner)
+    sizes = xp.abs(W)
+    reach = sizes.sum(axis=1).max(axis=1) * sizes.sum(axis=2).max(axis=1)
+    return W * scale[:, :, None], pivot, xp.where(pivot > 0, reach, np.inf)

@@ -1,0 +1,85 @@
+"""Second moments and squared norms on the tensor cores of a CUDA device: launches of tensor.cu.
+
+They take the place of the plain kernels for products in single precision and up to 128 columns. Which one runs
+follows from the format and the shape alone, so that the bits depend on neither the layout of the keys nor what else
+is in their batch; where keys do not lie as they are copied fastest, the same kernels read them one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels.cuda_source import NOTHING, launch, namespace
+from levattn._kernels.rows.contract import Pieces, Rows
+from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
+
+__all__ = ["has_tensor_products", "tensor_moments", "tensor_squares"]
+
+_MOST = 65535  # blocks of threads along the second axis of a grid
+_ROOM = 1 << 28  # bytes of split factors at a time
+_BUSY = 528  # blocks of threads that take turns over the rows; each has a copy of the factor
+
+# What tensor.cu has too
+_WIDEST = 128
+_STAGE = 32 * 128  # entries of keys
+_STAGES = {"float": 3, "Half": 6, "Bfloat": 6}
+_BYTES = {"float": 4, "Half": 2, "Bfloat": 2}
+_SIDE = 32
+_SCORE_WARPS = {"float": 8, "Half": 6, "Bfloat": 6}
+_SCORE_ROWS = {"float": 16, "Half": 32, "Bfloat": 32}  # of a warp
+_SPLIT_THREADS = 256
+
+
+def has_tensor_products(rows: Rows, width: int = 1) -> bool:
+    """Tell whether tensor cores multiply these keys with one another, and with a matrix of so many columns."""
+    return rows.format != "float64" and max(rows.shape[2], width) <= _WIDEST
+
+
+def tensor_moments(rows: Rows, arguments: list[Any], blocks: int) -> None:
+    """Launch `tensor_moments` with the arguments of `moment_blocks`."""
+    wide, raw = _wide(rows.shape[2]), _multiplied(rows)
+    tiles = wide // _SIDE * (wide // _SIDE + 1) // 2
+    threads = 32 * tiles * (_WIDEST // wide)
+    shared = _STAGES[raw] * _STAGE * _BYTES[raw]
+    if raw == "float":
+        shared += 2 * _STAGE * 2 + 4 * _WIDEST  # both parts, and the scales of columns
+    launch("tensor", "tensor_moments", (key_type(rows), raw, str(wide)), (blocks,), threads, arguments, shared)
+
+
+def tensor_squares(rows: Rows, items: Pieces, W: Any, out: Any, ceiling: float, *, triangular: bool) -> None:
+    """Write ``‖k W‖²`` of every key of the matrices `items`, for entries of W in single precision."""
+    xp = namespace()
+    _, n, d = rows.shape
+    width = W.shape[2]
+    wide, raw = _wide(max(d, width)), _multiplied(rows)
+    types = key_type(rows), raw, str(wide)
+    threads, at_once = 32 * _SCORE_WARPS[raw], _SCORE_WARPS[raw] * _SCORE_ROWS[raw]
+    matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
+    shape = [np.int32(width), np.bool_(triangular)]
+    narrow, broad = (NOTHING, out) if out.dtype == np.float64 else (out, NOTHING)
+    arguments = [*key_arguments(rows), np.int64(n), listed]
+    tail = [np.float64(ceiling), narrow, broad, np.int64(out.strides[0] // out.itemsize)]
+    step = min(_MOST, _ROOM // (4 * wide * wide))
+    for before in range(0, len(items), step):
+        slots = min(step, len(items) - before)
+        factors, scales = xp.empty((slots, wide * wide), np.uint32), xp.empty((slots, wide), np.float32)
+        given = [matrices[before : before + slots], np.int32(d), *shape]
+        launch("tensor", "split_factors", (str(wide),), (slots,), _SPLIT_THREADS, [*given, factors, scales])
+        grid = (min(-(-n // at_once), -(-_BUSY // slots)), slots)
+        here = [np.int64(before), factors, scales, *shape]
+        shared = 4 * wide * wide + 4 * wide
+        launch("tensor", "tensor_squares", types, grid, threads, [*arguments, *here, *tail], shared)
+
+
+def _wide(columns: int) -> int:
+    return 64 if columns <= 64 else _WIDEST
+
+
+def _multiplied(rows: Rows) -> str:
+    """Return the C++ type of the numbers that are multiplied: 16 bits where the keys have no more as they are read."""
+    changed = (
+        rows.shift is not None or rows.weights is not None or (rows.scale is not None and rows.format == "float16")
+    )
+    return "float" if changed else key_type(rows)

@@ -1,0 +1,111 @@
+"""Squared norms of rows times an upper-triangular matrix, without writing the products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
+from levattn._kernels.llvm import address, as_pointer, lane_sum, larger, product_tile, smaller
+from levattn._kernels.rows.compiled import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
+from levattn._kernels.scratch import clear, empty, zeros
+
+__all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "scores_at", "sqnorm_tasks", "write_sums"]
+
+SLAB = 64  # rows that stay in the nearest cache while every tile passes over them
+SCRATCH_ROWS = (SLAB + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS  # a slab in whole groups of rows
+SCORE_SLAB = SLAB // SCORE_ROWS * SCORE_ROWS
+
+
+@helper
+def pack_panels(W, X):
+    """Return the columns of W (padded with zeros) as panels of a tile's width, in the precision of X."""
+    width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
+    d, columns = W.shape[0], X.shape[1]
+    panels = zeros(X, ((columns + width - 1) // width, columns, width))
+    for p in range(panels.shape[0]):
+        low = p * width
+        high = smaller(low + width, d)
+        for i in range(high):
+            for j in range(larger(low, i), high):
+                panels[p, i, j - low] = W[i, j]
+    return panels
+
+
+@helper
+def row_squares(X, x, stride, n, panels, squares, ahead, last):
+    """Sum the squares of `n` rows at `x` (whole groups of SCORE_ROWS) times the panels into one vector a row.
+
+    Meanwhile the tiles fetch the cache lines from `ahead` up to `last`. The d columns of x are padded to vectors;
+    the last panel may be half empty, and then its first phase alone has rows of W.
+    """
+    size = X.itemsize
+    lanes = VECTOR_BYTES // size
+    count, d, width = panels.shape
+    clear(squares, 0, n * lanes)
+    for t in range(count):
+        w = address(panels) + t * d * width * size
+        whole = t * width + lanes
+        rest = smaller(lanes, d - whole)
+        for r in range(0, n, SCORE_ROWS):
+            at = x + r * stride * size
+            to = address(squares) + r * VECTOR_BYTES
+            product_tile(X, SCORE_ROWS, SCORE_VECTORS, at, stride, w, width, whole, rest, to, lanes, 1, ahead, 64)
+            ahead = smaller(ahead + 64 * (whole + rest), last)
+
+
+@helper
+def write_sums(X, squares, n, ceiling, out, item, r):
+    """Write the sums of the first `n` vectors, no larger than `ceiling`, from row `r` of one matrix on.
+
+    `out` is what `scores_at` returns.
+    """
+    for i in range(n):
+        square = smaller(lane_sum(X, address(squares) + i * VECTOR_BYTES), ceiling)
+        at = entry_address(out, 0, item, r + i)
+        if out[3] == 8:
+            as_pointer(at, 0.0)[0] = square
+        else:
+            as_pointer(at, np.float32(0))[0] = square
+
+
+def scores_at(out: Any) -> Any:
+    """Return the vector by which compiled code writes to an array (b, n) of either precision."""
+    return np.array([out.ctypes.data, *out.strides, out.itemsize], np.int64)
+
+
+@jit
+def sqnorm_tasks(view, W, X, tasks, first, last, ceiling, out):
+    """Write ``‖k W‖²`` of the keys that ``tasks[first:last]`` name (slot, item, from row, to row).
+
+    X gives the precision and the padded width. What is more than `ceiling` becomes `ceiling`. `out` is of `scores_at`.
+    """
+    size = X.itemsize
+    lanes = VECTOR_BYTES // size
+    rows = zeros(X, (SCRATCH_ROWS, X.shape[1]))
+    squares = empty(X, (SCRATCH_ROWS, lanes))
+    direct = view[DIRECT]
+    step = view[ROW_STEP]
+    slot = -1
+    panels = zeros(X, (1, 1, 1))
+    for t in range(first, last):
+        if tasks[t, 0] != slot:
+            slot = tasks[t, 0]
+            panels = pack_panels(W[slot], X)
+        item, r, stop = tasks[t, 1], tasks[t, 2], tasks[t, 3]
+        end = entry_address(view, ADDRESS, item, stop) - 64
+        while r < stop:
+            n = smaller(SCORE_SLAB, stop - r)
+            x = entry_address(view, ADDRESS, item, r)
+            stride = step // size
+            if direct and n >= SCORE_ROWS:
+                n = n // SCORE_ROWS * SCORE_ROWS
+                ahead = larger(x, smaller(x + SCORE_SLAB * step, end))
+            else:
+                load_rows(view, item, r, r + n, rows)
+                x, stride, ahead = address(rows), X.shape[1], end
+            groups = (n + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
+            row_squares(X, x, stride, groups, panels, squares, ahead, larger(ahead, end))
+            write_sums(X, squares, n, ceiling, out, item, r)
+            r += n

@@ -1,0 +1,1 @@
+"""Kernels of heavy attention: normalizers of queries, heavy entries."""

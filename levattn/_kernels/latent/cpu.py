@@ -1,0 +1,229 @@
+"""Latent attention on the CPU: cuts rows into runs, and shares these out over threads.
+
+Of sequences of several runs the sums of each run are made first; then all runs are worked on at once, each from the
+state that those before it add up to.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels.gram.cpu import _share
+from levattn._kernels.jit import VECTOR_BYTES
+from levattn._kernels.latent import compiled as _cpu_latent
+from levattn._kernels.latent.contract import Mixture, State
+from levattn._kernels.latent.decay import decayed_scan
+from levattn._kernels.rows.contract import Float64
+
+__all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
+
+_RUN = 4096  # rows of a task, at most: whatever the batch and the length, as results depend on it by rounding
+
+_Indices = npt.NDArray[np.int64]
+_Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
+
+
+def forward(x: Mixture) -> Any:
+    """Return the output (b, T, D) of latent attention; see `Mixture`."""
+    b, L, D = len(x.Q), x.Q.shape[2], x.V.shape[2]
+    out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
+    runs, states = _runs(x)
+    tasks = _tasks(b, runs)
+    views = _Views(x, Y=out)
+    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, len(states[0]) // max(b, 1), *states)
+
+    def body(first: int, last: int) -> None:
+        _cpu_latent.forward_tasks(*arguments, *views.scratch(L, D), first, last)
+
+    _share(body, len(tasks), 2 * out.size * L)
+    return out
+
+
+def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and beside; None for what there is not."""
+    (b, T, L), (_, U, D) = x.Q.shape, x.V.shape
+    dQ, dK, dV = (np.zeros((b, n, width), x.V.dtype) for n, width in ((T, L), (U, L), (U, D)))
+    gate, beside = (None, None) if x.gate is None else (np.empty((b, T), dQ.dtype), np.empty((b, T, D), dQ.dtype))
+    runs, states = _runs(x)
+    begins, ends, lead = x.offsets[:-1], x.offsets[1:], U
+    if x.causal:
+        lead = min(max(x.ahead, 0), U)
+    first_runs = np.searchsorted([low for low, *_ in runs], x.offsets)
+    if len(begins) == 1:  # positions and rows may differ in number
+        ends = np.array([U])
+    tasks = _tasks(b, list(zip(begins, ends, first_runs[:-1], first_runs[1:], strict=True)))
+    views = _Views(x, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_GATE=gate, D_BESIDE=beside)
+    each = np.array(runs, np.int64).reshape(-1, 4)
+    places = len(states[0]) // max(b, 1)
+    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, lead, tasks, each, places, *states)
+    longest = max((high - low for low, high, *_ in runs), default=0)
+
+    def body(first: int, last: int) -> None:
+        _cpu_latent.backward_tasks(*arguments, *views.scratch(L, D, longest), first, last)
+
+    _share(body, len(tasks), 6 * b * T * D * L)
+    return dQ, dK, dV, gate, beside
+
+
+def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
+    """Return the state of all positions of each sequence, in float64."""
+    cuts = _cuts(offsets)
+    parts = _summaries(Mixture(K, K, V, offsets, False, mask=mask), [(low, high) for _, low, high in cuts])
+    n = len(offsets) - 1
+    if [i for i, _, _ in cuts] == list(range(n)):
+        return parts
+    state = _nothing(len(K), n, K.shape[2], V.shape[2])
+    for place, (sequence, _, _) in enumerate(cuts):
+        _add(state, sequence, parts, place)
+    return state
+
+
+def joined(state: State, other: State) -> State:
+    """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
+    m, s, S = (np.require(part, requirements=["C", "W"]) for part in state)
+    n, t, U = (np.require(part, requirements=["C", "W"]) for part in other)
+    new = np.empty_like(m), np.empty_like(s), np.empty_like(S)
+    D = S.shape[-1]
+
+    def body(first: int, last: int) -> None:
+        rows = slice(first, last)
+        flat = (part.reshape(-1)[rows] for part in (m, s, n, t, *new[:2]))
+        deep = (part.reshape(-1, D)[rows] for part in (S, U, new[2]))
+        _cpu_latent.join_rows(*flat, *deep)
+
+    _share(body, m.size, 2 * S.size)
+    return new
+
+
+def _cuts(offsets: _Indices) -> _Cuts:
+    """Cut sequences into runs."""
+    cuts = []
+    for i, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        edges = [*range(begin, end, _RUN), end]
+        cuts += [(i, low, high) for low, high in pairwise(edges)]
+    return cuts
+
+
+def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
+    """Return the tasks of all heads, one head after the other: (head, ...)."""
+    tasks = np.empty((b, len(rows), 1 + len(rows[0]) if rows else 5), np.int64)
+    tasks[:, :, 0] = np.arange(b)[:, None]
+    if rows:
+        tasks[:, :, 1:] = rows
+    return tasks.reshape(-1, tasks.shape[2])
+
+
+class _Views:
+    """Where the arrays of a mixture lie, for compiled code: addresses, and steps in bytes. It keeps them alive."""
+
+    def __init__(self, x: Mixture, **further: Any) -> None:
+        names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
+        self.table = np.zeros((_cpu_latent.VIEWS, 3), np.int64)
+        self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
+        self._kept = []
+        for name, array in names.items():
+            if array is not None:
+                if array.ndim == 3 and array.strides[2] != array.itemsize:
+                    array = np.ascontiguousarray(array)
+                self._kept.append(array)
+                self.table[getattr(_cpu_latent, name)] = array.ctypes.data, *array.strides[:2]
+
+    def scratch(self, L: int, D: int, longest: int | None = None) -> tuple[Any, Float64]:
+        """Return the scratch of a task, more of it backwards, if given the longest run of rows."""
+        lanes = VECTOR_BYTES // self.kinds[0].itemsize
+        wide, deep = -(-L // lanes) * lanes, -(-D // lanes) * lanes
+        size = _cpu_latent.SINGLE * wide + 2 * wide * deep + _cpu_latent.ROWS * (4 * wide + 3 * deep)
+        if longest is not None:
+            size += 2 * wide * deep + (3 * longest + 1) * wide
+        return np.empty(size, self.kinds[0].dtype), np.empty(2 * wide + wide * deep)
+
+
+def _nothing(b: int, n: int, L: int, D: int) -> State:
+    return np.full((b, n, L), -np.inf), np.zeros((b, n, L)), np.zeros((b, n, L, D))
+
+
+def _add(states: State, at: int, others: State, place: int) -> None:
+    """Merge one of some states into one of others, in place."""
+    new = joined(tuple(part[:, at] for part in states), tuple(part[:, place] for part in others))
+    for held, part in zip(states, new, strict=True):
+        held[:, at] = part
+
+
+def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
+    """Return the states of cuts of the positions: m (b, cuts, L), s, S."""
+    (b, _, L), D = x.K.shape, x.V.shape[2]
+    m, s, S = _nothing(b, len(cuts), L, D)
+    tasks, views = _tasks(b, list(cuts)), _Views(x)
+    flat = m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)
+    arguments = (*views.kinds, views.table, L, D, tasks, *flat)
+
+    def body(first: int, last: int) -> None:
+        _cpu_latent.summary_tasks(*arguments, *views.scratch(L, D), first, last)
+
+    _share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
+    return m, s, S
+
+
+def _lead(x: Mixture) -> State | None:
+    """Return what all rows of a sequence read: its state, and positions before those of rows; None for nothing."""
+    positions, last = x.offsets, x.K.shape[1]
+    if x.causal:
+        last = min(max(x.ahead, 0), last)
+    if len(x.offsets) == 2:
+        positions = np.array([0, last])
+    elif x.causal:  # no position is before the first row
+        last = 0
+    if not last:
+        return x.state
+    whole = summary(x.K, x.V, x.mask, positions)
+    if x.state is not None:
+        for i in range(whole[0].shape[1]):
+            _add(whole, i, x.state, i)
+    return whole
+
+
+def _runs(x: Mixture) -> tuple[list[tuple[int, int, int, int]], State]:
+    """Cut the rows into runs (first, after the last, first position of the sequence, place of the state before it).
+
+    The states are those of all places of one head, then of the next, (b · places, ...); empty if none is needed.
+    """
+    (b, _, L), D, begins = x.Q.shape, x.V.shape[2], x.offsets.tolist()
+    lead = _lead(x)
+    cuts = _cuts(x.offsets)
+    later = [k > 0 and cuts[k - 1][0] == i for k, (i, _, _) in enumerate(cuts)]
+    if not x.causal or not any(later):
+        if lead is None:
+            lead = np.empty((0, 0, L)), np.empty((0, 0, L)), np.empty((0, 0, L, D))
+        return [(low, high, begins[i], i) for i, low, high in cuts], _representable(lead, x.V.dtype)
+    entered = [(0, 0)]
+    entered += [(max(low + x.ahead, begins[i]), max(high + x.ahead, begins[i])) for i, low, high in cuts[:-1]]
+    states = _summaries(x, [part if joins else (0, 0) for part, joins in zip(entered, later, strict=True)])
+    if lead is not None:
+        for k, (i, _, _) in enumerate(cuts):
+            if not later[k]:
+                _add(states, k, lead, i)
+    joins = np.array(later)
+    _share(lambda low, high: _cpu_latent.join_runs(*states, joins, low, high), b, states[2].size)
+    return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(states, x.V.dtype)
+
+
+def _representable(state: State, kind: Any) -> State:
+    """Return a state (b, n, ...) as (b · n, ...), with references that the dtype of the values holds exactly."""
+    m, s, S = state
+    with np.errstate(over="ignore"):
+        rounded = m.astype(kind).astype(np.float64)
+    if (rounded != m).any():
+        if np.isinf(rounded[np.isfinite(m)]).any():
+            raise ValueError(
+                f"state holds logits of up to {np.abs(m[np.isfinite(m)]).max():.3g}, which {np.dtype(kind)} does not; "
+                "expected some that it does. Give the logits or values in float64"
+            )
+        with np.errstate(invalid="ignore"):
+            factor = np.where(np.isfinite(m), np.exp(m - rounded), 1.0)
+        m, s, S = rounded, s * factor, S * factor[..., None]
+    L, D = S.shape[2:]
+    return m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)

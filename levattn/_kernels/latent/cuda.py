@@ -1,0 +1,414 @@
+"""Latent attention on a CUDA device: launches of latent.cu, latent_back.cu and decay.cu.
+
+The contracts are `latent_kernels_for`'s. Sequences are cut into runs, of which a block of threads takes one, with
+up to 128 latents and columns. Where the cuts are follows from the numbers of positions before them alone: short runs
+at first, so that few positions keep many blocks busy, and longer ones later, as each leaves a state behind. So no bit
+of a row depends on what comes after it, nor on the other sequences or heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels.cuda_source import NOTHING, launch, namespace
+from levattn._kernels.latent.contract import Mixture, State
+from levattn._kernels.rows.cuda import on_device, sum_in_pairs
+
+__all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
+
+_SHORTEST, _LONGEST = 128, 1024  # positions of a run, powers of two
+_EIGHTH = 8  # a run is this part of the positions before it, between these two
+_STRETCH = 256  # rows of a block where all see the same
+_BUSY = 528  # blocks of threads below which a block of a forward pass takes fewer columns
+_EVERYTHING = 1 << 62  # sees a row that is not causal
+
+# What latent.cuh and latent.cu have too
+_CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block
+_WIDEST = 128  # columns of a block
+_PIECE = 64  # rows of a warp's block
+_THREADS = 256
+_FOLLOWED, _ROWS, _POSITIONS = 7, 6, 5  # fields of a run
+_TYPES = {"float32": "float", "float64": "double"}
+_CHANNELS, _LINES = 32, 16
+
+Int64 = npt.NDArray[np.int64]
+
+
+def forward(x: Mixture) -> Any:
+    """Return the output (b, T, D) of latent attention; see `Mixture`."""
+    work = _Work(x)
+    if not work.T:
+        return namespace().empty((work.b, 0, work.D), work.dtype)
+    starts = work.starts() if x.causal else work.everything()
+    return work.rows(work.row_weights(), starts)
+
+
+def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the gradients of Q, K, V, gate and beside; the last two are None where there are none of these."""
+    xp, work = namespace(), _Work(x)
+    if not work.T:
+        absent = None if x.gate is None else xp.zeros(x.gate.shape, work.dtype)
+        beside = None if x.beside is None else xp.zeros(x.beside.shape, work.dtype)
+        return (*(xp.zeros(part.shape, work.dtype) for part in (x.Q, x.K, x.V)), absent, beside)
+    weights = work.row_weights()
+    return work.gradients(_strided(dY), weights, work.starts() if x.causal else work.everything())
+
+
+def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
+    """Return the state of all positions of each sequence, in float64."""
+    work = _Work(Mixture(K[:, :0, :], K, V, offsets, causal=False, mask=mask), np.diff(offsets))
+    return work.totals()
+
+
+def joined(state: State, other: State) -> State:
+    """Return two states as one, whose arrays are (..., L) and (..., L, D) in float64."""
+    xp, D = namespace(), state[2].shape[-1]
+    arguments = [on_device(part, np.float64) for part in (*state, *other)]
+    m, s, S = (xp.empty(part.shape) for part in state)
+    blocks = -(-m.size * max(D, 1) // _THREADS)
+    launch("latent", "join_states", (), (blocks,), _THREADS, [*arguments, np.int64(m.size), np.int32(D), m, s, S])
+    return m, s, S
+
+
+def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
+    """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from `first` (b, C) or 0; the contract of the definitions."""
+    xp, (b, T, C) = namespace(), x.shape
+    dtype = np.result_type(a.dtype, x.dtype)
+    out = xp.empty((b, T, C), dtype)
+    before = NOTHING if first is None or reverse else on_device(first, dtype)
+    a, x = (part.astype(dtype, copy=False) for part in (xp.broadcast_to(a, x.shape), x))
+    arguments = [*_rows(a), *_rows(x), before, np.int64(T), np.int32(C), np.bool_(reverse), out]
+    if T:
+        blocks = b * -(-C // _CHANNELS)
+        launch("decay", "scan_decayed", (_TYPES[dtype.name],), (blocks,), _CHANNELS * _LINES, arguments)
+    return out
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs in the order of their sequences, as `Run` of latent.cuh has them: (count, 8)."""
+
+    table: Int64
+    sequences: int
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def any(self, field: int) -> bool:
+        return bool(self.table[:, field].any())
+
+    def most(self, field: int) -> int:
+        return int(self.table[:, field].max(initial=0))
+
+    @cached_property
+    def arguments(self) -> list[Any]:
+        return [on_device(self.table), np.int32(len(self.table))]
+
+    @cached_property
+    def spans(self) -> Any:
+        return on_device(np.searchsorted(self.table[:, 0], np.arange(self.sequences + 1)).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class _Starts:
+    """What runs begin with: references and sums (b, slots, L), states (b, slots, L, D), or nothing."""
+
+    references: Any = NOTHING
+    sums: Any = NOTHING
+    states: Any = NOTHING
+    slots: int = 0
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [self.references, self.sums, self.states, np.int64(self.slots)]
+
+
+class _Work:
+    """One call: its sizes, its runs, and the launches that a pass is made of."""
+
+    def __init__(self, x: Mixture, lengths: Int64 | None = None) -> None:
+        self.x = x
+        self.b, self.T, self.L = x.Q.shape
+        self.U, self.D = x.V.shape[1:]
+        self.n = len(x.offsets) - 1
+        self.dtype = x.V.dtype
+        self.real = _TYPES[self.dtype.name]
+        rows = np.diff(x.offsets)
+        if lengths is None:
+            lengths = np.full(1, self.U) if self.n == 1 else rows
+        self._begins = x.offsets[:-1]
+        if x.causal:
+            self.position_runs = self.row_runs = _causal_runs(x.offsets, x.ahead)
+        else:
+            self.position_runs = _plain_runs(lengths, self._begins, _cuts(int(lengths.max(initial=0))), _POSITIONS)
+            stretches = np.arange(0, int(rows.max(initial=0)) + _STRETCH, _STRETCH)
+            self.row_runs = _plain_runs(rows, self._begins, stretches, _ROWS)
+        self.bounds = on_device(np.append(self._begins, self._begins[-1:] + lengths[-1:]))
+        self.width = next((width for width in _CLASSES[self.real] if width >= self.L), _CLASSES[self.real][-1])
+        self.slices = max(1, -(-self.L // self.width))
+        self.positions = [*_rows(x.K), *_rows(x.V), *_rows(x.mask, 2)]
+
+    # -- before rows -------------------------------------------------------------------
+
+    def starts(self) -> _Starts:
+        """Return what each run of causal attention begins with."""
+        if self.x.state is None and not self.position_runs.any(_FOLLOWED):
+            return _Starts()
+        return self._combined(self.position_runs, totals=False)[0]
+
+    def totals(self) -> State:
+        """Return the state of all positions, after that which is given."""
+        return self._combined(self.position_runs, totals=True)[1]
+
+    def everything(self) -> _Starts:
+        """Return the state of all positions as what every row begins with, a slot for each sequence."""
+        m, s, S = (part.astype(self.dtype) for part in self.totals())
+        return _Starts(m, s, S, self.n)
+
+    def _combined(self, runs: _Runs, *, totals: bool) -> tuple[_Starts, State]:
+        xp, shape = namespace(), (self.b, len(runs), self.L)
+        maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
+        if runs.any(_FOLLOWED):
+            threads, columns = self._block(len(runs))
+            shared = 2 * _steps(self.dtype, 64) * (self.width + self._pitch(threads)) + 3 * self.width
+            arguments = [*self.positions, *runs.arguments, np.int32(self.L), np.int32(self.D), maxima, sums, states]
+            self._launch("latent", "sum_runs", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
+        before = [NOTHING] * 3 if self.x.state is None else [on_device(part, np.float64) for part in self.x.state]
+        entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
+        whole: Any = [NOTHING] * 3
+        if totals:
+            whole = [xp.empty((self.b, self.n, self.L, *rest)) for rest in ((), (), (self.D,))]
+        sizes = [np.int64(self.b), np.int32(self.n), np.int32(self.L)]
+        arguments = [*_listed(runs), *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
+        blocks = -(-self.b * self.n * self.L // _THREADS)
+        launch("latent", "combine_sums", (self.real,), (blocks,), _THREADS, arguments)
+        factors = [before[2], entered, kept, gained, NOTHING]
+        self._scan(runs, _FOLLOWED, states, factors, whole[2])
+        return _Starts(maxima, sums, states, len(runs)), tuple(whole)
+
+    def _scan(
+        self, runs: _Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False
+    ) -> None:
+        D = x.shape[3] if x.ndim == 4 else 1
+        sizes = [np.int64(self.b), np.int32(self.n), np.int32(self.L), np.int32(D)]
+        arguments = [*_listed(runs), *sizes, np.int32(field), np.bool_(backwards), *factors, x, into]
+        blocks = -(-self.b * self.n * self.L * D // _THREADS)
+        launch("latent", "scan_runs", (self.real,), (blocks,), _THREADS, arguments)
+
+    # -- rows --------------------------------------------------------------------------
+
+    def row_weights(self) -> list[Any]:
+        """Return the largest logit of each row, the inverse of its sum of exponentials, and the weight of its gate."""
+        xp, runs, x = namespace(), self.row_runs, self.x
+        first = xp.empty((self.b, self.n, self.L), np.int32)
+        maxima = NOTHING if x.state is None else on_device(x.state[0], np.float64)
+        arguments = [*_rows(x.K), *_rows(x.mask, 2), self.bounds, np.int32(self.n), maxima, np.int32(self.L), first]
+        launch("latent", "find_first", (self.real,), (self.n * self.b, -(-self.L // 32)), _THREADS, arguments)
+        found = [xp.empty((self.b, self.T), self.dtype) for _ in range(3)]
+        if x.gate is None:
+            found[2] = NOTHING
+        sizes = [np.int32(self.n), np.int32(self.L), np.int64(self.T)]
+        arguments = [*_rows(x.Q), *_rows(x.gate, 2), first, *runs.arguments, *sizes, *found]
+        launch("latent", "weigh_rows", (self.real,), self._pieces(runs, _ROWS), _THREADS, arguments)
+        return found
+
+    def rows(self, weights: list[Any], starts: _Starts) -> Any:
+        """Return the output."""
+        runs, x = self.row_runs, self.x
+        out = namespace().empty((self.b, self.slices, self.T, self.D), self.dtype)
+        threads, columns = self._block(len(runs))
+        pitch, steps = self._pitch(threads), _steps(self.dtype, 64)
+        shared = 4 * steps * self.width + 2 * steps * pitch * (1 + (x.gate is not None)) + 6 * steps + 2 * self.width
+        sizes = [np.int32(self.L), np.int32(self.D), np.int64(self.T)]
+        arguments = [*self.positions, *_rows(x.Q), *_rows(x.beside), *weights, *starts.arguments]
+        arguments += [*runs.arguments, *sizes, out]
+        self._launch("latent", "write_rows", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
+        return _summed(out)
+
+    # -- gradients ---------------------------------------------------------------------
+
+    def gradients(self, dY: Any, weights: list[Any], starts: _Starts) -> tuple[Any, Any, Any, Any, Any]:
+        """Return the gradients of Q, K, V, gate and beside."""
+        xp, x = namespace(), self.x
+        b, T, U, L, D = self.b, self.T, self.U, self.L, self.D
+        threads, columns = self._block(None)
+        E, c = xp.empty((b, U, L), self.dtype), xp.empty((b, T, L), self.dtype)
+        read = xp.empty((b, columns, T, L), self.dtype)
+        crossing = x.causal and self.row_runs.any(_FOLLOWED)
+        kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else NOTHING for _ in range(2))
+        sizes = [np.int32(L), np.int32(D), np.int64(T)]
+        arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, np.int64(U)]
+        shared = self._back_shared(threads, 2, 4, read_out=True) + 2 * self.width
+        grid = (len(self.row_runs) * b, columns, self.slices)
+        self._launch("latent_back", "trace_runs", grid, threads, [*arguments, E, c, read, kept, given], shared)
+        growths = _summed(read)
+        dQ, dgate, dbeside = xp.empty((b, T, L), self.dtype), None, None
+        if x.gate is not None:
+            dgate, dbeside = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
+        besides = [NOTHING if part is None else part for part in (dgate, dbeside)]
+        arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.beside), *weights, *self.row_runs.arguments, *sizes]
+        arguments += [c, growths, dQ, *besides]
+        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), _THREADS, arguments)
+        if not x.causal:
+            references = [on_device(starts.references, np.float64), np.int32(self.n)]
+            arguments = [*_rows(x.K), *_rows(x.mask, 2), *references, *self.position_runs.arguments]
+            arguments += [np.int32(L), np.int64(U), E]
+            pieces = self._pieces(self.position_runs, _POSITIONS)
+            launch("latent_back", "raise_logits", (self.real,), pieces, _THREADS, arguments)
+        dK, dV = self._flows([*_rows(dY), E, c, growths], kept, given)
+        return dQ, dK, dV, dgate, dbeside
+
+    def _flows(self, read: list[Any], kept: Any, given: Any) -> tuple[Any, Any]:
+        """Return dK and dV: what rows and runs of rows give back to the positions that they see."""
+        xp, b, L, D = namespace(), self.b, self.L, self.D
+        threads, columns = self._block(None)
+        sizes = [np.int32(L), np.int32(D), np.int64(self.T), np.int64(self.U)]
+        runs, coming = self.row_runs, [NOTHING, NOTHING, np.int64(0)]
+        if kept is not NOTHING or not self.x.causal:
+            flows, sums = xp.empty((b, len(runs), L, D), self.dtype), xp.empty((b, len(runs), L), self.dtype)
+            shared = self._back_shared(threads, 6, 2, read_out=False) + self.width
+            arguments = [*read, *runs.arguments, *sizes, flows, sums]
+            grid = (len(runs) * b, columns, self.slices)
+            self._launch("latent_back", "sum_flows", grid, threads, arguments, shared)
+            whole: Any = [NOTHING, NOTHING]
+            if not self.x.causal:
+                whole = [xp.empty((b, self.n, L, D)), xp.empty((b, self.n, L))]
+            factors = [NOTHING, NOTHING, kept, NOTHING, given]
+            for part, all_of_it in zip((flows, sums), whole, strict=True):
+                self._scan(runs, _ROWS, part, factors, all_of_it, backwards=True)
+            coming = [flows, sums, np.int64(len(runs))]
+            if not self.x.causal:
+                coming = [*(part.astype(self.dtype) for part in whole), np.int64(self.n)]
+        runs = self.position_runs
+        dV = xp.zeros((b, self.slices, self.U, D), self.dtype)
+        dK = xp.zeros((b, columns, self.U, L), self.dtype)
+        arguments = [*_rows(self.x.V), *read, *runs.arguments, *sizes, *coming, dV, dK]
+        shared = self._back_shared(threads, 6, 4, read_out=True) + self.width
+        grid = (len(runs) * b, columns, self.slices)
+        self._launch("latent_back", "write_flows", grid, threads, arguments, shared)
+        return _summed(dK), _summed(dV)
+
+    # -- geometry ----------------------------------------------------------------------
+
+    def _wide(self) -> int:
+        """Return the columns of a warp."""
+        lanes = 32 // (8 if self.width > 64 else 4)
+        return lanes * (8 if self.real == "float" else 4)
+
+    def _block(self, runs: int | None) -> tuple[int, int]:
+        """Return the threads of a block and the blocks along the columns.
+
+        Forwards, where columns share nothing, there are fewer columns to a block if there were few blocks else.
+        """
+        wide = self._wide()
+        warps = min(_WIDEST // wide, max(1, -(-self.D // wide)))
+        while runs is not None and warps > 1 and runs * self.b * self.slices * -(-self.D // (warps * wide)) < _BUSY:
+            warps = -(-warps // 2)
+        return 32 * warps, max(1, -(-self.D // (warps * wide)))
+
+    def _pitch(self, threads: int) -> int:
+        return threads // 32 * self._wide()
+
+    def _back_shared(self, threads: int, latents: int, columns: int, *, read_out: bool) -> int:
+        steps = _steps(self.dtype, 32)
+        found = threads // 32 * steps * self.width if read_out else 0
+        return steps * (latents * self.width + columns * self._pitch(threads)) + found
+
+    def _pieces(self, runs: _Runs, field: int) -> tuple[int, int]:
+        return len(runs) * self.b, -(-runs.most(field) // _PIECE)
+
+    def _launch(self, source: str, name: str, grid: Any, threads: int, arguments: list[Any], numbers: int) -> None:
+        shared = numbers * self.dtype.itemsize + 32  # and the bits of steps
+        launch(source, name, (self.real, str(self.width)), grid, threads, arguments, shared)
+
+
+def _cuts(length: int) -> Int64:
+    """Return where runs of positions begin, from 0 on, up to one that is not before `length`."""
+    cuts = [0]
+    while cuts[-1] < length:
+        before = 1 << max(cuts[-1].bit_length() - 1, 0)
+        cuts.append(cuts[-1] + min(max(before // _EIGHTH, _SHORTEST), _LONGEST))
+    return np.asarray(cuts, np.int64)
+
+
+def _stretches(lengths: Int64, cuts: Int64) -> tuple[Int64, Int64, Int64]:
+    """Cut each of some sequences: return the sequence, the start and the stop of every part."""
+    counts = np.searchsorted(cuts, lengths)
+    sequences = np.repeat(np.arange(len(lengths)), counts)
+    numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return sequences, cuts[numbers], np.minimum(cuts[1:][numbers], lengths[sequences])
+
+
+def _plain_runs(lengths: Int64, begins: Int64, cuts: Int64, field: int) -> _Runs:
+    """Return runs of positions alone, or of rows alone that see everything; `field` says which."""
+    sequences, starts, stops = _stretches(lengths, cuts)
+    table = np.zeros((len(sequences), 8), np.int64)
+    table[:, 0] = table[:, 1] = sequences
+    table[:, 2 if field == _POSITIONS else 3] = begins[sequences] + starts
+    table[:, 4] = _EVERYTHING
+    table[:, field] = stops - starts
+    table[:, _FOLLOWED] = field == _POSITIONS
+    return _Runs(table, len(lengths))
+
+
+def _causal_runs(offsets: Int64, ahead: int) -> _Runs:
+    """Return the runs of causal attention: rows that see nothing yet, positions before the first row, and both."""
+    lengths, begins = np.diff(offsets), offsets[:-1]
+    blind, starts, stops = _stretches(np.minimum(lengths, max(-ahead, 0)), _even(int(lengths.max(initial=0))))
+    early = np.zeros((len(blind), 8), np.int64)
+    early[:, 0] = blind
+    early[:, 3], early[:, 4], early[:, _ROWS] = begins[blind] + starts, starts + ahead, stops - starts
+    seen = np.maximum(lengths + ahead, 0)
+    cuts = _cuts(int(seen.max(initial=0)))
+    if ahead > 0:
+        cuts = np.union1d(cuts, [ahead])
+    sequences, starts, stops = _stretches(seen, cuts)
+    table = np.zeros((len(sequences), 8), np.int64)
+    table[:, 0], table[:, 2], table[:, 4] = sequences, begins[sequences] + starts, starts
+    table[:, 3] = begins[sequences] + np.maximum(starts - ahead, 0)
+    table[:, _POSITIONS] = stops - starts
+    table[:, _ROWS] = np.where(starts >= ahead, stops - starts, 0)
+    table = np.concatenate([early, table])
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    table[:, 1] = np.arange(len(table))
+    table[:-1, _FOLLOWED] = (table[:-1, _POSITIONS] > 0) & (table[1:, 0] == table[:-1, 0])
+    return _Runs(table, len(lengths))
+
+
+def _even(length: int) -> Int64:
+    return np.arange(0, length + _LONGEST, _LONGEST)
+
+
+def _listed(runs: _Runs) -> list[Any]:
+    table, count = runs.arguments
+    return [table, runs.spans, count]
+
+
+def _steps(dtype: Any, nbytes: int) -> int:
+    """Return the steps of a chunk."""
+    return nbytes // int(dtype.itemsize)
+
+
+def _strided(array: Any) -> Any:
+    """Return an array whose last axis has its numbers next to each other."""
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        return namespace().ascontiguousarray(array)
+    return array
+
+
+def _rows(array: Any, axes: int = 3) -> list[Any]:
+    """Return an array as arguments of a kernel, with the steps along its first two axes; or nothing."""
+    if array is None:
+        return [NOTHING, np.int64(0), np.int64(0)]
+    array = _strided(array) if axes == 3 else array
+    return [array, *(np.int64(step // array.itemsize) for step in array.strides[:2])]
+
+
+def _summed(parts: Any) -> Any:
+    """Return the sum over slices, axis 1."""
+    return parts.reshape(len(parts), *parts.shape[2:]) if parts.shape[1] == 1 else sum_in_pairs(parts)

@@ -1,0 +1,1 @@
+"""Kernels of online leverage scores: rows appended to a triangle."""

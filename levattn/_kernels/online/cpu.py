@@ -1,0 +1,22 @@
+"""Online leverage scores on the CPU: the arguments of the compiled code, shared out over threads."""
+
+from __future__ import annotations
+
+from levattn._kernels.gram.cpu import _share, zeros
+from levattn._kernels.online.compiled import online_tasks
+from levattn._kernels.rows.compiled import view_of
+from levattn._kernels.rows.contract import Float64, Rows
+
+__all__ = ["online_scores"]
+
+
+def online_scores(rows: Rows, root: Float64) -> Float64:
+    """Return ``kᵀ(diag(root²) + Σ k kᵀ)⁺ k`` of each row, the sum over the rows up to it, (b, n).
+
+    root: (b, d), of at least 0.
+    """
+    b, n, d = rows.shape
+    out: Float64 = zeros(rows)
+    view = view_of(rows)
+    _share(lambda first, last: online_tasks(view, n, root, first, last, out), b, 8.0 * b * n * d * d)
+    return out

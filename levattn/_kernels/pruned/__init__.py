@@ -1,0 +1,1 @@
+"""Kernels of pruned attention: mixtures, clusters, sums of items."""

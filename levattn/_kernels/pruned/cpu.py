@@ -1,0 +1,221 @@
+"""Pruned attention on the CPU: says where arrays lie, and shares blocks of rows out over threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels.gram.cpu import _share
+from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
+from levattn._kernels.pruned import compiled
+from levattn._kernels.pruned import definition as _generic_slots
+from levattn._kernels.pruned.compiled import ROWS
+from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn._kernels.pruned.definition import sample_step
+
+__all__ = ["cluster", "levels", "merged", "mixture", "moments", "places", "radii"]
+
+_FEW = 256  # rows whose moments need no kernel
+
+
+def mixture(x: SlotMixture) -> tuple[Any, Any]:
+    """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m)."""
+    b, g, m, d = x.q.shape
+    D, kind, s = x.values.shape[2], x.q.dtype, x.kept_keys.shape[1]
+    Y, rest = np.empty((b, g, m, D), kind), np.empty((b, g, m), kind)
+    if not Y.size:
+        return Y, rest
+    size = kind.itemsize
+    # what streams hold is in float64, and a stream that holds none yet compiles nothing of its own
+    held = x.summaries or Summaries(*(np.zeros((b, 0, *rows)) for rows in ((), (d,), (D,), (), ())))
+    R = held.weight.shape[1]
+    key_panels = np.empty((b, _panels(s, size) + _panels(R, size), d, _width(size)), kind)
+    slots = key_panels.shape[1] * key_panels.shape[3]
+    value_panels = np.empty((b, _panels(D, size), slots, key_panels.shape[3]), kind)
+    bias = np.empty((b, slots), kind)
+    count = np.full(b, s) if x.kept_count is None else np.asarray(x.kept_count, np.int64)
+    kept = (np.ascontiguousarray(array) for array in (x.kept_keys, x.kept_values))
+    weight, means, values, offset, members = (np.ascontiguousarray(array) for array in vars(held).values())
+    slot_arrays = (*kept, count, weight, means, values, offset, members, x.power is not None)
+
+    def pack(first: int, last: int) -> None:
+        compiled.pack_slots(*slot_arrays, key_panels, value_panels, bias, first, last)
+
+    _share(pack, b, float(b) * slots * (d + D))
+    edges = np.array([x.first, x.last], np.int64)
+    tall = min(ROWS, m)
+    many = max(1, min(g, ROWS // tall))
+    begins = np.arange(0, m, tall)
+    spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
+    widest = max(0, int(spans.max()))
+    views, kept_alive = _views(x.q, x.keys, x.values)
+    arguments = (
+        np.empty(1, kind),
+        views,
+        (s, tall, many, widest),
+        0.0 if x.power is None else float(x.power),
+        key_panels,
+        value_panels,
+        bias,
+        np.stack([weight, offset, members], axis=1).astype(np.float64),
+        edges,
+        np.empty((0, 0), np.int64) if x.role is None else np.ascontiguousarray(x.role, np.int64),
+        np.empty((0, 0), kind) if x.log_weight is None else np.ascontiguousarray(x.log_weight, kind),
+        Y,
+        rest,
+    )
+
+    def body(first: int, last: int) -> None:
+        compiled.mixture_tasks(*arguments, first, last)
+
+    _share(body, b * len(begins) * -(-g // many), float(b) * g * m * (slots + widest) * (d + D))
+    del kept_alive
+    return Y, rest
+
+
+def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
+    """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the centre, (b, n)."""
+    (b, n, d), kind = X.shape, X.dtype
+    X, weight = np.ascontiguousarray(X), np.ascontiguousarray(weight, kind)
+    labels, distances, ones = np.zeros((b, n), np.int64), np.zeros((b, n), kind), np.ones((b, n), kind)
+    centres = np.empty((b, R, d), kind)
+    if not labels.size:
+        return labels, distances
+    size, step = kind.itemsize, sample_step(n, R)
+    panels = np.empty((b, _panels(R, size), d, _width(size)), kind)
+    norms = np.empty((b, panels.shape[1] * panels.shape[3]), kind)
+
+    def begin(first: int, last: int) -> None:
+        compiled.far_tasks(X, weight, step, centres, first, last)
+
+    def pack(first: int, last: int) -> None:
+        compiled.pack_centres(centres, panels, norms, first, last)
+
+    def body(first: int, last: int) -> None:
+        compiled.assign_tasks(X, panels, norms, labels, distances, first, last)
+
+    def assign() -> None:
+        _share(pack, b, float(centres.size))
+        _share(body, b * -(-n // ROWS), float(b) * n * R * d)
+
+    _share(begin, b, float(b) * (n // step) * R * d)
+    for _ in range(iterations):
+        assign()
+        sums, mass = _row_sums(X, labels, weight, R), _level_sums(labels, weight, ones, R)[0]
+        there = mass > 0
+        centres[there] = sums[there] / mass[there][:, None]
+    assign()
+    return labels, distances
+
+
+def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
+    """Return the weighted mean (b, R) of values (b, n) over the rows with each label; 0 for a label without rows."""
+    total, mass = _level_sums(labels, values, weight, R)
+    return (total / np.where(mass > 0, mass, 1.0)).astype(values.dtype)
+
+
+def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+    """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards."""
+    found = np.zeros(summaries.weight.shape)
+    arrays = labels, items.keys, items.weight, reach, summaries.keys, summaries.weight
+    compiled.radius_tasks(*map(np.ascontiguousarray, arrays), found, 0, len(labels))
+    return found
+
+
+def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
+    """Return R summaries, each of the items (b, n) with its label, whose weights are multiplied by exp(log_weight)."""
+    kind, factor = items.keys.dtype, np.exp(log_weight)
+    weight, offset = _level_sums(labels, items.weight, factor, R)[0], items.offset + log_weight * items.weight
+    return Summaries(
+        weight=weight.astype(kind),
+        keys=_row_sums(items.keys, labels, factor, R).astype(kind),
+        values=_row_sums(items.values, labels, factor, R).astype(kind),
+        offset=_level_sums(labels, offset, factor, R)[0].astype(kind),
+        count=_level_sums(labels, items.count, np.ones_like(factor), R)[0].astype(kind),
+    )
+
+
+def moments(X: Any) -> tuple[Any, Any]:
+    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
+    b, n, d = X.shape
+    if n < _FEW:
+        return _generic_slots.moments(X)
+    second, (views, kept_alive) = np.empty((b, d, d + 1)), _views(X)
+    arguments = np.empty(1, X.dtype), np.empty(1), views[0], n, d, second
+
+    def body(first: int, last: int) -> None:
+        compiled.moment_tasks(*arguments, first, last)
+
+    _share(body, b, float(X.size) * d)
+    del kept_alive
+    return np.ascontiguousarray(second[:, :, d]), np.ascontiguousarray(second[:, :, :d])
+
+
+def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
+    """Return ``(k − origin) root`` (b, n, d) and ``⟨query, k − origin⟩`` (b, n)."""
+    b, n, d = K.shape
+    X, along = np.empty((b, n, d), K.dtype), np.empty((b, n), K.dtype)
+    size = K.dtype.itemsize
+    width = _width(size)
+    panels = np.zeros((b, d, _panels(d + 1, size) * width), K.dtype)
+    panels[:, :, :d], panels[:, :, d] = root, query
+    panels = np.ascontiguousarray(panels.reshape(b, d, panels.shape[2] // width, width).transpose(0, 2, 1, 3))
+    views, kept_alive = _views(K)
+    like, origin = np.empty(1, K.dtype), np.ascontiguousarray(origin)
+
+    def body(first: int, last: int) -> None:
+        compiled.place_tasks(like, views[0], origin, panels, X, along, first, last)
+
+    _share(body, b * -(-n // ROWS), float(K.size) * (d + 1))
+    del kept_alive
+    return X, along
+
+
+def _width(size: int) -> int:
+    """Return how many numbers of so many bytes lie side by side in a panel."""
+    return SCORE_VECTORS * (VECTOR_BYTES // size)
+
+
+def _panels(columns: int, size: int) -> int:
+    return -(-columns // _width(size))
+
+
+def _views(*arrays: Any) -> tuple[Any, list[Any]]:
+    """Return where arrays (b, ..., rows, columns) lie, (arrays, 4), and what keeps their memory alive."""
+    table, kept = np.zeros((len(arrays), 4), np.int64), []
+    for at, array in enumerate(arrays):
+        if array.strides[-1] != array.itemsize:
+            array = np.ascontiguousarray(array)
+        kept.append(array)
+        item, *heads, row = array.strides[:-1]
+        table[at] = array.__array_interface__["data"][0], item, heads[0] if heads else 0, row
+    return table, kept
+
+
+def _row_sums(X: Any, labels: Any, factor: Any, R: int) -> Any:
+    """Return ``Σ f x`` (b, R, d) in float64 over the rows x of X (b, n, d) with each label."""
+    b, width = len(X), X.shape[2]
+    total, (views, kept_alive) = np.zeros((b, R, width)), _views(X)
+    like, factor = np.empty(1, X.dtype), np.ascontiguousarray(factor, X.dtype)
+    labels = np.ascontiguousarray(labels)
+
+    def body(first: int, last: int) -> None:
+        compiled.add_tasks(like, views[0], width, labels, factor, total, first, last)
+
+    _share(body, b, float(X.size))
+    del kept_alive
+    return total
+
+
+def _level_sums(labels: Any, values: Any, weight: Any, R: int) -> tuple[Any, Any]:
+    """Return ``Σ w x`` and ``Σ w`` (b, R) in float64 of numbers x (b, n) with each label."""
+    b = len(labels)
+    total, mass = np.zeros((b, R)), np.zeros((b, R))
+    arguments = np.ascontiguousarray(labels), *(np.ascontiguousarray(x, values.dtype) for x in (values, weight))
+
+    def body(first: int, last: int) -> None:
+        compiled.level_tasks(*arguments, total, mass, first, last)
+
+    _share(body, b, float(labels.size))
+    return total, mass

@@ -1,0 +1,295 @@
+"""Pruned attention in the array-API standard: the definitions, which the compiled kernels are compared with.
+
+In torch the gradients of these are followed, so that there is no backward here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import array_api_compat
+
+from levattn._core.arrays import _is_torch, array_namespace
+from levattn._kernels.pruned.contract import SlotMixture, Summaries
+
+__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
+
+_ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
+_LEAST = 64  # positions of a block
+_SAMPLE, _EACH = 1024, 4  # rows among which centres begin: at least so many, and so many for each centre
+
+
+def sample_step(n: int, R: int) -> int:
+    """Return s such that centres begin among every s-th row: 1 unless there are many rows for each centre."""
+    return max(1, n // max(_SAMPLE, _EACH * R))
+
+
+def moments(X: Any) -> tuple[Any, Any]:
+    """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
+    xp = array_namespace(X)
+    X = xp.astype(X, xp.float64)
+    return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X)
+
+
+def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
+    """Return ``(k − origin) root`` (b, n, d) and ``⟨query, k − origin⟩`` (b, n).
+
+    K: (b, n, d). origin, query: (b, d). root: (b, d, d).
+    """
+    xp = array_namespace(K)
+    centred = K - origin[:, None, :]
+    return xp.matmul(centred, root), xp.sum(centred * query[:, None, :], axis=-1)
+
+
+def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
+    """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the centre, (b, n).
+
+    Centres begin as rows far from one another (the farthest from the weighted mean, then always the farthest from all
+    chosen so far; Gonzalez, 1985), of every s-th row if there are many, see `sample_step`. They become the weighted
+    means of their clusters, `iterations` times (Lloyd, 1982).
+    Ties go to the lower index; a cluster that is left empty keeps its centre. Rows of weight 0 begin no cluster and
+    count in no mean, but are assigned as well.
+
+    X: (b, n, d). weight: (b, n), at least 0.
+    """
+    xp = array_namespace(X)
+    (b, n, d), device = X.shape, array_api_compat.device(X)
+    squares = xp.sum(X * X, axis=-1)
+    total = xp.sum(weight, axis=1)[:, None]
+    mean = xp.sum(weight[..., None] * X, axis=1) / xp.where(total > 0, total, xp.ones_like(total))
+    step = sample_step(n, R)
+    some, here = X[:, ::step, :], weight[:, ::step] > 0
+    items = xp.arange(b, device=device) * some.shape[1]
+    flat = xp.reshape(some, (b * some.shape[1], d))
+    none = xp.asarray(-1.0, dtype=X.dtype, device=device)
+    away = xp.where(here, xp.sum((some - mean[:, None, :]) ** 2, axis=-1), none)
+    nearest = xp.full_like(away, math.inf)
+    chosen = []
+    for _ in range(R):
+        pick = xp.take(flat, xp.argmax(away, axis=1) + items, axis=0)[:, None, :]
+        chosen.append(pick)
+        nearest = xp.minimum(nearest, xp.sum((some - pick) ** 2, axis=-1))
+        away = xp.where(here, nearest, none)
+    centres = xp.concat(chosen, axis=1)
+    labels, distance = _assigned(xp, X, squares, centres)
+    for _ in range(iterations):
+        sums, weights = _sums(xp, labels, weight, X, R)
+        divisor = xp.where(weights > 0, weights, xp.ones_like(weights))[..., None]
+        centres = xp.where((weights > 0)[..., None], sums / divisor, centres)
+        labels, distance = _assigned(xp, X, squares, centres)
+    return labels, distance
+
+
+def _assigned(xp: Any, X: Any, squares: Any, centres: Any) -> tuple[Any, Any]:
+    """Return the nearest centre of each row, and its squared distance."""
+    n = X.shape[1]
+    step = _step(X.shape[0] * centres.shape[1])
+    norms = xp.sum(centres * centres, axis=-1)[:, None, :]
+    turned = xp.matrix_transpose(centres)
+    labels, least = [], []
+    for low in range(0, max(n, 1), step):
+        relative = norms - 2 * xp.matmul(X[:, low : min(n, low + step), :], turned)
+        labels.append(xp.argmin(relative, axis=-1))
+        least.append(xp.min(relative, axis=-1))
+    distance = xp.concat(least, axis=1) + squares
+    return xp.concat(labels, axis=1), xp.where(distance > 0, distance, xp.zeros_like(distance))
+
+
+def _sums(xp: Any, labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
+    """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows with each label; -1 is in none.
+
+    As products with indicators, whose order is fixed, which scattered additions of a device are not.
+    """
+    names = xp.arange(R, device=array_api_compat.device(X))
+    n = X.shape[1]
+    step = _step(X.shape[0] * R)
+    total = weights = None
+    for low in range(0, max(n, 1), step):
+        part = slice(low, min(n, low + step))
+        inside = xp.astype(labels[:, part, None] == names, X.dtype) * weight[:, part, None]
+        more, heavier = xp.matmul(xp.matrix_transpose(inside), X[:, part, :]), xp.sum(inside, axis=1)
+        total, weights = (more, heavier) if total is None else (total + more, weights + heavier)
+    return total, weights
+
+
+def _step(width: int) -> int:
+    """Return how many rows of so many numbers are held at a time."""
+    return max(1, _ENTRIES // max(width, 1))
+
+
+def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
+    """Return the weighted mean (b, R) of values (b, n) over the rows with each label; 0 for a label without rows."""
+    xp = array_namespace(values)
+    sums, weights = _sums(xp, labels, weight, values[..., None], R)
+    return sums[..., 0] / xp.where(weights > 0, weights, xp.ones_like(weights))
+
+
+def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+    """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards.
+
+    Members of an item are within `reach` (b, n) of its mean, and in the summary of its label (b, n), or in none if it
+    is -1. 0 for a summary without members.
+    """
+    xp = array_namespace(reach)
+    means, centres = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
+    up = 1 + (means.shape[-1] + 8) * 2.0**-52
+    found = []
+    for c in range(centres.shape[1]):
+        far = up * (reach + lengths(means - centres[:, c, None, :]))
+        found.append(xp.max(xp.where(labels == c, far, xp.zeros_like(far)), axis=1))
+    return xp.stack(found, axis=1)
+
+
+def _positive(xp: Any, weight: Any) -> Any:
+    return xp.astype(xp.where(weight > 0, weight, xp.ones_like(weight)), xp.float64)
+
+
+def lengths(X: Any) -> Any:
+    """Return the norms (...) of rows (..., d): 0 for rows of zeros alone, as no square under- or overflows."""
+    xp = array_namespace(X)
+    if not X.shape[-1]:
+        return xp.sum(X, axis=-1)
+    top = xp.max(xp.abs(X), axis=-1)
+    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[..., None]
+    return top * xp.sqrt(xp.sum(scaled * scaled, axis=-1))
+
+
+def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
+    """Return R summaries, each of the items (b, n) with its label, whose weights are multiplied by exp(log_weight).
+
+    A key is an item of weight, count 1 and offset 0. Items with the label -1 are in none.
+    """
+    xp = array_namespace(items.keys)
+    factor = xp.exp(log_weight)
+    # w' = a w gives Σ w' log w' = a (Σ w log w + log a Σ w)
+    beside = xp.stack([items.weight, items.offset + log_weight * items.weight], axis=-1)
+    width, depth = items.keys.shape[-1], items.values.shape[-1]
+    sums, _ = _sums(xp, labels, factor, xp.concat([items.keys, items.values, beside], axis=-1), R)
+    counts, _ = _sums(xp, labels, xp.ones_like(factor), items.count[..., None], R)
+    return Summaries(
+        weight=sums[..., width + depth],
+        keys=sums[..., :width],
+        values=sums[..., width : width + depth],
+        offset=sums[..., width + depth + 1],
+        count=counts[..., 0],
+    )
+
+
+def mixture(x: SlotMixture) -> tuple[Any, Any]:
+    """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
+    xp = array_namespace(x.q)
+    b, g, m, _ = x.q.shape
+    first, last = ([int(i) for i in bound] for bound in (x.first, x.last))
+    slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
+    near = max((high - low for low, high in zip(first, last, strict=True)), default=0)
+    if not b * m * (slots + near):  # nothing asks, or nothing is read
+        like = {"dtype": x.q.dtype, "device": array_api_compat.device(x.q)}
+        Y = xp.matmul(x.q[..., :0], xp.zeros((b, g, 0, x.values.shape[-1]), **like))
+        return Y, xp.zeros((b, g, m), **like)
+    step = max(_LEAST, near, int(math.sqrt(_ENTRIES / (b * g))) - slots - near)
+    parts = []
+    for low in range(0, m, step):
+        high = min(m, low + step)
+        parts.append(_block(xp, x, low, high, first[low], max(first[low], last[high - 1])))
+    Y, rest = (xp.concat(part, axis=2) for part in zip(*parts, strict=True))
+    return Y, rest
+
+
+def _block(xp: Any, x: SlotMixture, low: int, high: int, begin: int, end: int) -> tuple[Any, Any]:
+    """Return the same for positions low to high, which are near keys from begin to end at most."""
+    b, g, _, d = x.q.shape
+    device = array_api_compat.device(x.q)
+    q = xp.reshape(x.q[:, :, low:high, :], (b, g * (high - low), d))
+    turned = xp.matrix_transpose
+    exact, values, flags = [], [], []
+    if x.kept_keys.shape[1]:
+        exact.append(xp.matmul(q, turned(x.kept_keys)))
+        values.append(x.kept_values)
+        there = xp.ones_like(exact[0], dtype=xp.bool)
+        if x.kept_count is not None:
+            there = there & (xp.arange(x.kept_keys.shape[1], device=device) < x.kept_count[:, None])[:, None, :]
+        flags.append(there)
+    place = xp.arange(begin, end, device=device)
+    edges = (xp.asarray(bound, device=device)[low:high, None] for bound in (x.first, x.last))
+    within = _for_all(xp, (next(edges) <= place) & (place < next(edges)), g)[None, :, :]
+    keys, near_values = x.keys[:, begin:end, :], x.values[:, begin:end, :]
+    near = xp.matmul(q, turned(keys))
+    role = xp.full(near.shape[::2], -1, device=device) if x.role is None else x.role[:, begin:end]
+    exact.append(near)
+    values.append(near_values)
+    flags.append(within & (role > -2)[:, None, :])
+    if x.summaries is None:
+        weights = _weights(xp, xp.concat(exact, axis=-1), xp.concat(flags, axis=-1), None, x.power)
+        Y, rest = xp.matmul(weights, xp.concat(values, axis=1)), xp.zeros_like(q[..., 0])
+    else:
+        held = Summaries(*(xp.astype(array, q.dtype, copy=False) for array in vars(x.summaries).values()))
+        Y, rest = _with_summaries(xp, x, held, q, exact, values, flags, within, role, begin, end)
+    return xp.reshape(Y, (b, g, high - low, Y.shape[-1])), xp.reshape(rest, (b, g, high - low))
+
+
+def _with_summaries(
+    xp: Any,
+    x: SlotMixture,
+    held: Summaries,
+    q: Any,
+    exact: Any,
+    values: Any,
+    flags: Any,
+    within: Any,
+    role: Any,
+    begin: int,
+    end: int,
+) -> tuple[Any, Any]:
+    """Return outputs and the share of the summaries, from which the keys near a query are taken out."""
+    near, dtype = exact[-1], q.dtype
+    weight, offset = held.weight[:, None, :], held.offset[:, None, :]
+    inner = xp.matmul(q, xp.matrix_transpose(held.keys))
+    names = xp.arange(held.weight.shape[1], device=array_api_compat.device(q))
+    member = xp.astype(role[..., None] == names, dtype)
+    log_w = xp.zeros_like(member[..., 0]) if x.log_weight is None else x.log_weight[:, begin:end]
+    out = xp.astype(within, dtype) * xp.exp(log_w)[:, None, :]  # what each row takes out, once it has a label
+    weight = weight - xp.matmul(out, member)
+    inner = inner - offset - xp.matmul(out * (near - log_w[:, None, :]), member)
+    left = held.count[:, None, :] - xp.matmul(xp.astype(within, dtype), member) > 0.5
+    left = left & (weight > 0)  # where all but light members are taken out, rounding may be what is left
+    divisor = xp.where(left, weight, xp.ones_like(weight))
+    mean = inner / divisor
+    here = xp.concat([*flags, left & xp.ones_like(mean, dtype=xp.bool)], axis=-1)
+    copies = None
+    if x.power is None:
+        mean = mean + xp.log(divisor)
+    else:
+        copies = xp.concat([*(xp.ones_like(part) for part in exact), divisor + xp.zeros_like(mean)], axis=-1)
+    weights = _weights(xp, xp.concat([*exact, mean], axis=-1), here, copies, x.power)
+    split = weights.shape[-1] - mean.shape[-1]
+    share = weights[..., split:]
+    coefficient = share / divisor
+    back = xp.matmul(coefficient, xp.matrix_transpose(member)) * out
+    direct = xp.concat(
+        [weights[..., : split - near.shape[-1]], weights[..., split - near.shape[-1] : split] - back], axis=-1
+    )
+    Y = xp.matmul(direct, xp.concat(values, axis=1)) + xp.matmul(coefficient, held.values)
+    return Y, xp.sum(share, axis=-1)
+
+
+def _weights(xp: Any, x: Any, here: Any, copies: Any, power: float | None) -> Any:
+    """Return weights that sum to 1 along the last axis over the entries that are there, or to 0 if none are."""
+    size = x if power is None else xp.abs(x)
+    top = xp.max(xp.where(here, size, xp.full_like(size, -math.inf)), axis=-1, keepdims=True)
+    zeros = xp.zeros_like(x)
+    if _is_torch(top):
+        top = top.detach()  # weights do not depend on it
+    top = xp.where(top == -math.inf, xp.zeros_like(top), top)
+    if power is None:
+        E = xp.where(here, xp.exp(xp.where(here, x - top, zeros)), zeros)
+    else:
+        E = xp.where(here, size / xp.where(top > 0, top, xp.ones_like(top)), zeros) ** power
+        E = E if copies is None else E * copies
+    total = xp.sum(E, axis=-1, keepdims=True)
+    return E / xp.where(total > 0, total, xp.ones_like(total))
+
+
+def _for_all(xp: Any, flags: Any, g: int) -> Any:
+    """Return (positions, keys) for g queries a position, (g · positions, keys)."""
+    return flags if g == 1 else xp.concat([flags] * g, axis=0)

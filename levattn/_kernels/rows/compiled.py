@@ -1,0 +1,173 @@
+"""Reading a block of keys into the precision of the sums: half formats, strides, mask, shift and scale.
+
+Compiled code gets all of it as one vector of integers, so that one kernel serves every format and layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from levattn._kernels.jit import VECTOR_BYTES, helper
+from levattn._kernels.llvm import _load, _store, address, as_pointer, combine, primitive, rolled
+from levattn._kernels.rows.contract import Rows
+
+__all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
+
+# Where the vector holds what; steps are in bytes, and an address of 0 says that there is no such array
+ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
+DIRECT = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
+MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its two axes
+
+_FORMATS = ("float64", "float32", "float16", "bfloat16")
+_ZEROS = len(_FORMATS)  # what a masked row is read as
+
+_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_APART = 4  # numbers that are read at a time where they lie apart
+_NONE = ir.Constant(_I64, 0)
+_STORED = (ir.DoubleType(), ir.FloatType(), _I16, _I16)
+
+
+def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
+    """Return the vector by which compiled code reads keys, whose arrays must live as long as it does.
+
+    kind: the precision in which tiles are to read them, if any are.
+    """
+    keys = rows.keys
+    beside = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
+    kinds = ("uint16" if rows.format.endswith("float16") else rows.format, "bool", *["float64"] * 3)
+    for x, expected in zip((keys, *beside), kinds, strict=True):  # compiled code reads what it is told to
+        if x is not None and x.size and x.dtype != expected:
+            raise TypeError(f"an array of {rows.format} rows has dtype {x.dtype}; expected {expected}")
+    if any(x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1 for x in beside[1:3]):
+        raise ValueError("shift or scale has gaps between its columns; expected C arrays")
+    size, d = keys.itemsize, keys.shape[2]
+    plain = kind is not None and keys.dtype == kind and all(x is None for x in beside)
+    direct = plain and keys.strides[2] == size and keys.strides[1] % size == 0 and d * size % VECTOR_BYTES == 0
+    view = [keys.ctypes.data, *keys.strides, d, _FORMATS.index(rows.format), direct]
+    for array in beside:
+        view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides]
+    return np.array(view, np.int64)
+
+
+def _widened(b: Any, stored: Any, format: int, kind: Any) -> Any:
+    """Return a stored number as one of `kind`, float or double; or vectors of them."""
+
+    def alike(scalar: Any) -> Any:
+        return ir.VectorType(scalar, stored.type.count) if isinstance(stored.type, ir.VectorType) else scalar
+
+    def number(value: float, scalar: Any = _I32) -> Any:
+        kind = alike(scalar)
+        return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+    single = ir.FloatType()
+    if _FORMATS[format] == "bfloat16":
+        stored = b.bitcast(b.shl(b.zext(stored, alike(_I32)), number(16)), alike(single))
+    elif _FORMATS[format] == "float16":
+        word = b.zext(stored, alike(_I32))
+        magnitude = b.shl(b.and_(word, number(0x7FFF)), number(13))
+        # a product moves the bias of the exponent, that of subnormal numbers too, but not of infinity and NaN
+        product = b.fmul(b.bitcast(magnitude, alike(single)), number(2.0**112, single))
+        special = b.icmp_unsigned(">=", magnitude, number(0x7C00 << 13))
+        bits = b.select(special, b.or_(magnitude, number(0x7F800000)), b.bitcast(product, alike(_I32)))
+        sign = b.shl(b.and_(word, number(0x8000)), number(16))
+        stored = b.bitcast(b.or_(bits, sign), alike(single))
+    if stored.type == alike(kind):
+        return stored
+    return b.fpext(stored, alike(kind)) if isinstance(kind, ir.DoubleType) else b.fptrunc(stored, alike(kind))
+
+
+@primitive
+def _read_row(typing, like, format, source, step, n, target):
+    """Write `n` stored numbers, the first at `source` and `step` bytes apart, to `target`, numbers like `like`."""
+    signature = types.void(like, *([types.int64] * 5))
+
+    def codegen(context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        format, source, step, n, target = arguments[1:]
+        kind, size_of = context.get_data_type(like.dtype), like.dtype.bitwidth // 8
+        count = VECTOR_BYTES // size_of
+        to = b.inttoptr(target, kind.as_pointer())
+        whole = b.and_(n, ir.Constant(_I64, -count))
+        after = b.append_basic_block("after")
+        zeros = b.append_basic_block("zeros")
+        choice = b.switch(format, zeros)
+        b.position_at_end(zeros)
+        cgutils.memset(b, to, b.mul(n, ir.Constant(_I64, size_of)), 0)
+        b.branch(after)
+        for number, stored in enumerate(_STORED):
+            size = context.get_abi_sizeof(stored)
+
+            def copy(i: Any, number: int = number, stored: Any = stored) -> None:
+                value = b.load(b.inttoptr(b.add(source, b.mul(i, step)), stored.as_pointer()))
+                b.store(_widened(b, value, number, kind), b.gep(to, [i]))
+
+            b.position_at_end(begin := b.append_basic_block(_FORMATS[number]))
+            choice.add_case(ir.Constant(_I64, number), begin)
+            with b.if_else(b.icmp_signed("==", step, ir.Constant(_I64, size))) as (side_by_side, apart):
+                with side_by_side, rolled(b, _NONE, whole, count) as i:
+                    value = _load(
+                        b, b.gep(b.inttoptr(source, stored.as_pointer()), [i]), ir.VectorType(stored, count), size
+                    )
+                    _store(b, _widened(b, value, number, kind), b.gep(to, [i]), size_of)
+                with apart, rolled(b, _NONE, whole, _APART) as i:
+                    for k in range(_APART):
+                        copy(b.add(i, ir.Constant(_I64, k)))
+            with rolled(b, whole, n) as i:
+                copy(i)
+            b.branch(after)
+        b.position_at_end(after)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@helper
+def copy_numbers(source, target):
+    """Write all numbers of one array to another, both without gaps; ``target[:] = source`` compiles for longer."""
+    read, write = as_pointer(address(source), source), as_pointer(address(target), target)
+    for i in range(target.size):
+        write[i] = read[i]
+
+
+@primitive
+def entry_address(typing, view, array, item, i):
+    """Return the address of a row of the keys, or of one number of the mask, shift, scale or weights."""
+    signature = types.int64(view, array, types.int64, types.int64)
+    first = int(array.literal_value)
+
+    def codegen(context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        block = context.make_array(view)(context, b, arguments[0]).data
+        start, *steps = (b.load(b.gep(block, [ir.Constant(_I64, first + k)])) for k in range(3))
+        for step, index in zip(steps, arguments[2:], strict=True):
+            start = b.add(start, b.mul(step, index))
+        return start
+
+    return signature, codegen
+
+
+@helper
+def load_rows(view, item, start, stop, X):
+    """Write rows ``start:stop`` of one matrix to the top of X: ``(k - shift) * scale * weight``, 0 where masked.
+
+    The columns of X past the keys' own are left as they are (zero).
+    """
+    d = view[COLUMNS]
+    for r in range(start, stop):
+        at = address(X) + (r - start) * X.strides[0]
+        format = view[FORMAT]
+        if view[MASK] and not as_pointer(entry_address(view, MASK, item, r), np.uint8(0))[0]:
+            format = _ZEROS
+        _read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, at)
+        if format == _ZEROS:
+            continue
+        if view[SHIFT]:
+            combine(X, at, entry_address(view, SHIFT, item, 0), d, at, 0)
+        if view[SCALE]:
+            combine(X, at, entry_address(view, SCALE, item, 0), d, at, 1)
+        if view[WEIGHTS]:
+            combine(X, at, entry_address(view, WEIGHTS, item, r), d, at, 2)

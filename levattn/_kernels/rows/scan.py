@@ -1,0 +1,89 @@
+"""One look at every entry: sums and maxima of columns, the rows that are not finite, and the rows themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels.jit import helper, jit
+from levattn._kernels.llvm import smaller
+from levattn._kernels.rows.compiled import COLUMNS, copy_numbers, load_rows
+from levattn._kernels.scratch import empty, zeros
+
+__all__ = ["column_tasks", "nonfinite_scan", "read_rows"]
+
+_SLAB = 128
+
+
+@helper
+def _larger(a, b):
+    """Return the larger number, or NaN where there is one (the built-in maximum may lose it)."""
+    return b if b > a or np.isnan(b) else a
+
+
+@helper
+def _add(total, term):
+    for c in range(total.shape[0]):  # `total += term` compiles for longer
+        total[c] += term[c]
+
+
+@jit
+def column_tasks(view, n, block, largest, first, last, out):
+    """Write the column sums (or largest magnitudes) of the matrices ``first:last`` to `out`.
+
+    Sums are formed block by block and the blocks are combined like the bits of a binary counter.
+    """
+    d = out.shape[1]
+    rows = zeros(0.0, (_SLAB, d))
+    part = empty(0.0, (d,))
+    stack = zeros(0.0, (64, d))
+    for item in range(first, last):
+        total = out[item]
+        count = 0
+        for low in range(0, n, block):
+            part[:] = 0
+            for start in range(low, smaller(low + block, n), _SLAB):
+                stop = smaller(start + _SLAB, smaller(low + block, n))
+                load_rows(view, item, start, stop, rows)
+                for r in range(stop - start):
+                    for c in range(d):
+                        if largest:
+                            part[c] = _larger(part[c], abs(rows[r, c]))
+                        else:
+                            part[c] += rows[r, c]
+            if largest:
+                for c in range(d):
+                    total[c] = _larger(total[c], part[c])
+                continue
+            level = 0
+            while count >> level & 1:
+                _add(part, stack[level])
+                level += 1
+            copy_numbers(part, stack[level])
+            count += 1
+        for level in range(64):
+            if count >> level & 1:
+                _add(total, stack[level])
+
+
+@jit
+def read_rows(view, item, n, out):
+    """Write the rows of one matrix to `out`, as they are read."""
+    load_rows(view, item, 0, n, out)
+
+
+@jit
+def nonfinite_scan(view, n, item, found):
+    """Write the first rows that hold NaN or infinity to `found` and return how many were found."""
+    d = view[COLUMNS]
+    row = zeros(0.0, (1, d))
+    count = 0
+    for r in range(n):
+        load_rows(view, item, r, r + 1, row)
+        for c in range(d):
+            if not np.isfinite(row[0, c]):
+                found[count] = r
+                count += 1
+                break
+        if count == found.size:
+            break
+    return count

@@ -1,0 +1,1 @@
+"""Kernels that select keys by their scores."""

@@ -1,0 +1,89 @@
+"""Selecting keys by their scores, in main memory.
+
+Some rows of each matrix of a batch are listed as ``(starts, indices)``: ``indices[starts[i]:starts[i + 1]]`` are those
+of matrix i, ascending.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import Csr, array_namespace, take, to_device, to_numpy
+from levattn._kernels.rows.contract import Float64
+
+__all__ = ["compact", "held", "include", "largest", "maxima", "stacked", "threshold"]
+
+Int64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+def held(array: Any) -> Any:
+    """Return scores or flags where they are selected from."""
+    return to_numpy(array)
+
+
+def compact(chosen: Flags) -> tuple[Int64, Int64]:
+    """List the entries of flags (b, n) that are set."""
+    b, n = chosen.shape
+    starts = np.zeros(b + 1, np.int64)
+    np.cumsum(np.count_nonzero(chosen, axis=1), out=starts[1:])
+    return starts, np.flatnonzero(chosen) - np.repeat(n * np.arange(b), np.diff(starts))  # faster than in two axes
+
+
+def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[Flags, Int64, Int64]:
+    """Return which scores (b, n) of keys that are present are at least `high`, and list those in doubt.
+
+    These are neither that nor below `low` (both (b,)), as NaN is whatever the bounds are. `present` is (b, n) or None.
+    """
+    chosen: Flags = scores >= high[:, None]
+    doubtful = ~(scores < low[:, None]) & ~chosen
+    if present is not None:
+        chosen &= present
+        doubtful &= present
+    return chosen, *compact(doubtful)
+
+
+def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flags, Int64, Int64]:
+    """Return which scores are surely among the `size` largest of their matrix, and list those too close to call.
+
+    These differ from the last that belongs to them by no more than `margin` (b,), relatively. Where no more keys are
+    present all are chosen, and NaN counts as larger than numbers.
+    """
+    least: Float64 = np.full(len(scores), -np.inf if size else np.inf)
+    for item in range(len(scores)) if size else ():
+        values = scores[item] if present is None else scores[item][present[item]]
+        if size < len(values):
+            least[item] = np.partition(values, len(values) - size)[len(values) - size]
+    return threshold(scores, present, least * (1 - margin), np.nextafter(least * (1 + margin), np.inf))
+
+
+def include(chosen: Flags, starts: Int64, indices: Int64, which: Flags) -> None:
+    """Set the flags of some of the rows listed."""
+    items = np.repeat(np.arange(len(chosen)), np.diff(starts))
+    chosen[items[which], indices[which]] = True
+
+
+def maxima(scores: Any, among: Any) -> Float64:
+    """Return the largest score among some keys of each matrix, (b,); 0 where there are none."""
+    return np.asarray(np.where(among, scores, 0).max(axis=1, initial=0), np.float64)
+
+
+def stacked(keys: Any, starts: Int64, indices: Int64) -> tuple[Any, Any]:
+    """Return the rows listed as a batch (b, w, d) for the longest list, w long, and which rows of it they are.
+
+    What the other rows hold is of no matter. Where there are none the flags are None.
+    """
+    counts = np.diff(starts)
+    there = np.arange(counts.max(initial=0)) < counts[:, None]
+    rows: Int64 = np.zeros(there.shape, np.int64)
+    rows[there] = indices
+    flags = None if there.all() else to_device(there, keys)
+    if isinstance(keys, Csr):
+        return take(keys, rows[0]), flags
+    if isinstance(keys, np.ndarray):
+        return keys[np.arange(len(keys))[:, None], rows], flags
+    parts = [take(keys[item : item + 1, :, :], each) for item, each in enumerate(rows)]
+    return array_namespace(keys).concat(parts, axis=0), flags

@@ -1,0 +1,155 @@
+"""Selecting keys by their scores on a CUDA device.
+
+The names and contracts are those of `_select`. Of what is listed `starts` is in main memory, as its copy is what a
+call waits for, and the indices stay on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import to_numpy
+from levattn._kernels.cuda_source import NOTHING, WORDS, launch, namespace
+from levattn._kernels.rows.contract import Float64
+from levattn._kernels.rows.cuda import on_device
+
+__all__ = ["compact", "gather", "held", "include", "largest", "maxima", "stacked", "threshold"]
+
+_THREADS = 256
+_TILE = 2048  # entries that a block lists
+_SPAN = 8192  # entries whose digits a block counts
+_DIGITS = 2048
+_COPIED = 16  # rows that a block copies
+_BITS = {"float": (11, 11, 10), "double": (11, 11, 11, 11, 11, 9)}  # of the digits of a score, from the highest on
+
+Int64 = npt.NDArray[np.int64]
+
+
+def held(array: Any) -> Any:
+    """Return scores or flags where they are selected from."""
+    return on_device(array)
+
+
+def compact(chosen: Any, room: int | None = None) -> tuple[Any, Any]:
+    """List the entries of flags (b, n) that are set.
+
+    With `room` for so many of them nothing is waited for: `starts` stays on the device, what does not fit is left out,
+    and what is left over undefined.
+    """
+    entries = _Entries(on_device(chosen, np.bool_), "unsigned char")
+    return entries.listed(room)
+
+
+def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int64, Any]:
+    """Return which scores are at least `high`, and list those in doubt; the contract of `_select.threshold`."""
+    chosen = namespace().empty(scores.shape, np.bool_)
+    entries = _Entries(on_device(scores), _real(scores), present, low, high, chosen)
+    return chosen, *entries.listed()
+
+
+def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Int64, Any]:
+    """Return the `size` largest scores, and list those too close to call; the contract of `_select.largest`."""
+    xp = namespace()
+    least = _of_rank(on_device(scores), present, size) if size else xp.full(len(scores), np.inf)
+    width = on_device(margin, np.float64)
+    return threshold(scores, present, least * (1 - width), xp.nextafter(least * (1 + width), np.inf))
+
+
+def include(chosen: Any, starts: Int64, indices: Any, which: npt.NDArray[np.bool_]) -> None:
+    """Set the flags of some of the rows listed."""
+    items = np.repeat(np.arange(len(chosen)), np.diff(starts))[which]
+    places = on_device(items * chosen.shape[1]) + indices[on_device(np.flatnonzero(which))]
+    chosen.reshape(-1)[places] = True
+
+
+def maxima(scores: Any, among: Any) -> Float64:
+    """Return the largest score among some keys of each matrix, (b,); 0 where there are none."""
+    if not scores.shape[1]:
+        return np.zeros(len(scores))
+    chosen = namespace().where(on_device(among), scores, scores.dtype.type(0))
+    return np.asarray(np.maximum(to_numpy(chosen.max(axis=1)), 0), np.float64)
+
+
+def gather(keys: Any, starts: Any, indices: Any) -> Any:
+    """Return the rows listed of each matrix of a batch, (b, n, d) of any layout, one after the other."""
+    out = namespace().empty((len(indices), keys.shape[2]), keys.dtype)
+    _copy(keys, starts, indices, 0, out)
+    return out
+
+
+def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
+    """Return the rows listed as a batch, and which rows of it they are; the contract of `_select.stacked`."""
+    xp, counts = namespace(), np.diff(starts)
+    width = int(counts.max(initial=0))
+    out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)
+    _copy(keys, starts, indices, width, out)
+    return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
+
+
+def _copy(keys: Any, starts: Any, indices: Any, width: int, out: Any) -> None:
+    size = keys.itemsize
+    words = np.dtype(f"u{size}")
+    steps = [np.int64(step // size) for step in keys.strides]
+    listed = [on_device(starts, np.int64), np.int64(len(keys)), on_device(indices, np.int64)]
+    tail = [np.int64(len(indices)), np.int64(width), np.int32(keys.shape[2]), out.view(words)]
+    grid = (-(-len(indices) // _COPIED),)
+    launch("select", "gather_rows", (WORDS[size],), grid, _THREADS, [keys.view(words), *steps, *listed, *tail])
+
+
+def _real(scores: Any) -> str:
+    return "double" if scores.dtype == np.float64 else "float"
+
+
+def _optional(array: Any, dtype: Any) -> Any:
+    return NOTHING if array is None else on_device(array, dtype)
+
+
+class _Entries:
+    """Entries of matrices (b, n) that are to be listed: those that are not 0, or those between bounds."""
+
+    def __init__(
+        self, values: Any, stored: str, present: Any = None, low: Any = None, high: Any = None, chosen: Any = None
+    ) -> None:
+        xp, (b, n) = namespace(), values.shape
+        self._tiles = -(-n // _TILE)
+        self._types, self._grid = (stored,), (b * self._tiles,)
+        bounds = [_optional(bound, np.float64) for bound in (low, high)]
+        self._arguments = [values, _optional(present, np.bool_), *bounds, np.int64(n), np.int64(self._tiles)]
+        counts = xp.empty(self._grid, np.int64)
+        tail = [NOTHING if chosen is None else chosen, counts]
+        launch("select", "count_listed", self._types, self._grid, _THREADS, [*self._arguments, *tail])
+        self._offsets = xp.zeros(b * self._tiles + 1, np.int64)
+        if counts.size:
+            self._offsets[1:] = xp.cumsum(counts)
+        self._starts = self._offsets[:: self._tiles] if self._tiles else xp.zeros(b + 1, np.int64)
+
+    def listed(self, room: int | None = None) -> tuple[Any, Any]:
+        starts = self._starts if room is not None else to_numpy(self._starts)
+        total = int(starts[-1]) if room is None else room
+        indices = namespace().empty(total, np.int64)
+        grid = self._grid if total else (0,)
+        tail = [self._offsets, np.int64(total), indices]
+        launch("select", "fill_listed", self._types, grid, _THREADS, [*self._arguments, *tail])
+        return starts, indices
+
+
+def _of_rank(scores: Any, present: Any, size: int) -> Any:
+    """Return the score that comes at this place from the largest of each matrix, −∞ where there are no more, (b,)."""
+    xp, real = namespace(), _real(scores)
+    b, n = scores.shape
+    spans = -(-n // _SPAN)
+    prefixes, ranks = xp.zeros(b, np.uint64), xp.full(b, size, np.int64)
+    counts, least = xp.zeros((b, _DIGITS), np.uint64), xp.empty(b)
+    flags = _optional(present, np.bool_)
+    shift = sum(_BITS[real])
+    for i, bits in enumerate(_BITS[real]):
+        shift -= bits
+        digit = [np.int32(shift), np.int32(bits)]
+        arguments = [scores, flags, np.int64(n), np.int64(spans), prefixes, *digit, counts]
+        launch("select", "count_digits", (real,), (b * spans,), _THREADS, arguments)
+        tail = [digit[1], np.bool_(i == 0), np.bool_(shift == 0), least]
+        launch("select", "choose_digit", (real,), (b,), _THREADS, [counts, prefixes, ranks, *tail])
+    return least

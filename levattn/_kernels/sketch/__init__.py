@@ -1,0 +1,1 @@
+"""Kernels of random sketches, and the words that they are drawn from."""

@@ -1,0 +1,219 @@
+"""Random sketches on a CUDA device, with the contracts of `_cpu`; `out` is there too, its rows next to each other.
+
+Sums over rows are those of parts of them, whose sketches are then added in one order. The parts follow from the shape
+of one matrix: so the bits depend neither on the layout of the keys nor on what else is in their batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels.cuda_source import NOTHING, launch, namespace
+from levattn._kernels.rows.contract import Float64, Rows
+from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
+
+__all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
+
+_THREADS = 256
+_MOST = 65535  # blocks of threads along the second and the third axis of a grid
+
+# What sketch.cu has too
+_TILE = 4096  # rows that are put in order at a time
+_WARPS = _THREADS // 32
+_SLAB = 256  # rows that are added as they come by a block of threads
+_COLUMNS = 4  # that a thread adds there
+_GROUP = 16  # parts that are added at a time
+_SIDE = 64  # of a tile of a product
+_FLIPS = 1024  # signs that are drawn at a time for the rows of a transform
+
+_DIGIT = 12  # bits by which rows are put in order at a time: counts of them fit into shared memory
+_ORDERED = 1 << 25  # rows times blocks of a sketch that are put in order before they are added
+_NUMBERED = 1 << 30  # the same, at most
+_SHORTEST = 64  # rows of a run, on average, so that the sketches of parts cost little beside the keys
+_THREADS_BUSY = 1 << 19  # that a device is given at a time
+_NEAR = 1 << 24  # bytes of a part of the rows that stay in the second cache while they are read once for each block
+_BLOCKS_BUSY = 2048  # blocks of threads that a device is given at a time
+_DRAWN = 1 << 25  # entries of a dense sketch that are drawn at a time
+_TRANSFORMED = 1 << 16  # bytes of rows that a block of threads transforms
+_FEWEST, _WIDEST = 10, 4  # logarithms of the rows and columns of these
+
+
+def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
+    """Return an array for a sketch of each matrix, (b, size, d)."""
+    return namespace().zeros((rows.shape[0], size, rows.shape[2]), dtype)
+
+
+def scatter(
+    rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any, *, deterministic: bool = True
+) -> None:
+    """Add sparse sketches of the matrices to `out`, (b, blocks · size, d); the contract of `_cpu.scatter`.
+
+    Rows are put in order by their places, so that each row of the sketch is summed up by itself, in the order of the
+    rows. If not `deterministic` they are added as they come, in one pass over the keys: sums of integers are the same,
+    and others are not the same twice.
+    """
+    if not deterministic:
+        _scatter_rows(rows, seed, stream, offset, blocks, size, out)
+        return
+    n = rows.shape[1]
+    step = max(1, min(max(_ORDERED // blocks, 4 * size), _NUMBERED // blocks))
+    for low in range(0, n, step):
+        _scatter_ordered(rows.between(low, min(low + step, n)), seed, stream, offset + low, blocks, size, out)
+
+
+def _scatter_rows(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
+    b, n, d = rows.shape
+    log_lanes = min(5, (d - 1).bit_length())
+    grid = (-(-n // _SLAB), -(-d // (_COLUMNS << log_lanes)), min(b, _MOST))
+    drawn = [np.uint64(seed), np.uint32(stream), np.int64(offset), np.int32(blocks), np.int32(size)]
+    tail = [np.int64(b), np.int64(n), *drawn, np.int32(log_lanes), out]
+    launch("sketch", "scatter_rows", (key_type(rows), _real(out)), grid, _THREADS, [*key_arguments(rows), *tail])
+
+
+def _scatter_ordered(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
+    b, n, d = rows.shape
+    width = 16 // rows.keys.itemsize
+    log_lanes = min(5, (-(-d // width) - 1).bit_length())
+    tiles = -(-d // (width << log_lanes))
+    buckets = blocks * size
+    parts = -(-_THREADS_BUSY // (buckets * tiles << log_lanes))
+    if blocks > 1:
+        parts = max(parts, n * d * rows.keys.itemsize // _NEAR)
+    span = -(-n // max(1, min(parts, n // (_SHORTEST * buckets))))
+    parts = -(-n // span)
+    ordered, starts, step = _order(n, seed, stream, offset, blocks, size, span)
+
+    xp = namespace()
+    sums = out if parts == 1 else xp.empty((parts, *out.shape), out.dtype)
+    grid = (-(-(parts * buckets << log_lanes) // _THREADS), tiles, min(b, _MOST))
+    runs = [ordered, starts, np.int32(step), np.uint32(parts * buckets), np.uint32(buckets), np.int32(log_lanes)]
+    tail = [np.int64(b), *runs, np.bool_(parts == 1), sums]
+    launch("sketch", "sum_runs", (key_type(rows), _real(out)), grid, _THREADS, [*key_arguments(rows), *tail])
+    if parts > 1:
+        _add_parts(sums, out)
+
+
+def _order(n: int, seed: int, stream: int, offset: int, blocks: int, size: int, span: int) -> tuple[Any, Any, int]:
+    """Return the rows of each part, `span` rows, and block, ordered by places, and where those of a place begin.
+
+    That of place p of a unit u, which is a part and a block, is at the index (u · size + p) times the step, which is
+    returned last. Digits of the places are taken one after the other, the lowest first.
+    """
+    xp = namespace()
+    units, tiles = -(-n // span) * blocks, -(-span // _TILE)
+    bits = max(1, (size - 1).bit_length())
+    passes = -(-bits // _DIGIT)
+    width = -(-bits // passes)
+    places, ordered = NOTHING, NOTHING
+    for shift in range(0, bits, width):
+        last = shift + width >= bits
+        digits = (size - 1 >> shift) + 1 if last else 1 << width
+        drawn = [np.uint64(seed), np.uint32(stream), np.int64(offset), np.int32(n), np.int32(blocks), np.int32(size)]
+        digit = [np.int32(x) for x in (span, tiles, shift, width, digits)]
+        counts = xp.empty(units * digits * tiles + 1, np.int32)
+        grid = (units * tiles,)
+        launch("sketch", "count_digits", (), grid, _THREADS, [*drawn, *digit, places, counts], 4 * digits)
+        firsts = xp.cumsum(counts, dtype=np.int32)
+        placed = NOTHING if passes == 1 else xp.empty(n * blocks, np.uint32)
+        moved = xp.empty(n * blocks, np.uint32)
+        shared = 4 * _TILE + 2 * _WARPS * digits
+        tail = [places, ordered, firsts, placed, moved]
+        launch("sketch", "move_rows", (), grid, _THREADS, [*drawn, *digit, *tail], shared)
+        places, ordered = placed, moved
+    if passes == 1:
+        return ordered, firsts, tiles
+    starts = xp.empty(units * size + 1, np.int32)
+    tail = [np.int32(x) for x in (n, blocks, size, span)]
+    grid = (-(-len(starts) // _THREADS),)
+    launch("sketch", "find_starts", (), grid, _THREADS, [places, *tail, np.int64(units * size), starts])
+    return ordered, starts, 1
+
+
+def _add_parts(parts: Any, out: Any) -> None:
+    """Add the sum over the first axis to `out`."""
+    while True:
+        groups = -(-len(parts) // _GROUP)
+        to = out if groups == 1 else namespace().empty((groups, *out.shape), out.dtype)
+        grid = (-(-out.size // _THREADS), groups)
+        tail = [np.int32(len(parts)), np.int64(out.size), np.bool_(groups == 1), to]
+        launch("sketch", "add_parts", (_real(out),), grid, _THREADS, [parts, *tail])
+        if groups == 1:
+            return
+        parts = to
+
+
+def _real(out: Any) -> str:
+    return "double" if out.dtype == np.float64 else "float"
+
+
+def add_products(rows: Rows, S: Float64, out: Any) -> None:
+    """Add S (size, n) times the rows of each matrix to `out`, (b, size, d); the contract of `_cpu.add_products`."""
+    sums = out if out.dtype == np.float64 else namespace().zeros(out.shape)
+    _multiply(rows, on_device(S, np.float64), sums)
+    if sums is not out:
+        out += sums
+
+
+def _multiply(rows: Rows, S: Any, out: Any) -> None:
+    b, n, d = rows.shape
+    if not n:
+        return
+    size = len(S)
+    tiles = -(-size // _SIDE) * -(-d // _SIDE)
+    span = -(-n // max(1, min(_BLOCKS_BUSY // tiles, n // max(128, 8 * size))))
+    parts = -(-n // span)
+    sums = namespace().empty((parts, *out.shape), out.dtype)
+    tail = [np.int64(b), np.int64(n), np.int64(span), S, np.int32(size), sums]
+    types = key_type(rows), _real(out)
+    launch("sketch", "multiply_rows", types, (parts * tiles, min(b, _MOST)), _THREADS, [*key_arguments(rows), *tail])
+    _add_parts(sums, out)
+
+
+def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, out: Any) -> None:
+    """Add dense sketches of the matrices to `out`, (b, size, d); the contract of `_cpu.dense_sketch`."""
+    n, size = rows.shape[1], out.shape[1]
+    step = max(4, _DRAWN // size)
+    for low in range(0, n, step):
+        part = rows.between(low, min(low + step, n))
+        count = part.shape[1]
+        S = namespace().empty((size, count), out.dtype)
+        drawn = [np.uint64(seed), np.uint32(stream), np.int64(offset + low)]
+        threads = ((offset + low) % 4 + count + 3) // 4 * -(-size // (2 if normal else 32))
+        tail = [*drawn, np.int64(count), np.int32(size), np.bool_(normal), S]
+        launch("sketch", "draw_dense", (_real(out),), (-(-threads // _THREADS),), _THREADS, tail)
+        _multiply(part, S, out)
+
+
+def subsampled_hadamard(
+    rows: Rows, seed: int, streams: tuple[int, int], offset: int, block: int, chosen: Any, out: Any
+) -> None:
+    """Add subsampled Hadamard transforms to `out`, (b, size, d); the contract of `_cpu.subsampled_hadamard`."""
+    b, n, d = rows.shape
+    if not n:
+        return
+    size = len(chosen)
+    log_block = block.bit_length() - 1
+    room = (_TRANSFORMED // out.itemsize).bit_length() - 1
+    log_rows = min(log_block, room, max(_FEWEST, (size - 1).bit_length()))
+    log_columns = min(_WIDEST, (d - 1).bit_length(), room - log_rows)
+    tiles = -(-d >> log_columns)
+    first, last = offset // block, (offset + n - 1) // block + 1
+    parts = max(1, min(-(-_BLOCKS_BUSY // tiles), n // (16 * size)))
+    span = -(-(last - first) // parts)
+    parts = -(-(last - first) // span)
+    sums = out if parts == 1 else namespace().zeros((parts, *out.shape), out.dtype)
+    drawn = [np.uint64(seed), *(np.uint32(stream) for stream in streams), np.int64(offset)]
+    cut = [
+        *(np.int64(x) for x in (first, last - first, span)),
+        *(np.int32(x) for x in (log_block, log_rows, log_columns)),
+    ]
+    tail = [np.int64(b), np.int64(n), *drawn, *cut, on_device(chosen, np.int64), np.int32(size), sums]
+    shared = (out.itemsize << log_rows + log_columns) + (1 << log_rows) + _FLIPS
+    types = key_type(rows), _real(out)
+    grid = (parts * tiles, min(b, _MOST))
+    launch("sketch", "transform_rows", types, grid, _THREADS, [*key_arguments(rows), *tail], shared)
+    if parts > 1:
+        _add_parts(sums, out)

@@ -1,0 +1,1 @@
+"""Kernels of token statistics attention."""

@@ -1,0 +1,252 @@
+"""Token statistics attention on a CUDA device: launches of tokens.cu and tokens_back.cu.
+
+The contracts are `token_kernels_for`'s. A sequence is cut into runs of 16 tokens, counted from its first one, of which
+a block of threads takes all heads and channels. What runs sum up is combined in float64, in an order that depends on
+the runs before alone, so that no bit of a causal token depends on what comes after it, nor on the other sequences, and
+so that the error in single precision does not grow with the number of tokens.
+
+Each pass over the tokens reads them once. Forward there are three with the logits "diagonal" (sums of squares,
+memberships and what they weigh, output), two with others, and the last one writes as many numbers as it reads. What
+runs sum up is written and read once more each before and after it is combined, which adds an eighth to that. Passes
+go forwards and backwards in turn, so that of some ten megabytes of tokens most are still in the cache. Gradients take
+the same passes but for the last one, and then two that read tokens and dY, of which the second writes dW; with
+"diagonal" a third one reads the tokens and dW and writes dW again.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels.cuda_source import NOTHING, launch, namespace, shared_limit
+from levattn._kernels.rows.cuda import on_device, sum_in_pairs
+from levattn._kernels.tokens.contract import Statistics, TokenSums
+from levattn._kernels.tokens.definition import add_squares
+
+__all__ = ["add_squares", "backward", "forward", "memberships"]
+
+# What tokens.cuh and tokens.cu have too
+_RUN = 16
+_MOST = 256  # threads of a block
+_COLUMNS, _LINES = 32, 16  # of a scan
+_LOGITS = {"none": 0, "norm": 1, "diagonal": 2}
+_TYPES = {"float32": "float", "float64": "double"}
+_UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
+_BACK_UNITS = 2
+
+Int64 = npt.NDArray[np.int64]
+
+
+def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
+    """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
+    work = _Work(x)
+    squares, A, n = work.squares(whole=state)
+    P, _, sums = work.weigh(squares, sums=work.adds and (state or work.begins))
+    starts, M, N = work.weighted(sums, whole=state)
+    return work.write(P, starts), (A, n, M, N) if state else None
+
+
+def memberships(x: Statistics) -> Any:
+    """Return the memberships (b, h, T)."""
+    work = _Work(x)
+    return work.weigh(work.squares()[0])[0]
+
+
+def backward(x: Statistics, dY: Any) -> tuple[Any, Any, Any]:
+    """Return the gradients of W (b, h, T, d), temperature (b, h), and offset (b, h, T) or None."""
+    work = _Work(x)
+    squares, *_ = work.squares()
+    P, levels, sums = work.weigh(squares, levels=True, sums=work.adds and work.begins)
+    starts, *_ = work.weighted(sums)
+    return work.gradients(dY, squares, starts, P, levels)
+
+
+class _Work:
+    """One call: its sizes, its runs, and the passes over its tokens."""
+
+    def __init__(self, x: Statistics) -> None:
+        self.x = x
+        self.b, self.h, self.T, self.d = x.W.shape
+        self.n = len(x.offsets) - 1
+        self.dtype = x.W.dtype
+        self.real = _TYPES[self.dtype.name]
+        self.firsts = np.append(0, np.cumsum(-(-np.diff(x.offsets) // _RUN))).astype(np.int64)
+        self.runs = int(self.firsts[-1])
+        self.adds = x.causal or x.state is None  # to sums; else all are given
+        self.pitch = -(-(self.h * self.d + self.h) // 4) * 4
+        self.W = _strided(x.W)
+        offsets, firsts = on_device(np.stack([x.offsets, self.firsts]))
+        self._counts = [firsts, np.int32(self.n)]
+        self._rates: Any = NOTHING if x.decay is None else on_device(x.decay, np.float64)
+        mask = [NOTHING, np.int64(0), np.int64(0)] if x.mask is None else [x.mask, *_steps(x.mask)]
+        self._tokens = [*_view(self.W), *mask, offsets, *self._counts, self._rates]
+        self._tokens += [*map(np.int32, (self.h, self.d, self.pitch)), np.bool_(x.causal)]
+        least = max(x.least, float(np.finfo(self.dtype).tiny))
+        self._logits = [np.int32(_LOGITS[x.logits]), np.bool_(x.mean), np.float64(least)]
+        self._output = [*map(np.float64, (x.gain, x.c, x.ridge)), np.int64(self.T)]
+        self._temperature = [x.temperature, *_steps(x.temperature)]
+
+    # -- forward -----------------------------------------------------------------------
+
+    def squares(self, *, whole: bool = False) -> tuple[Any, Any, Any]:
+        """Return what runs or sequences begin with of Σ w², and if `whole` the sums after each sequence."""
+        sums = NOTHING
+        needed = self.x.logits == "diagonal" and self.begins
+        if self.adds and (whole or needed):
+            sums = self._sums()
+            self._pass("tokens", "sum_tokens", self._units(self.W), [sums])
+        if not needed and not whole:
+            return NOTHING, None, None
+        return self._scan(sums, None if self.x.state is None else self.x.state[:2], whole=whole)
+
+    def weigh(self, squares: Any, *, levels: bool = False, sums: bool = False) -> tuple[Any, Any, Any]:
+        """Return the memberships, what the temperature multiplies, and the sums of runs weighted by memberships."""
+        P = self._beside()
+        beside = self._beside() if levels else NOTHING
+        weighted = self._sums() if sums else NOTHING
+        offset = [NOTHING, *[np.int64(0)] * 3] if self.x.offset is None else _view(self.x.offset)
+        arguments = [squares, *self._temperature, *offset, *self._logits, np.int64(self.T), P, beside, weighted]
+        self._pass("tokens", "weigh_tokens", self._units(self.W), arguments, scores=True, parts=_RUN)
+        return P, beside, weighted
+
+    def weighted(self, sums: Any, *, whole: bool = False) -> tuple[Any, Any, Any]:
+        """Return what runs or sequences begin with of Σ Π w², and if `whole` the sums after each sequence."""
+        if not self.begins and not whole:
+            return NOTHING, None, None
+        return self._scan(sums, None if self.x.state is None else self.x.state[2:], whole=whole)
+
+    def write(self, P: Any, starts: Any) -> Any:
+        """Return the output."""
+        Y = self._like_tokens()
+        self._pass("tokens", "write_tokens", self._units(self.W), [starts, P, *self._output, *_view(Y)])
+        return Y
+
+    # -- gradients ---------------------------------------------------------------------
+
+    def gradients(self, dY: Any, squares: Any, starts: Any, P: Any, levels: Any) -> tuple[Any, Any, Any]:
+        """Return the gradients of W, temperature and offset."""
+        xp, x = namespace(), self.x
+        dY, dW = _strided(dY), self._like_tokens()
+        V = min(_BACK_UNITS, self._units(self.W), self._units(dY))
+        through = self.adds and self.begins  # whether anything flows from run to run
+        diagonal = x.logits == "diagonal"
+        coming = NOTHING
+        if through:
+            flows = self._sums()
+            self._pass("tokens_back", "trace_tokens", V, [starts, P, *_view(dY), *self._output, flows], parts=1)
+            coming = self._scan(flows, backwards=True)[0]
+        doffset = None if x.offset is None else self._beside()
+        temperatures = xp.empty((self.b, self.runs, self.h))
+        e = self._beside() if diagonal else NOTHING
+        flows = self._sums() if diagonal and through else NOTHING
+        arguments = [squares, starts, coming, P, levels, *_view(dY), *self._temperature, *self._logits]
+        arguments += [*self._output, *_view(dW), NOTHING if doffset is None else doffset, temperatures, e, flows]
+        self._pass("tokens_back", "spread_tokens", V, arguments, scores=True, parts=_RUN)
+        if diagonal:
+            coming = self._scan(flows, backwards=True)[0] if through else NOTHING
+            arguments = [squares, coming, e, self._logits[2], np.int64(self.T), *_view(dW)]
+            self._pass("tokens_back", "finish_tokens", V, arguments)
+        return dW, sum_in_pairs(temperatures).astype(self.dtype), doffset
+
+    # -- between passes ----------------------------------------------------------------
+
+    @cached_property
+    def begins(self) -> bool:
+        """Whether runs begin with anything."""
+        return not self.x.causal or self.x.state is not None or bool((np.diff(self.firsts) > 1).any())
+
+    def _scan(
+        self, sums: Any, first: Any = None, *, whole: bool = False, backwards: bool = False
+    ) -> tuple[Any, Any, Any]:
+        """Return what runs begin with, or sequences if all tokens see the same, and if `whole` the sums of all."""
+        xp = namespace()
+        before: Any = [NOTHING, NOTHING]
+        totals: Any = NOTHING
+        counts = self._counts
+        if first is not None:
+            before = [on_device(part, np.float64) for part in first]
+        if sums is NOTHING:  # there are no runs: sequences end with what they begin with
+            counts = [xp.zeros(self.n + 1, np.int64), counts[1]]
+        if not self.x.causal:
+            totals = xp.empty((self.b, self.n, self.pitch), self.dtype)
+        after: Any = [NOTHING, NOTHING]
+        if whole:
+            after = [xp.empty((self.b, self.h, self.n, *rest)) for rest in ((self.d,), ())]
+        sizes = [*map(np.int32, (self.h, self.d, self.pitch)), np.bool_(self.x.causal), np.bool_(backwards)]
+        grid = (self.b * self.n, -(-(self.h * self.d + self.h) // _COLUMNS))
+        arguments = [*counts, *self._kept, *before, *sizes, sums, totals, *after]
+        launch("tokens", "scan_tokens", (self.real,), grid, _COLUMNS * _LINES, arguments)
+        return sums if self.x.causal else totals, after[0], after[1]
+
+    @cached_property
+    def _kept(self) -> list[Any]:
+        """Return what a run multiplies the sums before it by, (1 or b, runs, h), and the numbers of an item."""
+        if self.x.decay is None:
+            return [NOTHING, np.int64(0)]
+        xp, lengths = namespace(), np.diff(self.x.offsets)
+        counts = np.diff(self.firsts)
+        place = np.arange(self.runs) - np.repeat(self.firsts[:-1], counts)
+        starts = np.repeat(self.x.offsets[:-1], counts) + _RUN * place
+        tokens = np.minimum(np.repeat(lengths, counts) - _RUN * place, _RUN)
+        present = on_device(tokens[None, :])
+        if self.x.mask is not None:
+            sums = xp.cumsum(self.x.mask.astype(np.int64), axis=1)
+            sums = xp.concatenate([xp.zeros((self.b, 1), np.int64), sums], axis=1)
+            present = sums[:, on_device(starts + tokens)] - sums[:, on_device(starts)]
+        kept = on_device(self._rates[None, None, :] ** present[:, :, None])
+        return [kept, np.int64(self.runs * self.h if self.x.mask is not None else 0)]
+
+    # -- geometry ----------------------------------------------------------------------
+
+    def _pass(
+        self, source: str, name: str, V: int, arguments: list[Any], *, scores: bool = False, parts: int = 0
+    ) -> None:
+        """Launch a kernel with a block of threads for each run; `scores` and `parts` are what it shares."""
+        units = self.h * self.d // V
+        rounds = -(-units // _MOST)
+        threads = 32 * -(-units // (32 * rounds))
+        numbers = scores * self.h * (_RUN + 1) + parts * (threads + 1)
+        shared = numbers * self.dtype.itemsize
+        if shared + 4096 > shared_limit():
+            most = (shared_limit() - 4096) // self.dtype.itemsize // (_RUN + 1) - _MOST - 1
+            raise ValueError(f"W has {self.h} heads; expected at most {most} in {self.dtype.name} on this device")
+        types = (self.real, str(V))
+        launch(source, name, types, (self.b * self.runs,), threads, [*self._tokens, *arguments], shared)
+
+    def _units(self, array: Any) -> int:
+        """Return how many channels next to each other a thread can take of an array like W."""
+        steps = [int(step) for step, size in zip(_steps(array, 3), array.shape, strict=False) if size > 1]
+        V = _UNITS[self.real]
+        return V if all(step % V == 0 for step in (self.d, *steps)) else 1
+
+    def _sums(self) -> Any:
+        return namespace().empty((self.b, self.runs, self.pitch), self.dtype)
+
+    def _beside(self) -> Any:
+        return namespace().empty((self.b, self.h, self.T), self.dtype)
+
+    def _like_tokens(self) -> Any:
+        """Return an array for as many numbers as W has, with the heads of a token side by side if W's are."""
+        if self.W.strides[1] < self.W.strides[2]:
+            return namespace().empty((self.b, self.T, self.h, self.d), self.dtype).transpose(0, 2, 1, 3)
+        return namespace().empty((self.b, self.h, self.T, self.d), self.dtype)
+
+
+def _steps(array: Any, axes: int = 2) -> list[np.int64]:
+    """Return how many numbers entries of the first axes are apart."""
+    return [np.int64(step // array.itemsize) for step in array.strides[:axes]]
+
+
+def _view(array: Any) -> list[Any]:
+    """Return an array as arguments of a kernel, with the steps along its first three axes."""
+    return [array, *_steps(array, 3)]
+
+
+def _strided(array: Any) -> Any:
+    """Return an array whose last axis has its numbers next to each other."""
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        return namespace().ascontiguousarray(array)
+    return array

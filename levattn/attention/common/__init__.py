@@ -1,0 +1,1 @@
+"""What operators share: arguments, groups of heads, packed sequences, namespaces."""

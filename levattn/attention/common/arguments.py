@@ -1,0 +1,336 @@
+"""What the operators share: arguments checked and brought into one form, and the way to the kernels."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from levattn._core.arrays import (
+    _format_of,
+    _from_list,
+    _is_torch,
+    array_namespace,
+    as_cupy,
+    on_cuda,
+    to_device,
+    to_numpy,
+)
+from levattn._kernels import Mixture, latent_kernels_for
+from levattn._kernels.latent.contract import State
+from levattn.attention.common.packed import compiling, cumulative
+from levattn.states import SoftmaxState
+
+__all__ = [
+    "Prepared",
+    "check_sizes",
+    "cumulative",
+    "decayed_scan",
+    "dense",
+    "is_wide",
+    "latent_attention",
+    "prepare",
+    "promoted",
+    "reshaped",
+    "state_after",
+    "state_stacks",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The arrays of a call in the form that the kernels read.
+
+    stacks: (b, ...) arrays of one library, one device and one kind, float32 or float64, in the order of the arguments;
+        None for what was not given. Those of torch still carry gradients.
+    mask: (b, U) bool, or None.
+    batch: the leading axes, whose product is b.
+    dtype: what results are returned in.
+    """
+
+    stacks: tuple[Any, ...]
+    mask: Any
+    batch: tuple[int, ...]
+    dtype: Any
+
+    def give_back(self, array: Any) -> Any:
+        """Return (b, ...) as (batch..., ...) in the caller's dtype."""
+        array = reshaped(array, (*self.batch, *array.shape[1:]))
+        if isinstance(array, np.ndarray):
+            return array.astype(self.dtype, copy=False)
+        if _is_torch(array):
+            return array.to(self.dtype)
+        return array_namespace(array).astype(array, self.dtype, copy=False)
+
+
+def dense(name: str, array: Any) -> Any:
+    """Return a dense array of any library, lists by numpy, or raise."""
+    if isinstance(array, np.ndarray):
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name} is a masked array; expected a plain one. Give {name}.data and leave rows out by mask="
+            )
+        return array
+    if isinstance(array, list | tuple):
+        return _from_list(array, name)
+    if _is_torch(array):
+        if array.is_nested or array.layout is not sys.modules["torch"].strided:
+            raise TypeError(
+                f"{name} is a nested or sparse torch tensor; expected a dense one. Convert it first: "
+                f"{name}.to_dense(), or torch.nested.to_padded_tensor({name}, 0.0)"
+            )
+        return array
+    if array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array):
+        return array
+    raise TypeError(
+        f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another namespace "
+        "of the array-API standard). Convert it first"
+    )
+
+
+def prepare(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None) -> Prepared:
+    """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
+
+    `arguments` names each array and its number of axes behind the leading ones; an array may be None. `like` is the
+    one whose dtype results have. `mask` is what the caller gave and the number of positions; one from elsewhere is
+    brought to the device of the arrays. The last axis of stacks of numpy and CuPy is contiguous.
+    """
+    arrays: dict[str, Any] = {}
+    leading: dict[str, tuple[int, ...]] = {}
+    wide = False
+    for name, (given, axes) in arguments.items():
+        if given is None:
+            continue
+        array = arrays[name] = dense(name, given)
+        _refuse_short(name, array, axes)
+        if axes > 1 and not array.shape[-1]:
+            raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
+        wide = is_wide(name, array) or wide
+        leading[name] = tuple(array.shape[: array.ndim - axes])
+    first = next(iter(arrays))
+    _refuse_mixtures(first, arrays)
+    flags = None if mask is None or mask[0] is None else _flags(*mask, arrays[first])
+    if flags is not None:
+        leading["mask"] = tuple(flags.shape[:-1])
+    batch = _broadcast(leading)
+    stacks = [
+        None if given is None else _stacked(promoted(arrays[name], wide), batch, axes)
+        for name, (given, axes) in arguments.items()
+    ]
+    return Prepared(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
+
+
+def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
+    """Raise unless arrays agree in the sizes that they share: each entry is (array, axis from the end, symbol).
+
+    The first array with a symbol sets its size. A key is the array's name, with anything behind a space.
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for label, (array, axis, symbol) in sizes.items():
+        name = label.partition(" ")[0]
+        _refuse_short(name, array, -axis)
+        size = array.shape[axis]
+        expected, owner = known.setdefault(symbol, (size, name))
+        if size != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)}; expected {symbol} = {expected} along axis {axis}, "
+                f"as {owner} has"
+            )
+
+
+def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any) -> State | None:
+    """Check a state of what came before and return its arrays as (b, n, ...) in the library of the stacks K and V.
+
+    `bounds` is what `cumulative` returned. None stays None; for torch in main memory the arrays are numpy's.
+    """
+    if state is None:
+        return None
+    if not isinstance(state, SoftmaxState):
+        raise TypeError(f"state is of type {type(state).__name__}; expected a levattn.states.SoftmaxState")
+    n, L, D = 1 if bounds is None else len(bounds) - 1, K.shape[2], V.shape[2]
+    expected = batch if bounds is None else (*batch, n)
+    if (state.batch, state.latents, state.d) != (expected, L, D):
+        raise ValueError(
+            f"state has batch {state.batch}, {state.latents} latents and d = {state.d}; expected batch {expected}, "
+            f"{L} latents and d = {D}, as the logits and values"
+        )
+    b = math.prod(batch)
+    parts = (reshaped(part, (b, n, *part.shape[len(expected) :])) for part in (state.m, state.s, state.S))
+    here = isinstance(K, np.ndarray) or _is_torch(K)
+    m, s, S = (to_device(part, K) if not here and isinstance(part, np.ndarray) else part for part in parts)
+    return m, s, S
+
+
+def state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
+    """Return the state after the positions of stacks, from one that `state_stacks` took or from nothing."""
+    if compiling():
+        from levattn.attention.latent import torch as _torch
+
+        return _torch.untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
+    return _state_after(state, batch, bounds, K, V, mask)
+
+
+def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
+    ends = np.array([0, K.shape[1]], np.int64) if bounds is None else np.asarray(bounds)
+    if _is_torch(K):
+        from levattn.attention.latent import torch as _torch
+
+        K, V, mask = (_torch.memory_of(array) for array in (K, V, mask))
+    axes = batch if bounds is None else (*batch, len(bounds) - 1)
+    parts = latent_kernels_for(K).summary(K, V, mask, ends)
+    m, s, S = (reshaped(part, (*axes, *part.shape[2:])) for part in parts)
+    new = SoftmaxState.from_arrays(m, s, S)
+    return new if state is None else state.copy().merge(new)
+
+
+def latent_attention(
+    Q: Any,
+    K: Any,
+    V: Any,
+    *,
+    causal: bool,
+    offsets: Any = None,
+    ahead: int = 0,
+    gate: Any = None,
+    beside: Any = None,
+    mask: Any = None,
+    state: State | None = None,
+) -> Any:
+    """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `Mixture`.
+
+    offsets: as `cumulative` returns it. state: arrays of the library of Q, for torch in main memory numpy's.
+    Gradients of torch reach Q, K, V, gate and beside.
+    """
+    if _is_torch(Q):
+        from levattn.attention.latent import torch as _torch
+
+        return _torch.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
+    if offsets is None:
+        offsets = np.array([0, Q.shape[1]], np.int64)
+    return latent_kernels_for(Q).forward(Mixture(Q, K, V, offsets, causal, ahead, gate, beside, mask, state))
+
+
+def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
+    """Return ``h_t = a_t h_{t−1} + x_t`` for stacks (b, T, C) of one kind, from ``first`` (b, C) or 0.
+
+    Gradients of torch reach all three.
+    """
+    if _is_torch(a):
+        from levattn.attention.latent import torch as _torch
+
+        return _torch.decayed_scan(a, x, first)
+    return latent_kernels_for(a).decayed_scan(a, x, first)
+
+
+def _refuse_short(name: str, array: Any, axes: int) -> None:
+    if array.ndim < axes:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; expected at least {axes} axes. Give one of each leading axis, "
+            f"e.g. {name}[None, ...]"
+        )
+
+
+def _refuse_mixtures(first: str, arrays: dict[str, Any]) -> None:
+    """Raise unless all arrays are of one library and on one device."""
+    head = arrays[first]
+    if isinstance(head, np.ndarray):
+        same = all(isinstance(array, np.ndarray) for array in arrays.values())
+    else:
+        home = _home(head)
+        same = all(_home(array) == home for array in arrays.values())
+    if not same:
+        other = next(name for name, array in arrays.items() if _home(array) != _home(head))
+        came, expected = (" on ".join(map(str, _home(array))) for array in (arrays[other], head))
+        raise TypeError(f"{other} is of {came}, and {first} of {expected}; expected one library and device for both")
+
+
+def _home(array: Any) -> tuple[Any, Any]:
+    """Return the library and the device of an array."""
+    if isinstance(array, np.ndarray):
+        return "numpy", "cpu"
+    if _is_torch(array):
+        return "torch", array.device
+    return type(array).__module__.partition(".")[0], array_api_compat.device(array)
+
+
+def is_wide(name: str, array: Any) -> bool:
+    """Tell whether an array of real floats is of float64, or raise for another kind."""
+    if isinstance(array, np.ndarray) and array.dtype.char in "fd":
+        return bool(array.dtype.char == "d")
+    return _format_of(array.dtype, name, f"{name} to float64") == "float64"
+
+
+def promoted(array: Any, wide: bool) -> Any:
+    """Return an array in the kind that a call is computed in, its last axis contiguous where kernels read it."""
+    if isinstance(array, np.ndarray):
+        array = np.asarray(array, np.float64 if wide else np.float32)
+        return array if array.flags.aligned and _is_dense_along_rows(array) else array.copy()
+    if _is_torch(array):
+        torch = sys.modules["torch"]
+        return array.to(torch.float64 if wide else torch.float32)
+    xp = array_namespace(array)
+    array = xp.astype(array, xp.float64 if wide else xp.float32, copy=False)
+    return array if not on_cuda(array) or _is_dense_along_rows(array) else array.copy()
+
+
+def _is_dense_along_rows(array: Any) -> bool:
+    return bool(array.strides[-1] == array.itemsize or array.shape[-1] == 1)
+
+
+def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the leading axes that named ones are broadcast to, or raise."""
+    first, *others = shapes.values()
+    if all(shape == first for shape in others):
+        return first
+    axes = max(len(shape) for shape in shapes.values())
+    batch = []
+    for axis in range(-axes, 0):
+        sizes = {shape[axis] for shape in shapes.values() if len(shape) >= -axis} - {1}
+        if len(sizes) > 1:
+            shown = ", ".join(f"{shape} of {name}" for name, shape in shapes.items())
+            raise ValueError(
+                f"the leading axes {shown} do not broadcast; expected equal sizes, or 1, along each, from the last"
+            )
+        batch.append(sizes.pop() if sizes else 1)
+    return tuple(batch)
+
+
+def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
+    """Return (..., axes) as (b, axes), broadcast; a copy only where the leading axes cannot be one stride."""
+    core = tuple(array.shape[array.ndim - axes :])
+    shape, full = (math.prod(batch), *core), (*batch, *core)
+    if tuple(array.shape) == shape:
+        return array
+    if tuple(array.shape) != full:
+        if isinstance(array, np.ndarray):
+            array = np.broadcast_to(array, full)
+        elif _is_torch(array):
+            array = array.expand(full)
+        else:
+            array = array_namespace(array).broadcast_to(array, full)
+    return reshaped(array, shape)
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return an array of any library in another shape."""
+    if isinstance(array, np.ndarray) or _is_torch(array):
+        return array.reshape(shape)
+    return array_namespace(array).reshape(array, shape)
+
+
+def _flags(mask: Any, U: int, like: Any) -> Any:
+    """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
+    mask = dense("mask", mask)
+    if str(mask.dtype).rpartition(".")[2] != "bool":
+        raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a position that takes part")
+    if not mask.ndim or mask.shape[-1] != U:
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected (..., {U}), one entry a position")
+    if _home(mask) == _home(like):
+        return mask
+    if on_cuda(like) and (shared := as_cupy(mask, "mask")) is not None:
+        return shared
+    return to_device(to_numpy(mask), like)

@@ -1,0 +1,30 @@
+"""The library of an array, found in a way that torch can trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from levattn._core.arrays import _is_torch, array_namespace
+
+__all__ = ["device_of", "namespace_of", "without_gradient"]
+
+
+def namespace_of(array: Any) -> Any:
+    """Return the functions of an array's library, by the names of the array-API standard."""
+    if _is_torch(array):
+        from array_api_compat import torch as functions
+
+        return functions
+    return array_namespace(array)
+
+
+def device_of(array: Any) -> Any:
+    """Return the device of an array."""
+    return array.device if _is_torch(array) else array_api_compat.device(array)
+
+
+def without_gradient(array: Any) -> Any:
+    """Return the same numbers, which gradients of torch do not reach."""
+    return array.detach() if _is_torch(array) else array

@@ -1,0 +1,300 @@
+"""Short memories along a sequence, in front of latent logits: a gated linear recurrence and a causal convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from levattn._core.arrays import _is_torch
+from levattn.attention.common.arguments import check_sizes, decayed_scan, dense, prepare, reshaped
+from levattn.attention.common.packed import cumulative
+from levattn.attention.common.space import device_of, namespace_of
+
+__all__ = ["causal_conv", "rg_lru"]
+
+_STEEPEST = 1000.0  # the slope of the square root near 0, where it has none
+_POWER = 8.0  # of the decay, as in Griffin
+
+
+def rg_lru(
+    x: Any,
+    gate_x: Any,
+    gate_a: Any,
+    a_param: Any,
+    /,
+    *,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+    state: Any = None,
+    return_state: bool = False,
+) -> Any:
+    r"""Real-gated linear recurrence: an average of what was so far, in which each channel decays at its own speed.
+
+    .. math:: h_t = a_t \odot h_{t-1} + \sqrt{1 - a_t^2} \odot \sigma(\text{gate}_x) \odot x_t, \qquad
+       a_t = \exp(-8\, \sigma(\text{gate}_a)\, \mathrm{softplus}(\text{a\_param})),
+
+    where at the start of a sequence a is 0, so that :math:`h = \sigma(\text{gate}_x) \odot x`. Masked positions
+    neither enter nor decay it: rows behind them are those of the sequence without them.
+
+    Parameters
+    ----------
+    x : array of shape (..., T, C)
+        Input: float64, float32, float16 or bfloat16 of numpy, torch, CuPy or another library of the array-API
+        standard.
+    gate_x, gate_a : array of shape (..., T, C)
+        Logits of the gates, before their sigmoids.
+    a_param : array of shape (C,)
+        Speeds of decay: with r in (0, 1) for ``softplus(a_param) = −log r``, a half-open gate decays by r⁴.
+    mask : array of bool, shape (..., T), optional
+        True for a position that takes part.
+    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
+        Where packed sequences begin, ending with T, or how long they are.
+    state : array of shape (..., C + 1), optional
+        What came before, as `return_state` gave it; not together with packed sequences.
+    return_state : bool
+        True to return the state after all positions, too: h, and behind it 1 where a position took part so far, else
+        0.
+
+    Returns
+    -------
+    array of shape (..., T, C)
+        The average h, of the dtype of `x`; at masked positions that of the position before. Or the pair of it and the
+        state, in float32 or float64 and without gradients.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another kind or shape, or a state comes with packed sequences.
+
+    Notes
+    -----
+    Time and memory O(TC). Computed in float64 where one argument has it, and else in float32. Gradients of torch reach
+    the first four arguments, and can be differentiated again; the slope of the square root is held at 1000 where a is
+    next to 1. What comes after a row changes no bit of it, nor does another T, but that in torch exponentials round by
+    their place in an array.
+
+    References
+    ----------
+    De et al., Griffin, arXiv:2402.19427, section 2.4. Dolga et al., arXiv:2402.17512v5, put it in front of latent
+    logits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import rg_lru
+    >>> x = np.random.default_rng(0).standard_normal((10, 3))
+    >>> h, state = rg_lru(x[:6], x[:6], x[:6], np.zeros(3), return_state=True)
+    >>> rest = rg_lru(x[6:], x[6:], x[6:], np.zeros(3), state=state)
+    >>> np.allclose(np.concatenate([h, rest]), rg_lru(x, x, x, np.zeros(3)))
+    True
+    """
+    x, gate_x, gate_a, a_param = (
+        dense(name, array)
+        for name, array in zip(("x", "gate_x", "gate_a", "a_param"), (x, gate_x, gate_a, a_param), strict=True)
+    )
+    check_sizes(
+        {"x": (x, -2, "T"), "gate_x": (gate_x, -2, "T"), "gate_a": (gate_a, -2, "T"), "x .": (x, -1, "C")}
+        | {"gate_x .": (gate_x, -1, "C"), "gate_a .": (gate_a, -1, "C"), "a_param": (a_param, -1, "C")}
+    )
+    T, C = x.shape[-2:]
+    arguments = {"x": (x, 2), "gate_x": (gate_x, 2), "gate_a": (gate_a, 2), "a_param": (a_param, 1)}
+    given = prepare(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
+    bounds = cumulative(offsets, lengths, T)
+    _refuse_packed(bounds, state, return_state)
+    X, Gx, Ga, speed, before = given.stacks
+    if before is not None and before.shape[1] != C + 1:
+        raise ValueError(f"state has {before.shape[1]} numbers along its last axis; expected C + 1 = {C + 1}")
+    xp = namespace_of(X)
+    if given.mask is not None:
+        X, Gx, Ga = (xp.where(given.mask[..., None], part, xp.zeros_like(part)) for part in (X, Gx, Ga))
+    places = _places(xp, X, given.mask, bounds)
+    first = places == 0
+    if given.mask is not None:
+        first = first & given.mask
+    if before is not None:
+        first = first & (before[:, C:] == 0)
+    first = first[..., None]
+    log_a = -_POWER * _sigmoid(xp, Ga) * xp.logaddexp(speed, xp.zeros_like(speed))[:, None, :]
+    a = xp.where(first, xp.zeros_like(log_a), xp.exp(log_a))
+    share = xp.where(first, xp.ones_like(log_a), _root(xp, -xp.expm1(2 * log_a)))
+    u = share * _sigmoid(xp, Gx) * X
+    if given.mask is not None:
+        a = xp.where(given.mask[..., None], a, xp.ones_like(a))
+        if bounds is not None:  # nothing so far of this sequence: not what the one before left
+            a = xp.where((places < 0)[..., None], xp.zeros_like(a), a)
+    h = decayed_scan(a, u, None if before is None else before[:, :C])
+    out = given.give_back(h)
+    if not return_state:
+        return out
+    begun = xp.ones_like(h[:, :1, 0]) if T else xp.zeros_like(speed[:, :1])
+    if given.mask is not None:
+        begun = xp.astype(xp.any(given.mask, axis=1, keepdims=True), h.dtype)
+    last = h[:, -1, :] if T else xp.zeros_like(speed)
+    if before is not None:
+        begun, last = xp.maximum(begun, before[:, C:]), last if T else before[:, :C]
+    return out, _detached(_batched(xp.concat([last, begun], axis=1), given.batch))
+
+
+def causal_conv(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    /,
+    *,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+    state: Any = None,
+    return_state: bool = False,
+) -> Any:
+    r"""Convolution of each channel with the inputs so far.
+
+    .. math:: y_{tc} = b_c + \sum_{j=0}^{k-1} w_{c, k-1-j}\, x_{t-j, c},
+
+    with zeros in front of a sequence. Masked positions are left out: rows behind them are those of the sequence
+    without them.
+
+    Parameters
+    ----------
+    x : array of shape (..., T, C)
+        Input: float64, float32, float16 or bfloat16 of numpy, torch, CuPy or another library of the array-API
+        standard.
+    weight : array of shape (C, k)
+        Weights of each channel; the last is that of the position itself, as in torch's ``Conv1d``.
+    bias : array of shape (C,), optional
+        What is added.
+    mask : array of bool, shape (..., T), optional
+        True for a position that takes part. The others have zeros.
+    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
+        Where packed sequences begin, ending with T, or how long they are.
+    state : array of shape (..., k − 1, C), optional
+        What came before, as `return_state` gave it; not together with packed sequences.
+    return_state : bool
+        True to return the state after all positions, too: the last k − 1 inputs that took part, behind zeros.
+
+    Returns
+    -------
+    array of shape (..., T, C)
+        Of the dtype of `x`. Or the pair of it and the state, of that dtype and without gradients.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another kind or shape, or a state comes with packed sequences.
+
+    Notes
+    -----
+    Time O(TCk), memory O(TC). Computed in float64 where one argument has it, and else in float32. Gradients of torch
+    reach the first three arguments.
+
+    References
+    ----------
+    As in front of the recurrence of De et al., Griffin, arXiv:2402.19427.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import causal_conv
+    >>> causal_conv(np.arange(5.0)[:, None], np.array([[-1.0, 1.0]])).ravel()  # differences
+    array([0., 1., 1., 1., 1.])
+    """
+    x, weight = dense("x", x), dense("weight", weight)
+    sizes = {"x": (x, -1, "C"), "weight": (weight, -2, "C")}
+    check_sizes(sizes if bias is None else sizes | {"bias": (dense("bias", bias), -1, "C")})
+    T, width = x.shape[-2], weight.shape[-1]
+    arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
+    given = prepare(arguments, like="x", mask=(mask, T))
+    bounds = cumulative(offsets, lengths, T)
+    _refuse_packed(bounds, state, return_state)
+    X, W, add, before = given.stacks
+    b, _, C = X.shape
+    if before is not None and tuple(before.shape[1:]) != (width - 1, C):
+        raise ValueError(
+            f"state has shape {tuple(before.shape[1:])} behind the leading axes; expected {(width - 1, C)}"
+        )
+    xp = namespace_of(X)
+    device = device_of(X)
+    places = _places(xp, X, given.mask, bounds)
+    if given.mask is not None:
+        X = xp.where(given.mask[..., None], X, xp.zeros_like(X))
+        order = xp.argsort(xp.astype(~given.mask, xp.int32), axis=1, stable=True)  # those that take part first
+        X = _rows(xp, X, order)
+        places = _rows(xp, places[..., None], order)[..., 0]
+    if before is None:
+        before = xp.zeros((b, width - 1, C), dtype=X.dtype, device=device)
+    all_ = xp.concat([before, X], axis=1)
+    out = None
+    for j in range(width):
+        part = all_[:, width - 1 - j : width - 1 - j + T, :]
+        if bounds is not None and j:
+            part = xp.where((places >= j)[..., None], part, xp.zeros_like(part))
+        part = part * W[:, None, :, width - 1 - j]
+        out = part if out is None else out + part
+    if add is not None:
+        out = out + add[:, None, :]
+    if given.mask is not None:
+        ranks = xp.cumulative_sum(xp.astype(given.mask, xp.int64), axis=1) - 1
+        out = _rows(xp, out, xp.where(given.mask, ranks, xp.zeros_like(ranks)))
+        out = xp.where(given.mask[..., None], out, xp.zeros_like(out))
+    out = given.give_back(out)
+    if not return_state:
+        return out
+    tail = all_[:, T:, :]
+    if given.mask is not None:
+        counts = xp.sum(xp.astype(given.mask, xp.int64), axis=1, keepdims=True)
+        tail = _rows(xp, all_, counts + xp.arange(width - 1, device=device))
+    return out, _detached(given.give_back(tail))
+
+
+def _refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
+    if bounds is not None and (state is not None or return_state):
+        raise ValueError(
+            "offsets or lengths were given with state or return_state; expected one sequence then: call this for each "
+            "sequence, or stack sequences of one length along a leading axis"
+        )
+
+
+def _places(xp: Any, X: Any, mask: Any, bounds: Any) -> Any:
+    """Return the number of each position in its sequence, (1, T), or (b, T) without those that are masked."""
+    T, device = X.shape[1], device_of(X)
+    rows = xp.arange(T, device=device)
+    begins = xp.zeros_like(rows)
+    if bounds is not None:
+        ends = xp.asarray(bounds, device=device)
+        begins = xp.take(ends, xp.searchsorted(ends[1:], rows, side="right"))
+    if mask is None:
+        return (rows - begins)[None, :]
+    counts = xp.cumulative_sum(xp.astype(mask, xp.int64), axis=1, include_initial=True)
+    return counts[:, 1:] - xp.take(counts, begins, axis=1) - 1
+
+
+def _rows(xp: Any, X: Any, which: Any) -> Any:
+    """Return some rows of each item of (b, n, C), by their numbers (b, m)."""
+    b, n, C = X.shape
+    flat = which + n * xp.arange(b, device=device_of(X))[:, None]
+    found = xp.take(xp.reshape(X, (b * n, C)), xp.reshape(flat, (-1,)), axis=0)
+    return xp.reshape(found, (b, which.shape[1], C))
+
+
+def _sigmoid(xp: Any, x: Any) -> Any:
+    return x.sigmoid() if _is_torch(x) else xp.exp(-xp.logaddexp(-x, xp.zeros_like(x)))
+
+
+def _root(xp: Any, x: Any) -> Any:
+    """Return the square root, in torch with a slope of at most `_STEEPEST`."""
+    if not _is_torch(x):
+        return xp.sqrt(x)
+    from levattn.attention.latent import torch as _torch
+
+    return _torch.held_root(x, _STEEPEST)
+
+
+def _batched(array: Any, batch: tuple[int, ...]) -> Any:
+    return reshaped(array, (*batch, *array.shape[1:]))
+
+
+def _detached(array: Any) -> Any:
+    """Return an array without gradients, in memory of its own."""
+    if _is_torch(array):
+        return array.detach().clone()
+    return namespace_of(array).asarray(array, copy=True)

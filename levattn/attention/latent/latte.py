@@ -1,0 +1,148 @@
+"""Latte: attention through latents, in time linear in the number of positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from levattn.attention.common.arguments import (
+    check_sizes,
+    cumulative,
+    dense,
+    latent_attention,
+    prepare,
+    state_after,
+    state_stacks,
+)
+from levattn.states import SoftmaxState
+
+__all__ = ["latte"]
+
+
+def latte(
+    q_logits: Any,
+    k_logits: Any,
+    V: Any,
+    /,
+    *,
+    causal: bool = True,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+    state: SoftmaxState | None = None,
+    return_state: bool = False,
+) -> Any:
+    r"""Latent attention: every row mixes L averages of the values, each under a softmax over positions of its own.
+
+    With the latents l as the hidden variable of a mixture,
+
+    .. math::
+
+        p(l \mid t) = \mathrm{softmax}_l\, Q_{t l}, \qquad
+        p(s \mid l, t) = e^{K_{s l}} / \sum_{r \le t} e^{K_{r l}} \quad (s \le t), \qquad
+        y_t = \sum_l p(l \mid t) \sum_s p(s \mid l, t) V_s,
+
+    where without `causal` the sums over positions have no limit t. Weights are of at least 0 and sum to 1 over
+    positions, but for rows of zeros (below), so that each channel of :math:`y_t` is between the least and the largest
+    value that row t sees, to rounding. Causal row t is the last row of the bidirectional form on the positions up to
+    t.
+
+    A latent that has seen no position (all are masked, or have logits of −inf for it) takes no part in the softmax
+    over latents, and a row that no latent has seen anything for is zero. So is a row whose `q_logits` are −inf for all
+    latents that take part, where a softmax of torch is NaN. Otherwise NaN and infinite logits spread as in that: −inf
+    is no weight, and NaN or +inf make NaN of what they touch. Of a masked position `k_logits` and V are not used; its
+    `q_logits` are, as its row is an output like the others.
+
+    Parameters
+    ----------
+    q_logits : array of float, shape (..., T, L)
+        Logits of the latents for each row.
+    k_logits : array of float, shape (..., U, L)
+        Logits of the positions for each latent. U = T, unless `causal` is False and neither `offsets` nor `lengths` is
+        given.
+    V : array of float, shape (..., U, D)
+        Values. Leading axes of all arrays broadcast as in numpy, so that heads may share values. The arrays are of one
+        library (numpy, CuPy, torch or another namespace of the array-API standard) and on one device; lists are made
+        arrays by numpy. They are float64, float32, float16 or bfloat16, each of its own.
+    causal : bool
+        True if row t sees positions up to t, False if it sees all of its sequence.
+    mask : array of bool, shape (..., U), optional
+        True for a position that takes part.
+    offsets : array of int, shape (n + 1,), optional
+        Packed sequences, which see nothing of each other: from 0 to T, ascending, sequence i being
+        ``offsets[i]:offsets[i + 1]`` along the axes T and U. Known elsewhere as ``cu_seqlens``.
+    lengths : array of int, shape (n,), optional
+        The same by the number of positions of each sequence.
+    state : SoftmaxState, optional
+        What every row sees besides: the positions before, as `return_state` gave it. Its batch is the broadcast
+        leading axes, with n behind them for packed sequences. It is not changed.
+    return_state : bool
+        True to return the state after all positions, too.
+
+    Returns
+    -------
+    array of shape (..., T, D)
+        In the dtype of V. Or the pair of it and a `levattn.states.SoftmaxState`, if `return_state`.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array of real floats (or of bool, or of int), or arrays are of several libraries or
+        devices.
+    ValueError
+        If shapes do not go together, offsets do not ascend from 0 to T, or offsets and lengths are both given.
+
+    Notes
+    -----
+    Time O(TLD), memory O(T(L + D)) for arrays of other precisions and layouts, and O(LD) besides, with O(TLD/4096)
+    numbers of float64 for the states between runs of positions; nothing of size T × T or T × L × D is formed. A step
+    of decoding is a call with T = 1, a `state` and `return_state`.
+
+    Computed in float64 if any of the arrays is, else in float32 with sums of more than a few positions in float64, so
+    that errors do not grow with T. Sums are not divided before they are read: values beyond about 1e28 in float32, or
+    1e298 in float64, may overflow.
+    The largest logit is taken out of every exponential among what the row sees, so the result is accurate whatever the
+    size of the logits, and does not depend on what comes after.
+
+    In torch gradients reach `q_logits`, `k_logits` and V, by an operator that ``torch.compile`` keeps whole. They do
+    not reach states, and none come from them; the compiler leaves these to Python. There are no second derivatives.
+    Within ``torch.func`` (grad, vmap, jvp and others) the definitions run instead: slower by far, and gradients keep
+    16 TL numbers and more.
+
+    References
+    ----------
+    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
+       arXiv:2402.17512, equations of the bidirectional and the causal model in section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import latte
+    >>> rng = np.random.default_rng(0)
+    >>> Q, K = rng.standard_normal((2, 100, 16))
+    >>> V = rng.standard_normal((100, 8))
+    >>> Y = latte(Q, K, V)
+    >>> np.allclose(Y[0], V[0])  # the first row sees nothing else
+    True
+    >>> head, state = latte(Q[:60], K[:60], V[:60], return_state=True)
+    >>> np.allclose(latte(Q[60:], K[60:], V[60:], state=state), Y[60:])
+    True
+    """
+    q_logits, k_logits, V = dense("q_logits", q_logits), dense("k_logits", k_logits), dense("V", V)
+    rows = "T" if causal or offsets is not None or lengths is not None else "U"
+    check_sizes(
+        {
+            "q_logits rows": (q_logits, -2, "T"),
+            "q_logits": (q_logits, -1, "L"),
+            "k_logits rows": (k_logits, -2, rows),
+            "k_logits": (k_logits, -1, "L"),
+            "V": (V, -2, rows),
+        }
+    )
+    arguments = {"q_logits": (q_logits, 2), "k_logits": (k_logits, 2), "V": (V, 2)}
+    given = prepare(arguments, like="V", mask=(mask, V.shape[-2]))
+    Q, K, V = given.stacks
+    bounds = cumulative(offsets, lengths, Q.shape[1])
+    before = state_stacks(state, given.batch, bounds, K, V)
+    Y = latent_attention(Q, K, V, causal=bool(causal), offsets=bounds, mask=given.mask, state=before)
+    Y = given.give_back(Y)
+    return (Y, state_after(state, given.batch, bounds, K, V, given.mask)) if return_state else Y

@@ -1,0 +1,147 @@
+"""How much of a mixture with a window counts positions of the window twice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import _is_torch, to_device, to_numpy
+from levattn._kernels import Float64
+from levattn.attention.common.arguments import check_sizes, dense, prepare
+from levattn.attention.common.heads import heads_of
+from levattn.attention.common.packed import cumulative
+from levattn.attention.latent.window import check_window
+
+__all__ = ["repeated_mass"]
+
+
+def repeated_mass(
+    q_logits: Any,
+    k_logits: Any,
+    gate: Any,
+    /,
+    *,
+    window: int,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+) -> Any:
+    r"""The weight that `macchiato` gives to the positions of the window a second time, by its latents.
+
+    .. math:: \sum_{l \ge 1} p(l \mid t) \sum_{s \in (t-W, t]} p(s \mid l, t),
+
+    in the mode "mixture"; in "exclusive" there is none. For keys that are all but alike it is about
+    :math:`(1 - p(0 \mid t)) \min(1, W/t)`, which vanishes for positions far beyond W; where it does not, latents
+    attend to what is near, and "exclusive" leaves them more to say.
+
+    Parameters
+    ----------
+    q_logits : array of shape (..., H, T, L)
+        Logits of the rows, as in `macchiato`.
+    k_logits : array of shape (..., H, T, L) or (..., G, T, L)
+        Logits of the positions.
+    gate : array of shape (..., H, T)
+        Logits of the window.
+    window : int
+        W, at least 1.
+    mask : array of bool, shape (..., G, T), optional
+        True for a position that may be seen.
+    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
+        Where packed sequences begin, ending with T, or how long they are.
+
+    Returns
+    -------
+    array of float64, shape (..., H, T)
+        Between 0 and 1. Errors of the running sums add up with T: 1e-13 or so for a million positions, and more by
+        1e-16 times the largest logits. In torch, without gradients.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another kind, shape or range.
+
+    Notes
+    -----
+    Time O(T L) for each head, in main memory. Memory O(T L) numbers of float64, for one head at a time, besides copies
+    of the arguments where they are of another precision or on a device. It is found from the running sums
+    of exponentials, as 1 − Z(t − W)/Z(t) for each latent.
+
+    References
+    ----------
+    A remark of the public reviews of Dolga et al., arXiv:2402.17512: positions in the window count twice. Weights sum
+    to 1 all the same.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import repeated_mass
+    >>> r = repeated_mass(np.zeros((1000, 4)), np.zeros((1000, 4)), np.zeros(1000), window=10)
+    >>> r[[9, 99, 999]]  # the window has 1/5 of the weight, as each latent
+    array([0.8  , 0.08 , 0.008])
+    """
+    window = check_window(window)
+    named = zip(("q_logits", "k_logits", "gate"), (q_logits, k_logits, gate), strict=True)
+    q_logits, k_logits, gate = (dense(name, array) for name, array in named)
+    check_sizes(
+        {"q_logits": (q_logits, -2, "T"), "k_logits": (k_logits, -2, "T"), "gate": (gate, -1, "T")}
+        | {"q_logits .": (q_logits, -1, "L"), "k_logits .": (k_logits, -1, "L")}
+    )
+    heads = heads_of(q_logits, k_logits, k_logits, names=("q_logits", "k_logits", "k_logits"))
+    arguments = {
+        "q_logits": (heads.per_query("q_logits", q_logits, 2), 3),
+        "k_logits": (k_logits, 2),
+        "gate": (heads.per_query("gate", gate[..., None], 2), 3),
+    }
+    T = q_logits.shape[-2]
+    given = prepare(arguments, like="q_logits", mask=(mask, T))
+    bounds = cumulative(offsets, lengths, T)
+    ends = [0, T] if bounds is None else bounds.tolist()
+    stacks = (x.detach() if _is_torch(x) else x for x in given.stacks)
+    Q, K, gates = (to_numpy(x) for x in stacks)
+    flags = np.ones(K.shape[:2], np.bool_) if given.mask is None else to_numpy(given.mask)
+    gates = np.broadcast_to(gates[..., 0], Q.shape[:-1])
+    out = np.zeros(Q.shape[:-1])
+    for item, sees in enumerate(flags):
+        for low, high in pairwise(ends):
+            mask_ = sees[low:high]
+            logits = np.where(mask_[:, None], K[item, low:high].astype(np.float64), -np.inf)
+            share = _share(logits, window)
+            for head in range(Q.shape[1]):
+                rows = item, head, slice(low, high)
+                out[rows] = _repeated(Q[rows], share, gates[rows], mask_, window)
+    out = out.reshape(*given.batch, *out.shape[1:])
+    return heads.joined(to_device(out, q_logits), 1)
+
+
+def _share(K: Float64, window: int) -> tuple[Float64, npt.NDArray[np.bool_]]:
+    """Return the weight that each latent gives to the window of a row, (T, L), and whether it has seen anything."""
+    Z = np.logaddexp.accumulate(K, axis=0)
+    live = np.isfinite(Z)
+    before = np.full_like(Z, -np.inf)
+    before[window:] = Z[:-window]
+    return -np.expm1(before - np.where(live, Z, 0.0)), live
+
+
+def _repeated(
+    Q: npt.NDArray[Any],
+    share: tuple[Float64, npt.NDArray[np.bool_]],
+    gate: npt.NDArray[Any],
+    mask: npt.NDArray[np.bool_],
+    window: int,
+) -> Float64:
+    """Return the repeated weight (T,) of one sequence, from what `_share` returned."""
+    weights, live = share
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+    places = np.arange(len(mask))
+    some = counts[1:] > counts[np.maximum(places - window + 1, 0)]
+    gate = np.where(some, gate.astype(np.float64), -np.inf)[:, None]
+    alone = gate == np.inf
+    logits = np.concatenate([np.where(alone, 0.0, gate), np.where(live & ~alone, Q, -np.inf)], axis=-1)
+    top = logits.max(axis=-1, keepdims=True)
+    E = np.exp(logits - np.where(top == -np.inf, 0.0, top))
+    total = E.sum(axis=-1)
+    repeated: Float64 = np.einsum("tl,tl->t", E[:, 1:], weights) / np.where(total > 0, total, 1.0)
+    return repeated

@@ -1,0 +1,335 @@
+"""Softmax attention in a sliding window, in slices: memory for the window, not for all pairs of positions."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import _is_torch
+from levattn._kernels.finite import surely_finite
+from levattn.attention.common.arguments import check_sizes, dense, prepare
+from levattn.attention.common.heads import heads_of
+from levattn.attention.common.packed import cumulative
+from levattn.attention.common.space import device_of, namespace_of
+
+__all__ = ["check_scale", "check_softcap", "check_window", "window_attention", "windowed"]
+
+_PAIRS = 1 << 20  # pairs of positions that are held at a time, of all heads together: near the last cache
+_MANY_PAIRS = 1 << 24  # the same where logits are not written, or on a device, which is to be filled
+_LEAST = 32  # rows of a block: smaller products cost more than the pairs that they spare
+
+
+def window_attention(
+    q: Any,
+    k: Any,
+    V: Any,
+    /,
+    *,
+    window: int,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+) -> Any:
+    r"""Softmax attention of each position to itself and the window − 1 positions before it.
+
+    .. math:: y_t = \sum_{s \in (t-W, t]} p(s|t) V_s, \qquad
+       p(s|t) = \mathrm{softmax}_s\; \phi(\text{scale}\, \langle q_t, k_s \rangle),
+
+    over the positions of the window that the mask leaves in, with :math:`\phi(x) = c \tanh(x/c)` for ``softcap = c``
+    and :math:`\phi(x) = x` without. It is exact: with a window of at least T, causal softmax attention. Weights of a
+    row sum to 1; a row whose window holds no position is zero. NaN and infinite numbers stay in their windows: a value
+    that is one makes NaN of its channel, and a key of all channels, in the rows that see it.
+
+    Parameters
+    ----------
+    q : array of shape (..., H, T, d)
+        Queries: float64, float32, float16 or bfloat16 of numpy, torch, CuPy or another library of the array-API
+        standard. With one head, (T, d).
+    k : array of shape (..., G, T, d)
+        Keys, of the same library and device. H is a multiple of G: query head h reads the keys of head ``h // (H /
+        G)``.
+    V : array of shape (..., G, T, D)
+        Values.
+    window : int
+        W, at least 1: how many positions a row sees, its own among them.
+    scale : float, optional
+        What products are multiplied by; 1/√d if it is None.
+    softcap : float, optional
+        The bound c > 0 of the logits.
+    mask : array of bool, shape (..., G, T), optional
+        True for a position that may be seen; leading axes are broadcast. Keys and values of the others are not used.
+    offsets, lengths : whole numbers, shape (n + 1,) or (n,), optional
+        Where packed sequences begin, ending with T, or how long they are. No sequence sees another.
+
+    Returns
+    -------
+    array of shape (..., H, T, D)
+        Of the dtype of `V`. Numbers are computed in float64 where one argument has it, and else in float32. Gradients
+        of torch reach q, k and V.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another kind, shape or range.
+
+    Notes
+    -----
+    Time O(T W (d + D)) for each head, in blocks of W/2 rows against 3W/2 keys; memory O(T D), and some 2²⁰ logits at a
+    time (2²⁴ in other libraries than numpy). For gradients torch keeps O(T W) bits, or numbers where there is a
+    softcap.
+
+    What comes after a row changes no bit of it. Products are those of the library, which round by the shape of what
+    they are given: for another T, and in torch with a softcap for other batches, rows agree to rounding.
+
+    Gradients can be differentiated again with a softcap, and without one inside of
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``; torch's other kernels have first derivatives only. Forward
+    mode works everywhere.
+
+    References
+    ----------
+    Beltagy, Peters, Cohan, arXiv:2004.05150 (the window). Dolga et al., arXiv:2402.17512, where it is one component of
+    a mixture.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import window_attention
+    >>> q, k, V = np.random.default_rng(0).standard_normal((3, 100, 8))
+    >>> Y = window_attention(q, k, V, window=16)
+    >>> p = np.exp(k[50 - 15 : 50 + 1] @ q[50] / np.sqrt(8))
+    >>> np.allclose(Y[50], p / p.sum() @ V[50 - 15 : 50 + 1])
+    True
+    """
+    window, softcap = check_window(window), check_softcap(softcap)
+    q, k, V = (dense(name, array) for name, array in (("q", q), ("k", k), ("V", V)))
+    check_sizes({"q": (q, -2, "T"), "k": (k, -2, "T"), "V": (V, -2, "T"), "q .": (q, -1, "d"), "k .": (k, -1, "d")})
+    heads = heads_of(q, k, V)
+    arrays = {"q": (heads.per_query("q", q, 2), 3), "k": (k, 2), "V": (V, 2)}
+    given = prepare(arrays, like="V", mask=(mask, V.shape[-2]))
+    stack_q, stack_k, stack_v = given.stacks
+    Y, _ = windowed(
+        stack_q,
+        stack_k,
+        stack_v,
+        window=window,
+        scale=check_scale(scale, q.shape[-1]),
+        softcap=softcap,
+        mask=given.mask,
+        offsets=cumulative(offsets, lengths, q.shape[-2]),
+    )
+    return heads.joined(given.give_back(Y))
+
+
+def check_window(window: Any) -> int:
+    """Return the number of positions of a window, or raise."""
+    if isinstance(window, bool) or not isinstance(window, Integral) or window < 1:
+        raise ValueError(f"window is {window!r}; expected a whole number of positions, at least 1")
+    return int(window)
+
+
+def check_scale(scale: Any, d: int) -> float:
+    """Return what products of queries and keys are multiplied by, or raise."""
+    if scale is None:
+        return 1 / math.sqrt(max(d, 1))
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+        raise ValueError(f"scale is {scale!r}; expected a finite number, or None for 1/√d")
+    return float(scale)
+
+
+def check_softcap(softcap: Any) -> float | None:
+    """Return the bound of the logits, or raise."""
+    if softcap is None:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, Real) or not 0 < float(softcap) < math.inf:
+        raise ValueError(f"softcap is {softcap!r}; expected a finite number above 0, or None for no bound")
+    return float(softcap)
+
+
+def windowed(
+    q: Any,
+    k: Any,
+    V: Any,
+    *,
+    window: int,
+    scale: float,
+    softcap: float | None = None,
+    mask: Any = None,
+    offsets: Any = None,
+) -> tuple[Any, Any]:
+    """Return the output (b, g, T, D) of attention in a window, and which rows see a position, (b, T).
+
+    The second is None where all do. Rows that see nothing are zero.
+
+    q: (b, g, T, d), g queries for each key and position.
+    k, V: (b, U, d) and (b, U, D). Row t is at position t + U − T; more than one sequence have U = T.
+    mask: (b, U) bool, False for a position that nobody sees; its key and value are not used.
+    offsets: as `cumulative` returns it.
+    """
+    xp = namespace_of(q)
+    (b, g, T, _), U = q.shape, k.shape[1]
+    device = device_of(q)
+    if not b * g * T:
+        return xp.zeros((b, g, T, V.shape[-1]), dtype=V.dtype, device=device), None
+    window = min(window, U)
+    rows = xp.arange(U - T, U, device=device)
+    begins = xp.zeros_like(rows)
+    if offsets is not None:
+        bounds = xp.asarray(offsets, device=device)
+        begins = xp.take(bounds, xp.searchsorted(bounds[1:], rows, side="right"))
+    lowest = xp.maximum(rows - (window - 1), begins)
+    seen = spoilt = None
+    if mask is not None:
+        seen = _any_in_window(xp, mask, lowest)
+        k, V = (xp.where(mask[..., None], x, xp.zeros_like(x)) for x in (k, V))  # NaN there would spread
+    if not surely_finite(q, k, V):  # a weight of zero times NaN is NaN: none may enter a product, nor its gradient
+        asks, whole = (xp.all(xp.isfinite(x), axis=-1, keepdims=True) for x in (q, k))
+        good = xp.isfinite(V)
+        spoilt = _any_in_window(xp, ~(good & whole), lowest)[:, None, :, :] | ~asks
+        q, k, V = (xp.where(flags, x, xp.zeros_like(x)) for flags, x in ((asks, q), (whole, k), (good, V)))
+
+    block = max(1, min(T, max(_LEAST, window // 2)))
+    pairs = g * block * (block + window - 1)
+    held = _PAIRS if isinstance(q, np.ndarray) else _MANY_PAIRS
+    items = max(1, min(b, held // pairs))
+    run = max(1, held // (items * pairs)) * block
+    cuts = [(low, min(low + run, T - T % block)) for low in range(0, T - T % block, run)]
+    cuts += [(T - T % block, T)] if T % block else []
+    outputs = []
+    for q_, k_, V_, mask_ in zip(*(_cut(x, items, b) for x in (q, k, V, mask)), strict=True):
+        queries = _slabs(xp, q_, 2, 0, 0, cuts)
+        others = (_slabs(xp, x, 1, U - T, window - 1, cuts) for x in (k_, V_, mask_))
+        results = []
+        for (low, high), slab_q, slab_k, slab_v, flags in zip(cuts, queries, *others, strict=True):
+            step = min(block, high - low)
+            sees = _sees(xp, rows[low:high], lowest[low:high], window, step)
+            results.append(_slice(xp, slab_q, slab_k, slab_v, flags, sees, step, scale, softcap))
+        outputs.append(results[0] if len(results) == 1 else xp.concat(results, axis=2))
+    Y = outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=0)
+    Y = xp.astype(Y, V.dtype, copy=False)  # autocast makes products of half precision
+    if spoilt is not None:
+        Y = xp.where(spoilt, xp.asarray(math.nan, dtype=Y.dtype, device=device), Y)
+    return (Y if seen is None else xp.where(seen[:, None, :, None], Y, xp.zeros_like(Y))), seen
+
+
+def _any_in_window(xp: Any, flags: Any, lowest: Any) -> Any:
+    """Return whether a flag, (b, U, ...), is set between the lowest position of a row and its own, (b, T, ...)."""
+    if _is_torch(flags):  # its namespace takes a way that its compiler warns of
+        counts = sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
+    else:
+        counts = xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)
+    return counts[:, flags.shape[1] - lowest.shape[0] + 1 :, ...] > xp.take(counts, lowest, axis=1)
+
+
+def _cut(x: Any, size: int, count: int) -> Any:
+    """Return an array in runs along its first axis; in torch the gradient of all of them is one array."""
+    if x is None:
+        return [None] * -(-count // size)
+    if size >= count:
+        return [x]
+    return x.split(size) if _is_torch(x) else [x[low : low + size, ...] for low in range(0, count, size)]
+
+
+def _slabs(xp: Any, x: Any, axis: int, skipped: int, reach: int, cuts: list[tuple[int, int]]) -> Iterator[Any]:
+    """Return the parts of an array that runs of rows read: ``skipped + low − reach`` to ``skipped + high`` of each.
+
+    Zeros stand for what is before the beginning.
+    """
+    if x is None:
+        yield from [None] * len(cuts)
+    elif _is_torch(x):  # a slice has a gradient of the size of all, and so many of them would take time T²
+        head, *pieces = x.split([skipped, *(high - low for low, high in cuts)], axis)
+        held = head.narrow(axis, max(skipped - reach, 0), min(skipped, reach))
+        missing = reach - held.shape[axis]
+        if missing:
+            held = xp.concat([x.new_zeros((*x.shape[:axis], missing, *x.shape[axis + 1 :])), held], axis=axis)
+        for piece in pieces:
+            slab = xp.concat([held, piece], axis=axis) if reach else piece
+            yield slab
+            held = slab.narrow(axis, slab.shape[axis] - reach, reach)
+    else:
+        before = (slice(None),) * axis
+        for low, high in cuts:
+            first = skipped + low - reach
+            slab = x[(*before, slice(max(first, 0), skipped + high), ...)]
+            if first < 0:
+                shape = (*x.shape[:axis], -first, *x.shape[axis + 1 :])
+                zeros = xp.zeros(shape, dtype=x.dtype, device=device_of(x))
+                slab = xp.concat([zeros, slab], axis=axis)
+            yield slab
+
+
+def _sees(xp: Any, rows: Any, lowest: Any, window: int, step: int) -> Any:
+    """Return which positions of its slab each row of a block sees, (N, step, step + window − 1)."""
+    rows, lowest = (xp.reshape(x, (-1, step, 1)) for x in (rows, lowest))
+    base = rows[:, :1, :] - (window - 1)
+    place = xp.arange(step + window - 1, dtype=xp.int32, device=device_of(rows))
+    least, most = (xp.astype(x - base, xp.int32) for x in (lowest, rows))
+    return (place >= least) & (place <= most)
+
+
+def _blocks(xp: Any, slab: Any, step: int, size: int) -> Any:
+    """Return the overlapping parts of an array (b, n, ...) that begin `step` apart, (b, N, size, ...)."""
+    count = (slab.shape[1] - size) // step + 1
+    if count == 1:
+        return slab[:, None, ...]
+    if _is_torch(slab):
+        return slab.unfold(1, size, step).movedim(-1, 2)
+    return xp.stack([slab[:, low : low + size, ...] for low in range(0, count * step, step)], axis=1)
+
+
+def _slice(
+    xp: Any, q: Any, k: Any, V: Any, mask: Any, sees: Any, step: int, scale: float, softcap: float | None
+) -> Any:
+    """Return the output (b, g, n, D) of some blocks of rows."""
+    b, g, n, d = q.shape
+    count, size = n // step, sees.shape[-1]
+    q = xp.reshape(xp.permute_dims(xp.reshape(q, (b, g, count, step, d)), (0, 2, 1, 3, 4)), (b, count, g * step, d))
+    k, V = _blocks(xp, k, step, size), _blocks(xp, V, step, size)
+    sees = sees[None, ...]
+    if mask is not None:
+        sees = sees & _blocks(xp, mask, step, size)[:, :, None, :]
+    if g > 1:
+        shape = (sees.shape[0], count, g * step, size)
+        sees = xp.reshape(xp.broadcast_to(sees[:, :, None, :, :], (*shape[:2], g, step, size)), shape)
+    Y = (
+        _fused(q, k, V, sees, scale)
+        if softcap is None and _is_fused(q, k, V)
+        else _explicit(xp, q, k, V, sees, scale, softcap)
+    )
+    Y = xp.reshape(Y, (b, count, g, step, V.shape[-1]))
+    return xp.reshape(xp.permute_dims(Y, (0, 2, 1, 3, 4)), (b, g, n, V.shape[-1]))
+
+
+def _explicit(xp: Any, q: Any, k: Any, V: Any, sees: Any, scale: float, softcap: float | None) -> Any:
+    """Return the softmax of some products times values; zero where a row sees nothing."""
+    logits = xp.matmul(q * (scale if softcap is None else scale / softcap), xp.matrix_transpose(k))
+    if softcap is not None:
+        logits = softcap * xp.tanh(logits)
+    logits = xp.where(sees, logits, xp.asarray(-math.inf, dtype=logits.dtype, device=device_of(logits)))
+    top = xp.max(logits, axis=-1, keepdims=True)
+    E = xp.exp(logits - xp.where(top == -math.inf, xp.zeros_like(top), top))
+    total = xp.sum(E, axis=-1, keepdims=True)
+    return xp.matmul(E, V) / xp.where(total == 0, xp.ones_like(total), total)
+
+
+def _is_fused(*arrays: Any) -> bool:
+    """Tell whether torch's kernels are asked: they have no forward mode."""
+    if not _is_torch(arrays[0]):
+        return False
+    from levattn.attention.latent import torch as _torch
+
+    return not _torch.has_tangent(arrays)
+
+
+def _fused(q: Any, k: Any, V: Any, sees: Any, scale: float) -> Any:
+    """Return the same by torch's kernels; anything where a row sees nothing."""
+    sees = sees | ~sees.any(-1, keepdim=True)  # a softmax of nothing would be NaN in some releases
+    torch = sys.modules["torch"]
+    return torch.nn.functional.scaled_dot_product_attention(q, k, V, attn_mask=sees, scale=scale)

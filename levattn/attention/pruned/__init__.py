@@ -1,0 +1,1 @@
+"""Pruned attention: the choice of keys, the summaries of the others, its state and its certificate."""

@@ -1,0 +1,133 @@
+"""Bounds of what pruned attention leaves out, query by query."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from levattn._kernels import slot_kernels_for
+from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn._kernels.pruned.definition import lengths
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.pruned.choice import TILT, means_of
+
+__all__ = ["PrunedCertificate", "bounded", "detached", "longest_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedCertificate:
+    """What is certain of a result of `pruned_attention`, from what it has read.
+
+    Attributes
+    ----------
+    captured_lower, captured_upper : array of shape (..., H, m)
+        The weights that dense attention gives to the keys that a query attended exactly have a sum between the two.
+        The upper one is that of the mixture itself, as a summary never counts for more than its members do (Jensen's
+        inequality). The lower one has each member as far from the mean of its cluster, towards the query, as any is:
+        for large queries it says little.
+    error_bound : array of shape (..., H, m)
+        The output is no farther, in Euclidean norm, from that of dense attention, to rounding: it is the diameter of
+        the values times the weight of what was not attended exactly. Infinite where logits or values overflow.
+    kept : array of bool, shape (..., G, n), or None
+        The keys selected, and the first ones. None for causal attention, where the set depends on the position.
+    slots : array of int64, shape (m,)
+        The slots that each query read, at most.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import pruned_attention
+    >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 100, 8))
+    >>> Y, certificate = pruned_attention(Q / 10, K, V, size=20, summaries=10, return_certificate=True)
+    >>> int(certificate.kept.sum()), bool(np.all(certificate.captured_lower <= certificate.captured_upper))
+    (20, True)
+    >>> E = np.exp(Q @ K.T / 10 / np.sqrt(8))
+    >>> off = np.linalg.norm(Y - E @ V / E.sum(axis=1, keepdims=True), axis=1)
+    >>> bool(np.all(off <= certificate.error_bound))
+    True
+    """
+
+    captured_lower: Any
+    captured_upper: Any
+    error_bound: Any
+    kept: Any
+    slots: Any
+
+
+def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
+    """Return lower and upper bounds of the captured mass and a bound of the error of outputs, each (b, g, m).
+
+    radius: (b, R), how far members are from the means of the summaries of x. rest: the share of these in the mixture.
+    reach: (b,), the radius of a ball that holds the values, and zero where an output may be of nothing.
+    """
+    xp = namespace_of(x.q)
+    if x.summaries is None:
+        one = xp.ones_like(rest)
+        return one, one, xp.zeros_like(rest)
+    # A column more for queries, their norms, and one for means, the radii: logits ⟨q, mean⟩ + ‖q‖ radius.
+    held = x.summaries
+    means, _ = means_of(held)
+    norms, radius = lengths(x.q)[..., None], xp.astype(radius, means.dtype, copy=False)
+
+    def beside(array: Any, column: Any) -> Any:
+        return xp.concat([array, column], axis=-1)
+
+    def largest(sign: float) -> Summaries:
+        top = beside(means, sign * radius[..., None]) * held.count[..., None]
+        return Summaries(held.count, top, held.values, xp.zeros_like(held.offset), held.count)
+
+    most = largest(1.0)
+    if x.power is not None:  # |x| may be largest at either end
+        other = largest(-1.0)
+        most = Summaries(*(xp.concat([array, vars(other)[name]], axis=1) for name, array in vars(most).items()))
+    role = x.role
+    if role is not None:  # members near a query are counted as well as attended: that errs upwards
+        role = xp.where(role >= 0, xp.full_like(role, -1), role)
+    upper = replace(
+        x,
+        q=beside(x.q, norms),
+        kept_keys=beside(x.kept_keys, xp.zeros_like(x.kept_keys[..., :1])),
+        keys=beside(x.keys, xp.zeros_like(x.keys[..., :1])),
+        summaries=most,
+        role=role,
+    )
+    _, most_rest = slot_kernels_for(x.q).mixture(upper)
+    # Sums have a relative error of a few units, exponentials one of as many as their logits are large. Where members
+    # are taken out, heavy ones may leave light ones.
+    farthest = xp.astype(longest_of(means) + xp.max(radius, axis=1), x.q.dtype)
+    longest = xp.maximum(longest_of(x.kept_keys, x.keys), farthest)
+    logits = norms[..., 0] * longest[:, None, None]
+    slack = (64 + 8 * logits) * xp.finfo(x.q.dtype).eps
+    most_rest, least_rest = most_rest * (1 + slack) + slack, rest * (1 - math.exp(2 * TILT) * slack) - slack
+    known = xp.isfinite(most_rest) & xp.isfinite(least_rest)  # not where logits overflow
+    most_rest = xp.clip(xp.where(known, most_rest, xp.ones_like(rest)), 0.0, 1.0)
+    least_rest = xp.clip(xp.where(known, least_rest, xp.zeros_like(rest)), 0.0, 1.0)
+    # With shares ρ of the keys that are left out, whose mean value is r, and ρ' ≤ ρ of their summaries, r', outputs
+    # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the others: by at most ρ diameters.
+    error = most_rest * 2 * reach[:, None, None]
+    least = xp.asarray(xp.finfo(error.dtype).smallest_normal, dtype=error.dtype, device=device_of(error))
+    error = xp.where((reach > 0)[:, None, None], xp.maximum(error, least), error)  # a product that underflows
+    return 1 - most_rest, 1 - least_rest, xp.where(known & ~xp.isnan(error), error, xp.full_like(error, math.inf))
+
+
+def detached(x: SlotMixture) -> SlotMixture:
+    """Return a mixture without gradients."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Summaries):
+            return Summaries(**{name: plain(array) for name, array in vars(value).items()})
+        return value if value is None or isinstance(value, list | float) else without_gradient(value)
+
+    return SlotMixture(**{name: plain(value) for name, value in vars(x).items()})
+
+
+def longest_of(*stacks: Any) -> Any:
+    """Return the largest norm of the rows of stacks (b, n, d) of each item, (b,); 0 without rows."""
+    xp = namespace_of(stacks[0])
+    X = xp.concat(stacks, axis=1)
+    if not (X.shape[1] and X.shape[2]):
+        return xp.sum(X, axis=(1, 2))
+    top = xp.max(xp.abs(X), axis=(1, 2))
+    scaled = X / xp.where(top > 0, top, xp.ones_like(top))[:, None, None]  # squares of the longest stay in range
+    return top * xp.sqrt(xp.max(xp.sum(scaled * scaled, axis=-1), axis=1))

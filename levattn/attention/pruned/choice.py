@@ -1,0 +1,232 @@
+"""Which keys pruned attention attends exactly, and which clusters the others form. Nothing here has a gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels import slot_kernels_for
+from levattn._kernels.pruned.contract import Summaries
+from levattn.attention.common.space import device_of, namespace_of
+from levattn.exceptions import NonFiniteError
+
+__all__ = [
+    "TILT",
+    "Measure",
+    "Sums",
+    "balanced",
+    "chosen",
+    "flips",
+    "grouped",
+    "means_of",
+    "measured",
+    "rows_of",
+    "scored",
+]
+
+ITERATIONS = 2  # of Lloyd's algorithm; more change little
+TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
+_SAME = 2.0**-16  # of a key's squared length: a squared distance that counts as nothing
+_JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space
+_ROUNDING = 2.0**-40  # of the mean square of queries: what is left of their moment once the mean is taken out
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """First and second moments of rows in float64: total (b, d), second (b, d, d), and their number."""
+
+    total: Any
+    second: Any
+    count: int
+
+    @classmethod
+    def of(cls, X: Any) -> Sums:
+        """Return the sums over the rows of X (b, n, d)."""
+        total, second = slot_kernels_for(X).moments(X)
+        return cls(total, second, X.shape[1])
+
+    def plus(self, other: Sums) -> Sums:
+        """Return the sums over the rows of both."""
+        return Sums(self.total + other.total, self.second + other.second, self.count + other.count)
+
+    @property
+    def mean(self) -> Any:
+        """The mean row, (b, d)."""
+        return self.total / max(self.count, 1)
+
+    def moment(self, centred: bool) -> Any:
+        """Return the mean of x xᵀ, (b, d, d), about the mean or about zero."""
+        second = self.second / max(self.count, 1)
+        return second - self.mean[:, :, None] * self.mean[:, None, :] if centred else second
+
+
+@dataclass(frozen=True, eq=False)
+class Measure:
+    """How differences of keys are measured: by how much they change the logits of the queries seen.
+
+    root: (b, d, d), a factor L with L Lᵀ the second moment of the queries: ‖x L‖² is the mean square of ⟨q, x⟩. About
+        their mean for a softmax, which sees no constant; about zero for powers.
+    query: (b, d), the mean query; for powers zero.
+    origin: (b, d), the mean key for a softmax, which sees no constant either; for powers zero.
+    power: None for a softmax.
+    """
+
+    root: Any
+    query: Any
+    origin: Any
+    power: float | None
+
+    def places(self, K: Any) -> tuple[Any, Any]:
+        """Return the places of keys (b, n, d), between which distances are taken, and ⟨mean query, k⟩ (b, n)."""
+        X, along = slot_kernels_for(K).places(K, self.origin, self.root, self.query)
+        return X, along
+
+
+def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Measure:
+    """Return the measure of some queries and keys, in the dtype that it is used in."""
+    xp = namespace_of(queries.total)
+    moment = queries.moment(power is None)
+    d = moment.shape[-1]
+    eye = xp.eye(d, dtype=xp.float64, device=device_of(moment))
+    size, rough = (
+        xp.sum(part * eye, axis=(1, 2))[:, None, None] / d * share
+        for part, share in ((moment, _JITTER), (queries.moment(False), d * _ROUNDING))
+    )
+    least = xp.where(size > rough, size, rough)
+    moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye
+    if not bool(xp.all(xp.isfinite(moment))):
+        raise NonFiniteError("Q holds NaN or infinity, or is too large for its squares; give finite queries")
+    zero = xp.zeros_like(queries.total)
+    return Measure(
+        xp.astype(xp.linalg.cholesky(moment), dtype),
+        xp.astype(zero if power is not None else queries.mean, dtype),
+        xp.astype(zero if power is not None else keys.mean, dtype),
+        power,
+    )
+
+
+def flips(K: Any, second: Any) -> Any:
+    """Return ±1 for each key, (b, n, 1), by which they are on one side of the origin as far as they can be.
+
+    Even functions of a product do not see the sign, but means of keys do. second: (b, d, d), of all keys.
+    """
+    xp = namespace_of(K)
+    _, directions = xp.linalg.eigh(second)
+    along = xp.matmul(K, xp.astype(directions[..., -1:], K.dtype))
+    return xp.where(along < 0, xp.full_like(along, -1.0), xp.ones_like(along))
+
+
+def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None) -> tuple[Any, Any]:
+    """Return the scores (b, n) of keys, "expected" or "residual", by their places and ⟨mean query, k⟩.
+
+    With them the clusters (b, n) from which residuals are taken, or None. weight: (b, n), of the rows in these.
+    """
+    xp = namespace_of(X)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = xp.sum(X * X, axis=-1)
+    if not bool(xp.all(xp.isfinite(squares))):
+        raise NonFiniteError(
+            f"squares of products of Q and K are beyond {X.dtype}, or Q or K holds NaN or infinity; give finite "
+            "arrays with smaller entries, or of float64"
+        )
+    tiny = xp.asarray(1e-30, dtype=X.dtype, device=device_of(X))
+    if power is None:
+        expected = along + squares / 2
+    else:
+        expected = (power if kind == "expected" else power - 1) * xp.log(xp.maximum(squares, tiny))
+    if kind == "expected":
+        return expected, None
+    labels, distance = None, squares
+    if R:
+        labels, distance = slot_kernels_for(X).cluster(X, weight, R, ITERATIONS)
+    # what is left of a distance below this is rounding, and must not say which keys are chosen
+    return xp.log(xp.maximum(distance, xp.maximum(_SAME * squares, tiny))) + expected, labels
+
+
+def chosen(scores: Any, size: int, epsilon: float | None, first: Any) -> tuple[Any, Any, Any]:
+    """Return the places of the chosen rows (b, s), ascending, how many of them count (b,) or None, and flags (b, n).
+
+    The largest `size` scores, of equal ones the first; or those of at least `epsilon`. Besides them those flagged in
+    `first`. Rows of score −inf are absent.
+    """
+    xp = namespace_of(scores)
+    n = scores.shape[1]
+    top = xp.where(first, xp.full_like(scores, math.inf), scores)
+    if bool(xp.any(xp.isnan(top))):
+        raise NonFiniteError(
+            "the scores of keys are NaN: Q or K holds NaN or infinity, or is too large; give finite ones"
+        )
+    place = xp.arange(n, device=device_of(scores))
+    if epsilon is None:
+        order = xp.argsort(-top, axis=1, stable=True)
+        rank = xp.argsort(order, axis=1, stable=True)
+        forced = xp.sum(xp.astype(first, xp.int64), axis=1)[:, None]
+        flags = (rank < size + forced) & (top > -math.inf)
+    else:
+        flags = top >= epsilon
+    counts = xp.sum(xp.astype(flags, xp.int64), axis=1)
+    s = int(xp.max(counts)) if scores.shape[0] else 0
+    order = xp.argsort(xp.where(flags, place, place + n), axis=1, stable=True)[:, :s]
+    return order, None if bool(xp.all(counts == s)) else counts, flags
+
+
+def grouped(
+    X: Any, along: Any, items: Summaries, weight: Any, R: int, power: float | None, labels: Any
+) -> tuple[Any, Any, Summaries]:
+    """Return the cluster of each item (b, n), -1 where its weight is 0, log weights (b, n), and the R summaries.
+
+    along: (b, n), the logarithm of what an item stands for at the mean query, for each unit of its weight. labels: the
+    clusters that residuals were taken from, which lose the items of weight 0 alone; or None to find some.
+    """
+    xp = namespace_of(X)
+    kernels = slot_kernels_for(X)
+    if labels is None:
+        labels, _ = kernels.cluster(X, weight, R, ITERATIONS)
+    here = weight > 0
+    labels = xp.where(here, labels, xp.full_like(labels, -1))
+    if power is None:
+        level = kernels.levels(labels, along, weight, R)
+        tilt = along - xp.where(
+            here, rows_of(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0], along
+        )
+        tilt = xp.clip(tilt, -TILT, TILT)
+    else:
+        tilt = xp.zeros_like(along)
+    return labels, tilt, kernels.merged(labels, xp.astype(tilt, items.weight.dtype), items, R)
+
+
+def balanced(summaries: Summaries) -> Summaries:
+    """Return the summaries with weights whose mean is 1, which stand for the same.
+
+    Merged again and again they would over- or underflow otherwise: each time weights change by up to exp(±TILT).
+    """
+    xp = namespace_of(summaries.weight)
+    there = summaries.count > 0
+    one = xp.ones_like(summaries.weight)
+    factor = xp.where(there, summaries.count, one) / xp.where(there, summaries.weight, one)
+    return Summaries(
+        weight=factor * summaries.weight,
+        keys=factor[..., None] * summaries.keys,
+        values=factor[..., None] * summaries.values,
+        offset=factor * (summaries.offset + xp.log(factor) * summaries.weight),
+        count=summaries.count,
+    )
+
+
+def means_of(summaries: Summaries) -> tuple[Any, Any]:
+    """Return the means (b, R, d) of the members of summaries and their weights (b, R); of none: zero and 1."""
+    xp = namespace_of(summaries.keys)
+    weight = xp.where(summaries.count > 0, summaries.weight, xp.ones_like(summaries.weight))
+    return summaries.keys / weight[..., None], weight
+
+
+def rows_of(A: Any, places: Any) -> Any:
+    """Return the rows of A (b, n, ...) at places (b, s): (b, s, ...)."""
+    xp = namespace_of(A)
+    b, n = A.shape[:2]
+    flat = places + xp.arange(b, device=device_of(A))[:, None] * n
+    found = xp.take(xp.reshape(A, (b * n, *A.shape[2:])), xp.reshape(flat, (-1,)), axis=0)
+    return xp.reshape(found, (*places.shape, *A.shape[2:]))

@@ -1,0 +1,246 @@
+"""Calls of token statistics attention: arguments checked, and what memberships are made of."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import _is_torch, to_numpy
+from levattn._kernels import Statistics
+from levattn.attention.common.arguments import (
+    Prepared,
+    check_sizes,
+    cumulative,
+    dense,
+    is_wide,
+    prepare,
+    promoted,
+    reshaped,
+)
+from levattn.attention.common.space import device_of, namespace_of
+from levattn.sensitivity.leverage import leverage_scores
+from levattn.states import Moments, TokenState
+from levattn.states.block_buffer import readable
+
+__all__ = ["Call", "Membership", "check_form", "decay_rates", "positive_number", "prepared"]
+
+Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
+_NAMES = ("diag_leverage", "norm", "leverage", "uniform")
+
+# The constants of the released code: what sums of squares, and of memberships, are kept from being zero by
+_LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call whose arguments are checked.
+
+    given: the arrays, and how results go back.
+    x: what the kernels read, but for the state.
+    bounds: what `cumulative` returned.
+    keeps_norms: whether the state has sums of squares without weights.
+    leverage: whether memberships are made of exact leverage scores, so that these are a full second moment.
+    state: what was given, not looked at yet.
+    """
+
+    given: Prepared
+    x: Statistics
+    bounds: Any
+    keeps_norms: bool
+    leverage: bool
+    state: TokenState | None
+
+
+def prepared(
+    W: Any,
+    temperature: Any,
+    membership: Any,
+    normalize: Any,
+    bias: Any,
+    causal: Any,
+    decay: Any,
+    mask: Any,
+    offsets: Any,
+    lengths: Any,
+    state: Any,
+    *,
+    c: Any = 1.0,
+    step: Any = 1.0,
+) -> Call:
+    """Check the arguments of `tssa` or `memberships`; the state is looked at by `entered`."""
+    W = dense("W", W)
+    if W.ndim < 3:
+        raise ValueError(f"W has shape {tuple(W.shape)}; expected (..., h, T, d), heads last but two")
+    if not W.shape[-3]:
+        raise ValueError(f"W has shape {tuple(W.shape)}; expected at least one head (its last axis but two)")
+    name = membership if isinstance(membership, str) else "logits"
+    check_form(name, normalize, bool(causal), bias)
+    theta = _temperatures(temperature, W)
+    own = None if isinstance(membership, str) else dense("membership", membership)
+    bias = None if bias is None else dense("bias", bias)
+    sizes = {"W heads": (W, -3, "h"), "W": (W, -2, "T"), "temperature": (theta, -1, "h")}
+    for label, array in (("membership", own), ("bias", bias)):
+        if array is not None:
+            sizes |= {f"{label} heads": (array, -2, "h"), label: (array, -1, "T")}
+    check_sizes(sizes)
+    h, T, d = W.shape[-3:]
+    if bias is not None:  # multiplied before it is repeated for each of the batch
+        bias = d * promoted(bias, is_wide("bias", bias))
+    beside = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
+    given = prepare({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
+    stack, theta, own, bias = given.stacks
+    bounds = cumulative(offsets, lengths, T)
+    rates = decay_rates(decay, h, bool(causal))
+    offset = None if bias is None else bias[..., 0]
+    if name == "leverage":
+        own = _leverage(stack, given.mask, bounds, normalize == "mean", state)[..., None]
+    if own is not None:
+        offset = own[..., 0] if offset is None else offset + own[..., 0]
+    released = name == "diag_leverage" and normalize == "sum"
+    x = Statistics(
+        stack,
+        theta,
+        offset,
+        np.array([0, T], np.int64) if bounds is None else bounds,
+        bool(causal),
+        "diagonal" if name == "diag_leverage" else "norm" if name == "norm" else "none",
+        normalize == "mean" and name == "diag_leverage",
+        (_LEAST_CAUSAL if causal else _LEAST) if released else _least_normal(stack),
+        _RIDGE if released else 0.0,
+        positive_number("c", c),
+        positive_number("step", step) * positive_number("c", c),
+        rates,
+        given.mask,
+    )
+    return Call(given, x, bounds, name == "diag_leverage", name == "leverage", state)
+
+
+def _least_normal(array: Any) -> float:
+    """Return what takes the place of such a constant in forms that do not depend on the scale of tokens."""
+    return 2.0**-1022 if str(array.dtype).endswith("64") else 2.0**-126
+
+
+def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
+    """Raise if a form of memberships does not go with other arguments."""
+    if name not in (*_NAMES, "logits"):
+        raise ValueError(f"membership is {name!r}; expected one of {', '.join(map(repr, _NAMES))}, or an array")
+    if normalize not in ("sum", "mean"):
+        raise ValueError(f"normalize is {normalize!r}; expected 'sum' or 'mean'")
+    if normalize == "mean" and name not in ("diag_leverage", "leverage"):
+        raise ValueError(
+            f"normalize is 'mean' and membership is {'an array' if name == 'logits' else repr(name)}; expected "
+            "leverage scores, which have a sum to be normalised. Leave normalize out, and choose the temperature"
+        )
+    if name == "leverage" and causal:
+        raise ValueError(
+            "membership is 'leverage' and causal is True; expected causal=False: these are scores among all tokens. "
+            "Give levattn.online_leverage_scores(W) as membership, or take 'diag_leverage'"
+        )
+    if name == "uniform" and bias is not None:
+        raise ValueError("bias was given and membership is 'uniform'; expected no bias, as it would not be used")
+
+
+def _temperatures(temperature: Any, W: Any) -> Any:
+    """Return temperatures as an array that has an axis of heads, in the library of W."""
+    h = W.shape[-3]
+    if isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool):
+        if not math.isfinite(temperature):
+            raise ValueError(f"temperature is {temperature!r}; expected a finite number")
+        xp = namespace_of(W)
+        kind = "float64" if str(W.dtype).endswith("float64") else "float32"  # in which halves are computed
+        return xp.full((h,), float(temperature), dtype=getattr(xp, kind), device=device_of(W))
+    theta = dense("temperature", temperature)
+    if not theta.ndim:
+        return namespace_of(theta).broadcast_to(theta, (h,))
+    return theta
+
+
+def positive_number(name: str, value: Any) -> float:
+    """Return a finite number above 0, or raise."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} is {value!r}; expected a number above 0")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
+    return float(value)
+
+
+def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
+    """Return a decay for each head, or None where nothing decays. Numbers of Python are read as torch can trace it."""
+    if isinstance(decay, int | float) and decay == 1:
+        return None
+    if _is_torch(decay) and decay.requires_grad:
+        raise ValueError("decay requires a gradient, which there is none of; give decay.detach()")
+    each = list(decay) if isinstance(decay, list | tuple) else [decay] * h
+    if not all(isinstance(rate, int | float) for rate in each):
+        rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay)
+        each = np.broadcast_to(rates, h).tolist() if rates.dtype.kind in "fiu" and rates.shape in ((), (h,)) else []
+    if len(each) != h:
+        raise ValueError(f"decay is {decay!r}; expected a number in (0, 1], or one for each of {h} heads")
+    if not all(0 < rate <= 1 for rate in each):
+        raise ValueError(f"decay is {decay!r}; expected numbers above 0 and at most 1")
+    if all(rate == 1 for rate in each):
+        return None
+    if not causal:
+        raise ValueError("decay was given and causal is False; expected causal=True, as tokens have no order without")
+    return np.array(each, np.float64)
+
+
+def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
+    """Return the leverage scores (b, h, T) of the tokens of each head and sequence; gradients of torch reach W."""
+    if state is not None:
+        if bounds is not None:
+            raise ValueError(
+                "membership is 'leverage', and a state and packed sequences are given; expected one of them"
+            )
+        norms = state.norms if isinstance(state, TokenState) else None
+        if norms is None or norms.diagonal:
+            raise ValueError(
+                "state has no full second moment as norms, which membership 'leverage' reads; expected "
+                "TokenState(Moments(d, (..., h)).update(W))"
+            )
+        if _is_torch(W) and W.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise ValueError(
+                "membership is 'leverage', a state is given and W requires a gradient, which does not go through it; "
+                "give W.detach(), or no state"
+            )
+    ends = [0, W.shape[2]] if bounds is None else np.asarray(bounds).tolist()
+    parts = []
+    for low, high in pairwise(ends):
+        there = None if mask is None else mask[:, None, low:high]
+        part = W[:, :, low:high, :]
+        if state is not None:
+            scores = _scores_in(state.norms, part, there)
+        elif _is_torch(part):
+            from levattn.attention.latent import torch as _torch
+            from levattn.attention.tokens import torch as _torch_tokens
+
+            scores = _torch.untraced(_torch_tokens.leverage, part, there)
+        else:
+            scores = leverage_scores(part, mask=there)
+        if mean:
+            n = high - low if there is None else namespace_of(W).sum(namespace_of(W).astype(there, W.dtype), axis=-1)
+            n = state.norms.count.reshape(*W.shape[:2]) if state is not None else n
+            scores = scores * (n if isinstance(n, int) else _beside(n, scores))
+        parts.append(scores)
+    return namespace_of(W).concat(parts, axis=2) if parts else W[..., 0]
+
+
+def _beside(n: Any, scores: Any) -> Any:
+    """Return numbers of tokens (b, h or 1) as they multiply scores (b, h, T)."""
+    if isinstance(n, np.ndarray) and not isinstance(scores, np.ndarray):
+        n = namespace_of(scores).asarray(n.astype(np.float64), dtype=scores.dtype, device=device_of(scores))
+    return n[..., None].astype(scores.dtype) if isinstance(n, np.ndarray) else n[..., None]
+
+
+def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:
+    """Return ``w G⁺ w`` of tokens (b, h, T, d) by a full second moment of them and others."""
+    matrices, rows = readable(W.detach() if _is_torch(W) else W, mask)
+    scores = norms.factor().on(rows).scores(numerical=True)[0]
+    return matrices.give_back(reshaped(scores, tuple(W.shape[:3])))

@@ -1,0 +1,278 @@
+"""Token statistics attention: heads scale their tokens by second moments, in time linear in the number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from levattn._core.arrays import _is_torch
+from levattn._kernels import token_kernels_for
+from levattn.attention.common.arguments import reshaped
+from levattn.attention.tokens.arguments import Call, Membership, prepared
+from levattn.attention.tokens.states import entered, state_after
+from levattn.states import TokenState
+
+__all__ = ["memberships", "tssa"]
+
+
+def tssa(
+    W: Any,
+    temperature: Any = 1.0,
+    /,
+    *,
+    membership: Membership | Any = "diag_leverage",
+    normalize: Literal["sum", "mean"] = "sum",
+    bias: Any = None,
+    causal: bool = True,
+    decay: Any = 1.0,
+    c: float = 1.0,
+    step: float = 1.0,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+    state: TokenState | None = None,
+    return_state: bool = False,
+) -> Any:
+    r"""Token statistics self-attention: each head shrinks its part of a token by what tokens of this head are like.
+
+    Of tokens :math:`z_t` each head k has projections :math:`w_{kt} = U_k^\top z_t`. Memberships
+    :math:`\Pi_{kt}` share a token out over the heads, and
+
+    .. math::
+
+        y_{kt} = -\tau' \, c \, \frac{\Pi_{kt}\, w_{kt}}{1 + c\, m_{kt}}, \qquad
+        m_{kt} = \frac{\sum_s \Pi_{ks}\, w_{ks}^2}{\sum_s \Pi_{ks}},
+
+    channel by channel, with sums over the tokens :math:`s \le t` if `causal`, else all. The memberships are
+    :math:`\Pi_{\cdot t} = \mathrm{softmax}_k(\theta_k (\ell_{kt} + d\, b_{kt}))` over the heads, with temperatures
+    :math:`\theta`, a bias b, and
+
+    - ``"diag_leverage"``, as the authors' code has it: :math:`\ell_{kt} = \sum_i w_{kti}^2 / \sum_s w_{ksi}^2` over
+      the channels, the diagonal leverage score of the token (online, among the tokens so far, if `causal`);
+    - ``"norm"``, as the paper has it: :math:`\ell_{kt} = \|w_{kt}\|^2`, with :math:`\theta = 1/(2\eta)`;
+    - ``"leverage"``: :math:`\ell_{kt}` the leverage score of the token among all of its head; not if `causal`;
+    - ``"uniform"``: :math:`\Pi = 1/h`, whatever the temperature;
+    - an array: :math:`\ell` itself.
+
+    The paper's operator is ``c = D / eps**2``, D being the channels of z (h d, as a rule), and ``step`` = τ/n of its
+    equations, with "norm" and tied outputs; its rows are the last rows of the bidirectional form on their prefix. The
+    released one has ``c = step = 1`` and untied outputs; its memberships are frozen with the statistics of their time,
+    so its rows are not. Outputs of all heads are to be multiplied by :math:`[U_1, \dots, U_h]` (tied) or by another
+    matrix (untied) and added to the tokens.
+
+    Always :math:`|y| \le \tau' c\, \Pi\, |w|`. Other tokens enter through 2d + 1 statistics of each head alone, so no
+    value is copied: what needs that (retrieval, recall) has to come from another layer.
+
+    Diagonal leverage scores dilute: their mean over N tokens is d/N, and the softmax of small logits is uniform. With
+    ``normalize="mean"`` scores are multiplied by the number of tokens seen (of mean d, at any length; a temperature of
+    about :math:`d^{-1/2}` keeps logits of order 1), and with `decay` below 1 tokens long past count for little.
+
+    Parameters
+    ----------
+    W : array of float, shape (..., h, T, d)
+        Projected tokens of h heads. Of any library (numpy, CuPy, torch or another namespace of the array-API
+        standard), float64, float32, float16 or bfloat16, with any strides: ``X.unflatten(-1, (h, -1)).transpose(1,
+        2)`` of a layer's output is read where it lies, and the result is laid out alike.
+    temperature : float or array of float, shape (..., h)
+        The temperatures θ. Leading axes of all arrays broadcast as in numpy.
+    membership : str or array of float, shape (..., h, T)
+        What the memberships are made of.
+    normalize : {"sum", "mean"}
+        Whether leverage scores are multiplied by the number of tokens seen; for these only.
+    bias : array of float, shape (..., h, T), optional
+        The positional bias b. Not with "uniform".
+    causal : bool
+        True if token t sees the tokens up to itself, False if it sees all of its sequence.
+    decay : float or array of float, shape (h,)
+        What a token counts for in all sums after the next has come, in (0, 1]; 1 for as much. Causal only; it has no
+        gradient.
+    c, step : float
+        The constants c and τ′, above 0.
+    mask : array of bool, shape (..., T), optional
+        True for a token that takes part. The others are as if they were not there, and their outputs are 0.
+    offsets : array of int, shape (n + 1,), optional
+        Packed sequences, which see nothing of each other: from 0 to T, ascending, sequence i being
+        ``offsets[i]:offsets[i + 1]``. Known elsewhere as ``cu_seqlens``.
+    lengths : array of int, shape (n,), optional
+        The same by the number of tokens of each sequence.
+    state : TokenState, optional
+        If `causal`, what tokens see besides: those before, as `return_state` gave it. Else all that they see: then
+        none of the tokens is added to it. Its batch is (..., h), with n behind for packed sequences. It is not
+        changed, and its `norms` are read for leverage scores only.
+    return_state : bool
+        True to return the state after all tokens, too.
+
+    Returns
+    -------
+    array of shape (..., h, T, d)
+        In the dtype of W. Or the pair of it and a `levattn.states.TokenState`, if `return_state`.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array of real floats (or of bool, or of int), or arrays are of several libraries or
+        devices.
+    ValueError
+        If shapes do not go together, a number is out of its range, or options exclude one another.
+
+    Notes
+    -----
+    Time O(T h d); memory for the result and O(h (T + d)), and nothing of size T × h × d besides, but for float32
+    copies of tokens of 16 bits and their output. A step of decoding is a call with T = 1, a `state` and
+    `return_state`.
+
+    Computed in float64 if any array is, else in float32, with sums of more than a few tokens in float64, so that
+    errors do not grow with T. As the released code does, "diag_leverage" replaces sums of squares below 1e-12 by that
+    (not causal: below 1e-24) and adds 1e-8 to sums of memberships, unless ``normalize="mean"``; the other forms are
+    free of such constants, and a moment 0/0 is 0. Squares have to be within the range: in float32 tokens below 1e19.
+
+    In torch gradients reach W, the temperature, the bias and logits of one's own, by an operator that
+    ``torch.compile`` keeps whole (but for "leverage", and calls with states). They do not reach states, and none come
+    from them. There are no second derivatives. Within ``torch.func`` the definitions run instead, slower by far.
+
+    References
+    ----------
+    .. [1] Wu, Ding, Lu, Pai, Zhang, Wang, Yu, Ma and Haeffele, "Token Statistics Transformer: Linear-Time Attention
+       via Variational Rate Reduction", arXiv:2412.17810, section 3 (the operator) and Algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import tssa
+    >>> W = np.random.default_rng(0).standard_normal((4, 100, 8))  # heads, tokens, channels
+    >>> Y = tssa(W)
+    >>> head, state = tssa(W[:, :60], return_state=True)
+    >>> np.allclose(tssa(W[:, 60:], state=state), Y[:, 60:])
+    True
+    >>> paper = tssa(W, 0.5, membership="norm")
+    >>> np.allclose(paper[:, -1], tssa(W, 0.5, membership="norm", causal=False)[:, -1])
+    True
+    """
+    form = membership, normalize, bias, causal, decay
+    arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
+    if _is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
+        from levattn.attention.latent import torch as _torch
+
+        return _torch.untraced(_answer, *arguments)
+    return _answer(*arguments)
+
+
+def memberships(
+    W: Any,
+    temperature: Any = 1.0,
+    /,
+    *,
+    membership: Membership | Any = "diag_leverage",
+    normalize: Literal["sum", "mean"] = "sum",
+    bias: Any = None,
+    causal: bool = True,
+    decay: Any = 1.0,
+    mask: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+    state: TokenState | None = None,
+) -> Any:
+    """Return the memberships that `tssa` shares tokens out by: for each token a distribution over the heads.
+
+    They show what a head looks at (as pictures of attention do), and weigh the tokens of a state (`TokenState`).
+
+    Parameters
+    ----------
+    W : array of float, shape (..., h, T, d)
+        Tokens, projected to the heads; this and what follows is as in `tssa`.
+    temperature : float or array of float, shape (..., h)
+        The temperatures θ.
+    membership : {"diag_leverage", "norm", "leverage", "uniform"} or array of float, shape (..., h, T)
+        What the memberships are made of.
+    normalize : {"sum", "mean"}
+        Whether leverage scores are multiplied by the number of tokens seen.
+    bias : array of float, shape (..., h, T), optional
+        The positional bias b.
+    causal : bool
+        True if a token sees itself and those before, False if it sees all.
+    decay : float or array of float, shape (h,)
+        What a token counts for after the next has come, in (0, 1].
+    mask : array of bool, shape (..., T), optional
+        True for a token that takes part.
+    offsets : array of int, shape (n + 1,), optional
+        Where packed sequences begin, ending with T.
+    lengths : array of int, shape (n,), optional
+        The same by the number of tokens of each sequence.
+    state : TokenState, optional
+        What tokens see besides; here its `norms` are enough.
+
+    Returns
+    -------
+    array of shape (..., h, T)
+        At least 0, summing to 1 over the heads; 0 for masked tokens. In float64 if any array is, else in float32,
+        without gradients.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `tssa`.
+
+    Notes
+    -----
+    Time O(T h d), memory for the result.
+
+    References
+    ----------
+    Wu et al., arXiv:2412.17810, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import memberships
+    >>> W = np.random.default_rng(0).standard_normal((4, 100, 8))
+    >>> np.allclose(memberships(W).sum(axis=0), 1)
+    True
+    """
+    form = membership, normalize, bias, causal, decay
+    call = entered(prepared(W, temperature, *form, mask, offsets, lengths, state), reads=False)
+    x = call.x
+    if _is_torch(x.W):
+        from levattn.attention.tokens import torch as _torch_tokens
+
+        found = _torch_tokens.token_memberships(x)
+    else:
+        found = token_kernels_for(x.W).memberships(x)
+    return reshaped(found, (*call.given.batch, *found.shape[1:]))
+
+
+def _answer(
+    W: Any,
+    temperature: Any,
+    form: tuple[Any, Any, Any, Any, Any],
+    mask: Any,
+    offsets: Any,
+    lengths: Any,
+    state: Any,
+    return_state: bool,
+    c: Any,
+    step: Any,
+) -> Any:
+    call = entered(prepared(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
+    if return_state:
+        Y, state = _with_state(call)
+        return call.given.give_back(Y), state
+    return call.given.give_back(_output(call))
+
+
+def _output(call: Call) -> Any:
+    x = call.x
+    if _is_torch(x.W):
+        from levattn.attention.tokens import torch as _torch_tokens
+
+        return _torch_tokens.token_statistics(x)
+    return token_kernels_for(x.W).forward(x)[0]
+
+
+def _with_state(call: Call) -> tuple[Any, TokenState]:
+    """Return the output and the state after all tokens."""
+    if not _is_torch(call.x.W):
+        Y, sums = token_kernels_for(call.x.W).forward(call.x, state=True)
+        return Y, state_after(call, sums)
+    from levattn.attention.tokens import torch as _torch_tokens
+
+    Y, sums = _torch_tokens.token_statistics_and_sums(call.x)
+    return Y, state_after(call, sums)

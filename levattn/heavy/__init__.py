@@ -1,0 +1,1 @@
+"""Heavy attention: the large scores of given queries, causal ones, and while keys are appended."""

@@ -1,0 +1,153 @@
+"""Normalisers of queries from the factor of the keys, where rounding of the factor lets them be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import array_namespace, pick, to_device, to_numpy
+from levattn._kernels import Float64, precise_products, precise_solutions, query_norms
+from levattn.linalg.factor import UNIT, Factor
+from levattn.linalg.span import zero_products
+from levattn.sensitivity.leverage import TIE
+
+__all__ = [
+    "LOWEST",
+    "PRODUCT_ERROR",
+    "PreciseSums",
+    "even_queries",
+    "even_rows",
+    "flushed",
+    "normalizers_by",
+    "relative",
+]
+
+Exponents = npt.NDArray[np.int32]
+
+NORMALIZER_ERROR = 1e-12  # estimated rounding, relative, from which on a normalizer is computed more precisely
+PRODUCT_ERROR = TIE / 16  # the same for a product of a query and a key that makes a heavy entry
+LOWEST = -(1 << 20)  # an exponent below all
+_UNKNOWN = 0.1  # relative error of a root from which on nothing is said of a sum
+_NOTHING = 2.0**-104  # what twice the precision does not see
+_TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
+
+
+def even_queries(Q: Any, exponents: npt.NDArray[np.int32]) -> tuple[Any, Any]:
+    """Multiply queries by powers of two of the columns, and divide each by one (returned) that keeps it in range."""
+    xp = array_namespace(Q)
+    if np.max(np.abs(exponents), initial=0) < _TAME:
+        size = xp.max(xp.abs(Q), axis=1)
+        if xp.all((size == 0) | ((size > 2.0**-_TAME) & (size < 2.0**_TAME))):
+            return Q * to_device(np.ldexp(1.0, exponents), Q), xp.zeros(len(Q), dtype=xp.int32)
+    fraction, exponent = xp.frexp(Q)
+    exponent = xp.where(fraction != 0, exponent + to_device(exponents, Q), xp.full_like(exponent, LOWEST))
+    powers = xp.max(exponent, axis=1)
+    return xp.ldexp(fraction, exponent - powers[:, None]), powers
+
+
+def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> tuple[Any, Any]:
+    """Return ``D = Σ ⟨q, k⟩²`` for each query, and by how much rounding may move √D, for a batch of one.
+
+    N and `exponents` are those of `Factor.even_normalizer`, and the queries are multiplied by these powers of two. The
+    relative error of the factor comes on top. Rounding is large beside √D only where queries are all but orthogonal to
+    the keys.
+    """
+    xp = array_namespace(Q)
+    D, size = query_norms(Q, N)
+    unit = UNIT * factor.rounding(0)
+    loss = unit * xp.sqrt(size)
+    doubtful = to_numpy(xp.nonzero(~(2 * loss <= NORMALIZER_ERROR * xp.sqrt(D)))[0])
+    parts = factor.even_basis(0, exponents) if len(doubtful) else None
+    if parts is not None:
+        places, C = to_device(doubtful, D), parts[1]
+        inverse = np.ascontiguousarray(precise_solutions(C, np.eye(len(C))).T)
+        precise, few = query_norms(precise_solutions(parts[0], to_numpy(pick(Q, doubtful))), inverse)
+        D[places], loss[places] = to_device(precise, D), to_device(unit * np.sqrt(few), D)
+    return D, loss
+
+
+def relative(loss: Any, D: Any) -> Any:
+    """Return the relative error of D where √D is known up to `loss`; infinite for D = 0."""
+    xp = array_namespace(D)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        part = loss / xp.sqrt(D)
+        return xp.where(D > 0, part * (2 + part), xp.full_like(D, float("inf")))
+
+
+class PreciseSums:
+    """Sums of squared products of some queries and all keys, in twice the precision.
+
+    Their units keep them in range, and a product that may be zero is decided exactly. The keys come in parts, as by
+    `even_rows`.
+    """
+
+    def __init__(self, Q: Float64) -> None:
+        self.Q = Q
+        self.shift: Exponents = np.full(len(Q), LOWEST, np.int32)  # sums are of products divided by 2^shift
+        self._total, self._noise, self._unknown = np.zeros(len(Q)), np.zeros(len(Q)), np.zeros(len(Q), np.bool_)
+        self._sizes = np.sqrt(np.sum(Q * Q, axis=1))
+
+    def add(self, K: Float64, powers: Exponents, lost: npt.NDArray[np.bool_], among: Any = 1.0) -> Float64:
+        """Add the keys 2^powers K, those of a query that `among` says; return the products with K.
+
+        Of keys in `lost` no product is decided exactly: where it takes that, the error is infinite.
+        """
+        Z, sizes = precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
+        noise = _NOTHING * K.shape[1] ** 2 * self._sizes[:, None] * sizes
+        nothing = noise == 0
+        doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)
+        if len(doubtful[0]):
+            nothing |= zero_products(self.Q, K, doubtful)
+            known = ~lost | (noise == 0)
+            self._unknown |= np.any(nothing & ~known & (among > 0), axis=1)
+            nothing &= known
+            # one that is not zero may be computed as zero
+            Z = np.where(nothing, 0.0, np.where(Z == 0, noise, Z))
+        Z *= among
+        live = Z != 0
+        top = np.max(np.where(live, np.frexp(Z)[1] + powers, LOWEST), axis=1, initial=LOWEST)
+        shift = np.maximum(self.shift, top).astype(np.int32)
+        change, unit = 2 * (self.shift - shift), powers - shift[:, None]
+        with np.errstate(over="ignore"):
+            self._total = np.ldexp(self._total, change) + np.sum(np.ldexp(Z, unit) ** 2, axis=1)
+            self._noise = np.ldexp(self._noise, change) + np.sum(
+                np.ldexp(np.where(live, noise, 0.0), unit) ** 2, axis=1
+            )
+        self.shift = shift
+        return Z
+
+    def squares(self, Z: Float64, powers: Exponents) -> Float64:
+        """Return squares of products that `add` returned, in the units of the sums."""
+        return np.asarray(np.ldexp(Z, powers - self.shift[:, None]) ** 2)
+
+    def result(self, count: Any) -> tuple[Float64, Float64, Float64]:
+        """Return the sums, over `count` keys, their relative error, and that of the root which products bring in.
+
+        Both are infinite where nothing is known of a sum.
+        """
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            root = np.where(self._total > 0, np.sqrt(self._noise / self._total), 0.0)
+            root[self._unknown | (root > _UNKNOWN)] = np.inf
+            error = np.where(self._total > 0, (np.sqrt(count) + 12) * UNIT + root * (2 + root), 0.0)
+        return self._total, error, root
+
+
+def flushed(X: Any, even: Any) -> Any:
+    """Tell which rows lost digits of an entry when they were brought to about 1: products with them are not known."""
+    xp = array_namespace(X)
+    small = xp.abs(even) < 2.0**-1022
+    return xp.any((X != 0) & small, axis=1) if xp.any(small) else small[:, 0]
+
+
+def even_rows(X: Float64, exponents: Exponents) -> tuple[Float64, Exponents, npt.NDArray[np.bool_]]:
+    """Multiply rows by powers of two of the columns, and divide each by one (returned) that brings it to about 1.
+
+    Which rows lost digits by that is returned as well.
+    """
+    fraction, exponent = np.frexp(X)
+    exponent = np.where(fraction != 0, exponent + exponents, LOWEST)
+    powers = np.max(exponent, axis=1, initial=LOWEST)
+    even = np.ldexp(fraction, exponent - powers[:, None])
+    return even, np.where(powers > LOWEST, powers, 0).astype(np.int32), flushed(X, even)

@@ -1,0 +1,1 @@
+"""Budgets that are chosen for a wanted loss."""

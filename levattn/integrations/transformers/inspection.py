@@ -1,0 +1,240 @@
+"""What the keys of a model's layers are like: their universal sets, and how much attention falls on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import levattn
+from levattn.integrations.transformers.pruning.heads import Arrays
+from levattn.integrations.transformers.pruning.prune import observed
+
+if TYPE_CHECKING:
+    from levattn.plots import LayerHeadDisplay
+
+__all__ = ["Inspection", "inspect_model"]
+
+_QUERIES = 256  # of a call, whose attention is measured
+
+_LABELS = {
+    "size": "keys in the universal set",
+    "share": "share of the keys in the universal set",
+    "captured": "softmax mass on the universal set",
+    "heavy_captured": "share of heavy softmax scores on the universal set",
+    "largest": "largest leverage score",
+    "condition": "condition number of the keys",
+}
+
+
+class Inspection:
+    """What `inspect_model` found: a row for each layer and head of the keys.
+
+    Attributes
+    ----------
+    model : str
+        The type of the model.
+    epsilon : float
+        The threshold of the universal sets.
+    rows : list of dict
+        ``layer``, ``head``; ``n`` and ``d``, keys and their columns (of all sequences together n is the sum);
+        ``condition``, the condition number of the keys on their range; ``rank``; ``size`` of the universal set for
+        x², ``share`` of the keys in it, ``bound`` rank/ε, ``vacuous``: whether the bound is not below n; ``largest``
+        leverage score; ``captured``, the mean softmax mass on the set; ``heavy``, the number of softmax scores of at
+        least ε among the queries measured, and ``heavy_captured``, the share of these that are on keys of the set
+        (None if there are none). For several sequences sizes are means, and conditions the largest.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from levattn.integrations.transformers import inspect_model
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
+    >>> model = BertModel(BertConfig(num_attention_heads=2, **sizes)).eval()
+    >>> found = inspect_model(model, {"input_ids": torch.arange(40)[None]}, epsilon=0.5)
+    >>> len(found.rows), found.rows[0]["n"], found.rows[0]["rank"]
+    (4, 40, 16)
+    """
+
+    def __init__(self, model: str, epsilon: float, rows: list[dict[str, Any]]) -> None:
+        self.model = model
+        self.epsilon = epsilon
+        self.rows = rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the model, the threshold and the rows as plain numbers and strings.
+
+        Returns
+        -------
+        dict
+            ``model``, ``epsilon`` and ``heads``, the rows.
+        """
+        return {"model": self.model, "epsilon": self.epsilon, "heads": self.rows}
+
+    def plot(self, value: str = "captured", ax: Any = None) -> LayerHeadDisplay:
+        """Draw one of the figures for all layers and heads.
+
+        Parameters
+        ----------
+        value : {"captured", "heavy_captured", "size", "share", "largest", "condition"}
+            Which.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        levattn.plots.LayerHeadDisplay
+            The display, drawn.
+
+        Raises
+        ------
+        ValueError
+            If `value` is none of these.
+        ImportError
+            If matplotlib is not installed.
+        """
+        from levattn.plots import LayerHeadDisplay
+
+        if value not in _LABELS:
+            raise ValueError(f"value is {value!r}; expected one of {', '.join(_LABELS)}")
+        return LayerHeadDisplay.from_rows(self.rows, value, label=_LABELS[value], ax=ax)
+
+    def __repr__(self) -> str:
+        return f"<Inspection of {self.model}: {len(self.rows)} heads, epsilon={self.epsilon}>"
+
+
+def inspect_model(
+    model: Any,
+    inputs: Mapping[str, Any],
+    *,
+    epsilon: float = 0.05,
+    layers: Iterable[int] | None = None,
+) -> Inspection:
+    r"""Look at the keys of each layer and head of a model: their universal sets for f(x) = x², and what these catch.
+
+    The universal set holds every key that any query can give an x²-attention of at least ε; that is exact. What is
+    said of softmax is measured: the mass on the set, and how many of the scores of at least ε are on its keys.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        As for `prune`. It is run once, and stays as it is.
+    inputs : mapping of str to tensor
+        One batch, as the model takes it.
+    epsilon : float in (0, 1], default 0.05
+        The threshold.
+    layers : iterable of int, optional
+        Numbers of the layers to look at; all if None.
+
+    Returns
+    -------
+    Inspection
+        A row for each layer and head.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If epsilon is out of range, or as `prune` does for models and inputs that it refuses.
+
+    Notes
+    -----
+    Time O(n d²) a head, and O(n d) for each of up to 256 queries of a sequence; memory for their softmax scores.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham and Woodruff, LevAttention, arXiv:2410.05462, Theorem 1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from levattn.integrations.transformers import inspect_model
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
+    >>> model = BertModel(BertConfig(num_attention_heads=2, **sizes)).eval()
+    >>> found = inspect_model(model, {"input_ids": torch.arange(40)[None]}, layers=[1])
+    >>> [(row["layer"], row["head"]) for row in found.rows]
+    [(1, 0), (1, 1)]
+    """
+    found: dict[int, list[Arrays]] = {}
+
+    def look(layer: int, arrays: Arrays) -> None:
+        found.setdefault(layer, []).append(arrays)
+
+    with torch.no_grad(), observed(model, look, layers):
+        model(**inputs)
+    rows = []
+    for layer, calls in sorted(found.items()):
+        for head in range(calls[0].k.shape[1]):
+            parts = [_figures(part) for arrays in calls for part in _sequences(arrays, head, epsilon)]
+            if parts:
+                rows.append({"layer": layer, "head": head, **_together(parts)})
+    return Inspection(type(model).__name__, float(epsilon), rows)
+
+
+def _sequences(arrays: Arrays, head: int, epsilon: float) -> list[tuple[Any, Any, Any]]:
+    """Return the keys, the universal set, and the softmax scores of some queries, for each sequence."""
+    found = []
+    each = arrays.q.shape[1] // arrays.k.shape[1]
+    for b in range(arrays.k.shape[0]):
+        there = np.arange(arrays.k.shape[2])
+        if arrays.present is not None:
+            there = np.flatnonzero(arrays.present[b].cpu().numpy())
+        if not len(there):
+            continue
+        K = arrays.k[b, head, torch.as_tensor(there)].detach()
+        places = there[np.unique(np.linspace(0, len(there) - 1, _QUERIES).astype(np.int64))]
+        one = Arrays(
+            arrays.q[b : b + 1, head * each : (head + 1) * each],
+            arrays.k[b : b + 1, head : head + 1],
+            arrays.v[b : b + 1, head : head + 1],
+            None if arrays.present is None else arrays.present[b : b + 1],
+            arrays.causal,
+            arrays.scale,
+        )
+        P = one.dense_weights(places)[0][..., torch.as_tensor(there)].reshape(-1, len(there))
+        found.append((K, levattn.universal_set(K, epsilon), P.double()))
+    return found
+
+
+def _figures(part: tuple[Any, Any, Any]) -> dict[str, Any]:
+    K, universal, P = part
+    n, d = K.shape
+    inside = torch.as_tensor(np.asarray(universal.mask.cpu()))
+    values = np.linalg.svd(K.double().cpu().numpy(), compute_uv=False)
+    values = values[: universal.rank]
+    heavy = universal.epsilon <= P
+    return {
+        "n": n,
+        "d": d,
+        "condition": float(values[0] / values[-1]) if len(values) and values[-1] > 0 else 0.0,
+        "rank": int(universal.rank),
+        "size": float(inside.sum()),
+        "bound": float(universal.size_bound),
+        "vacuous": bool(universal.is_vacuous),
+        "largest": float(universal.scores.max()) if n else 0.0,
+        "captured": float(P[:, inside].sum(1).mean()),
+        "heavy": int(heavy.sum()),
+        "caught": int(heavy[:, inside].sum()),
+    }
+
+
+def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of several sequences as one row."""
+    n = sum(part["n"] for part in parts)
+    heavy, caught = (sum(part[name] for part in parts) for name in ("heavy", "caught"))
+    return {
+        "n": n,
+        "d": parts[0]["d"],
+        "condition": max(part["condition"] for part in parts),
+        "rank": max(part["rank"] for part in parts),
+        "size": sum(part["size"] for part in parts) / len(parts),
+        "share": sum(part["size"] for part in parts) / max(n, 1),
+        "bound": max(part["bound"] for part in parts),
+        "vacuous": any(part["vacuous"] for part in parts),
+        "largest": max(part["largest"] for part in parts),
+        "captured": sum(part["captured"] for part in parts) / len(parts),
+        "heavy": heavy,
+        "heavy_captured": caught / heavy if heavy else None,
+    }

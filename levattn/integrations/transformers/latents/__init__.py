@@ -1,0 +1,1 @@
+"""Pretrained decoders extended by latents."""

@@ -1,0 +1,1 @@
+"""Pruned attention in pretrained models."""

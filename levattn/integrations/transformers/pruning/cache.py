@@ -1,0 +1,256 @@
+"""Layers of a transformers cache that hold the states of pruned attention beside their keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from levattn.attention import PrunedState
+from levattn.attention.pruned.state import picked
+from levattn.integrations.transformers.latents.cache import replaced
+
+__all__ = ["Held", "Progress", "PrunedLayer", "StreamedLayer", "exactly", "of_sequences", "pruned_layer_for"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state of some sequences and heads of a layer.
+
+    rows: (b,) numbers of the sequences, of numpy, or None for all.
+    group: the number of the group of heads.
+    """
+
+    rows: Any
+    group: int
+    state: PrunedState
+
+
+@dataclass
+class Progress:
+    """What pruned attention has taken in of the positions of a layer."""
+
+    pruning: int  # the number of the pruning that the states are of
+    positions: int = 0
+    states: list[Held] = field(default_factory=list)
+    present: Any = None  # (B,), how many positions of each sequence are there, or None for all
+
+    def check(self, layer: str, present: Any) -> None:
+        """Raise unless as many of the positions so far are there as there were; present: (B, positions) or None."""
+        if present is None and self.present is None:
+            return
+        now = torch.tensor(self.positions) if present is None else present[:, : self.positions].sum(1)
+        before = self.positions if self.present is None else self.present
+        if (now.to(torch.int64) != before).any():
+            raise ValueError(
+                f"{layer} was given an attention mask that leaves out other positions than before, of those in the "
+                "cache; expected the same ones, as the states have taken them in. Begin with an empty cache"
+            )
+
+
+class PrunedLayer:
+    """A layer that holds states beside all keys and values, which a model without pruning can go on with.
+
+    A mixin in front of a `DynamicLayer`, so that sizes of masks stay those of the layer it takes the place of.
+    """
+
+    is_croppable = False
+    progress: Progress | None = None
+
+    def begin(self, pruning: int) -> Progress:
+        """Return how far a pruning has come here, or raise if the states are of another."""
+        if self.progress is None:
+            self.progress = Progress(pruning)
+        if self.progress.pruning != pruning:
+            raise ValueError(
+                "past_key_values holds the states of another call of prune; expected an empty cache, or one that this "
+                "pruned model has filled. Give an empty DynamicCache"
+            )
+        return self.progress
+
+    def reset(self) -> None:
+        """Forget all positions."""
+        super().reset()  # type: ignore[misc]
+        self.progress = self.keys = self.values = None  # some versions keep keys, as zeros
+        self.is_initialized = False
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: the states cannot forget their last positions."""
+        if self.progress is not None:
+            raise ValueError(
+                "crop was called on the cache of a pruned model; its states cannot forget positions. Copy the cache "
+                "before the positions to be forgotten, or decode without drafts (assisted generation)"
+            )
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Take the sequences with these numbers, for beam search."""
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Take the sequences with these numbers."""
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        sequences = self.keys.shape[0] if self.progress is not None else 0  # type: ignore[attr-defined]
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._select(torch.arange(sequences).repeat_interleave(repeats))
+
+    def _select(self, indices: Any) -> None:
+        if self.progress is None:
+            return
+        chosen = torch.as_tensor(indices).cpu().numpy()
+        if chosen.dtype == np.bool_:
+            chosen = np.flatnonzero(chosen)
+        states = []
+        for held in self.progress.states:
+            if held.rows is None:
+                states.append(replace(held, state=of_sequences(held.state, chosen)))
+                continue
+            rows = np.flatnonzero(np.isin(chosen, held.rows))
+            if len(rows):
+                state = of_sequences(held.state, np.searchsorted(held.rows, chosen[rows]))
+                states.append(replace(held, rows=rows, state=state))
+        present = self.progress.present
+        if present is not None:
+            present = present[torch.as_tensor(chosen, device=present.device)]
+        self.progress = replace(self.progress, states=states, present=present)
+
+
+class _FullPrunedLayer(PrunedLayer, DynamicLayer):  # type: ignore[misc]
+    """In the place of a layer that attends to all positions."""
+
+
+class _SlidingPrunedLayer(PrunedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """In the place of a layer that slides, for sequences no longer than its window."""
+
+
+class StreamedLayer(PrunedLayer):
+    """A layer that holds states alone, and hands new keys and values on: its size does not grow with the positions."""
+
+    expected = False  # whether a pruned layer is about to update
+
+    @property
+    def positions(self) -> int:
+        """How many positions the states have taken in."""
+        return 0 if self.progress is None else self.progress.positions
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Return the new keys and values, without those before."""
+        if not self.expected:
+            raise ValueError(
+                "past_key_values holds the states of a model that prune(stream=True) changed, and came to another "
+                "model, or the pruning was removed; expected a cache of this model. Give an empty DynamicCache"
+            )
+        self.expected = False
+        self.is_initialized = True
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
+        """Return the number of positions so far."""
+        return self.positions
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate nothing: the states have the size that they need."""
+
+    def nbytes(self) -> int:
+        """Return how many bytes the arrays of the states take."""
+        return 0 if self.progress is None else sum(held.state.nbytes for held in self.progress.states)
+
+    def reset(self) -> None:
+        """Forget all positions."""
+        self.progress = None
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Take the sequences with these numbers, for beam search."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Take the sequences with these numbers."""
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        if self.progress is not None:
+            states = self.progress.states
+            whole = states[0].state.batch[0] if states[0].rows is None else 1 + max(h.rows.max() for h in states)
+            self._select(torch.arange(int(whole)).repeat_interleave(repeats))
+
+
+class _FullStreamedLayer(StreamedLayer, DynamicLayer):  # type: ignore[misc]
+    """In the place of a layer that attends to all positions."""
+
+
+class _SlidingStreamedLayer(StreamedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """In the place of a layer that slides, for sequences no longer than its window."""
+
+    @property
+    def cumulative_length(self) -> int:
+        """What the sizes of masks are computed from."""
+        return self.positions
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: int) -> None:
+        """Count nothing: the states do."""
+
+
+def pruned_layer_for(cache: Any, index: int, stream: bool) -> PrunedLayer:
+    """Return the layer of a cache that holds states, putting one there in the place of an empty one.
+
+    stream: whether it is to hold nothing else.
+    """
+    kinds = (_FullStreamedLayer, _SlidingStreamedLayer) if stream else (_FullPrunedLayer, _SlidingPrunedLayer)
+    layer = replaced(cache, index, kinds[0], kinds[1], "the states of pruned attention")
+    return layer  # type: ignore[no-any-return]
+
+
+def of_sequences(state: PrunedState, chosen: Any) -> PrunedState:
+    """Return the state of these sequences, an array of numpy, of the batch (sequences, heads)."""
+    sequences, heads = state.batch
+    items = (chosen[:, None] * heads + np.arange(heads)).reshape(-1)
+    parts = []
+    for part in state.parts:
+        place = np.full(sequences * heads, -1)
+        place[part.rows] = np.arange(len(part.rows))
+        rows = np.flatnonzero(place[items] >= 0)
+        if len(rows):
+            parts.append(replace(picked(part, place[items[rows]]), rows=rows))
+    return replace(state, batch=(len(chosen), heads), parts=tuple(parts))
+
+
+def exactly(state: PrunedState, rank: Any) -> tuple[Any, Any]:
+    """Return which keys a query after a state attends exactly, (B, G, n) bool, and how many were before it, (B, G).
+
+    rank: (B, n) int64, the number of each key among those of its sequence that are there. Keys from the first recent
+    one on are among them, those to come included.
+    """
+    sequences, heads = state.batch
+    flags = torch.zeros((sequences * heads, rank.shape[1]), dtype=torch.bool, device=rank.device)
+    counts = torch.zeros(sequences * heads, dtype=torch.int64, device=rank.device)
+    for part in state.parts:
+        ranks = rank[torch.as_tensor(part.rows // heads, device=rank.device)]
+        kept, count = (_tensor(array, rank) for array in (part.kept_places, part.kept_count))
+        if count is not None:
+            there = torch.arange(kept.shape[1], device=kept.device) < count[:, None]
+            kept = kept.where(there, torch.full_like(kept, -1))
+        chosen = torch.zeros((len(ranks), part.positions + 1), dtype=torch.bool, device=rank.device)
+        chosen.scatter_(1, kept.where(kept >= 0, torch.full_like(kept, part.positions)), True)
+        chosen[:, -1] = False
+        found = chosen.gather(1, ranks.clamp(0, part.positions))
+        rows = torch.as_tensor(part.rows, device=rank.device)
+        flags[rows] = found | (ranks >= part.positions - part.recent.shape[1])
+        counts[rows] = part.positions
+    return flags.unflatten(0, (sequences, heads)), counts.unflatten(0, (sequences, heads))
+
+
+def _tensor(array: Any, like: Any) -> Any:
+    """Return an array of numpy or torch on the device of a tensor."""
+    if array is None or isinstance(array, torch.Tensor):
+        return array
+    return torch.tensor(array, device=like.device)

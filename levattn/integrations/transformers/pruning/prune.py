@@ -1,0 +1,304 @@
+"""Prune the attention of a transformers model, for a while or until it is taken off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from levattn.attention import pruned_attention
+from levattn.integrations.transformers.calibration.calibration import Calibration
+from levattn.integrations.transformers.calls import numbers_among, parameters_of
+from levattn.integrations.transformers.changes import Changes
+from levattn.integrations.transformers.pruning.heads import Arrays, Rule
+from levattn.integrations.transformers.pruning.interface import (
+    NAME,
+    STREAM,
+    Part,
+    Pruning,
+    check_reached,
+    hand_on,
+    register,
+)
+from levattn.integrations.transformers.pruning.layers import (
+    Layer,
+    budgets_of,
+    check_layer,
+    check_model,
+    discovered,
+    groups_of,
+    needs_masks,
+    shared_configs,
+)
+from levattn.integrations.transformers.pruning.report import PruneReport
+from levattn.integrations.transformers.pruning.sample import Tally
+
+__all__ = ["observed", "prune"]
+
+_prunings = count()  # states in caches are of one of them
+
+
+def prune(
+    model: Any,
+    budget: float | Mapping[Any, float] | None = None,
+    *,
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+    size: int | None = None,
+    epsilon: float | None = None,
+    summaries: int | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
+    scores: str = "residual",
+    center: bool | None = None,
+    chunk: int | None = None,
+    stream: bool = False,
+    measure: bool | None = None,
+    example: Mapping[str, Any] | None = None,
+) -> PruneReport:
+    """Let layers of a pretrained model attend to a few keys, and to summaries of all the others.
+
+    Each chosen head computes `levattn.attention.pruned_attention` with its own queries, keys (after rotary embedding)
+    and values, in the place of dense attention. Nothing is trained. The pruning lasts until ``report.remove()``, or to
+    the end of a block: ``with prune(model, budget=0.25) as report: ...``.
+
+    **Guarantee.** Layers and heads that are not named are dense. Heads whose slots cover all keys are, to rounding.
+    A sequence of a padded batch comes out as it does alone. Decoding with a cache gives what one call over the
+    same positions gives, for budgets in numbers of slots (a share is of the positions of the first call). Whatever a
+    layer hands to its attention is honoured, or refused by name.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        An encoder or a decoder whose attention goes through the attention interface. It is changed in place.
+    budget : int, float in (0, 1], mapping or Calibration, optional
+        Slots of each query, their number or the share of the keys of its sequence, as for `pruned_attention`; 1.0
+        is dense. A mapping from layers, or from pairs (layer, head), to budgets names what is pruned: the rest is
+        dense. A `Calibration` is such a mapping, and brings the options that it was made with, which are left out
+        then. One of budget, size and epsilon is given.
+    layers : iterable of int, optional
+        Numbers of the layers to prune, from 0; all that the model goes through if None.
+    heads : iterable of int, optional
+        Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs.
+    size : int, optional
+        Instead of `budget`: the number of keys selected in each head. This and the next seven are as for
+        `pruned_attention`.
+    epsilon : float in (0, 1], optional
+        Instead of `budget`: keys with a score of at least ε are selected.
+    summaries : int, optional
+        Number of clusters that the other keys are read in.
+    window : int, optional
+        Keys near a query that it attends to exactly.
+    sinks : int, optional
+        First keys that are always kept.
+    scores : {"residual", "expected", "leverage"}
+        What keys are selected by.
+    center : bool, optional
+        Whether leverage scores are those of the keys less their mean; True if not given.
+    chunk : int, optional
+        For decoders: positions between two selections.
+    stream : bool, default False
+        Whether caches hold the bounded states of pruned layers alone, instead of all keys and values as well: for
+        prompts of any length, given in chunks (a `DynamicCache` as ``past_key_values``, or
+        ``generate(prefill_chunk_size=)``). All heads of a layer are pruned then, and nothing is measured. A padded
+        batch needs ``position_ids`` that begin with each sequence, as ``generate`` makes them.
+    measure : bool, optional
+        Whether the report compares some queries of each call with dense attention (at most 64), and takes the time;
+        True if not given, unless `stream`. This costs about as much again as the call, or O(n) for a step of
+        decoding; without it, only calls are counted.
+    example : mapping of str to array, optional
+        Inputs of the model to try it with; by default three tokens, or an image of zeros.
+
+    Returns
+    -------
+    PruneReport
+        What was measured, and the way to take the pruning off.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is out of range, if the model is pruned or extended already, or if a chosen layer cannot be
+        pruned: one that goes past the attention interface, has cross-attention, or hands on what would be ignored
+        (biases of positions, bounded logits, sinks). The model is then as it was. Calls raise where they come with
+        packed sequences, more positions than a sliding window, dropout of weights, a cache that is not a
+        `DynamicCache`, or a mask that is neither full nor causal with padding.
+
+    Notes
+    -----
+    Time of a call as of `pruned_attention` for each group of heads with one budget (and for shares, of sequences with
+    one length) instead of O(n²). A cache keeps all keys and values, which dense heads and the model without pruning
+    read, and beside them the bounded states of pruned heads; with `stream`, these alone: memory does not grow with the
+    positions, but for a flag of each where there is padding. States cannot forget positions, so that assisted
+    generation is refused. Weights (``output_attentions=True``) are those of the mixture, with what a summary has
+    spread over its members; they take O(n²) time and memory. Gradients flow as through `pruned_attention`.
+
+    A copy of a pruned model is pruned too, and `remove` takes that off. Weights are saved as those of the model.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention", arXiv:2410.05462, for keys that are chosen by leverage.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from levattn.integrations.transformers import prune
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50, eos_token_id=None)
+    >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
+    >>> prompt = torch.arange(40)[None]
+    >>> with prune(model, budget=24, layers=[1]):
+    ...     found = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    >>> found.shape
+    torch.Size([1, 45])
+    >>> report = prune(model, {(0, 1): 12, (1, 0): 0.5})
+    >>> report.remove()
+    """
+    check_model(model)
+    if measure and stream:
+        raise ValueError(
+            "measure and stream are True; expected one of them: without all keys there is no dense attention"
+        )
+    options: dict[str, Any] = {
+        "size": size,
+        "epsilon": epsilon,
+        "summaries": summaries,
+        "window": window,
+        "sinks": sinks,
+        "scores": scores,
+        "center": center,
+        "chunk": chunk,
+    }
+    if isinstance(budget, Calibration):
+        options = _calibrated(budget, options)
+    rule = Rule(**options)
+    layers, heads = (None if value is None else _listed(value) for value in (layers, heads))
+    named = _named_layers(budget) if isinstance(budget, Mapping) else layers
+    register()
+    there = discovered(model, example, named)
+    budgets = budgets_of(budget, there, layers, heads)
+    chosen = {number: groups_of(there[number], mine) for number, mine in budgets.items()}
+    chosen = {number: groups for number, groups in sorted(chosen.items()) if not all(g.dense for g in groups)}
+    _check_options(
+        rule, {(value, there[number].causal) for number, mine in budgets.items() for value in mine.values()}
+    )
+    given = {"budget": budget, "layers": layers, "heads": heads, **options}
+    report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
+    pruning, parts = next(_prunings), []
+    for number, groups in chosen.items():
+        tally = Tally(there[number].heads)
+        if stream and not there[number].causal:
+            raise ValueError(
+                f"stream is True and layer {number} is not causal; expected a decoder, as only these have caches"
+            )
+        if stream and any(group.dense for group in groups):
+            raise ValueError(
+                f"stream is True and heads of layer {number} are dense; expected all heads of a layer to be pruned, "
+                "as dense ones need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
+            )
+        measured = not stream if measure is None else bool(measure)
+        parts.append(Part(number, pruning, groups, rule, tally, measured, bool(stream)))
+        report._watch(number, tally, sorted(head for group in groups if not group.dense for head in group.heads))
+    report._take(model, _changed(model, there, parts))
+    return report
+
+
+def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a calibration was made with, or raise if others were given."""
+    defaults = vars(Rule())
+    given = [name for name, value in options.items() if value != defaults[name]]
+    if given:
+        raise ValueError(
+            f"budget is a Calibration, and {', '.join(given)} were given; expected none of them, as it was made with "
+            "options of its own"
+        )
+    unknown = sorted(set(calibration.options) - set(options))
+    if unknown:
+        raise ValueError(
+            f"budget is a Calibration with the options {', '.join(unknown)}; expected those of prune alone"
+        )
+    return {**options, **calibration.options}
+
+
+@contextmanager
+def observed(
+    model: Any, look: Callable[[int, Arrays], None], layers: Any = None, example: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Show what layers attend with, call by call, while they compute dense attention: their number, and arrays."""
+    check_model(model)
+    register()
+    layers = None if layers is None else _listed(layers)
+    there = discovered(model, example, layers)
+    pruning, parts = next(_prunings), []
+    for number in numbers_among("layers", layers, list(there)):
+        groups = groups_of(there[number], {})
+        parts.append(Part(number, pruning, groups, Rule(), Tally(there[number].heads), look=look))
+    changes = _changed(model, there, parts)
+    try:
+        yield
+    finally:
+        changes.undo()
+
+
+def _changed(model: Any, layers: dict[int, Layer], parts: list[Part]) -> Pruning:
+    """Give layers of a model their parts, and return how to undo it; a model that is refused is as it was."""
+    modules = [layers[part.number].module for part in parts]
+    masks = NAME if needs_masks(model, modules) else None
+    if any(part.stream for part in parts) and not shared_configs(model, modules):
+        masks = STREAM
+    changes = Pruning()
+    try:
+        for part in parts:
+            layer = layers[part.number]
+            check_layer(layer)
+            changes.give_part(layer.module, part)
+            _hook(layer, changes)
+        if masks is not None:
+            changes.give_masks(masks)
+    except BaseException:
+        changes.undo()
+        raise
+    return changes
+
+
+def _hook(layer: Layer, changes: Changes) -> None:
+    """Bring a layer its cache, and see to it that it keeps reaching its attention."""
+    if layer.handed:
+        names = parameters_of(layer.module)[0]
+        changes.hooks.append(layer.module.register_forward_pre_hook(partial(hand_on, names), with_kwargs=True))
+        changes.hooks.append(layer.module.register_forward_hook(check_reached, with_kwargs=True))
+
+
+def _check_options(rule: Rule, budgets: set[tuple[Any, bool]]) -> None:
+    """Raise for options that a call would refuse."""
+    if not isinstance(rule.scores, str):
+        raise TypeError(
+            f"scores is of type {type(rule.scores).__name__}; expected the name of scores, as each layer has keys of "
+            "its own"
+        )
+    few = np.arange(8.0).reshape(4, 2) % 3
+    for budget, causal in budgets:
+        options = rule.options(rule.slots(budget, 1 << 20, causal=causal))
+        pruned_attention(few, few, few, causal=causal, **options)
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+def _named_layers(budget: Mapping[Any, Any]) -> list[Any]:
+    return [key[0] if isinstance(key, tuple | list) and key else key for key in budget]
+
+
+def _shown(value: Any) -> Any:
+    """Return an option as numbers, strings and lists; a mapping as a list of [layer, (head,) budget]."""
+    if isinstance(value, Mapping):
+        return [
+            [*_shown(list(key) if isinstance(key, tuple | list) else [key]), _shown(of)] for key, of in value.items()
+        ]
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value

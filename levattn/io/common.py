@@ -1,0 +1,176 @@
+"""What the readers of all formats share: what an opened array is, and how a file is refused."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import mmap
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn.exceptions import KeyFileError
+
+_NAMES_SHOWN = 30
+_LONGEST_DETAIL = 300  # an error may quote all of the file
+_LONGEST_PROBLEM = 4000  # and so may a name in it
+_MOST_AXES = 64  # of a numpy array
+# Of arrays without numbers: their matrices, the rows of all these, and the entries of their second moments. That is a
+# second or two, and half a gigabyte.
+_MOST_EMPTY = 2**16, 2**24, 2**26
+
+# Given rows start and stop, returns an array (..., stop - start, d), which nothing overwrites later.
+ReadRows = Callable[[int, int], npt.NDArray[Any]]
+
+
+class Opened(NamedTuple):
+    """An array in an open file: what its header says, and how to get at its rows."""
+
+    tensor: str | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: ReadRows
+
+
+# Given a path and the name of a tensor: opens the file and checks what can be checked without reading the data.
+Format = Callable[[Path, str | None], AbstractContextManager[Opened]]
+
+
+def printable(text: str) -> str:
+    """Return text with what a terminal would act upon, or hide, written as Python writes it in a string."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def refusal(path: Path, problem: str, remedy: str) -> KeyFileError:
+    """Return the error that refuses a file."""
+    if len(problem) > _LONGEST_PROBLEM:
+        problem = problem[:_LONGEST_PROBLEM] + "..."
+    return KeyFileError(printable(f"{path}: {problem}; {remedy}"))
+
+
+def missing_file(path: Path, problem: str, remedy: str) -> FileNotFoundError:
+    """Return the error of a file that is not there."""
+    return FileNotFoundError(printable(f"{path}: {problem}; {remedy}"))
+
+
+def damaged(path: Path, what: str, detail: object) -> KeyFileError:
+    """Return the error of a file whose bytes are not what they should be."""
+    if isinstance(detail, BaseException):
+        detail = next(iter(str(detail).splitlines()), type(detail).__name__)[:_LONGEST_DETAIL]
+    return refusal(path, f"{what} is truncated or damaged ({detail})", "write or copy it again")
+
+
+@contextmanager
+def refusing(path: Path, errors: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turn what damaged bytes make a reader raise into a refusal of the file."""
+    try:
+        yield
+    except (KeyFileError, ImportError):
+        raise
+    except MemoryError as error:
+        problem = f"needs more memory than there is ({str(error) or 'out of memory'})"
+        raise refusal(path, problem, "if the file is sound, read it in smaller chunks") from error
+    except errors as error:
+        raise damaged(path, "the file", error) from error
+
+
+def missing_package(what: object, package: str) -> ImportError:
+    """Return the error of a format whose package is not installed."""
+    return ImportError(printable(f'reading {what} needs {package}: pip install "levattn[io]"'))
+
+
+def check_shape(path: Path, opened: Opened) -> None:
+    """Refuse an array that holds no matrices of keys."""
+    array = "the array" if opened.tensor is None else f"tensor {opened.tensor!r}"
+    if not 2 <= len(opened.shape) <= _MOST_AXES:
+        shape = opened.shape if len(opened.shape) < 2 else f"of {len(opened.shape)} axes"
+        raise refusal(path, f"{array} has shape {shape}, expected (..., n, d)", "save the keys as rows of a matrix")
+    # The size of a file says nothing of an array without numbers, and going through it could take for ever.
+    if math.prod(opened.shape) == 0 and any(
+        map(operator.gt, _sizes([max(length, 1) for length in opened.shape]), _MOST_EMPTY)
+    ):
+        raise refusal(
+            path, f"{array} has shape {opened.shape}, but holds no number", "save the keys as rows of a matrix"
+        )
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, int, int]:
+    *batch, n, d = shape
+    matrices = math.prod(batch)
+    return matrices, matrices * n, matrices * d * d
+
+
+def wrong_dtype(path: Path, array: str, dtype: object, expected: str) -> KeyFileError:
+    """Return the error of numbers that are not taken as keys."""
+    return refusal(
+        path, f"{array} has dtype {dtype}, expected {expected}", "convert it to one of these and save it again"
+    )
+
+
+def choose(path: Path, names: Sequence[str], tensor: str | None) -> str:
+    """Return which of the named arrays of a file is meant."""
+    if not names:
+        raise refusal(path, "holds no array", "check how it was written")
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    if len(names) > _NAMES_SHOWN:
+        shown += f" and {len(names) - _NAMES_SHOWN} more"
+    if tensor is None:
+        if len(names) > 1:
+            raise refusal(path, f"holds {len(names)} arrays ({shown})", "say which one with tensor=")
+        return names[0]
+    if tensor not in names:
+        close = difflib.get_close_matches(tensor, names, n=3)
+        remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else "give one of these as tensor="
+        raise refusal(path, f"has no tensor {tensor!r}, it holds {shown}", remedy)
+    return tensor
+
+
+def refuse_name(path: Path, tensor: str | None, kind: str) -> None:
+    """Refuse a name where a file holds one array without."""
+    if tensor is not None:
+        raise refusal(path, f"{kind} holds one array without a name, got tensor={tensor!r}", "leave tensor out")
+
+
+def mapped_rows(
+    path: Path,
+    stream: IO[bytes],
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    *,
+    offset: int,
+    order: Literal["C", "F"] = "C",
+) -> ReadRows:
+    """Rows of an array in an open file, memory-mapped."""
+    size = math.prod(shape) * dtype.itemsize
+    keys: np.memmap[Any, Any] | None = None
+
+    def read(start: int, stop: int) -> npt.NDArray[Any]:
+        nonlocal keys
+        if size == 0:  # which cannot be mapped
+            return np.empty(shape, dtype)[..., start:stop, :]
+        check_size(path, stream, offset + size)
+        if keys is None:
+            keys = np.memmap(stream, dtype, "r", offset, shape, order)
+        else:
+            let_go(keys.base)
+        return keys[..., start:stop, :]
+
+    return read
+
+
+def check_size(path: Path, stream: IO[bytes], size: int) -> None:
+    """Refuse a file that was cut since it was mapped: touching what lies beyond its end would kill the process."""
+    if os.fstat(stream.fileno()).st_size < size:
+        raise damaged(path, "the file", "it was cut while it was read")
+
+
+def let_go(pages: Any) -> None:
+    """Stop counting the pages read so far as memory of this process; those still in use are mapped again."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,405 @@
+"""Sources of keys: which shards a path stands for, and the rows of all of them as one array."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels import BLOCK
+from levattn.io.common import Format, Opened, check_shape, refusal, refusing
+from levattn.io.folder import shards_of
+from levattn.io.numpy import NPY_MAGIC, open_npy, open_npz
+from levattn.io.parquet import open_parquet
+from levattn.io.safetensors import INDEX_SUFFIX, open_index, open_safetensors
+from levattn.io.zarr import is_store, open_zarr
+
+_CHUNK_BYTES = 32 * 2**20
+_FORMATS: dict[str, Format] = {
+    ".npy": open_npy,
+    ".npz": open_npz,
+    ".safetensors": open_safetensors,
+    ".parquet": open_parquet,
+}
+
+_Path = str | os.PathLike[str]
+
+
+class _Shard(NamedTuple):
+    """One of the arrays whose rows follow each other in a source, as it was when it was opened."""
+
+    path: Path
+    tensor: str | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """Keys in files, as a re-iterable source of row chunks.
+
+    Made by `open_keys`. Iterating yields numpy arrays of shape ``(..., m, d)`` with ``m <= chunk_rows``:
+    consecutive rows, with all leading axes (batch, heads) together. Concatenated along axis -2 they are the
+    array of the file, or the arrays of all files one after the other. Each iteration opens the files anew, so a
+    source can be read as often as an algorithm needs passes, and can be pickled and sent to another process.
+
+    Attributes
+    ----------
+    path : pathlib.Path or tuple of pathlib.Path
+        The file or folder, or the several that were given.
+    tensor : str or None
+        Name of the array inside the file; None where it has no name (``.npy``, a zarr array), or not the same one
+        in all files.
+    shape : tuple of int
+        ``(..., n, d)``, known without reading the data.
+    dtype : numpy.dtype
+        float64, float32, float16, or ml_dtypes' bfloat16, in native byte order.
+    chunk_rows : int
+        Number of rows in every chunk but the last, which may be shorter.
+
+    Raises
+    ------
+    KeyFileError
+        While reading, if the data are damaged or if a file, or the number of files, changed since they were opened.
+
+    Notes
+    -----
+    Chunks are cut from the rows of all files together, so that the chunks, and what is summed over them, do not depend
+    on where one file ends and the next begins.
+
+    Memory: ``chunk_rows`` rows at a time. Rows of ``.npy`` and ``.safetensors`` files are memory-mapped and read-only,
+    and let go chunk by chunk; zarr stores are read by those of their own chunks that hold the rows asked for (fastest
+    where `chunk_rows` is a multiple of theirs), ``.parquet`` files page by page; an array in an ``.npz`` file is read
+    whole, because a compressed member has no random access.
+
+    A ``.npy``, ``.safetensors`` or ``.parquet`` file must not be cut while it is read. Its size is looked at before
+    each chunk, but where it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
+    every mapped file. Copy a file that may be cut first; to replace it as a whole, by a rename, does no harm.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib, numpy as np, levattn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.savez(pathlib.Path(folder, "layer.npz"), K=np.eye(5, 3), V=np.eye(5))
+    ...     source = levattn.open_keys(pathlib.Path(folder, "layer.npz"), tensor="K", chunk_rows=2)
+    ...     rank = np.linalg.matrix_rank(sum(chunk.T @ chunk for chunk in source))
+    ...     last = source.between(3, 5).load()
+    >>> source.shape, int(rank), last.shape
+    ((5, 3), 3, (2, 3))
+    """
+
+    path: Path | tuple[Path, ...]
+    tensor: str | None
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk_rows: int
+    _shards: tuple[_Shard, ...] = field(repr=False)
+    _first: int = field(default=0, repr=False)  # row of the shards with which this source begins
+
+    @property
+    def n(self) -> int:
+        """Number of keys (rows)."""
+        return self.shape[-2]
+
+    @property
+    def d(self) -> int:
+        """Length of each key (columns)."""
+        return self.shape[-1]
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        with self._reading() as pieces:
+            for start in range(0, self.n, self.chunk_rows):
+                yield _joined(pieces(start, min(start + self.chunk_rows, self.n)))
+
+    def read(self, start: SupportsIndex, stop: SupportsIndex) -> npt.NDArray[Any]:
+        """Return the rows from `start` up to `stop`, which is not among them.
+
+        Only these are read, but for an ``.npz`` file.
+
+        Parameters
+        ----------
+        start, stop : int
+            ``0 <= start <= stop <= n``.
+
+        Returns
+        -------
+        numpy.ndarray, shape (..., stop - start, d)
+            The rows, with all leading axes.
+
+        Raises
+        ------
+        KeyFileError
+            If the data are damaged or if a file changed since it was opened.
+        FileNotFoundError
+            If a file is gone.
+        TypeError, ValueError
+            If `start` or `stop` is not a whole number, or out of range.
+        """
+        start, stop = self._checked(start, stop)
+        with self._reading() as pieces:
+            return _joined(pieces(start, stop))
+
+    def between(self, start: SupportsIndex, stop: SupportsIndex) -> KeySource:
+        """Return the source of the rows from `start` up to `stop` alone; nothing is read.
+
+        This is how work is divided: each worker gets the source of its rows. Where `start` is a multiple of 2048,
+        chunks hold whole blocks of the sums as before.
+
+        Parameters
+        ----------
+        start, stop : int
+            ``0 <= start <= stop <= n``.
+
+        Returns
+        -------
+        KeySource
+            Of shape ``(..., stop - start, d)``, with the same `path` and `chunk_rows`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `start` or `stop` is not a whole number, or out of range.
+        """
+        start, stop = self._checked(start, stop)
+        return replace(self, shape=(*self.shape[:-2], stop - start, self.d), _first=self._first + start)
+
+    def load(self) -> npt.NDArray[Any]:
+        """Return the whole array, shape ``(..., n, d)``.
+
+        Returns
+        -------
+        numpy.ndarray, shape (..., n, d)
+            A read-only memory map if the keys are in one ``.npy`` or ``.safetensors`` file in native byte order
+            (nothing is read until it is used, and the file must not be cut until then), an array in memory otherwise.
+
+        Raises
+        ------
+        KeyFileError
+            If the data are damaged or larger than memory, or if a file changed since it was opened. It is a
+            ValueError.
+        FileNotFoundError
+            If a file is gone.
+        """
+        with self._reading() as pieces:
+            if len(self._shards) == 1:
+                return next(pieces(0, self.n))
+            with refusing(self._shards[0].path, ValueError):
+                whole = np.empty(self.shape, self.dtype)
+            for start in range(0, self.n, self.chunk_rows):
+                for piece in pieces(start, min(start + self.chunk_rows, self.n)):
+                    whole[..., start : start + piece.shape[-2], :] = piece
+                    start += piece.shape[-2]
+            return whole
+
+    def _checked(self, start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
+        start, stop = operator.index(start), operator.index(stop)
+        if not 0 <= start <= stop <= self.n:
+            raise ValueError(f"rows {start} to {stop} are asked for; expected 0 <= start <= stop <= n = {self.n}")
+        return start, stop
+
+    @contextmanager
+    def _reading(self) -> Iterator[Callable[[int, int], Iterator[npt.NDArray[Any]]]]:
+        """Open for reading: yields a function that yields the rows of a range, shard by shard."""
+        files = _files(self.path)
+        if files != [shard.path for shard in self._shards]:
+            problem = f"the folder changed since it was opened, from {len(self._shards)} files to {len(files)}"
+            raise refusal(files[0].parent, problem, "open it again")
+        starts = [0, *itertools.accumulate(shard.shape[-2] for shard in self._shards)]
+        current: tuple[int, Opened] | None = None
+
+        def pieces(start: int, stop: int) -> Iterator[npt.NDArray[Any]]:
+            nonlocal current
+            start, stop = start + self._first, stop + self._first
+            index = min(bisect.bisect_right(starts, start), len(self._shards)) - 1
+            while True:
+                if current is None or current[0] != index:
+                    stack.close()
+                    current = index, stack.enter_context(_reopened(self._shards[index]))
+                offset, end = starts[index : index + 2]
+                rows = current[1].read(start - offset, min(stop, end) - offset)
+                yield rows.astype(self.dtype, copy=False)
+                start, index = end, index + 1
+                if stop <= end:
+                    return
+
+        with ExitStack() as stack:
+            yield pieces
+
+
+def open_keys(
+    path: _Path | Sequence[_Path],
+    *,
+    tensor: str | None = None,
+    chunk_rows: SupportsIndex | None = None,
+    memory: SupportsIndex | None = None,
+) -> KeySource:
+    """Open keys in files: ``.npy``, ``.npz``, ``.safetensors``, ``.parquet``, zarr v3, or a folder of such files.
+
+    Only headers are read. The result can be given to `universal_set`, iterated for row chunks, or loaded.
+
+    Parameters
+    ----------
+    path : path-like, or sequence of path-like
+        A file, whose suffix says the format; the ``.safetensors.index.json`` of a model, which says what file beside
+        it holds `tensor`; a zarr v3 store; or a folder, whose files are taken in natural order (``shard-2`` before
+        ``shard-10``). Rows of several files, which may be of different formats, follow each other. A sequence of
+        paths is taken in its own order. Each array has shape ``(..., n, d)``, rows are keys, and dtype float64,
+        float32, float16, or (``.safetensors`` only) bfloat16; in a ``.parquet`` file it is a column of fixed-size
+        lists.
+    tensor : str, optional
+        Name of the array, the same in all files; needed where one holds several.
+    chunk_rows : int, optional
+        Number of rows in a chunk, at least 1.
+    memory : int, optional
+        Instead of `chunk_rows`: number of bytes that a chunk may take, unless a single row takes more. Chunks are made
+        of whole blocks of 2048 rows if that many fit. Default: 32 MiB.
+
+    Returns
+    -------
+    KeySource
+        Shape and dtype, an iterator over ``(..., m, d)`` chunks, any range of rows, and ``load()``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file, or the index of a model names one that is not there.
+    KeyFileError
+        If a file is truncated, damaged, pickled, or of another kind; if the array is not floating-point or has fewer
+        than two axes; if `tensor` is not in the file (the names that are there are listed), or is left out
+        although there are several; if a parquet column has nulls, or a zarr store lacks chunks; if a folder holds no
+        file of keys, or not all of those numbered like ``-00001-of-00003``; if several files differ in dtype or in any
+        axis but that of the rows. It is a ValueError.
+    TypeError, ValueError
+        If `tensor` is not a string, if `chunk_rows` or `memory` is not a positive integer or both are given, or if
+        the sequence of paths is empty.
+    ImportError
+        If ``.safetensors`` is asked for without the package safetensors, bfloat16 without ml_dtypes, ``.parquet``
+        without pyarrow, or a zarr store without zarr.
+
+    Notes
+    -----
+    Time and memory are those of reading the headers. Nothing is ever unpickled, and no file can name code that is run.
+    Non-native byte order is converted on reading. In a folder, hidden files and those of other kinds are left aside;
+    the index of a model, if there is one, stands for the folder. A file whose header is sound but whose numbers were
+    altered can be told by a checksum only: ``.npz`` always has one, zarr and parquet if they were written so.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib, numpy as np, levattn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(pathlib.Path(folder, "keys-1.npy"), np.ones((700, 8)))
+    ...     np.save(pathlib.Path(folder, "keys-2.npy"), np.ones((300, 8)))
+    ...     source = levattn.open_keys(folder, chunk_rows=400)
+    ...     [chunk.shape for chunk in source]
+    [(400, 8), (400, 8), (200, 8)]
+    """
+    paths = Path(path) if isinstance(path, str | os.PathLike) else tuple(map(Path, path))
+    if tensor is not None and not isinstance(tensor, str):
+        raise TypeError(f"tensor must be the name of an array (str) or None, got {type(tensor).__name__}")
+    if chunk_rows is not None and memory is not None:
+        raise ValueError("chunk_rows and memory: both given; expected at most one, a number of rows or of bytes")
+    rows = None if chunk_rows is None else _positive("chunk_rows", chunk_rows)
+    budget = _CHUNK_BYTES if memory is None else _positive("memory", memory)
+
+    shards = []
+    for file in _files(paths):
+        with _opened(file, tensor) as opened:
+            shards.append(_Shard(file, opened.tensor, opened.shape, _native(opened.dtype)))
+    first = shards[0]
+    for shard in shards[1:]:
+        if (_without_rows(shard.shape), shard.dtype) != (_without_rows(first.shape), first.dtype):
+            problem = f"holds {shard}, whose rows cannot follow those of {first} in {first.path}"
+            raise refusal(shard.path, problem, "save all of the keys with one dtype and one shape of rows")
+    shape = (*first.shape[:-2], sum(shard.shape[-2] for shard in shards), first.shape[-1])
+    name = first.tensor if len({shard.tensor for shard in shards}) == 1 else None
+    rows = rows or _rows_within(budget, shape, first.dtype)
+    return KeySource(paths, name, shape, first.dtype, rows, tuple(shards))
+
+
+def _files(path: Path | tuple[Path, ...]) -> list[Path]:
+    paths = path if isinstance(path, tuple) else (path,)
+    if not paths:
+        raise ValueError("path is an empty sequence; expected at least one file")
+    return [file for each in paths for file in shards_of(each, _FORMATS)]
+
+
+@contextmanager
+def _opened(path: Path, tensor: str | None) -> Iterator[Opened]:
+    with _format_of(path)(path, tensor) as opened:
+        check_shape(path, opened)
+        yield opened
+
+
+@contextmanager
+def _reopened(shard: _Shard) -> Iterator[Opened]:
+    with _opened(shard.path, shard.tensor) as opened:
+        now = shard._replace(shape=opened.shape, dtype=_native(opened.dtype))
+        if now != shard:
+            raise refusal(shard.path, f"changed since it was opened, from {shard} to {now}", "open it again")
+        yield opened
+
+
+def _format_of(path: Path) -> Format:
+    if path.is_dir() and is_store(path):
+        return open_zarr
+    if not path.is_file():
+        raise refusal(path, "not a regular file", f"give the path of a {', '.join(_FORMATS)} file or of a folder")
+    if path.name.lower().endswith(INDEX_SUFFIX):
+        return open_index
+    try:
+        return _FORMATS[path.suffix.lower()]
+    except KeyError:
+        problem = f"suffix {path.suffix!r} is none of {', '.join(_FORMATS)}"
+        raise refusal(path, problem, _conversion_hint(path)) from None
+
+
+def _conversion_hint(path: Path) -> str:
+    with path.open("rb") as stream:
+        start = stream.read(8)
+    if start.startswith(NPY_MAGIC):
+        return "its content is that of a .npy file: rename it"
+    if path.suffix.lower() in {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}:
+        return "such files hold pickled objects, which are never loaded: save the tensor with safetensors"
+    return "save the keys with numpy.save or safetensors"
+
+
+def _joined(pieces: Iterator[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    parts = list(pieces)
+    return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=-2)
+
+
+def _positive(name: str, value: SupportsIndex) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a positive integer, got {type(value).__name__}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}")
+    return number
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def _without_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1])
+
+
+def _rows_within(budget: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    row_bytes = math.prod(_without_rows(shape)) * dtype.itemsize
+    rows = max(1, budget // max(1, row_bytes))
+    return rows - rows % BLOCK if rows > BLOCK else rows  # whole blocks: no chunk straddles a block of a sum

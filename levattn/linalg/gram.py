@@ -1,0 +1,521 @@
+"""Second moments of keys: of all rows at once, and of blocks of rows that come one after the other.
+
+The blocks are numbered and summed in fixed order, so that it does not matter how they come.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import on_cuda, to_float64, to_numpy
+from levattn._core.serialize import MOST_ROWS, shaped, whole
+from levattn._kernels import (
+    BLOCK,
+    Arithmetic,
+    Float64,
+    PairwiseSum,
+    Pieces,
+    Rows,
+    inverse_cholesky,
+    kernels_for,
+    twofold_product,
+)
+from levattn.exceptions import NonFiniteError
+from levattn.linalg.span import Span
+
+__all__ = [
+    "LARGEST_EXPONENT",
+    "PLAIN_ERROR",
+    "PLAIN_NOISE",
+    "UNIT",
+    "MomentSum",
+    "Twofold",
+    "as_read",
+    "check_finite",
+    "refuse_nonfinite",
+    "require_room",
+    "second_moments",
+    "spectral_norm",
+]
+
+UNIT = 2.0**-53  # rounding of float64
+PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
+
+PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that was seen, of copied rows
+_SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
+_LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
+_LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
+_DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
+_PIECE = BLOCK // 4  # rows that are written out in float64 at a time
+_SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
+LARGEST_EXPONENT = 1024  # of a column
+_FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
+
+Flags = npt.NDArray[np.bool_]
+Exponents = npt.NDArray[np.int32]
+
+
+def _pieces(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Split `n` rows into runs of whole powers of two of blocks, of a level of at most `longest`.
+
+    Returned are the runs (first row, row after the last) and their levels; the last, if its block is
+    incomplete, has level −1.
+    """
+    whole = n // BLOCK
+    runs, levels, at = [], [], 0
+    while at < whole:
+        level = min(longest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
+        runs.append((at * BLOCK, (at + (1 << level)) * BLOCK))
+        levels.append(level)
+        at += 1 << level
+    if n % BLOCK:
+        runs.append((whole * BLOCK, n))
+        levels.append(-1)
+    return runs, levels
+
+
+def second_moments(
+    rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
+) -> Any:
+    """Return ``Σ xᵀx`` over the rows x of each matrix of `items`, (s, d, d), in the one order of design rule 8.
+
+    With `basis` (s, d, d), upper triangular, each row is multiplied by it first. The sums of rows on a CUDA device are
+    there too.
+    """
+    _, n, d = rows.shape
+    kernels = kernels_for(rows)
+    runs, levels = _pieces(n, kernels.longest_run(rows, len(items)))
+    pieces: Pieces = np.empty((len(items), len(runs), 4), np.int64)
+    pieces[:, :, 0] = np.arange(len(items))[:, None]
+    pieces[:, :, 1] = np.asarray(items, np.int64)[:, None]
+    pieces[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
+        parts = kernels.moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
+    parts = parts.reshape(len(items), len(runs), d, d)
+    whole: PairwiseSum[Any] = PairwiseSum()
+    tail = None
+    for index, level in enumerate(levels):
+        if level < 0:
+            tail = parts[:, index]
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                whole.add(parts[:, index], level)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = whole.total(tail)
+    return np.zeros((len(items), d, d)) if total is None else total
+
+
+def spectral_norm(A: Float64) -> float:
+    """Return the 2-norm of A to a few per cent, by power iteration."""
+    x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
+    size = 0.0
+    for _ in range(30):
+        y = A.T @ (A @ x)
+        size = math.sqrt(float(y @ y))
+        if size == 0:
+            return 0.0
+        x, size = y / size, math.sqrt(size / math.sqrt(float(x @ x)))
+    return size
+
+
+def _diagonal(G: Float64) -> Float64:
+    return np.diagonal(G, axis1=1, axis2=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Twofold:
+    """A batch of second moments, those of ill-conditioned keys as the sum of two matrices.
+
+    high: (b, d, d) the moments.
+    low: (b, d, d) what `high` lacks; None stands for zeros.
+    wide: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
+    spans: the exact row spaces of the items, of a whole sum; () of a part of one.
+    """
+
+    high: Float64
+    low: Float64 | None
+    wide: Flags
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def plain(cls, moments: Float64) -> Twofold:
+        """Return moments that have no second part."""
+        return cls(moments, None, np.zeros(len(moments), np.bool_))
+
+    def __add__(self, other: Twofold) -> Twofold:
+        """Return the sum, in twofold arithmetic for items of which either moment is wide."""
+        wide = self.wide | other.wide
+        total = self.high + other.high
+        if not wide.any():
+            return Twofold(total, None, wide)
+        part = total - self.high
+        low = (self.high - (total - part)) + (other.high - part)
+        for term in (self.low, other.low):
+            if term is not None:
+                low += term
+        low[~wide] = 0.0
+        high = total + low
+        return Twofold(high, low - (high - total), wide)
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Twofold:
+        """Return the moments whose parts are held under this name."""
+        low = arrays.get(f"{name}.low")
+        spans = _spans(arrays, name, b, d) if f"{name}.units" in arrays else ()
+        if (_diagonal(shaped(arrays[f"{name}.high"], np.float64, (b, d, d))) < 0).any():
+            raise ValueError("a second moment has a negative entry on its diagonal")
+        return cls(
+            shaped(arrays[f"{name}.high"], np.float64, (b, d, d)),
+            None if low is None else shaped(low, np.float64, (b, d, d)),
+            shaped(arrays[f"{name}.wide"], np.bool_, (b,)),
+            spans,
+        )
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the parts by name, from which `from_arrays` makes it again."""
+        held = {"high": self.high, "low": self.low, "wide": self.wide}
+        arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
+        return arrays | (_span_arrays(self.spans, name) if self.spans else {})
+
+    def scaled(self, change: Exponents) -> Twofold:
+        """Return the moments of columns divided by powers of two (b, d)."""
+        powers = -(change[:, :, None] + change[:, None, :])
+        low = None if self.low is None else np.ldexp(self.low, powers)
+        return replace(self, high=np.ldexp(self.high, powers), low=low)
+
+    def turned(self, item: int, B: Float64) -> Float64:
+        """Return ``BᵀGB`` of one item, rounded at the end."""
+        parts = (self.high[item],) if self.low is None else (self.high[item], self.low[item])
+        Y = twofold_product([(part, B) for part in parts], len(B), symmetric=False)
+        high, low = twofold_product([(B, part) for part in Y], len(B), symmetric=True)
+        return np.asarray(high + low)
+
+    def errors(self, items: Flags) -> Float64:
+        """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
+        errors = np.zeros(len(items))
+        chosen = np.flatnonzero(items)
+        W, pivot, reach = inverse_cholesky(self.high[chosen])
+        errors[chosen] = np.where(pivot > 0, PLAIN_NOISE * reach, np.inf)
+        for place in np.flatnonzero((errors[chosen] > _SETTLED) & (pivot > 0)).tolist():
+            sizes = np.sqrt(_diagonal(self.high)[chosen[place]])
+            errors[chosen[place]] = PLAIN_NOISE * spectral_norm(sizes[:, None] * W[place]) ** 2
+        return errors
+
+
+class MomentSum:
+    """The second moments of blocks of keys, precise enough for the scores of keys of any condition number.
+
+    Sums are in float64 as long as that holds their digits: an error of a sum is relative to the sizes of the columns,
+    and so of a score relative to the squared condition number of the columns scaled to equal size. That can grow, and
+    then what was summed is still good by itself; from there on sums are twofold. Decisions fall after each block, by
+    figures of the blocks so far, and so do not depend on how many come together.
+
+    Columns are divided by powers of two, `exponents` (b, d), where squares would leave the range.
+    """
+
+    def __init__(self, b: int, d: int) -> None:
+        require_room(b, d)
+        self.blocks: PairwiseSum[Twofold] = PairwiseSum()
+        self.merged: Twofold | None = None
+        self.exponents: Exponents = np.zeros((b, d), np.int32)
+        self.wide: Flags = np.zeros(b, np.bool_)  # of which matrices the next block is summed in twofold arithmetic
+        self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
+        self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
+        self.spans = (Span.nothing(d),) * b
+
+    def copy(self) -> MomentSum:
+        """Return a sum that goes on from here by itself."""
+        other = MomentSum.__new__(MomentSum)
+        other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
+        return other
+
+    def add(self, rows: Rows) -> None:
+        """Add whole blocks of rows. If it raises, the sum is void."""
+        at, n, smaller = 0, rows.shape[1], 0
+        longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
+        while at < n:
+            first, left = self.blocks.count, (n - at) // BLOCK
+            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest) if first else 0
+            if self.wide.any():
+                level = 0
+            while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
+                level -= 1
+            while not self._take(rows.between(at, at + (BLOCK << level)), level):
+                smaller = at + (BLOCK << level)
+                level -= 1
+            at += BLOCK << level
+
+    def scaled(self, rows: Rows) -> Rows:
+        """Return the rows as the sum reads them."""
+        return replace(rows, scale=np.ldexp(1.0, -self.exponents)) if self.exponents.any() else rows
+
+    def _take(self, run: Rows, level: int) -> bool:
+        """Add a run of 2^level blocks, or return False where they must be looked at in smaller runs."""
+        term = self._term(run)
+        far = self._far(run, term)
+        if far is not None:
+            if level:
+                return False
+            self._rescale(far)
+            term = self._term(run)
+        if self.wide.any():
+            term = self._widened(term, run, self.wide)
+        blocks = self.blocks.copy()
+        blocks.add(term, level)
+        diagonal = sum(_diagonal(part.high) for _, part in sorted(blocks.levels.items()))
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
+        due = self.wide | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
+        errors = None
+        if due.any():
+            if level:
+                return False
+            errors = self._settle(blocks, term, run, due)
+        else:
+            self.blocks = blocks
+        self._cover(run, np.asarray(diagonal), self.blocks.total, errors)
+        return True
+
+    def _cover(
+        self, rows: Rows, diagonal: Float64, total: Callable[[], Twofold | None], errors: Float64 | None = None
+    ) -> None:
+        """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal.
+
+        The errors of these moments may be known, or be bounded.
+        """
+        if all(span.whole for span in self.spans):
+            return
+        live = diagonal > 0
+        if self.merged is not None:
+            live |= _diagonal(self.merged.high) > 0
+        ranks = np.array([span.rank for span in self.spans], np.int64)
+        missing = np.count_nonzero(live, axis=1) > ranks
+        if not missing.any():
+            return
+        spans, new = list(self.spans), missing & (ranks == 0)
+        if errors is None:
+            moments = total() if new.any() else None
+            errors = np.full(len(new), np.inf) if moments is None else moments.errors(new)
+        for item in np.flatnonzero(missing).tolist():
+            if new[item] and errors[item] <= _SURE:  # well-conditioned: its columns are independent
+                spans[item] = replace(spans[item], units=live[item])
+            else:
+                spans[item] = spans[item].extended(rows.item(item))
+        self.spans = tuple(spans)
+
+    def _settle(self, blocks: PairwiseSum[Twofold], term: Twofold, run: Rows, due: Flags) -> Float64 | None:
+        """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due.
+
+        Return bounds of the errors of the sum, or None if some of it became twofold.
+        """
+        total = blocks.total()
+        if total is None:
+            raise AssertionError("a sum of no blocks")
+        errors = total.errors(due)
+        widening = (errors > _SETTLED) & ~self.wide
+        if widening.any():
+            blocks = self.blocks.copy()
+            blocks.add(self._widened(term, run, widening))
+        settled = due & (errors <= _SETTLED)
+        with np.errstate(divide="ignore"):
+            self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
+        self.settled = np.where(settled[:, None], _diagonal(total.high), self.settled)
+        self.wide = (self.wide | widening) & ~settled
+        self.blocks = blocks
+        return None if widening.any() else np.where(due, errors, np.inf)
+
+    def _term(self, run: Rows) -> Twofold:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return Twofold.plain(to_numpy(second_moments(self.scaled(run), range(run.shape[0]))))
+
+    def _widened(self, term: Twofold, run: Rows, items: Flags) -> Twofold:
+        """Return the term with the moments of some items summed in twofold arithmetic."""
+        high = term.high.copy()
+        low = np.zeros_like(high) if term.low is None else term.low.copy()
+        for item in np.flatnonzero(items).tolist():
+            pieces = _read_in_pieces(self.scaled(run).item(item))
+            high[item], low[item] = twofold_product(((X, X) for X in pieces), run.shape[2], symmetric=True)
+        return Twofold(high, low, term.wide | items)
+
+    def _far(self, run: Rows, term: Twofold) -> Exponents | None:
+        """Return other exponents if squares of this run leave the range, else None."""
+        diagonal = _diagonal(term.high)
+        if ((diagonal >= _LEAST) & (diagonal <= _LARGEST)).all():
+            return None
+        check_finite(run, diagonal)
+        largest = kernels_for(run).column_maxima(run)
+        found = np.clip(np.frexp(largest)[1], -1020, 1020).astype(np.int32)
+        above = found - self.exponents
+        far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~self._seen()))
+        return np.where(far, found, self.exponents) if far.any() else None
+
+    def _rescale(self, exponents: Exponents) -> None:
+        change = exponents - self.exponents
+        self.blocks = PairwiseSum(self.blocks.count, {k: v.scaled(change) for k, v in self.blocks.levels.items()})
+        self.merged = None if self.merged is None else self.merged.scaled(change)
+        self.settled = np.ldexp(self.settled, -2 * change)
+        self.exponents = exponents
+
+    def total(self, tail: Rows) -> tuple[Twofold, Exponents]:
+        """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
+
+        Where a sum of float64 would not hold the digits, it is twofold.
+        """
+        whole = self.copy()
+        term = whole._term(tail)
+        far = whole._far(tail, term)
+        if far is not None:
+            whole._rescale(far)
+            term = whole._term(tail)
+        moments = whole._with(term)
+        if tail.shape[1]:
+            bad = moments.errors(np.ones(len(term.wide), np.bool_)) > PLAIN_ERROR
+            if bad.any():
+                moments = whole._with(whole._widened(term, tail, bad))
+            whole._cover(tail, _diagonal(moments.high), lambda: moments)
+        return replace(moments, spans=whole.spans), whole.exponents
+
+    def _with(self, tail: Twofold) -> Twofold:
+        """Return the sum of all, in the order of `second_moments`."""
+        total = self.blocks.total(tail) or tail
+        return total if self.merged is None else total + self.merged
+
+    def merge(self, other: Twofold, exponents: Exponents) -> None:
+        """Add the total of another sum."""
+        both = np.where(self._seen() & (self.exponents > exponents), self.exponents, exponents)
+        both = np.where(_diagonal(other.high) > 0, both, self.exponents).astype(np.int32)
+        self._rescale(both)
+        other, spans = other.scaled(both - exponents), other.spans
+        low = np.zeros_like(other.high) if other.low is None else other.low
+        other = Twofold(other.high, low, np.ones(len(other.wide), np.bool_))
+        self.merged = other if self.merged is None else self.merged + other
+        self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return what the sum consists of as fields and arrays; `from_parts` makes it again."""
+        arrays = {"exponents": self.exponents, "wide": self.wide, "settled": self.settled, "room": self.room}
+        held = {str(level): part for level, part in sorted(self.blocks.levels.items())}
+        if self.merged is not None:
+            held["merged"] = self.merged
+        for name, part in held.items():
+            arrays |= part.arrays(name)
+        arrays |= _span_arrays(self.spans, "sum")
+        return {"blocks": self.blocks.count, "terms": list(held)}, arrays
+
+    @classmethod
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int) -> MomentSum:
+        """Return the sum that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
+        for name, like in (("exponents", self.exponents), ("wide", self.wide), ("settled", self.settled)):
+            setattr(self, name, shaped(arrays[name], like.dtype, like.shape))
+        self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
+        terms = {name: Twofold.from_arrays(arrays, name, b, d) for name in fields["terms"]}
+        self.merged = terms.pop("merged", None)
+        levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
+        if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:
+            raise ValueError(f"{blocks} blocks are not the sum of the levels {list(terms)}")
+        if (
+            np.abs(self.exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT
+            or not (self.settled >= 0).all()
+            or not (self.room >= 0).all()
+        ):
+            raise ValueError("what tells how sums go on is out of range")
+        self.blocks, self.spans = PairwiseSum(blocks, levels), _spans(arrays, "sum", b, d)
+        return self
+
+    def _seen(self) -> Flags:
+        """Return which columns have had an entry that is not zero, (b, d)."""
+        seen = np.zeros(self.exponents.shape, np.bool_)
+        for part in (self.blocks.total(), self.merged):
+            if part is not None:
+                seen |= _diagonal(part.high) > 0
+        return seen
+
+
+def _span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[Any]]:
+    """Return row spaces as arrays, from which `_spans` makes them again."""
+    return {
+        f"{name}.units": np.array([span.units for span in spans], np.bool_),
+        f"{name}.ranks": np.array([len(span.rows) for span in spans], np.int64),
+        f"{name}.rows": np.concatenate([span.rows for span in spans]) if spans else np.zeros((0, 0)),
+    }
+
+
+def _spans(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tuple[Span, ...]:
+    units, ranks = shaped(arrays[f"{name}.units"], np.bool_, (b, d) if b else (0,)), arrays[f"{name}.ranks"]
+    edges = np.cumsum(shaped(ranks, np.int64, (b,)))
+    if (ranks < 0).any() or (ranks > d).any():
+        raise ValueError("a row space has more dimensions than columns")
+    rows = shaped(arrays[f"{name}.rows"], np.float64, (int(ranks.sum()), d) if b else (0, 0))
+    parts = np.split(rows, edges[:-1]) if b else []
+    return tuple(Span.checked(mine, part) for mine, part in zip(units, parts, strict=True))
+
+
+def as_read(rows: Rows) -> Float64:
+    """Return the rows of a batch of one in float64, after shift, scale and weights, zero where masked."""
+    X = to_float64(rows.keys, rows.format)[0]
+    if rows.mask is not None:
+        X[~to_numpy(rows.mask)[0]] = 0.0
+    if rows.shift is not None:
+        X = X - rows.shift[0]
+    if rows.scale is not None:
+        X = X * rows.scale[0]
+    if rows.weights is not None:
+        X = X * rows.weights[0][:, None]
+    return X if rows.mask is None else np.where(to_numpy(rows.mask)[0][:, None], X, 0.0)
+
+
+def _read_in_pieces(rows: Rows) -> Iterator[Float64]:
+    """Give the rows of a batch of one as they are read, a part of a block at a time."""
+    for start in range(0, rows.shape[1], _PIECE):
+        yield as_read(rows.between(start, start + _PIECE))
+
+
+def check_finite(rows: Rows, figures: Float64) -> None:
+    """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
+    for item in np.flatnonzero(~np.isfinite(figures).all(axis=tuple(range(1, figures.ndim)))).tolist():
+        if kernels_for(rows).nonfinite_rows(rows, item, 1):
+            raise FloatingPointError("rows are not finite")
+
+
+def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
+    """Raise for rows that hold NaN or infinity, which are numbered from `before` on."""
+    kernels = kernels_for(rows)
+    for item in range(rows.shape[0]):
+        found = [before + row for row in kernels.nonfinite_rows(rows, item, 5)]
+        if found:
+            where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
+            more = "first such rows" if len(found) > 1 else "row"
+            raise NonFiniteError(
+                f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}, counted from the first row "
+                "that this state was given; expected finite numbers. Remove them, or leave padded rows out with "
+                "mask=. The state is as it was"
+            )
+    raise AssertionError("all rows are finite")
+
+
+@cache
+def _memory() -> int | None:
+    """Return the bytes of physical memory, where the system tells."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def require_room(b: int, d: int) -> None:
+    """Raise if b sums of d × d numbers are larger than the memory of this machine."""
+    size, memory = 8 * b * d * d, _memory()
+    if memory is not None and size > memory:
+        raise ValueError(
+            f"keys have d = {d} columns, and sums of d × d numbers take {size} bytes ({b} of them): more than the "
+            f"{memory} of this machine; expected keys (..., n, d) with one key a row. Are they transposed?"
+        )

@@ -1,0 +1,142 @@
+"""The exact row space of keys, which decides whether a direction that float64 cannot see is there at all.
+
+Ranks and memberships are those modulo a prime that each process draws from 2^55 ones, and a row is tested against one
+random vector that is orthogonal to the space. A row outside is taken for one inside, or a rank for a smaller one, only
+where the prime divides a certain minor of the keys that is not zero: one of order k is an integer below 2^(2100 k),
+with powers of two taken out, and has fewer than 35 k such prime divisors. So the chance is below 2^-50 k a row,
+whatever the keys are. The other way there is no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import to_float64, to_numpy
+from levattn._kernels import Float64, Rows, span_kernels
+
+__all__ = ["Span", "nonzero_rows", "zero_products"]
+
+_NUMBERS = 1 << 18  # that are widened to float64 at a time
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """A row space: some unit vectors, and keys that are independent of them and of one another.
+
+    units: (d,) the columns whose unit vectors lie in it.
+    rows: (k, d) keys as they are stored; the rank is k and the number of units.
+    basis: (k, d) of the same space, less the units: residues in reduced row echelon form, for this process alone.
+    """
+
+    units: Flags
+    rows: Float64
+    basis: npt.NDArray[np.uint64]
+
+    @classmethod
+    def nothing(cls, d: int) -> Span:
+        """Return the space of the zero row alone."""
+        return cls(np.zeros(d, np.bool_), np.zeros((0, d)), np.zeros((0, d), np.uint64))
+
+    @classmethod
+    def checked(cls, units: Flags, rows: Float64) -> Span:
+        """Return the space, or raise ValueError if the rows depend on one another and on the units."""
+        span = replace(cls.nothing(len(units)), units=units)._with(rows)
+        if len(span.rows) != len(rows):
+            raise ValueError("the rows that stand for a row space depend on one another")
+        return span
+
+    @classmethod
+    def of(cls, rows: Rows) -> Span:
+        """Return the row space of one matrix."""
+        return cls.nothing(rows.shape[2]).extended(rows)
+
+    @property
+    def rank(self) -> int:
+        """Its dimension."""
+        return len(self.basis) + int(np.count_nonzero(self.units))
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether it holds every row."""
+        return self.rank == len(self.units)
+
+    def outside(self, rows: Rows) -> Flags:
+        """Tell which rows of a batch of one do not lie in it, (n,); a masked row does."""
+        out = np.zeros(rows.shape[1], np.bool_)
+        if not self.whole:
+            kernels = span_kernels()
+            basis, pivots, rank = self._room(0)
+            for part, X in _stored(rows):
+                kernels.mark_outside(kernels.field(), X, basis, pivots, rank, self.units, out[part])
+        return out
+
+    def extended(self, rows: Rows) -> Span:
+        """Return the space that holds the rows of a batch of one as well."""
+        span = self
+        for _, X in _stored(rows):
+            if span.whole:
+                break
+            span = span._with(X)
+        return span
+
+    def __add__(self, other: Span) -> Span:
+        """Return the sum of two spaces."""
+        units = self.units | other.units
+        mine = self
+        if np.any(units != self.units):
+            mine = replace(Span.nothing(len(units)), units=units)._with(self.rows)
+        return mine._with(other.rows)
+
+    def _with(self, X: Float64) -> Span:
+        """Return the space that holds the rows X as well."""
+        kernels = span_kernels()
+        basis, pivots, rank = self._room(len(X))
+        chosen = np.zeros(len(basis), np.int64)
+        found = int(kernels.insert_rows(kernels.field(), X, basis, pivots, rank, self.units, chosen))
+        if found == rank:
+            return self
+        return Span(self.units, np.concatenate([self.rows, X[chosen[rank:found]]]), basis[:found].copy())
+
+    def _room(self, more: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], int]:
+        """Return the basis with room for so many more rows, the columns of their leading ones, and their number."""
+        d, rank = len(self.units), len(self.basis)
+        basis = np.zeros((min(d - int(np.count_nonzero(self.units)), rank + more), d), np.uint64)
+        pivots = np.zeros(len(basis), np.int64)
+        basis[:rank], pivots[:rank] = self.basis, np.argmax(self.basis != 0, axis=1)
+        return basis, pivots, rank
+
+
+def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
+    """Tell which of the products in doubt, a pair of indices of queries and of keys, are exactly zero, (m, n)."""
+    nothing, kernels = np.zeros((len(Q), len(K)), np.bool_), span_kernels()
+    kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), *doubtful, nothing)
+    return nothing
+
+
+def nonzero_rows(rows: Rows) -> Flags:
+    """Tell which rows of a batch of one have an entry that is not zero, (n,); a masked row has none."""
+    out = np.zeros(rows.shape[1], np.bool_)
+    for part, X in _stored(rows):
+        out[part] = np.any(X != 0, axis=1)
+    return out
+
+
+def _stored(rows: Rows) -> Iterator[tuple[slice, Float64]]:
+    """Give the rows of a batch of one as they are stored, zero where masked, in parts."""
+    n, d = rows.shape[1:]
+    step = max(1, _NUMBERS // d)
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        some = rows.between(part.start, part.stop)
+        X = to_float64(some.keys, rows.format)[0]
+        keep = np.ones(len(X), np.bool_) if some.mask is None else to_numpy(some.mask)[0]
+        if some.weights is not None:
+            keep = keep & (some.weights[0] != 0)
+        yield part, np.ascontiguousarray(np.where(keep[:, None], X, 0.0))

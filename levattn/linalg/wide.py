@@ -1,0 +1,150 @@
+"""Keys with fewer rows than columns: some of their columns, independent, stand for all.
+
+What attention can give a key depends on the column space of the keys alone, and as many of the columns as the rank
+span it. So these are factored in place of the keys, as they are stored: nothing is rounded. Where there are as many of
+them as rows, the rows are independent, and each has a query that is orthogonal to all the others: its score is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import array_namespace, to_device
+from levattn._kernels import Float64, Rows
+from levattn.linalg.gram import UNIT, as_read
+from levattn.linalg.span import Span
+
+__all__ = ["Wide"]
+
+Places = npt.NDArray[np.int64]
+
+_SMALL_PIVOT = 2.0**-26  # of scaled rows, below which others go first
+
+
+@dataclass(frozen=True, eq=False)
+class Wide:
+    """A batch of keys with fewer rows than columns, and which of the columns are factored.
+
+    rows: the keys as they came.
+    columns: (b, n), independent columns that span what all columns do; where they are fewer -1 stands for none.
+    independent: (b,), the matrices whose rows, but those of zeros, are proven to be independent; less a mean none are.
+    clear: (b,), those among them for which float64 is enough to prove it.
+    """
+
+    rows: Rows
+    columns: Places
+    independent: npt.NDArray[np.bool_]
+    clear: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, rows: Rows, largest: Float64) -> Wide:
+        """Choose the columns of finite keys, whose largest entries of each column (b, d) are given."""
+        found = [_columns(rows.item(item), largest[item]) for item in range(rows.shape[0])]
+        columns = np.full(
+            (len(found), max(rows.shape[1], 1)), -1
+        )  # whatever the ranks, so that a batch changes no bits
+        for item, (some, _, _) in enumerate(found):
+            columns[item, : len(some)] = some
+        whole = np.array([every for _, every, _ in found], np.bool_) & (rows.shift is None)
+        return cls(rows, columns, whole, whole & np.array([clear for _, _, clear in found], np.bool_))
+
+    def item(self, index: int) -> Wide:
+        """Return one matrix as a batch of one."""
+        one = slice(index, index + 1)
+        return Wide(self.rows.item(index), self.columns[one], self.independent[one], self.clear[one])
+
+    def held(self) -> Wide:
+        """Return the same with keys of its own."""
+        xp = array_namespace(self.rows.keys)
+        return replace(self, rows=replace(self.rows, keys=xp.asarray(self.rows.keys, copy=True)))
+
+    def picked(self, rows: Rows) -> Rows:
+        """Return the chosen columns of rows of the batch."""
+        xp = array_namespace(rows.keys)
+        there = self.columns >= 0
+        keys = []
+        for item, columns in enumerate(np.where(there, self.columns, 0)):
+            some = xp.take(rows.keys[item, :, :], to_device(columns, rows.keys), axis=1)
+            keys.append(
+                some if there[item].all() else xp.where(to_device(there[item], some), some, xp.zeros_like(some))
+            )
+        shift = rows.shift
+        if shift is not None:
+            shift = np.where(there, np.take_along_axis(shift, np.where(there, self.columns, 0), axis=1), 0.0)
+        return replace(rows, keys=xp.stack(keys), shift=shift)
+
+    def gathered(self, k: Float64, item: int) -> Float64:
+        """Return the chosen columns of some rows (..., d) of one matrix."""
+        there = self.columns[item] >= 0
+        return np.where(there, k[..., np.where(there, self.columns[item], 0)], 0.0)
+
+    def spread(self, q: Float64, item: int) -> Float64:
+        """Return queries of the chosen columns of one matrix as queries of the keys."""
+        there = self.columns[item] >= 0
+        out = np.zeros((*q.shape[:-1], self.rows.shape[2]))
+        out[..., self.columns[item][there]] = q[..., there]
+        return out
+
+
+def _columns(rows: Rows, largest: Float64) -> tuple[Places, bool, bool]:
+    """Return independent columns that span what all columns of one matrix do.
+
+    And whether its rows are independent, and whether the proof is by float64.
+    """
+    from scipy.linalg.lapack import dgetrf
+
+    stored = as_read(replace(rows, shift=None))
+    live = np.any(stored != 0, axis=1)
+    stored = stored[live]
+    m, d = stored.shape
+    if not m:
+        return np.zeros(0, np.int64), True, True
+    X = _tame(stored if rows.shift is None else as_read(rows)[live], np.frexp(largest)[1])
+    triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that columns are what is pivoted
+    order = np.arange(d)
+    for here, there in enumerate(swaps.tolist()):
+        order[[here, there]] = order[[there, here]]
+    small = np.abs(np.diagonal(triangle)) <= _SMALL_PIVOT  # of rows that depend on others, or nearly so
+    del triangle, X
+    order = np.concatenate([order[:m][~small], order[:m][small], order[m:]])
+    columns = order[:m]
+    clear = _is_regular(stored[:, columns])
+    if not clear:
+        columns = order[_independent(stored[:, order].T, m - int(small.sum()))]
+    return np.sort(columns), len(columns) == m, clear
+
+
+def _independent(vectors: Float64, first: int) -> Places:
+    """Return which vectors (d, m) are independent of those before them, exactly; it is likely that the first are."""
+    rows = Rows(vectors[None], "float64")
+    span, chosen = Span.of(rows.between(0, first)), list(range(first))
+    if span.rank < first:
+        span, chosen = Span.nothing(vectors.shape[1]), []
+    while (outside := span.outside(rows)).any():
+        chosen.append(int(np.argmax(outside)))
+        span = span.extended(rows.between(chosen[-1], chosen[-1] + 1))
+    return np.array(chosen, np.int64)
+
+
+def _tame(A: Float64, exponents: npt.NDArray[np.int32]) -> Float64:
+    """Return a matrix with columns divided by powers of two, and then rows by such that none exceeds 1."""
+    out = np.ldexp(A, -exponents)
+    sizes = np.frexp(np.max(np.abs(out), axis=1, initial=0.0))[1]
+    np.ldexp(out, -sizes[:, None], out=out)
+    return np.asarray(out)
+
+
+def _is_regular(A: Float64) -> bool:
+    """Tell whether a square matrix is proven to be regular: ``‖I − X A‖ < 1`` for some X, rounding included."""
+    A = _tame(A, np.frexp(np.max(np.abs(A), axis=0, initial=0.0))[1])
+    try:
+        X = np.linalg.inv(A)
+    except np.linalg.LinAlgError:
+        return False
+    with np.errstate(over="ignore", invalid="ignore"):
+        distance = np.sum(np.abs(X @ A - np.eye(len(A))), axis=1)
+        rounding = 4 * (len(A) + 4) * UNIT * (np.abs(X) @ np.sum(np.abs(A), axis=1))
+        return bool(np.max(distance + rounding) < 0.5)

@@ -1,0 +1,53 @@
+"""What maps the input before it is projected to latent logits: the short memory that latents lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from levattn.nn.memory import RGLRU, CausalConv
+
+__all__ = ["feature_map", "feature_size", "run_feature"]
+
+_NAMED: dict[str, Any] = {"conv": CausalConv, "rg_lru": RGLRU}
+
+
+def feature_map(feature: Any, dim: int, **factory: Any) -> Any:
+    """Return the module that a `feature` argument stands for, or None.
+
+    A module with a state has `state_size()`, numbers for each sequence, and
+    ``forward(x, *, offsets=None, state=None)``, which returns the output and the state after it. Any other is a map of
+    each position by itself.
+    """
+    if feature is None or isinstance(feature, torch.nn.Module):
+        return feature
+    if not isinstance(feature, str):
+        raise TypeError(f"feature is of type {type(feature).__name__}; expected a name, a torch module, or None")
+    if feature in _NAMED:
+        return _NAMED[feature](dim, **factory)
+    names = "".join(f"{name!r}, " for name in _NAMED)
+    raise ValueError(f"feature is {feature!r}; expected {names}a torch module, or None")
+
+
+def feature_size(feature: Any) -> int:
+    """Return how many numbers of state a feature has for each sequence."""
+    return int(feature.state_size()) if hasattr(feature, "state_size") else 0
+
+
+def run_feature(feature: Any, x: Any, offsets: Any, state: Any, mask: Any = None) -> tuple[Any, Any]:
+    """Return what a feature makes of (B, T, C), and its state after it.
+
+    The memories of this library leave out masked positions; any other feature reads zeros there.
+    """
+    if feature is None:
+        return x, None
+    if isinstance(feature, CausalConv | RGLRU):
+        out, state = feature(x, mask=mask, offsets=offsets, state=state)
+        return out, state
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0)
+    if not hasattr(feature, "state_size"):
+        return feature(x), None
+    out, state = feature(x, offsets=offsets, state=state)
+    return out, state

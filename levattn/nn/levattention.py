@@ -1,0 +1,333 @@
+"""Attention to few keys as a layer, trained with the selection that it runs with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from levattn.attention import PrunedState, pruned_attention
+from levattn.attention.pruned.state import converted
+from levattn.nn.checks import check_input, projection, refuse_bidirectional, split_in_heads, whole_number
+
+__all__ = ["LevAttention", "LevAttentionCache", "Prunable", "set_dense"]
+
+
+class Prunable:
+    """What `set_dense` switches: a layer that attends to all keys while `dense`, and else to few."""
+
+    dense: bool = False
+
+
+def set_dense(model: Any, dense: bool = True) -> None:
+    """Let all `LevAttention` layers of a model attend to all keys, or to few again.
+
+    Training begins with all of them (a warm start): the authors take full attention for about the first 15 % of the
+    steps.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, or one layer.
+    dense : bool
+        Whether layers attend to all keys.
+
+    Raises
+    ------
+    TypeError
+        If `model` is no module, or `dense` no bool.
+    ValueError
+        If it has no such layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.nn import LevAttention, set_dense
+    >>> model = torch.nn.Sequential(LevAttention(16, heads=2, size=8), LevAttention(16, heads=2, size=8))
+    >>> for step in range(100):
+    ...     set_dense(model, step < 15)
+    >>> model[1].dense
+    False
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}; expected a torch.nn.Module")
+    if not isinstance(dense, bool):
+        raise TypeError(f"dense is {dense!r}; expected True or False")
+    layers = [module for module in model.modules() if isinstance(module, Prunable)]
+    if not layers:
+        raise ValueError(f"model is a {type(model).__name__} without a LevAttention layer; expected at least one")
+    for layer in layers:
+        layer.dense = dense
+
+
+class LevAttentionCache:
+    """What decoding keeps of the positions so far: as many keys and summaries as a query reads, however many came.
+
+    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
+    module and one batch of sequences. Gradients do not pass through it.
+
+    Attributes
+    ----------
+    position : int
+        Number of positions so far.
+    state : PrunedState or None
+        The keys that are kept, the summaries, and the keys of the window and the chunk; None before the first ones.
+
+    Notes
+    -----
+    Memory: as many keys and values as a query has slots, for each sequence and head of the keys, and what selection
+    needs, O(d²); `nbytes` counts it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.nn import LevAttention
+    >>> layer = LevAttention(16, heads=2, budget=20, causal=True)
+    >>> cache = layer.new_cache()
+    >>> _ = layer(torch.zeros(3, 50, 16), cache=cache)
+    >>> cache.position, cache.state.slots.total
+    (50, 20)
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.state: PrunedState | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays held; 0 before the first positions."""
+        return 0 if self.state is None else self.state.nbytes
+
+
+class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
+    r"""Multi-head self-attention to few keys as a layer: those with the largest leverage scores, in each head.
+
+    Of an input X (T, C) come queries, keys and values by one linear map; `levattn.attention.pruned_attention` of these
+    is multiplied by another. Keys are selected anew in each call, and the selection is a constant for the gradient. So
+    what is trained is attention restricted to these keys, as in the paper; begin with ``dense = True`` for the first
+    part of the training (`set_dense`).
+
+    Parameters
+    ----------
+    dim : int
+        Number of channels C of the input and of the output.
+    heads : int
+        Number of heads of the queries, a divisor of `dim`.
+    kv_heads : int, optional
+        Number of heads of the keys and values, a divisor of `heads`; as many as `heads` if not given.
+    budget : int or float, optional
+        Slots of a query, as in `levattn.attention.pruned_attention`, like all options up to `chunk`. One of `budget`,
+        `size` and `epsilon` is given; the layer of the paper has a size alone.
+    size : int, optional
+        Instead of `budget`: the number of keys that are selected in each head.
+    epsilon : float in (0, 1], optional
+        Instead of `budget`: keys with a score of at least ε are selected.
+    summaries : int, optional
+        Number of clusters that the other keys are read in.
+    window : int, optional
+        Keys near a query that it attends to exactly.
+    sinks : int, optional
+        First positions that all queries attend to.
+    scores : {"leverage", "residual", "expected"}
+        What keys are selected by.
+    center : bool, optional
+        Whether the mean of the keys is subtracted before they are scored.
+    f : "softmax" or float
+        The attention function; a number p is abs(x)^p.
+    causal : bool
+        True if a position sees itself and those before, False if it sees all.
+    chunk : int, optional
+        Causal: positions between two selections.
+    bias, out_bias : bool
+        Whether the two linear maps have biases.
+    dense : bool
+        Whether the layer attends to all keys for now. An attribute that may be set at any time; it is no part of the
+        state dict.
+    device : torch.device or str, optional
+        Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
+
+    Attributes
+    ----------
+    qkv : torch.nn.Linear
+        The map to queries, keys and values, one behind the other. With as many heads of the keys its parameters and
+        those of `proj` are those of ``timm.layers.Attention``, by name and in their order.
+    proj : torch.nn.Linear
+        The output map.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is none, `dim` no multiple of `heads` or `heads` none of `kv_heads`, or by the options of attention.
+
+    Notes
+    -----
+    Time of a call O(TC²) for the linear maps, and as `pruned_attention` says. While ``dense``, a softmax without a
+    mask is torch's own ``scaled_dot_product_attention``. A float budget is a share of the positions of a call, or of
+    the first call of a cache.
+
+    Weights begin as normal numbers of standard deviation :math:`1/\sqrt{C}`, and biases as zero.
+
+    References
+    ----------
+    .. [1] Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm
+       for Heavy Attentions", arXiv:2410.05462, section 6.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.nn import LevAttention
+    >>> layer = LevAttention(32, heads=4, size=8)
+    >>> X = torch.randn(2, 64, 32)
+    >>> layer(X).shape
+    torch.Size([2, 64, 32])
+    >>> causal = LevAttention(32, heads=4, budget=24, causal=True)
+    >>> Y, cache = causal(X), causal.new_cache()
+    >>> steps = [causal(X[:, t : t + 1], cache=cache) for t in range(64)]
+    >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-4)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        budget: float | None = None,
+        size: int | None = None,
+        epsilon: float | None = None,
+        summaries: int | None = None,
+        window: int | None = None,
+        sinks: int | None = None,
+        scores: str = "leverage",
+        center: bool | None = None,
+        f: Any = "softmax",
+        causal: bool = False,
+        chunk: int | None = None,
+        bias: bool = True,
+        out_bias: bool = True,
+        dense: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = split_in_heads(dim, heads)
+        self.head_dim = self.dim // self.heads
+        self.kv_heads = self.heads if kv_heads is None else whole_number("kv_heads", kv_heads)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {heads} and kv_heads is {kv_heads}; expected a multiple of kv_heads")
+        if not isinstance(scores, str):
+            raise TypeError(f"scores is of type {type(scores).__name__}; expected the name of a kind of scores")
+        self.causal, self.dense = bool(causal), bool(dense)
+        self.f = f
+        self.options: dict[str, Any] = {
+            "budget": budget,
+            "size": size,
+            "epsilon": epsilon,
+            "summaries": summaries,
+            "window": window,
+            "sinks": sinks,
+            "scores": scores,
+            "center": center,
+            "chunk": chunk,
+        }
+        pruned_attention(
+            *torch.zeros(3, 0, 1), causal=self.causal, f=f, **self.options
+        )  # refuses what it would refuse
+        factory = {"device": device, "dtype": dtype}
+        width = self.dim + 2 * self.kv_heads * self.head_dim
+        self.qkv = projection(self.dim, width, bias=bias, **factory)
+        self.proj = projection(self.dim, self.dim, bias=out_bias, **factory)
+
+    def new_cache(self) -> LevAttentionCache:
+        """Return an empty cache of decoding, for a batch of any size.
+
+        Returns
+        -------
+        LevAttentionCache
+            What ``forward(x, cache=cache)`` reads and updates.
+
+        Raises
+        ------
+        ValueError
+            If the layer is not causal: then all rows change with every new position.
+        """
+        refuse_bidirectional(self.causal)
+        return LevAttentionCache()
+
+    def forward(self, x: Any, *, mask: Any = None, cache: LevAttentionCache | None = None) -> Any:
+        """Return the attention of a batch of sequences.
+
+        Parameters
+        ----------
+        x : tensor of shape (B, T, C)
+            The input.
+        mask : tensor of bool, shape (B, T), optional
+            True for a position that takes part.
+        cache : LevAttentionCache, optional
+            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
+
+        Returns
+        -------
+        tensor of shape (B, T, C)
+            The output. Rows of masked positions are the bias of the output alone.
+
+        Raises
+        ------
+        TypeError
+            If `x` or `mask` is no tensor, or `cache` no `LevAttentionCache`.
+        ValueError
+            If shapes do not go together, or there is a cache and the layer is dense or not causal.
+        """
+        check_input(self.dim, x, mask, None, cache, LevAttentionCache)
+        G, d = self.kv_heads, self.head_dim
+        parts = self.qkv(x).split([self.dim, G * d, G * d], dim=-1)
+        Q, K, V = (X.unflatten(-1, (-1, d)).transpose(1, 2) for X in parts)
+        options: dict[str, Any] = {"causal": self.causal, "f": self.f}
+        if mask is not None:
+            options["mask"] = mask[:, None, :]
+            if not self.causal:
+                options["query_mask"] = mask[:, None, :]
+        if cache is not None:
+            Y = self._step(Q, K, V, cache, options)
+        elif not self.dense:
+            Y = pruned_attention(Q, K, V, **self.options, **options)
+        else:
+            Y = attend_to_all(Q, K, V, options)
+        return self.proj(Y.transpose(1, 2).flatten(-2))
+
+    def _step(self, Q: Any, K: Any, V: Any, cache: LevAttentionCache, options: dict[str, Any]) -> Any:
+        refuse_bidirectional(self.causal)
+        if self.dense:
+            raise ValueError("cache was given and the layer is dense; expected dense=False, as a cache holds few keys")
+        more = self.options if cache.state is None else {"state": cache.state}
+        Y, state = pruned_attention(Q, K, V, **more, **options, return_state=True)
+        parts = tuple(converted(part, torch.Tensor.detach) for part in state.parts)
+        cache.position, cache.state = cache.position + Q.shape[2], replace(state, parts=parts)
+        return Y
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the layer.
+
+        Returns
+        -------
+        str
+            The options that it was made with.
+        """
+        shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}"
+        shown += f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        given = (f"{name}={value!r}" for name, value in self.options.items() if value is not None)
+        return ", ".join([shown, *given, *([] if self.f == "softmax" else [f"f={self.f!r}"]), f"dense={self.dense}"])
+
+
+def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:
+    """Return attention of Q (B, H, T, d) to all keys, with options of `pruned_attention` that select none."""
+    causal, T = options["causal"], K.shape[2]
+    if options["f"] == "softmax" and "mask" not in options:
+        grouped = Q.shape[1] != K.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(Q, K, V, is_causal=causal, enable_gqa=grouped)
+    # Causal: one chunk, in which a row reads what is up to itself.
+    return pruned_attention(Q, K, V, size=0 if causal else T, chunk=max(T, 1) if causal else None, **options)

@@ -1,0 +1,282 @@
+"""Latte-Macchiato as a layer: a sliding window of softmax attention beside latents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from levattn.attention import MacchiatoState, macchiato, rotate_values
+from levattn.attention.latent.vapor import check_base
+from levattn.attention.latent.window import check_softcap
+from levattn.nn.checks import check_input, projection, share, whole_number
+from levattn.nn.features import feature_map, feature_size, run_feature
+
+__all__ = ["Macchiato", "MacchiatoCache"]
+
+
+class MacchiatoCache:
+    """What decoding keeps of the positions so far: from `window` positions on the same number of floats.
+
+    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
+    module and one batch of sequences. Gradients do not pass through it.
+
+    Attributes
+    ----------
+    position : int
+        Number of positions so far.
+    state : MacchiatoState or None
+        The last keys and values, and the sums of the latents; None before the first positions.
+    feature : tensor of shape (B, ...), or None
+        The state of the feature in front of the logits.
+
+    Notes
+    -----
+    With G heads of keys and values and C/H channels of each, 2 (W − 1) G C/H floats for each sequence for the window
+    when it is full, (W − 1) H L more in the mode "exclusive", H L (C/H + 2) for the latents, and those of the feature.
+    A step of decoding takes time O(C² + C H L + W C), and copies them once.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.nn import Macchiato
+    >>> layer = Macchiato(16, heads=2, latents=4, window=8)
+    >>> cache = layer.new_cache()
+    >>> _ = layer(torch.zeros(3, 20, 16), cache=cache)
+    >>> cache.position, cache.numbers() == 3 * layer.state_size()
+    (20, True)
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.state: MacchiatoState | None = None
+        self.feature: Any = None
+
+    def numbers(self) -> int:
+        """Return how many floats are held, of all sequences together.
+
+        Returns
+        -------
+        int
+            Zero before the first positions.
+        """
+        held = 0 if self.state is None else self.state.size
+        return held + (0 if self.feature is None else int(self.feature.numel()))
+
+
+class Macchiato(torch.nn.Module):  # type: ignore[misc]
+    r"""A window of softmax attention and latents beside it, as a layer in the place of multi-head attention.
+
+    Of an input X (T, C) each head makes queries, keys and values, logits of L latents for rows and positions from
+    f(X), and a gate, takes `levattn.attention.macchiato` of these, and all heads together are multiplied by an output
+    matrix. Latents have no place, so queries and keys of the window alone are rotated (RoPE), and `vapor` turns
+    values, which both parts share.
+
+    Parameters
+    ----------
+    dim : int
+        Number of channels C of the input and of the output.
+    heads : int
+        Number of heads H of queries, a divisor of `dim`.
+    kv_heads : int, optional
+        Number of heads of keys and values, a divisor of `heads`; None for as many.
+    latents : int
+        Number of latents L of each head.
+    window : int
+        Number of positions W that a row sees by its window, its own among them.
+    overlap : {"mixture", "exclusive"}
+        Whether latents see all positions so far, or those before the window only.
+    rope : bool
+        True to rotate queries and keys by their positions.
+    vapor : bool
+        True to turn values by the distance of row and position.
+    base : float
+        Of the angles of both.
+    feature : str or torch.nn.Module, optional
+        The map f in front of the logits of the latents: "conv" or "rg_lru" for a short memory, a module of one's own
+        on (B, T, C), or None for none. Modules with a state have ``state_size()`` and ``forward(x, *, offsets,
+        state)``, which returns the output and the state after it.
+    softcap : float, optional
+        Logits x of the window become c tanh(x/c) with this c > 0.
+    delta : float in (0, 1), optional
+        The weight that latents begin with: the gate begins as the same number everywhere, such that the window has a
+        weight of about 1 − δ. For a layer put beside trained weights 0.05 to 0.1 is advised: gradients of the latents
+        are proportional to δ, and much smaller ones may never be taken up. None for a gate that begins with random
+        weights.
+    device : torch.device or str, optional
+        Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
+
+    Raises
+    ------
+    TypeError
+        If a size or `delta` is no number, or `feature` neither a string nor a module.
+    ValueError
+        If a size is below 1, `dim` no multiple of `heads`, `heads` none of `kv_heads`, ``dim / heads`` odd with `rope`
+        or `vapor`, or an option out of its range.
+
+    Notes
+    -----
+    Time of a call O(T (C² + C H L)) for the projections and O(T C (W + L)) for attention; nothing of size T × T is
+    formed. A cache grows for W − 1 positions, and is of constant size from then on: `state_size`.
+
+    The gate reads the input, not f of it; the paper does not say.
+
+    References
+    ----------
+    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
+       arXiv:2402.17512v5.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.nn import Macchiato
+    >>> layer = Macchiato(32, heads=4, kv_heads=2, latents=8, window=4, feature="conv")
+    >>> X = torch.randn(2, 10, 32)
+    >>> Y = layer(X)
+    >>> cache = layer.new_cache()
+    >>> steps = [layer(X[:, t : t + 1], cache=cache) for t in range(10)]
+    >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        latents: int = 64,
+        window: int = 128,
+        overlap: str = "mixture",
+        rope: bool = True,
+        vapor: bool = False,
+        base: float = 10000.0,
+        feature: Any = None,
+        softcap: float | None = None,
+        delta: float | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = whole_number("dim", dim), whole_number("heads", heads)
+        self.kv_heads = self.heads if kv_heads is None else whole_number("kv_heads", kv_heads)
+        self.latents, self.window = whole_number("latents", latents), whole_number("window", window)
+        if self.dim % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"dim is {dim}, heads {heads} and kv_heads {kv_heads}; expected multiples, each of the next"
+            )
+        self.head_dim = self.dim // self.heads
+        if (rope or vapor) and self.head_dim % 2:
+            raise ValueError(
+                f"dim / heads is {self.head_dim}; expected an even number, as rope and vapor turn pairs of channels"
+            )
+        if overlap not in ("mixture", "exclusive"):
+            raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
+        delta = None if delta is None else share("delta", delta)
+        self.overlap, self.softcap = overlap, check_softcap(softcap)
+        self.rope, self.vapor, self.base = bool(rope), bool(vapor), check_base(base)
+        factory = {"device": device, "dtype": dtype}
+        self.feature = feature_map(feature, self.dim, **factory)
+        self.Wq, self.Wo = (projection(self.dim, self.dim, **factory) for _ in range(2))
+        self.Wk, self.Wv = (projection(self.dim, self.kv_heads * self.head_dim, **factory) for _ in range(2))
+        self.latent_q, self.latent_k = (projection(self.dim, self.heads * self.latents, **factory) for _ in range(2))
+        self.gate = torch.nn.Linear(self.dim, self.heads, **factory)
+        with torch.no_grad():
+            self.gate.bias.zero_()
+            if delta is None:
+                self.gate.weight.normal_(std=self.dim**-0.5)
+            else:
+                self.gate.weight.zero_()
+                # logits of latents begin as normal numbers: the logarithm of their sum is about log L + 1/2
+                self.gate.bias.fill_(math.log((1 - delta) / delta) + math.log(self.latents) + 0.5)
+
+    def new_cache(self) -> MacchiatoCache:
+        """Return an empty cache of decoding, for a batch of any size.
+
+        Returns
+        -------
+        MacchiatoCache
+            What ``forward(x, cache=cache)`` reads and updates.
+        """
+        return MacchiatoCache()
+
+    def state_size(self) -> int:
+        """Return how many floats decoding keeps for each sequence, from `window` positions on.
+
+        Returns
+        -------
+        int
+            The size of a cache, divided by the size of its batch.
+        """
+        ring = 2 * self.kv_heads * self.head_dim + (self.heads * self.latents if self.overlap == "exclusive" else 0)
+        sums = self.heads * self.latents * (self.head_dim + 2)
+        return (self.window - 1) * ring + sums + feature_size(self.feature)
+
+    def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, cache: MacchiatoCache | None = None) -> Any:
+        """Return the attention of a batch of sequences.
+
+        Parameters
+        ----------
+        x : tensor of shape (B, T, C)
+            The input.
+        mask : tensor of bool, shape (B, T), optional
+            True for a position that takes part.
+        offsets : tensor or array of int, shape (n + 1,), optional
+            Packed sequences, from 0 to T, as in `levattn.attention.macchiato`.
+        cache : MacchiatoCache, optional
+            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
+
+        Returns
+        -------
+        tensor of shape (B, T, C)
+            The output.
+
+        Raises
+        ------
+        TypeError
+            If `x` or `mask` is no tensor, `cache` no `MacchiatoCache`, or offsets are no whole numbers.
+        ValueError
+            If shapes do not go together, or the options of the call exclude one another.
+        """
+        check_input(self.dim, x, mask, offsets, cache, MacchiatoCache)
+        start = 0 if cache is None else cache.position
+        positions = torch.arange(start, start + x.shape[1], device=x.device)
+        h, memory = run_feature(self.feature, x, offsets, None if cache is None else cache.feature, mask)
+        q, k, V = (self._in_heads(X) for X in (self.Wq(x), self.Wk(x), self.Wv(x)))
+        if self.rope:
+            q, k = (rotate_values(X, positions, base=self.base) for X in (q, k))
+        if self.vapor:
+            V = rotate_values(V, positions, base=self.base, inverse=True)
+        Q, K = (self._in_heads(X, self.latents) for X in (self.latent_q(h), self.latent_k(h)))
+        arguments = (q, k, V, Q, K, self.gate(x).transpose(1, 2))
+        options: dict[str, Any] = {"window": self.window, "overlap": self.overlap, "softcap": self.softcap}
+        options["mask"] = None if mask is None else mask[:, None, :]
+        if cache is None:
+            Y = macchiato(*arguments, offsets=offsets, **options)
+        else:
+            Y, state = macchiato(*arguments, state=cache.state, return_state=True, **options)
+            cache.state, cache.position = state, start + x.shape[1]
+            cache.feature = None if memory is None else memory.detach()
+        if self.vapor:
+            Y = rotate_values(Y, positions, base=self.base)
+        return self.Wo(Y.transpose(1, 2).flatten(-2))
+
+    def _in_heads(self, X: Any, width: int = 0) -> Any:
+        """Return (B, T, heads · width) as (B, heads, T, width)."""
+        return X.unflatten(-1, (-1, width or self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the layer.
+
+        Returns
+        -------
+        str
+            The options that it was made with.
+        """
+        return (
+            f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, latents={self.latents}, "
+            f"window={self.window}, overlap={self.overlap!r}, rope={self.rope}, vapor={self.vapor}"
+        )

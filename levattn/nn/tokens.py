@@ -1,0 +1,471 @@
+"""Token statistics attention as a layer."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from levattn.attention import tssa
+from levattn.attention.common.packed import compiling, cumulative
+from levattn.attention.latent import torch as _torch
+from levattn.attention.tokens.arguments import Membership, check_form, decay_rates, positive_number
+from levattn.nn.checks import check_input, refuse_bidirectional, split_in_heads, whole_number
+from levattn.nn.released import Released, read_released
+from levattn.states import TokenState
+
+__all__ = ["TokenStatistics", "TokenStatisticsCache"]
+
+
+class TokenStatisticsCache:
+    """What decoding keeps of the tokens so far: two numbers for each channel and head, however many they are.
+
+    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
+    module and one batch of sequences. Gradients do not pass through it.
+
+    Attributes
+    ----------
+    position : int
+        Number of positions so far.
+    state : TokenState or None
+        The sums of each sequence and head, in float64; None before the first ones.
+
+    Notes
+    -----
+    With C channels and h heads, 2 (C + h) floats for each sequence with the membership "diag_leverage", else C + h,
+    whatever the number of positions; a step of decoding takes time O(C²), and copies them once.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.nn import TokenStatistics
+    >>> layer = TokenStatistics(16, heads=2, causal=True)
+    >>> cache = layer.new_cache()
+    >>> _ = layer(torch.zeros(3, 5, 16), cache=cache)
+    >>> cache.position, cache.numbers() == 3 * layer.state_size()
+    (5, True)
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.state: TokenState | None = None
+
+    def numbers(self) -> int:
+        """Return how many floats are held, of all sequences together.
+
+        Returns
+        -------
+        int
+            Zero before the first positions.
+        """
+        return 0 if self.state is None else self.state.numbers()
+
+
+class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
+    r"""Token statistics self-attention as a layer: time linear in the number of tokens, and half the weights.
+
+    Of an input X (T, C) each head k makes tokens :math:`W_k = X U_k` of d = C/h channels, takes
+    `levattn.attention.tssa` of these, and all heads together are multiplied by an output matrix, one of its own
+    (untied), or :math:`[U_1, \dots, U_h]^\top` (tied). What is returned is to be added to the tokens, as in any
+    transformer: ``x + layer(norm(x))``.
+
+    Other tokens enter through 2d + 1 statistics of each head alone, so the layer copies no value from one token to
+    another: what needs that (recall, retrieval) has to come from another layer, e.g. `Latte`.
+
+    Parameters
+    ----------
+    dim : int
+        Number of channels C of the input and of the output.
+    heads : int
+        Number of heads h, a divisor of `dim`.
+    causal : bool
+        True if a token sees itself and those before, False if it sees all.
+    membership : {"diag_leverage", "norm", "leverage", "uniform"}
+        What tokens are shared out over the heads by, as in `levattn.attention.tssa`: "diag_leverage" is the released
+        code's, "norm" the paper's.
+    normalize : {"sum", "mean"}
+        Whether leverage scores are multiplied by the number of tokens seen. Then temperatures begin as
+        :math:`d^{-1/2}`, else as 1.
+    decay : float or sequence of h floats
+        What a token counts for after the next has come, in (0, 1]. Causal only. It is not learned.
+    output : {"untied", "tied"}
+        Whether there is an output matrix. With tied outputs, no biases, ``c = step = 1`` and :math:`\|U_k\|_2 <
+        \sqrt 2`, adding the output to the tokens that it was made of lowers the variational rate
+        (`levattn.attention.rates.variational_rate`) for fixed memberships; behind a norm nothing is promised.
+    positions : int, optional
+        The longest sequence, where heads have a bias for each position (as in the released language models), which
+        is added to the mean score of a channel; None for no bias. Masked tokens have no position, and each of packed
+        sequences begins at the first.
+    bias, out_bias : bool
+        Whether the two linear maps have biases; the second one is of untied outputs.
+    c, step : float
+        The constants c and τ′ of `levattn.attention.tssa`.
+    out_std : float
+        The standard deviation that weights of an untied output begin with; the released language models of n layers
+        take ``0.02 / sqrt(2 * n)``.
+    device : torch.device or str, optional
+        Of the parameters, as in torch's own layers.
+    dtype : torch.dtype, optional
+        The same.
+
+    Attributes
+    ----------
+    project : torch.nn.Linear
+        The maps :math:`[U_1, \dots, U_h]`, whose weight (C, C) has :math:`U_k^\top` as rows k d to (k + 1) d.
+    temperature : torch.nn.Parameter of shape (h,), or None
+        The temperatures of the heads; with "uniform" there are none.
+    position_bias : torch.nn.Parameter of shape (h, positions), or None
+        The biases of positions; zero at first.
+    out : torch.nn.Linear or None
+        The output map, if it is untied.
+
+    Raises
+    ------
+    TypeError
+        If a number is none.
+    ValueError
+        If a size is below 1, `dim` no multiple of `heads`, a number out of its range, or options exclude one another.
+
+    Notes
+    -----
+    Parameters: 2C² + h and the biases, or C² + h if tied. Time of a call O(TC²) for the linear maps and O(TC) for
+    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h.
+
+    Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do. Their language
+    models leave temperatures and biases of positions out of weight decay: `no_weight_decay`. Their code drops out
+    the factors 1/(1 + c m) and the output while it trains. This layer has no dropout: put one behind it, and use
+    none of the former.
+
+    Numbers of float16 and bfloat16, and autocast, are computed in float32 within attention.
+
+    References
+    ----------
+    .. [1] Wu, Ding, Lu, Pai, Zhang, Wang, Yu, Ma and Haeffele, "Token Statistics Transformer: Linear-Time Attention
+       via Variational Rate Reduction", arXiv:2412.17810, section 3 and Algorithm 1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from levattn.nn import TokenStatistics
+    >>> layer = TokenStatistics(32, heads=4, causal=True)
+    >>> X = torch.randn(2, 10, 32)
+    >>> Y = layer(X)
+    >>> cache = layer.new_cache()
+    >>> steps = [layer(X[:, t : t + 1], cache=cache) for t in range(10)]
+    >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int = 8,
+        causal: bool = False,
+        membership: str = "diag_leverage",
+        normalize: str = "sum",
+        decay: Any = 1.0,
+        output: str = "untied",
+        positions: int | None = None,
+        bias: bool = False,
+        out_bias: bool = True,
+        c: float = 1.0,
+        step: float = 1.0,
+        out_std: float = 0.02,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = split_in_heads(dim, heads)
+        self.head_dim, self.causal = self.dim // self.heads, bool(causal)
+        if membership not in get_args(Membership):
+            raise ValueError(
+                f"membership is {membership!r}; expected one of {', '.join(map(repr, get_args(Membership)))}"
+            )
+        check_form(membership, normalize, self.causal, None)
+        if membership == "uniform" and positions is not None:
+            raise ValueError(
+                "positions was given and membership is 'uniform'; expected positions=None, as no bias would be used"
+            )
+        if output not in ("untied", "tied"):
+            raise ValueError(f"output is {output!r}; expected 'untied' or 'tied'")
+        self.membership, self.normalize = membership, normalize
+        self.c, self.step = positive_number("c", c), positive_number("step", step)
+        rates = decay_rates(decay, self.heads, self.causal)
+        each = [1.0] if rates is None else rates.tolist()
+        self.decay: Any = each[0] if len(set(each)) == 1 else tuple(each)
+        self.positions = None if positions is None else whole_number("positions", positions)
+        factory = {"device": device, "dtype": dtype}
+        self.project = _linear(self.dim, bias, 0.02, **factory)
+        begin = self.head_dim**-0.5 if normalize == "mean" else 1.0
+        temperature = None if membership == "uniform" else torch.full((self.heads,), begin, **factory)
+        places = None if self.positions is None else torch.zeros(self.heads, self.positions, **factory)
+        for name, values in (("temperature", temperature), ("position_bias", places)):
+            self.register_parameter(name, None if values is None else torch.nn.Parameter(values))
+        out_std = positive_number("out_std", out_std)
+        self.out = None if output == "tied" else _linear(self.dim, out_bias, out_std, **factory)
+
+    @classmethod
+    def from_released(
+        cls, state_dict: Any, prefix: str = "", *, device: Any = None, dtype: Any = None
+    ) -> TokenStatistics:
+        """Return a layer of the released code's form with its weights, in the sizes that these have.
+
+        Parameters
+        ----------
+        state_dict : dict of tensors
+            What a public model stores, as `load_released` reads it. Language models are causal, image models are not.
+        prefix : str
+            What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
+        device : torch.device or str, optional
+            Of the parameters; that of the stored weights if left out.
+        dtype : torch.dtype, optional
+            The same.
+
+        Returns
+        -------
+        TokenStatistics
+            It computes what the released layer does when it does not train.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `load_released`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from levattn.nn import TokenStatistics
+        >>> stored = {"qkv.weight": torch.randn(12, 12), "temp": torch.ones(3, 1)}
+        >>> stored |= {"to_out.0.weight": torch.randn(12, 12), "to_out.0.bias": torch.zeros(12)}
+        >>> TokenStatistics.from_released(stored)
+        TokenStatistics(
+          dim=12, heads=3, causal=False, membership='diag_leverage', output='untied'
+          (project): Linear(in_features=12, out_features=12, bias=False)
+          (out): Linear(in_features=12, out_features=12, bias=True)
+        )
+        """
+        released = read_released(state_dict, prefix)
+        weight = released.tensors["project.weight"]
+        layer = cls(**released.options, device=device or weight.device, dtype=dtype or weight.dtype)
+        layer._take(released)
+        return layer
+
+    def load_released(self, state_dict: Any, prefix: str = "") -> TokenStatistics:
+        """Take the weights of a layer of the released code, of an image or a language model.
+
+        Parameters
+        ----------
+        state_dict : dict of tensors
+            Those of image models have, behind the prefix, the names ``qkv.weight``, ``temp``, ``to_out.0.weight``,
+            and those of language models ``c_attn.weight``, ``temp``, ``denom_bias``, ``c_proj.weight``; both with
+            biases ``.bias`` where the linear maps have them.
+        prefix : str
+            What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
+
+        Returns
+        -------
+        TokenStatistics
+            The layer itself. Its parameters stay the same objects, of the same dtype and device.
+
+        Raises
+        ------
+        TypeError
+            If an argument, or what is stored, is of another type.
+        ValueError
+            If a name behind the prefix is missing or not known, a shape differs, or the layer is causal and the model
+            is not, or the other way round. The layer is as it was.
+        """
+        released = read_released(state_dict, prefix)
+        if released.causal != self.causal:
+            kind = "a language model, which is causal" if released.causal else "an image model, which is not causal"
+            raise ValueError(f"state_dict is of {kind}, and the layer has causal={self.causal}; expected the same")
+        self._take(released)
+        return self
+
+    def _take(self, released: Released) -> None:
+        mine, given, names = dict(self.named_parameters()), released.tensors, released.names
+        if lacking := [str(names.get(name, name)) for name in mine if name not in given]:
+            raise ValueError(f"state_dict has no {', '.join(lacking)}, which this layer needs; expected all of them")
+        if surplus := [names[name] for name in given if name not in mine]:
+            raise ValueError(
+                f"state_dict has {', '.join(surplus)}, which this layer has no place for; expected a layer made with "
+                "bias, out_bias, positions and output as the stored one"
+            )
+        for name, parameter in mine.items():
+            if given[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{names[name]} has shape {tuple(given[name].shape)} (but for a last axis of 1); expected "
+                    f"{tuple(parameter.shape)}, as {name} of this layer"
+                )
+            if parameter.is_meta:
+                raise ValueError(f"{name} of this layer is on the device meta; expected one that holds numbers")
+        with torch.no_grad():
+            for name, parameter in mine.items():
+                parameter.copy_(given[name])
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters that are not to decay.
+
+        Returns
+        -------
+        set of str
+            Names within this layer. Optimisers that ask a whole model for them (timm's) need them with the path of
+            the layer in front, from the model's own method.
+        """
+        held = {"temperature": self.temperature, "position_bias": self.position_bias}
+        return {name for name, parameter in held.items() if parameter is not None}
+
+    def new_cache(self) -> TokenStatisticsCache:
+        """Return an empty cache of decoding, for a batch of any size.
+
+        Returns
+        -------
+        TokenStatisticsCache
+            What ``forward(x, cache=cache)`` reads and updates.
+
+        Raises
+        ------
+        ValueError
+            If the layer is not causal: then all rows change with every new token.
+        """
+        refuse_bidirectional(self.causal)
+        return TokenStatisticsCache()
+
+    def state_size(self) -> int:
+        """Return how many floats decoding keeps for each sequence.
+
+        Returns
+        -------
+        int
+            The size of a cache, divided by the size of its batch.
+
+        Raises
+        ------
+        ValueError
+            If the layer is not causal.
+        """
+        refuse_bidirectional(self.causal)
+        return (2 if self.membership == "diag_leverage" else 1) * (self.dim + self.heads)
+
+    def forward(
+        self, x: Any, *, mask: Any = None, offsets: Any = None, cache: TokenStatisticsCache | None = None
+    ) -> Any:
+        """Return what is to be added to the tokens of a batch of sequences.
+
+        Parameters
+        ----------
+        x : tensor of shape (B, T, C)
+            The input.
+        mask : tensor of bool, shape (B, T), optional
+            True for a token that takes part.
+        offsets : tensor or array of int, shape (n + 1,), optional
+            Packed sequences, from 0 to T, as in `levattn.attention.tssa`.
+        cache : TokenStatisticsCache, optional
+            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
+
+        Returns
+        -------
+        tensor of shape (B, T, C)
+            The output. Rows of masked tokens are the bias of the output alone.
+
+        Raises
+        ------
+        TypeError
+            If `x` or `mask` is no tensor, `cache` no `TokenStatisticsCache`, or offsets are no whole numbers.
+        ValueError
+            If shapes do not go together, the options of the call exclude one another, or a sequence has more tokens
+            than the layer has positions.
+        """
+        check_input(self.dim, x, mask, offsets, cache, TokenStatisticsCache)
+        if cache is not None:
+            refuse_bidirectional(self.causal)
+        options: dict[str, Any] = {
+            "membership": self.membership,
+            "normalize": self.normalize,
+            "causal": self.causal,
+            "decay": self.decay,
+            "c": self.c,
+            "step": self.step,
+            "bias": self._bias(x, mask, offsets, cache),
+            "mask": mask,
+        }
+        W = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # a view, which is read where it lies
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if cache is None:
+            Y = tssa(W, temperature, offsets=offsets, **options)
+        else:
+            Y, state = tssa(W, temperature, state=cache.state, return_state=True, **options)
+            cache.position, cache.state = cache.position + x.shape[1], state
+        Y = Y.transpose(1, 2).flatten(-2)
+        return Y @ self.project.weight if self.out is None else self.out(Y)
+
+    def _bias(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
+        """Return the biases of the positions that tokens have, (h, T) or (B, h, T), or None."""
+        if self.position_bias is None:
+            return None
+        T = x.shape[1]
+        before = 0 if cache is None or cache.state is None else _torch.untraced(_counts, cache.state, x)
+        if mask is None and offsets is None and isinstance(before, int):
+            self._refuse_longer(before + T)
+            return self.position_bias[:, before : before + T]
+        places = _places(x, mask, offsets) + (before if isinstance(before, int) else before[:, None])
+        if mask is not None:
+            places = torch.where(mask, places, 0)
+        if not compiling() and places.numel():  # in a compiled graph the index below is checked instead
+            self._refuse_longer(int(places.max()) + 1)
+        found = self.position_bias[:, places]
+        return found if found.ndim == 2 else found.transpose(0, 1)
+
+    def _refuse_longer(self, count: int) -> None:
+        if count > self.position_bias.shape[1]:
+            raise ValueError(
+                f"a sequence has {count} tokens and the layer {self.positions} positions; expected no more than "
+                "that. Make the layer with more positions or without (positions=None), or cut the sequence"
+            )
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the layer.
+
+        Returns
+        -------
+        str
+            The options that it was made with.
+        """
+        shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}, membership={self.membership!r}"
+        shown += f", output={'tied' if self.out is None else 'untied'!r}"
+        others = {"normalize": "sum", "decay": 1.0, "positions": None, "c": 1.0, "step": 1.0}
+        return shown + "".join(f", {k}={getattr(self, k)!r}" for k, v in others.items() if getattr(self, k) != v)
+
+
+def _linear(dim: int, bias: bool, std: float, **factory: Any) -> Any:
+    linear = torch.nn.Linear(dim, dim, bias=bool(bias), **factory)
+    torch.nn.init.normal_(linear.weight, std=std)
+    if linear.bias is not None:
+        torch.nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _counts(state: TokenState, x: Any) -> Any:
+    """Return how many tokens of each sequence are in a state: one number if they agree, else (B,)."""
+    counts = np.zeros(0, np.int64) if state.tokens is None else state.tokens.count[..., 0]
+    if counts.shape != (x.shape[0],):
+        return 0  # another batch than that of the cache, which attention refuses
+    if len(set(counts.tolist())) == 1:
+        return int(counts[0])
+    return torch.from_numpy(counts.copy()).to(x.device)
+
+
+def _places(x: Any, mask: Any, offsets: Any) -> Any:
+    """Return the position of each token in its sequence, (T,) or with a mask (B, T): the number of those before."""
+    T = x.shape[1]
+    order = torch.arange(T, device=x.device)
+    starts = torch.zeros_like(order)
+    if offsets is not None:
+        ends = torch.as_tensor(cumulative(offsets, None, T), device=x.device)
+        starts = ends[torch.searchsorted(ends[1:], order, right=True)]
+    if mask is None:
+        return order - starts
+    before = mask.cumsum(1) - mask.long()
+    return before - before[:, starts]

@@ -1,0 +1,223 @@
+"""The attention matrix with its heavy entries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn.plots.common import (
+    BLUE,
+    COLORS,
+    RED,
+    Display,
+    Floats,
+    Ints,
+    legend_below,
+    mask_of,
+    starts_of_bins,
+    whole_ticks,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from levattn.sets.universal import UniversalSet
+
+_CELLS = 1024
+
+
+class HeavyMapDisplay(Display):
+    """The attention matrix, max-binned, with the columns of the universal set and what lies outside it.
+
+    A cell shows the largest entry that falls into it, so a single heavy entry is never averaged away. Ticks
+    along the top mark the columns of the set. Entries of at least epsilon are marked: those inside the set
+    are caught, blue circles; those outside are missed, red crosses.
+
+    Parameters
+    ----------
+    cells : array_like, shape (rows, columns)
+        The binned matrix.
+    shape : tuple of int
+        Numbers of queries m and keys n of the matrix itself.
+    epsilon : float
+        The threshold of a heavy entry.
+    indices : array_like of int, shape (size,)
+        The keys of the set.
+    caught : array_like of int, shape (entries, 2)
+        Query and key of the entries of at least epsilon inside the set, one per cell.
+    missed : array_like of int, shape (entries, 2)
+        The same of the entries outside the set.
+    counts : tuple of int
+        How many entries were caught and missed, all cells together.
+
+    Attributes
+    ----------
+    cells : ndarray of float64, shape (rows, columns)
+        The matrix as drawn.
+    indices : ndarray of int, shape (size,)
+        The keys of the set.
+    caught : ndarray of int, shape (entries, 2)
+        Query and key of the marks inside the set.
+    missed : ndarray of int, shape (entries, 2)
+        Query and key of the marks outside it.
+    counts : tuple of int
+        How many entries were caught and missed.
+    ax_ : matplotlib.axes.Axes
+        The axes drawn on.
+    figure_ : matplotlib.figure.Figure
+        Their figure.
+
+    Notes
+    -----
+    `from_attention` makes at most 1024 by 1024 cells, in time O(m n) and with memory for a copy of the matrix in
+    float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.plots import HeavyMapDisplay
+    >>> display = HeavyMapDisplay(
+    ...     np.array([[0.9, 0.1]]),
+    ...     shape=(1, 2),
+    ...     epsilon=0.5,
+    ...     indices=[0],
+    ...     caught=[[0, 0]],
+    ...     missed=[],
+    ...     counts=(1, 0),
+    ... )
+    >>> display.counts
+    (1, 0)
+    """
+
+    def __init__(
+        self,
+        cells: npt.ArrayLike,
+        *,
+        shape: tuple[int, int],
+        epsilon: float,
+        indices: npt.ArrayLike,
+        caught: npt.ArrayLike,
+        missed: npt.ArrayLike,
+        counts: tuple[int, int],
+    ) -> None:
+        self.cells: Floats = np.asarray(cells, dtype=np.float64)
+        self.shape = shape
+        self.epsilon = epsilon
+        self.indices: Ints = np.asarray(indices, dtype=np.intp)
+        self.caught: Ints = np.asarray(caught, dtype=np.intp).reshape(-1, 2)
+        self.missed: Ints = np.asarray(missed, dtype=np.intp).reshape(-1, 2)
+        self.counts = counts
+
+    @classmethod
+    def from_attention(
+        cls,
+        A: npt.ArrayLike,
+        epsilon: float,
+        universal: UniversalSet | npt.ArrayLike,
+        *,
+        ax: Axes | None = None,
+    ) -> HeavyMapDisplay:
+        """Draw an attention matrix.
+
+        Parameters
+        ----------
+        A : array_like, shape (m, n)
+            Attention of m queries over n keys.
+        epsilon : float
+            The threshold of a heavy entry.
+        universal : UniversalSet or array_like
+            The set, its mask (n,) of bool, or its distinct indices.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure.
+
+        Returns
+        -------
+        HeavyMapDisplay
+            The display, drawn.
+
+        Raises
+        ------
+        ValueError
+            If A is no matrix, or the set does not fit its columns.
+        """
+        matrix = np.asarray(A, dtype=np.float64)
+        if matrix.ndim != 2:
+            raise ValueError(f"A has shape {matrix.shape}, expected (m, n); draw one item of a batch at a time")
+        inside = mask_of(universal, matrix.shape[1], "universal", "column of A")
+        entries = np.stack(np.nonzero(matrix >= epsilon), axis=-1)
+        caught = inside[entries[:, 1]]
+        return cls(
+            _max_bins(matrix),
+            shape=(matrix.shape[0], matrix.shape[1]),
+            epsilon=epsilon,
+            indices=np.flatnonzero(inside),
+            caught=_one_per_cell(entries[caught], matrix.shape),
+            missed=_one_per_cell(entries[~caught], matrix.shape),
+            counts=(int(np.count_nonzero(caught)), int(np.count_nonzero(~caught))),
+        ).plot(ax)
+
+    def _draw(self, ax: Axes) -> None:
+        from matplotlib.colors import LogNorm
+
+        m, n = self.shape
+        if self.cells.size:
+            low = self.epsilon / 1000
+            image = ax.imshow(
+                np.maximum(self.cells, low),
+                norm=LogNorm(low, 1.0),
+                cmap=COLORS,
+                aspect="auto",
+                interpolation="nearest",
+                extent=(-0.5, n - 0.5, m - 0.5, -0.5),
+            )
+            self.figure_.colorbar(image, ax=ax, label="attention score (largest in a cell)", extend="min", pad=0.02)
+        self._plot_entries(ax)
+        self._plot_columns(ax)
+        ax.set(xlabel=f"keys (ticks: the {self.indices.size} of U)", ylabel="queries")
+        whole_ticks(ax)
+
+    def _plot_columns(self, ax: Axes) -> None:
+        """Mark the columns of the set in a strip above the map, at most one per column of cells."""
+        edges = _edges(self.shape[1])
+        strip = ax.inset_axes((0.0, 1.01, 1.0, 0.03), sharex=ax)
+        strip.vlines(edges[np.unique(np.searchsorted(edges, self.indices, "right") - 1)], 0, 1, color=BLUE, lw=0.7)
+        strip.set_axis_off()
+
+    def _plot_entries(self, ax: Axes) -> None:
+        parts = ((self.caught, BLUE, "o", 22, "in U"), (self.missed, RED, "X", 36, "missed"))
+        for (entries, color, marker, size, name), count in zip(parts, self.counts, strict=True):
+            ax.scatter(
+                entries[:, 1],
+                entries[:, 0],
+                s=size,
+                c=color,
+                marker=marker,
+                edgecolors="white",  # which tells a mark from light and from dark cells
+                linewidths=0.6,
+                rasterized=True,
+                label=f"≥ ε, {name}: {count}",
+            )
+        legend_below(ax)
+
+
+def _edges(length: int) -> Ints:
+    return starts_of_bins(length, _CELLS)
+
+
+def _max_bins(matrix: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    for axis in (1, 0):  # first along rows, which are contiguous
+        length = matrix.shape[axis]
+        if length > _CELLS:
+            matrix = np.maximum.reduceat(matrix, _edges(length), axis=axis)
+    return matrix
+
+
+def _one_per_cell(entries: Ints, shape: tuple[int, ...]) -> Ints:
+    """Positions (query, key) of the cells with one of the entries: where each cell starts."""
+    edges = [_edges(length) for length in shape]
+    cells = [np.searchsorted(starts, entries[:, axis], "right") - 1 for axis, starts in enumerate(edges)]
+    flat = np.unique(cells[0] * edges[1].size + cells[1])
+    rows, columns = np.divmod(flat, max(edges[1].size, 1))
+    return np.stack([edges[0][rows], edges[1][columns]], axis=-1)

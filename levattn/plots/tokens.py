@@ -1,0 +1,463 @@
+"""A text of tokens, shaded by their scores."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, SupportsIndex, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn.plots.common import COLORS, Bools, Floats, axes_for, mask_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.path import Path
+    from matplotlib.transforms import Affine2DBase
+
+    from levattn.sets.universal import UniversalSet
+
+_SPACES = ("Ġ", "▁")  # how byte-level vocabularies and those of SentencePiece write a space
+_CONTINUED = "##"  # how WordPiece marks a token that goes on with a word
+
+_MOST_LINES = 1000
+_SIZE = 100.0  # of letters where outlines are measured; that in which matplotlib returns them
+_POINTS, _LEAST_POINTS = 8.5, 4.0  # size of the letters on a new figure, and the least on given axes
+_PITCH, _BASELINE = 1.8, 0.62  # from line to line, in font sizes; the place of letters, in lines
+_LEAST_WIDTH = 60  # in columns: room for the colour bar and the words beside it
+_BAR, _BAR_ROOM = 0.1, 0.7  # height of the colour bar, and with its labels, in inches
+
+
+class TokenStripDisplay:
+    r"""A text of tokens, each on a background shaded by its score; kept tokens are bold and underlined.
+
+    Tokens are drawn literally, in a monospaced font, in lines that break between words where they can. If a token
+    begins with ``Ġ`` or ``▁``, these marks are the spaces of the whole text, and other tokens join the one before.
+    Otherwise there is a space between tokens, but none before one that begins with ``##``, which is left out.
+    Tabs, line ends and other characters that cannot be seen are drawn as Python's escapes (``\t``), an empty token as
+    an empty box. Letters are black or white, whichever contrasts more with the background: by 4.5 at least.
+
+    Parameters
+    ----------
+    tokens : sequence of str, length n
+        The tokens, in the order of the text.
+    scores : array_like, shape (n,)
+        A finite number for each token. Shades begin at 0, or at the least score if that is negative, and end at the
+        largest score.
+    kept : UniversalSet or array_like, optional
+        The tokens to mark: a set, a mask (n,) of bool, or distinct indices.
+    columns : int, default 90
+        Most characters of a line, at least 2; wide East Asian characters count as two.
+
+    Attributes
+    ----------
+    tokens : tuple of str
+        The tokens.
+    scores : ndarray of float64, shape (n,)
+        Their scores.
+    kept : ndarray of bool, shape (n,), or None
+        The marked tokens.
+    columns : int
+        Most characters of a line.
+    lines : list of str
+        The text as drawn, line by line.
+    ax_ : matplotlib.axes.Axes
+        The axes drawn on.
+    figure_ : matplotlib.figure.Figure
+        Their figure.
+
+    Raises
+    ------
+    TypeError
+        If `tokens` is a single string or holds something else than strings, or `columns` is no integer.
+    ValueError
+        If `scores` or `kept` do not fit the tokens, a score is not finite, or `columns` is below 2.
+
+    Notes
+    -----
+    A new figure is as high as the lines need, at most 1000 of them; more are refused. On given axes letters shrink
+    until all lines fit; axes on which they would be smaller than 4 points are refused. The fonts are those of
+    matplotlib's ``font.monospace``, then of ``font.sans-serif``. matplotlib warns of letters that none of them has
+    and draws boxes: name a font that has them there. Time and memory are linear in the length of the text.
+
+    Examples
+    --------
+    >>> from levattn.plots import TokenStripDisplay
+    >>> display = TokenStripDisplay(["heavy", "at", "##tention", "$x^2$"], [0.1, 0.2, 0.9, 0.3], kept=[2], columns=12)
+    >>> display.lines
+    ['heavy', 'attention', '$x^2$']
+    >>> display.kept
+    array([False, False,  True, False])
+    """
+
+    ax_: Axes
+    figure_: Figure | SubFigure
+
+    def __init__(
+        self,
+        tokens: Sequence[str],
+        scores: npt.ArrayLike,
+        *,
+        kept: UniversalSet | npt.ArrayLike | None = None,
+        columns: int = 90,
+    ) -> None:
+        self.tokens = _texts(tokens)
+        n = len(self.tokens)
+        self.scores: Floats = np.asarray(scores, dtype=np.float64)
+        if self.scores.shape != (n,):
+            raise ValueError(f"scores has shape {self.scores.shape}, expected ({n},), one for each token")
+        if not np.isfinite(self.scores).all():
+            first = np.flatnonzero(~np.isfinite(self.scores))[:5].tolist()
+            raise ValueError(f"scores is not finite at {first}; expected a number for each token, such as 0 for none")
+        self.kept: Bools | None = None if kept is None else mask_of(kept, n, "kept", "token")
+        self.columns = _columns(columns)
+        self._pieces = list(_pieces(_spaced(self.tokens), self.columns))
+        self.lines = _lines(self._pieces)
+
+    @classmethod
+    def from_scores(
+        cls,
+        tokens: Sequence[str],
+        scores: npt.ArrayLike,
+        *,
+        kept: UniversalSet | npt.ArrayLike | None = None,
+        columns: int = 90,
+        ax: Axes | None = None,
+    ) -> TokenStripDisplay:
+        """Draw tokens with their scores.
+
+        Parameters
+        ----------
+        tokens : sequence of str, length n
+            The tokens, in the order of the text.
+        scores : array_like, shape (n,)
+            A finite number for each token.
+        kept : UniversalSet or array_like, optional
+            The tokens to mark: a set, a mask (n,) of bool, or distinct indices.
+        columns : int, default 90
+            Most characters of a line.
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure, as high as the lines need.
+
+        Returns
+        -------
+        TokenStripDisplay
+            The display, drawn.
+
+        Raises
+        ------
+        TypeError
+            If the tokens are not strings, or `columns` is no integer.
+        ValueError
+            If the scores or the kept tokens do not fit the tokens, or there is too little room to read them.
+        """
+        return cls(tokens, scores, kept=kept, columns=columns).plot(ax)
+
+    def plot(self, ax: Axes | None = None) -> TokenStripDisplay:
+        """Draw the display.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default on a new figure, as high as the lines need.
+
+        Returns
+        -------
+        TokenStripDisplay
+            The display itself.
+
+        Raises
+        ------
+        ValueError
+            If there are more than 1000 lines for a new figure, or too many for letters of 4 points on `ax`.
+        """
+        rows = max(len(self.lines), 1)
+        if ax is None and rows > _MOST_LINES:
+            raise ValueError(
+                f"the text has {rows} lines, expected at most {_MOST_LINES}; draw parts of it, or raise columns"
+            )
+        letter = _letter_width()
+        if ax is not None:
+            _require_room(_cell(ax, self.columns, rows, letter))
+        self.ax_ = ax = axes_for(ax, _inches(self.columns, rows))
+        self.figure_ = ax.figure
+        ax.set_axis_off()
+        shades = self._plot_boxes(ax)
+        self._plot_letters(ax, shades, letter)
+        self._plot_marks(ax)
+        self._plot_bar(ax, shades)
+        _place(ax, self.columns, rows, letter)
+        return self
+
+    def _plot_boxes(self, ax: Axes) -> PolyCollection:
+        from matplotlib.collections import PolyCollection
+
+        boxes = [_box(piece) for piece in self._pieces]
+        shades = PolyCollection(boxes, cmap=COLORS, linewidths=0)
+        shades.set_array(self.scores[[piece.token for piece in self._pieces]])
+        low = self.scores.min(initial=0.0)
+        high = self.scores.max(initial=low)
+        shades.set_clim(low, high if high > low else 1.0)
+        shades.set_in_layout(False)
+        ax.add_collection(shades, autolim=False)
+        return shades
+
+    def _plot_letters(self, ax: Axes, shades: PolyCollection, letter: float) -> None:
+        """Write the tokens, each letter in all its places at once, which is fast and makes small files."""
+        from matplotlib.collections import PathCollection
+        from matplotlib.transforms import AffineDeltaTransform
+
+        bright = _luminance(shades.to_rgba(np.asarray(shades.get_array()))) > _MIDDLE
+        scale = cast("Affine2DBase", ax.transData)  # affine, as both axes are linear
+        places: dict[tuple[str, int, bool], list[tuple[float, float, str]]] = {}
+        for piece, black in zip(self._pieces, bright, strict=True):
+            for text, column, width in _letters(piece):
+                place = (column, piece.line + _BASELINE, "black" if black else "white")
+                places.setdefault((text, width, self._is_kept(piece)), []).append(place)
+        for (text, width, bold), found in places.items():
+            x, y, colors = zip(*found, strict=True)
+            letters = PathCollection(
+                [_outline(text, width, letter, bold=bold)],
+                offsets=np.column_stack([x, y]),
+                offset_transform=ax.transData,
+                facecolors=colors,
+                linewidths=0,
+            )
+            letters.set_transform(AffineDeltaTransform(scale))
+            letters.set_in_layout(False)  # it lies within the axes
+            letters.set_snap(False)  # to whole pixels, which would lose thin strokes
+            ax.add_collection(letters, autolim=False)
+
+    def _plot_marks(self, ax: Axes) -> None:
+        """Underline the kept tokens, which are bold too: marks that need no colour."""
+        import matplotlib as mpl
+
+        lines = [_underline(piece) for piece in self._pieces if self._is_kept(piece)]
+        marks = ax.hlines(*np.reshape(lines, (-1, 3)).T, color=mpl.rcParams["text.color"], lw=1.5)
+        marks.set_in_layout(False)
+
+    def _is_kept(self, piece: _Piece) -> bool:
+        return self.kept is not None and bool(self.kept[piece.token])
+
+    def _plot_bar(self, ax: Axes, shades: PolyCollection) -> None:
+        label = "score"
+        if self.kept is not None:
+            label = f"score (bold, underlined: kept, {np.count_nonzero(self.kept)} of {len(self.tokens)})"
+        width, height = _points(ax) / 72
+        bar = ax.figure.colorbar(
+            shades, ax=ax, location="bottom", fraction=_BAR / height, pad=_BAR / height, aspect=width / _BAR
+        )
+        bar.set_label(label)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A token, or a part of one that is longer than a line, and where it stands."""
+
+    token: int
+    line: int
+    column: int
+    text: str
+    width: int
+
+
+def _texts(tokens: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(tokens, str):
+        raise TypeError("tokens is a single string; expected a sequence of tokens, such as tokens.split()")
+    for at, token in enumerate(tokens):
+        if not isinstance(token, str):
+            raise TypeError(f"tokens[{at}] is {token!r}; expected a string, such as a tokenizer's decode gives")
+    return tuple(tokens)
+
+
+def _columns(columns: SupportsIndex) -> int:
+    try:
+        count = operator.index(columns)
+    except TypeError:
+        raise TypeError(f"columns is {columns!r}; expected an integer") from None
+    if count < 2:
+        raise ValueError(f"columns is {count}; expected at least 2, the width of a wide character")
+    return count
+
+
+def _spaced(tokens: Sequence[str]) -> list[tuple[bool, str]]:
+    """For each token whether a space stands before it, and what is drawn."""
+    if any(token.startswith(_SPACES) for token in tokens):
+        rests = [token.lstrip("".join(_SPACES)) for token in tokens]
+        # the first mark is the space before the token; further ones are drawn
+        parts = [
+            (rest != token, " " * (len(token) - len(rest) - 1) + rest)
+            for token, rest in zip(tokens, rests, strict=True)
+        ]
+    else:
+        joined = [token.startswith(_CONTINUED) and token != _CONTINUED for token in tokens]
+        parts = [
+            (not j, token.removeprefix(_CONTINUED) if j else token) for j, token in zip(joined, tokens, strict=True)
+        ]
+    return [(space, "".join(map(_visible, text)) or " ") for space, text in parts]
+
+
+def _visible(letter: str) -> str:
+    if letter.isprintable():
+        return letter
+    return " " if unicodedata.category(letter) == "Zs" else letter.encode("unicode_escape").decode("ascii")
+
+
+def _width(text: str) -> int:
+    """Columns that a text takes: none for a mark on the letter before it, two for a wide letter."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def _pieces(spaced: Iterable[tuple[bool, str]], columns: int) -> Iterator[_Piece]:
+    """Place tokens in lines; words are kept whole where a line can hold them, and tokens where it cannot."""
+    line = column = 0
+    for word in _words(spaced):
+        (_, space, _), width = word[0], sum(_width(text) for _, _, text in word)
+        column += space and column > 0
+        if column and column + width > columns >= width:
+            line, column = line + 1, 0
+        for token, _, text in word:
+            for part in _parts(text, columns):
+                wide = max(_width(part), 1)
+                if column and column + wide > columns:
+                    line, column = line + 1, 0
+                yield _Piece(token, line, column, part, wide)
+                column += wide
+
+
+def _words(spaced: Iterable[tuple[bool, str]]) -> list[list[tuple[int, bool, str]]]:
+    """Tokens with their places, together where no space stands between them."""
+    words: list[list[tuple[int, bool, str]]] = []
+    for token, (space, text) in enumerate(spaced):
+        if space or not words:
+            words.append([])
+        words[-1].append((token, space, text))
+    return words
+
+
+def _parts(text: str, columns: int) -> Iterator[str]:
+    """Cut a text that is longer than a line."""
+    widths = list(itertools.accumulate(map(_width, text)))
+    start, before = 0, 0
+    for end, total in enumerate(widths):
+        if total - before > columns:
+            yield text[start:end]
+            start, before = end, widths[end - 1]
+    yield text[start:]
+
+
+def _lines(pieces: Iterable[_Piece]) -> list[str]:
+    lines = []
+    for _, row in itertools.groupby(pieces, key=lambda piece: piece.line):
+        line, end = "", 0
+        for piece in row:
+            line += " " * (piece.column - end) + piece.text
+            end = piece.column + piece.width
+        lines.append(line)
+    return lines
+
+
+def _box(piece: _Piece) -> list[tuple[float, float]]:
+    """Corners of the background, a little apart from those beside it."""
+    left, right = piece.column + 0.05, piece.column + piece.width - 0.05
+    top, bottom = piece.line + 0.08, piece.line + 0.84
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def _underline(piece: _Piece) -> tuple[float, float, float]:
+    return piece.line + 0.93, piece.column + 0.05, piece.column + piece.width - 0.05
+
+
+def _transposed(lines: list[tuple[float, float, float]]) -> Floats:
+    return np.array(lines).reshape(-1, 3).T
+
+
+_MIDDLE = (1.05 * 0.05) ** 0.5 - 0.05  # the luminance that contrasts with black as with white, by 4.58
+
+
+def _luminance(colors: npt.ArrayLike) -> Floats:
+    """Relative luminance of WCAG 2 of colours (n, 4), that is of sRGB and opacity."""
+    rgb = np.asarray(colors, dtype=np.float64).reshape(-1, 4)[:, :3]
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return np.asarray(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def _inches(columns: int, rows: int) -> tuple[float, float]:
+    """Size of a figure with letters of the usual size, and the colour bar below."""
+    return max(columns, _LEAST_WIDTH) * 0.6 * _POINTS / 72 + 0.2, rows * _PITCH * _POINTS / 72 + _BAR_ROOM
+
+
+def _points(ax: Axes) -> Floats:
+    """Width and height of the axes."""
+    left, bottom, right, top = ax.bbox.extents
+    return np.array([right - left, top - bottom]) * (72 / ax.figure.dpi)
+
+
+def _cell(ax: Axes, columns: int, rows: int, letter: float) -> float:
+    """Size of the letters, in points, with which all lines fit."""
+    width, height = _points(ax)
+    return float(min(width / (max(columns, _LEAST_WIDTH) * letter), height / (rows * _PITCH)))
+
+
+def _require_room(points: float) -> None:
+    if points < _LEAST_POINTS:
+        raise ValueError(
+            f"ax has room for letters of {points:.1f} points, expected at least {_LEAST_POINTS:g}; "
+            "give larger axes, or none for a figure as high as the text"
+        )
+
+
+def _place(ax: Axes, columns: int, rows: int, letter: float) -> None:
+    """Set the limits of the axes, in the place that they have by now, so that lines are at the top left."""
+    engine = ax.figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(ax.figure.canvas.figure)
+    points = _cell(ax, columns, rows, letter)
+    width, height = _points(ax)
+    ax.set(xlim=(0, width / (points * letter)), ylim=(height / (points * _PITCH), 0))
+    ax.set_aspect(_PITCH / letter, anchor="NW")
+
+
+def _letter_width() -> float:
+    """Width of a letter of the monospaced font, as a share of the font size."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    sample = "0" * 50
+    width = text_to_path.get_text_width_height_descent(sample, FontProperties(family="monospace", size=_SIZE), False)[
+        0
+    ]
+    return float(width) / (_SIZE * len(sample))
+
+
+def _letters(piece: _Piece) -> Iterator[tuple[str, int, int]]:
+    """Each letter that has an outline, its column and its width; what is not ASCII stays in one, as it may join."""
+    if not piece.text.isascii():
+        yield piece.text, piece.column, piece.width
+        return
+    for place, letter in enumerate(piece.text):
+        if letter != " ":
+            yield letter, piece.column + place, 1
+
+
+def _outline(text: str, width: int, letter: float, *, bold: bool) -> Path:
+    """Return the outline of literal text in units of columns and lines."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.path import Path
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(family=["monospace", "sans-serif"], weight="bold" if bold else "normal", size=_SIZE)
+    vertices, codes = text_to_path.get_text_path(font, text)
+    if not len(codes):
+        return Path(np.empty((0, 2)))
+    points = np.asarray(vertices) / [_SIZE * letter, -_SIZE * _PITCH]
+    # Letters of other fonts are wider or narrower than their cells.
+    taken = text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] / (_SIZE * letter)
+    points[:, 0] = points[:, 0] * min(1, width / taken) + max(0, width - taken) / 2
+    return Path(points, np.asarray(codes))

@@ -1,0 +1,293 @@
+"""Approximate leverage scores, and bounds: from a sketch of the keys, by projection, or from some of their rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import take, to_numpy
+from levattn._core.random import normals, words
+from levattn._kernels import Float64, Rows, kernels_for
+from levattn.linalg.factor import UNIT, Factor, dense, factor_moments
+from levattn.linalg.span import Span, nonzero_rows
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
+
+__all__ = [
+    "APPROXIMATE",
+    "FAILURE",
+    "Approximate",
+    "Screened",
+    "check_sketch_size",
+    "halved_scores",
+    "projected",
+    "screen",
+    "sketched_factor",
+    "spread",
+]
+
+Approximate = Literal["countsketch", "osnap", "srht", "jl", "halving"]
+_SKETCHED = ("countsketch", "osnap", "srht")
+APPROXIMATE = (*_SKETCHED, "jl", "halving")
+
+FAILURE = 1e-6  # probability with which a bound that rests on chance may fail
+_NONZEROS = 4  # of OSNAP
+_SAMPLED, _START = 100, 101  # streams of the words by which rows are sampled and Lanczos' method begins
+_SINGLE_ERROR = 1e-9  # of a factor in float64, up to which float32 products are as good as a sketch
+_SINGLE_BOUND = 1.2e-13  # the same where they bound scores, which are raised by what they lose
+_SINGLE_SUMS = 1.2e-11  # of a factor, up to which float32 sums of a sketch are as good
+_MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
+_LARGEST = 2.0**400  # up to which squares are in range
+_STEPS = 40  # of Lanczos' method
+_BLOCK = 1 << 22  # numbers of keys that are multiplied at a time
+
+
+def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[int, int]:
+    """Return the rows of a left sketch (for "halving", of the sample) and the columns of a right one; 0 for none."""
+    defaults = {
+        "countsketch": min(4 * d * d, max(16 * d, n // 8)),
+        "osnap": 8 * d,
+        "srht": 8 * d,
+        "jl": 8 * math.ceil(math.log(max(n, 2))),
+        "halving": max(8 * d, n // 8),
+    }
+    if isinstance(sketch_size, tuple):
+        if len(sketch_size) != 2 or method not in _SKETCHED:
+            raise ValueError(
+                f"sketch_size is {sketch_size!r}; expected one number, or for method {', '.join(_SKETCHED)} a pair of "
+                "the rows of the left sketch and the columns of the right one"
+            )
+        left, right = (_size(value) for value in sketch_size)
+    else:
+        left, right = defaults[method] if sketch_size is None else _size(sketch_size), 0
+    if method == "jl":
+        return 0, left
+    if left < d:
+        raise ValueError(
+            f"sketch_size is {left}; expected at least d = {d} rows, as fewer lose directions of the keys"
+        )
+    return (-(-left // _NONZEROS) * _NONZEROS if method == "osnap" else left), right
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"sketch_size is {value!r}; expected a whole number, or a pair of them")
+    if value < 1:
+        raise ValueError(f"sketch_size is {value}; expected at least 1")
+    return int(value)
+
+
+def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
+    """Return the factor of a sketch of the keys, for the keys; `limit` as in `_in_single`."""
+    families: dict[str, Any] = {"countsketch": CountSketch, "osnap": OSNAP, "srht": SRHT}
+    sketch = Sketch(families[method](size), seed)
+    factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
+    if factor is None:
+        out = kernels_for(rows).sketch_zeros(rows, size, np.float64)
+        sketch.add(rows, 0, out)
+        factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
+    # a sum of keys is rounded, and tells nothing of their exact row space
+    return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}), limit)
+
+
+def _in_single(factor: Factor, limit: float) -> Factor:
+    """Return the factor with float32 products where its error in float64 is at most the limit.
+
+    That error is at least 2u times the condition number of the keys, with which the error of the products grows, as it
+    does with the root of the number of columns.
+    """
+    short = factor.rows.format != "float64"
+    arithmetic, errors = list(factor.arithmetic), factor.error.copy()
+    for item, error in enumerate(factor.error.tolist()):
+        if short and arithmetic[item] == "double" and error <= limit:
+            arithmetic[item] = "single"
+            errors[item] += 2.0**-22 * max(1.0, math.sqrt(factor.rows.shape[2]) / 8) * error / (2 * UNIT)
+    return replace(factor, arithmetic=tuple(arithmetic), error=errors)
+
+
+def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
+    """Return the factor of a sketch that is summed in float32, or None where that may not hold what it is to."""
+    out = kernels_for(rows).sketch_zeros(rows, sketch.distribution.size, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sketch.distribution.add(rows, sketch.seed, 0, out)
+        out *= np.float32(sketch.distribution.scale)
+    if not np.isfinite(out).all():
+        return None
+    factor = factor_moments(Rows(out, "float32"), single="no")
+    return factor if np.all(factor.error <= _SINGLE_SUMS) else None
+
+
+def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
+    """Return the factor with scores computed from so many random combinations of the whitened columns.
+
+    `limit` is that of `_in_single`.
+    """
+    family = GaussianJL(columns)
+    directions = family.columns(seed, 0, factor.whitening.shape[-1]).T * family.scale
+    return _in_single(replace(factor, projection=factor.whitening @ directions), limit)
+
+
+def halved_scores(rows: Rows, size: int, seed: int) -> Float64:
+    """Return scores of the keys against some of them, (b, n), never below their own.
+
+    Fewer rows have a smaller second moment, and so give larger scores. They are a uniform sample first; then half as
+    many, and those with the largest scores. The lesser score counts.
+    """
+    b, n, _ = rows.shape
+    out: Float64 = np.zeros((b, n))
+    for item in range(b):
+        one = rows.item(item)
+        present = np.arange(n) if one.mask is None else np.flatnonzero(to_numpy(one.mask)[0])
+        order = present[np.argsort(words(seed, _SAMPLED, 0, n, 1)[present, 0], kind="stable")]
+        best = _against(one, order[:size])
+        largest = present[np.argsort(-best[present], kind="stable")[: size // 2]]
+        best = np.minimum(best, _against(one, np.union1d(largest, order[: size - size // 2])))
+        out[item, present] = best[present]
+    return out
+
+
+def _against(rows: Rows, chosen: npt.NDArray[np.int64]) -> Float64:
+    """Return the leverage score of each row of a batch of one among the chosen ones and itself."""
+    factor = factor_moments(replace(rows, keys=take(rows.keys, chosen), mask=None), single="no")
+    factor = replace(factor, rows=replace(rows, scale=factor.rows.scale))
+    t = to_numpy(factor.scores(wide=True, member=False)[0])[0]
+    with np.errstate(invalid="ignore"):
+        scores = np.where(np.isinf(t), 1.0, t / (1 + t))
+    scores[chosen] = t[chosen]
+    return np.minimum(scores * (1 + 4 * float(factor.score_error[0])), 1.0)
+
+
+@dataclass(frozen=True)
+class Screened:
+    """Upper bounds of leverage scores from a sketch.
+
+    upper: (b, n).
+    factor: of the keys where `exact`, else of the sketch.
+    """
+
+    upper: Float64
+    factor: Factor
+    exact: bool
+
+
+def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: bool) -> Screened:
+    """Return upper bounds of the leverage scores; they may fail with a probability of `FAILURE` at most.
+
+    With A = WᵀGW for the factor W of a sketch, a key's score is xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk and the least eigenvalue
+    λ of A. It is measured: with the factor of the keys, where that is asked for or costs little, else by Lanczos'
+    method. Projected scores fall short by a factor that is known but for the chance. With "halving" nothing may fail.
+    """
+    b, n, d = rows.shape
+    known = method == "jl" or recheck or d <= _MEASURED
+    exact = factor_moments(rows, single="scores") if known else None
+    if method == "halving":
+        factor = sketched_factor(rows, "osnap", 8 * d, seed, _SINGLE_BOUND) if exact is None else exact
+        return Screened(halved_scores(rows, left, seed), factor, exact is not None)
+    if method == "jl" and exact is not None:
+        factor, least = exact, np.ones(b)
+    else:
+        factor = sketched_factor(rows, method, left, seed, _SINGLE_BOUND)
+        chance = FAILURE / (2 * max(b, 1))  # the other half is the projection's
+        least = np.array(
+            [_least(factor, i, seed, chance) if exact is None else _compared(factor, exact, i) for i in range(b)]
+        )
+    if right:
+        factor = projected(factor, right, seed, _SINGLE_BOUND)
+    # not as members, whose scores would be cut at 1 before they are divided
+    found, _ = factor.scores(wide=True, member=False)
+    scores = to_numpy(found).astype(np.float64)
+    short = spread(right, n * b)[0] if right else 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        upper = np.fmin(scores * (1 + 4 * factor.score_error[:, None]) / (least[:, None] * (1 - short)), 1.0)
+    for item in range(b) if method != "jl" else ():  # directions may be hidden from the sketch, or not measured
+        if exact is not None:
+            hidden = item in exact.hidden or factor.rank[item] < exact.rank[item]
+        else:
+            hidden = factor.rank[item] < min(n, d) and factor.rank[item] < Span.of(rows.item(item)).rank
+        if hidden:
+            upper[item, nonzero_rows(rows.item(item))] = 1.0
+    return Screened(upper, factor if exact is None else exact, exact is not None)
+
+
+def spread(columns: int, count: int) -> tuple[float, float]:
+    """Return η, η′: all squared norms of so many vectors, projected, lie within 1 − η and 1 + η′ times their own.
+
+    But for a probability of `FAILURE`: a chi-squared variable of k degrees is below (1 − η) k with a probability of at
+    most exp((ln(1 − η) + η) k/2), and above (1 + η′) k with one of at most exp((ln(1 + η′) − η′) k/2).
+    """
+    least = 2 * math.log(FAILURE / (2 * max(count, 1))) / columns
+    below = _crossing(lambda x: math.log1p(-x) + x, least, 1 - 2.0**-52)
+    return below, _crossing(lambda x: math.log1p(x) - x, least, 4 + 4 * abs(least))
+
+
+def _crossing(falling: Callable[[float], float], value: float, high: float) -> float:
+    """Return where a falling function of numbers from 0 to `high` comes down to the value, from above."""
+    low = 0.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (low, middle) if falling(middle) <= value else (middle, high)
+    return high
+
+
+def _compared(factor: Factor, exact: Factor, item: int) -> float:
+    """Return a lower bound of the least eigenvalue of WᵀGW, for the factor N of the keys, as that of (NW)ᵀNW."""
+    N, exponents = exact.even_normalizer(item)
+    W = factor.even_whitening(item, exponents)
+    live = np.any(W != 0, axis=0)
+    if not live.any():
+        return 1.0
+    if not np.max(np.abs(W)) < _LARGEST:  # of a sketch in which all but the smallest numbers cancel
+        return 0.0
+    size = float(np.linalg.norm(N) * np.linalg.norm(W))  # rounding of NW
+    least = float(np.linalg.svd(N @ W[:, live], compute_uv=False)[-1]) - 4 * UNIT * size
+    return max(least, 0.0) ** 2 * (1 - 4 * float(exact.error[item]))
+
+
+def _least(factor: Factor, item: int, seed: int, chance: float) -> float:
+    """Return a lower bound of the least eigenvalue of WᵀGW but for the chance: Lanczos' method, a random start.
+
+    With k steps and r dimensions, each end of the spectrum is missed by more than ε times its width with a probability
+    of at most 1.648 √r exp(−√ε (2k − 1)) (Kuczyński and Woźniakowski 1992, Theorem 4.2; Krylov spaces do not see
+    shifts).
+    """
+    W = factor.whitening[item]
+    live = np.flatnonzero(np.any(W != 0, axis=0))
+    r = len(live)
+    if not r:
+        return 1.0
+    steps = min(_STEPS, r)
+    epsilon = (math.log(2 * 1.648 * math.sqrt(r) / chance) / (2 * steps - 1)) ** 2
+    q = normals(seed, _START, 0, r, 1)[:, 0]
+    basis = [q / np.linalg.norm(q)]
+    alpha, beta = [], []
+    for _ in range(steps):
+        v = _times(factor, item, W[:, live], basis[-1])
+        alpha.append(float(v @ basis[-1]))
+        Q = np.stack(basis)
+        for _ in range(2):
+            v = v - Q.T @ (Q @ v)
+        size = float(np.linalg.norm(v))
+        if size <= 1e-12 * abs(alpha[0]):
+            break
+        beta.append(size)
+        basis.append(v / size)
+    T = np.diag(alpha) + np.diag(beta[: len(alpha) - 1], 1) + np.diag(beta[: len(alpha) - 1], -1)
+    values = np.linalg.eigvalsh(T)
+    width = float(values[-1] - values[0])
+    return max(float(values[0]) - epsilon * width / max(1 - 2 * epsilon, 1e-3), 0.0) * (1 - 1e-9)
+
+
+def _times(factor: Factor, item: int, W: Float64, x: Float64) -> Float64:
+    """Return WᵀKᵀKW x, some keys at a time."""
+    one = factor.rows.item(item)
+    y = W @ x
+    out = np.zeros(len(y))
+    step = max(256, _BLOCK // len(y))
+    for start in range(0, one.shape[1], step):
+        X = dense(one, start, min(start + step, one.shape[1]))
+        out += X.T @ (X @ y)
+    return np.asarray(W.T @ out)

@@ -1,0 +1,704 @@
+"""Sensitivities of few keys to (nearly) full precision: what certificates and approximations are measured against."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import as_matrices, to_float64
+from levattn.exceptions import NonFiniteError
+from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, as_function
+from levattn.linalg.factor import rank_tolerance
+
+__all__ = ["ExactSensitivities", "exact_sensitivities"]
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+_EPS = float(np.finfo(np.float64).eps)
+_MOST_KEYS = 2000
+_MOST_VERTICES = 20_000_000  # subsets times keys
+_MOST_POWER = 1000  # of two, in a query: a sum of products with keys of reciprocal size is finite
+_MOST_LOGIT = 1e100  # squares of it are still finite
+_FAINT = 1e-150  # of the largest key: squares of smaller ones leave the range of float64
+_CLOSED = 1e-11  # relative width of a bracket at which no more is done
+_STEPS = 300
+_ENTRIES = 4_000_000  # of the largest temporary array
+
+
+@dataclass(frozen=True, eq=False)
+class ExactSensitivities:
+    """Brackets of the sensitivities of keys, the queries that reach the lower ends, and how they were found.
+
+    Attributes
+    ----------
+    lower : array of shape (n,), float64
+        A ratio that some query reaches, or comes as close to as one likes: never above the sensitivity, but for
+        rounding.
+    upper : array of shape (n,), float64
+        Proven by duality or enumeration: never below the sensitivity, but for rounding. 1 where nothing is proven.
+    queries : array of shape (n, d), float64
+        Row j is a query that gives key j the score ``lower[j]`` among the keys, for `Softmax` an admitted one; zeros
+        for a key of sensitivity 0, as zero keys mostly have. Computed in float64 the score agrees with `lower` to
+        about :math:`10^{-15}` times the condition number of the keys with scaled columns; for `Softmax`, times the
+        largest logit. It does less well for p < 1, to the power p of that, because the best queries are orthogonal
+        to r − 1 keys and their rounded values are not; for the same reason for functions of one's own whose best
+        queries grow without bound; and where float64 does not hold the query, which is then scaled down (functions
+        other than powers, for columns below 1e-280).
+    method : str
+        "svd", "linear programme", "convex programme", "vertices" or "concave programme", which bracket the
+        sensitivity on both sides; "line search" or "search", of which only `lower` means anything.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> found = levattn.exact_sensitivities(np.array([[1.0], [0.5]]), 1)
+    >>> found.lower.round(6), found.method
+    (array([0.666667, 0.333333]), 'linear programme')
+
+    The worst queries of keys are what a set of keys has to stand:
+
+    >>> K = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> found = levattn.exact_sensitivities(K, 4)
+    >>> scores = (found.queries @ K.T) ** 4
+    >>> np.diag(scores / scores.sum(axis=1, keepdims=True)).round(6)
+    array([0.888889, 0.888889, 0.888889])
+    """
+
+    lower: Floats
+    upper: Floats
+    queries: Floats
+    method: str
+
+
+def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
+    r"""Sensitivities of a few keys, to nearly full precision.
+
+    The sensitivity of key :math:`k_j` is the largest attention that any query can give it,
+
+    .. math:: \sigma_j = \sup_y f(\langle k_j, y\rangle) / \sum_l f(\langle k_l, y\rangle),
+
+    over the y with a positive sum; for `Softmax`, over the queries that it admits.
+
+    Each one is returned as a bracket, ``lower <= σ <= upper``. The lower end is the ratio at a query that was found.
+    The upper end is a proof that there is no better one: a feasible point of the dual programme (`Power`, p ≥ 1), the
+    enumeration of all candidates (p < 1), a tangent plane (`Softmax`). The relative width is about 1e-11 where the
+    iteration converged, which it does but for exponents near 1, for logits in the millions, and for keys of very
+    different sizes; where it did not, the bracket is wider, and still valid. It also is for p < 1, by about
+    :math:`10^{-15p}`, where r keys or more are orthogonal to one query, because rounding hides that they are. For
+    `Huber`, `L1L2`, `Fair`, `Tukey` and functions of one's own no exact method is known: `upper` is 1, and `lower`
+    is the best that a deterministic search found; it may fall short.
+
+    All of it holds up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
+    scaled columns). A key that reaches outside the numerical row space by more than rounding has `upper` 1, and so has
+    one that is smaller than the others by a factor of :math:`10^{150}`.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Keys, one a row, with n up to 2000. Of real floating dtype, and any kind that `leverage_scores` takes.
+    f : float or attention function, default 2
+        An exponent p > 0, one of `Power`, `Huber`, `Tukey`, `L1L2`, `Fair` and `Softmax`, or an `AttentionFunction`.
+
+    Returns
+    -------
+    ExactSensitivities
+        `lower` and `upper`, numpy arrays of shape (n,), the `queries` (n, d) that reach `lower`, and the name of the
+        `method`.
+
+    Raises
+    ------
+    TypeError
+        If K is not an array of real floating dtype, or f is no attention function.
+    ValueError
+        If K is not a matrix or too large for the method, or f is not admitted.
+    NonFiniteError
+        If the keys hold NaN or infinity; the first such rows are named.
+
+    See Also
+    --------
+    leverage_scores : The sensitivities for f(x) = x², of any number of keys.
+
+    Notes
+    -----
+    With r the rank: p = 2 costs O(n d²); p = 1 a linear programme of r rows and n columns for each key; other p > 1
+    and `Softmax` some ten to some hundred steps of O(n r² + r³) for each key; p < 1 all C(n, r − 1) subsets of keys
+    at O(n r + r³) each, and at most 2·10⁷ subsets times keys are taken. Equal keys are counted once.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
+    Attentions", ICLR 2025 (arXiv:2410.05462), section 3. Padmanabhan, Woodruff, Zhang, "Computing Approximate ℓp
+    Sensitivities", NeurIPS 2023 (arXiv:2311.04158), for approximations at scale.
+
+    Examples
+    --------
+    A query along the first axis sees two keys, and so does one along the diagonal:
+
+    >>> import numpy as np
+    >>> from levattn import exact_sensitivities
+    >>> K = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> for p in (0.5, 1, 2, 4):
+    ...     print(p, exact_sensitivities(K, p).lower.round(4))
+    0.5 [0.5 0.5 0.5]
+    1 [0.5 0.5 0.5]
+    2 [0.6667 0.6667 0.6667]
+    4 [0.8889 0.8889 0.8889]
+    """
+    f = as_function(f)
+    keys = _keys(K)
+    if isinstance(f, Softmax):
+        return _of_softmax(keys, f)
+    return _of_even(keys, f)
+
+
+def _keys(K: Any) -> Floats:
+    matrices = as_matrices(K, "K")
+    if matrices.batch:
+        raise ValueError(
+            f"K has shape {(*matrices.batch, matrices.n, matrices.d)}; expected one matrix (n, d). "
+            "Call exact_sensitivities for each matrix of a batch"
+        )
+    if matrices.n > _MOST_KEYS:
+        raise ValueError(
+            f"K has n = {matrices.n} keys; expected at most {_MOST_KEYS}, because each is a programme of its own. "
+            "Use a certificate, such as leverage_scores, or fewer keys"
+        )
+    keys: Floats = to_float64(matrices.data, matrices.format)[0]
+    bad = np.flatnonzero(~np.isfinite(keys).all(axis=1))
+    if bad.size:
+        raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
+    return keys
+
+
+def _of_even(keys: Floats, f: AttentionFunction) -> ExactSensitivities:
+    at_zero = float(np.asarray(f(np.zeros(1)), np.float64)[0])
+    live = np.ones(len(keys), bool) if at_zero > 0 else keys.any(axis=1)
+    lower, upper, queries = np.zeros(len(keys)), np.zeros(len(keys)), np.zeros(keys.shape)
+    method, bracket = _method(f)
+    if not live.any():
+        return ExactSensitivities(lower, upper, queries, method)
+    # Keys may be so much larger than the one sought that f overflows where it does not use the result.
+    with np.errstate(over="ignore"):
+        rows, inverse, counts = _distinct(_signed(keys[live]))
+        basis, unreduced, outside = _reduce(rows, counts)
+        seen = (np.abs(basis).max(axis=1, initial=0.0) > _FAINT) | (at_zero > 0)
+        low, high, y = np.zeros(len(rows)), np.ones(len(rows)), np.zeros(basis.shape)
+        low[seen], high[seen], y[seen] = bracket(basis[seen], counts[seen])
+        if isinstance(f, Power):
+            y = _unit(y)  # the size does not matter, and the powers of numbers up to 1 do not overflow
+        q = unreduced(y)
+        # What B says of a row that it misses may be noise.
+        low[outside] = np.diagonal(_scores(f, q[outside] @ rows.T, counts)[:, outside])
+        high = np.where(outside, 1.0, np.maximum(high, low))
+    lower[live], upper[live] = np.minimum(low, 1.0)[inverse], np.minimum(high, 1.0)[inverse]
+    queries[live] = q[inverse]
+    return ExactSensitivities(lower, upper, queries, method)
+
+
+# Takes B and counts, and returns what is below and above each sensitivity, and a query for the former.
+_Bracket = Callable[[Floats, Floats], tuple[Floats, Floats, Floats]]
+
+
+def _method(f: AttentionFunction) -> tuple[str, _Bracket]:
+    if isinstance(f, Power):
+        p = f.p
+        if p == 2:
+            return "svd", lambda B, _: (_by_leverage(B), _by_leverage(B), B)
+        if p == 1:
+            return "linear programme", _by_programme
+        if p > 1:
+            return "convex programme", lambda B, counts: _by_convex(B, counts, p)
+        return "vertices", lambda B, counts: _by_vertices(B, counts, p)
+    if isinstance(f, Huber | L1L2 | Fair):
+        return "line search", lambda B, counts: _by_line(B, counts, f)
+    return "search", lambda B, counts: _by_search(B, counts, f)
+
+
+def _scores(f: AttentionFunction, x: Floats, counts: Floats, doubt: Floats | float = 0.0) -> Floats:
+    """Return f(x) divided by its sum over the last axis, in which an entry stands for several keys.
+
+    The doubt about x counts against the score.
+    """
+    size = np.abs(x)
+    own, each = (np.asarray(f(z), np.float64) for z in (np.maximum(size - doubt, 0.0), size + doubt))
+    totals = (each @ counts)[:, None]
+    return np.asarray(np.divide(own, totals, out=np.zeros_like(own), where=totals > 0))
+
+
+def _improve(best: Floats, queries: Floats, keys: npt.NDArray[np.intp], values: Floats, y: Floats) -> None:
+    """Write the values of different keys, and the queries that reach them, where they are better."""
+    better = values > best[keys]
+    best[keys[better]], queries[keys[better]] = values[better], y[better]
+
+
+def _unit(y: Floats) -> Floats:
+    """Return rows of length 1, but for those that are zero."""
+    y = y / np.maximum(np.abs(y).max(axis=1, keepdims=True, initial=0.0), 1e-300)  # whose squares are in range
+    return np.asarray(y / np.maximum(np.linalg.norm(y, axis=1, keepdims=True), 0.5))
+
+
+# -- rows ------------------------------------------------------------------------------
+
+
+def _signed(rows: Floats) -> Floats:
+    """Return the rows with the sign that makes the first entry that is not zero positive."""
+    first = np.take_along_axis(rows, (rows != 0).argmax(axis=1)[:, None], axis=1)
+    return np.where(first < 0, -rows, rows) + 0.0  # and no negative zeros, which differ from zeros in bytes
+
+
+def _distinct(rows: Floats) -> tuple[Floats, npt.NDArray[np.intp], Floats]:
+    """Return the distinct rows, which of them each row is, and how often each of them occurs."""
+    distinct, inverse, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
+    return distinct, inverse.reshape(-1), counts.astype(np.float64)
+
+
+def _reduce(rows: Floats, counts: Floats) -> tuple[Floats, Callable[[Floats], Floats], Flags]:
+    """Return B (n, r) with the column space of the rows and ``Bᵀ diag(counts) B = I``.
+
+    The scores that queries can give B are those that they can give the rows, so nothing else is needed of the rows.
+    Also returned are what turns queries of B into queries of the rows, and which rows B misses.
+    """
+    _, exponents = np.frexp(np.abs(rows).max(axis=0))
+    scaled = np.ldexp(rows, -exponents)  # powers of two: exact, and nothing overflows from here on
+    root = np.sqrt(counts)[:, None]
+    _, s, Vt = np.linalg.svd(root * scaled, full_matrices=False)
+    rank = int(np.count_nonzero(s > rank_tolerance(max(rows.shape)) * s[0]))
+    V = Vt[:rank].T
+    missed = np.linalg.norm(scaled - (scaled @ V) @ V.T, axis=1)
+    # Both norms may underflow, and then nothing is known.
+    outside = missed >= 64 * rows.shape[1] * _EPS * np.linalg.norm(scaled, axis=1)
+    # From the rows and not from the left singular vectors, which know a small row to no more than absolute precision.
+    turn = V / s[:rank]
+    basis = scaled @ turn
+    _, R = np.linalg.qr(root * basis)
+
+    def unreduced(y: Floats) -> Floats:
+        queries, powers = np.frexp(np.linalg.solve(R, y.T).T @ turn.T)
+        powers = np.where(queries == 0, 0, powers - exponents)
+        excess = powers.max(axis=1, keepdims=True, initial=_MOST_POWER) - _MOST_POWER
+        return np.asarray(np.ldexp(queries, powers - excess))
+
+    return np.linalg.solve(R.T, basis.T).T, unreduced, outside
+
+
+def _chunks(total: int, entries: int) -> list[slice]:
+    """Cut range(total) into slices of which each takes a bounded array of `entries` numbers an item."""
+    size = max(1, _ENTRIES // max(entries, 1))
+    return [slice(start, start + size) for start in range(0, total, size)]
+
+
+# -- powers ----------------------------------------------------------------------------
+
+
+def _by_leverage(B: Floats) -> Floats:
+    return np.asarray(np.einsum("la,la->l", B, B))
+
+
+def _feasible(z: Floats, B: Floats, counts: Floats, target: Floats) -> Floats:
+    """Return the z nearest to those given with ``Bᵀz = target``, one for each row."""
+    for _ in range(2):  # the second round takes the rounding of the first
+        z = z + ((target - z @ B) @ B.T) * counts
+    return z
+
+
+def _by_programme(B: Floats, counts: Floats) -> tuple[Floats, Floats, Floats]:
+    """Bracket the sensitivities for p = 1; the queries give their keys the score 1.
+
+    1/σ = min Σ c_l |⟨b_l, y⟩| over ⟨b_j, y⟩ = 1 is the largest s with Bᵀz = s b_j and |z_l| ≤ c_l. This dual is
+    the smaller programme; its multipliers are y.
+    """
+    from scipy.optimize import linprog
+
+    n, r = B.shape
+    lower, upper, queries = np.zeros(n), np.ones(n), B / _by_leverage(B)[:, None]
+    cost = np.append(np.zeros(n), -1.0)
+    bounds = [*((-c, c) for c in counts), (0, None)]
+    for j, target in enumerate(B):
+        size = np.abs(target).max()  # the solver's tolerances are absolute
+        found = linprog(
+            cost,
+            A_eq=np.column_stack([B.T, -target / size]),
+            b_eq=np.zeros(r),
+            bounds=bounds,
+            method="highs-ds",
+        )
+        candidates = [queries[j]]
+        if found.x is not None and found.x[-1] > 0:
+            candidates.append(np.asarray(found.eqlin.marginals))
+            z = _feasible(found.x[:n] * (size / found.x[-1]), B, counts, target)
+            upper[j] = np.max(np.abs(z) / counts)
+        for y in candidates:
+            x = np.abs(B @ y)
+            if x[j] / (counts @ x) > lower[j]:
+                lower[j], queries[j] = x[j] / (counts @ x), y / (target @ y)
+    return lower, upper, queries
+
+
+def _by_convex(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, Floats]:
+    """Bracket the sensitivities for p > 1."""
+    lower, upper, queries = np.zeros(len(B)), np.ones(len(B)), np.zeros(B.shape)
+    for part in _chunks(len(B), max(len(B), B.shape[1] ** 2)):
+        lower[part], upper[part], queries[part] = _least_powers(B, counts, p, np.arange(len(B))[part])
+    return lower, upper, queries
+
+
+def _least_powers(B: Floats, counts: Floats, p: float, keys: npt.NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
+    """Minimise Σ c_l |⟨b_l, y⟩|^p over ⟨b_j, y⟩ = 1 for each of the keys j.
+
+    The direction is that of iteratively reweighted least squares, which for a power also is Newton's, and the step
+    is the best along it. The weighted residual w x of the least squares satisfies Bᵀ(w x) = b_j but for a factor,
+    so each step proves an upper bound by Hölder's inequality: 1 = ⟨b_j, y⟩ = ⟨z, By⟩ ≤ ‖z‖_q ‖By‖_p.
+    """
+    n, r = B.shape
+    lower, upper, queries = np.zeros(len(keys)), np.ones(len(keys)), B[keys]
+    outer = np.einsum("la,lb->lab", B, B).reshape(n, r * r)
+    q, longest = p / (p - 1), 2 * max(1.0, 1 / (p - 1))
+    at = np.arange(len(keys))
+    y = B[keys]
+    for _ in range(_STEPS):
+        target = B[keys[at]]
+        y = y / np.einsum("ja,ja->j", target, y)[:, None]
+        x = y @ B.T
+        size = np.abs(x)
+        largest = size.max(axis=1, keepdims=True)
+        share = size / largest
+        _improve(lower, queries, at, (1 / largest[:, 0]) ** p / (share**p @ counts), y)
+        # Floors keep the system solvable. They cost nothing but speed: z is feasible for any weights.
+        weights = counts * np.maximum(np.maximum(share, 1e-12) ** (p - 2), 1e-13)
+        newest = _solve((weights @ outer).reshape(-1, r, r), target)
+        z = _feasible(weights * (newest @ B.T), B, counts, target)
+        each = np.abs(z) / counts
+        top = each.max(axis=1)
+        upper[at] = np.minimum(upper[at], top**p * ((each / top[:, None]) ** q @ counts) ** (p - 1))
+        open_ = upper[at] - lower[at] > _CLOSED * upper[at]
+        if not open_.any():
+            break
+        at, y, x, target, newest = at[open_], y[open_], x[open_], target[open_], newest[open_]
+        direction = newest / np.einsum("ja,ja->j", target, newest)[:, None] - y
+        y = y + _best_step(x, direction @ B.T, _power_slope(counts, p), longest)[:, None] * direction
+    return lower, upper, queries
+
+
+def _power_slope(counts: Floats, p: float) -> Callable[[Floats], Floats]:
+    def slope(x: Floats) -> Floats:
+        return np.asarray(counts * np.sign(x) * (np.abs(x) / np.abs(x).max(axis=1, keepdims=True)) ** (p - 1))
+
+    return slope
+
+
+def _solve(matrices: Floats, sides: Floats) -> Floats:
+    """Solve positive semi-definite systems, with as much ridge as rounding asks for."""
+    r = matrices.shape[-1]
+    trace = np.trace(matrices, axis1=-2, axis2=-1)[:, None, None]
+    return np.asarray(np.linalg.solve(matrices + 1e-15 * trace * np.eye(r), sides[:, :, None])[:, :, 0])
+
+
+def _best_step(x: Floats, dx: Floats, slope: Callable[[Floats], Floats], longest: float) -> Floats:
+    """Return the step in [0, longest] at which a convex sum, of which `slope` has the terms' derivatives, is least."""
+    low, high = np.zeros(len(x)), np.full(len(x), longest)
+    for _ in range(32):
+        middle = (low + high) / 2
+        rising = np.einsum("jl,jl->j", slope(x + middle[:, None] * dx), dx) > 0
+        low, high = np.where(rising, low, middle), np.where(rising, middle, high)
+    return low
+
+
+def _by_vertices(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, Floats]:
+    """Bracket the sensitivities for p ≤ 1: Σ c_l |x_l|^p is concave where no x_l changes its sign.
+
+    So it is least at a vertex of the cells, where r − 1 independent keys score 0: one query for each such subset,
+    the same for every j.
+    """
+    n, r = B.shape
+    subsets = math.comb(n, r - 1)
+    if subsets * n > _MOST_VERTICES:
+        raise ValueError(
+            f"K has {n} distinct keys of rank {r}, so that f = Power({p:g}) has {subsets} vertices; expected at most "
+            f"{_MOST_VERTICES // n} with so many keys. Give fewer keys or columns, or an exponent of at least 1"
+        )
+    lower, upper, queries = np.zeros(n), np.zeros(n), np.zeros(B.shape)
+    norms = np.linalg.norm(B, axis=1)
+    unit = B / norms[:, None]
+    several = itertools.combinations(range(n), r - 1)
+    for part in _chunks(subsets, max(n, r * r)):
+        size = len(range(subsets)[part])
+        index = np.array(list(itertools.islice(several, size)), dtype=np.intp).reshape(size, r - 1)
+        _, s, Vt = np.linalg.svd(unit[index], full_matrices=True)
+        least = s[:, -1] if r > 1 else np.ones(size)
+        kept = least > 64 * r * _EPS  # a subset that is dependent has a vertex in common with one that is not
+        if not kept.any():
+            continue
+        y = Vt[kept, -1]
+        x = np.abs(y @ B.T)
+        doubt = (8 * r * _EPS / least[kept])[:, None] * norms
+        for array in (x, doubt):
+            np.put_along_axis(array, index[kept], 0.0, axis=1)
+        small, large = np.maximum(x - doubt, 0.0) ** p, (x + doubt) ** p
+        sums = [np.maximum(terms @ counts, 1e-300)[:, None] for terms in (large, small)]
+        # The own term of a key counts alike above and below.
+        below, above = (
+            own / np.maximum(total - counts * (other - own), own * counts + 1e-300)
+            for own, other, total in ((small, large, sums[0]), (large, small, sums[1]))
+        )
+        _improve(lower, queries, np.arange(n), below.max(axis=0), y[below.argmax(axis=0)])
+        upper = np.maximum(upper, above.max(axis=0))
+    return lower, upper, queries
+
+
+# -- other even functions --------------------------------------------------------------
+
+
+def _slope(f: Huber | L1L2 | Fair, x: Floats) -> tuple[Floats, Floats]:
+    """Return f'(x)/x and f''(x)."""
+    size = np.abs(x)
+    if isinstance(f, Huber):
+        return f.delta / np.maximum(size, f.delta), (size < f.delta).astype(np.float64)
+    if isinstance(f, L1L2):
+        root = np.hypot(1.0, size / math.sqrt(2))
+        return 1 / root, root**-3.0
+    return 1 / (1 + size / f.c), (1 + size / f.c) ** -2.0
+
+
+def _by_line(B: Floats, counts: Floats, f: Huber | L1L2 | Fair) -> tuple[Floats, Floats, Floats]:
+    """Search max f(t)/m(t), where m(t) = min Σ c_l f(⟨b_l, y⟩) over ⟨b_j, y⟩ = t is a convex programme."""
+    n, r = B.shape
+    keys = np.arange(n)
+    linear, _, steep = _by_programme(B, counts)
+    squares = _by_leverage(B)
+    turn = f.delta if isinstance(f, Huber) else f.c if isinstance(f, Fair) else 1.0
+    # The limits t → 0 and t → ∞, by queries for which f(x) is x² and |x|, but for constants and rounding.
+    best, queries = squares.copy(), 2.0**-60 * turn * _unit(B)
+    _improve(best, queries, keys, linear, 2.0**60 * turn * steep)
+    grid = math.log(turn) + np.linspace(math.log(1e-4), math.log(1e4), 33)
+    starts = (B / squares[:, None], steep)
+
+    def reached(j: npt.NDArray[np.intp], t: Floats) -> tuple[Floats, Floats]:
+        sums, y = np.full(len(j), np.inf), np.zeros((len(j), r))
+        for part in _chunks(len(j), max(n, r**2)):
+            sums[part], y[part] = _least_sums(B, counts, f, j[part], t[part], starts)
+        return np.asarray(f(t) / sums), y
+
+    values, y = reached(np.repeat(keys, len(grid)), np.tile(np.exp(grid), n))
+    values = values.reshape(n, len(grid))
+    top = values.argmax(axis=1)
+    _improve(best, queries, keys, values.max(axis=1), y.reshape(n, len(grid), r)[keys, top])
+    low, high = grid[np.maximum(top - 1, 0)], grid[np.minimum(top + 1, len(grid) - 1)]
+    golden = (math.sqrt(5) - 1) / 2
+
+    def ratio(t: Floats) -> Floats:
+        values, y = reached(keys, np.exp(t))
+        _improve(best, queries, keys, values, y)
+        return values
+
+    inner = [high - golden * (high - low), low + golden * (high - low)]
+    ratios = [ratio(t) for t in inner]
+    for _ in range(30):
+        left = ratios[0] > ratios[1]
+        low, high = np.where(left, low, inner[0]), np.where(left, inner[1], high)
+        new = np.where(left, high - golden * (high - low), low + golden * (high - low))
+        value = ratio(new)
+        inner = [np.where(left, new, inner[1]), np.where(left, inner[0], new)]
+        ratios = [np.where(left, value, ratios[1]), np.where(left, ratios[0], value)]
+    return best, np.ones(n), queries
+
+
+def _least_sums(
+    B: Floats,
+    counts: Floats,
+    f: Huber | L1L2 | Fair,
+    keys: npt.NDArray[np.intp],
+    t: Floats,
+    starts: tuple[Floats, ...],
+) -> tuple[Floats, Floats]:
+    """Minimise Σ c_l f(⟨b_l, y⟩) over ⟨b_j, y⟩ = t for each pair of a key j and a t, by Newton's method."""
+    n, r = B.shape
+    outer = np.einsum("la,lb->lab", B, B).reshape(n, r * r)
+
+    def sums(y: Floats) -> Floats:
+        return np.asarray(f(y @ B.T) @ counts)
+
+    first = [start[keys] * t[:, None] for start in starts]
+    values = np.stack([sums(y) for y in first])
+    least: Floats = values.min(axis=0)
+    at = np.arange(len(keys))
+    queries = np.stack(first)[values.argmin(axis=0), at]
+    y = queries
+    for step in range(60):
+        target, x = B[keys[at]], y @ B.T
+        first_, second = _slope(f, x)
+        gradient = (counts * first_ * x) @ B
+        # Newton's curvature may vanish far off; that of reweighted least squares does not, and always descends.
+        weights = counts * (first_ if step % 4 == 0 else np.maximum(second, 1e-4 * first_))
+        matrices = (weights @ outer).reshape(-1, r, r)
+        free, held = _solve(matrices, gradient), _solve(matrices, target)
+        along = np.einsum("ja,ja->j", target, free) / np.einsum("ja,ja->j", target, held)
+        direction = along[:, None] * held - free
+        s = _best_step(x, direction @ B.T, lambda x: counts * _slope(f, x)[0] * x, 4.0)
+        y = y + s[:, None] * direction
+        y = y * (t[at] / np.einsum("ja,ja->j", target, y))[:, None]
+        value = sums(y)
+        gain = least[at] - value
+        less = gain > 0
+        least[at[less]], queries[at[less]] = value[less], y[less]
+        moving = (gain > 1e-14 * value) | (step < 5)
+        if not moving.any():
+            break
+        at, y = at[moving], y[moving]
+    return least, queries
+
+
+def _by_search(B: Floats, counts: Floats, f: AttentionFunction) -> tuple[Floats, Floats, Floats]:
+    """Search the best query of each key: many starts at many scales, random steps, then a simplex method."""
+    from scipy.optimize import minimize
+
+    n, r = B.shape
+    keys = np.arange(n)
+    rounding = 4 * r * _EPS * np.linalg.norm(B, axis=1)
+    rng = np.random.default_rng(0)
+
+    def scores(y: Floats) -> Floats:
+        doubt = rounding * np.linalg.norm(y, axis=1, keepdims=True)  # or it would find the queries of lucky rounding
+        return _scores(f, y @ B.T, counts, doubt)
+
+    best, queries = scores(np.zeros((1, r)))[0], np.zeros(B.shape)
+    live = np.flatnonzero(B.any(axis=1))
+    if not live.size:
+        return best, np.ones(n), queries
+    subsets = live[rng.integers(len(live), size=(300, r - 1))]
+    vertices = np.linalg.svd(B[subsets], full_matrices=True)[2][:, -1]
+    directions = np.concatenate([B[live], vertices, rng.standard_normal((300, r))])
+    reach = np.abs(directions @ B.T).max(axis=1, initial=0.0)
+    directions = directions[reach > 0] / reach[reach > 0][:, None]
+    # One start a scale: the best starts of all scales together would be neighbours.
+    scales = np.geomspace(1e-4, 1e6, 31)
+    found, points = np.zeros((len(scales), n)), np.zeros((len(scales), n, r))
+    for scale, top, point in zip(scales, found, points, strict=True):
+        for part in _chunks(len(directions), n):
+            values = scores(scale * directions[part])
+            _improve(top, point, keys, values.max(axis=0), scale * directions[part][values.argmax(axis=0)])
+    spread = np.full(found.shape, 0.3)
+    for step in range(200):
+        if step == 40:
+            order = np.argsort(-found, axis=0, kind="stable")[:4]
+            found, spread = np.take_along_axis(found, order, axis=0), np.take_along_axis(spread, order, axis=0)
+            points = np.take_along_axis(points, order[:, :, None], axis=0)
+        size = spread[:, :, None] * np.linalg.norm(points, axis=2, keepdims=True) / math.sqrt(r)
+        y = points + size * rng.standard_normal(points.shape)
+        y *= np.exp(spread * rng.standard_normal(spread.shape))[:, :, None]
+        value = np.stack([np.diagonal(scores(each)) for each in y])
+        better = value > found
+        found, points = np.where(better, value, found), np.where(better[:, :, None], y, points)
+        spread = np.clip(np.where(better, 1.5 * spread, 0.9 * spread), 1e-8, 1.0)
+    _improve(best, queries, keys, found.max(axis=0), points[found.argmax(axis=0), keys])
+    for j in live.tolist():
+
+        def worth(y: Floats, j: int = j) -> float:
+            return -float(scores(y[None])[0, j])
+
+        for start in points[:, j]:
+            options: Any = {"xatol": 1e-10 * float(np.abs(start).max()), "fatol": 1e-12, "maxiter": 150 * r}
+            result = minimize(worth, start, method="Nelder-Mead", options=options)
+            _improve(best, queries, keys[j : j + 1], np.array([-float(result.fun)]), result.x[None])
+    return np.diagonal(_scores(f, queries @ B.T, counts)), np.ones(n), queries
+
+
+# -- softmax ---------------------------------------------------------------------------
+
+
+def _of_softmax(keys: Floats, f: Softmax) -> ExactSensitivities:
+    method = "concave programme"
+    root = f.root(keys.shape[1])
+    if len(keys) == 0:
+        return ExactSensitivities(np.zeros(0), np.zeros(0), np.zeros(keys.shape), method)
+    rows, inverse, counts = _distinct(keys + 0.0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        logits = (rows - rows.mean(axis=0)) @ root  # softmax does not see the shift
+        largest = np.abs(logits).max()
+    if not largest < _MOST_LOGIT:
+        raise ValueError(f"K and f make logits of {largest:.2g}; expected less than {_MOST_LOGIT:.0e}. Scale K down")
+    V = np.linalg.svd(logits, full_matrices=False)[2].T  # rotates the ball, and leaves no spare axis
+    A = logits @ V
+    lower, upper, u = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(A.shape)
+    for part in _chunks(len(rows), max(len(rows), A.shape[1] ** 2)):
+        lower[part], upper[part], u[part] = _most_logits(A, np.log(counts), np.arange(len(rows))[part])
+    slack = 8 * _EPS * (A.shape[1] + 4) * float(np.linalg.norm(A, axis=1).max())
+    lower, upper = np.exp(lower - slack), np.minimum(np.exp(np.minimum(upper + slack, 0.0)), 1.0)
+    queries = u @ (root @ V).T
+    return ExactSensitivities(lower[inverse], np.maximum(lower, upper)[inverse], queries[inverse], method)
+
+
+def _most_logits(A: Floats, log_counts: Floats, keys: npt.NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
+    """Bracket the largest ⟨a_j, u⟩ − log Σ c_l exp⟨a_l, u⟩ over ‖u‖ ≤ 1 for each of the keys j.
+
+    Each step maximises the quadratic model in the ball and goes the best part of the way. The function is concave,
+    so the largest value of its tangent plane in the ball is an upper bound.
+    """
+    n, r = A.shape
+    lower, upper, queries = np.full(len(keys), -np.inf), np.zeros(len(keys)), np.zeros((len(keys), r))
+    outer = np.einsum("la,lb->lab", A, A).reshape(n, r * r)
+    at, u = np.arange(len(keys)), np.zeros((len(keys), r))
+
+    def weights(logits: Floats) -> tuple[Floats, Floats]:
+        shift = logits.max(axis=1, keepdims=True)
+        terms = np.exp(logits - shift)
+        total = terms.sum(axis=1, keepdims=True)
+        return terms / total, (shift + np.log(total))[:, 0]
+
+    for _ in range(_STEPS):
+        own, x = A[keys[at]], u @ A.T
+        parts, sums = weights(x + log_counts)
+        value = np.einsum("ja,ja->j", own, u) - sums
+        mean = parts @ A
+        gradient = own - mean
+        steep = np.linalg.norm(gradient, axis=1)
+        unit = gradient / np.maximum(steep, 1e-300)[:, None]
+        # ‖∇‖ − ⟨∇, u⟩ without its cancellation
+        inside = np.maximum(1 - np.einsum("ja,ja->j", u, u), 0.0)
+        gap = steep * (((unit - u) ** 2).sum(axis=1) + inside) / 2
+        _improve(lower, queries, at, value, u)
+        upper[at] = np.minimum(upper[at], value + gap)
+        open_ = upper[at] - lower[at] > _CLOSED
+        if not open_.any():
+            break
+        at, u, own, x, parts, gradient, mean = (v[open_] for v in (at, u, own, x, parts, gradient, mean))
+        spread = (parts @ outer).reshape(-1, r, r) - mean[:, :, None] * mean[:, None, :]
+        move = _ball_step(spread, gradient + np.einsum("jab,jb->ja", spread, u)) - u
+        dx, gain = move @ A.T, np.einsum("ja,ja->j", own, move)
+        low, high = np.zeros(len(at)), np.ones(len(at))
+        full = gain - np.einsum("jl,jl->j", weights(x + dx + log_counts)[0], dx) >= 0
+        for _ in range(40):
+            middle = (low + high) / 2
+            slope = gain - np.einsum("jl,jl->j", weights(x + middle[:, None] * dx + log_counts)[0], dx)
+            low, high = np.where(slope > 0, middle, low), np.where(slope > 0, high, middle)
+        u = u + np.where(full, 1.0, low)[:, None] * move
+        u = u / np.maximum(np.linalg.norm(u, axis=1), 1.0)[:, None]
+    return lower, upper, queries
+
+
+def _ball_step(matrices: Floats, sides: Floats) -> Floats:
+    """Minimise vᵀNv/2 − ⟨c, v⟩ over ‖v‖ ≤ 1, for positive semi-definite N."""
+    values, vectors = np.linalg.eigh(matrices)
+    values = np.maximum(values, 1e-15 * values[:, -1:])
+    c = np.einsum("jab,ja->jb", vectors, sides)
+    length = np.linalg.norm(c, axis=1)
+    # ‖v‖ = ‖(N + μ)⁻¹ c‖ falls with μ, and is at most 1 at μ = ‖c‖
+    low, high = np.zeros(len(c)), length.copy()
+    floor = np.maximum(1e-100 * length, 1e-300)[:, None]  # the square of a longer v would overflow
+
+    def at(mu: Floats) -> Floats:
+        return np.asarray(c / np.maximum(values + mu[:, None], floor))
+
+    inside = np.linalg.norm(at(low), axis=1) <= 1
+    for _ in range(100):
+        middle = (low + high) / 2
+        outside = np.linalg.norm(at(middle), axis=1) > 1
+        low, high = np.where(outside, middle, low), np.where(outside, high, middle)
+    v = at(np.where(inside, 0.0, high))
+    return np.asarray(np.einsum("jab,jb->ja", vectors, v))

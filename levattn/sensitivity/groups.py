@@ -1,0 +1,468 @@
+"""Groups of keys: what a query can give a whole group, and groups of near-duplicates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import Matrices, as_matrices, take, to_device, to_numpy
+from levattn._core.random import as_seed
+from levattn._core.threads import parallel_for
+from levattn._kernels import Float64
+from levattn.linalg.factor import Factor, blockwise_product, dense
+from levattn.sensitivity.leverage import factorize
+
+__all__ = ["as_labels", "group_leverage", "group_scores", "near_duplicates"]
+
+Int64 = npt.NDArray[np.int64]
+
+_CHUNK = 1 << 11  # rows that are whitened, compared or given signatures at a time
+_LEAST_ANGLE = 1e-8  # finer ones are below the rounding of whitened keys
+_TINY = 2.0**-500  # squared norms below which a whitened key is computed anew from the key scaled up
+_SINGLE_CHORD = 2e-6  # error of the distance of two unit vectors in float32, rounded up
+_MISS = 1e-4  # probability that a pair at half the angle shares no signature in any round
+_SPARE_BITS = 5  # of a signature, beyond log2 n: so few unrelated keys share one by chance
+_LEADERS = 4  # of a bucket, one after the other
+_ROUNDS_AT_ONCE = 8  # whose signatures are kept, four bytes a key for each
+
+
+def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
+    r"""Group leverage scores: the largest attention that any query can give to all keys of a group together.
+
+    The score of a group S of keys is
+
+    .. math:: \tau_S = \max_q \sum_{j \in S} \langle q, k_j\rangle^2 / \sum_l \langle q, k_l\rangle^2
+        = \lambda_{\max}\Bigl(\sum_{j \in S} x_j x_j^T\Bigr),
+
+    with the keys whitened, :math:`x_j = W^T k_j`, so that :math:`\|x_j\|^2` is the leverage score
+    :math:`\tau_j` and the sum of all :math:`x_j x_j^T` is the identity. Of m copies of a key none scores above 1/m, so
+    no universal set of ε > 1/m has any of them, and yet together they may hold all that a query attends to; the score
+    of their group says so. It is at least the largest of its keys' leverage scores, and at most their sum and 1. Over
+    the groups of a partition the scores sum to at most the rank, so at most rank/ε groups reach ε.
+
+    The scores are exact, up to rounding: moments are in float64 whatever the dtype of the keys, and the rank is the
+    exact one. Where float64 cannot resolve a direction, groups have the sum of bounds of their keys' scores:
+    an *over*-estimate.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys, as in `leverage_scores`.
+    labels : array of int, shape (..., n)
+        The group of each key, numbered from 0; -1 for a key in no group. As a numpy array, a list, or an array of
+        any namespace. Keys in no group still receive attention: they are part of the denominator.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part. The others are removed: they are in no group and their values are not read.
+
+    Returns
+    -------
+    array of float64, shape (..., g)
+        Scores in the caller's kind of array, on its device, for g = the largest label + 1 groups (of all matrices of a
+        batch, masked keys included). A group without keys has 0.
+
+    Raises
+    ------
+    TypeError
+        If K is not an array of real floating dtype, the labels are not integers, or the mask is not boolean.
+    ValueError
+        If a shape does not fit, or a label is below -1.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask.
+
+    See Also
+    --------
+    near_duplicates : Groups of keys that queries hardly tell apart.
+    leverage_scores : The scores of groups of one key.
+
+    Notes
+    -----
+    Time O(n d²) for the whitening, and O(s² d + s³) for a group of s keys, O(s d² + d³) for one of more than the rank.
+    Memory beyond K: O(d² + n + g) and that of some thousand rows. The small matrices are LAPACK's, and as reproducible
+    as the LAPACK is; keys and groups in another order give the same scores to rounding.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
+    Attentions", ICLR 2025 (arXiv:2410.05462), section 3, for single keys; a group is a key of several columns.
+
+    Examples
+    --------
+    Forty near-copies of one direction: the universal set of ε = 0.1 has none of them, and half of what some query
+    attends to is theirs.
+
+    >>> import numpy as np, levattn
+    >>> rng = np.random.default_rng(0)
+    >>> K = rng.standard_normal((1000, 8))
+    >>> K[:40] = 5 * np.eye(8)[0] + 0.01 * rng.standard_normal((40, 8))
+    >>> len(levattn.universal_set(K, 0.1))
+    0
+    >>> levattn.group_leverage(K, levattn.near_duplicates(K)).round(2)
+    array([0.52])
+    """
+    matrices = as_matrices(K, "K")
+    groups = as_labels(labels, matrices)
+    scores = group_scores(factorize(matrices, method="auto", mask=mask, single="no"), groups)
+    return matrices.wrap(to_device(scores, matrices.data))
+
+
+def group_scores(factor: Factor, labels: Int64) -> Float64:
+    """Return the group leverage scores of factored keys, (b, g), for labels (b, n).
+
+    Where directions below the numerical rank cannot be computed, they are sums of scores, which bound them.
+    """
+    groups = labels.copy()
+    count = int(groups.max(initial=-1)) + 1
+    tau = to_numpy(factor.exactly().scores(wide=True)[0])
+    scores: Float64 = np.zeros((len(groups), count))
+    for item in range(len(groups)):
+        one = factor.item(item)
+        if one.rows.mask is not None:
+            groups[item, ~to_numpy(one.rows.mask)[0]] = -1
+        if count:
+            fine = factor.hidden.get(item, one)  # of the exact rank
+            summed = fine is None
+            one = one if fine is None or fine is one else fine.on(one.rows)
+            scores[item] = _scores(one, groups[item], count, tau[item], summed=summed)
+            if item in factor.hidden:  # where the scores of keys are raised by their error as well
+                scores[item] = np.minimum(scores[item] * (1 + 4 * float(one.score_error[0])), 1.0)
+    return scores
+
+
+def as_labels(labels: Any, matrices: Matrices) -> Int64:
+    """Check the labels that go with `matrices` and return a copy, (b, n) int64."""
+    hint = "Give each key the number of its group, and -1 to a key in none"
+    if not array_api_compat.is_array_api_obj(labels):
+        try:
+            labels = np.asarray(labels)
+        except ValueError as error:
+            raise ValueError(f"labels is a {type(labels).__name__} that makes no array ({error}). {hint}") from error
+    found = to_numpy(labels)
+    expected = (*matrices.batch, matrices.n)
+    if found.shape != expected:
+        raise ValueError(f"labels has shape {found.shape}; expected {expected}, one label a key. {hint}")
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"labels has dtype {labels.dtype}; expected integers. {hint}")
+    if found.size and (found.min() < -1 or found.max() >= np.iinfo(np.int64).max):
+        worst = int(found.min()) if found.min() < -1 else int(found.max())
+        raise ValueError(f"labels holds {worst}; expected numbers of groups, from 0 on, or -1. {hint}")
+    return np.array(found, np.int64).reshape(tuple(matrices.data.shape[:2]))
+
+
+def _scores(factor: Factor, labels: Int64, count: int, tau: Float64, *, summed: bool) -> Float64:
+    """Return the scores of the groups of one matrix, whose keys have the leverage scores `tau`, or sums of these."""
+    order = np.argsort(labels, kind="stable")
+    order = order[np.searchsorted(labels, 0, sorter=order) :]
+    sizes = np.bincount(labels[order], minlength=count)
+    starts = np.cumsum(sizes) - sizes
+    least, total, scores = np.zeros(count), np.zeros(count), np.zeros(count)
+    some = np.flatnonzero(sizes)
+    if len(some):
+        least[some] = np.maximum.reduceat(tau[order], starts[some])
+        total[some] = np.add.reduceat(tau[order], starts[some])
+    if summed:
+        return np.minimum(total, 1.0)
+    rank = _dimensions(factor)
+    for size in np.unique(sizes[sizes > 1]).tolist() if rank else []:
+        equal, few = np.flatnonzero(sizes == size), size < rank
+        for block in _parts(len(equal), max(1, _CHUNK // size)):
+            groups = equal[block]
+            rows = order[starts[groups, None] + np.arange(size)]
+            moments: Float64 = np.zeros((len(groups), min(size, rank), min(size, rank)))
+            for part in _parts(size, size if few else _CHUNK):
+                X = _whitened(factor, rows[:, part].ravel()).reshape(len(groups), -1, rank)
+                Y = X.transpose(0, 2, 1)
+                moments += X @ Y if few else Y @ X
+            scores[groups] = np.linalg.eigvalsh(moments)[:, -1]
+    # rounding may lift a score above its bounds; a row counted as 1 has no x, and lifts the lower one
+    return np.clip(scores, least, np.maximum(least, np.minimum(total, 1.0)))
+
+
+def _parts(n: int, step: int) -> Iterator[slice]:
+    """Yield the slices of ``range(n)`` in steps."""
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def _whitened(factor: Factor, rows: Int64, *, even: bool = False) -> Float64:
+    """Return ``x = Wᵀk`` for some rows of one matrix, (m, rank); each times a power of two if `even`."""
+    taken = replace(factor.rows, keys=take(factor.rows.keys, rows), mask=None)
+    X = dense(taken, 0, len(rows))
+    if even:  # so that no tiny row loses its digits
+        X = np.ldexp(X, -np.frexp(np.max(np.abs(X), axis=1, keepdims=True))[1])
+    return factor.whitened(X)
+
+
+def _dimensions(factor: Factor) -> int:
+    """Return how many numbers a whitened key has, for a batch of one."""
+    return int(np.count_nonzero(np.any(factor.whitening[0] != 0, axis=0)))
+
+
+def _is_compensated(factor: Factor) -> bool:
+    return factor.arithmetic[0] == "compensated"
+
+
+def near_duplicates(
+    K: Any,
+    /,
+    *,
+    angle: float = 0.1,
+    mask: Any = None,
+    rng: int | np.random.Generator | None = None,
+) -> Any:
+    r"""Group the keys that are near-duplicates of each other: those that queries hardly tell apart.
+
+    Two keys are linked if the angle between :math:`x_j` and :math:`x_l` or :math:`-x_l` is at most `angle`, and groups
+    are what links connect. Here :math:`x_j = W^T k_j` are the whitened keys, whose products with a query, whitened
+    likewise, are those of the keys, and whose squared norms are the leverage scores: the metric in which queries see
+    them. As f(x) = x² sees neither sign nor scale, neither do angles: ``-k`` and ``c * k`` are duplicates of k.
+
+    Every link is verified: its two keys are within `angle`, up to rounding. What may happen is that a pair is
+    *missed*. Keys are compared where random signatures agree, and two keys at half the angle share none of them with
+    a probability of at most 1e-4. Where they share one they come into one group, unless keys before them get in
+    between: one that is in a group with one of the two or is linked to it, and not to the other, or four that are far
+    from both. Nothing is promised of pairs between half the angle and the whole. A miss can only split a group, or
+    leave a key alone: the scores that `group_leverage` gives to the groups that were found are exact.
+
+    Links chain: keys of a group may be farther than `angle` from each other. For a group S of keys within `angle` of
+    one of them,
+
+    .. math:: \cos^2(\mathrm{angle}) \sum_{j \in S} \tau_j \le \tau_S \le \sum_{j \in S} \tau_j,
+
+    so its score is nearly the sum of its keys' leverage scores: the query along that one key shows it. For chained
+    groups the lower bound need not hold.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys, as in `leverage_scores`.
+    angle : float in [1e-8, π/4], default 0.1
+        Largest angle of a link, in radians.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part. The others are in no group and their values are not read.
+    rng : int or numpy.random.Generator, optional
+        Seed of the signatures, 0 if left out. All matrices of a batch share them.
+
+    Returns
+    -------
+    array of int64, shape (..., n)
+        The group of each key, in the caller's kind of array, on its device; in each matrix groups are numbered from
+        0 in the order of their first keys. -1 for a key without a near-duplicate, for keys of zeros, and for rows
+        that reach outside the numerical row space (which `leverage_scores` counts as 1), as their directions are not
+        known.
+
+    Raises
+    ------
+    TypeError
+        If K is not an array of real floating dtype, or an option is of the wrong type.
+    ValueError
+        If a shape or the angle is wrong.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask.
+
+    See Also
+    --------
+    group_leverage : The largest attention that a query can give to each group.
+
+    Notes
+    -----
+    A signature has k ≈ log2(n) + 5 bits: the sides of k random hyperplanes through the origin on which a whitened key
+    lies, all flipped if the first is set. Two keys at an angle θ share one with a probability of at least (1 −
+    θ/π)^k. The number of rounds R, each with hyperplanes of its own, is such that (1 − (1 − angle/2π)^k)^R is at most
+    1e-4: 8 for n = 10⁵ and the default, 3 for small angles, about 170 for π/4. In a round keys of the same signature
+    are compared with the first of them, those that are far from it with the first of those, and so on up to four
+    times. Time O(n d² + R n (d k + log n)), memory O(n d), whatever the keys.
+
+    References
+    ----------
+    Charikar, "Similarity estimation techniques from rounding algorithms", STOC 2002, section 3: the probability that
+    the bits of two signatures agree.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> rng = np.random.default_rng(0)
+    >>> K = rng.standard_normal((200, 8))
+    >>> K[:3] = K[100] * [[1.0], [-1.0], [50.0]]
+    >>> K[3] = 1.01 * K[150] + 1e-3
+    >>> labels = levattn.near_duplicates(K)
+    >>> np.flatnonzero(labels == 0), np.flatnonzero(labels == 1), labels.max()
+    (array([  0,   1,   2, 100]), array([  3, 150]), np.int64(1))
+    """
+    angle = _check_angle(angle)
+    seed = as_seed(rng)
+    matrices = as_matrices(K, "K")
+    factor = factorize(matrices, method="auto", mask=mask, single="no")
+    labels: Int64 = np.full((factor.rows.shape[0], matrices.n), -1)
+    alone = np.zeros(len(labels), np.bool_) if factor.wide is None else factor.wide.independent  # orthogonal keys
+    for item in np.flatnonzero(~alone).tolist():
+        directions = _directions(factor.item(item))
+        labels[item, directions.rows] = _numbered(_linked(directions, angle, np.random.default_rng(seed)))
+    return matrices.wrap(to_device(labels, matrices.data))
+
+
+def _check_angle(angle: Any) -> float:
+    if isinstance(angle, bool) or not isinstance(angle, int | float | np.integer | np.floating):
+        raise TypeError(f"angle is {angle!r}; expected a real number, in radians")
+    if not _LEAST_ANGLE <= angle <= math.pi / 4:
+        raise ValueError(
+            f"angle is {angle!r}; expected {_LEAST_ANGLE} <= angle <= π/4, in radians (numpy.deg2rad converts degrees)"
+        )
+    return float(angle)
+
+
+@dataclass(frozen=True)
+class _Directions:
+    """Whitened keys of one matrix, normalised and rounded to float32, and the factor and rows that they come from."""
+
+    unit: npt.NDArray[np.float32]
+    factor: Factor
+    rows: Int64
+
+    def near(self, a: Int64, b: Int64, angle: float) -> npt.NDArray[np.bool_]:
+        """Tell which pairs are within the angle of each other, up to sign; in float64 where float32 cannot tell."""
+        limit = 2 * math.sin(angle / 2)
+        chords: npt.NDArray[Any] = np.empty(len(a), np.float32)
+        for part in _parts(len(a), _CHUNK):
+            chords[part] = _chords(self.unit[a[part]], self.unit[b[part]])
+        near = chords <= limit
+        close = np.flatnonzero(np.abs(chords - limit) <= _SINGLE_CHORD)
+        for part in _parts(len(close), _CHUNK):
+            pairs = [_normalised(_whitened(self.factor, self.rows[ends[close[part]]], even=True)) for ends in (a, b)]
+            near[close[part]] = _chords(*pairs) <= limit
+        return np.asarray(near)
+
+
+def _chords(A: npt.NDArray[Any], B: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the distances of unit vectors, up to sign."""
+    signs = np.copysign(A.dtype.type(1), np.einsum("ij,ij->i", A, B))
+    A = A - signs[:, None] * B
+    return np.asarray(np.sqrt(np.einsum("ij,ij->i", A, A)))
+
+
+def _normalised(X: Float64) -> Float64:
+    squares = np.einsum("ij,ij->i", X, X)[:, None]
+    return X / np.sqrt(np.where(squares > 0, squares, 1.0))
+
+
+def _directions(factor: Factor) -> _Directions:
+    """Return the directions of the keys of one matrix; those that have none are left out."""
+    n = factor.rows.shape[1]
+    unit = np.empty((n, _dimensions(factor)), np.float32)
+    live = np.ones(n, np.bool_) if factor.rows.mask is None else to_numpy(factor.rows.mask)[0].copy()
+    if factor.outside:
+        factors = (replace(factor, outside={}), factor)
+        plain, counted = (to_numpy(f.scores(wide=True, numerical=True)[0])[0] for f in factors)
+        live &= plain == counted
+
+    def body(index: int) -> None:
+        part = slice(_CHUNK * index, min(_CHUNK * (index + 1), n))
+        with np.errstate(over="ignore", invalid="ignore"):  # of masked keys, which become zeros
+            X = factor.whitened(dense(factor.rows, part.start, part.stop))
+        squares = np.einsum("ij,ij->i", X, X)
+        tiny = np.flatnonzero(squares < _TINY)
+        tiny = tiny[live[part][tiny]]
+        if len(tiny):
+            X[tiny] = _whitened(factor, tiny + part.start, even=True)
+            squares[tiny] = np.einsum("ij,ij->i", X[tiny], X[tiny])
+            live[part][tiny] = squares[tiny] > 0
+        unit[part] = X * (1 / np.sqrt(np.where(squares > 0, squares, 1.0)))[:, None]
+
+    # precise products are on the thread pool themselves
+    parallel_for(body, -(-n // _CHUNK), threads=1 if _is_compensated(factor) else None)
+    rows = np.flatnonzero(live)
+    return _Directions(unit if len(rows) == n else unit[rows], factor, rows)
+
+
+def _numbered(components: Int64) -> Int64:
+    """Number the components of at least two members in the order of their first ones; the rest is -1."""
+    _, first, inverse, sizes = np.unique(components, return_index=True, return_inverse=True, return_counts=True)
+    numbers = np.full(len(first), -1)
+    kept = np.flatnonzero(sizes > 1)
+    numbers[kept[np.argsort(first[kept])]] = np.arange(len(kept))
+    return np.asarray(numbers[inverse], np.int64)
+
+
+def _signature_plan(n: int, angle: float) -> tuple[int, int]:
+    """Return how many bits a signature of n keys has, and how many rounds make a miss as rare as it is to be."""
+    bits = min(max(n - 1, 1).bit_length() + _SPARE_BITS, 32, 64 - n.bit_length())
+    missed = -math.expm1(bits * math.log1p(-angle / (2 * math.pi)))
+    return bits, max(3, math.ceil(math.log(_MISS) / math.log(missed)))
+
+
+def _linked(directions: _Directions, angle: float, generator: np.random.Generator) -> Int64:
+    """Return the component of each unit vector in the graph of the links that are found."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    n, r = directions.unit.shape
+    components = np.arange(n)
+    if n < 2:
+        return components
+    bits, rounds = _signature_plan(n, angle)
+    for part in _parts(rounds, _ROUNDS_AT_ONCE):
+        count = part.stop - part.start
+        planes = generator.standard_normal((count, bits, r), np.float32)
+        for codes in _signatures(directions.unit, planes):
+            a, b = _links(directions, codes, components, angle)
+            if len(a):
+                size = int(components.max()) + 1
+                graph = coo_array((np.ones(len(a), np.int8), (components[a], components[b])), shape=(size, size))
+                components = connected_components(graph, directed=False)[1][components].astype(np.int64)
+    return components
+
+
+def _signatures(X: npt.NDArray[np.float32], planes: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
+    """Return the signatures of some rounds, (rounds, n): on which sides of planes (rounds, bits, r) rows are."""
+    rounds, bits, r = planes.shape
+    columns = np.ascontiguousarray(planes.reshape(rounds * bits, r).T)
+    codes = np.empty((rounds, len(X)), np.uint32)
+    flip = np.packbits(np.arange(32) < bits).view(np.uint32)[0]
+
+    def body(index: int) -> None:
+        part = slice(_CHUNK * index, _CHUNK * (index + 1))
+        products = blockwise_product(X[part], columns).reshape(-1, rounds, bits)
+        sides = np.zeros((len(products), rounds, 32), np.bool_)
+        np.less(products, 0, out=sides[:, :, :bits])
+        words = np.packbits(sides, axis=-1).view(np.uint32)[:, :, 0]
+        codes[:, part] = np.where(sides[:, :, 0], words ^ flip, words).T
+
+    parallel_for(body, -(-len(X) // _CHUNK))
+    return codes
+
+
+def _links(
+    directions: _Directions, codes: npt.NDArray[np.uint32], components: Int64, angle: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the verified links between keys of equal codes, of those in different components."""
+    n = len(codes)
+    shift = np.uint64(n.bit_length())
+    keys = np.sort((codes.astype(np.uint64) << shift) | np.arange(n, dtype=np.uint64))
+    members = (keys & ((np.uint64(1) << shift) - np.uint64(1))).astype(np.int64)
+    members, buckets = _shared(members, keys >> shift)
+    found: list[tuple[Int64, Int64]] = []
+    for _ in range(_LEADERS):
+        if not len(members):
+            break
+        first = np.append(True, buckets[1:] != buckets[:-1])
+        leaders = members[np.maximum.accumulate(np.where(first, np.arange(len(members)), 0))]
+        apart = components[members] != components[leaders]
+        asked = np.flatnonzero(apart)
+        near = asked[directions.near(members[asked], leaders[asked], angle)]
+        found.append((members[near], leaders[near]))
+        apart[near] = False
+        members, buckets = _shared(members[apart], buckets[apart])
+    if not found:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    return np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found])
+
+
+def _shared(members: Int64, buckets: npt.NDArray[Any]) -> tuple[Int64, npt.NDArray[Any]]:
+    """Leave out the members that are alone in their bucket; buckets are in ascending order."""
+    same = buckets[1:] == buckets[:-1]
+    kept = np.append(same, False) | np.append(False, same)
+    return (members[kept], buckets[kept]) if len(members) else (members, buckets)

@@ -1,0 +1,249 @@
+"""Leverage scores of the rows of key matrices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices, to_device
+from levattn._core.random import as_seed
+from levattn._kernels import Rows, kernels_for
+from levattn.linalg.factor import Factor, factor_moments, factor_qr, prepare, rank_tolerance, require_finite
+from levattn.linalg.wide import Wide
+from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, halved_scores, projected, sketched_factor
+
+__all__ = [
+    "TIE",
+    "Method",
+    "check_epsilon",
+    "check_method",
+    "factorize",
+    "leverage_scores",
+    "prepared",
+    "refuse_randomness",
+]
+
+Method = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"]
+TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
+
+_EXACT = ("auto", "gram", "qr", "svd")
+
+
+def factorize(
+    matrices: Matrices,
+    *,
+    method: str,
+    ridge: float = 0.0,
+    center: bool = False,
+    mask: Any = None,
+    rtol: float | None = None,
+    single: Literal["no", "scores", "yes"] = "yes",
+) -> Factor:
+    """Check the options and factor the keys by the method; `single` is what "auto" may do in float32."""
+    check_method(method)
+    ridge = _number("ridge", ridge)
+    if not 0 <= ridge < math.inf:
+        raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
+    if rtol is not None:
+        rtol = _number("rtol", rtol)
+        least = rank_tolerance(matrices.d)
+        if not least <= rtol < 1:
+            raise ValueError(
+                f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
+                "to 1, relative to the largest singular value"
+            )
+    rows, wide = prepared(matrices, center, mask), None
+    b, n, d = rows.shape
+    # a ridge and a tolerance of singular values see more than the column space
+    if b and n < d and not isinstance(rows.keys, Csr) and ridge == 0 and rtol is None:
+        largest = kernels_for(rows).column_maxima(rows)
+        require_finite(rows, largest)
+        wide = Wide.of(rows, largest)
+        rows = wide.picked(rows)
+    if method in ("qr", "svd"):
+        factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
+    else:
+        factor = factor_moments(rows, ridge=ridge, rtol=rtol, single=single if method == "auto" else "no")
+    if wide is None:
+        return factor
+    return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))
+
+
+def prepared(matrices: Matrices, center: Any, mask: Any) -> Rows:
+    """Return the keys that take part, less their mean if asked for."""
+    if not isinstance(center, bool | np.bool_):
+        raise TypeError(f"center is {center!r}; expected True or False")
+    return prepare(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {value!r}; expected a real number")
+    return float(value)
+
+
+def check_epsilon(epsilon: Any) -> float:
+    """Return ε as a float in (0, 1], or raise."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float | np.integer | np.floating):
+        raise TypeError(f"epsilon is {epsilon!r}; expected a real number in (0, 1]")
+    if not 0 < epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
+    return float(epsilon)
+
+
+def check_method(method: Any) -> bool:
+    """Raise for an unknown method of leverage scores; return whether it is an approximate one."""
+    if method not in (*_EXACT, *APPROXIMATE):
+        raise ValueError(f"method is {method!r}; expected one of {', '.join(map(repr, (*_EXACT, *APPROXIMATE)))}")
+    return method in APPROXIMATE
+
+
+def refuse_randomness(method: str, sketch_size: Any, rng: Any) -> None:
+    """Raise if an option of the randomised methods is given to an exact one."""
+    for name, value in (("sketch_size", sketch_size), ("rng", rng)):
+        if value is not None:
+            raise ValueError(f"{name} is {value!r}, but method={method!r} is exact and draws no sketch; leave it out")
+
+
+def leverage_scores(
+    K: Any,
+    /,
+    *,
+    method: Method = "auto",
+    ridge: float = 0.0,
+    center: bool = False,
+    mask: Any = None,
+    rtol: float | None = None,
+    sketch_size: int | tuple[int, int] | None = None,
+    rng: int | np.random.Generator | None = None,
+) -> Any:
+    r"""Leverage scores of keys: the largest attention that any query can give each of them.
+
+    The score of key :math:`k_j` is
+
+    .. math:: \tau_j = k_j^T (K^T K)^+ k_j = \max_q \langle q, k_j\rangle^2 / \sum_l \langle q, k_l\rangle^2,
+
+    so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
+
+    Methods "auto", "gram", "qr" and "svd" are exact: the first two form the second moment of the keys, the others
+    factor the keys with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower
+    keys (below 7e-6 where thousands of them are equal, and so rounded alike; "gram", "qr" and "svd" know no such
+    exception), and for float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as
+    the rank is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and
+    a row that reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its
+    size) is given the score 1. So a rank decision may over-estimate a score; it under-estimates one only if all
+    that sets the key apart is smaller than that. (`universal_set` goes by the exact rank and loses no such key.)
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys, one a row; leading axes are batches (heads). float64, float32, float16 or bfloat16, as a numpy array,
+        a torch tensor, or an array of another namespace of the array-API standard. Or one sparse matrix (n, d) in
+        scipy's CSR format, float64 or float32, which is never written out (method "svd" refuses it, and "srht"
+        takes as long as for dense keys).
+    method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"}
+        "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
+        precision. "auto": the same, in float32 where that is as good as float32 scores. "qr": Householder QR of row
+        blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both are corrected
+        once by the moments of the whitened keys. The others are approximate, see Notes; "auto" never takes them.
+    ridge : float, default 0
+        Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score: thresholding
+        ridge scores may miss keys. The sum of the scores is then the effective dimension.
+    center : bool, default False
+        Subtracts the mean of the keys first: right for softmax, which does not see a common shift. These are the
+        exact scores of the centred keys, and with 1/n added an *over-estimate* of those of K.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part. The others are removed: their score is 0 and their values are not read.
+        Leading axes of size 1 are repeated.
+    rtol : float below 1, optional
+        Singular values (of K with columns scaled to unit norm) at or below ``rtol`` times the largest are taken as
+        zero. This *under-estimates* the scores of rows that reach into the directions left out. The default,
+        :math:`16 \sqrt{d} \, 2^{-52}`, is at the rounding of float64 and the least that is allowed; there such
+        rows are given the score 1 instead.
+    sketch_size : int or (int, int), optional
+        Rows of the sketch of "countsketch", "osnap" (rounded up to a multiple of 4) and "srht", and with a pair also
+        the columns of a projection from the right; columns of the projection of "jl"; rows of the sample of "halving".
+        Default: 8 d for "osnap" and "srht"; 4 d² for "countsketch", but no more than n/8 or 16 d; 8 ln n for "jl";
+        n/8, but at least 8 d, for "halving". A ValueError with the exact methods.
+    rng : int or numpy.random.Generator, optional
+        Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
+
+    Returns
+    -------
+    array of shape (..., n)
+        Scores in the caller's kind of array, on its device: float64 for float64 keys, else float32.
+
+    Raises
+    ------
+    TypeError
+        If K is not an array of real floating dtype, or the mask is not boolean.
+    ValueError
+        If a shape, a range or an option is wrong.
+    NonFiniteError
+        If the keys hold NaN or infinity outside the mask; the first such rows are named.
+
+    See Also
+    --------
+    universal_set : The keys whose score is at least ε.
+
+    Notes
+    -----
+    Time O(n d²), two passes over K when it is well-conditioned, about five when it is not, and a few more where
+    the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
+    With n < d time O(n² d) and memory O(n d): as many columns as the rank are factored in place of all, whose column
+    space is the same (not with `ridge` or `rtol`). Rows that are independent have the score 1, exactly.
+    Results are the same, to the last bit, for every number of threads, memory layout and batch.
+
+    *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K. Centred,
+    ill-conditioned or hardly sparse keys cost O(n d²).
+
+    *Approximate methods.* "countsketch", "osnap" and "srht" factor a sketch SK of the keys instead of K. If S
+    changes squared norms of the column space by a factor within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η):
+    `levattn.sketch` has the sizes that are proven for that, far above the defaults, with which η is about 0.5 for
+    keys without coherent rows. (CountSketch takes about d² rows where keys are coherent; with fewer it fails
+    there.) They take one pass less over K, of n d² operations, than the exact methods: nothing is won up to d of
+    about 256. "jl" projects the keys, whitened exactly, to `sketch_size` k columns, and a second number of
+    `sketch_size` does so with sketched ones: each score is then multiplied by χ²_k/k, whose standard deviation is
+    √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help. "halving"
+    compares the keys with some of their rows: fewer rows have a smaller second moment, so that it *over-estimates*
+    every score, with no failure probability; by about the share of the rows for keys without coherent rows.
+    Directions may err both ways for all others; `universal_set` turns them into upper bounds.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
+    Attentions", ICLR 2025 (arXiv:2410.05462), section 3 for f(x) = x².
+
+    Examples
+    --------
+    Two keys in directions of their own, and two that share one:
+
+    >>> import numpy as np, levattn
+    >>> K = np.array([[1.0, 0, 0], [0, 2, 0], [0, 0, 3], [0, 0, 3]])
+    >>> levattn.leverage_scores(K).round(6)
+    array([1. , 1. , 0.5, 0.5])
+    """
+    approximate = check_method(method)
+    matrices = as_matrices(K, "K", sparse=True)
+    if approximate:
+        if ridge or rtol is not None:
+            raise ValueError(f"ridge and rtol are {ridge!r} and {rtol!r}; expected 0 and None for method={method!r}")
+        return matrices.wrap(_approximated(matrices, method, center, mask, sketch_size, as_seed(rng)))
+    refuse_randomness(method, sketch_size, rng)
+    factor = factorize(matrices, method=method, ridge=ridge, center=center, mask=mask, rtol=rtol)
+    scores, _ = factor.scores(numerical=True)
+    return matrices.wrap(scores)
+
+
+def _approximated(matrices: Matrices, method: str, center: Any, mask: Any, sketch_size: Any, seed: int) -> Any:
+    """Return approximate scores, (b, n)."""
+    left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
+    rows = prepared(matrices, center, mask)
+    if method == "halving":
+        scores = halved_scores(rows, left, seed)
+        return to_device(scores if rows.format == "float64" else scores.astype(np.float32), rows.keys)
+    factor = factor_moments(rows) if method == "jl" else sketched_factor(rows, method, left, seed)
+    return (projected(factor, right, seed) if right else factor).scores()[0]

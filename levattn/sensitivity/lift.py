@@ -1,0 +1,153 @@
+"""The lift: products of m coordinates, in which ``⟨k, q⟩^(2m)`` is a square and so has leverage scores and moments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import to_numpy
+from levattn._core.threads import parallel_for
+from levattn._kernels import Float64, Rows, precise_products, query_norms
+from levattn.linalg.factor import UNIT, Factor, dense
+
+__all__ = ["lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
+
+_MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
+_ROWS = 512  # that are lifted at a time
+_ENTRIES = 1 << 22  # numbers in a block of lifted queries
+
+
+def lift_columns(d: int, m: int) -> int:
+    """Return the number of products of m of d coordinates."""
+    return math.comb(d + m - 1, m)
+
+
+def spread(A: Float64) -> float:
+    """Return a number that the 2-norm of A does not exceed, nor that by more than the root of its size."""
+    size = np.abs(A)
+    sums = (float(size.sum(axis=axis).max(initial=0.0)) for axis in (0, 1))
+    return min(math.sqrt(math.prod(sums)), float(np.linalg.norm(A)))
+
+
+def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None = None) -> Float64:
+    """Return by what factor the root of a score may be larger than it is found, (b,).
+
+    The entries of the rows are off by a `relative` error, those that were factored like those that are scored. It
+    moves ``‖Ky‖`` by at most √d times that over the least singular value of the keys with columns of norm 1, for all
+    y, and a product ``⟨k, y⟩`` by √d times that and the root of its score. So nothing is said where rounding decides
+    on the rank. `sizes` (b, d) are the norms of the columns, where they are known.
+    """
+    out = np.full(len(factor.rank), np.inf)
+    errors = np.broadcast_to(relative, out.shape)
+    for item, rank in enumerate(factor.rank.tolist()):
+        W = factor.whitening[item]
+        if rank < np.count_nonzero(np.any(W != 0, axis=1)) or not np.isfinite(factor.score_error[item]):
+            continue
+        if sizes is None:
+            N, exponents = factor.even_normalizer(item)
+            W = factor.even_whitening(item, exponents)
+            sizes_of = np.linalg.norm(N, axis=0)
+        else:
+            sizes_of = sizes[item]
+        moved = 2 * errors[item] * math.sqrt(len(W)) * spread(sizes_of[:, None] * W)
+        if moved < 0.5:
+            out[item] = (1 + moved) / (1 - moved)
+    return out
+
+
+def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows, Float64, Float64]:
+    """Return products of m coordinates of the whitened keys, so weighted that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``.
+
+    The scores of a lift do not depend on the basis of the keys, but its condition number is the m-th power of theirs.
+    Also returned are two errors of each lifted key, (b,): relative to each of its entries, and to the norm of the
+    whitened key to the power m. The latter is that of sums which cancel, and next to nothing where they are `precise`,
+    as they are for ill-conditioned keys in any case.
+    """
+    rows = factor.rows
+    b, n, _ = rows.shape
+    keys: Float64 = np.zeros((b, n, max(int(factor.rank.max(initial=1)), 1)))
+    relative, absolute = np.zeros(b), np.zeros(b)
+    for item in range(b):
+        live = np.any(factor.whitening[item] != 0, axis=0)
+        N, exponents = factor.even_normalizer(item)
+        W = factor.even_whitening(item, exponents)[:, live]
+        K = np.ldexp(dense(replace(rows.item(item), scale=None), 0, n), -exponents)
+        s = np.linalg.svd(N, compute_uv=False)
+        mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
+        keys[item, :, : W.shape[1]] = K @ W if mild else precise_products(K, np.ascontiguousarray(W.T))
+        relative[item] = (m + 4) * UNIT if mild else (3 * m + 4) * UNIT
+        absolute[item] = m * _coordinate_error(N, W, precise=not mild)
+    lifted: Float64 = np.empty((b, n, lift_columns(keys.shape[2], m)))
+    for item in range(b):
+        _lift(keys[item], m, lifted[item])
+    return Rows(lifted, "float64", None if rows.mask is None else to_numpy(rows.mask)), relative, absolute
+
+
+def _coordinate_error(N: Float64, W: Float64, *, precise: bool = False) -> float:
+    """Bound the rounding of the whitened keys by their norms; if `precise`, what of it is not relative to entries."""
+    terms, condition = (len(W) + 2) * UNIT, float(np.linalg.norm(N) * np.linalg.norm(W))
+    return (2 * terms) ** 2 * condition if precise else terms * condition
+
+
+def lifted_rows(rows: Rows, m: int) -> Rows:
+    """Return products of m coordinates of the rows as they are; without weights, which no leverage score sees."""
+    b, n, d = rows.shape
+    lifted: Float64 = np.empty((b, n, lift_columns(d, m)))
+    for item in range(b):
+        _lift(dense(rows.item(item), 0, n), m, lifted[item], weighted=False)
+    return Rows(lifted, "float64")
+
+
+def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float64, Float64]:
+    """Return ``Σ ⟨k, q⟩^(2m)`` over the keys for every query, and its estimated relative error.
+
+    `factor` is that of the keys, one matrix of full rank, and `lift` that of `lifted_keys`. The queries are such that
+    ``Σ ⟨k, q⟩²`` is about 1, or 0.
+    """
+    N, exponents = factor.even_normalizer(0)
+    M, lifted_exponents = lift.even_normalizer(0)
+    W, d = factor.even_whitening(0, exponents), Q.shape[1]
+    own = _inverse_error(N, W) + math.sqrt(d) * (_coordinate_error(N, W) + UNIT)
+    D, error = np.zeros(len(Q)), np.zeros(len(Q))
+    step = max(16, _ENTRIES // len(M))
+    for start in range(0, len(Q), step):
+        part = slice(start, start + step)
+        q = np.ldexp(Q[part], exponents)
+        turned = q @ N.T  # ⟨k, q⟩ = ⟨kW, Nq⟩
+        lifted = np.empty((len(q), lift_columns(d, m)))
+        _lift(turned, m, lifted)
+        D[part], size = query_norms(np.ldexp(lifted, lifted_exponents), M)
+        # Errors move Nq by `moved`, and so the p-norm of its products with orthonormal columns by no more.
+        moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(turned, axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            error[part] = 2 * m * moved / D[part] ** (0.5 / m) + 2 * (len(M) + m + 4) * UNIT * np.sqrt(size / D[part])
+    inverse = 2 * _inverse_error(M, lift.even_whitening(0, lifted_exponents))
+    return D, error + float(lift.error[0]) + inverse + 4 * m * UNIT
+
+
+def _inverse_error(N: Float64, W: Float64) -> float:
+    """Bound ``‖I − N W‖``, and so how far N is from the inverse of W, relative to that."""
+    rounding = (len(W) + 2) * UNIT * float(np.linalg.norm(np.abs(N) @ np.abs(W)))
+    return float(np.linalg.norm(np.eye(len(W)) - N @ W)) + rounding
+
+
+def _lift(X: Float64, m: int, out: Float64, *, weighted: bool = True) -> None:
+    """Write the products of m coordinates of each row of X, with the weights of a power of ⟨k, q⟩ or none."""
+    indices = np.array(list(combinations_with_replacement(range(X.shape[1]), m)))
+    orders = [math.prod(math.factorial(int(np.count_nonzero(index == i))) for i in set(index)) for index in indices]
+    factors = np.sqrt(math.factorial(m) / np.array(orders, np.float64))
+    columns: list[npt.NDArray[np.int64]] = list(indices.T)
+
+    def body(part: slice) -> None:
+        products = X[part][:, columns[0]]
+        if weighted:
+            products *= factors
+        for column in columns[1:]:
+            products *= X[part][:, column]
+        out[part] = products
+
+    parallel_for(lambda i: body(slice(_ROWS * i, _ROWS * (i + 1))), -(-len(X) // _ROWS))

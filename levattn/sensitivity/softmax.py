@@ -1,0 +1,188 @@
+"""Certificates of softmax for queries in a ball or an ellipsoid: Jensen's bound, and steps towards the exact value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.threads import parallel_for
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn.linalg.factor import UNIT
+from levattn.linalg.gram import as_read
+
+__all__ = ["ball", "jensen"]
+
+_NUMBERS = 1 << 18  # logits in a block
+_UNGROUPED = 4096  # keys up to which each stands for itself from the beginning
+_LINE_STEPS = 6
+_GROUPS = 128
+_ALONE = 128  # keys that are in no group
+_PAIRS = 3 * 10**8  # of undecided keys and all keys, up to which each stands for itself after all
+
+
+def jensen(rows: Rows, root: Float64 | float) -> Float64:
+    """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖.
+
+    L is a matrix (d, d), or for few keys of many columns a number that multiplies the identity.
+    """
+    b, n, d = rows.shape
+    kernels = kernels_for(rows)
+    counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range bounds nothing
+        mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
+        steps = BLOCK + 64 + 8 * d
+        if isinstance(root, np.ndarray):
+            R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
+            flipped = np.ascontiguousarray(R[::-1, ::-1])
+            turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
+            squares = kernels.wide_zeros(rows)
+            kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+            norms, center = np.sqrt(to_numpy(squares)), np.abs(mean @ R)
+        else:
+            centered = replace(rows, shift=mean)
+            norms = np.array([root * np.linalg.norm(as_read(centered.item(i)), axis=1) for i in range(b)])
+            norms, center = norms.reshape(b, n), np.abs(mean) * root
+        # any center bounds, if how far it is from the mean is added: rounding of sums, differences and products
+        if isinstance(root, np.ndarray) and np.any(root - np.diag(np.diag(root))):
+            sizes, steps = kernels.column_maxima(rows) * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
+        else:  # no entry is larger than that of the center and the largest distance from it
+            sizes = center + np.max(norms, axis=1, keepdims=True, initial=0.0)
+        reach = np.linalg.norm(sizes, axis=1, keepdims=True)
+        norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * reach
+        bound = np.exp(norms * (1 + 4 * UNIT)) / np.maximum(counts, 1)[:, None] * (1 + 8 * UNIT)
+        return np.asarray(np.fmin(bound, 1.0))
+
+
+def ball(rows: Rows, root: Float64 | float, bounds: Float64, epsilon: float, steps: int) -> Float64:
+    """Lower the bounds of a batch that are at least ε by steps of Frank and Wolfe; what falls below is left alone.
+
+    log σ_j is the maximum over ‖u‖ ≤ 1 of the concave g(u) = ⟨k_j, u⟩ − log Σ exp⟨k_l, u⟩, with keys multiplied by
+    Lᵀ. So the tangent plane at any u bounds it: log σ_j ≤ g + ‖∇g‖ − ⟨∇g, u⟩, and so does the least of several. Of
+    many keys the sum is first bounded from below group by group: m keys of mean c add at least m exp⟨c, u⟩ (Jensen).
+    """
+    out = bounds.copy()
+    for item in range(len(bounds)):
+        one = rows.item(item)
+        present = np.arange(rows.shape[1]) if one.mask is None else np.flatnonzero(to_numpy(one.mask)[0])
+        keys = to_float64(one.keys, one.format)[0][present]
+        least = bounds[item, present]
+        with np.errstate(over="ignore", invalid="ignore"):
+            keys = keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys
+            if isinstance(root, np.ndarray):
+                sizes, keys = np.abs(keys) @ np.linalg.norm(root, axis=1), keys @ root
+            else:
+                sizes, keys = np.abs(keys).sum(axis=1) * root, keys * root
+            moved = (keys.shape[1] + 4) * UNIT * np.max(sizes, initial=0.0)
+            size = float(np.sqrt(np.max(np.einsum("ij,ij->i", keys, keys), initial=0.0)))
+        if np.isfinite(size):  # else nothing is known of products
+            if len(keys) > _UNGROUPED:
+                _lower(least, keys, _groups(keys, size, float(moved)), epsilon, steps)
+            if np.count_nonzero(least >= epsilon) * len(keys) <= _PAIRS:  # else the groups have said what can be said
+                _lower(least, keys, _Terms(keys, np.zeros(len(keys)), size, float(moved)), epsilon, steps)
+        out[item, present] = least
+    return out
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What is summed: exp(⟨mean, u⟩ + log); the largest norm of a key, and what rounding moves a mean or a key by."""
+
+    means: Float64
+    logs: Float64
+    size: float
+    error: float
+
+
+def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float, steps: int) -> None:
+    """Lower the bounds that are at least ε, on all threads."""
+    open_ = np.flatnonzero(bounds >= epsilon)
+    step = max(1, _NUMBERS // max(len(terms.means), 1))
+
+    def body(i: int) -> None:
+        part = open_[i * step : (i + 1) * step]
+        bounds[part] = np.minimum(bounds[part], _climb(terms, keys[part], epsilon, steps))
+
+    parallel_for(body, -(-len(open_) // step))
+
+
+def _groups(keys: Float64, size: float, moved: float) -> _Terms:
+    """Partition keys; return the means of the groups and the logarithms of their sizes.
+
+    Every partition gives valid bounds. The keys far out, which rule the sum for some queries, stand for themselves,
+    and the others are grouped by k-means.
+    """
+    from scipy.cluster.vq import kmeans, vq
+
+    rng = np.random.default_rng(0)
+    order = np.argsort(-np.einsum("ij,ij->i", keys, keys), kind="stable")
+    alone, rest = keys[order[:_ALONE]], keys[order[_ALONE:]]
+    sample = rest[rng.choice(len(rest), min(len(rest), 8 * _GROUPS), replace=False)]
+    first = np.unique(sample, axis=0)
+    first = first[rng.choice(len(first), min(_GROUPS, len(first)), replace=False)]
+    spread = float(np.sqrt(np.mean(np.sum(sample**2, axis=1))))
+    centres = kmeans(sample, first, thresh=1e-3 * spread)[0] if spread > 0 else first
+    labels = vq(rest, centres)[0]
+    sizes = np.bincount(labels, minlength=len(centres))
+    sums = np.stack([np.bincount(labels, column, len(centres)) for column in rest.T], axis=1)
+    live = sizes > 0
+    error = UNIT * int(sizes.max()) * float(np.abs(rest).max()) * keys.shape[1] ** 0.5
+    means = np.vstack([alone, sums[live] / sizes[live, None]])
+    return _Terms(means, np.log(np.concatenate([np.ones(len(alone)), sizes[live]])), size, moved + error)
+
+
+def _climb(terms: _Terms, own: Float64, epsilon: float, steps: int) -> Float64:
+    """Return upper bounds of exp⟨k, u⟩ divided by the sum of the terms, over the unit ball, for some keys k."""
+    u = np.zeros_like(own)
+    Z = np.tile(terms.logs, (len(own), 1))
+    best = np.full(len(own), np.inf)
+    live = np.arange(len(own))
+    count = steps * (own.shape[1] + 4) + min(len(terms.means), BLOCK) + len(terms.means) // BLOCK + 64
+    slack = 4 * count * UNIT * (1 + terms.size) + 4 * terms.error  # steps, sums and products add up
+    for _ in range(steps):
+        top = Z.max(axis=1, keepdims=True)
+        P = np.exp(Z - top)
+        total = P.sum(axis=1, keepdims=True)
+        P /= total
+        g = np.einsum("ij,ij->i", own[live], u) - (top + np.log(total))[:, 0]
+        gradient = own[live] - _averages(P, terms.means)
+        size = np.linalg.norm(gradient, axis=1)
+        rounding = slack + 64 * UNIT * (1 + np.abs(Z).max(axis=1, initial=0.0))
+        best[live] = np.fmin(best[live], g + size - np.einsum("ij,ij->i", gradient, u) + rounding)
+        # a key is settled where its bound is below ε, or where a query already gives it ε
+        still = (best[live] >= np.log(epsilon)) & (g < np.log(epsilon))
+        live, u, Z, gradient, size = live[still], u[still], Z[still], gradient[still], size[still]
+        if not len(live):
+            break
+        corner = gradient / np.where(size > 0, size, 1.0)[:, None]
+        direction = corner - u
+        change = direction @ terms.means.T
+        slope = np.einsum("ij,ij->i", own[live], direction)
+        gamma = _best_step(Z, change, slope)
+        u = u + gamma[:, None] * direction
+        Z = Z + gamma[:, None] * change
+    with np.errstate(over="ignore"):
+        return np.asarray(np.minimum(np.exp(best), 1.0))
+
+
+def _averages(P: Float64, means: Float64) -> Float64:
+    """Return P times the means, summed in blocks, so that rounding grows little with their number."""
+    parts = (P[:, start : start + BLOCK] @ means[start : start + BLOCK] for start in range(0, len(means), BLOCK))
+    return np.asarray(sum(parts, start=np.zeros((len(P), means.shape[1]))))
+
+
+def _best_step(Z: Float64, change: Float64, slope: Float64) -> Float64:
+    """Return the γ in [0, 1] with the largest γ slope − log Σ exp(Z + γ change): Newton's method, or bisection."""
+    low, high, gamma = np.zeros(len(Z)), np.ones(len(Z)), np.zeros(len(Z))
+    for _ in range(_LINE_STEPS):
+        W = Z + gamma[:, None] * change
+        W = np.exp(W - W.max(axis=1, keepdims=True))
+        W /= W.sum(axis=1, keepdims=True)
+        mean = np.einsum("ij,ij->i", W, change)
+        variance = np.einsum("ij,ij,ij->i", W, change, change) - mean**2
+        rising = slope > mean
+        low, high = np.where(rising, gamma, low), np.where(rising, high, gamma)
+        gamma = np.minimum(gamma + (slope - mean) / np.maximum(variance, 1e-300), 1.0)
+        gamma = np.where((gamma >= low) & (gamma <= high), gamma, (low + high) / 2)
+    return gamma

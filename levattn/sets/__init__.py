@@ -1,0 +1,1 @@
+"""Universal sets: of keys in memory, in two passes, in one."""

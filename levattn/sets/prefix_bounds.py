@@ -1,0 +1,438 @@
+"""Bounds of the sensitivities of keys among all keys so far, for keys that come in blocks.
+
+A sensitivity never rises as keys are added, so a key that is bounded below ε once can be let go for good. The bounds
+here do not rise either, so what is left in the end does not depend on when that is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import to_device, to_float64, to_numpy
+from levattn._core.serialize import MOST_ROWS, shaped, whole
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.linalg.factor import Factor
+from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, MomentSum, Twofold, as_read
+from levattn.sensitivity.leverage import TIE
+from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
+from levattn.states import factor_of, factor_of_sum
+
+__all__ = [
+    "Judged",
+    "Running",
+    "RunningBlocks",
+    "RunningSquares",
+    "require_backed",
+    "require_bounds",
+    "running_bounds",
+]
+
+_SUBBLOCKS = 16  # of a block of rows, that go to different groups
+_MOST_GROUPS = 100_000
+_LARGEST_POWER = 64
+_DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
+_RANGE = 400  # powers of two within which products of coordinates keep their squares in range
+
+Flags = npt.NDArray[np.bool_]
+Labels = npt.NDArray[np.int64]
+Frozen = tuple[Twofold, npt.NDArray[np.int32]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What keys are judged by.
+
+    factor: of all keys so far.
+    groups: factors of the groups of keys, where there are such.
+    raised: (b,) by what factor a score may be larger than it is found, as keys were computed; infinite where rounding
+        leaves directions that cannot be told apart.
+    """
+
+    factor: Factor
+    groups: tuple[Factor, ...] = ()
+    raised: Float64 | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The bounds of some keys of one matrix.
+
+    upper: (k,) the bounds.
+    kept: which of them may be at least ε; doubt counts as that.
+    counted: whether one of them may have a smaller score, as it was bounded or is too close to ε.
+    """
+
+    upper: Float64
+    kept: Flags
+    counted: bool
+
+
+class RunningSquares:
+    """Leverage scores of keys, or of the products of m of their coordinates, among all keys so far.
+
+    Products that were rounded tell nothing where they lack directions: all keys are held then.
+
+    The scores that blocks are screened by as they come are those against the keys up to an earlier block, the
+    `screen`; the key itself counted in.
+    """
+
+    labelled = False  # whether keys come with labels that tell what they were summed up with
+    certificate: Literal["leverage", "lift"]
+
+    def __init__(self, b: int, d: int, m: int = 1) -> None:
+        self.certificate = "leverage" if m == 1 else "lift"
+        self.m = m
+        self.columns = lift_columns(d, m)
+        self.sums = MomentSum(b, self.columns)
+        self.frozen: Frozen | None = None
+        self._screen: Factor | None = None
+        self._raised: Float64 | None = None
+
+    def copy(self) -> RunningSquares:
+        """Return bounds that go on from here by themselves."""
+        other = RunningSquares.__new__(RunningSquares)
+        other.__dict__.update(self.__dict__, sums=self.sums.copy())
+        return other
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks so far."""
+        return self.sums.blocks.count
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are made of a key to screen it; none are where it is read as it is."""
+        return 0 if self.m == 1 else self.columns
+
+    @property
+    def expected(self) -> float:
+        """ε times the number of keys whose bound is at least ε, at most."""
+        return float(self.columns)
+
+    def read(self, rows: Rows) -> Rows:
+        """Return the rows whose leverage scores are the bounds."""
+        return rows if self.m == 1 else lifted_rows(rows, self.m)
+
+    def require_range(self, rows: Rows) -> None:
+        """Raise for keys whose products of coordinates leave the range of float64."""
+        if self.m == 1:
+            return
+        least = 2.0 ** (-1020 / self.m)
+        for item in range(rows.shape[0]):
+            size = np.abs(as_read(rows.item(item)))
+            faint = size[(size > 0) & (size < least)]
+            if faint.size:
+                raise ValueError(
+                    f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, as products of "
+                    f"{self.m} of them vanish, and a key with them. Scale all chunks of K alike, by a power of two"
+                )
+        largest = kernels_for(rows).column_maxima(rows)
+        largest = largest[(largest > 0) & np.isfinite(largest)]
+        if np.abs(np.frexp(largest)[1] * self.m).max(initial=0) > _RANGE:
+            raise ValueError(
+                f"K has columns with entries of at most {largest.min():.3g}, or of {largest.max():.3g}; expected them "
+                f"nearer to 1, as their products of {self.m} leave the range of float64. Scale all chunks of K alike, "
+                "by a power of two"
+            )
+
+    def add(self, rows: Rows) -> None:
+        """Add whole blocks."""
+        self.sums.add(self.read(rows))
+
+    def freeze(self) -> None:
+        """Take all blocks so far for the screen."""
+        b, d = self.sums.exponents.shape
+        self.frozen = self.sums.total(Rows(np.zeros((b, 0, d)), "float64"))
+        self._screen = None
+
+    def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Any:
+        """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
+        if self.frozen is None:
+            raise AssertionError("there is no screen yet")
+        format, rows = rows.format, self.read(rows)
+        if self._screen is None:
+            like = Rows(np.empty((rows.shape[0], 0, self.columns), rows.keys.dtype), rows.format)
+            self._screen = factor_of_sum(*self.frozen, like)
+            self._raised = self._lift_error(self.frozen[0], self._screen, format)
+        scores = self._screen.on(rows).scores(member=member)[0]
+        least = np.maximum(epsilon * (1 - np.maximum(4 * self._screen.score_error, TIE)), 0.0)
+        if not member:
+            least = least / (1 - least)  # x/(1 + x) with the key itself, x without
+        if self._raised is not None:
+            least = least / self._raised
+        return ~(scores < to_device(least[:, None].astype(scores.dtype), scores))
+
+    def total(self, tail: Rows) -> Frozen:
+        """Return the moments of all keys so far, with fewer than a block that wait."""
+        return self.sums.total(self.read(tail))
+
+    def reference(self, tail: Rows, _labels: Labels | None, total: Frozen | None = None) -> Reference:
+        """Return what keys are judged by: all keys so far, with the rows that wait; `total` if that is known."""
+        if self.m == 1:
+            return Reference(factor_of(self.sums, tail, total))
+        lifted = self.read(tail)
+        moments, exponents = total or self.sums.total(lifted)
+        factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
+        return Reference(factor, raised=self._lift_error(moments, factor, tail.format))
+
+    def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
+        """Bound keys (1, k, d) of one matrix that are among those of the reference."""
+        one = by.factor.item(item).exactly()
+        upper, counted = one.on(self.read(keys)).scores(wide=True)
+        upper = to_numpy(upper)[0]
+        live = upper > 0
+        if not live.all():
+            live |= _not_zero(keys)
+        if by.raised is not None:
+            with np.errstate(invalid="ignore"):
+                upper = np.where(live, np.fmin(upper * by.raised[item], 1.0), 0.0)
+        slack = max(TIE, 4 * float(one.error[0]))
+        kept = ~(upper < epsilon * (1 - slack)) & live
+        doubt = slack > 2 * TIE and bool((kept & ~(upper >= epsilon * (1 + slack))).any())
+        return Judged(upper, kept, bool(counted[0]) or doubt)
+
+    def _lift_error(self, moments: Twofold, factor: Factor, format: str) -> Float64 | None:
+        """Return by what factor rounding of products of coordinates may raise a score, (b,); None if there is none."""
+        if self.m * _DIGITS[format] <= _DIGITS["float64"]:
+            return None
+        sizes = np.sqrt(np.diagonal(moments.high, axis1=1, axis2=2))
+        return root_error(factor, self.m * UNIT, sizes) ** 2
+
+    def merge(self, _other: RunningSquares, _tail: Rows, _labels: Labels | None, total: Frozen | None) -> None:
+        """Add what another has seen, with the rows that wait there."""
+        if total is None:
+            raise AssertionError("moments are merged by their total")
+        self.sums.merge(*total)
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return fields and arrays from which `from_parts` makes it again."""
+        fields, arrays = self.sums.parts()
+        return fields, arrays | _frozen_arrays("frozen", self.frozen)
+
+    def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        b, columns = self.sums.exponents.shape
+        self.sums = MomentSum.from_parts(fields, arrays, b, columns)
+        self.frozen = _frozen(arrays, "frozen", b, columns)
+        if (self.frozen is None) != (self.blocks == 0):
+            raise ValueError("the screen does not go with the number of blocks")
+
+
+def _groups(epsilon: float) -> int:
+    return math.ceil(2 / epsilon)
+
+
+class RunningBlocks:
+    """Bounds for all functions of at most quadratic growth, from the scores of a key against groups of keys.
+
+    Where ⟨k, y⟩ = 1 a group of keys, whose least ‖K_g y‖² is 1/t, adds at least min(1, 1/t) to Σ min(1, ⟨k_l, y⟩²); in
+    the group of k itself that adds 1, and the others min(1, 1/t − 1). A group that grows only adds more. Rows go
+    to the groups in turn, a part of a block at a time.
+    """
+
+    labelled = True
+    certificate: Literal["block"] = "block"
+
+    def __init__(self, b: int, d: int, epsilon: float) -> None:
+        self.columns, self.blocks = d, 0
+        self.merged = 0  # parts of blocks that came by merging
+        self.groups = [MomentSum(b, d) for _ in range(_groups(epsilon))]
+        self.frozen: list[Frozen] = []
+        self._screen: tuple[Factor, ...] = ()
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are made of a key to screen it."""
+        return len(self.groups)
+
+    @property
+    def expected(self) -> float:
+        """ε times the number of keys whose bound is at least ε, at most, where rows come in random order."""
+        return 8.0 * self.columns
+
+    def copy(self) -> RunningBlocks:
+        """Return bounds that go on from here by themselves."""
+        other = RunningBlocks.__new__(RunningBlocks)
+        other.__dict__.update(self.__dict__, groups=[sums.copy() for sums in self.groups])
+        return other
+
+    def label(self, first: int, n: int) -> Labels:
+        """Return the groups (1, n) of the rows from the number `first` on."""
+        size = BLOCK // _SUBBLOCKS
+        return np.arange(first, first + n, dtype=np.int64)[None] // size % len(self.groups)
+
+    def add(self, rows: Rows) -> None:
+        """Add whole blocks."""
+        self._count(self.groups, rows, self.label(self.blocks * BLOCK, rows.shape[1])[0])
+        self.blocks += rows.shape[1] // BLOCK
+
+    @staticmethod
+    def _count(groups: list[MomentSum], rows: Rows, labels: Labels) -> None:
+        """Add runs of rows of one label each to their groups."""
+        b, n, d = rows.shape
+        edges = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), n]
+        for low, high in pairwise(edges if n else []):
+            groups[labels[low]].merge(*MomentSum(b, d).total(rows.between(low, high)))
+
+    def freeze(self) -> None:
+        """Take all blocks so far for the screen."""
+        b, d = self.groups[0].exponents.shape
+        nothing = Rows(np.zeros((b, 0, d)), "float64")
+        self.frozen = [sums.total(nothing) for sums in self.groups]
+        self._screen = ()
+
+    def screened(self, rows: Rows, labels: Labels | None, epsilon: float, member: bool) -> Flags:
+        """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
+        if not self._screen:
+            like = Rows(np.empty((rows.shape[0], 0, rows.shape[2]), rows.keys.dtype), rows.format)
+            self._screen = tuple(factor_of_sum(*frozen, like) for frozen in self.frozen)
+        return np.asarray(~(self._sums(self._screen, rows, labels, member) * (epsilon * (1 - TIE)) > 1))
+
+    @staticmethod
+    def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Float64:
+        """Return what the groups add up to at least, (b, m)."""
+        total = np.zeros(rows.shape[:2])
+        for group, factor in enumerate(groups):
+            t = to_numpy(factor.on(rows).scores(member=False)[0]).astype(np.float64)
+            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                each = np.fmax(1 / (t * (1 + 4 * factor.score_error[:, None] + TIE)), 0.0)  # where nothing is known
+            mine = np.zeros(rows.shape[1], np.bool_) if labels is None else labels[0] == group
+            own = np.clip(each, 1.0, 2.0) if member else 1 + np.minimum(each, 1.0)
+            total += np.where(mine, own, np.minimum(each, 1.0))
+        return total
+
+    def total(self, _tail: Rows) -> None:
+        """Return nothing: the sums of groups are merged one by one."""
+
+    def reference(self, tail: Rows, labels: Labels | None, _total: Frozen | None = None) -> Reference:
+        """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
+        groups = [sums.copy() for sums in self.groups]
+        if labels is not None:
+            self._count(groups, tail, labels[0])
+        b, _, d = tail.shape
+        everything, nothing = MomentSum(b, d), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format)
+        totals = [sums.total(nothing) for sums in groups]
+        for total in totals:
+            everything.merge(*total)
+        factor = factor_of_sum(*everything.total(nothing), nothing)
+        return Reference(factor, tuple(factor_of_sum(*total, nothing) for total in totals))
+
+    def judge(self, by: Reference, item: int, keys: Rows, labels: Labels | None, epsilon: float) -> Judged:
+        """Bound keys (1, k, d) of one matrix that are among those of the reference."""
+        groups = [factor.item(item).exactly() for factor in by.groups]
+        upper = np.minimum(1 / np.maximum(self._sums(groups, keys, labels, member=True)[0], 1e-300), 1.0)
+        upper = np.where(_not_zero(keys), upper, 0.0)
+        return Judged(upper, (upper >= epsilon * (1 - TIE)), False)
+
+    @property
+    def turn(self) -> int:
+        """By how many groups those of another are moved on when it is merged, so that no group stays small."""
+        return self.blocks * _SUBBLOCKS + self.merged
+
+    def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None, _total: Frozen | None) -> None:
+        """Add what another has seen, with the rows that wait there."""
+        turn, count, nothing = self.turn, len(self.groups), tail.between(0, 0)
+        for g, its in enumerate(other.groups):
+            self.groups[(g + turn) % count].merge(*its.total(nothing))
+        if labels is not None:
+            self._count(self.groups, tail, (labels[0] + turn) % count)
+        self.merged += other.turn + -(-tail.shape[1] * _SUBBLOCKS // BLOCK)
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return fields and arrays from which `restore` makes it again."""
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for g, sums in enumerate(self.groups):
+            arrays |= {f"group{g}.{name}": array for name, array in sums.parts()[1].items()}
+            arrays |= _frozen_arrays(f"frozen{g}", self.frozen[g] if self.frozen else None)
+        return {"blocks": self.blocks, "merged": self.merged}, arrays
+
+    def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        b, d = self.groups[0].exponents.shape
+        self.blocks = whole(fields["blocks"], most=MOST_ROWS // BLOCK)
+        self.merged = whole(fields["merged"], most=MOST_ROWS)
+        for g in range(len(self.groups)):
+            start = f"group{g}."
+            own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
+            terms = ["merged"] if "merged.high" in own else []
+            self.groups[g] = MomentSum.from_parts({"blocks": 0, "terms": terms}, own, b, d)
+        frozen = [_frozen(arrays, f"frozen{g}", b, d) for g in range(len(self.groups))]
+        self.frozen = [each for each in frozen if each is not None]
+        if len(self.frozen) != (len(self.groups) if self.blocks else 0):
+            raise ValueError("the screen does not go with the number of blocks")
+
+
+Running = RunningSquares | RunningBlocks
+
+
+def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
+    """Raise for functions without a bound that never rises, or with one that takes too much memory for ε."""
+    if isinstance(f, Power) and f.p % 2 == 0:
+        if f.p > _LARGEST_POWER:
+            raise ValueError(
+                f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, as its lift has too many columns"
+            )
+        return
+    if isinstance(f, Softmax) or f.growth > 2:
+        raise ValueError(
+            f"f is {f!r}; expected an even power, or a function of at most quadratic growth: for others no bound is "
+            "known that never rises as keys are added. Use universal_set on all keys"
+        )
+    if float(f(np.zeros(1))[0]) > 0:
+        raise ValueError(
+            f"f is {f!r}, which is {float(f(np.zeros(1))[0])} at 0; expected 0 there, so that keys of zeros have no "
+            "score. Use universal_set on all keys"
+        )
+    if 2 / epsilon > _MOST_GROUPS:
+        raise ValueError(
+            f"epsilon is {epsilon} for f = {f!r}, whose bound takes 2/epsilon second moments; expected at least "
+            f"{2 / _MOST_GROUPS}"
+        )
+
+
+def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
+    """Return the bounds for f, which `require_bounds` lets pass, of b matrices with d columns."""
+    if isinstance(f, Power) and f.p % 2 == 0:
+        return RunningSquares(b, d, int(f.p) // 2)
+    return RunningBlocks(b, d, epsilon)
+
+
+def require_backed(
+    f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
+) -> None:
+    """Raise ValueError or LookupError where the arrays of a saved state are not as large as its bounds would be."""
+    if isinstance(f, Power) and f.p % 2 == 0:
+        names, columns = ["exponents"], lift_columns(d, int(f.p) // 2)
+    else:
+        names, columns = [f"group{g}.exponents" for g in range(_groups(epsilon))], d
+    for name in names:
+        shaped(arrays[name], np.int32, (b, columns))
+
+
+def _not_zero(keys: Rows) -> Flags:
+    """Tell which keys (1, k, d) have an entry that is not zero, (k,); a score may vanish where they have."""
+    return np.asarray(to_float64(keys.keys, keys.format)[0].any(axis=1))
+
+
+def _frozen_arrays(name: str, frozen: Frozen | None) -> dict[str, npt.NDArray[Any]]:
+    if frozen is None:
+        return {}
+    moments, exponents = frozen
+    return moments.arrays(name) | {f"{name}.exponents": exponents}
+
+
+def _frozen(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Frozen | None:
+    if f"{name}.high" not in arrays:
+        return None
+    exponents = shaped(arrays[f"{name}.exponents"], np.int32, (b, d))
+    if np.abs(exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT:
+        raise ValueError("the exponents of the screen are out of range")
+    return Twofold.from_arrays(arrays, name, b, d), exponents

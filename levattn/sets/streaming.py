@@ -1,0 +1,547 @@
+"""Universal sets of keys that come in chunks, from a state that merges."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.serialize import as_damage, pack, unpack, whole
+from levattn._kernels import BLOCK, Float64
+from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, as_function
+from levattn.io import replace_file
+from levattn.linalg.factor import Factor
+from levattn.linalg.gram import refuse_nonfinite
+from levattn.sensitivity.leverage import check_epsilon
+from levattn.sets.candidates import SelectedKeys, Stream
+from levattn.sets.prefix_bounds import require_bounds
+from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
+
+__all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
+
+_VERSION = 1
+_MOST_ROWS = 2**62
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StreamedSet:
+    """The universal set of the keys of a stream so far; the result of `StreamingUniversalSet`.
+
+    Attributes
+    ----------
+    items : tuple of SelectedKeys
+        The keys of the set of each matrix of the batch, leading axes flattened; one for a single matrix.
+    batch : tuple of int
+        Leading axes of the keys; () for one matrix.
+    n : int
+        Number of rows so far, masked ones among them.
+    present : array of int64, shape (...,)
+        Number of keys that took part.
+    epsilon : float
+        The ε that was asked for.
+    guarantee : {"exact", "superset"}
+        As in `UniversalSet`. For even powers above 2 all keys are held where the products of coordinates were rounded
+        and are rank-deficient up to that.
+    f : float or AttentionFunction
+        The attention function; a number is the exponent p of abs(x)^p.
+    rank : int or array of int64, shape (...,)
+        Numerical rank of the keys; for an even power of the products of p/2 coordinates.
+    factor : levattn.linalg.Factor
+        The factor of the second moment of the keys, or of these products.
+    certificate : tuple of str
+        What the guarantee rests on; see `UniversalSet`.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.StreamingUniversalSet(0.5).update(np.eye(3)).result()
+    StreamedSet(3 of 3 keys, epsilon=0.5, guarantee='exact', rank=3, bound=6, vacuous)
+    """
+
+    items: tuple[SelectedKeys, ...]
+    batch: tuple[int, ...]
+    n: int
+    present: Int64
+    epsilon: float
+    guarantee: Literal["exact", "superset"]
+    f: Any
+    rank: Any
+    factor: Factor = field(repr=False)
+    certificate: tuple[str, ...]
+
+    @property
+    def _one(self) -> SelectedKeys:
+        if self.batch:
+            raise ValueError(f"this set has batch {self.batch}; its keys are in items, one for each matrix")
+        return self.items[0]
+
+    @property
+    def indices(self) -> Int64:
+        """Ascending row numbers of the keys of the set, for one matrix.
+
+        Returns
+        -------
+        array of int64, shape (size,)
+        """
+        return self._one.indices
+
+    @property
+    def keys(self) -> npt.NDArray[Any]:
+        """The keys of the set, for one matrix.
+
+        Returns
+        -------
+        array of shape (size, d)
+        """
+        return self._one.keys
+
+    @property
+    def scores(self) -> Float64:
+        """Their leverage scores, or bounds of their sensitivities, for one matrix.
+
+        Returns
+        -------
+        array of float64, shape (size,)
+        """
+        return self._one.scores
+
+    @property
+    def payload(self) -> npt.NDArray[Any] | None:
+        """What came beside these keys, for one matrix.
+
+        Returns
+        -------
+        array of shape (size, ...) or None
+        """
+        return self._one.payload
+
+    @property
+    def sizes(self) -> Int64:
+        """Number of keys in the set of each matrix.
+
+        Returns
+        -------
+        array of int64, shape (...,)
+        """
+        return np.array([len(item) for item in self.items], np.int64).reshape(self.batch)
+
+    @property
+    def size_bound(self) -> Any:
+        """The bound on the size of the set: rank/ε, and 8 rank/ε for the block bound of rows in random order.
+
+        Returns
+        -------
+        float or array of shape (...,)
+        """
+        with np.errstate(over="ignore"):
+            bound = (8.0 if self.certificate == ("block",) else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
+        return bound if self.batch else float(bound)
+
+    @property
+    def is_vacuous(self) -> Any:
+        """Whether the bound promises nothing, since it is not below the number of keys.
+
+        Returns
+        -------
+        bool or array of bool, shape (...,)
+        """
+        vacuous = np.asarray(self.size_bound) >= self.present
+        return vacuous if self.batch else bool(vacuous)
+
+    def __len__(self) -> int:
+        """Return the number of keys in the set of one matrix."""
+        return len(self._one)
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        sizes = self.sizes
+        size = f"{sizes}" if not self.batch else f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
+        batch = f" in each of {self.batch}" if self.batch else ""
+        return (
+            f"StreamedSet({size} of {self.n} keys{batch}, epsilon={self.epsilon:.6g}, guarantee={self.guarantee!r}"
+            + ("" if self.batch else f", rank={self.rank}, bound={self.size_bound:.6g}")
+            + (", vacuous)" if np.all(self.is_vacuous) else ")")
+        )
+
+
+class StreamingUniversalSet:
+    r"""The universal set of keys that come in chunks: one pass, bounded memory, merges.
+
+    For f(x) = x² the result is that of `universal_set`, exactly, at any time for the keys so far: a leverage score
+    never rises as keys are added, so a key whose score among the keys so far is below ε is let go for good, and all
+    others are held. There are at most rank/ε of them.
+
+    The rows are numbered as they come. Second moments are summed over fixed blocks of rows, so that the result has
+    the same bits whatever the sizes of the chunks and the number of threads; states of different rows merge in any
+    order, to rounding. The sums hold the digits of keys of any condition number up to the rank tolerance of
+    `universal_set`, about 10¹³.
+
+    Parameters
+    ----------
+    epsilon : float in (0, 1]
+        Smallest attention score that counts as large.
+    f : float, AttentionFunction, default 2
+        Attention function with a bound that never rises as keys are added: x² (exact), even powers (the leverage
+        scores of the products of p/2 coordinates; a superset), and functions of at most quadratic growth (their
+        block bound, see `sensitivities`; a superset, which depends on the order of the rows). Others are refused.
+    row_start : int, optional
+        Number of the first row. Give it where states of several parts of the keys are to be merged in any order;
+        without it the rows of a state that is merged come after those that are there.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, or f has no such bound.
+
+    See Also
+    --------
+    universal_set : The same for keys in memory or in files, in two passes, with the scores of all keys.
+
+    Notes
+    -----
+    For each matrix of a batch memory is O(d²/ε), independent of n: at most 2d/ε keys and one block of 2048 rows are
+    held, d² numbers for each of log₂(n/2048) partial sums, and d² for the scores that keys are screened by; keys that
+    are rank-deficient to float64 but not exactly are *all* held, as the sums cannot tell their scores (such are
+    products of float64 matrices). A block bound has 2/ε such sums, and takes time O(n d²/ε). Else time is O(n d²), as
+    for `universal_set`; keys of a condition number above some hundreds (after scaling columns alike) cost several
+    times that of others. D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
+
+    References
+    ----------
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (universal sets) and
+    its streaming algorithm. That a prefix never under-estimates: Cohen, Musco, Pachocki, APPROX 2016.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> K = np.random.default_rng(0).standard_normal((5000, 8))
+    >>> K[[10, 4000], 7] = 300, -400
+    >>> state = levattn.StreamingUniversalSet(0.2)
+    >>> for start in range(0, 5000, 700):
+    ...     state = state.update(K[start : start + 700])
+    >>> state.result().indices
+    array([  10, 4000])
+    """
+
+    def __init__(self, epsilon: float, *, f: Any = 2, row_start: int | None = None) -> None:
+        self.epsilon = check_epsilon(epsilon)
+        self.f = as_function(f)
+        self._saved_as = _check(self.f, self.epsilon)
+        if row_start is not None and (isinstance(row_start, bool) or not isinstance(row_start, int | np.integer)):
+            raise TypeError(f"row_start is {row_start!r}; expected a whole number")
+        if row_start is not None and not 0 <= row_start < _MOST_ROWS:
+            raise ValueError(f"row_start is {row_start}; expected at least 0, and less than 2**62")
+        self._placed = row_start is not None
+        self._next_row = int(row_start or 0)
+        self._spans: list[tuple[int, int]] = []  # of row numbers, ascending
+        self._stream: Stream | None = None  # not before the first chunk tells the shape
+
+    @property
+    def n(self) -> int:
+        """Number of rows so far, masked ones among them.
+
+        Returns
+        -------
+        int
+        """
+        return sum(stop - start for start, stop in self._spans)
+
+    @property
+    def held(self) -> int:
+        """Number of keys that are held now, of all matrices.
+
+        Returns
+        -------
+        int
+        """
+        if self._stream is None:
+            return 0
+        return sum(map(len, self._stream.held)) + self._stream.tail.count * len(self._stream.held)
+
+    def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> StreamingUniversalSet:
+        """Add a chunk of keys.
+
+        Parameters
+        ----------
+        K : array of shape (..., m, d)
+            Keys, m ≥ 0 of them for each matrix of the batch; kinds and dtypes as in `universal_set`, in all chunks
+            alike.
+        mask : array of bool, shape (..., m), optional
+            True for a key that takes part. The others count as rows.
+        payload : array of shape (..., m, ...), optional
+            What is to be held with the keys, such as their values or token ids: with all chunks or with none.
+            Numbers of at most 64 bits; bfloat16 of torch is held as float32.
+
+        Returns
+        -------
+        StreamingUniversalSet
+            The state itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the chunk does not go with those before.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask; the first such rows are named by their number since
+            the state was made. After any error the state is as it was.
+        """
+        matrices, rows = readable(K, mask)
+        beside = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
+        if self._stream is None:
+            stream = Stream(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, beside)
+        else:
+            stream = self._stream.copy()
+            stream.require(matrices.batch, matrices.d, matrices.format, beside, "K")
+        index = RowNumbers(self._next_row, matrices.n)
+        before = stream.blocks * BLOCK + stream.tail.count
+        try:
+            stream.push(rows, index, *beside)
+        except FloatingPointError:
+            refuse_nonfinite(rows, before)
+        stream.present = stream.present + present_rows(rows)
+        stop = self._next_row + matrices.n
+        spans = _with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
+        self._stream, self._spans, self._next_row = stream, spans, stop
+        return self
+
+    def merge(self, other: StreamingUniversalSet) -> StreamingUniversalSet:
+        """Add what another state has seen, which must be other rows.
+
+        Parameters
+        ----------
+        other : StreamingUniversalSet
+            A state of the same ε, f, batch, number of columns and dtype. It is not changed.
+
+        Returns
+        -------
+        StreamingUniversalSet
+            This state, which now stands for the rows of both.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the states do not go together, or both have rows of the same numbers.
+
+        Notes
+        -----
+        Time O(d³ + d³/ε), whatever the number of rows.
+        """
+        if not isinstance(other, StreamingUniversalSet):
+            raise TypeError(f"other is of type {type(other).__name__}; expected StreamingUniversalSet")
+        if (other.epsilon, other.f) != (self.epsilon, self.f):
+            raise ValueError(
+                f"other has epsilon = {other.epsilon} and f = {other.f}; expected {self.epsilon} and {self.f}"
+            )
+        if other._stream is None:
+            return self
+        shift = self._shift_of(other)
+        spans = self._spans
+        for start, stop in other._spans:
+            spans = _with_span(spans, (start + shift, stop + shift))
+        if self._stream is None:
+            theirs = other._stream
+            stream = Stream(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.beside)
+        else:
+            stream, theirs = self._stream.copy(), other._stream
+            stream.require(theirs.batch, theirs.d, theirs.format, theirs.beside, "other")
+        stream.merge(other._stream, shift)
+        self._placed |= other._placed
+        self._stream, self._spans = stream, spans
+        self._next_row = max(self._next_row, spans[-1][1]) if spans else self._next_row
+        return self
+
+    def _shift_of(self, other: StreamingUniversalSet) -> int:
+        """Return what is added to the row numbers of a state that is merged."""
+        if not other._placed:
+            return self._next_row
+        if self._spans and not self._placed:
+            raise ValueError(
+                "other has rows with numbers of their own (row_start), and this state has not; expected both or "
+                "neither. Make this one with row_start="
+            )
+        return 0
+
+    def result(self) -> StreamedSet:
+        """Return the universal set of the keys so far; the state goes on.
+
+        Returns
+        -------
+        StreamedSet
+            The set, its keys and their payload.
+
+        Raises
+        ------
+        ValueError
+            If there was no chunk yet, so that the shape of the keys is not known.
+        """
+        if self._stream is None:
+            raise ValueError("there was no chunk of keys yet; expected at least one update, if only with 0 rows")
+        stream = self._stream
+        by, selected, counted = stream.judge()
+        square = stream.running.certificate == "leverage"
+        rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
+        return StreamedSet(
+            items=tuple(selected),
+            batch=stream.batch,
+            n=self.n,
+            present=stream.present.reshape(stream.batch),
+            epsilon=self.epsilon,
+            guarantee="exact" if square and not counted else "superset",
+            f=self.f.p if isinstance(self.f, Power) else self.f,
+            rank=rank,
+            factor=by.factor,
+            certificate=(stream.running.certificate,),
+        )
+
+    def __copy__(self) -> StreamingUniversalSet:
+        """Return a state of its own."""
+        return copy.deepcopy(self)
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
+
+        Returns
+        -------
+        bytes
+            A header in JSON, the arrays of the state, and a checksum; docs/design.md describes them.
+
+        Raises
+        ------
+        TypeError
+            If f is a function of one's own, which has no name to be saved by.
+        """
+        if not self._saved_as:
+            raise TypeError(f"f is {self.f!r}; only states of the functions of levattn can be saved")
+        fields: dict[str, Any] = {"epsilon": self.epsilon, "f": self._saved_as, "placed": self._placed}
+        fields |= {"next_row": self._next_row, "spans": self._spans, "begun": self._stream is not None}
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        if self._stream is not None:
+            more, arrays = self._stream.parts()
+            fields |= more
+        return pack("StreamingUniversalSet", _VERSION, fields, arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StreamingUniversalSet:
+        """Return the state that `to_bytes` made bytes of.
+
+        Parameters
+        ----------
+        data : bytes
+            What `to_bytes` returned.
+
+        Returns
+        -------
+        StreamingUniversalSet
+            It goes on exactly as the other would have.
+
+        Raises
+        ------
+        TypeError
+            If the data are no bytes.
+        ValueError
+            If they are damaged, of another kind, or of a version that is not known.
+        """
+        fields, arrays = unpack(data, "StreamingUniversalSet", _VERSION)
+        with as_damage():
+            name, parameters = fields["f"]
+            self = cls(fields["epsilon"], f=_FAMILIES[name](**parameters))
+            self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
+            last = -1
+            for start, stop in fields["spans"]:
+                self._spans.append((whole(start, last + 1), whole(stop, start + 1)))
+                last = stop
+            if not last <= self._next_row < _MOST_ROWS:
+                raise ValueError(f"the next row is {self._next_row}, after rows up to {last}")
+            if fields["begun"]:
+                self._stream = Stream.from_parts(fields, arrays, self.epsilon, self.f)
+                self._require_rows(self._stream)
+        return self
+
+    def _require_rows(self, stream: Stream) -> None:
+        """Raise ValueError if a stream has seen other rows than this state."""
+        summed = stream.blocks * BLOCK + stream.tail.count
+        if max(summed, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:
+            raise ValueError("more keys take part than there were rows")
+        for numbers in (stream.tail.beside[0], *(held.indices for held in stream.held)):
+            if ((numbers < 0) | (numbers >= self._next_row)).any():
+                raise ValueError("a key is held that has the number of no row")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a file, which appears complete or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        TypeError
+            As `to_bytes`.
+        """
+        with replace_file(path) as stream:
+            stream.write(self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StreamingUniversalSet:
+        """Return the state that `save` wrote.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+
+        Returns
+        -------
+        StreamingUniversalSet
+
+        Raises
+        ------
+        OSError
+            If it cannot be read.
+        ValueError
+            If it holds no such state, or a damaged one.
+        """
+        try:
+            return cls.from_bytes(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+_FAMILIES = {family.__name__: family for family in (Power, Huber, Tukey, L1L2, Fair)}
+
+
+def _check(f: AttentionFunction | Softmax, epsilon: float) -> list[Any]:
+    """Raise for functions without a bound that never rises; return how a state names f, empty if it cannot."""
+    require_bounds(f, epsilon)
+    name = type(f).__name__
+    return [name, asdict(f)] if _FAMILIES.get(name) is type(f) and is_dataclass(f) else []
+
+
+def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the spans of row numbers with one more, or raise if it overlaps one that is there, or ends too late."""
+    if new[1] >= _MOST_ROWS:
+        raise ValueError(
+            f"rows {new[0]} to {new[1] - 1} come; expected numbers below 2**62. Begin at another row_start="
+        )
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted([*spans, new]):
+        if out and start < out[-1][1]:
+            raise ValueError(
+                f"rows {max(start, out[-1][0])} to {min(stop, out[-1][1]) - 1} are there already; expected others. "
+                "Number them by row_start="
+            )
+        if out and start == out[-1][1]:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out

@@ -1,0 +1,410 @@
+"""Distributions of sketching matrices S (size, n): what they draw for a row, and how they are applied.
+
+Each S is the product of a scale and of an unscaled matrix, whose sums over rows are exact for integer-valued keys
+where its entries are integers.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.random import below, normals, signs, words
+from levattn._kernels import Float64, Rows, kernels_for
+
+__all__ = ["FAMILIES", "OSNAP", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL", "whole"]
+
+# Streams of the generator, so that no two things share their words
+_PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
+
+_LARGEST_BLOCK = 1 << 28  # some random words are drawn for each of its rows
+_ENTRIES = 1 << 20  # of a dense S that are drawn at a time
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number of at least `least`, or raise."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}; expected a whole number")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected at least {least}")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Distribution(ABC):
+    """A distribution of sketching matrices S of `size` rows, with E[SᵀS] = I.
+
+    Attributes
+    ----------
+    size : int
+        Number of rows of a sketch.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
+
+    Examples
+    --------
+    >>> from levattn.sketch import CountSketch, Distribution
+    >>> isinstance(CountSketch(8), Distribution), CountSketch(8).scale
+    (True, 1.0)
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        """Check the size."""
+        size = whole("size", self.size)
+        if size >= 2**31:
+            raise ValueError(f"size is {size}; expected fewer than 2**31 rows")
+        object.__setattr__(self, "size", size)
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """What the unscaled matrix is multiplied by, so that norms are kept on average."""
+
+    @abstractmethod
+    def columns(self, seed: int, start: int, count: int) -> Float64:
+        """Return the unscaled columns of S for the rows ``start:start + count`` of K, (size, count).
+
+        Parameters
+        ----------
+        seed : int
+            The seed.
+        start, count : int
+            Number of the first row of K, and of how many rows.
+
+        Returns
+        -------
+        array of float64, shape (size, count)
+            The entries before `scale`.
+        """
+
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
+        """Add the unscaled sketch of rows, numbered from `start` on, to `out`.
+
+        Parameters
+        ----------
+        rows : levattn._kernels.Rows
+            A batch of keys.
+        seed, start : int
+            The seed, and the number of the first row.
+        out : array of float64 or float32, shape (b, size, d)
+            What is added to, numpy's; for rows on a CUDA device an array of it.
+        """
+        step = max(1, _ENTRIES // self.size)
+        kernels = kernels_for(rows)
+        for low in range(0, rows.shape[1], step):
+            part = rows.between(low, min(low + step, rows.shape[1]))
+            kernels.add_products(part, self.columns(seed, start + low, part.shape[1]), out)
+
+
+class _Sparse(Distribution):
+    """A sketch of blocks of equal size, in each of which every row of K goes to one place, with a random sign."""
+
+    def _blocks(self) -> int:
+        """Return the number of blocks."""
+        raise NotImplementedError
+
+    @property
+    def scale(self) -> float:
+        """1/√(number of blocks)."""
+        return 1 / math.sqrt(self._blocks())
+
+    def columns(self, seed: int, start: int, count: int) -> Float64:
+        """Return the unscaled columns of S for some rows of K; see `Distribution`."""
+        blocks = self._blocks()
+        drawn = words(seed, _PLACES, start, count, blocks)
+        out: Float64 = np.zeros((self.size, count))
+        places = below(drawn, self.size // blocks) + self.size // blocks * np.arange(blocks)
+        out[places, np.arange(count)[:, None]] = signs(drawn)
+        return out
+
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
+        """Add the unscaled sketch of rows to `out`; see `Distribution`."""
+        blocks = self._blocks()
+        kernels_for(rows).scatter(rows, seed, _PLACES, start, blocks, self.size // blocks, out)
+
+
+@dataclass(frozen=True)
+class CountSketch(_Sparse):
+    """The sparsest sketch: each row of K is added to one row of the sketch, with a random sign.
+
+    Parameters
+    ----------
+    size : int
+        Number of rows of the sketch; see `countsketch_size`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
+
+    Notes
+    -----
+    Time O(nnz(K)), memory O(size · d).
+
+    References
+    ----------
+    Clarkson and Woodruff, Low rank approximation and regression in input sparsity time, STOC 2013 (arXiv:1207.6365).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.sketch import CountSketch, Sketch
+    >>> S = Sketch(CountSketch(1000))
+    >>> K = np.random.default_rng(0).standard_normal((5000, 3))
+    >>> bool(np.allclose(np.linalg.norm(S.apply(K), 2), np.linalg.norm(K, 2), rtol=0.2))
+    True
+    """
+
+    def _blocks(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class OSNAP(_Sparse):
+    r"""A sparse sketch: each row of K is added to `nonzeros` rows of the sketch, with random signs (SJLT).
+
+    The rows of the sketch lie in `nonzeros` blocks of equal size, and a row of K goes to one place in each. Entries
+    of S are 0 or :math:`\pm 1/\sqrt{\mathrm{nonzeros}}`.
+
+    Parameters
+    ----------
+    size : int
+        Number of rows of the sketch, a multiple of `nonzeros`; see `osnap_size`.
+    nonzeros : int, default 4
+        Number of entries that are not zero in each column of S.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is not whole or out of its range, or the size no multiple of `nonzeros`.
+
+    Notes
+    -----
+    Time O(nonzeros · nnz(K)), memory O(size · d).
+
+    References
+    ----------
+    Nelson and Nguyễn, OSNAP: faster numerical linear algebra algorithms via sparser subspace embeddings, FOCS 2013
+    (arXiv:1211.1002), the block construction. Cohen, Nearly tight oblivious subspace embeddings by trace
+    inequalities, SODA 2016.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.sketch import OSNAP, Sketch
+    >>> S = Sketch(OSNAP(8, nonzeros=2))
+    >>> np.count_nonzero(S.matrix(0, 100), axis=0).tolist() == [2] * 100
+    True
+    """
+
+    nonzeros: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the size and the number of nonzeros."""
+        super().__post_init__()
+        object.__setattr__(self, "nonzeros", whole("nonzeros", self.nonzeros))
+        if self.size % self.nonzeros:
+            raise ValueError(
+                f"size is {self.size}; expected a multiple of nonzeros = {self.nonzeros}, as the sketch has so many "
+                "blocks of equal size"
+            )
+
+    def _blocks(self) -> int:
+        return self.nonzeros
+
+
+class _Dense(Distribution):
+    """A sketch whose entries are drawn one by one, or as bits of words, from a stream of its own."""
+
+    _stream: ClassVar[int]
+
+    @property
+    def scale(self) -> float:
+        """1/√size."""
+        return 1 / math.sqrt(self.size)
+
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
+        """Add the unscaled sketch of rows to `out`; see `Distribution`."""
+        kernels = kernels_for(rows)
+        if hasattr(kernels, "dense_sketch"):
+            kernels.dense_sketch(rows, seed, self._stream, start, self._stream == _NORMALS, out)
+        else:
+            super().add(rows, seed, start, out)
+
+
+@dataclass(frozen=True)
+class GaussianJL(_Dense):
+    r"""A dense sketch with independent normal entries of variance 1/size.
+
+    Parameters
+    ----------
+    size : int
+        Number of rows of the sketch; see `gaussian_size` and `jl_size`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
+
+    Notes
+    -----
+    Time O(size · n d), the normals included. They are the same on every machine to rounding.
+
+    References
+    ----------
+    Johnson and Lindenstrauss, Extensions of Lipschitz mappings into a Hilbert space, 1984. Davidson and Szarek, Local
+    operator theory, random matrices and Banach spaces, 2001, Theorem II.13 (the extreme singular values).
+
+    Examples
+    --------
+    >>> from levattn.sketch import GaussianJL, Sketch
+    >>> Sketch(GaussianJL(3)).matrix(0, 2).shape
+    (3, 2)
+    """
+
+    _stream = _NORMALS
+
+    def columns(self, seed: int, start: int, count: int) -> Float64:
+        """Return the unscaled columns of S for some rows of K; see `Distribution`."""
+        return normals(seed, _NORMALS, start, count, self.size).T
+
+
+@dataclass(frozen=True)
+class SignJL(_Dense):
+    r"""A dense sketch with independent entries :math:`\pm 1/\sqrt{\mathrm{size}}`.
+
+    Parameters
+    ----------
+    size : int
+        Number of rows of the sketch; see `sign_size` and `jl_size`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the size is no whole number from 1 to 2³¹ − 1.
+
+    Notes
+    -----
+    Time O(size · n d).
+
+    References
+    ----------
+    Achlioptas, Database-friendly random projections, JCSS 66, 2003, Theorem 1.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.sketch import SignJL, Sketch
+    >>> np.unique(np.abs(Sketch(SignJL(4)).matrix(0, 10))).tolist()
+    [0.5]
+    """
+
+    _stream = _SIGNS
+
+    def columns(self, seed: int, start: int, count: int) -> Float64:
+        """Return the unscaled columns of S for some rows of K; see `Distribution`."""
+        drawn = words(seed, _SIGNS, start, count, -(-self.size // 32))
+        bits = drawn[:, :, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1)
+        return np.asarray(1 - 2 * bits.reshape(count, 32 * drawn.shape[1])[:, : self.size].astype(np.float64)).T
+
+
+@dataclass(frozen=True)
+class SRHT(Distribution):
+    r"""A subsampled randomised Hadamard transform, block by block.
+
+    The rows of K lie in blocks of `block` of them by their numbers. In each, rows get random signs and are mixed by
+    the Hadamard matrix H, of which `size` rows are kept, the same for all blocks; each of these gets a random sign of
+    its own in each block, and the blocks are added up. So K may come in any chunks and be of any length.
+
+    Parameters
+    ----------
+    size : int
+        Number of rows of the sketch, at most `block`; see `srht_size`.
+    block : int, optional
+        Number of rows of K that are mixed, a power of two of at most 2²⁸, or the default: the first at or above 2 ·
+        size, at least 256.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is not whole or out of its range, or the block no power of two.
+
+    Notes
+    -----
+    Time O(n d log block), memory O(block + size · d).
+
+    References
+    ----------
+    Tropp, Improved analysis of the subsampled randomized Hadamard transform, 2011 (arXiv:1011.1595). Balabanov,
+    Beaupère, Grigori and Lederer, Block subsampled randomized Hadamard transform for low-rank approximation on
+    distributed architectures, ICML 2023 (arXiv:2210.11295): blocks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.sketch import SRHT, Sketch
+    >>> S = Sketch(SRHT(64)).matrix(0, 256)
+    >>> np.unique(np.abs(S)).tolist()
+    [0.125]
+    """
+
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the size and the block."""
+        super().__post_init__()
+        default = max(256, 1 << (2 * self.size - 1).bit_length())
+        block, most = whole("block", self.block, 0) or default, max(default, _LARGEST_BLOCK)
+        if block & (block - 1) or not max(4, self.size) <= block <= most:
+            raise ValueError(
+                f"block is {block}; expected a power of two of at least 4 and of at least size = {self.size}, and of "
+                f"at most {most}"
+            )
+        object.__setattr__(self, "block", block)
+
+    @property
+    def scale(self) -> float:
+        """1/√size."""
+        return 1 / math.sqrt(self.size)
+
+    def _chosen(self, seed: int) -> npt.NDArray[np.int64]:
+        """Return the rows of the Hadamard matrix that are kept, ascending: those of the smallest words."""
+        order = np.argsort(words(seed, _CHOSEN, 0, self.block, 1)[:, 0], kind="stable")
+        return np.sort(order[: self.size])
+
+    def _flips(self, seed: int, first: int, count: int) -> Float64:
+        """Return the signs of the rows of the sketch in some blocks, (count, size)."""
+        return signs(words(seed, _BLOCK_SIGNS, first, count, self.size)).astype(np.float64)
+
+    def columns(self, seed: int, start: int, count: int) -> Float64:
+        """Return the unscaled columns of S for some rows of K; see `Distribution`."""
+        numbers = np.arange(start, start + count)
+        inner = numbers % self.block
+        first = start // self.block
+        flips = self._flips(seed, first, (start + count - 1) // self.block + 1 - first if count else 0)
+        shared = (self._chosen(seed)[:, None] & inner).astype(np.uint64)
+        parity = np.bitwise_count(shared) & 1
+        row_signs = signs(words(seed, _ROW_SIGNS, start, count, 1))[:, 0]
+        return np.asarray((1.0 - 2.0 * parity) * row_signs * flips[numbers // self.block - first].T)
+
+    def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
+        """Add the unscaled sketch of rows to `out`; see `Distribution`."""
+        kernels = kernels_for(rows)
+        if not hasattr(kernels, "subsampled_hadamard"):
+            super().add(rows, seed, start, out)
+            return
+        streams = _ROW_SIGNS, _BLOCK_SIGNS
+        kernels.subsampled_hadamard(rows, seed, streams, start, self.block, self._chosen(seed), out)
+
+
+FAMILIES = {family.__name__: family for family in (CountSketch, OSNAP, GaussianJL, SignJL, SRHT)}

@@ -1,0 +1,359 @@
+"""A sample of a distribution, which is a matrix S, and the sketch of rows that come in chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
+from levattn._core.random import as_seed
+from levattn._core.serialize import as_damage, pack, shaped, unpack
+from levattn._kernels import Float64, Rows, kernels_for
+from levattn.exceptions import NonFiniteError
+from levattn.sketch.families import FAMILIES, Distribution, whole
+
+__all__ = ["Sketch", "SketchedRows"]
+
+_VERSION = 1  # of the bytes of SketchedRows
+_ROWS = 2**62  # numbers of rows are below
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A random matrix S of a distribution; all of it follows from the seed.
+
+    Parameters
+    ----------
+    distribution : Distribution
+        What it is drawn from.
+    seed : int or numpy.random.Generator, default 0
+        The seed, at least 0 and below 2⁶⁴; a Generator gives its next one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another kind, or the seed out of range.
+
+    Notes
+    -----
+    A row has the same place, sign or normal in whatever chunk, thread, process or kind of array: that of its number.
+    Time and memory of `apply` are those of the distribution. With float32 sums, rounded, a `CountSketch` is about 1.4
+    times as fast.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.sketch import CountSketch, Sketch
+    >>> S = Sketch(CountSketch(16))
+    >>> K = np.arange(300.0).reshape(100, 3)
+    >>> parts = S.apply(K[:30]) + S.apply(K[30:], row_start=30)
+    >>> np.array_equal(parts, S.apply(K)), np.array_equal(S.matrix(0, 100) @ K, S.apply(K))
+    (True, True)
+    """
+
+    distribution: Distribution
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the distribution, and turn the seed into an integer."""
+        if not isinstance(self.distribution, Distribution):
+            raise TypeError(f"distribution is {self.distribution!r}; expected one such as CountSketch(1000)")
+        object.__setattr__(self, "seed", as_seed(self.seed, "seed"))
+
+    def matrix(self, start: int, stop: int) -> Float64:
+        """Return the columns of S for the rows ``start:stop`` of K.
+
+        Parameters
+        ----------
+        start, stop : int
+            Numbers of the first row and of the one after the last.
+
+        Returns
+        -------
+        array of float64, shape (size, stop − start)
+            Dense, with the scale multiplied in.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the numbers are not whole, or not ``0 <= start <= stop <= 2**62``.
+        """
+        start, stop = whole("start", start, 0), whole("stop", stop, 0)
+        if not start <= stop <= _ROWS:
+            raise ValueError(f"start and stop are {start} and {stop}; expected 0 <= start <= stop <= 2**62")
+        return self.distribution.columns(self.seed, start, stop - start) * self.distribution.scale
+
+    def apply(self, K: Any, /, *, row_start: int = 0, mask: Any = None, dtype: npt.DTypeLike = np.float64) -> Any:
+        """Return S K, for rows that are numbered from `row_start` on.
+
+        Parameters
+        ----------
+        K : array of shape (..., n, d)
+            Rows; kinds and dtypes as in `leverage_scores`, sparse ones too. All matrices of a batch get the same S.
+        row_start : int, default 0
+            Number of the first row.
+        mask : array of bool, shape (..., n), optional
+            True for a row that takes part.
+        dtype : float64 or float32
+            In what rows are added up. float32 is faster and rounds the sums; not for float64 keys.
+
+        Returns
+        -------
+        array of shape (..., size, d)
+            In the kind of array of K, of the given dtype. For integer-valued K and a distribution with entries 0 and
+            ±1 the sums are exact, and so the same bits in whatever chunks K came, before the scale.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is wrong.
+        NonFiniteError
+            If the rows hold NaN or infinity outside the mask.
+        """
+        matrices = as_matrices(K, "K", sparse=True)
+        kind = np.dtype(dtype)
+        if kind not in (np.float64, np.float32) or (kind == np.float32 and matrices.format == "float64"):
+            raise ValueError(
+                f"dtype is {kind} for {matrices.format} keys; expected float64, or float32 for narrower keys"
+            )
+        rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+        out = kernels_for(rows).sketch_zeros(rows, self.distribution.size, kind)
+        self.add(rows, row_start, out)
+        return matrices.wrap((out * self.distribution.scale).astype(kind, copy=False))
+
+    def add(self, rows: Rows, row_start: int, out: Any) -> None:
+        """Add the unscaled sketch of a batch of rows to `out`; raise for rows that are not finite.
+
+        Parameters
+        ----------
+        rows : levattn._kernels.Rows
+            A batch of keys.
+        row_start : int
+            Number of the first row.
+        out : array, shape (b, size, d)
+            What is added to, numpy's; for rows on a CUDA device an array of it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the number of the first row is wrong.
+        NonFiniteError
+            If the rows hold NaN or infinity outside the mask.
+        """
+        row_start = whole("row_start", row_start, 0)
+        if row_start > _ROWS - rows.shape[1]:
+            raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below, and named
+            self.distribution.add(rows, self.seed, row_start, out)
+        if not np.isfinite(out).all():
+            for item in range(rows.shape[0]):
+                bad = kernels_for(rows).nonfinite_rows(rows, item, 5)
+                if bad:
+                    where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
+                    raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")
+            raise ValueError(f"K has entries so large that sums of them overflow {out.dtype}; scale K down")
+
+
+class SketchedRows:
+    """The sketch ``S K`` of rows that come in chunks, in any order, here or elsewhere.
+
+    Sums are kept without the scale of S: for integer-valued rows and a distribution with entries 0 and ±1 they are
+    exact, and so the same bits whatever the chunks and their order were.
+
+    Parameters
+    ----------
+    sketch : Sketch
+        The matrix S.
+    d : int
+        Number of columns of the rows.
+    batch : tuple of int
+        Leading axes (batch, heads) of the rows.
+
+    Attributes
+    ----------
+    count : int
+        How many rows came so far, masked ones included.
+    next_row : int
+        The number of the row after the last of the highest chunk so far.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong.
+
+    Notes
+    -----
+    Memory O(size · d) for each matrix, whatever the number of rows. It is on a CUDA device once rows there were added.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.sketch import CountSketch, Sketch, SketchedRows
+    >>> S = Sketch(CountSketch(16))
+    >>> K = np.arange(300.0).reshape(100, 3)
+    >>> here, there = SketchedRows(S, 3), SketchedRows(S, 3)
+    >>> state = here.update(K[:40]).merge(there.update(K[40:], row_start=40))
+    >>> np.array_equal(state.read(), S.apply(K)), state.count
+    (True, 100)
+    """
+
+    def __init__(self, sketch: Sketch, d: int, batch: tuple[int, ...] = ()) -> None:
+        if not isinstance(sketch, Sketch):
+            raise TypeError(f"sketch is {sketch!r}; expected one such as Sketch(CountSketch(1000))")
+        self.sketch = sketch
+        self.d = whole("d", d)
+        self.batch = tuple(whole("batch", axis, 0) for axis in batch)
+        self.count = 0
+        self.next_row = 0
+        self._sums: Any = np.zeros((math.prod(self.batch), sketch.distribution.size, self.d))
+
+    def update(self, K: Any, row_start: int | None = None, mask: Any = None) -> SketchedRows:
+        """Add a chunk of rows.
+
+        Parameters
+        ----------
+        K : array of shape (..., m, d)
+            Rows, m ≥ 0 of them for each matrix of the batch.
+        row_start : int, optional
+            Number of the first row; the one after the last of the highest chunk so far if left out. A number must not
+            come twice, which is not checked.
+        mask : array of bool, shape (..., m), optional
+            True for a row that takes part.
+
+        Returns
+        -------
+        SketchedRows
+            The state itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is wrong, or the batch or number of columns differs from the state's.
+        NonFiniteError
+            If the rows hold NaN or infinity outside the mask. The state is as it was.
+        """
+        matrices = as_matrices(K, "K", sparse=True)
+        if matrices.d != self.d or matrices.batch != self.batch:
+            raise ValueError(
+                f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
+                f"and d = {self.d}"
+            )
+        start = self.next_row if row_start is None else row_start
+        rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
+        sums = kernels_for(rows).sketch_zeros(rows, self.sketch.distribution.size, np.float64)
+        self.sketch.add(rows, start, sums)
+        self._take(sums, matrices.n, int(start) + matrices.n)
+        return self
+
+    def merge(self, other: SketchedRows) -> SketchedRows:
+        """Add what another state has seen, which must be other rows.
+
+        Parameters
+        ----------
+        other : SketchedRows
+            A state of the same sketch, batch and number of columns. It is not changed.
+
+        Returns
+        -------
+        SketchedRows
+            This state, which now stands for the rows of both.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the states do not go together.
+        """
+        if not isinstance(other, SketchedRows):
+            raise TypeError(f"other is of type {type(other).__name__}; expected SketchedRows")
+        mine, its = ((s.sketch, s.d, s.batch) for s in (self, other))
+        if mine != its:
+            raise ValueError(f"other has sketch, d and batch {its}; expected {mine}")
+        self._take(other._sums, other.count, other.next_row)
+        return self
+
+    def _take(self, sums: Any, count: int, next_row: int) -> None:
+        held = self._sums
+        if isinstance(held, np.ndarray):
+            held = to_device(held, sums)
+        elif isinstance(sums, np.ndarray):
+            sums = to_device(sums, held)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = held + sums
+        if not np.isfinite(total).all():
+            raise ValueError("the sums of all rows overflow float64; scale K down. The state is as it was")
+        self._sums, self.count, self.next_row = total, self.count + count, max(self.next_row, next_row)
+
+    def read(self) -> Any:
+        """Return S K for all rows so far.
+
+        Returns
+        -------
+        array of float64, shape (..., size, d)
+            Of numpy; of CuPy, on its device, once some of the rows were on a CUDA device.
+        """
+        shape = (*self.batch, *self._sums.shape[1:])
+        return (self._sums * self.sketch.distribution.scale).reshape(shape)
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
+
+        Returns
+        -------
+        bytes
+            A header in JSON, the sums, and a checksum.
+
+        Raises
+        ------
+        TypeError
+            If the distribution is none of this module.
+        """
+        distribution = self.sketch.distribution
+        if FAMILIES.get(type(distribution).__name__) is not type(distribution):
+            raise TypeError(f"the distribution is {distribution!r}; only those of levattn.sketch can be saved")
+        fields = {
+            "distribution": type(distribution).__name__,
+            "parameters": asdict(distribution),
+            "seed": self.sketch.seed,
+            "d": self.d,
+            "batch": list(self.batch),
+            "count": self.count,
+            "next_row": self.next_row,
+        }
+        return pack("SketchedRows", _VERSION, fields, {"sums": to_numpy(self._sums)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SketchedRows:
+        """Return the state that `to_bytes` made bytes of.
+
+        Parameters
+        ----------
+        data : bytes
+            What `to_bytes` returned.
+
+        Returns
+        -------
+        SketchedRows
+
+        Raises
+        ------
+        TypeError
+            If the data are no bytes.
+        ValueError
+            If they are damaged, of another kind, or of a version that is not known.
+        """
+        fields, arrays = unpack(data, "SketchedRows", _VERSION)
+        with as_damage():
+            distribution = FAMILIES[fields["distribution"]](**fields["parameters"])
+            d, batch = whole("d", fields["d"]), tuple(whole("batch", size, 0) for size in fields["batch"])
+            # before room is made for what the fields claim
+            sums = shaped(arrays["sums"], np.float64, (math.prod(batch), distribution.size, d))
+            state = cls(Sketch(distribution, fields["seed"]), d, batch)
+            state.count, state.next_row = whole("count", fields["count"], 0), whole("next_row", fields["next_row"], 0)
+            if max(state.count, state.next_row) > _ROWS:
+                raise ValueError(f"{state.count} rows were summed, before row {state.next_row}")
+            state._sums = sums
+            return state

@@ -1,0 +1,205 @@
+"""Sums of a second moment: of fixed blocks of rows, in as many bits as they need; or running ones, that may decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import array_namespace, numbers, to_device, to_float64, to_numpy
+from levattn._core.serialize import shaped
+from levattn._kernels import BLOCK, Float64, Rows, token_kernels_for
+from levattn.linalg.factor import Factor
+from levattn.linalg.gram import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite, require_room
+from levattn.states.block_buffer import Tail
+from levattn.states.factors import factor_of, factor_of_sum
+
+__all__ = ["BlockSums", "RunningSums"]
+
+_FORMATS = ("float64", "float32", "float16", "bfloat16")
+
+
+class BlockSums:
+    """The second moment (b, d, d) of rows that are numbered as they come and summed in blocks."""
+
+    def __init__(self, b: int, d: int) -> None:
+        self._b, self._d = b, d
+        self._weight: Float64 = np.zeros(b)
+        self._sum = MomentSum(b, d)
+        self._tail: Tail | None = None
+
+    def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64]) -> None:
+        """Add rows, `present` of them (b,), or raise and stay as it was; rows with weights are held in float64."""
+        gained: Any = present
+        if weights is not None:  # Σ w k kᵀ is the second moment of √w k
+            weights = to_numpy(weights)
+            gained = weights.sum(axis=1)
+            keys = to_float64(rows.keys, rows.format) * np.sqrt(weights)[..., None]
+            rows = Rows(keys, "float64", None if rows.mask is None else to_numpy(rows.mask))
+        tail = self._tail.copy() if self._tail is not None else Tail(self._b, self._d, rows.format)
+        sums, before = self._sum.copy(), self._sum.blocks.count * BLOCK + tail.count
+        try:
+            tail.push(rows, sums.add)
+        except FloatingPointError:
+            refuse_nonfinite(rows, before)
+        self._tail, self._sum, self._weight = tail, sums, self._weight + gained
+
+    def _rows(self) -> Rows:
+        return (self._tail or Tail(self._b, self._d, "float64")).rows
+
+    def _total(self) -> tuple[Twofold, Exponents]:
+        return self._sum.total(self._rows())
+
+    def read(self) -> Float64:
+        """Return the moment."""
+        moments, exponents = self._total()
+        with np.errstate(over="ignore"):
+            return moments.scaled(-exponents).high
+
+    def weight(self) -> Float64:
+        """Return the sum of the weights."""
+        return self._weight.copy()
+
+    def factor(self) -> Factor:
+        """Return its factor."""
+        return factor_of(self._sum, self._rows())
+
+    def check(self, other: BlockSums) -> None:
+        """Raise if another's rows cannot be added."""
+        if self._tail is not None and other._tail is not None:
+            mine, format = self._tail.rows.format, other._tail.rows.format
+            if mine != format:
+                raise TypeError(f"other has keys of dtype {format}; expected {mine}, as here")
+
+    def merge(self, other: BlockSums, _count: npt.NDArray[np.int64]) -> None:
+        """Add another's rows."""
+        if other._tail is not None and self._tail is None:
+            self._tail = Tail(self._b, self._d, other._tail.rows.format)
+        self._sum.merge(*other._total())
+        self._weight = self._weight + other._weight
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return what `from_parts` takes."""
+        fields, arrays = self._sum.parts()
+        arrays |= {"weight": self._weight}
+        if self._tail is not None:
+            arrays |= {"tail": self._tail.rows.keys}
+        return fields | {"format": None if self._tail is None else self._tail.rows.format}, arrays
+
+    @classmethod
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int) -> BlockSums:
+        """Return the sums that `parts` took apart, or raise ValueError, TypeError or LookupError."""
+        shaped(arrays["exponents"], np.int32, (b, d))  # before room is made for what the fields claim
+        self = cls(b, d)
+        self._sum = MomentSum.from_parts(fields, arrays, b, d)
+        self._weight = _weights_of(arrays, b)
+        if fields["format"] not in (None, *_FORMATS):
+            raise ValueError(f"keys are of format {fields['format']!r}")
+        if fields["format"] is not None:
+            self._tail = Tail(b, d, fields["format"])
+            self._tail.hold(arrays["tail"])
+        return self
+
+
+class RunningSums:
+    """The diagonal (b, d) of a second moment, or all of it (b, d, d), multiplied by decay (b,) before each row.
+
+    Arrays are of the library and on the device of the first rows; numpy's for torch in main memory.
+    """
+
+    def __init__(self, b: int, d: int, full: bool, decay: Float64 | None) -> None:
+        if full:
+            require_room(b, d)
+        self.decay = decay
+        self._shape = (b, d, d) if full else (b, d)
+        self._full = full
+        self.rows = 0
+        self.held: Any = None
+
+    def sums(self) -> Any:
+        """Return the moment and the sum of weights as they are held: not to be written to."""
+        if self.held is None:
+            return np.zeros(self._shape), np.zeros(self._shape[:1])
+        return self.held
+
+    def add(self, rows: Rows, weights: Any, _present: npt.NDArray[np.int64]) -> None:
+        """Add rows, or raise and stay as it was."""
+        held, X = self.held, numbers(rows.keys, rows.format)
+        if held is not None and array_namespace(held[0]) is not array_namespace(X):
+            held = tuple(to_device(to_numpy(part), X) for part in held)
+        with np.errstate(over="ignore", invalid="ignore"):
+            new = token_kernels_for(X).add_squares(X, rows.mask, weights, self.decay, held, full=self._full)
+        try:
+            check_finite(rows, to_numpy(new[0]))
+        except FloatingPointError:
+            refuse_nonfinite(rows, self.rows)
+        self.held, self.rows = new, self.rows + rows.shape[1]
+
+    def read(self) -> Any:
+        """Return the moment, a copy."""
+        return _copied(self.sums()[0])
+
+    def weight(self) -> Any:
+        """Return the sum of the weights, a copy."""
+        return _copied(self.sums()[1])
+
+    def factor(self) -> Factor:
+        """Return its factor, in main memory."""
+        total = to_numpy(self.read())
+        if not self._full:
+            total = np.where(np.eye(self._shape[1], dtype=np.bool_), total[:, :, None], 0.0)
+        exponents = np.zeros(total.shape[:2], np.int32)
+        like = Rows(np.empty((total.shape[0], 0, total.shape[1])), "float64")
+        return factor_of_sum(Twofold.plain(total), exponents, like)
+
+    def check(self, other: RunningSums) -> None:
+        """Raise if what came after cannot be added."""
+        if self.held is None or other.held is None:
+            return
+        here, there = (array_namespace(sums.held[0]) for sums in (self, other))
+        if here is not there:
+            raise TypeError(
+                f"this state holds arrays of {here.__name__} and was given those of {there.__name__}; expected one "
+                "library. Keep a state for each, and merge them by their bytes"
+            )
+
+    def merge(self, other: RunningSums, count: npt.NDArray[np.int64]) -> None:
+        """Add what came after, `count` (b,) rows."""
+        if other.held is None:
+            return
+        total, weight = other.held
+        if self.held is not None:
+            xp = array_namespace(total)
+            mine, mass = self.held
+            if self.decay is not None:
+                kept = self.decay**count
+                kept = kept if isinstance(mine, np.ndarray) else to_device(kept, mine)
+                mine = mine * xp.reshape(kept, (-1, *[1] * (mine.ndim - 1)))
+                mass = mass * kept
+            total, weight = mine + total, mass + weight
+        self.held, self.rows = (total, weight), self.rows + other.rows
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return what `from_parts` takes."""
+        total, weight = map(to_numpy, self.sums())
+        return {"rows": self.rows}, {"total": total, "weight": weight}
+
+    def restore(self, rows: int, total: Float64, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Take up a moment and the other arrays that `parts` took apart, or raise ValueError or LookupError."""
+        diagonal = np.diagonal(total, axis1=1, axis2=2) if self._full else total
+        if np.isnan(total).any() or (diagonal < 0).any():
+            raise ValueError("a sum of squares is negative or NaN")
+        self.rows, self.held = rows, (total, _weights_of(arrays, len(total)))
+
+
+def _weights_of(arrays: dict[str, npt.NDArray[Any]], b: int) -> Float64:
+    """Return the sums of weights among the arrays of a state, or raise ValueError or LookupError."""
+    weight = shaped(arrays["weight"], np.float64, (b,))
+    if (weight < 0).any():
+        raise ValueError("a sum of weights is negative")
+    return weight
+
+
+def _copied(array: Any) -> Any:
+    return array_namespace(array).asarray(array, copy=True)

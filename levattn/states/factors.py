@@ -1,0 +1,27 @@
+"""Factors that are read from moments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from levattn._kernels import Rows
+from levattn.linalg.factor import Factor, factor_moments, factor_sum
+from levattn.linalg.gram import Exponents, MomentSum, Twofold
+
+__all__ = ["factor_of", "factor_of_sum"]
+
+
+def factor_of(sums: MomentSum, tail: Rows, total: tuple[Twofold, Exponents] | None = None) -> Factor:
+    """Return the factor of the keys of a sum and of the rows that wait, and forget these; `total` if it is known."""
+    if sums.merged is None and not sums.blocks.count:
+        return factor_moments(tail, single="scores").forget_keys()
+    b, _, d = tail.shape
+    return factor_of_sum(*(total or sums.total(tail)), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))
+
+
+def factor_of_sum(moments: Twofold, exponents: Exponents, like: Rows) -> Factor:
+    """Return the factor of moments whose columns were divided by powers of two, for keys as `like` has none of."""
+    scale = np.ldexp(1.0, -exponents) if exponents.any() else None
+    return factor_sum(moments, replace(like, mask=None, scale=scale))

@@ -1,0 +1,430 @@
+"""Second moments of keys and tokens."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy
+from levattn._core.serialize import MOST_ROWS, as_damage, counts, pack, shaped, unpack, whole
+from levattn._kernels import Rows
+from levattn.linalg.factor import Factor
+from levattn.states.block_buffer import present_rows, readable
+from levattn.states.blocks import BlockSums, RunningSums
+from levattn.states.common import held_as, same_decay, size_of
+
+__all__ = ["Moments"]
+
+_VERSION = 2
+
+
+class Moments:
+    """The second moment ``G = Σ w k kᵀ`` of keys that come in chunks, or its diagonal, and the factor of it.
+
+    One state for all that is made of second moments: leverage scores (all of it, w = 1), token statistics (its
+    diagonal, weighted by memberships), coding rates (all of it, for each group).
+
+    The rows are numbered as they come and summed in fixed blocks, or one after the other where only the diagonal is
+    kept or sums decay, so that the result has the same bits whatever the sizes of the chunks and the number of threads
+    (to rounding on a CUDA device, for these). Merging two states agrees with one state to rounding.
+
+    Sums are in float64 while that holds what the scores of the keys need, and else as pairs of float64, of about 100
+    bits; this is decided block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal,
+    and sums that decay, are in float64 always: squares of keys have to be within its range.
+
+    Parameters
+    ----------
+    d : int
+        Number of columns of the keys.
+    batch : tuple of int
+        Leading axes (batch, heads) of the keys.
+    diagonal : bool
+        True to keep the diagonal only, Σ w k², d numbers instead of d².
+    decay : float or array of float, broadcast to the batch
+        What a row counts for after the next has come, above 0 and at most 1; after n further ones its n-th power.
+
+    Attributes
+    ----------
+    count : array of int64, shape (...,)
+        Number of keys so far, masked ones not among them.
+    weight : array of float64, shape (...,)
+        The sum of the weights, which decay as the moment does.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is no whole number or below 1, or `decay` outside (0, 1] or of another shape.
+
+    Notes
+    -----
+    Time O(n d²), for ill-conditioned keys about ten times that of well-conditioned ones; memory O(d² log n) for the
+    sums and at most 2048 rows that wait for their block to fill. With `diagonal` time O(n d) and memory O(d), with
+    `decay` and all of the moment O(n d²) and O(d²); outside main memory these also take a chunk in float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.states import Moments
+    >>> K = np.arange(12.0).reshape(6, 2)
+    >>> G = Moments(2).update(K[:5]).update(K[5:]).read()
+    >>> np.array_equal(G, K.T @ K)
+    True
+    >>> w = np.linspace(0, 1, 6)
+    >>> state = Moments(2, diagonal=True).update(K, weights=w)
+    >>> np.allclose(state.read(), w @ K**2), float(state.weight)
+    (True, 3.0)
+    """
+
+    def __init__(self, d: int, batch: tuple[int, ...] = (), *, diagonal: bool = False, decay: Any = 1.0) -> None:
+        self.d = size_of("d", d, 1)
+        self.batch = tuple(size_of("batch", size, 0) for size in batch)
+        self.diagonal = bool(diagonal)
+        self.decay = _rates(decay, self.batch)
+        self.count: npt.NDArray[np.int64] = np.zeros(self.batch, np.int64)
+        b = math.prod(self.batch)
+        rates = None if self.decay is None else np.broadcast_to(self.decay, self.batch).reshape(-1)
+        self._sums: BlockSums | RunningSums
+        if self.diagonal or rates is not None:
+            self._sums = RunningSums(b, self.d, not self.diagonal, rates)
+        else:
+            self._sums = BlockSums(b, self.d)
+
+    @property
+    def weight(self) -> Any:
+        """The sum of the weights."""
+        return self._shaped(self._sums.weight())
+
+    def sums(self) -> tuple[Any, Any]:
+        """Return a diagonal moment and the sum of the weights as they are held: not to be written to.
+
+        Returns
+        -------
+        diagonal : array of float64, shape (..., d)
+            The moment's diagonal.
+        weight : array of float64, shape (...,)
+            The sum of the weights.
+
+        Raises
+        ------
+        TypeError
+            If the moment is not diagonal and does not decay.
+        """
+        if not isinstance(self._sums, RunningSums):
+            raise TypeError("the state holds no running sums; expected one with diagonal=True")
+        total, weight = self._sums.sums()
+        return self._shaped(total), self._shaped(weight)
+
+    def _shaped(self, array: Any) -> Any:
+        """Return (b, ...) as (..., ...)."""
+        return array_namespace(array).reshape(array, (*self.batch, *array.shape[1:]))
+
+    @classmethod
+    def from_arrays(cls, diagonal: Any, weight: Any, count: npt.NDArray[np.int64], *, decay: Any = 1.0) -> Moments:
+        """Return the diagonal state that holds these arrays, without a copy; of torch in main memory as numpy's.
+
+        Parameters
+        ----------
+        diagonal : array of float64, shape (..., d)
+            The moment's diagonal.
+        weight : array of float64, shape (...,)
+            The sum of the weights.
+        count : array of int64, shape (...,)
+            Of numpy.
+        decay : float or array of float, broadcast to the batch
+            As in the constructor.
+
+        Returns
+        -------
+        Moments
+            With the batch (...).
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is of another kind, or shapes do not go together.
+        """
+        total, mass = held_as("diagonal", diagonal), held_as("weight", weight)
+        if not total.ndim or tuple(total.shape[:-1]) != tuple(mass.shape) or np.shape(count) != tuple(mass.shape):
+            raise ValueError(
+                f"diagonal, weight and count have shapes {tuple(total.shape)}, {tuple(mass.shape)} and "
+                f"{np.shape(count)}; expected (..., d), (...,) and (...,)"
+            )
+        *batch, d = map(int, total.shape)
+        self = cls(d, tuple(batch), diagonal=True, decay=decay)
+        figures = np.asarray(count)
+        if figures.dtype.kind not in "iu" or ((figures < 0) | (figures > MOST_ROWS)).any():
+            raise ValueError(f"count is {count!r}; expected whole numbers of at least 0, and at most {MOST_ROWS}")
+        self.count = np.array(count, np.int64)
+        xp, b = array_namespace(total), math.prod(batch)
+        if isinstance(self._sums, RunningSums):
+            self._sums.held = xp.reshape(total, (b, d)), xp.reshape(mass, (b,))
+            self._sums.rows = int(self.count.max(initial=0))
+        return self
+
+    def update(self, K: Any, mask: Any = None, weights: Any = None) -> Moments:
+        """Add a chunk of keys.
+
+        Parameters
+        ----------
+        K : array of shape (..., m, d)
+            Keys, m ≥ 0 of them for each matrix of the batch, of the same dtype in all chunks. If there are weights,
+            they are kept as float64.
+        mask : array of bool, shape (..., m), optional
+            True for a key that takes part.
+        weights : array of float, broadcast to (..., m), optional
+            The weight w of each key, finite and of at least 0; None for 1. Those of masked keys are not used.
+
+        Returns
+        -------
+        Moments
+            The state itself.
+
+        Raises
+        ------
+        TypeError
+            If the dtype is another than that of the chunks before (not of the diagonal, and of sums that decay).
+        ValueError
+            If the batch or the number of columns differs from the state's, or a weight is negative or not finite.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask. The first such rows are named by their number in the
+            stream, counted from the first row that this state was given. The state is as it was.
+        """
+        matrices, rows = readable(K, mask)
+        self.add(matrices, rows, None if weights is None else _weights(weights, matrices, rows))
+        return self
+
+    def add(self, matrices: Matrices, rows: Rows, weights: Any = None) -> None:
+        """Add a chunk that is checked and where compiled code can read it; see `update`.
+
+        Parameters
+        ----------
+        matrices : levattn._core.arrays.Matrices
+            The chunk as it was given.
+        rows : levattn._kernels.Rows
+            The same, to be read.
+        weights : array of float64, shape (b, m), optional
+            The weight of each key.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the dtype, the batch or the number of columns differs from the state's.
+        NonFiniteError
+            If the keys hold NaN or infinity outside the mask.
+        """
+        if matrices.d != self.d or matrices.batch != self.batch:
+            raise ValueError(
+                f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
+                f"and d = {self.d}"
+            )
+        present = present_rows(rows)
+        self._sums.add(rows, weights, present)
+        self.count = self.count + present.reshape(self.batch)
+
+    def read(self) -> Any:
+        """Return the second moment of all rows so far.
+
+        Returns
+        -------
+        array of float64, shape (..., d, d), or (..., d) if `diagonal`
+            Symmetric, zero where there was no key. Infinite where the square of a column's norm is beyond float64.
+        """
+        return self._shaped(self._sums.read())
+
+    def factor(self) -> Factor:
+        """Return the factor of the second moment: scores of rows, exact normalisers, and witness queries.
+
+        Of a diagonal one, that of the matrix which it is the diagonal of: scores are ``Σ k²/g`` over the columns.
+
+        Returns
+        -------
+        levattn.linalg.Factor
+            For all matrices of the batch, in order.
+        """
+        return self._sums.factor()
+
+    def merge(self, other: Moments) -> Moments:
+        """Add what another state has seen; where sums decay, after what this one has.
+
+        Parameters
+        ----------
+        other : Moments
+            A state of the same form, batch and number of columns. It is not changed.
+
+        Returns
+        -------
+        Moments
+            This state, which now stands for the rows of both.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the states were made for different shapes or forms, or saw keys of different dtypes.
+        """
+        self.check(other)
+        self._sums.merge(other._sums, other.count.reshape(-1))  # type: ignore[arg-type]
+        self.count = self.count + other.count
+        return self
+
+    def check(self, other: Any) -> None:
+        """Raise as `merge` does, if another state cannot be merged.
+
+        Parameters
+        ----------
+        other : Moments
+            That state.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the states were made for different shapes or forms, or saw keys of different dtypes.
+        """
+        if not isinstance(other, Moments):
+            raise TypeError(f"other is of type {type(other).__name__}; expected Moments")
+        if other.d != self.d or other.batch != self.batch:
+            raise ValueError(
+                f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
+            )
+        if other.diagonal != self.diagonal or not same_decay(self.decay, other.decay, self.batch):
+            raise ValueError(
+                f"other has diagonal={other.diagonal} and decay={other.decay}; expected {self.diagonal} and "
+                f"{self.decay}, as here"
+            )
+        self._sums.check(other._sums)  # type: ignore[arg-type]
+
+    def __copy__(self) -> Moments:
+        """Return a state of its own."""
+        return copy.deepcopy(self)
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return the fields and arrays from which `from_parts` makes the state again.
+
+        Returns
+        -------
+        fields : dict
+            Numbers and strings by name, which JSON holds.
+        arrays : dict
+            Arrays of numpy by name.
+        """
+        fields, arrays = self._sums.parts()
+        arrays |= {"count": self.count}
+        if self.decay is not None:
+            arrays |= {"decay": self.decay}
+        return fields | {"d": self.d, "batch": list(self.batch), "diagonal": self.diagonal}, arrays
+
+    @classmethod
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Moments:
+        """Return the state that `parts` took apart.
+
+        Parameters
+        ----------
+        fields, arrays : dict
+            What `parts` returned.
+
+        Returns
+        -------
+        Moments
+            It goes on exactly as the other would have.
+
+        Raises
+        ------
+        TypeError, ValueError, LookupError
+            If something is missing, or does not go together.
+        """
+        d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
+        b = math.prod(batch)
+        count = counts(arrays["count"], batch)  # before room is made for what the fields claim
+        if not isinstance(fields["diagonal"], bool):
+            raise ValueError(f"diagonal is {fields['diagonal']!r}")
+        decay = arrays.get("decay", np.ones(()))
+        if "decay" in arrays and (decay == 1).all():
+            raise ValueError("nothing decays, and decays are stored")
+        if fields["diagonal"] or "decay" in arrays:
+            held = shaped(arrays["total"], np.float64, (b, d) if fields["diagonal"] else (b, d, d), finite=False)
+            self = cls(d, batch, diagonal=fields["diagonal"], decay=shaped(decay, np.float64, decay.shape))
+            self._sums.restore(whole(fields["rows"], most=MOST_ROWS), held, arrays)  # type: ignore[union-attr]
+        else:
+            sums = BlockSums.from_parts(fields, arrays, b, d)
+            self = cls(d, batch)
+            self._sums = sums
+        self.count = count
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
+
+        Returns
+        -------
+        bytes
+            A header in JSON, the sums, the rows that wait, and a checksum.
+        """
+        return pack("Moments", _VERSION, *self.parts())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Moments:
+        """Return the state that `to_bytes` made bytes of.
+
+        Parameters
+        ----------
+        data : bytes
+            What `to_bytes` returned.
+
+        Returns
+        -------
+        Moments
+            It goes on exactly as the other would have.
+
+        Raises
+        ------
+        TypeError
+            If the data are no bytes.
+        ValueError
+            If they are damaged, of another kind, or of a version that is not known.
+        """
+        fields, arrays = unpack(data, "Moments", _VERSION)
+        with as_damage():
+            return cls.from_parts(fields, arrays)
+
+
+def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None:
+    """Return decays as an array of float64 that broadcasts to the batch, or None where nothing decays."""
+    try:
+        rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay, np.float64)
+        np.broadcast_shapes(rates.shape, batch)
+        fits = np.broadcast_shapes(rates.shape, batch) == batch
+    except (TypeError, ValueError):
+        raise TypeError(f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}") from None
+    if not fits or not ((rates > 0) & (rates <= 1)).all():
+        raise ValueError(f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}")
+    return None if (rates == 1).all() else rates
+
+
+def _weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
+    """Return weights as (b, m) in float64 where the rows are, 0 for masked ones, or raise."""
+    shape = (*matrices.batch, matrices.n)
+    if array_api_compat.is_torch_array(weights):
+        weights = weights.detach()
+        weights = weights.float() if weights.is_floating_point() and weights.element_size() == 2 else weights
+    found = as_cupy(weights, "weights") if not isinstance(rows.keys, np.ndarray) else None
+    if found is None:
+        found = to_numpy(weights) if array_api_compat.is_array_api_obj(weights) else np.asarray(weights)
+        found = found.astype(np.float32) if found.dtype.name == "bfloat16" else found
+        if not isinstance(rows.keys, np.ndarray):
+            found = array_namespace(rows.keys).asarray(found)
+    if found.dtype.kind not in "fiu":
+        raise TypeError(f"weights is of dtype {found.dtype}; expected numbers")
+    xp = array_namespace(found)
+    try:
+        found = xp.reshape(xp.broadcast_to(xp.astype(found, xp.float64), shape), rows.shape[:2])
+    except ValueError:
+        raise ValueError(f"weights has shape {tuple(found.shape)}; expected one that broadcasts to {shape}") from None
+    if rows.mask is not None:
+        found = xp.where(rows.mask, found, xp.zeros_like(found))
+    if not bool(xp.all((found >= 0) & xp.isfinite(found))):
+        raise ValueError("weights hold a number below 0, or NaN or infinity; expected finite ones of at least 0")
+    return found

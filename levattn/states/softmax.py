@@ -1,0 +1,295 @@
+"""Softmax averages of values, one for each latent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, numbers, on_cuda, to_numpy
+from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
+from levattn._kernels import latent_kernels_for
+from levattn._kernels.latent.contract import State
+from levattn.states.common import held_as, size_of
+
+__all__ = ["SoftmaxState"]
+
+_VERSION = 1
+_MOST_UNSEEN = 2**31  # numbers of a saved state that has seen nothing
+
+
+class SoftmaxState:
+    """Softmax averages of values over positions that come in chunks, one for each latent.
+
+    Of logits K (positions × latents) and values V it holds ``m = max K``, ``s = Σ e^{K − m}`` and
+    ``S = Σ e^{K − m} V``, the sums over positions, and reads ``S / s``: for each latent the mean of the values under
+    the softmax of its logits. A latent is whatever has a softmax of its own over positions: a latent value of
+    `levattn.attention.latte`, or a query, whose logits are its products with keys; then this is exact attention, split
+    over parts of the keys.
+
+    Merging is associative and commutative, and the state of a set of positions is the same for all ways to split it,
+    to rounding. It is held in float64 whatever the logits and values are, so its error does not grow with their number
+    (on the CPU, numbers of at most float32 are summed in float32 for 64 positions at a time).
+
+    Parameters
+    ----------
+    latents : int
+        Number of latents L.
+    d : int
+        Number of channels D of the values.
+    batch : tuple of int
+        Leading axes (batch, heads).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is no whole number, or `latents` or `d` is below 1.
+
+    Notes
+    -----
+    Time O(TLD) for T positions, memory L (D + 2) float64 numbers for each item of the batch. A latent that has seen no
+    position, or only logits of −inf, reads zero. NaN spreads to what it touches.
+
+    References
+    ----------
+    Milakov and Gimelshein, arXiv:1805.02867, section 3 (the merge). Dolga et al., arXiv:2402.17512 (latents).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.states import SoftmaxState
+    >>> rng = np.random.default_rng(0)
+    >>> Q, K, V = rng.standard_normal((3, 100, 8))
+    >>> logits = K @ Q[:2].T  # of two queries
+    >>> state = SoftmaxState(2, 8).update(logits[:60], V[:60])
+    >>> state = state.merge(SoftmaxState(2, 8).update(logits[60:], V[60:]))
+    >>> A = np.exp(logits) / np.exp(logits).sum(axis=0)
+    >>> np.allclose(state.read(), A.T @ V)
+    True
+    """
+
+    def __init__(self, latents: int, d: int, batch: tuple[int, ...] = ()) -> None:
+        self.latents = size_of("latents", latents, 1)
+        self.d = size_of("d", d, 1)
+        if not isinstance(batch, tuple | list):
+            raise TypeError(f"batch is {batch!r}; expected a tuple of sizes, such as (batch, heads)")
+        self.batch = tuple(size_of("batch", size, 0) for size in batch)
+        self._held: State | None = None
+
+    @property
+    def m(self) -> Any:
+        """The largest logit of each latent, (..., L); −inf where there is none."""
+        return self._parts()[0]
+
+    @property
+    def s(self) -> Any:
+        """The sums of exponentials relative to `m`, (..., L); 0 where there is none."""
+        return self._parts()[1]
+
+    @property
+    def S(self) -> Any:  # noqa: N802
+        """The sums of values times these exponentials, (..., L, D)."""
+        return self._parts()[2]
+
+    def _parts(self) -> State:
+        if self._held is None:
+            s = np.zeros((*self.batch, self.latents))
+            return np.full_like(s, -np.inf), s, np.zeros((*s.shape, self.d))
+        return self._held
+
+    @classmethod
+    def from_arrays(cls, m: Any, s: Any, S: Any) -> SoftmaxState:
+        """Return the state that holds these arrays, without a copy; tensors of torch in main memory as numpy's.
+
+        Parameters
+        ----------
+        m, s : array of float64, shape (..., L)
+            As the attributes of the same name.
+        S : array of float64, shape (..., L, D)
+            Of the same kind.
+
+        Returns
+        -------
+        SoftmaxState
+            With the batch (...).
+
+        Raises
+        ------
+        TypeError
+            If an argument is no array of float64.
+        ValueError
+            If the shapes do not go together.
+        """
+        m, s, S = (held_as(name, part) for name, part in (("m", m), ("s", s), ("S", S)))
+        if S.ndim < 2 or tuple(m.shape) != tuple(S.shape[:-1]) or tuple(s.shape) != tuple(m.shape):
+            raise ValueError(
+                f"m, s and S have shapes {tuple(m.shape)}, {tuple(s.shape)} and {tuple(S.shape)}; expected (..., L), "
+                "(..., L) and (..., L, D)"
+            )
+        *batch, latents, d = S.shape
+        self = cls(int(latents), int(d), tuple(map(int, batch)))
+        self._held = (m, s, S)
+        return self
+
+    def update(self, logits: Any, V: Any, mask: Any = None) -> SoftmaxState:
+        """Add a chunk of positions.
+
+        Parameters
+        ----------
+        logits : array of shape (..., T, L)
+            The logit of each position for each latent, T ≥ 0 of them; −inf for a position that a latent does not see.
+        V : array of shape (..., T, D)
+            Values. Both are of any kind that `levattn.leverage_scores` takes, of one library and device; the state
+            holds arrays of the same, and numpy's for torch in main memory.
+        mask : array of bool, shape (..., T), optional
+            True for a position that takes part.
+
+        Returns
+        -------
+        SoftmaxState
+            The state itself.
+
+        Raises
+        ------
+        TypeError
+            If an argument is no array of floats, or of another library or device than the state.
+        ValueError
+            If a shape does not go with the state's.
+        """
+        K, values = as_matrices(logits, "logits"), as_matrices(V, "V")
+        if (K.batch, K.d) != (self.batch, self.latents) or (values.batch, values.d) != (self.batch, self.d):
+            raise ValueError(
+                f"logits and V have shapes {(*K.batch, K.n, K.d)} and {(*values.batch, values.n, values.d)}; expected "
+                f"{(*self.batch, 'T', self.latents)} and {(*self.batch, 'T', self.d)} in this state"
+            )
+        if values.n != K.n:
+            raise ValueError(f"V has {values.n} positions and logits have {K.n}; expected as many")
+        present = as_mask(mask, K)
+        double = "float64" in (K.format, values.format)
+        wide = (_as_computed(array, double) for array in (K, values))
+        parts = latent_kernels_for(K.data).summary(*wide, present, np.array([0, K.n]))
+        xp = array_namespace(parts[2])
+        m, s, S = (xp.reshape(part, (*self.batch, *part.shape[2:])) for part in parts)
+        return self._join((m, s, S))
+
+    def merge(self, other: SoftmaxState) -> SoftmaxState:
+        """Add what another state has seen.
+
+        Parameters
+        ----------
+        other : SoftmaxState
+            A state of the same batch and sizes. It is not changed.
+
+        Returns
+        -------
+        SoftmaxState
+            This state, which now stands for the positions of both.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the states were made for different shapes, or their arrays are of different libraries.
+        """
+        if not isinstance(other, SoftmaxState):
+            raise TypeError(f"other is of type {type(other).__name__}; expected SoftmaxState")
+        mine, theirs = (self.batch, self.latents, self.d), (other.batch, other.latents, other.d)
+        if mine != theirs:
+            raise ValueError(f"other has (batch, latents, d) = {theirs}; expected {mine}, as here")
+        return self if other._held is None else self._join(other._held)
+
+    def _join(self, other: State) -> SoftmaxState:
+        if self._held is None:
+            self._held = other
+            return self
+        xp = array_namespace(other[2])
+        if array_namespace(self._held[2]) is not xp:
+            raise TypeError(
+                f"this state holds arrays of {type(self._held[2]).__module__} and was given those of {xp.__name__}; "
+                "expected one library. Keep a state for each, and merge them by their bytes"
+            )
+        self._held = latent_kernels_for(other[2]).joined(self._held, other)
+        return self
+
+    def read(self) -> Any:
+        """Return the mean of the values under the softmax of each latent.
+
+        Returns
+        -------
+        array of float64, shape (..., L, D)
+            Zero for a latent that has seen nothing.
+        """
+        _, s, S = self._parts()
+        xp = array_namespace(S)
+        return S / xp.where(s == 0, xp.ones_like(s), s)[..., None]
+
+    def copy(self) -> SoftmaxState:
+        """Return a state of its own.
+
+        Returns
+        -------
+        SoftmaxState
+            What either sees from now on, the other does not.
+        """
+        other = SoftmaxState(self.latents, self.d, self.batch)
+        other._held = self._held  # arrays are never written to
+        return other
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
+
+        Returns
+        -------
+        bytes
+            A header in JSON, the arrays, and a checksum.
+        """
+        fields: dict[str, Any] = {"latents": self.latents, "d": self.d, "batch": list(self.batch)}
+        fields["empty"] = self._held is None
+        held = {} if self._held is None else dict(zip("msS", map(to_numpy, self._held), strict=True))
+        return pack("SoftmaxState", _VERSION, fields, held)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SoftmaxState:
+        """Return the state that `to_bytes` made bytes of, with arrays of numpy.
+
+        Parameters
+        ----------
+        data : bytes
+            What `to_bytes` returned.
+
+        Returns
+        -------
+        SoftmaxState
+            With arrays of numpy.
+
+        Raises
+        ------
+        TypeError
+            If the data are no bytes.
+        ValueError
+            If they are damaged, of another kind, or of a version that is not known.
+        """
+        fields, arrays = unpack(data, "SoftmaxState", _VERSION)
+        with as_damage():
+            latents, d = whole(fields["latents"], 1), whole(fields["d"], 1)
+            batch = tuple(whole(size) for size in fields["batch"])
+            if fields["empty"] and math.prod(batch) * latents * d > _MOST_UNSEEN:
+                raise ValueError(f"no array backs {latents} latents of {d} columns in a batch {batch}")
+            self = cls(latents, d, batch)
+            shapes = {"m": (*batch, latents), "s": (*batch, latents), "S": (*batch, latents, d)}
+            if (fields["empty"], set(arrays)) not in ((True, set()), (False, set(shapes))):
+                raise ValueError(f"it holds the arrays {sorted(arrays)}")
+            if arrays:
+                m, s, S = (shaped(arrays[name], np.float64, shape, finite=False) for name, shape in shapes.items())
+                self._held = m, s, S
+            return self
+
+
+def _as_computed(matrices: Matrices, double: bool) -> Any:
+    """Return the numbers of matrices as float64 or float32."""
+    data = matrices.data
+    kind = "float64" if double else "float32"
+    if isinstance(data, np.ndarray) or on_cuda(data):
+        return numbers(data, matrices.format).astype(kind, copy=False)
+    xp = array_namespace(data)
+    return xp.astype(data, getattr(xp, kind), copy=False)

@@ -1,0 +1,195 @@
+"""The statistics of tokens that token statistics attention reads."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from levattn._core.serialize import as_damage, pack, unpack
+from levattn.states.common import same_decay
+from levattn.states.moments import Moments
+
+__all__ = ["TokenState"]
+
+_VERSION = 1
+
+
+class TokenState:
+    """What token statistics attention reads of the tokens: one or two diagonal second moments for each head.
+
+    `tokens` holds ``M = Σ Π w²`` and ``N = Σ Π``, the squares of projected tokens w weighted by their memberships Π.
+    Where these depend on the other tokens, `norms` holds what they depend on, ``A = Σ w²`` and the number of tokens.
+    Each is a `Moments`, so that states of parts of a sequence are merged by sums.
+
+    In causal attention the memberships of a token stay as they were when it came, so a state of the tokens up to some
+    place is all that later ones need: `levattn.attention.tssa` returns it (``return_state=True``) and takes it
+    (``state=``). Without `causal` memberships depend on all tokens, so chunks or shards take two rounds: all `norms`
+    are merged first, then the `tokens` that are weighted by these, and then outputs are read.
+
+    Parameters
+    ----------
+    norms : Moments, optional
+        Of the tokens without weights; diagonal, but for memberships by exact leverage scores, which need all of it.
+        None where memberships depend on no other token.
+    tokens : Moments, optional
+        Diagonal, weighted by memberships. None while it is not known yet.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is no `Moments`, `tokens` is not diagonal, or their shapes or decays differ.
+
+    Notes
+    -----
+    Memory: 2 d + 2 numbers of float64 for each head with diagonal `norms`, d + 1 without, whatever the number of
+    tokens.
+
+    References
+    ----------
+    Wu et al., "Token Statistics Transformer", arXiv:2412.17810, Algorithm 1.
+
+    Examples
+    --------
+    Bidirectional attention of two shards, as of both together:
+
+    >>> import numpy as np
+    >>> from levattn.attention import memberships, tssa
+    >>> from levattn.states import Moments, TokenState
+    >>> W = np.random.default_rng(0).standard_normal((4, 100, 8))  # heads, tokens, channels
+    >>> shards = W[:, :60], W[:, 60:]
+    >>> norms = [Moments(8, (4,), diagonal=True).update(S) for S in shards]
+    >>> seen = TokenState(norms[0].merge(norms[1]))
+    >>> weights = [memberships(S, causal=False, state=seen) for S in shards]
+    >>> sums = [Moments(8, (4,), diagonal=True).update(S, weights=w) for S, w in zip(shards, weights)]
+    >>> seen.tokens = sums[0].merge(sums[1])
+    >>> Y = [tssa(S, causal=False, state=seen) for S in shards]
+    >>> np.allclose(np.concatenate(Y, 1), tssa(W, causal=False))
+    True
+    """
+
+    def __init__(self, norms: Moments | None = None, tokens: Moments | None = None) -> None:
+        for name, moments in (("norms", norms), ("tokens", tokens)):
+            if moments is not None and not isinstance(moments, Moments):
+                raise TypeError(f"{name} is of type {type(moments).__name__}; expected levattn.states.Moments")
+        if tokens is not None and not tokens.diagonal:
+            raise ValueError("tokens is a full second moment; expected Moments(d, batch, diagonal=True)")
+        if norms is not None and tokens is not None:
+            mine, theirs = (norms.batch, norms.d), (tokens.batch, tokens.d)
+            if mine != theirs or not same_decay(norms.decay, tokens.decay, norms.batch):
+                raise ValueError(
+                    f"norms has batch, d and decay {(*mine, norms.decay)}, and tokens {(*theirs, tokens.decay)}; "
+                    "expected the same"
+                )
+        self.norms, self.tokens = norms, tokens
+
+    def merge(self, other: TokenState) -> TokenState:
+        """Add what another state has seen; where sums decay, after what this one has.
+
+        Each state has its own tokens: what `tssa` returns after it was given a state has the tokens of that state
+        already, and is not to be merged with it. Where memberships depend on the tokens before, so do the sums of a
+        later shard: its memberships are read from the norms before it (``memberships(W, state=TokenState(norms))``),
+        and `tokens` is made of these by ``Moments.update(W, weights=)``.
+
+        Parameters
+        ----------
+        other : TokenState
+            Of the same form and shapes. It is not changed.
+
+        Returns
+        -------
+        TokenState
+            This state, which now stands for the tokens of both.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `other` is no such state.
+        """
+        if not isinstance(other, TokenState):
+            raise TypeError(f"other is of type {type(other).__name__}; expected TokenState")
+        if [part is None for part in self._all] != [part is None for part in other._all]:
+            raise ValueError(f"other holds {other._names}; expected {self._names}, as here")
+        pairs = [(mine, theirs) for mine, theirs in zip(self._all, other._all, strict=True) if mine is not None]
+        for mine, theirs in pairs:
+            mine.check(theirs)
+        for mine, theirs in pairs:
+            if theirs is not None:
+                mine.merge(theirs)
+        return self
+
+    @property
+    def _all(self) -> tuple[Moments | None, Moments | None]:
+        return self.norms, self.tokens
+
+    @property
+    def _names(self) -> str:
+        held = [name for name, part in zip(("norms", "tokens"), self._all, strict=True) if part is not None]
+        return " and ".join(held) or "nothing"
+
+    def copy(self) -> TokenState:
+        """Return a state of its own.
+
+        Returns
+        -------
+        TokenState
+            What either sees from now on, the other does not.
+        """
+        return TokenState(*(None if part is None else copy.copy(part) for part in self._all))
+
+    def numbers(self) -> int:
+        """Return how many numbers of float64 make up the state.
+
+        Returns
+        -------
+        int
+            Of both moments, the sums and their weights.
+        """
+        held = [part for part in self._all if part is not None]
+        return sum(math.prod(part.batch) * (part.d ** (1 if part.diagonal else 2) + 1) for part in held)
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
+
+        Returns
+        -------
+        bytes
+            A header in JSON, the arrays, and a checksum.
+        """
+        fields: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
+        for name, part in zip(("norms", "tokens"), self._all, strict=True):
+            fields[name] = None
+            if part is not None:
+                fields[name], found = part.parts()
+                arrays |= {f"{name}.{key}": array for key, array in found.items()}
+        return pack("TokenState", _VERSION, fields, arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TokenState:
+        """Return the state that `to_bytes` made bytes of, with arrays of numpy.
+
+        Parameters
+        ----------
+        data : bytes
+            What `to_bytes` returned.
+
+        Returns
+        -------
+        TokenState
+            With arrays of numpy.
+
+        Raises
+        ------
+        TypeError
+            If the data are no bytes.
+        ValueError
+            If they are damaged, of another kind, or of a version that is not known.
+        """
+        fields, arrays = unpack(data, "TokenState", _VERSION)
+        with as_damage():
+            parts = []
+            for name in ("norms", "tokens"):
+                own = {key.partition(".")[2]: array for key, array in arrays.items() if key.startswith(f"{name}.")}
+                parts.append(None if fields[name] is None else Moments.from_parts(fields[name], own))
+            return cls(*parts)

@@ -1,0 +1,209 @@
+"""Causality to the bit: row i of a causal operator depends on the positions up to i alone, whatever comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emulator import device
+from levattn import CausalUniversalSet, HeavyKeys, heavy_attention, online_leverage_scores
+from levattn._kernels.latent import cuda as _cuda_latent
+from levattn.attention import (
+    causal_conv,
+    latte,
+    macchiato,
+    memberships,
+    pruned_attention,
+    rg_lru,
+    tssa,
+    window_attention,
+)
+from libraries import needs_torch, stored
+
+T, PAST = 260, (64, 203)
+SHORT, SHORT_PAST = 100, (40, 69)  # on the emulated device, where sequences are cut into runs of 16 and 32 positions
+LONG, LONG_PAST = 600, (64, 300, 513)  # heavy attention takes 256 rows at a time
+WIDTH = 4
+SPEED, WEIGHT = np.linspace(-2, 2, WIDTH), np.linspace(-1, 1, 3 * WIDTH).reshape(WIDTH, 3)
+
+Operator = Callable[..., Any]
+
+
+def like(array: Any, x: Any) -> Any:
+    """Constants in the library and dtype of the arguments."""
+    storage = "numpy" if isinstance(x, np.ndarray) else "torch"
+    array = array.astype(str(x.dtype).rpartition(".")[2])
+    return device.NAMESPACE.asarray(array) if isinstance(x, device.DeviceArray) else stored(array, storage)
+
+
+def heavy(Q: Any, K: Any, V: Any) -> Any:
+    """Entries, normalizers, masses and outputs of each position, side by side."""
+    found = [heavy_attention(q, k, 0.02, causal=True) for q, k in zip(Q, K, strict=True)]
+    parts = []
+    for one, v in zip(found, V, strict=True):
+        entries = np.pad(one.entries.toarray(), ((0, 0), (0, LONG - len(v))))
+        output, bound = (np.asarray(bare(part)) for part in one.apply(v))
+        figures = (one.normalizers, one.captured_mass, one.residual_mass, bound)
+        parts.append(np.column_stack([entries, *(np.asarray(bare(part)) for part in figures), output]))
+    return np.stack(parts)
+
+
+STEPS = (0, 1, 2, 40, *range(64, 70), 203, 260, 300, 512, 513, LONG)  # where the chunks of a causal set begin and end
+
+
+def causal_set(Q: Any, K: Any) -> Any:
+    """Entries, normalizers, masses and errors of each query over the keys up to the end of its chunk."""
+    states, parts = [CausalUniversalSet(0.02) for _ in K], []
+    for start, stop in pairwise(sorted({min(step, K.shape[1]) for step in STEPS})):
+        chunk = [state.update(k[start:stop]).heavy(q[start:stop]) for state, q, k in zip(states, Q, K, strict=True)]
+        parts.append(np.stack([figures_of(found) for found in chunk]))
+    return np.concatenate(parts, axis=1)
+
+
+def figures_of(found: HeavyKeys) -> Any:
+    """What is known of each query, side by side."""
+    entries = np.zeros((len(found.normalizers), LONG))
+    entries[np.repeat(np.arange(len(entries)), np.diff(found.starts)), found.indices] = found.scores
+    return np.column_stack([entries, found.normalizers, found.captured_mass, found.error])
+
+
+def bare(x: Any) -> Any:
+    """An array, read back if it lies on the device."""
+    return x.get() if isinstance(x, device.DeviceArray) else x
+
+
+# name -> how many arrays (2, T, WIDTH) it takes, and the operator
+OPERATORS: dict[str, tuple[int, Operator]] = {
+    "pruned": (3, lambda *X: pruned_attention(*X, size=8, summaries=4, window=8, sinks=2, chunk=16, causal=True)),
+    "pruned by leverage": (
+        3,
+        lambda *X: pruned_attention(*X, size=8, summaries=3, chunk=16, scores="leverage", causal=True),
+    ),
+    "pruned by a threshold": (3, lambda *X: pruned_attention(*X, epsilon=0.3, summaries=3, chunk=16, causal=True)),
+    "pruned, squares": (3, lambda *X: pruned_attention(*X, size=8, summaries=3, chunk=16, f=2, causal=True)),
+    "heavy": (3, heavy),
+    "causal set": (2, causal_set),
+    "online leverage": (1, online_leverage_scores),
+    "online leverage, ridge": (1, lambda K: online_leverage_scores(K, ridge=0.5)),
+    "latte": (3, latte),
+    "macchiato": (6, lambda q, k, V, Q, K, g: macchiato(q, k, V, Q, K, g[..., 0], window=40)),
+    "macchiato, exclusive": (
+        6,
+        lambda q, k, V, Q, K, g: macchiato(q, k, V, Q, K, g[..., 0], window=40, overlap="exclusive"),
+    ),
+    "window": (3, lambda *X: window_attention(*X, window=40)),
+    "window, capped": (3, lambda *X: window_attention(*X, window=40, softcap=5.0)),
+    "tssa": (1, lambda W: tssa(W[:, None])),
+    "tssa, decay": (1, lambda W: tssa(W[:, None], decay=0.9)),
+    "tssa, norms": (1, lambda W: tssa(W[:, None], membership="norm")),
+    "memberships": (1, lambda W: memberships(W[:, None])),
+    "rg_lru": (3, lambda x, g, h: rg_lru(x, g, h, like(SPEED, x))),
+    "causal_conv": (1, lambda x: causal_conv(x, like(WEIGHT, x))),
+}
+# Products of matrices of numpy and torch, and its exponentials, round by shapes and places in an array, which other
+# lengths move: rows are the same to rounding there, as the docstrings say.
+TO_ROUNDING = {"numpy": {"window", "window, capped", "macchiato", "macchiato, exclusive"}}
+TO_ROUNDING["torch"] = TO_ROUNDING["numpy"] | {"rg_lru"}
+TO_ROUNDING["device"] = TO_ROUNDING["numpy"]
+FUTURES: dict[str, Callable[[Any, Any], Any]] = {
+    "zeros": lambda _, X: 0 * X,
+    "tiny": lambda _, X: 1e-30 * X,
+    "noise": lambda rng, X: rng.standard_normal(X.shape),
+    "constant": lambda _, X: np.full_like(X, -3.0),
+    "huge": lambda _, X: 1e8 * X,
+    "steep": lambda rng, X: X * 10.0 ** rng.uniform(-8, 8, X.shape),
+}
+STRONGEST = ("huge", "steep")
+
+MARKS: dict[str, Any] = {
+    "numpy": (),
+    "torch": needs_torch,
+    "device": pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one"),
+}
+WHERE = [
+    pytest.param(
+        name, place, dtype, marks=(mark, pytest.mark.thorough) if (place, dtype) == ("torch", "float32") else mark
+    )
+    for name in OPERATORS
+    for place, mark in MARKS.items()
+    if not (place == "device" and name.startswith("pruned"))  # which takes no arrays of CuPy
+    for dtype in ("float64", "float32")
+    if not (place == "device" and dtype == "float32")  # emulated, which takes its time
+]
+
+
+@pytest.fixture(autouse=True)
+def runs_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulate a device where there is to be one, with sequences in runs of few positions."""
+    if request.getfixturevalue("storage") == "device":
+        device.library_on_device(monkeypatch)
+        for name, length in (("_SHORTEST", 16), ("_LONGEST", 32), ("_STRETCH", 32)):
+            monkeypatch.setattr(_cuda_latent, name, length)
+
+
+def results(name: str, arrays: Any, storage: str) -> Any:
+    with np.errstate(all="ignore"):
+        if storage == "device":
+            return np.asarray(bare(OPERATORS[name][1](*map(device.NAMESPACE.asarray, arrays))))
+        return np.asarray(OPERATORS[name][1](*(stored(X, storage) for X in arrays)))
+
+
+def rows(Y: Any, n: int, length: int) -> Any:
+    """The first n of the rows: scores have them last, memberships and others before the last axis."""
+    return Y[..., :n] if Y.ndim == 2 or Y.shape[-1] == length else Y[..., :n, :]
+
+
+@pytest.mark.parametrize(("name", "storage", "dtype"), WHERE)
+def test_no_future_changes_a_bit_of_the_past(name: str, storage: str, dtype: str) -> None:
+    if storage == "device":
+        length, cuts = (T, PAST) if name == "heavy" else (SHORT, SHORT_PAST)
+        past_stands(name, storage, dtype, length, cuts, STRONGEST)
+    else:
+        past_stands(name, storage, dtype, T, PAST, tuple(FUTURES))
+
+
+@pytest.mark.parametrize("storage", ["numpy"])
+@pytest.mark.parametrize("name", ["heavy", "causal set"])
+def test_no_future_changes_a_bit_beyond_the_first_chunk(name: str, storage: str) -> None:
+    past_stands(name, storage, "float64", LONG, LONG_PAST, ("zeros", "huge", "steep"))
+
+
+def past_stands(
+    name: str, storage: str, dtype: str, length: int, cuts: tuple[int, ...], futures: tuple[str, ...]
+) -> None:
+    """Rows before a cut have the same bits whatever comes after, and if nothing does.
+
+    Where all futures are asked for, they follow the first cut, and the strongest the others.
+    """
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((OPERATORS[name][0], 2, length, WIDTH)).astype(dtype)
+    whole = results(name, arrays, storage)
+    for n in cuts:
+        past = rows(whole, n, length)
+        assert np.isfinite(past).all()
+        for future in STRONGEST if n != cuts[0] and len(futures) == len(FUTURES) else futures:
+            other = arrays.copy()
+            other[:, :, n:] = FUTURES[future](rng, arrays[:, :, n:])
+            found = rows(results(name, other, storage), n, length)
+            np.testing.assert_array_equal(found, past, err_msg=f"{future} from {n}")
+        shorter = results(name, arrays[:, :, :n], storage)
+        if name in TO_ROUNDING[storage]:
+            np.testing.assert_allclose(shorter, past, rtol=0, atol=64 * np.finfo(dtype).eps * abs(past).max())
+        else:
+            np.testing.assert_array_equal(shorter, past, err_msg=f"length {n}")
+
+
+@pytest.mark.parametrize(("name", "storage", "dtype"), WHERE)
+def test_no_batch_mate_changes_a_bit(name: str, storage: str, dtype: str) -> None:
+    arrays = np.random.default_rng(1).standard_normal((OPERATORS[name][0], 5, T, WIDTH)).astype(dtype)
+    whole = results(name, arrays, storage)
+    for some in (slice(0, 1), slice(2, 4)):
+        found = results(name, arrays[:, some], storage)
+        if (name, storage) == ("window, capped", "torch"):  # products of several matrices round by their number
+            np.testing.assert_allclose(found, whole[some], rtol=0, atol=64 * np.finfo(dtype).eps * abs(whole).max())
+        else:
+            np.testing.assert_array_equal(found, whole[some])

@@ -1,0 +1,264 @@
+"""Short memories in front of latent logits: against loops, in chunks, packed, masked, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import naive_attention as naive
+from levattn import thread_limit
+from levattn._kernels.latent import decay as _decay
+from levattn._kernels.latent import definition as _generic_latent
+from levattn.attention import causal_conv, rg_lru
+from libraries import HAS_TORCH, needs_torch, over_storages, stored
+
+if HAS_TORCH:
+    import torch
+
+    from levattn.attention.latent import torch as _torch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+T, C = 23, 3
+
+
+class Case:
+    """One of the two memories with numbers to read, its definition, and its state's shape behind the batch."""
+
+    def __init__(self, name: str, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.name = name
+        self.inputs = list(rng.standard_normal((3 if name == "rg_lru" else 1, 2, T, C)))
+        self.others = [rng.standard_normal(C)] if name == "rg_lru" else [rng.standard_normal((C, 4)), np.ones(C)]
+        self.run = {"rg_lru": rg_lru, "causal_conv": causal_conv}[name]
+        self.state = (C + 1,) if name == "rg_lru" else (3, C)
+
+    def expected(self, mask: Any = None, offsets: Any = None) -> Any:
+        return np.stack(
+            [
+                getattr(naive, self.name)(
+                    *(x[i] for x in self.inputs), *self.others, mask=None if mask is None else mask[i], offsets=offsets
+                )
+                for i in range(2)
+            ]
+        )
+
+    def __call__(self, storage: str, rows: Any = slice(None), mask: Any = None, **options: Any) -> Any:
+        flags = None if mask is None else stored(mask[:, rows], storage)
+        arrays = [stored(x[:, rows], storage) for x in self.inputs] + [stored(x, storage) for x in self.others]
+        return self.run(*arrays, mask=flags, **options)
+
+
+def masks() -> list[Any]:
+    rng = np.random.default_rng(1)
+    behind = np.ones((2, T), np.bool_)
+    behind[0, 15:], behind[1, :12] = False, False
+    return [None, rng.random((2, T)) < 0.5, rng.random((2, T)) < 0.06, behind]
+
+
+over_cases = pytest.mark.parametrize("name", ["rg_lru", "causal_conv"])
+over_masks = pytest.mark.parametrize("mask", masks(), ids=["all", "half", "few", "padding"])
+
+
+@over_storages
+@over_cases
+@over_masks
+@pytest.mark.parametrize("offsets", [None, [0, 9, 9, T]], ids=["one", "packed"])
+def test_rows_are_those_of_the_loops(storage: str, name: str, mask: Any, offsets: Any) -> None:
+    case = Case(name)
+    found = np.asarray(case(storage, mask=mask, offsets=offsets))
+    np.testing.assert_allclose(found, case.expected(mask, offsets), atol=1e-13)
+
+
+@over_storages
+@over_cases
+@over_masks
+@pytest.mark.parametrize("sizes", [[1] * T, [7, 0, 1, 15], [T - 1, 1]], ids=["single", "chunks", "last"])
+def test_chunks_continue_to_the_whole(storage: str, name: str, mask: Any, sizes: list[int]) -> None:
+    case = Case(name)
+    parts, state, low = [], None, 0
+    for size in sizes:
+        y, state = case(storage, slice(low, low + size), mask, state=state, return_state=True)
+        assert tuple(state.shape) == (2, *case.state)
+        parts.append(np.asarray(y))
+        low += size
+    np.testing.assert_allclose(np.concatenate(parts, 1), case.expected(mask), atol=1e-13)
+
+
+@over_cases
+def test_padding_is_as_if_it_were_not_there(name: str) -> None:
+    case, mask = Case(name), masks()[1]
+    found = case("numpy", mask=mask)
+    for item in range(2):
+        alone = case.run(*(x[item, mask[item]] for x in case.inputs), *case.others)
+        np.testing.assert_allclose(found[item, mask[item]], alone, atol=1e-14)
+    for x in case.inputs:
+        x[~mask] = np.nan
+    np.testing.assert_array_equal(case("numpy", mask=mask), found)
+
+
+def test_the_recurrence_keeps_the_power_of_its_input() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((4000, 50))
+    open_gates, slow = np.full_like(x, 50.0), np.linspace(-8, 0, 50)
+    h = rg_lru(x, open_gates, open_gates, slow)
+    assert abs(h[1000:].var() - 1) < 0.1
+    np.testing.assert_array_equal(h[0], x[0])  # nothing decays at the start
+
+
+@over_cases
+def test_half_precision_is_computed_in_single(name: str) -> None:
+    case = Case(name)
+    wide = case("numpy")
+    case.inputs = [x.astype(np.float16) for x in case.inputs]
+    case.others = [x.astype(np.float16) for x in case.others]
+    found = case("numpy")
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, wide, atol=0.02)
+
+
+@needs_torch
+@over_cases
+@pytest.mark.parametrize("options", ["plain", "packed", "masked"])
+def test_gradients_are_those_of_finite_differences(name: str, options: str) -> None:
+    import torch
+
+    case = Case(name)
+    arrays = [torch.from_numpy(x[:, :8]).requires_grad_() for x in case.inputs]
+    arrays += [torch.from_numpy(x).requires_grad_() for x in case.others]
+    given: dict[str, Any] = {"packed": {"offsets": [0, 3, 8]}, "masked": {"mask": torch.from_numpy(masks()[1][:, :8])}}
+    assert torch.autograd.gradcheck(lambda *x: case.run(*x, **given.get(options, {})), arrays)
+
+
+@needs_torch
+@over_cases
+def test_states_carry_no_gradient(name: str) -> None:
+    import torch
+
+    case = Case(name)
+    arrays = [torch.from_numpy(x).requires_grad_() for x in (*case.inputs, *case.others)]
+    y, state = case.run(*arrays, return_state=True)
+    assert y.requires_grad
+    assert not state.requires_grad
+
+
+@needs_torch
+def test_the_slope_of_the_root_is_bounded() -> None:
+    import torch
+
+    x = torch.ones(5, 1, dtype=torch.float64)
+    closed = torch.full((5, 1), -40.0, dtype=torch.float64).requires_grad_()  # a is 1 to rounding
+    rg_lru(x, x, closed, torch.zeros(1, dtype=torch.float64)).sum().backward()
+    assert torch.isfinite(closed.grad).all()
+    slow = torch.full((5, 1), -700.0, dtype=torch.float64).requires_grad_()
+    rg_lru(x, x, slow, torch.zeros(1, dtype=torch.float64)).sum().backward()
+    assert (slow.grad.abs() < 1e-280).all()
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, w = np.zeros((2, 5, 3)), np.zeros((3, 4))
+    for call, error, message in (
+        (lambda: rg_lru(x, x[:, :4], x, x[0, 0]), ValueError, "gate_x has shape .*expected T = 5"),
+        (lambda: rg_lru(x, x, x, np.zeros(4)), ValueError, "a_param has shape .*expected C = 3"),
+        (lambda: rg_lru(x, x, x, x[0, 0], state=np.zeros((2, 3))), ValueError, r"state has 3 .*expected C \+ 1 = 4"),
+        (lambda: rg_lru(x, x, x, x[0, 0], offsets=[0, 5], return_state=True), ValueError, "expected one sequence"),
+        (lambda: causal_conv(x, w[:2]), ValueError, "weight has shape .*expected C = 3"),
+        (lambda: causal_conv(x, w, np.zeros(2)), ValueError, "bias has shape .*expected C = 3"),
+        (lambda: causal_conv(x, w, state=np.zeros((2, 4, 3))), ValueError, r"state has shape \(4, 3\)"),
+        (lambda: causal_conv(x, w, offsets=[0, 5], state=np.zeros((2, 3, 3))), ValueError, "expected one sequence"),
+        (lambda: causal_conv(x, w, mask=np.ones(4, bool)), ValueError, "mask has shape"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+# What one packed sequence holds does not reach another
+
+
+@over_storages
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_sequence_that_is_not_finite_stays_apart(bad: float, storage: str) -> None:
+    rng = np.random.default_rng(5)
+    arrays = rng.standard_normal((3, 2, 40, 3))
+    speed, offsets = rng.standard_normal(3), [0, 13, 14, 33, 40]
+    expected = rg_lru(*(stored(part, storage) for part in arrays), stored(speed, storage), offsets=offsets)
+    for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
+        for which in range(3):
+            dirty = arrays.copy()
+            dirty[which, 1, first:last, 1] = bad
+            with np.errstate(all="ignore"):
+                found = rg_lru(*(stored(part, storage) for part in dirty), stored(speed, storage), offsets=offsets)
+            changed = np.asarray(found) != np.asarray(expected)
+            changed[1, first:last, 1] = False
+            assert not changed.any(), (first, which)
+
+
+@needs_torch
+@pytest.mark.parametrize("kind", ["compiled", "definition"])
+def test_a_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "definition":
+        monkeypatch.setattr(_torch, "has_kernels", lambda _: False)
+    rng = np.random.default_rng(6)
+    lengths, rows = [4, 4, 5], slice(4, 8)
+    clean = torch.from_numpy(rng.standard_normal((3, 13, 3)))
+    speed, dh = torch.from_numpy(rng.standard_normal(3)), torch.from_numpy(rng.standard_normal((13, 3)))
+
+    def gradients(arrays: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [part.clone().requires_grad_() for part in arrays]
+        rg_lru(*leaves, speed, lengths=lengths).backward(dh)
+        return tuple(leaf.grad for leaf in leaves)
+
+    expected = gradients(clean, dh)
+    for value in (torch.nan, torch.inf):
+        dirty, dirty_dh = clean.clone(), dh.clone()
+        dirty[:, rows], dirty_dh[rows] = value, value
+        for arrays, flow in ((dirty, dh), (clean, dirty_dh), (dirty, dirty_dh)):
+            for one, other in zip(gradients(arrays, flow), expected, strict=True):
+                for part in (slice(0, 4), slice(8, 13)):
+                    torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+
+
+@needs_torch
+def test_second_derivatives_are_those_of_finite_differences() -> None:
+    rng = np.random.default_rng(7)
+    leaves = [torch.from_numpy(part).requires_grad_() for part in rng.standard_normal((3, 1, 5, 2))]
+    speed = torch.from_numpy(rng.standard_normal(2)).requires_grad_()
+    assert torch.autograd.gradgradcheck(rg_lru, (*leaves, speed))
+    assert torch.autograd.gradgradcheck(lambda *given: rg_lru(*given, lengths=[2, 3]), (*leaves, speed))
+
+
+# The compiled recurrence
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(2, 0, 3), (1, 1, 1), (3, 7, 130), (2, 50, 64), (0, 4, 2), (2, 4, 0)], ids=str)
+def test_the_compiled_scan_is_its_definition(kind: str, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(3)
+    a, x, first = (rng.uniform(-1, 1, size).astype(kind) for size in (shape, shape, (shape[0], shape[2])))
+    for options in ({}, {"first": first}, {"reverse": True}):
+        found = _decay.decayed_scan(a, x, **options)
+        assert found.dtype == kind
+        np.testing.assert_allclose(
+            found, _generic_latent.decayed_scan(a, x, **options), atol={"float32": 2e-6, "float64": 1e-14}[kind]
+        )
+    a[:, ::3] = 0
+    with_nan = x.copy()
+    with_nan[:, 1::3] = np.nan
+    for options in ({}, {"first": np.full_like(first, np.nan)}, {"reverse": True}):
+        found, other = (table.decayed_scan(a, with_nan, **options) for table in (_decay, _generic_latent))
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(other))
+        assert np.isfinite(found[:, 2::3] if options.get("reverse") else found[:, ::3]).all()
+    turned = np.asfortranarray(a), x[:, ::-1][:, ::-1]
+    np.testing.assert_array_equal(_decay.decayed_scan(*turned), _decay.decayed_scan(a, x))
+
+
+def test_the_compiled_scan_has_the_same_bits_on_any_number_of_threads() -> None:
+    rng = np.random.default_rng(4)
+    a, x = rng.uniform(0, 1, (2, 3, 2000, 400))
+    many = _decay.decayed_scan(a, x)
+    with thread_limit(1):
+        np.testing.assert_array_equal(_decay.decayed_scan(a, x), many)

@@ -1,0 +1,456 @@
+"""Latte: its definition, its symmetries, its states, and what it does at the edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import naive
+import strategies
+from levattn.attention import latte
+from levattn.states import SoftmaxState
+from strategies import LAYOUTS, STORAGE, Float, as_float64
+
+SCALES = (1.0, 30.0, 300.0)
+SETTINGS = strategies.examples(15)
+# 32 roundings of values of about 1: differences of logits that leave a weight are small, whatever the logits. Halves
+# are computed in float32 and rounded once.
+TOLERANCE = {name: 32 * float(np.finfo(name).eps) for name in ("float64", "float32")}
+TOLERANCE |= {"float16": 1e-3, "bfloat16": 8e-3}
+HAS_CUDA_TABLE = find_spec("levattn._kernels.latent.cuda") is not None
+STORAGES = tuple(name for name in strategies.ALL_STORAGE if HAS_CUDA_TABLE or not name.startswith("cupy"))
+WIDE = tuple(name for name in STORAGES if name.endswith(("64", "32")))
+
+
+def logits_and_values(
+    seed: int, T: int = 37, L: int = 5, D: int = 3, *, scale: float = 1.0, U: int | None = None, batch: Any = ()
+) -> tuple[Float, Float, Float]:
+    rng = np.random.default_rng(seed)
+    U = T if U is None else U
+    Q, K = (rng.standard_normal((*batch, rows, L)) * scale for rows in (T, U))
+    return Q, K, rng.standard_normal((*batch, U, D))
+
+
+def tolerance(storage: str) -> float:
+    return TOLERANCE[storage.rpartition("-")[2]]
+
+
+def weights(Q: Float, K: Float, **options: Any) -> Float:
+    """The matrix that is applied to the values."""
+    P = latte(Q, K, np.eye(K.shape[-2]), **options)
+    assert isinstance(P, np.ndarray)
+    return P
+
+
+def stored(storage: str, *arrays: Float) -> tuple[list[Any], list[Float]]:
+    """Arrays in a storage type, and the numbers that these hold."""
+    held = [STORAGE[storage](array) for array in arrays]
+    return held, [as_float64(array) for array in held]
+
+
+def in_chunks(Q: Float, K: Float, V: Float, sizes: list[int], mask: Any = None) -> tuple[Float, SoftmaxState | None]:
+    """Outputs with the state handed from chunk to chunk."""
+    ends = np.cumsum([0, *sizes])
+    parts, state = [], None
+    for low, high in pairwise(ends):
+        rows = slice(low, high)
+        here = None if mask is None else mask[..., rows]
+        Y, state = latte(Q[..., rows, :], K[..., rows, :], V[..., rows, :], mask=here, state=state, return_state=True)
+        parts.append(Y)
+    return np.concatenate(parts, axis=-2), state
+
+
+# -- the definition --------------------------------------------------------------------
+
+
+@strategies.stores(*STORAGES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_equals_the_loop_over_rows_and_latents(storage: str, causal: bool) -> None:
+    for scale in SCALES:
+        mask = np.random.default_rng(1).random(37) > 0.2
+        arrays, held = stored(storage, *logits_and_values(0, scale=scale))
+        for options in ({}, {"mask": mask}, {"offsets": [0, 11, 11, 37]}):
+            expected = naive.latte(*held, causal=causal, **options)
+            Y = latte(*arrays, causal=causal, **options)
+            assert Y.dtype == arrays[2].dtype
+            np.testing.assert_allclose(as_float64(Y), expected, atol=3 * tolerance(storage), err_msg=str(options))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(("T", "L", "D"), [(1, 1, 1), (16, 4, 2), (97, 7, 5), (130, 64, 64)])
+def test_chunks_recurrences_and_the_explicit_matrix_agree(T: int, L: int, D: int, dtype: Any, scale: float) -> None:
+    arrays = [x.astype(dtype) for x in logits_and_values(T, T, L, D, scale=scale)]
+    expected = naive.latte_recurrence(*arrays)
+    atol = tolerance(np.dtype(dtype).name)
+    np.testing.assert_allclose(naive.latte_normalized(*arrays), expected, atol=1e-11)
+    np.testing.assert_allclose(latte(*arrays), expected, atol=atol)
+    np.testing.assert_allclose(weights(*arrays[:2]) @ arrays[2].astype(np.float64), expected, atol=atol)
+    for size in (1, 5, 64):
+        sizes = [min(size, T - low) for low in range(0, T, size)]
+        np.testing.assert_allclose(in_chunks(*arrays, sizes)[0], expected, atol=atol)
+    if T < 100:
+        np.testing.assert_allclose(naive.latte(*arrays), expected, atol=1e-11)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_causal_row_is_the_last_bidirectional_row_of_its_prefix(scale: float) -> None:
+    Q, K, V = logits_and_values(2, scale=scale)
+    Y = latte(Q, K, V)
+    for t in range(len(Q)):
+        prefix = latte(Q[t : t + 1], K[: t + 1], V[: t + 1], causal=False)
+        np.testing.assert_allclose(Y[t], prefix[0], atol=1e-12)
+
+
+@SETTINGS
+@given(
+    seed=st.integers(0, 2**32),
+    T=st.integers(1, 40),
+    L=st.integers(1, 9),
+    scale=st.sampled_from(SCALES),
+    causal=st.booleans(),
+    dtype=st.sampled_from([np.float64, np.float32]),
+)
+def test_weights_are_distributions_over_what_is_seen(
+    seed: int, T: int, L: int, scale: float, causal: bool, dtype: Any
+) -> None:
+    Q, K, V = (x.astype(dtype) for x in logits_and_values(seed, T, L, 2, scale=scale))
+    P = weights(Q, K, causal=causal)
+    assert P.min() >= 0
+    np.testing.assert_allclose(P.sum(axis=1), 1, rtol=tolerance(np.dtype(dtype).name))
+    if causal:
+        assert not np.triu(P, 1).any()
+    Y = latte(Q, K, V, causal=causal)
+    most, least = (f.accumulate(V, axis=0) if causal else f.reduce(V, axis=0) for f in (np.maximum, np.minimum))
+    room = 4 * np.finfo(dtype).eps * np.abs(V).max()
+    assert np.all((least - room <= Y) & (most + room >= Y))
+
+
+# -- symmetries --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", SCALES)
+def test_order_and_offset_of_latents_do_not_matter(causal: bool, scale: float) -> None:
+    Q, K, V = logits_and_values(3, scale=scale)
+    rng = np.random.default_rng(4)
+    order = rng.permutation(Q.shape[1])
+    Y = latte(Q, K, V, causal=causal)
+    np.testing.assert_allclose(latte(Q[:, order], K[:, order], V, causal=causal), Y, atol=1e-12)
+    rows, columns = rng.standard_normal((len(Q), 1)) * 50, rng.standard_normal((1, K.shape[1])) * 50
+    np.testing.assert_allclose(latte(Q + rows, K + columns, V, causal=causal), Y, atol=1e-11)
+
+
+def test_bidirectional_rows_follow_a_permutation_of_positions() -> None:
+    Q, K, V = logits_and_values(5, scale=30.0)
+    order = np.random.default_rng(6).permutation(len(Q))
+    Y = latte(Q, K, V, causal=False)
+    np.testing.assert_allclose(latte(Q[order], K[order], V[order], causal=False), Y[order], atol=1e-13)
+    np.testing.assert_allclose(latte(Q, K[order], V[order], causal=False), Y, atol=1e-13)
+
+
+# -- special cases that are other things -------------------------------------------------
+
+
+def test_equal_logits_give_the_running_mean_whatever_the_rows_ask() -> None:
+    Q, K, V = logits_and_values(7, scale=30.0)
+    mean = np.cumsum(V, axis=0) / np.arange(1, len(V) + 1)[:, None]
+    np.testing.assert_allclose(latte(Q, np.zeros_like(K), V), mean, atol=1e-14)
+
+
+def test_one_latent_gives_the_running_weighted_mean() -> None:
+    Q, K, V = logits_and_values(8, L=1)
+    E = np.exp(K)
+    np.testing.assert_allclose(latte(Q, K, V), np.cumsum(E * V, axis=0) / np.cumsum(E, axis=0), atol=1e-14)
+
+
+def test_a_latent_per_position_gives_any_stochastic_matrix() -> None:
+    rng = np.random.default_rng(9)
+    P = rng.dirichlet(np.ones(20), size=20)
+    K = np.where(np.eye(20, dtype=bool), 0.0, -1e4)
+    np.testing.assert_allclose(weights(np.log(P), K, causal=False), P, atol=1e-15)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-11), (np.float32, 1e-5)])
+def test_a_constant_value_comes_out_as_it_is(dtype: Any, tolerance: float, scale: float, causal: bool) -> None:
+    """Also where logits are all the same, so that all additions are rounded in one direction."""
+    Q, K, _ = (x.astype(dtype) for x in logits_and_values(10, 300_000, 2, 1, scale=scale))
+    for value in (0.51, 0.7):
+        Y = latte(Q, K, np.full((len(K), 1), value, dtype), causal=causal)
+        np.testing.assert_allclose(Y, value, rtol=tolerance)
+
+
+# -- states --------------------------------------------------------------------------------
+
+
+@SETTINGS
+@given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), masked=st.booleans())
+def test_any_split_into_chunks_gives_the_whole(seed: int, sizes: list[int], masked: bool) -> None:
+    Q, K, V = logits_and_values(seed, sum(sizes), scale=30.0, batch=(2,))
+    mask = np.random.default_rng(seed).random((2, sum(sizes))) > 0.3 if masked else None
+    whole, after = latte(Q, K, V, mask=mask, return_state=True)
+    Y, state = in_chunks(Q, K, V, sizes, mask)
+    np.testing.assert_allclose(Y, whole, atol=1e-12)
+    assert state is not None
+    np.testing.assert_allclose(state.read(), after.read(), atol=1e-12)
+
+
+@strategies.stores(*WIDE)
+def test_decoding_token_by_token_equals_the_whole(storage: str) -> None:
+    arrays, held = stored(storage, *logits_and_values(11, 20, batch=(2, 1)))
+    state, rows = None, []
+    for t in range(20):
+        step = [array[:, :, t : t + 1, :] for array in arrays]
+        Y, state = latte(*step, state=state, return_state=True)
+        rows.append(as_float64(Y))
+    expected = np.stack([naive.latte_recurrence(*(x[b, 0] for x in held)) for b in range(2)])[:, None]
+    np.testing.assert_allclose(np.concatenate(rows, axis=-2), expected, atol=tolerance(storage))
+
+
+def test_merged_states_are_those_of_all_positions_in_any_order() -> None:
+    Q, K, V = logits_and_values(12, 40, scale=30.0)
+    a, b, c = (latte(Q[r], K[r], V[r], return_state=True)[1] for r in (slice(0, 9), slice(9, 10), slice(10, 39)))
+    first = a.copy().merge(b).merge(c)
+    second = c.copy().merge(a.copy().merge(b))
+    np.testing.assert_allclose(first.read(), second.read(), atol=1e-13)
+    last = latte(Q[39:], K[39:], V[39:], state=second)
+    np.testing.assert_allclose(last, latte(Q, K, V)[39:], atol=1e-13)
+
+
+def test_a_given_state_is_not_changed_and_an_empty_one_is_nothing() -> None:
+    Q, K, V = logits_and_values(13)
+    _, state = latte(Q, K, V, return_state=True)
+    held = [np.array(part) for part in (state.m, state.s, state.S)]
+    latte(Q, K, V, state=state, return_state=True)
+    for part, before in zip((state.m, state.s, state.S), held, strict=True):
+        np.testing.assert_array_equal(part, before)
+    np.testing.assert_array_equal(latte(Q, K, V, state=SoftmaxState(5, 3)), latte(Q, K, V))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_bidirectional_row_sees_the_state_too(causal: bool) -> None:
+    Q, K, V = logits_and_values(14, scale=30.0)
+    _, state = latte(Q[:20], K[:20], V[:20], return_state=True)
+    expected = latte(Q, K, V)[20:] if causal else latte(Q[20:], K, V, causal=False)
+    np.testing.assert_allclose(latte(Q[20:], K[20:], V[20:], causal=causal, state=state), expected, atol=1e-13)
+
+
+# -- several sequences and heads -------------------------------------------------------------
+
+
+@strategies.stores(*WIDE)
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_separate_ones(storage: str, causal: bool) -> None:
+    lengths = [0, 5, 1, 0, 20, 11, 0]
+    offsets = np.cumsum([0, *lengths])
+    arrays, _ = stored(storage, *logits_and_values(15, 37, batch=(2,)))
+    mask = np.random.default_rng(16).random((2, 37)) > 0.2
+    options = {"causal": causal, "return_state": True}
+    before = latte(*arrays, lengths=lengths, **options)[1]
+    assert before.batch == (2, 7)
+    Y, after = latte(*arrays, mask=mask, offsets=offsets, state=before, **options)
+    Y = as_float64(Y)
+    np.testing.assert_array_equal(
+        Y, as_float64(latte(*arrays, mask=mask, lengths=lengths, state=before, **options)[0])
+    )
+    for i, (low, high) in enumerate(pairwise(offsets)):
+        part = [array[:, low:high, :] for array in arrays]
+        state = latte(*part, **options)[1]
+        expected, own = latte(*part, mask=mask[:, low:high], state=state, **options)
+        np.testing.assert_allclose(Y[:, low:high], as_float64(expected), atol=tolerance(storage))
+        np.testing.assert_allclose(as_float64(after.read())[:, i], as_float64(own.read()), atol=tolerance(storage))
+
+
+@strategies.stores(*WIDE)
+def test_cross_attention_has_rows_and_positions_of_its_own(storage: str) -> None:
+    for T, U in ((4, 9), (9, 4), (1, 30), (5, 1)):
+        arrays, held = stored(storage, *logits_and_values(17, T, U=U))
+        Y = latte(*arrays, causal=False)
+        np.testing.assert_allclose(as_float64(Y), naive.latte(*held, causal=False), atol=tolerance(storage))
+
+
+@strategies.stores(*WIDE)
+def test_leading_axes_broadcast(storage: str) -> None:
+    Q, _, _ = logits_and_values(18, 9, batch=(2, 3))
+    _, K, _ = logits_and_values(19, 9, batch=(3,))
+    _, _, V = logits_and_values(20, 9, batch=(2, 1))
+    mask = np.random.default_rng(21).random((2, 1, 9)) > 0.2
+    arrays, held = stored(storage, Q, K, V)
+    Y = as_float64(latte(*arrays, mask=mask))
+    assert Y.shape == (2, 3, 9, 3)
+    for b in range(2):
+        for h in range(3):
+            expected = naive.latte(held[0][b, h], held[1][h], held[2][b, 0], mask=mask[b, 0])
+            np.testing.assert_allclose(Y[b, h], expected, atol=tolerance(storage))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_layout_does_not_matter(layout: str, dtype: Any) -> None:
+    arrays = [x.astype(dtype) for x in logits_and_values(22, batch=(2, 2))]
+    laid = [LAYOUTS[layout](x) for x in arrays]
+    np.testing.assert_array_equal(latte(*laid), latte(*arrays))
+    swapped = [np.ascontiguousarray(np.moveaxis(x, -2, -3)).swapaxes(-2, -3) for x in arrays]
+    np.testing.assert_array_equal(latte(*swapped), latte(*arrays))
+
+
+def test_foreign_byte_order_and_lists_are_read() -> None:
+    Q, K, V = logits_and_values(23)
+    Y = latte(Q, K, V)
+    np.testing.assert_array_equal(latte(Q.astype(">f8"), K, V), Y)
+    np.testing.assert_array_equal(latte(Q.tolist(), K.tolist(), V.tolist()), Y)
+
+
+def test_mixed_precisions_are_computed_in_the_widest_and_returned_as_values_are() -> None:
+    Q, K, V = logits_and_values(24)
+    q, half = Q.astype(np.float32), V.astype(np.float16)
+    Y = latte(q, K, half)
+    assert Y.dtype == np.float16
+    np.testing.assert_array_equal(Y, latte(q.astype(np.float64), K, half.astype(np.float64)).astype(np.float16))
+
+
+# -- edges ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump", [100.0, 200.0, 1e4])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_late_jump_of_logits_leaves_earlier_rows_alone(dtype: Any, jump: float) -> None:
+    Q, K, V = (x.astype(dtype) for x in logits_and_values(25, 64))
+    K[:40], K[40:] = 0, jump
+    early = latte(Q[:40], K[:40], V[:40])
+    np.testing.assert_allclose(latte(Q, K, V)[:40], early, atol=1e-6 if dtype == np.float32 else 1e-14)
+    np.testing.assert_allclose(latte(Q, K, V), naive.latte(Q, K, V), atol=tolerance(np.dtype(dtype).name))
+
+
+@pytest.mark.parametrize("T", [1, 17, 63, 65, 100])
+def test_a_partial_last_block_of_very_negative_logits(T: int) -> None:
+    Q, K, V = (x.astype(np.float32) for x in logits_and_values(26, T))
+    np.testing.assert_allclose(latte(Q, K - 200, V), latte(Q, K, V), atol=1e-5)
+
+
+@strategies.stores(*WIDE)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_is_not_seen_whatever_it_holds(storage: str, causal: bool) -> None:
+    Q, K, V = logits_and_values(27, scale=30.0)
+    mask = np.ones(37, dtype=bool)
+    mask[:6] = mask[20:25] = mask[33:] = False
+    padded = [np.where(mask[:, None], x, np.nan) for x in (K, V)]
+    (Q_, *others), held = stored(storage, Q, *padded)
+    Y = as_float64(latte(Q_, *others, mask=mask, causal=causal))
+    np.testing.assert_allclose(Y, naive.latte(*held, mask=mask, causal=causal), atol=3 * tolerance(storage))
+    silent = STORAGE[storage](np.where(mask[:, None], K, -np.inf))
+    whole = STORAGE[storage](V)
+    np.testing.assert_allclose(as_float64(latte(Q_, silent, whole, causal=causal)), Y, atol=tolerance(storage))
+    assert causal is bool((Y[:6] == 0).all())
+
+
+@strategies.stores(*WIDE)
+def test_rows_that_see_nothing_are_zero(storage: str) -> None:
+    arrays, held = stored(storage, *logits_and_values(28))
+    for causal in (True, False):
+        nothing = np.zeros(37, dtype=bool)
+        assert not as_float64(latte(*arrays, mask=nothing, causal=causal)).any()
+    _, state = latte(*arrays, mask=nothing, return_state=True)
+    np.testing.assert_allclose(as_float64(latte(*arrays, state=state)), naive.latte(*held), atol=tolerance(storage))
+
+
+@strategies.stores(*WIDE)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_latent_that_has_seen_nothing_takes_no_part(storage: str, causal: bool) -> None:
+    Q, K, V = logits_and_values(29)
+    K[:10, 2] = K[:, 4] = -np.inf
+    Q[5, :3] = -np.inf
+    arrays, held = stored(storage, Q, K, V)
+    expected = naive.latte(*held, causal=causal)
+    np.testing.assert_allclose(as_float64(latte(*arrays, causal=causal)), expected, atol=tolerance(storage))
+
+
+@strategies.stores(*WIDE)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_spreads_to_later_rows_only(storage: str, bad: float) -> None:
+    for place in range(3):
+        if place < 2 and bad == -np.inf:  # no weight
+            continue
+        arrays = list(logits_and_values(30))
+        whole = as_float64(latte(*stored(storage, *arrays)[0]))
+        arrays[place][17, 1] = bad
+        with np.errstate(invalid="ignore"):  # another library on top of numpy does not silence it
+            Y = as_float64(latte(*stored(storage, *arrays)[0]))
+        np.testing.assert_allclose(Y[:17], whole[:17], atol=tolerance(storage))
+        assert not np.isfinite(Y[17]).all()
+        assert np.isfinite(Y[18:]).all(-1).tolist() == [place == 0] * 19
+        assert place < 2 or np.isfinite(Y[:, [0, 2]]).all()
+
+
+@strategies.stores(*WIDE)
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_rows_no_sequences_no_items(storage: str, causal: bool) -> None:
+    for batch, T in (((), 0), ((2,), 0), ((0,), 4), ((3, 0), 4)):
+        arrays, _ = stored(storage, *logits_and_values(31, T, batch=batch))
+        Y, state = latte(*arrays, causal=causal, return_state=True)
+        assert tuple(Y.shape) == (*batch, T, 3)
+        assert state.batch == batch
+    arrays, _ = stored(storage, *logits_and_values(31, 0))
+    assert tuple(latte(*arrays, causal=causal, offsets=[0]).shape) == (0, 3)
+    assert tuple(latte(*arrays, causal=causal, lengths=[]).shape) == (0, 3)
+    assert tuple(latte(*arrays, causal=causal, lengths=[0, 0]).shape) == (0, 3)
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+Q, K, V = logits_and_values(32, 6, batch=(2,))
+STATE = SoftmaxState(5, 3, (2,))
+WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: latte(Q[0, 0], K, V), ValueError, r"q_logits has shape \(5,\); expected at least 2 axes"),
+    (lambda: latte(Q, K[..., :4], V), ValueError, r"k_logits has shape \(2, 6, 4\); expected L = 5 along axis -1"),
+    (lambda: latte(Q, K[:, :5], V[:, :5]), ValueError, r"k_logits has shape \(2, 5, 5\); expected T = 6"),
+    (lambda: latte(Q, K, V[:, :5], causal=False), ValueError, r"V has shape \(2, 5, 3\); expected U = 6"),
+    (lambda: latte(Q[:, :3], K, V, causal=False, lengths=[3]), ValueError, "expected T = 3"),
+    (lambda: latte(Q, K, V[..., :0]), ValueError, "V has shape .* expected at least one column"),
+    (lambda: latte(Q[..., :0], K[..., :0], V), ValueError, "q_logits has shape .* at least one column"),
+    (lambda: latte(np.stack([Q[0]] * 3), K, V), ValueError, r"leading axes \(3,\) of q_logits, \(2,\) of k_logits"),
+    (lambda: latte(Q, K, V.astype(int)), TypeError, "V has dtype int64"),
+    (lambda: latte(Q, K, V + 0j), TypeError, "V has dtype complex128"),
+    (lambda: latte(Q, K, np.ma.asarray(V)), TypeError, "V is a masked array"),
+    (lambda: latte(Q, K, "V"), TypeError, "V is of type str"),
+    (lambda: latte(Q, K, [[1.0], [1.0, 2.0]]), ValueError, "V is a list that makes no array"),
+    (lambda: latte(Q, K, V, mask=np.ones(5, bool)), ValueError, r"mask has shape \(5,\); expected \(..., 6\)"),
+    (lambda: latte(Q, K, V, mask=np.ones(6)), TypeError, "mask has dtype float64; expected bool"),
+    (lambda: latte(Q, K, V, offsets=[0, 6], lengths=[6]), ValueError, "offsets and lengths were both given"),
+    (lambda: latte(Q, K, V, offsets=[0, 5]), ValueError, "ascend from 0 to T = 6"),
+    (lambda: latte(Q, K, V, offsets=[0, 4, 3, 6]), ValueError, "ascend from 0 to T = 6"),
+    (lambda: latte(Q, K, V, offsets=[]), ValueError, "ascend from 0 to T = 6"),
+    (lambda: latte(Q, K, V, offsets=[0.0, 6.0]), TypeError, "offsets is .* whole numbers"),
+    (lambda: latte(Q, K, V, lengths=[7, -1]), ValueError, "lengths is"),
+    (lambda: latte(Q, K, V, lengths=[2**62] * 4 + [6]), ValueError, "lengths is .* which sum to 18446744073709551622"),
+    (lambda: latte(Q, K, V, lengths=np.array([2**63, 6], np.uint64)), ValueError, "lengths is .* below 2"),
+    (lambda: latte(Q, K, V, lengths=6), TypeError, "lengths is 6; expected one axis of whole numbers"),
+    (lambda: latte(Q, K, V, state=(0, 0, 0)), TypeError, "state is of type tuple"),
+    (lambda: latte(Q[0], K[0], V[0], state=STATE), ValueError, r"state has batch \(2,\)"),
+    (lambda: latte(Q, K, V, lengths=[6], state=STATE), ValueError, r"expected batch \(2, 1\)"),
+    (lambda: latte(Q, K, V, state=SoftmaxState(4, 3, (2,))), ValueError, "4 latents"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), WRONG, ids=range(len(WRONG)))
+def test_wrong_arguments_are_named(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@strategies.stores("torch-float64", "strict-float64")
+def test_arrays_of_two_libraries_are_refused(storage: str) -> None:
+    convert = STORAGE[storage]
+    with pytest.raises(TypeError, match=r"V is of \w+ on .*, and q_logits of numpy on cpu; expected one library"):
+        latte(Q, K, convert(V))
+    with pytest.raises(TypeError, match="k_logits is of numpy"):
+        latte(convert(Q), K, convert(V))

@@ -1,0 +1,956 @@
+"""Pruned attention: its definition, what is certain of it, its states, and what it does at the edges."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import naive_attention
+import strategies
+from differences import assert_gradients
+from levattn._kernels import slot_kernels_for
+from levattn.attention import PrunedCertificate, PrunedState, Slots, pruned_attention
+from levattn.attention.pruned.choice import chosen
+from levattn.exceptions import NonFiniteError
+from libraries import HAS_TORCH, needs_torch, over_storages, stored
+from strategies import Float, as_float64
+
+if HAS_TORCH:
+    import torch
+
+SETTINGS = strategies.examples(15)
+ROOM = {"float64": 1e-11, "float32": 2e-5}
+CHUNK = 7
+
+# name -> (options of pruned_attention, options of the oracle): every form, one line each
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({"size": 5, "summaries": 4, "window": 2}, {"size": 5, "R": 4, "window": 2}),
+    "no-window": ({"size": 4, "summaries": 5}, {"size": 4, "R": 5}),
+    "dropped": ({"size": 6, "window": 1, "sinks": 2}, {"size": 6, "window": 1, "sinks": 2}),
+    "summaries-alone": ({"size": 0, "summaries": 6}, {"size": 0, "R": 6}),
+    "expected": ({"size": 4, "summaries": 4, "scores": "expected"}, {"size": 4, "R": 4, "kind": "expected"}),
+    "leverage": (
+        {"size": 4, "summaries": 3, "sinks": 2, "scores": "leverage"},
+        {"size": 4, "R": 3, "sinks": 2, "kind": "leverage"},
+    ),
+    "threshold": (
+        {"epsilon": 0.25, "summaries": 3, "scores": "leverage", "center": False},
+        {"epsilon": 0.25, "R": 3, "kind": "leverage", "center": False},
+    ),
+    "scaled": ({"size": 4, "summaries": 4, "window": 1, "scale": 2.0}, {"size": 4, "R": 4, "window": 1, "scale": 2.0}),
+    "own": ({"size": 4, "summaries": 3, "scores": "own"}, {"size": 4, "R": 3, "kind": "given"}),
+    "squares": ({"size": 5, "summaries": 4, "window": 2, "f": 2}, {"size": 5, "R": 4, "window": 2, "power": 2}),
+    "cubes": (
+        {"size": 4, "summaries": 4, "f": levattn.Power(3), "scores": "expected"},
+        {"size": 4, "R": 4, "power": 3, "kind": "expected"},
+    ),
+    "fourths": ({"size": 5, "sinks": 1, "f": 4.0}, {"size": 5, "sinks": 1, "power": 4}),
+    "absolutes": (
+        {"size": 5, "summaries": 3, "f": 1, "scores": "leverage"},
+        {"size": 5, "R": 3, "power": 1, "kind": "leverage", "center": False},
+    ),
+}
+
+
+def heads(
+    seed: int, n: int = 24, d: int = 5, D: int = 3, *, H: int = 4, G: int = 2, m: int | None = None, batch: Any = ()
+) -> tuple[Float, Float, Float]:
+    rng = np.random.default_rng(seed)
+    shapes = (*batch, H, n if m is None else m, d), (*batch, G, n, d), (*batch, G, n, D)
+    Q, K, V = (rng.standard_normal(shape) for shape in shapes)
+    return 1.5 * Q + 0.5 * rng.standard_normal(d), K + rng.standard_normal(d), V
+
+
+def own_scores(K: Float) -> Float:
+    return np.random.default_rng(99).standard_normal(K.shape[:-1])
+
+
+def options_of(form: str, K: Float, causal: bool = False) -> dict[str, Any]:
+    options = dict(FORMS[form][0])
+    if options.get("scores") == "own":
+        options["scores"] = own_scores(K)
+    return options | ({"causal": True, "chunk": CHUNK} if causal else {})
+
+
+def by_loops(form: str, Q: Float, K: Float, V: Float, causal: bool) -> list[Any]:
+    """What the oracle says of each head of the keys."""
+    group = len(Q) // len(K)
+    oracle = dict(FORMS[form][1])
+    found = []
+    for j, (k, v) in enumerate(zip(K, V, strict=True)):
+        if oracle.get("kind") == "given":
+            oracle["scores"] = own_scores(K)[j]
+        q = Q[j * group : (j + 1) * group]
+        found.append(naive_attention.pruned(q, k, v, chunk=CHUNK if causal else None, **oracle))
+    return found
+
+
+def dense(Q: Any, K: Any, V: Any, power: float | None = None, causal: bool = False, scale: Any = None) -> Any:
+    """Attention to all keys: outputs, and weights (..., H, m, n), in float64."""
+    Q, K, V = (np.asarray(X, np.float64) for X in (Q, K, V))
+    group = Q.shape[-3] // K.shape[-3]
+    K, V = np.repeat(K, group, axis=-3), np.repeat(V, group, axis=-3)
+    x = Q @ K.swapaxes(-1, -2) * (Q.shape[-1] ** -0.5 if scale is None else scale)
+    there = np.tril(np.ones(x.shape[-2:], bool)) if causal else np.ones(x.shape[-2:], bool)
+    x = np.where(there, x, -np.inf if power is None else 0.0)
+    if power is None:
+        P = np.exp(x - x.max(axis=-1, keepdims=True))
+    else:
+        top = np.abs(x).max(axis=-1, keepdims=True)
+        P = (np.abs(x) / np.where(top > 0, top, 1)) ** power
+    total = P.sum(axis=-1, keepdims=True)
+    P = P / np.where(total > 0, total, 1)
+    return P @ V, P
+
+
+def power_of(options: dict[str, Any]) -> float | None:
+    f = options.get("f", "softmax")
+    return None if f == "softmax" else float(getattr(f, "p", f))
+
+
+# -- the definition ----------------------------------------------------------------------------
+
+
+@over_storages
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_loop_over_queries(form: str, causal: bool, storage: str) -> None:
+    Q, K, V = heads(0)
+    options = options_of(form, K, causal)
+    found = by_loops(form, Q, K, V, causal)
+    expected = np.concatenate([Y for Y, *_ in found])
+    given = [stored(X, storage) for X in (Q, K, V)]
+    own = {"scores": stored(options["scores"], storage)} if isinstance(options.get("scores"), np.ndarray) else {}
+    Y = pruned_attention(*given, **options | own)
+    assert type(Y) is type(given[2])
+    np.testing.assert_allclose(as_float64(Y), expected, rtol=0, atol=ROOM["float64"])
+    if causal and not options.get("summaries"):
+        return
+    Y, certificate = pruned_attention(*given, **options | own, return_certificate=True)
+    np.testing.assert_allclose(as_float64(Y), expected, rtol=0, atol=ROOM["float64"])
+    assert isinstance(certificate, PrunedCertificate)
+    upper = as_float64(certificate.captured_upper)
+    everything, P = dense(Q, K, V, power_of(options), causal, options.get("scale"))
+    mass = captured(P, found)
+    if options.get("summaries"):
+        share = np.concatenate([share for _, share, *_ in found])
+        np.testing.assert_allclose(upper, share, atol=1e-10)
+    assert np.all(upper >= mass - 1e-14)
+    assert np.all(as_float64(certificate.captured_lower) <= mass + 1e-14)
+    off = np.linalg.norm(expected - everything, axis=-1)
+    assert np.all(as_float64(certificate.error_bound) >= off - 1e-13)
+    if not causal:
+        w = options.get("window", 0)
+        for flags, (_, _, seen, _) in zip(as_float64(certificate.kept), found, strict=True):
+            for i, places in enumerate(seen):
+                near = range(max(0, i - w), i + w + 1) if w else ()
+                assert {*np.flatnonzero(flags), *near} & {*range(24)} == {*places}
+
+
+def captured(P: Float, found: list[Any]) -> Float:
+    """The weights (H, m, n) of the keys that the oracle attends exactly, summed up."""
+    group = len(P) // len(found)
+    return np.array(
+        [[p[places].sum() for p, places in zip(P[h], found[h // group][2], strict=True)] for h in range(len(P))]
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_single_precision_and_halves(form: str, causal: bool) -> None:
+    Q, K, V = (X.astype(np.float32) for X in heads(0))
+    options = options_of(form, K, causal)
+    Y = pruned_attention(Q, K, V, **options)
+    assert Y.dtype == np.float32
+    expected = pruned_attention(*(X.astype(np.float64) for X in (Q, K, V)), **options)
+    np.testing.assert_allclose(Y, expected, atol=ROOM["float32"])
+    if form == "own":
+        return  # as scores are then of numpy
+    halves = [X.astype(np.float16) for X in (Q, K, V)]
+    Y = pruned_attention(*halves, **options)
+    assert Y.dtype == np.float16
+    expected = pruned_attention(*(X.astype(np.float32) for X in halves), **options)
+    np.testing.assert_array_equal(Y, expected.astype(np.float16))
+    if HAS_TORCH:
+        halves = [torch.from_numpy(X).bfloat16() for X in (Q, K, V)]
+        Y = pruned_attention(*halves, **options)
+        assert Y.dtype == torch.bfloat16
+        assert torch.equal(Y, pruned_attention(*(X.float() for X in halves), **options).bfloat16())
+
+
+def test_queries_at_other_places_than_keys() -> None:
+    Q, K, V = heads(1, 20, m=9)
+    found = by_loops("no-window", Q, K, V, False)
+    Y = pruned_attention(Q, K, V, size=4, summaries=5)
+    np.testing.assert_allclose(Y, np.concatenate([Y for Y, *_ in found]), atol=ROOM["float64"])
+    Y, certificate = pruned_attention(Q, K, V, budget=12, return_certificate=True)
+    assert certificate.slots.tolist() == [12] * 9
+    assert certificate.kept.sum(axis=-1).tolist() == [5, 5]
+    assert certificate.kept.shape == (2, 20)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "duplicated", "one-column", "zero-rows", "planted"])
+def test_clusters_are_those_of_k_means(kind: str) -> None:
+    X = strategies.case(kind)[:150]
+    n, R = len(X), 7
+    weight = np.random.default_rng(0).integers(0, 4, n).astype(float)
+    kernels = slot_kernels_for(X)
+    labels, distance = kernels.cluster(X[None], weight[None], R, 2)
+    mine, squared = naive_attention.k_means(X, weight, R)
+    np.testing.assert_allclose(distance[0], squared, atol=1e-9 * max(1.0, squared.max()))
+    if kind in ("duplicated", "zero-rows"):
+        return  # equal distances, which rounding decides
+    np.testing.assert_array_equal(labels[0], mine)
+    begin, _ = naive_attention.k_means(X, weight, R, rounds=0)
+    first = [X[np.flatnonzero(np.array(begin) == c)] for c in range(R)]
+    starts = farthest_first(X, weight, R)
+    assert all(any(np.array_equal(start, x) for x in rows) for start, rows in zip(starts, first, strict=True))
+    there = weight > 0
+    theirs = sklearn.cluster.KMeans(R, init=starts, n_init=1, max_iter=2, tol=0, algorithm="lloyd")
+    theirs.fit(X[there], sample_weight=weight[there])
+    np.testing.assert_array_equal(labels[0][there], theirs.labels_)
+    centres = np.array(
+        [np.average(X[there & (labels[0] == c)], axis=0, weights=weight[there & (labels[0] == c)]) for c in range(R)]
+    )
+    levels = kernels.levels(labels, X[None, :, 0], weight[None], R)
+    np.testing.assert_allclose(levels[0], centres[:, 0], atol=1e-12)
+
+
+def farthest_first(X: Float, weight: Float, R: int) -> Float:
+    rows = X[weight > 0]
+    far = ((rows - np.average(X, axis=0, weights=weight)) ** 2).sum(axis=1)
+    starts = []
+    for _ in range(R):
+        starts.append(rows[int(np.argmax(far))])
+        far = np.min([((rows - start) ** 2).sum(axis=1) for start in starts], axis=0)
+    return np.array(starts)
+
+
+# -- what is certain ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("f", ["softmax", 2, 3.0, 1])
+def test_a_budget_that_covers_all_keys_is_dense_attention(f: Any, causal: bool, dtype: Any) -> None:
+    Q, K, V = (X.astype(dtype) for X in heads(2, 30))
+    expected, _ = dense(Q, K, V, None if f == "softmax" else f, causal)
+    room = 1e-12 if dtype == np.float64 else 1e-5
+    options = [{"budget": 1.0}, {"budget": 30}, {"budget": 99}, {"size": 30}, {"size": 40}, {"epsilon": -1e30}]
+    options += [{"size": 28, "sinks": 2}, {"size": 3, "window": 30}, {"size": 0, "summaries": 30}]
+    options += [{"size": 12, "summaries": 18, "scores": "expected"}]
+    for more in options:
+        if causal:
+            more |= {"chunk": 3} if "budget" not in more else {}
+            if f != "softmax" and "summaries" in more:
+                continue  # keys that were merged before all are known to be on one side are not taken apart again
+        Y = pruned_attention(Q, K, V, f=f, causal=causal, **more)
+        np.testing.assert_allclose(Y, expected, atol=room, err_msg=str(more))
+        if not causal and not more.keys() & {"summaries", "window"}:
+            _, certificate = pruned_attention(Q, K, V, f=f, **more, return_certificate=True)
+            np.testing.assert_array_equal(certificate.captured_upper, 1)
+            np.testing.assert_array_equal(certificate.error_bound, 0)
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> tuple[Float, Float, Float]:
+    """Huge, tiny, repeated, missing: one head of keys, two of queries, at the same places."""
+    rng = np.random.default_rng(draw(strategies.seeds()))
+    d, n = draw(st.sampled_from([1, 2, 5])), draw(st.integers(1, 14))
+    K = draw(st.sampled_from([0.0, 1.0, 30.0])) * rng.standard_normal(d) + rng.standard_normal((1, n, d))
+    Q = draw(st.sampled_from([0.0, 1.0, 30.0])) * rng.standard_normal(d) + rng.standard_normal((2, n, d))
+    V = draw(st.sampled_from([0.0, 100.0])) + rng.standard_normal((1, n, 3))
+    for X in (Q, K):
+        X *= draw(st.sampled_from([1e-30, 1e-3, 1.0, 1.0, 30.0, 1e4]))
+    if draw(st.booleans()):
+        K = K[:, rng.integers(0, n, n)]
+    if draw(st.booleans()):
+        K[:, rng.random(n) < 0.4] = 0
+    if draw(st.booleans()):
+        Q[:, rng.random(n) < 0.4] = 0
+    if draw(st.booleans()):
+        K *= 10.0 ** rng.uniform(-4, 1, (1, n, 1))
+    return Q, K, V
+
+
+@strategies.examples(40)
+@given(
+    case=hostile(),
+    causal=st.booleans(),
+    f=st.sampled_from(["softmax", "softmax", 2, 1, 4]),
+    size=st.integers(0, 4),
+    R=st.integers(0, 4),
+    window=st.integers(0, 2),
+    sinks=st.integers(0, 1),
+    scores=st.sampled_from(["residual", "expected", "leverage"]),
+    dtype=st.sampled_from([np.float64, np.float32]),
+)
+def test_bounds_hold_for_hostile_keys(
+    case: Any, causal: bool, f: Any, size: int, R: int, window: int, sinks: int, scores: str, dtype: Any
+) -> None:
+    Q, K, V = (X.astype(dtype) for X in case)
+    options = {"size": size, "summaries": R, "window": window, "sinks": sinks, "scores": scores, "f": f}
+    if causal:
+        options |= {"causal": True, "chunk": 3, "summaries": R + 1}
+    Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+    power = None if f == "softmax" else f
+    expected, P = dense(Q, K, V, power, causal)
+    assert np.all(np.isfinite(Y))
+    lower, upper = certificate.captured_lower, certificate.captured_upper
+    assert np.all((lower >= 0) & (lower <= 1 + 1e-12) & (upper <= 1))
+    room = rounding(Q, K, power, dtype)
+    assert np.all(lower <= upper + room)
+    off = np.linalg.norm(Y - expected, axis=-1)
+    size_of = np.linalg.norm(V, axis=-1).max()
+    assert np.all(off <= certificate.error_bound + (room + 16 * np.finfo(dtype).eps) * size_of)
+    if not causal:
+        n = K.shape[1]
+        seen = np.repeat(certificate.kept, n, axis=0)
+        if window:
+            seen = seen | (np.abs(np.subtract.outer(np.arange(n), np.arange(n))) <= window)
+        mass = np.where(seen, P, 0).sum(axis=-1)
+        there = P.sum(axis=-1) > 0  # all weights are 0 where all powers are
+        assert np.all((lower <= mass + room)[there])
+        assert np.all((mass <= upper + room)[there])
+
+
+def rounding(Q: Float, K: Float, power: float | None, dtype: Any) -> Float:
+    """What rounded products may do to a share of weights, (H, m)."""
+    eps = float(np.finfo(dtype).eps)
+    logits = np.linalg.norm(Q, axis=-1) * np.linalg.norm(K, axis=-1).max() * Q.shape[-1] ** -0.5
+    if power is None:
+        return np.minimum(1.0, 64 * eps * logits + 64 * eps)
+    top = np.abs(Q @ K.swapaxes(-1, -2)).max(axis=-1) * Q.shape[-1] ** -0.5
+    return np.minimum(1.0, 64 * eps * power * logits / np.where(top > 0, top, 1) * K.shape[-2] + 64 * eps)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("f", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "of_queries", "of_keys"),
+    [
+        (np.float32, 1e-31, 1e-31),
+        (np.float32, 1e-11, 1e-34),
+        (np.float32, 1e19, 1e19),
+        (np.float32, 1e11, 1e28),
+        (np.float32, 1.0, 1e36),
+        (np.float64, 1e-200, 1e-200),
+    ],
+)
+def test_products_that_leave_the_range_have_their_weights(
+    dtype: Any, of_queries: float, of_keys: float, f: int, causal: bool
+) -> None:
+    Q, K, V = (X.astype(dtype) for X in heads(2, 12))
+    far = pruned_attention(Q * dtype(of_queries), K * dtype(of_keys), V, budget=1.0, f=f, causal=causal)
+    near = pruned_attention(Q, K, V, budget=1.0, f=f, causal=causal)
+    np.testing.assert_allclose(far, near, rtol=0, atol=64 * f * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_columns_of_queries_and_keys_may_differ_in_size_inversely(causal: bool) -> None:
+    Q, K, V = (X.astype(np.float32) for X in heads(2, 12))
+    size = 2.0 ** np.linspace(-100, 100, Q.shape[-1]).round().astype(np.float32)
+    far = pruned_attention(Q * size, K / size, V, budget=1.0, f=2, causal=causal)
+    np.testing.assert_array_equal(far, pruned_attention(Q, K, V, budget=1.0, f=2, causal=causal))
+
+
+def test_an_output_of_nothing_is_within_its_bound() -> None:
+    Q, K, V = heads(3, 12)
+    V = V * 0 + 7.0
+    for options in ({"size": 0}, {"epsilon": 1e9}, {"epsilon": 1.0, "scores": "leverage", "f": 2}):
+        Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+        np.testing.assert_array_equal(Y, 0)
+        assert np.all(certificate.error_bound >= np.linalg.norm(V[0, 0]))
+    K[:, 3], Q[:, :] = 0, 0
+    K[:, 3, 0], Q[..., 1] = 100.0, 1.0  # queries are orthogonal to the key that is kept
+    Y, certificate = pruned_attention(Q, K, V, size=1, f=2, scores="leverage", return_certificate=True)
+    assert np.all(np.linalg.norm(Y - 7.0, axis=-1) <= certificate.error_bound)
+
+
+# -- what changes nothing ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if not {"window", "sinks"} & FORMS[name][0].keys()])
+def test_the_order_of_keys_does_not_matter(form: str) -> None:
+    Q, K, V = heads(4)
+    order = np.random.default_rng(5).permutation(24)
+    options = options_of(form, K)
+    more = options | ({"scores": options["scores"][:, order]} if form == "own" else {})
+    Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+    found, other = pruned_attention(Q, K[:, order], V[:, order], **more, return_certificate=True)
+    np.testing.assert_allclose(found, Y, atol=1e-12)
+    np.testing.assert_array_equal(other.kept, certificate.kept[:, order])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_and_queries_may_be_scaled_against_each_other(form: str, causal: bool) -> None:
+    Q, K, V = heads(6)
+    options = options_of(form, K, causal)
+    Y = pruned_attention(Q, K, V, **options)
+    np.testing.assert_allclose(pruned_attention(Q / 3, K * 3, V, **options), Y, atol=1e-12)
+    np.testing.assert_allclose(pruned_attention(Q * 2.0**40, K * 2.0**-40, V, **options), Y, atol=1e-12)
+    if options.get("f", "softmax") == "softmax":  # which sees no constant
+        np.testing.assert_allclose(pruned_attention(Q, K, V + 5, **options), Y + 5, atol=1e-12)
+        if options.get("center", True):
+            shifted = pruned_attention(Q, K + np.arange(5.0), V, **options)
+            np.testing.assert_allclose(shifted, Y, atol=1e-12)
+
+
+@over_storages
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["default", "threshold", "squares"])
+def test_batch_mates_and_threads_change_no_bit(form: str, causal: bool, storage: str) -> None:
+    Q, K, V = (stored(X, storage) for X in heads(7, 40, batch=(3,)))
+    options = options_of(form, as_float64(K), causal)
+    Y = as_float64(pruned_attention(Q, K, V, **options))
+    for i in range(3):
+        alone = as_float64(pruned_attention(Q[i, ...], K[i, ...], V[i, ...], **options))
+        np.testing.assert_allclose(alone, Y[i], atol=0 if storage == "numpy" else 1e-14)
+    with levattn.thread_limit(1):
+        np.testing.assert_array_equal(as_float64(pruned_attention(Q, K, V, **options)), Y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["default", "leverage", "cubes"])
+def test_equal_queries_of_a_group_are_as_one(form: str, causal: bool) -> None:
+    Q, K, V = heads(8, H=2)
+    options = options_of(form, K, causal)
+    Y = pruned_attention(np.repeat(Q, 3, axis=0), K, V, **options)
+    np.testing.assert_allclose(Y, np.repeat(pruned_attention(Q, K, V, **options), 3, axis=0), atol=1e-12)
+    for i in range(2):  # and heads of the keys have nothing to do with each other
+        bare = pruned_attention(Q[i], K[i], V[i], **options)
+        assert bare.shape == (24, 3)
+        np.testing.assert_allclose(bare, Y[3 * i], atol=1e-12)
+
+
+def test_leading_axes_broadcast() -> None:
+    Q, K, V = heads(9, batch=(3,))
+    Y = pruned_attention(Q, K[0], V[:1], size=4, summaries=3)
+    for i in range(3):
+        np.testing.assert_allclose(Y[i], pruned_attention(Q[i], K[0], V[0], size=4, summaries=3), atol=1e-13)
+
+
+@over_storages
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool, storage: str) -> None:
+    Q, K, V = heads(10, batch=(4,))
+    mask = np.random.default_rng(11).random((4, 24)) > 0.3
+    mask[0, :9], mask[0, 9:] = False, True  # padded on the left
+    mask[1, 15:], mask[1, :15] = False, True
+    mask[2] = False
+    options = options_of(form, K, causal)
+    tied = causal or options.get("window")
+    dirty = [np.where(mask[:, None, :, None], X, np.nan) for X in (Q, K, V)]
+    own = {"scores": stored(options["scores"], storage)} if form == "own" else {}
+    arrays = [stored(X, storage) for X in (dirty if tied else [Q, *dirty[1:]])]
+    certified = not causal or "summaries" in options
+    Y = pruned_attention(
+        *arrays, **options | own, mask=stored(mask[:, None, :], storage), return_certificate=certified
+    )
+    certificate: Any = None
+    if certified:
+        Y, certificate = Y
+    Y = as_float64(Y)
+    for i in range(4):
+        there = mask[i]
+        rows = there if tied else np.ones(24, bool)
+        alone = options | ({"scores": stored(options["scores"][i][:, there], storage)} if own else {})
+        arrays = [stored(X, storage) for X in (Q[i][:, rows], K[i][:, there], V[i][:, there])]
+        expected = pruned_attention(*arrays, **alone, return_certificate=certified)
+        if certified:
+            expected, theirs = expected
+            for name in ("captured_lower", "captured_upper", "error_bound"):
+                figures = as_float64(getattr(certificate, name))[i]
+                np.testing.assert_allclose(figures[:, rows], as_float64(getattr(theirs, name)), atol=1e-11)
+                assert not figures[:, ~rows].any()
+            if not causal:
+                kept = as_float64(certificate.kept)[i]
+                np.testing.assert_array_equal(kept[:, there], as_float64(theirs.kept))
+                assert not kept[:, ~there].any()
+        np.testing.assert_allclose(Y[i][:, rows], as_float64(expected), atol=1e-12)
+        assert not Y[i][:, ~rows].any()
+
+
+def test_masks_of_heads_and_of_queries() -> None:
+    Q, K, V = heads(12, batch=(2,))
+    rng = np.random.default_rng(13)
+    mask, asking = rng.random((2, 2, 24)) > 0.3, rng.random((2, 1, 24)) > 0.4
+    options = {"size": 4, "summaries": 3, "mask": mask, "query_mask": asking}
+    for window in (0, 2):
+        Y = pruned_attention(Q, K, V, **options, window=window)
+        for i in range(2):
+            for j in range(2):
+                there, rows = mask[i, j], asking[i, 0]
+                heads_of_key = Q[i, 2 * j : 2 * j + 2]
+                assert not Y[i, 2 * j : 2 * j + 2][:, ~rows].any()
+                if not window:
+                    alone = pruned_attention(
+                        heads_of_key[:, rows],
+                        K[i, j : j + 1][:, there],
+                        V[i, j : j + 1][:, there],
+                        size=4,
+                        summaries=3,
+                    )
+                    np.testing.assert_allclose(Y[i, 2 * j : 2 * j + 2][:, rows], alone, atol=1e-12)
+    # Leverage asks no queries: rows are what they are without a mask of queries.
+    options = {"size": 4, "window": 2, "scores": "leverage"}
+    Y = pruned_attention(Q, K, V, **options, query_mask=asking)
+    np.testing.assert_allclose(Y, pruned_attention(Q, K, V, **options) * asking[..., None], atol=1e-12)
+    # Where a query's own key is absent, the window is that of the keys around it.
+    mask = np.ones(24, bool)
+    mask[10:13] = False
+    Y, certificate = pruned_attention(
+        Q, K, V, size=0, window=2, mask=mask, query_mask=np.arange(24) == 11, return_certificate=True
+    )
+    near = [8, 9, 13, 14]
+    expected, _ = dense(Q[..., 11:12, :], K[..., near, :], V[..., near, :])
+    np.testing.assert_allclose(Y[..., 11:12, :], expected, atol=1e-12)
+    assert not certificate.kept.any()
+
+
+# -- causal attention ---------------------------------------------------------------------------------
+
+
+def in_chunks(arrays: Any, sizes: list[int], options: dict[str, Any], mask: Any = None) -> tuple[Float, PrunedState]:
+    """Outputs with the state handed from chunk to chunk."""
+    parts, state = [], None
+    form = {name: options[name] for name in ("f", "scale") if name in options}
+    for low, high in pairwise(np.cumsum([0, *sizes])):
+        more = options if state is None else form | {"causal": True, "state": state}
+        more = more | {"return_state": True, "mask": None if mask is None else mask[..., low:high]}
+        if isinstance(options.get("scores"), np.ndarray):
+            more["scores"] = options["scores"][..., low:high]
+        Y, state = pruned_attention(*(X[..., low:high, :] for X in arrays), **more)
+        parts.append(as_float64(Y))
+    assert state is not None
+    return np.concatenate(parts, axis=-2), state
+
+
+@over_storages
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_chunks_and_everything_at_once_agree(form: str, storage: str) -> None:
+    Q, K, V = heads(14, 31, batch=(2,))
+    options = options_of(form, K, True)
+    if storage != "numpy" and form == "own":
+        return
+    arrays = [stored(X, storage) for X in (Q, K, V)]
+    Y, whole = pruned_attention(*arrays, **options, return_state=True)
+    for sizes in ([1] * 31, [10, 1, 0, 13, 7], [30, 1]):
+        found, state = in_chunks(arrays, sizes, options)
+        np.testing.assert_allclose(found, as_float64(Y), atol=1e-10)
+        assert state.positions == whole.positions == 31
+        assert state.nbytes == whole.nbytes
+        assert state.slots == whole.slots or form == "threshold"
+
+
+def test_sequences_of_a_batch_are_each_where_they_are() -> None:
+    Q, K, V = heads(15, 40, batch=(3,))
+    mask = np.random.default_rng(16).random((3, 40)) > 0.4
+    mask[1, :12] = False
+    mask[2, 20:] = False
+    options = options_of("default", K, True)
+    expected = pruned_attention(Q, K, V, **options, mask=mask[:, None])
+    for sizes in ([1] * 40, [12, 9, 0, 19]):
+        found, state = in_chunks((Q, K, V), sizes, options, mask[:, None])
+        np.testing.assert_allclose(found, expected, atol=1e-10)
+        assert state.positions == mask.sum(axis=1).max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_comes_later_changes_no_bit(form: str) -> None:
+    Q, K, V = heads(17, 40)
+    options = options_of(form, K, True)
+    Y = pruned_attention(Q, K, V, **options)
+    for X in (Q, K, V):
+        X[:, 25:] *= -3e3
+    np.testing.assert_array_equal(pruned_attention(Q, K, V, **options)[:, :25], Y[:, :25])
+
+
+@over_storages
+def test_states_do_not_grow(storage: str) -> None:
+    Q, K, V = heads(18, 93, H=2)
+    arrays = [stored(X, storage) for X in (Q, K, V)]
+    options = {"budget": 40, "causal": True, "return_state": True}
+    nbytes = [pruned_attention(*(X[:, :n, :] for X in arrays), **options)[1].nbytes for n in (63, 93)]
+    assert nbytes[0] == nbytes[1]
+    _, state = pruned_attention(*arrays, **options)
+    slots = state.slots
+    rows = slots.selected + slots.window + 93 % slots.chunk
+    d, D, R = 5, 3, slots.summaries
+    floats = rows * (d + D) + R * (d + D + 4) + 2 * (d + d * d) + 1
+    assert state.nbytes == 2 * 8 * (floats + slots.selected + 1)  # and the places of keys, and of the item
+    assert slots.total == 40
+    assert state.batch == (2,)
+    _, state = pruned_attention(*arrays, size=4, window=3, chunk=5, causal=True, return_state=True)
+    assert state.nbytes == 2 * 8 * ((7 + 93 % 5) * (d + D) + 2 * (d + d * d) + 1 + 4 + 1)
+
+
+def test_budgets_hold_for_what_comes_later() -> None:
+    Q, K, V = heads(18, 60)
+    expected, whole = pruned_attention(Q, K, V, budget=20, causal=True, return_state=True)
+    for sizes in ([1] * 60, [12, 48]):  # the first of which the budget would cover
+        found, state = in_chunks((Q, K, V), sizes, {"budget": 20, "causal": True})
+        assert state.slots == whole.slots == Slots.of(20, 60, causal=True)
+        np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+def test_a_state_is_not_changed_by_its_use() -> None:
+    Q, K, V = heads(19, 30)
+    options = options_of("default", K, True)
+    _, state = pruned_attention(*(X[:, :20] for X in (Q, K, V)), **options, return_state=True)
+    rest = [X[:, 20:] for X in (Q, K, V)]
+    first = pruned_attention(*rest, causal=True, state=state)
+    np.testing.assert_array_equal(pruned_attention(*rest, causal=True, state=state), first)
+    np.testing.assert_allclose(first, pruned_attention(Q, K, V, **options)[:, 20:], atol=1e-10)
+
+
+def test_causal_thresholds_keep_the_universal_set_of_the_keys_so_far() -> None:
+    Q, K, V = heads(20, 60, d=4)
+    for T in (14, 35, 56):
+        arrays = [X[:, :T] for X in (Q, K, V)]
+        options = {"epsilon": 0.2, "scores": "leverage", "center": False, "causal": True, "chunk": 7, "sinks": 1}
+        _, state = pruned_attention(*arrays, **options, return_state=True)
+        (part,) = state.parts
+        for i in range(2):
+            count = part.kept_places.shape[1] if part.kept_count is None else part.kept_count[i]
+            expected = {0, *np.flatnonzero(naive.leverage_svd(K[i, :T]) >= 0.2)}
+            assert {*part.kept_places[i, :count].tolist()} == expected
+
+
+# -- which keys -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.2, 0.5])
+def test_thresholds_of_leverage_are_universal_sets(epsilon: float) -> None:
+    for name in ("gaussian", "planted", "coherent", "duplicated", "deficient-exact", "wide", "zero-rows"):
+        K = strategies.case(name)[:200]
+        Q, V = np.ones((3, K.shape[1])), K[:, :1]
+        for f in ("softmax", 2):
+            options = {"epsilon": epsilon, "scores": "leverage", "center": False, "f": f}
+            _, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+            np.testing.assert_array_equal(certificate.kept, levattn.universal_set(K, epsilon).mask)
+
+
+def test_the_largest_scores_are_kept_and_of_equal_ones_the_first() -> None:
+    Q, K, V = heads(21, 12, G=1, H=1)
+    scores = np.array([1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -np.inf, np.inf, 0.0, 2.0, -1.0, -np.inf])
+    order = [7, 1, 3, 2, 4, 5, 9, 0, 8, 10]
+    for size in range(11):
+        for sinks in (0, 3):
+            options = {"size": size, "sinks": sinks, "scores": scores}
+            _, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+            others = [j for j in order if j >= sinks]
+            assert {*np.flatnonzero(certificate.kept[0])} == {*range(sinks), *others[:size]}, size
+    _, certificate = pruned_attention(Q, K, V, epsilon=2.0, scores=scores, return_certificate=True)
+    assert {*np.flatnonzero(certificate.kept[0])} == {*order[:7]}
+    places, count, flags = chosen(np.stack([scores, -scores]), 20, 2.0, np.zeros((2, 12), bool))
+    assert count.tolist() == [7, 2]
+    assert places[1, :2].tolist() == [6, 11]
+    assert flags.sum(axis=1).tolist() == [7, 2]
+
+
+def test_budgets_are_split_and_kept() -> None:
+    assert Slots.of(0.2, 512).total == Slots.of(102, 512).total == 102
+    for causal in (False, True):
+        for n in (1, 2, 7, 64):
+            for budget in (1, 2, 7, 8, 20, n, 0.1, 0.3, 1.0):
+                slots = Slots.of(budget, n, causal=causal)
+                total = budget if isinstance(budget, int) else max(1, math.floor(budget * n + 1e-9))
+                assert slots.total == (total if total < n else n + slots.chunk)
+                assert min(vars(slots).values()) >= 0
+    for budget in (1, 7, 0.3, 1.0):
+        Q, K, V = heads(22, 30, H=1, G=1)
+        _, state = pruned_attention(Q, K, V, budget=budget, causal=True, return_state=True)
+        assert state.slots == Slots.of(budget, 30, causal=True)
+        _, certificate = pruned_attention(Q, K, V, budget=budget, return_certificate=True)
+        assert certificate.slots[0] == min(30, Slots.of(budget, 30).total)
+    Q, K, V = heads(23, 40, H=2)
+    options: dict[str, Any] = {"budget": 20, "summaries": 6, "window": 2, "sinks": 3}
+    _, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
+    assert certificate.kept.sum(axis=-1).tolist() == [9, 9]  # 20 − 6 − 5, of which three are first
+    np.testing.assert_array_equal(certificate.slots, 20)
+    _, state = pruned_attention(Q, K, V, **options, chunk=4, causal=True, return_state=True)
+    assert state.slots == Slots(5, 6, 2, 3, 4)
+
+
+# -- torch -------------------------------------------------------------------------------------------------
+
+
+@needs_torch
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_the_mixture_with_constant_weights(form: str, causal: bool) -> None:
+    """The oracle tells the keys and the weights; torch goes back through the definition."""
+    arrays = heads(24, 15, H=2, G=1)
+    options, power = options_of(form, arrays[1], causal), power_of(FORMS[form][0])
+    cut = 14 if causal else 15  # a renewal ends the oracle's clusters for rows before it
+    leaves = [torch.from_numpy(X).requires_grad_() for X in arrays]
+    own = {"scores": torch.from_numpy(options["scores"])} if form == "own" else {}
+    Y = pruned_attention(*leaves, **options | own)
+    rows = range(cut, 15) if causal else range(15)
+    direction = torch.from_numpy(np.random.default_rng(25).standard_normal((2, len(rows), 3)))
+    grads = torch.autograd.grad((Y[:, rows] * direction).sum(), leaves)
+    _, _, seen, clusters = by_loops(form, *arrays, causal)[0]
+    other = [torch.from_numpy(X).requires_grad_() for X in arrays]
+    expected = torch.stack([mixture(other, t, seen[t], clusters, power, options.get("scale")) for t in rows], 1)
+    np.testing.assert_allclose(Y[:, rows].detach(), expected.detach(), atol=1e-11)
+    wanted = torch.autograd.grad((expected * direction).sum(), other)
+    for found, right in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(found, right, atol=1e-11)
+
+
+def mixture(arrays: Any, t: int, exact: list[int], clusters: Any, power: float | None, scale: Any) -> Any:
+    """The row of queries t, from the keys and clusters of the oracle."""
+    Q, K, V = arrays
+    q = Q[:, t] * (Q.shape[-1] ** -0.5 if scale is None else scale)
+    logits, values = [q @ K[0, exact].T], [V[0, exact]]
+    copies = [torch.ones(len(exact))]
+    for cluster in clusters:
+        left = cluster.without(exact)
+        if not left.w:
+            continue
+        w = torch.tensor(left.w, dtype=torch.float64)
+        signs = torch.tensor(
+            [
+                1.0 if (k * K.detach()[0, j].numpy()).sum() >= 0 else -1.0
+                for k, j in zip(left.k, left.places, strict=True)
+            ]
+        )
+        z = (q @ (signs[:, None] * K[0, left.places]).T) @ w / w.sum()
+        if power is None:
+            z = z + w.sum().log() - (w * w.log()).sum() / w.sum()
+        logits.append(z[:, None])
+        values.append((w @ V[0, left.places])[None] / w.sum())
+        copies.append(w.sum()[None])
+    x = torch.cat(logits, 1)
+    weights = torch.softmax(x, 1) if power is None else torch.cat(copies) * x.abs() ** power
+    return weights @ torch.cat(values) / weights.sum(1, keepdim=True)
+
+
+@needs_torch
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["dropped", "fourths", "squares", "cubes"])
+def test_gradients_are_those_of_finite_differences(form: str, causal: bool) -> None:
+    """Where there are no weights, that is: these change with the queries, and are constant by definition."""
+    leaves = [torch.from_numpy(X).requires_grad_() for X in heads(26, 9, 2, 1, H=2, G=1)]
+    options = options_of(form, leaves[1], causal)
+    assert_gradients(lambda *X: pruned_attention(*X, **options), leaves)
+
+
+@needs_torch
+def test_gradients_of_numpy_go_through_masks_and_groups() -> None:
+    Q, K, V = heads(27, 16, batch=(2,))
+    mask = np.random.default_rng(28).random((2, 16)) > 0.3
+    options = {"size": 4, "window": 1, "mask": mask[:, None], "scores": "leverage"}
+    direction = np.random.default_rng(29).standard_normal((2, 4, 16, 3))
+    leaves = [torch.from_numpy(X).requires_grad_() for X in (Q, K, V)]
+    Y, certificate = pruned_attention(*leaves, **options, return_certificate=True)
+    assert not certificate.error_bound.requires_grad
+    (Y * torch.from_numpy(direction)).sum().backward()
+    rng, h = np.random.default_rng(30), 1e-6
+    for X, leaf in zip((Q, K, V), leaves, strict=True):
+        way = rng.standard_normal(X.shape)
+        sides = []
+        for sign in (1, -1):
+            moved = [Z + sign * h * way if Z is X else Z for Z in (Q, K, V)]
+            sides.append((pruned_attention(*moved, **options) * direction).sum())
+        slope = (leaf.grad.numpy() * way).sum()
+        np.testing.assert_allclose((sides[0] - sides[1]) / (2 * h), slope, rtol=1e-5, atol=1e-7)
+
+
+# -- edges -------------------------------------------------------------------------------------------------
+
+
+@over_storages
+@pytest.mark.parametrize("f", ["softmax", 2])
+def test_empty_and_single_rows(f: Any, storage: str) -> None:
+    Q, K, V = heads(31, 6)
+
+    def run(*arrays: Any, **options: Any) -> Any:
+        return pruned_attention(*(stored(X, storage) for X in arrays), f=f, **options)
+
+    for options in ({"budget": 0.3}, {"size": 2, "summaries": 2}, {"size": 0}, {"epsilon": 0.1, "scores": "leverage"}):
+        assert run(Q, K[:, :0], V[:, :0], **options).shape == (4, 6, 3)
+        assert not as_float64(run(Q, K[:, :0], V[:, :0], **options)).any()
+        for causal in (False, True):
+            assert run(Q[:, :0], K[:, :0], V[:, :0], causal=causal, **options).shape == (4, 0, 3)
+            if "scores" not in options:
+                assert run(Q[:0, None], K[:0, None], V[:0, None], causal=causal, **options).shape == (0, 1, 6, 3)
+            none = run(Q, K, V, causal=causal, mask=stored(np.zeros(6, bool), storage), **options)
+            assert not as_float64(none).any()
+        one = run(Q[:, :1], K[:, :1], V[:, :1], causal=True, **options)
+        np.testing.assert_allclose(as_float64(one), np.repeat(V[:, :1], 2, axis=0), atol=1e-12)
+    Y, state, certificate = run(
+        Q[:, :0], K[:, :0], V[:, :0], budget=9, causal=True, return_state=True, return_certificate=True
+    )
+    assert Y.shape == (4, 0, 3)
+    assert certificate.error_bound.shape == (4, 0)
+    assert state.positions == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_that_are_all_alike(causal: bool) -> None:
+    """Their moment about the mean is rounding alone."""
+    Q, K, V = heads(32)
+    Q[:] = [1e5 / 3, 7e4 / 9, 1.1, 3e6 / 7, 1e-3]
+    Y, certificate = pruned_attention(Q, K, V, size=4, summaries=4, causal=causal, scale=1e-6, return_certificate=True)
+    expected = dense(Q, K, V, None, causal, 1e-6)[0]
+    assert np.all(np.linalg.norm(Y - expected, axis=-1) <= certificate.error_bound + 1e-12)
+    # The summaries are tangent where all queries are.
+    np.testing.assert_allclose(Y, expected, atol=0.2 if causal else 1e-8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_not_finite_is_refused_and_not_computed_with(causal: bool) -> None:
+    Q, K, V = heads(33)
+    for i, value in ((0, np.nan), (0, np.inf), (0, 1e200), (1, np.nan), (1, np.inf)):
+        arrays = [Q.copy(), K.copy(), V]
+        arrays[i][:, 3] = value
+        with np.errstate(all="ignore"), pytest.raises(NonFiniteError, match="give finite"):
+            pruned_attention(*arrays, size=4, summaries=3, chunk=5 if causal else None, causal=causal)
+
+
+SMALL = heads(34, 10)
+STATE = pruned_attention(*SMALL, size=2, causal=True, return_state=True)[1]
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "nothing": ({}, ValueError, "budget=None, size=None and epsilon=None were given; expected one of the three"),
+    "two": ({"budget": 5, "size": 3}, ValueError, "budget=5, size=3 and epsilon=None"),
+    "budget": ({"budget": "all"}, TypeError, "budget is 'all'; expected a number of slots"),
+    "budget-share": ({"budget": 1.5}, ValueError, r"budget is 1.5; expected .* in \(0, 1\]"),
+    "budget-none": ({"budget": 0}, ValueError, "budget is 0; expected at least one slot"),
+    "budget-parts": (
+        {"budget": 5, "window": 3},
+        ValueError,
+        r"budget=5 is 5 slots, and .*window=3.* take 1\d; expected a larger",
+    ),
+    "size": ({"size": -1}, ValueError, "size is -1; expected a whole number, at least 0"),
+    "size-kind": ({"size": 2.0}, ValueError, "size is 2.0; expected a whole number"),
+    "epsilon": ({"epsilon": math.nan}, ValueError, "epsilon is nan; expected a finite number"),
+    "summaries": ({"size": 2, "summaries": -1}, ValueError, "summaries is -1"),
+    "window": ({"size": 2, "window": True}, ValueError, "window is True"),
+    "sinks": ({"size": 2, "sinks": "2"}, ValueError, "sinks is '2'"),
+    "scores": ({"size": 2, "scores": "given"}, ValueError, "scores is 'given'; expected one of residual, expected"),
+    "scores-none": ({"size": 2, "scores": None}, TypeError, "scores is of type NoneType"),
+    "scores-shape": ({"size": 2, "scores": np.ones(9)}, ValueError, r"scores has shape \(9,\); expected \(..., 10\)"),
+    "scores-kind": ({"size": 2, "scores": np.ones(10, int)}, TypeError, "scores has dtype int64"),
+    "center": ({"size": 2, "center": True}, ValueError, "center is True and scores is 'residual'"),
+    "center-power": ({"size": 2, "center": True, "scores": "leverage", "f": 2}, ValueError, "center is True and f"),
+    "f": ({"size": 2, "f": "exp"}, ValueError, "f is 'exp'; expected \"softmax\""),
+    "f-root": ({"size": 2, "f": 0.5}, ValueError, "f is 0.5; expected .* p >= 1"),
+    "chunk": ({"size": 2, "chunk": 5}, ValueError, "chunk is 5 and causal is False"),
+    "chunk-none": ({"size": 2, "chunk": 0, "causal": True}, ValueError, "chunk is 0; .* at least 1"),
+    "scale": ({"size": 2, "scale": math.inf}, ValueError, "scale is inf"),
+    "mask": ({"size": 2, "mask": np.ones(9, bool)}, ValueError, r"mask has shape \(9,\)"),
+    "mask-kind": ({"size": 2, "mask": np.ones(10)}, TypeError, "mask has dtype float64"),
+    "query-mask": ({"size": 2, "query_mask": np.ones(9, bool)}, ValueError, r"query_mask has shape \(9,\)"),
+    "query-mask-kind": ({"size": 2, "query_mask": np.ones(10)}, TypeError, "query_mask has dtype float64"),
+    "query-mask-causal": (
+        {"size": 2, "query_mask": np.ones(10, bool), "causal": True},
+        ValueError,
+        "query_mask was given and causal is True",
+    ),
+    "return-state": ({"size": 2, "return_state": True}, ValueError, "return_state was given and causal is False"),
+    "state": ({"state": 3, "causal": True}, TypeError, "state is of type int; expected a PrunedState"),
+    "state-order": ({"state": STATE}, ValueError, "state or return_state was given and causal is False"),
+    "state-options": ({"state": STATE, "size": 2, "causal": True}, ValueError, "state and size were given"),
+    "state-f": ({"state": STATE, "f": 2, "causal": True}, ValueError, "f is not that of the state"),
+    "state-kind": ({"state": STATE, "scores": "leverage", "causal": True}, ValueError, "scores is 'leverage', and"),
+    "state-scores": ({"state": STATE, "scores": np.ones(10), "causal": True}, ValueError, "scores are given in only"),
+    "certificate": (
+        {"size": 2, "causal": True, "return_certificate": True},
+        ValueError,
+        "return_certificate is True and summaries is 0",
+    ),
+    "certificate-threshold": (
+        {"epsilon": 0.0, "causal": True, "return_certificate": True},
+        ValueError,
+        "return_certificate is True and summaries is 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_named(name: str) -> None:
+    options, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        pruned_attention(*SMALL, **options)
+
+
+def test_bad_arrays_are_named() -> None:
+    Q, K, V = SMALL
+    with pytest.raises(ValueError, match=r"K has shape \(2, 10, 4\); expected d = 5 along axis -1, as Q has"):
+        pruned_attention(Q, K[..., :4], V, size=2)
+    with pytest.raises(ValueError, match=r"V has shape \(2, 9, 3\); expected n = 10"):
+        pruned_attention(Q, K, V[:, :9], size=2)
+    with pytest.raises(ValueError, match="Q has 4 heads and K has 3; expected a multiple"):
+        pruned_attention(Q, *(np.concatenate([X, X[:1]]) for X in (K, V)), size=2)
+    with pytest.raises(ValueError, match=r"Q, K, V have \[0, 2, 2\] heads; expected at least one"):
+        pruned_attention(Q[:0], K, V, size=2)
+    with pytest.raises(ValueError, match="Q has 5 rows and K has 10, and causal is True"):
+        pruned_attention(Q[:, :5], K, V, size=2, causal=True)
+    with pytest.raises(ValueError, match="window is 2, but there are not as many queries as keys"):
+        pruned_attention(Q[:, :5], K, V, size=2, window=2)
+    with pytest.raises(TypeError, match="Q has dtype int64"):
+        pruned_attention(np.ones((4, 10, 5), int), K, V, size=2)
+    with pytest.raises(TypeError, match="K is of type NoneType"):
+        pruned_attention(Q, None, V, size=2)
+
+
+def test_states_of_other_arrays_are_named() -> None:
+    Q, K, V = SMALL
+    for arrays in ((Q[..., :4], K[..., :4], V), (Q, K, V[..., :2]), [X.astype(np.float32) for X in SMALL]):
+        with pytest.raises(ValueError, match="state holds float64 of numpy with d = 5 and D = 3, and K and V are"):
+            pruned_attention(*arrays, causal=True, state=STATE)
+    with pytest.raises(ValueError, match=r"state has batch \(2,\); expected \(1,\)"):
+        pruned_attention(Q, K[:1], V[:1], causal=True, state=STATE)
+    with pytest.raises(ValueError, match="return_certificate is True and summaries is 0"):  # keys dropped before
+        pruned_attention(*(X[:, :1] for X in SMALL), causal=True, state=STATE, return_certificate=True)
+    own = pruned_attention(*SMALL, size=2, scores=np.ones(10), causal=True, return_state=True)[1]
+    with pytest.raises(ValueError, match="scores are given in only one"):
+        pruned_attention(*SMALL, causal=True, state=own)
+
+
+def test_causal_bounds_hold_for_values_that_grow():
+    rng = np.random.default_rng(0)
+    Q, K, V = rng.standard_normal((3, 200, 8))
+    V = V * np.where(np.arange(200) < 128, 1e-3, 1.0)[:, None] + 100.0 * (np.arange(200) >= 128)[:, None]
+    options = {"size": 8, "summaries": 4, "causal": True, "chunk": 64}
+    Y, certificate = pruned_attention(Q, K, V, return_certificate=True, **options)
+    E = np.tril(np.exp(Q @ K.T / np.sqrt(8)))
+    off = np.linalg.norm(Y - E @ V / E.sum(axis=1, keepdims=True), axis=1)
+    assert (off <= certificate.error_bound + 1e-9).all()
+
+
+@pytest.mark.parametrize("budget", [0.5, 20, 60])
+def test_a_budget_is_of_the_keys_that_are_there(budget):
+    rng = np.random.default_rng(0)
+    Q, K, V = rng.standard_normal((3, 100, 8))
+    there = np.arange(100) < 50
+    found = pruned_attention(Q, K, V, budget=budget, mask=there)
+    np.testing.assert_allclose(found[:50], pruned_attention(Q[:50], K[:50], V[:50], budget=budget), atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_thresholds_hold_ties_within_rounding(causal):
+    rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((4, 4)))[0]
+    K = np.tile(np.eye(4), (20, 1)) @ rotation  # each direction twenty times: scores of 1/20 to rounding
+    options = {"epsilon": 0.05, "scores": "leverage", "center": False, "causal": causal}
+    if causal:
+        _, state = pruned_attention(K, K, K, return_state=True, chunk=80, **options)
+        kept = state.parts[0].kept_places
+        assert kept.shape[1] == 80
+    else:
+        _, certificate = pruned_attention(K, K, K, return_certificate=True, **options)
+        np.testing.assert_array_equal(certificate.kept, levattn.universal_set(K, 0.05).mask)

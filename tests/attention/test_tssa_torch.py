@@ -1,0 +1,596 @@
+"""Token statistics attention on tensors of torch: gradients, layouts, the compiler, devices without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from differences import assert_gradients
+from levattn.attention import memberships, tssa
+from levattn.states import Moments, TokenState
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd import forward_ad, grad, gradcheck  # noqa: E402
+
+from levattn.attention.tokens import torch as operators  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def leaf(*shape: int, seed: int = 0, dtype: Any = torch.float64, scale: float = 1.0) -> Any:
+    values = np.random.default_rng([seed, *shape]).standard_normal(shape) * scale
+    return torch.from_numpy(values).to(dtype).requires_grad_()
+
+
+def tokens(b: int = 2, h: int = 3, T: int = 7, d: int = 2, **options: Any) -> Any:
+    """Tokens as a layer makes them: heads side by side."""
+    X = leaf(b, T, h * d, **options).detach()
+    return X.unflatten(-1, (h, d)).transpose(1, 2).requires_grad_()
+
+
+def flags(b: int = 2, T: int = 7) -> Any:
+    mask = torch.from_numpy(np.random.default_rng(6).random((b, T)) > 0.3)
+    mask[:, 0] = False
+    return mask
+
+
+def layout(X: Any) -> list[int]:
+    """The strides of the axes along which there is more than one number."""
+    return [stride for stride, size in zip(X.stride(), X.shape, strict=True) if size > 1]
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    return bool(torch.equal(one, other)) and layout(one) == layout(other)
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+FORMS: dict[str, dict[str, Any]] = {
+    "diag": {},
+    "diag-mean": {"normalize": "mean"},
+    "norm": {"membership": "norm"},
+    "uniform": {"membership": "uniform"},
+    "logits": {"membership": "own"},
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "masked": {"mask": True},
+    "packed": {"offsets": [0, 3, 3, 7]},
+    "biased": {"bias": True},
+    "state": {"state": True},
+    "decay": {"decay": [0.9, 0.5, 1.0]},
+    "all": {"mask": True, "offsets": [0, 2, 7], "bias": True, "state": True, "c": 2.5, "step": 0.3},
+    "all-decay": {"decay": 0.8, "mask": True, "offsets": [0, 2, 7], "bias": True, "state": True},
+}
+
+
+CASES = [
+    (form, extra, causal)
+    for form in FORMS
+    for extra in EXTRAS
+    for causal in ([True] if "decay" in EXTRAS[extra] else [True, False])
+]
+
+
+@pytest.mark.parametrize(("form", "extra", "causal"), CASES)
+def test_gradients_are_those_of_finite_differences(form: str, extra: str, causal: bool) -> None:
+    case = {**FORMS[form], **EXTRAS[extra]}
+    if form == "uniform":
+        case.pop("bias", None)
+    options = {key: case[key] for key in ("normalize", "decay", "offsets", "c", "step") if key in case}
+    options |= {"causal": causal, "membership": case.get("membership", "diag_leverage")}
+    if case.get("mask"):
+        options["mask"] = flags()
+    leaves = {"temperature": (leaf(2, 3, seed=1).exp() + 0.2).detach().requires_grad_()}
+    if options["membership"] == "own":
+        leaves["membership"] = leaf(2, 3, 7, seed=2)
+    if case.get("bias"):
+        leaves["bias"] = leaf(3, 7, seed=3)
+    if case.get("state"):
+        n = len(options.get("offsets", [0, 0])) - 1
+        before = {**options, "mask": None, "offsets": None if n == 1 else [0, *range(5, 4 + n), 6]}
+        before["membership"] = "uniform" if options["membership"] == "own" else options["membership"]
+        options["state"] = tssa(tokens(T=6, seed=9).detach(), return_state=True, **before)[1]
+    names = list(leaves)
+
+    def run(W: Any, *values: Any) -> Any:
+        given = dict(zip(names, values, strict=True))
+        return tssa(W, given.pop("temperature"), **{**options, **given})
+
+    arrays = (tokens(), *leaves.values())
+    with torch.no_grad():
+        plain = run(*arrays)
+    assert is_alike(run(*arrays).detach(), plain)
+    assert_gradients(run, arrays)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_where_sums_of_squares_are_replaced(causal: bool) -> None:
+    """Channels whose squares sum to less than the least one, and channels that cross it, beside others."""
+    sizes = torch.tensor([1e-8, 5e-7, 1.0] if causal else [1e-14, 5e-13, 1.0], dtype=torch.float64)
+
+    def run(V: Any, temperature: Any) -> Any:
+        return tssa(V * sizes, temperature, causal=causal) / sizes
+
+    V = tokens(1, 3, 8, 3)
+    assert gradcheck(run, (V, leaf(3, seed=1)))
+    A = (V * sizes).square().sum(2)
+    least = 1e-12 if causal else 1e-24
+    assert (A[..., 0] < least).all()
+    assert (A[..., 2] > least).all()
+    if causal:
+        assert (V * sizes).square().cumsum(2)[:, :, 0, 1].max() < least < A[..., 1].max()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_where_memberships_sum_to_next_to_nothing(causal: bool) -> None:
+    """Heads with memberships of about 1e-8, beside which the released code's 1e-8 counts."""
+    bias = torch.zeros(3, 7, dtype=torch.float64)
+    bias[0] = -9.0
+    sizes = torch.tensor([1e8, 1.0, 1.0], dtype=torch.float64)[:, None, None]
+
+    def run(W: Any, temperature: Any, bias: Any) -> Any:
+        return sizes * tssa(W, temperature, bias=bias, causal=causal)
+
+    W = tokens()
+    P = memberships(W.detach(), bias=bias, causal=causal)
+    assert 1e-9 < P[:, 0].max() < 1e-6
+    assert gradcheck(run, (W, torch.ones(3, dtype=torch.float64, requires_grad=True), bias.requires_grad_()))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_where_a_moment_is_zero_by_zero(causal: bool) -> None:
+    """Memberships that underflow, without the constants of the released form: all is zero, and nothing is NaN."""
+    own = torch.zeros(3, 7, dtype=torch.float64)
+    own[0] = -800.0
+    own.requires_grad_()
+    W = tokens()
+    Y = tssa(W, membership=own, causal=causal)
+    assert not Y[:, 0].any()
+    for gradient in grad(Y.square().sum(), (W, own)):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "logits"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_in_single_precision_follow_those_in_double(causal: bool, form: str) -> None:
+    single = [tokens(2, 4, 150, 8, dtype=torch.float32), leaf(4, seed=1, dtype=torch.float32)]
+    exact = [x.detach().double().requires_grad_() for x in single]
+    weights = leaf(2, 4, 150, 8, seed=7).detach().float()
+    options = {"causal": causal, **FORMS[form]}
+    expected = grad((tssa(*exact, **options) * weights.double()).sum(), exact)
+    for found, true in zip(grad((tssa(*single, **options) * weights).sum(), single), expected, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), true, rtol=0, atol=2e-6 * float(true.abs().max()) + 1e-30)
+
+
+def test_gradients_of_what_is_broadcast_add_up() -> None:
+    W, temperature, bias = leaf(2, 1, 3, 7, 2), leaf(2, 3, seed=1), leaf(3, 7, seed=2)
+    mask = torch.stack([flags()] * 2)
+
+    def run(W: Any, temperature: Any, bias: Any) -> Any:
+        return tssa(W, temperature, bias=bias, mask=mask)
+
+    assert run(W, temperature, bias).shape == (2, 2, 3, 7, 2)
+    assert gradcheck(run, (W, temperature, bias))
+    assert gradcheck(lambda W, t: tssa(W.mT, t, causal=False), (leaf(3, 2, 7), leaf(1, seed=1).squeeze()))
+
+
+@pytest.mark.parametrize(
+    ("form", "causal"), [*((form, causal) for form in FORMS for causal in (True, False)), ("leverage", False)]
+)
+def test_padding_has_no_gradient_whatever_it_holds(form: str, causal: bool) -> None:
+    options = {"membership": "leverage"} if form == "leverage" else dict(FORMS[form])
+    W, bias = tokens(T=9), leaf(2, 3, 9, seed=3)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[:, 0] = mask[0, 4:6] = mask[1, 8] = False
+    with torch.no_grad():
+        W.transpose(1, 2)[~mask] = torch.nan
+        bias.transpose(1, 2)[~mask] = torch.nan
+    arrays = [W] if form == "uniform" else [W, bias]
+    if form == "logits":
+        options["membership"] = bias
+    elif form != "uniform":
+        options["bias"] = bias
+    Y = tssa(W, mask=mask, causal=causal, **options)
+    assert not Y.transpose(1, 2)[~mask].any()
+    for gradient in grad(Y.square().sum(), arrays):
+        assert gradient.isfinite().all()
+        assert gradient.transpose(1, 2)[mask].any()
+        assert not gradient.transpose(1, 2)[~mask].any()
+    nothing = torch.zeros(9, dtype=torch.bool)
+    assert not any(g.any() for g in grad(tssa(W, mask=nothing, causal=causal, **options).sum(), arrays))
+
+
+def test_states_carry_no_gradient() -> None:
+    W = tokens()
+    Y, state = tssa(W[:, :, :4], return_state=True)
+    assert isinstance(state.tokens.read(), np.ndarray)
+    after = tssa(W[:, :, 4:], state=state)
+    torch.testing.assert_close(torch.cat([Y, after], 2), tssa(W))
+    gradient = grad(after.sum(), W)[0]
+    assert not gradient[:, :, :4].any()
+    assert gradient[:, :, 4:].any()
+    again, more = tssa(W[:, :, 4:], state=state, return_state=True)
+    assert torch.equal(again, after)
+    assert more.tokens.count.tolist() == [[7] * 3] * 2
+
+
+def test_a_bidirectional_state_is_what_all_tokens_see() -> None:
+    W = tokens()
+    Y, state = tssa(W, causal=False, return_state=True)
+    torch.testing.assert_close(tssa(W[:, :, 2:5], causal=False, state=state), Y[:, :, 2:5])
+    assert gradcheck(lambda W: tssa(W, causal=False, state=state), (W,))
+
+
+# -- leverage scores as what memberships are made of --------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", ["sum", "mean"])
+@pytest.mark.parametrize("options", [{}, {"mask": True}, {"offsets": [0, 6, 11]}], ids=["all", "masked", "packed"])
+def test_gradients_through_leverage_scores(options: dict[str, Any], normalize: str) -> None:
+    given: dict[str, Any] = {"membership": "leverage", "causal": False, "normalize": normalize, **options}
+    if "mask" in given:
+        given["mask"] = flags(2, 11)
+    assert_gradients(lambda W, t: tssa(W, t, **given), (tokens(T=11, d=3), leaf(3, seed=1)))
+
+
+@pytest.mark.parametrize("T", [9, 3])
+def test_gradients_through_leverage_scores_along_matrices_of_less_than_full_rank(T: int) -> None:
+    """W = V B has rank 2 of 4 whatever V and B, so scores are differentiable in these."""
+
+    def run(V: Any, B: Any) -> Any:
+        return tssa(V @ B, 3.0, membership="leverage", causal=False)
+
+    assert_gradients(run, (leaf(2, T, 2), leaf(2, 2, 4, seed=1)))
+
+
+def test_gradients_through_leverage_scores_of_columns_of_very_different_sizes() -> None:
+    """Squares of a condition number of 1e8 would leave nothing of float64."""
+    W = leaf(1, 2, 12, 3, seed=9).detach()
+    sizes = torch.tensor([1e8, 1.0, 1e-3], dtype=torch.float64)
+
+    def run(V: Any) -> Any:
+        return tssa(V * sizes, 3.0, membership="leverage", causal=False) / sizes
+
+    assert gradcheck(run, W.requires_grad_())
+
+
+def test_leverage_scores_of_no_more_tokens_than_channels_are_one_and_have_no_gradient() -> None:
+    W = leaf(1, 2, 3, 5)
+    scores = operators.leverage(W, None)
+    torch.testing.assert_close(scores, torch.ones_like(scores))
+    weights = leaf(1, 2, 3, seed=4).detach()
+    assert grad((scores * weights).sum(), W)[0].abs().max() < 1e-12
+
+
+def test_a_state_of_leverage_scores_takes_no_gradient() -> None:
+    W = tokens(T=9)
+    whole, state = tssa(W.detach(), membership="leverage", causal=False, return_state=True)
+    torch.testing.assert_close(tssa(W.detach(), membership="leverage", causal=False, state=state), whole)
+    seen = TokenState(Moments(2, (2, 3)).update(W.detach()), state.tokens)
+    with pytest.raises(ValueError, match=r"W requires a gradient, which does not go through it"):
+        tssa(W, membership="leverage", causal=False, state=seen)
+
+
+# -- layouts and precisions -------------------------------------------------------------------
+
+
+def layouts() -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    X = torch.from_numpy(rng.standard_normal((2, 5, 3, 4)))
+    return {
+        "heads side by side": X.transpose(1, 2),
+        "head by head": X.transpose(1, 2).contiguous(),
+        "one token": X[:, :1].transpose(1, 2),
+        "one token of many": X.transpose(1, 2)[:, :, 2:3],
+        "one head": X[:, :, :1].transpose(1, 2),
+        "one channel": X[..., :1].transpose(1, 2),
+        "every other token": X[:, ::2].transpose(1, 2),
+        "every other channel": X.transpose(1, 2)[..., ::2],
+        "channels first": X.permute(0, 3, 1, 2).contiguous().permute(0, 3, 2, 1),
+        "channels before heads": X.permute(0, 1, 3, 2).contiguous().permute(0, 3, 1, 2),
+        "one for all of a batch": X[:1].transpose(1, 2).expand(2, -1, -1, -1),
+    }
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_any_layout_has_the_same_values_and_the_layout_that_is_foretold(name: str) -> None:
+    W = layouts()[name]
+    expected = W.contiguous().requires_grad_()
+    (true,) = grad(tssa(expected).square().sum(), expected)
+    with torch.no_grad():
+        plain = tssa(W)
+    torch.testing.assert_close(plain, tssa(expected).detach(), atol=1e-14, rtol=0)
+    found = W.detach().requires_grad_()
+    Y = tssa(found)
+    assert is_alike(Y.detach(), plain)
+    torch.testing.assert_close(grad(Y.square().sum(), found)[0], true, atol=1e-14, rtol=0)
+    b, h, T, _ = W.shape
+    x = (W, torch.ones(b, h, dtype=W.dtype), None, None, torch.tensor([0, T]), *(None,) * 5)
+    x += (True, 2, False, 1e-12, 1e-8, 1.0, 1.0)
+    real = (operators._STATISTICS(*x), *operators._STATISTICS_BACKWARD(torch.ones_like(Y), *x))
+    with FakeTensorMode() as mode:
+        y = tuple(mode.from_tensor(part) if isinstance(part, torch.Tensor) else part for part in x)
+        fake = (operators._STATISTICS(*y), *operators._STATISTICS_BACKWARD(torch.ones(Y.shape, dtype=W.dtype), *y))
+    for one, other in zip(fake, real, strict=True):
+        assert (one.shape, one.dtype, layout(one)) == (other.shape, other.dtype, layout(other))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_heads_side_by_side_are_read_where_they_lie(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    X = leaf(2, 9, 12, dtype=torch.float32).requires_grad_(gradients)
+    W, seen, known = X.unflatten(-1, (3, -1)).transpose(1, 2), [], operators.token_kernels_for
+
+    def spied(array: Any) -> Any:
+        table = known(array)
+
+        def forward(x: Any, **options: Any) -> Any:
+            seen.append((x.W.ctypes.data, x.W.strides))
+            return table.forward(x, **options)
+
+        return SimpleNamespace(forward=forward)
+
+    monkeypatch.setattr(operators, "token_kernels_for", spied)
+    Y = tssa(W)
+    assert seen == [(X.data_ptr(), tuple(4 * stride for stride in W.stride()))]
+    assert Y.stride() == W.stride()
+    assert Y.transpose(1, 2).flatten(-2)._is_view()  # so that a layer goes on without a copy
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision_is_computed_in_single(causal: bool, form: str, dtype: Any) -> None:
+    half = [tokens(1, 3, 700, 4, dtype=dtype, scale=3.0), leaf(3, seed=1, dtype=dtype)]
+    single = [x.detach().float().requires_grad_() for x in half]
+    options = {**FORMS[form], "causal": causal}
+    if form == "logits":
+        options["membership"] = leaf(3, 700, dtype=dtype).detach()
+    Y, expected = tssa(*half, **options), tssa(*single, **options)
+    assert Y.dtype == dtype
+    assert is_alike(Y, expected.to(dtype))
+    found, true = (grad(out.float().sum(), arrays) for out, arrays in ((Y, half), (expected, single)))
+    for one, other in zip(found, true, strict=True):
+        assert one.dtype == dtype
+        assert torch.equal(one, other.to(dtype))
+
+
+def test_autocast_leaves_sums_in_single_precision() -> None:
+    W = tokens(1, 3, 700, 4, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tssa(W), tssa(W.detach()))
+        assert tssa(W.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(tssa(W.bfloat16(), torch.ones(3)), tssa(W.bfloat16().float()).bfloat16())
+        assert operators.leverage(W, None).dtype == torch.float32
+        fast = grad(tssa(W).square().sum(), W)[0]
+        scores = grad(tssa(W, 9.0, membership="leverage", causal=False).square().sum(), W)[0]
+    assert torch.equal(fast, grad(tssa(W).square().sum(), W)[0])
+    assert torch.equal(scores, grad(tssa(W, 9.0, membership="leverage", causal=False).square().sum(), W)[0])
+
+
+def test_arrays_of_several_precisions_are_computed_in_the_widest() -> None:
+    W, temperature = tokens(dtype=torch.float32), leaf(3, seed=1)
+    Y = tssa(W, temperature)
+    assert Y.dtype == torch.float32
+    torch.testing.assert_close(Y, tssa(W.double(), temperature).float(), rtol=0, atol=0)
+    dW, dt = grad(Y.sum(), (W, temperature))
+    assert (dW.dtype, dt.dtype) == (torch.float32, torch.float64)
+
+
+# -- derivatives that there are not, and torch.func ---------------------------------------------
+
+
+def test_second_derivatives_are_refused() -> None:
+    W, temperature = tokens(), leaf(3, seed=1)
+    (first,) = grad(tssa(W, temperature).square().sum(), W, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        first.sum().backward()
+    (first,) = grad(tssa(W, membership="leverage", causal=False).square().sum(), W, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"first derivatives only|once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_is_refused() -> None:
+    W = tokens().detach()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(W, torch.ones_like(W))
+        with pytest.raises(NotImplementedError, match="use reverse mode"):
+            tssa(dual)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False}, {"offsets": [0, 4, 7]}, {"decay": 0.7}, {"membership": "norm"}, {"normalize": "mean"}],
+    ids=["causal", "all", "packed", "decay", "norm", "mean"],
+)
+def test_torch_func_follows_the_definitions(options: dict[str, Any]) -> None:
+    W, temperature, bias = tokens(4).detach(), leaf(4, 3, seed=1).detach(), leaf(4, 3, 7, seed=2).detach()
+
+    def loss(W: Any, temperature: Any, bias: Any) -> Any:
+        return tssa(W, temperature, bias=bias, **options).square().sum()
+
+    wanted = [x.clone().requires_grad_() for x in (W, temperature, bias)]
+    expected = grad(loss(*wanted), wanted)
+    found = torch.func.grad(loss, argnums=(0, 1, 2))(W, temperature, bias)
+    each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(W, temperature, bias)
+    for one, other, answer in zip(found, each, expected, strict=True):
+        torch.testing.assert_close(one, answer, atol=1e-12, rtol=0)
+        torch.testing.assert_close(other, answer, atol=1e-12, rtol=0)
+    heat = torch.func.vmap(lambda t: tssa(W, t, **options))(temperature)
+    torch.testing.assert_close(heat[1], tssa(W, temperature[1], **options), atol=1e-12, rtol=0)
+    with pytest.raises(NotImplementedError, match=r"within torch\.func"):
+        torch.func.vmap(lambda W: tssa(W, return_state=True, **options)[0])(W)
+
+
+def test_torch_func_leaves_out_what_is_masked_whatever_it_holds() -> None:
+    W, bias, mask = tokens().detach(), leaf(2, 3, 7, seed=2).detach(), flags()
+    expected = torch.func.grad(lambda W: tssa(W, bias=bias, mask=mask).square().sum())(W)
+    W.transpose(1, 2)[~mask] = bias.transpose(1, 2)[~mask] = torch.nan
+    dW, db = torch.func.grad(lambda W, b: tssa(W, bias=b, mask=mask).square().sum(), argnums=(0, 1))(W, bias)
+    torch.testing.assert_close(dW, expected)
+    assert db.isfinite().all()
+
+
+def test_leverage_scores_are_refused_within_torch_func() -> None:
+    def loss(W: Any) -> Any:
+        return tssa(W, membership="leverage", causal=False).sum()
+
+    for transformed in (torch.func.grad(loss), torch.func.vmap(loss)):
+        with pytest.raises(NotImplementedError, match=r"'leverage' within torch\.func"):
+            transformed(tokens().detach())
+
+
+# -- the compiler, and tensors that are not plain numbers -------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)  # type: ignore[no-any-return]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: bool) -> None:
+    def run(X: Any, temperature: Any, mask: Any) -> Any:
+        W = (2 * X).unflatten(-1, (3, -1)).transpose(1, 2)
+        return tssa(W, temperature, mask=mask).transpose(1, 2).flatten(-2).square()
+
+    fast = compiled(run, dynamic=dynamic)
+    for T in (20, 11):
+        arrays = [leaf(2, T, 12, dtype=dtype), leaf(3, seed=1, dtype=dtype)]
+        mask = flags(2, T)
+        assert torch.equal(fast(*arrays, mask), run(*arrays, mask))
+        found, expected = (grad(function(*arrays, mask).sum(), arrays) for function in (fast, run))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"membership": "norm", "causal": False}, id="norm", marks=pytest.mark.thorough),
+        pytest.param({"normalize": "mean", "decay": 0.9}, id="mean"),
+        pytest.param({"decay": [0.9, 0.8, 1.0], "c": 2.0, "step": 0.5}, id="decay", marks=pytest.mark.thorough),
+        pytest.param({"membership": "uniform"}, id="uniform", marks=pytest.mark.thorough),
+    ],
+)
+def test_compiled_whole_in_every_form(options: dict[str, Any]) -> None:
+    W = tokens()
+    fast = compiled(lambda W: tssa(W, 2.0, **options))
+    assert is_alike(fast(W).detach(), tssa(W, 2.0, **options).detach())
+    assert torch.equal(grad(fast(W).sum(), W)[0], grad(tssa(W, 2.0, **options).sum(), W)[0])
+
+
+@pytest.mark.thorough
+def test_compiled_with_packed_sequences_checks_them_when_it_runs() -> None:
+    W = tokens(T=20)
+    fast = compiled(lambda W, offsets: tssa(W, offsets=offsets, causal=False))
+    for offsets in ([0, 4, 20], [0, 17, 20]):
+        assert torch.equal(fast(W, torch.tensor(offsets)), tssa(W, offsets=offsets, causal=False))
+    with pytest.raises(ValueError, match="ascend from 0 to T = 20"):
+        fast(W, torch.tensor([0, 4, 19]))
+    lengths = compiled(lambda W: tssa(W, lengths=[4, 16]))
+    assert torch.equal(lengths(W), tssa(W, lengths=[4, 16]))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, behind a break
+def test_compiled_around_leverage_scores_and_states() -> None:
+    W = tokens(T=9)
+    fast = torch.compile(lambda W: tssa(W, 3.0, membership="leverage", causal=False), backend="aot_eager")
+    expected = tssa(W, 3.0, membership="leverage", causal=False)
+    assert torch.equal(fast(W), expected)
+    torch.testing.assert_close(grad(fast(W).sum(), W)[0], grad(expected.sum(), W)[0])
+    step = torch.compile(lambda W, state: tssa(W, state=state, return_state=True), backend="aot_eager")
+    with torch.no_grad():
+        head, state = step(W[:, :, :5], None)
+        rest, state = step(W[:, :, 5:], state)
+        assert torch.equal(head, tssa(W[:, :, :5]))
+        torch.testing.assert_close(torch.cat([head, rest], 2), tssa(W))
+    assert state.tokens.count.tolist() == [[9] * 3] * 2
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_operators_keep_the_rules_of_torch(gradients: bool) -> None:
+    W, temperature = tokens().detach().requires_grad_(gradients), leaf(2, 3, seed=1).detach().requires_grad_(gradients)
+    offset, offsets = leaf(2, 3, 7, seed=2).detach().requires_grad_(gradients), torch.tensor([0, 4, 7])
+    rng = np.random.default_rng(5)
+    state = [torch.from_numpy(rng.random(shape)) for shape in ((2, 3, 2, 2), (2, 3, 2)) * 2]
+    decay = torch.tensor([0.9, 1.0, 0.5], dtype=torch.float64)
+    for arguments in (
+        (W, temperature, None, None, torch.tensor([0, 7]), *(None,) * 5, True, 2, False, 1e-12, 1e-8, 1.0, 1.0),
+        (W, temperature, offset, flags(), offsets, decay, *state, True, 2, True, 1e-30, 0.0, 2.0, 3.0),
+        (
+            W.detach().contiguous().requires_grad_(gradients),
+            temperature,
+            None,
+            flags(),
+            offsets,
+            *(None,) * 5,
+            False,
+            1,
+            False,
+            1e-24,
+            1e-8,
+            1.0,
+            1.0,
+        ),
+    ):
+        torch.library.opcheck(operators._STATISTICS, arguments)
+
+
+def test_tensors_without_numbers_have_shapes() -> None:
+    W = torch.empty(2, 9, 12, device="meta", dtype=torch.float16).unflatten(-1, (3, -1)).transpose(1, 2)
+    for options in ({}, {"causal": False, "membership": "norm"}, {"decay": 0.5, "lengths": [4, 5]}):
+        Y = tssa(W, **options)
+        assert (Y.shape, Y.dtype, Y.device.type) == ((2, 3, 9, 4), torch.float16, "meta")
+    with FakeTensorMode():
+        assert tssa(torch.empty(3, 9, 4)).shape == (3, 9, 4)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0, 4), (0, 3, 5, 4), (3, 0, 4)], ids=str)
+def test_nothing_to_do_is_done_with_gradients_too(shape: tuple[int, ...]) -> None:
+    W, temperature = torch.zeros(shape, requires_grad=True), torch.ones(3, requires_grad=True)
+    Y = tssa(W, temperature)
+    assert Y.shape == shape
+    dW, dt = grad(Y.sum(), (W, temperature))
+    assert dW.shape == shape
+    assert not dt.any()
+
+
+def test_tensors_in_other_forms_are_numbers_too() -> None:
+    W = tokens().detach()
+    Y = tssa(W)
+    negative = torch.complex(W, -W.new_ones(W.shape) * W).conj().imag  # a view with the sign yet to turn
+    assert negative.is_neg()
+    assert torch.equal(tssa(negative), Y)
+    with torch.inference_mode():
+        assert torch.equal(tssa(W), Y)
+    assert torch.equal(tssa(torch.nn.Parameter(W)).detach(), Y)
+    with pytest.raises(TypeError, match="temperature is of torch on meta, and W of torch on cpu"):
+        tssa(W, torch.ones(3, device="meta"))
+    with pytest.raises(TypeError, match="W is a nested or sparse torch tensor"):
+        tssa(W.to_sparse())
+    with pytest.raises(ValueError, match="decay requires a gradient"):
+        tssa(W, decay=torch.ones(3, requires_grad=True))
+
+
+def test_memberships_are_those_of_the_operator() -> None:
+    W, temperature = tokens(), leaf(3, seed=1)
+    P = memberships(W, temperature)
+    assert not P.requires_grad
+    torch.testing.assert_close(P.sum(1), torch.ones(2, 7, dtype=torch.float64))
+    np.testing.assert_array_equal(P, memberships(W.detach().numpy(), temperature.detach().numpy()))

@@ -1,0 +1,287 @@
+"""Softmax attention in a sliding window: against loops and against torch, in slices, with groups of queries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import naive_attention as naive
+from differences import assert_gradients
+from levattn.attention import window_attention
+from levattn.attention.latent import window as _window
+from libraries import HAS_TORCH, over_storages, stored
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def some(T: int, H: int = 4, G: int = 2, d: int = 6, D: int = 5, dtype: Any = np.float64) -> Any:
+    rng = np.random.default_rng(T + H)
+    q, k, V = (rng.standard_normal((2, heads, T, width)) for heads, width in ((H, d), (G, d), (G, D)))
+    return q.astype(dtype), k.astype(dtype), V.astype(dtype)
+
+
+def expected(q: Any, k: Any, V: Any, window: int, mask: Any = None, **options: Any) -> Any:
+    out = np.zeros((*q.shape[:3], V.shape[3]))
+    group = q.shape[1] // k.shape[1]
+    for b in range(q.shape[0]):
+        flags = None if mask is None else mask[b]
+        for h in range(q.shape[1]):
+            own = h // group
+            out[b, h] = naive.window_matrix(q[b, h], k[b, own], window, mask=flags, **options) @ V[b, own]
+    return out
+
+
+@over_storages
+@pytest.mark.parametrize("pairs", [1 << 20, 1000], ids=["whole", "slices"])
+@pytest.mark.parametrize(("T", "window"), [(1, 1), (5, 3), (97, 8), (150, 64), (70, 1000), (64, 1), (0, 4)])
+def test_the_window_is_that_of_the_loops(
+    monkeypatch: pytest.MonkeyPatch, storage: str, pairs: int, T: int, window: int
+) -> None:
+    monkeypatch.setattr(_window, "_PAIRS", pairs)
+    monkeypatch.setattr(_window, "_MANY_PAIRS", pairs)
+    q, k, V = some(T)
+    rng = np.random.default_rng(0)
+    for softcap in (None, 2.0):
+        for mask in (None, rng.random((2, T)) < 0.3):
+            for offsets in (None, [0, T // 3, T // 3, T]):
+                options = {"softcap": softcap, "offsets": offsets}
+                Y = window_attention(
+                    *(stored(x, storage) for x in (q, k, V)),
+                    window=window,
+                    mask=None if mask is None else stored(mask[:, None, :], storage),
+                    **options,
+                )
+                np.testing.assert_allclose(np.asarray(Y), expected(q, k, V, window, mask, **options), atol=1e-13)
+
+
+@pytest.mark.parametrize(("H", "G"), [(1, 1), (6, 3), (6, 1), (2, 2)])
+@over_storages
+def test_groups_of_queries_read_their_head_of_keys(storage: str, H: int, G: int) -> None:
+    q, k, V = some(40, H, G)
+    Y = window_attention(*(stored(x, storage) for x in (q, k, V)), window=9, scale=0.3)
+    np.testing.assert_allclose(np.asarray(Y), expected(q, k, V, 9, scale=0.3), atol=1e-13)
+
+
+def test_one_head_needs_no_axis() -> None:
+    q, k, V = some(30, 1, 1)
+    whole = window_attention(q, k, V, window=5)
+    np.testing.assert_array_equal(window_attention(q[0, 0], k[0, 0], V[0, 0], window=5), whole[0, 0])
+    np.testing.assert_allclose(window_attention(q, k[0, 0], V[0, 0], window=5)[0], whole[0], atol=1e-14)
+    assert window_attention([[1.0]], [[1.0]], [[2.0]], window=1).tolist() == [[2.0]]
+
+
+def test_lengths_say_the_same_as_offsets() -> None:
+    arrays = some(20)
+    np.testing.assert_array_equal(
+        window_attention(*arrays, window=4, offsets=[0, 6, 20]), window_attention(*arrays, window=4, lengths=[6, 14])
+    )
+
+
+@pytest.mark.parametrize("scale", [1, 30, 300])
+@over_storages
+def test_weights_sum_to_one_at_any_scale(storage: str, scale: float) -> None:
+    q, k, _ = some(60, dtype=np.float32)
+    arrays = (stored(x, storage) for x in (q * np.float32(scale), k, np.ones((2, 2, 60, 3), np.float32)))
+    np.testing.assert_allclose(np.asarray(window_attention(*arrays, window=16)), 1, atol=1e-6)
+
+
+@over_storages
+def test_what_is_masked_is_not_read_and_a_row_without_positions_is_zero(storage: str) -> None:
+    q, k, V = some(30)
+    mask = np.ones((2, 1, 30), np.bool_)
+    mask[:, :, 10:17] = False
+    k[:, :, 10:17], V[:, :, 10:17] = np.nan, np.inf
+    Y = window_attention(*(stored(x, storage) for x in (q, k, V)), window=4, mask=stored(mask, storage))
+    Y = np.asarray(Y)
+    assert np.isfinite(Y).all()
+    assert (Y[:, :, 13:17] == 0).all()
+    assert (Y[:, :, :13] != 0).any(-1).all()
+
+
+@over_storages
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_window_and_sequence(storage: str, softcap: float | None, bad: float) -> None:
+    q, k, V = some(40, 2, 1)
+    mask = np.ones(40, np.bool_)
+    mask[[18, 23]] = False
+    options: dict[str, Any] = {"window": 5, "softcap": softcap, "lengths": [20, 20], "mask": stored(mask, storage)}
+    whole = np.asarray(window_attention(*(stored(x, storage) for x in (q, k, V)), **options))
+    for place, rows in ((25, range(25, 30)), (17, range(17, 20)), (18, ()), (38, (38, 39))):
+        for channels, arrays in (([1], (k, V.copy())), (range(5), (k.copy(), V))):
+            arrays[len(channels) == 1][:, :, place, 1] = bad
+            Y = np.asarray(window_attention(*(stored(x, storage) for x in (q, *arrays)), **options))
+            spoilt = np.zeros(Y.shape, np.bool_)
+            for row in rows:
+                spoilt[:, :, row, channels] = True
+            np.testing.assert_array_equal(np.isnan(Y), spoilt)
+            np.testing.assert_allclose(Y[~spoilt], whole[~spoilt], rtol=0, atol=1e-13)
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_is_not_finite_leaves_the_gradients_of_other_rows(softcap: float | None) -> None:
+    import torch
+
+    q, k, V = (torch.from_numpy(x) for x in some(30, 2, 1))
+    k[:, :, 12, 0], V[:, :, 20, 1] = math.nan, -math.inf
+    arrays = [x.requires_grad_() for x in (q, k, V)]
+    Y = window_attention(*arrays, window=4, softcap=softcap)
+    assert Y.isnan().any(-1)[0, 0].nonzero().flatten().tolist() == [12, 13, 14, 15, 20, 21, 22, 23]
+    torch.where(Y.isnan(), 0, Y).square().sum().backward()
+    for x in arrays:
+        assert torch.isfinite(x.grad).all()
+        assert (x.grad[:, :, 1:12] != 0).any(-1).all()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_is_not_finite_stays_in_its_window_when_compiled(softcap: float | None) -> None:
+    import torch
+
+    q, k, V = (torch.from_numpy(x) for x in some(30, 2, 1))
+    k[:, :, 12, 0], V[:, :, 20, 1] = math.nan, -math.inf
+    torch._dynamo.reset()
+    fast = torch.compile(
+        lambda *x: window_attention(*x, window=4, softcap=softcap), fullgraph=True, backend="aot_eager"
+    )
+    Y = window_attention(q, k, V, window=4, softcap=softcap)
+    torch.testing.assert_close(fast(q, k, V), Y, equal_nan=True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32"])
+def test_half_precision_is_computed_in_single(kind: str) -> None:
+    q, k, V = some(80, dtype=kind)
+    Y = window_attention(q, k, V, window=16)
+    assert Y.dtype == kind
+    wide = window_attention(*(x.astype(np.float64) for x in (q, k, V)), window=16)
+    np.testing.assert_allclose(Y, wide, atol={"float16": 2e-3, "float32": 2e-6}[kind])
+
+
+def test_wrong_arguments_are_named() -> None:
+    q, k, V = some(10)
+    for call, error, message in (
+        (lambda: window_attention(q, k, V, window=0), ValueError, "window is 0; expected"),
+        (lambda: window_attention(q, k, V, window=True), ValueError, "window is True; expected"),
+        (lambda: window_attention(q, k, V, window=3, scale=math.inf), ValueError, "scale is inf; expected"),
+        (lambda: window_attention(q, k, V, window=3, softcap=-1), ValueError, "softcap is -1; expected"),
+        (lambda: window_attention(q, k[..., :3], V, window=3), ValueError, "k has shape .*expected d = 6"),
+        (lambda: window_attention(q, k[:, :, :3], V, window=3), ValueError, "k has shape .*expected T = 10"),
+        (lambda: window_attention(q[:, :3], k, V, window=3), ValueError, "q has 3 heads and k has 2"),
+        (lambda: window_attention(q, k, V[:, [0, 1, 1]], window=3), ValueError, "k has 2 heads and V has 3"),
+        (lambda: window_attention(q, k, V, window=3, mask=np.ones(9, bool)), ValueError, "mask has shape"),
+        (lambda: window_attention(q, k, V, window=3, offsets=[0, 9]), ValueError, "offsets is"),
+        (lambda: window_attention(q, "k", V, window=3), TypeError, "k is of type str"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize(("T", "window"), [(300, 64), (257, 128), (100, 7), (50, 200)])
+def test_it_is_attention_of_torch_with_a_dense_mask(T: int, window: int) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    q, k, V = (torch.randn(2, 3, T, 32) for _ in range(3))
+    place = torch.arange(T)
+    seen = (place[:, None] >= place) & (place[:, None] - place < window)
+    other = torch.nn.functional.scaled_dot_product_attention(q, k, V, attn_mask=seen)
+    torch.testing.assert_close(window_attention(q, k, V, window=window), other, atol=1e-5, rtol=0)
+    numbers = window_attention(q.numpy(), k.numpy(), V.numpy(), window=window)
+    np.testing.assert_allclose(numbers, other.numpy(), atol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("pairs", [1 << 20, 300], ids=["whole", "slices"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_are_those_of_finite_differences(
+    monkeypatch: pytest.MonkeyPatch, pairs: int, softcap: float | None
+) -> None:
+    import torch
+
+    monkeypatch.setattr(_window, "_MANY_PAIRS", pairs)
+    monkeypatch.setattr(_window, "_LEAST", 2)
+    arrays = [torch.from_numpy(x[:1]).requires_grad_() for x in some(11, 2, 1, 3, 2)]
+    mask = torch.ones(11, dtype=torch.bool)
+    mask[2:7] = False
+    options: dict[str, Any] = {"window": 4, "softcap": softcap, "mask": mask, "offsets": [0, 4, 11]}
+    assert_gradients(lambda *x: window_attention(*x, **options), arrays)
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_masked_nan_leaves_no_trace_in_gradients() -> None:
+    import torch
+
+    q, k, V = (torch.from_numpy(x).requires_grad_() for x in some(20))
+    mask = torch.ones(20, dtype=torch.bool)
+    mask[5:12] = False
+    for softcap in (None, 3.0):
+        bad_k, bad_v = (torch.where(mask[:, None], x, torch.nan) for x in (k, V))
+        window_attention(q, bad_k, bad_v, window=3, mask=mask, softcap=softcap).sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, V))
+    assert (V.grad[:, :, 5:12] == 0).all()
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_torch_keeps_its_dtype() -> None:
+    import torch
+
+    q, k, V = (torch.from_numpy(x).bfloat16() for x in some(50))
+    assert window_attention(q, k, V, window=8).dtype == torch.bfloat16
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_it_compiles_whole() -> None:
+    import torch
+
+    q, k, V = (torch.from_numpy(x).bfloat16() for x in some(50))
+    Y = window_attention(q, k, V, window=8)
+    fast = torch.compile(lambda *x: window_attention(*x, window=8), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(fast(q, k, V), Y)
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_packed_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(value: float) -> None:
+    import torch
+
+    rng = np.random.default_rng(12)
+    clean = [torch.from_numpy(rng.standard_normal((2, 12, 3))) for _ in range(3)]
+
+    def gradients(arrays: Any) -> Any:
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        Y = window_attention(*leaves, window=3, offsets=[0, 5, 12])
+        Y.square().sum().backward()
+        return [x.grad[:, 5:] for x in leaves]
+
+    expected = gradients(clean)
+    for which in range(3):
+        dirty = [x.clone() for x in clean]
+        dirty[which][:, 1, 0] = value
+        for one, other in zip(gradients(dirty), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # torch's own, in forward mode
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_forward_mode_and_second_derivatives_are_those_of_differences() -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    arrays = [torch.from_numpy(x[:1, 0, :9, :2]).requires_grad_() for x in some(9, 2, 1, 3, 2)]
+    assert torch.autograd.gradcheck(
+        lambda *x: window_attention(*x, window=4), arrays, check_forward_ad=True, check_backward_ad=False
+    )
+    assert torch.autograd.gradgradcheck(lambda *x: window_attention(*x, window=4, softcap=3.0), arrays)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.autograd.gradgradcheck(lambda *x: window_attention(*x, window=4), arrays)

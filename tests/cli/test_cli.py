@@ -1,0 +1,988 @@
+"""The program: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner, Result  # noqa: E402
+
+import levattn  # noqa: E402
+from levattn import cli, plots  # noqa: E402
+from levattn._core.serialize import pack  # noqa: E402
+from levattn.cli import demo as demonstration  # noqa: E402
+from levattn.cli.function import ALLOWED, parse_function  # noqa: E402
+from levattn.cli.output import of_system  # noqa: E402
+
+Array = npt.NDArray[Any]
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+
+
+def refused(*arguments: str | Path, status: int = 1) -> str:
+    """Run a command that must fail, and return its one line."""
+    result = run(*arguments)
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("levattn: ")
+    assert result.stderr.count("\n") == 1
+    return str(result.stderr)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "program.md").read_text(encoding="utf-8")
+
+
+def documented(schema: str) -> dict[str, str]:
+    """The keys of a document and their types, as docs/program.md lists them."""
+    section = PAGE.partition(f"### {schema}\n")[2].partition("\n#")[0]
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+?) \|", section, flags=re.MULTILINE))
+
+
+def values_of(document: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of a document with their keys as docs/program.md writes them."""
+    for key, value in document.items():
+        yield path + key, value
+        if isinstance(value, dict):
+            yield from values_of(value, f"{path}{key}.")
+        for item in value if isinstance(value, list) else ():
+            if isinstance(item, dict):
+                yield from values_of(item, f"{path}{key}[].")
+
+
+def fits(value: Any, kind: str) -> bool:
+    if kind.startswith("array of "):
+        return isinstance(value, list) and all(fits(item, kind[9:].removesuffix("s")) for item in value)
+    of = {"null": type(None), "string": str, "boolean": bool, "integer": int, "number": (int, float), "object": dict}
+    return isinstance(value, of[kind]) and (kind == "boolean" or not isinstance(value, bool))
+
+
+def assert_as_documented(document: dict[str, Any]) -> None:
+    """Compare all keys and types of a document with those of docs/program.md."""
+    assert {key for key, _ in values_of(document)} == set(documented(document["schema"]))
+    assert_types(document)
+
+
+def assert_types(document: dict[str, Any]) -> None:
+    """Compare the types of what is in a document with those of docs/program.md."""
+    keys = documented(document["schema"])
+    for key, value in values_of(document):
+        assert any(fits(value, kind) for kind in keys[key].split(" or ")), (key, value)
+
+
+@pytest.fixture
+def keys() -> Array:
+    rows = np.random.default_rng(5).standard_normal((200, 6))
+    rows[[3, 50, 120]] *= 20
+    return rows.astype(np.float32)
+
+
+@pytest.fixture
+def file(tmp_path: Path, keys: Array) -> Path:
+    np.save(tmp_path / "keys.npy", keys)
+    return tmp_path / "keys.npy"
+
+
+# -- universal-set ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("selection", [("--epsilon", "0.1"), ("--size", "9"), ("--size", "0"), ("--size", "200")])
+def test_json_says_what_the_library_says(tmp_path: Path, keys: Array, kind: str, selection: tuple[str, str]) -> None:
+    path = tmp_path / f"keys.{kind}"
+    if kind == "npy":
+        np.save(path, keys)
+    elif kind == "npz":
+        np.savez(path, K=keys)
+    else:
+        safetensors_numpy.save_file({"K": keys}, path)
+    result = run("universal-set", path, *selection, "--json")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    document = json.loads(result.stdout)
+    name, value = selection
+    expected = (
+        levattn.universal_set(keys, float(value))
+        if name == "--epsilon"
+        else levattn.universal_set(keys, size=int(value))
+    )
+    (found,) = document.pop("sets")
+    assert document == {
+        "schema": "levattn.universal-set/1",
+        "levattn": levattn.__version__,
+        "file": str(path),
+        "tensor": None if kind == "npy" else "K",
+        "shape": [200, 6],
+        "dtype": "float32",
+        "function": "2",
+        "method": "auto",
+        "center": False,
+        "duplicates": None,
+    }
+    assert found["hidden_groups"] == []
+    assert_types(document | {"sets": [found]})
+    assert found["indices"] == expected.indices.tolist()
+    assert found["item"] == []
+    assert (found["size"], found["rank"], found["f"]) == (len(expected), 6, "2")
+    assert found["guarantee"] == expected.guarantee
+    assert found["is_vacuous"] is bool(expected.is_vacuous)
+    assert found["epsilon"] == pytest.approx(float(np.asarray(expected.epsilon)), rel=1e-6)
+    assert found["condition"] == pytest.approx(float(np.asarray(expected.condition)), rel=1e-6)
+    bound = float(np.asarray(expected.size_bound))
+    assert found["size_bound"] == (pytest.approx(bound, rel=1e-6) if np.isfinite(bound) else None)
+
+
+def test_batches_give_one_set_per_matrix(tmp_path: Path, keys: Array) -> None:
+    heads = np.stack([keys, keys[::-1], np.repeat(keys[:100], 2, axis=0)]).reshape(3, 1, 200, 6)
+    np.save(tmp_path / "heads.npy", heads)
+    result = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--json", "-o", tmp_path / "sets.npz")
+    sets = json.loads(result.stdout)["sets"]
+    expected = levattn.universal_set(heads, 0.1)
+    assert [found["item"] for found in sets] == [[0, 0], [1, 0], [2, 0]]
+    assert [found["size"] for found in sets] == expected.sizes.ravel().tolist()
+    for found in sets:
+        assert found["indices"] == np.flatnonzero(expected.mask[tuple(found["item"])]).tolist()
+    with np.load(tmp_path / "sets.npz", allow_pickle=False) as stored:
+        assert "indices" not in stored
+        np.testing.assert_array_equal(stored["mask"], expected.mask)
+        np.testing.assert_array_equal(stored["sizes"], expected.sizes)
+    table = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1").stdout
+    assert [line.split()[0] for line in table.splitlines() if "exact" in line] == ["0,0", "1,0", "2,0"]
+
+
+def test_table(file: Path, keys: Array) -> None:
+    result = run("universal-set", file, "--epsilon", "0.1")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    heads, _, row, *_ = (line.split() for line in result.stdout.splitlines())
+    expected = levattn.universal_set(keys, 0.1)
+    shown = dict(zip(heads, row, strict=True))
+    assert shown["|U|"] == str(len(expected))
+    assert (shown["n"], shown["d"], shown["rank"], shown["bound"]) == ("200", "6", "6", "60")
+    assert (shown["vacuous"], shown["guarantee"]) == ("no", "exact")
+    assert f"keys: {', '.join(map(str, expected.indices))}" in result.stdout
+    assert "vacuous: the bound" not in result.stdout
+
+
+def test_table_explains_a_vacuous_bound_and_shortens_a_long_list(file: Path) -> None:
+    output = run("universal-set", file, "--epsilon", "0.01").stdout
+    assert "vacuous: the bound rank/ε is not below n" in output
+    assert "more (all with --json or --output)" in output
+
+
+def test_file_holds_the_universal_set(tmp_path: Path, file: Path, keys: Array) -> None:
+    result = run("universal-set", file, "--epsilon", "0.1", "-o", tmp_path / "set.npz")
+    assert result.exit_code == 0
+    expected = levattn.universal_set(keys, 0.1)
+    with np.load(tmp_path / "set.npz", allow_pickle=False) as stored:
+        assert set(stored) == {
+            *("indices", "mask", "scores", "sizes", "epsilon", "guarantee", "rank"),
+            *("size_bound", "is_vacuous", "condition", "f"),
+        }
+        np.testing.assert_array_equal(stored["indices"], expected.indices)
+        np.testing.assert_array_equal(stored["mask"], expected.mask)
+        np.testing.assert_allclose(stored["scores"], expected.scores, rtol=1e-6)
+        assert (stored["epsilon"], stored["rank"], stored["f"]) == (0.1, 6, 2)
+        assert str(stored["guarantee"]) == "exact"
+
+
+def test_options_reach_the_library(file: Path, keys: Array) -> None:
+    shifted = file.with_name("shifted.npy")
+    np.save(shifted, keys + 100)
+    result = run("universal-set", shifted, "--epsilon", "0.02", "--center", "--method", "qr", "--json")
+    document = json.loads(result.stdout)
+    assert (document["center"], document["method"]) == (True, "qr")
+    assert document["sets"][0]["indices"] == levattn.universal_set(keys + 100, 0.02, center=True).indices.tolist()
+    assert document["sets"][0]["indices"] != levattn.universal_set(keys + 100, 0.02).indices.tolist()
+
+
+def test_groups_of_near_duplicates_are_reported(tmp_path: Path, keys: Array) -> None:
+    keys = np.concatenate([keys, np.tile(np.float32([0, 0, 9, 0, 0, 0]), (50, 1))])
+    np.save(tmp_path / "keys.npy", np.stack([keys, keys]))
+    arguments = ("universal-set", tmp_path / "keys.npy", "--epsilon", "0.5", "--duplicates", "0.01")
+    for found in json.loads(run(*arguments, "--json", "-o", tmp_path / "sets.npz").stdout)["sets"]:
+        (group,) = found["hidden_groups"]
+        assert group["indices"] == list(range(200, 250))
+        assert 0.5 < group["score"] <= 1
+        assert found["guarantee"] == "superset"
+        assert found["indices"][-50:] == group["indices"]
+    with np.load(tmp_path / "sets.npz", allow_pickle=False) as stored:
+        assert stored["groups"].shape == (2, 250)
+        assert stored["group_scores"].shape == (2, 1)
+    assert "hidden in near-duplicates: 2 groups of 100 keys" in run(*arguments).stdout
+    assert_as_documented(json.loads(run(*arguments, "--json").stdout))
+
+
+def test_one_of_several_tensors(tmp_path: Path, keys: Array) -> None:
+    np.savez(tmp_path / "two.npz", a=keys, b=keys[:50])
+    assert "holds 2 arrays ('a', 'b'); say which one with --tensor" in refused(
+        "universal-set", tmp_path / "two.npz", "--size", "3"
+    )
+    document = json.loads(run("universal-set", tmp_path / "two.npz", "--size", "3", "--tensor", "b", "--json").stdout)
+    assert (document["tensor"], document["shape"]) == ("b", [50, 6])
+
+
+@pytest.mark.parametrize(
+    ("name", "selection"),
+    [
+        ("a.png", ("--epsilon", "0.1")),
+        ("a.svg", ("--epsilon", "0.1")),
+        ("a.pdf", ("--size", "9")),
+        ("A.PNG", ("--size", "9")),
+        pytest.param("a.png", ("--size", "9"), marks=pytest.mark.thorough),
+        pytest.param("a.pdf", ("--epsilon", "0.1"), marks=pytest.mark.thorough),
+    ],
+)
+def test_pictures(tmp_path: Path, file: Path, name: str, selection: tuple[str, str]) -> None:
+    result = run("universal-set", file, *selection, "--plot", tmp_path / name)
+    assert result.exit_code == 0
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name.lower().split(".")[1]]
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+FUNCTIONS = {
+    "2": 2,
+    "2.0": 2,
+    "1.5": 1.5,
+    "4": 4,
+    "huber": levattn.Huber(),
+    "huber:0.5": levattn.Huber(0.5),
+    "tukey": levattn.Tukey(),
+    "tukey:3": levattn.Tukey(3),
+    "l1l2": levattn.L1L2(),
+    "fair": levattn.Fair(),
+    "fair:0.7": levattn.Fair(0.7),
+    "softmax:0.01": levattn.Softmax(0.01),
+}
+
+
+@pytest.mark.parametrize("text", FUNCTIONS)
+def test_the_text_of_a_function_is_read(text: str) -> None:
+    f, expected = parse_function(text).f, FUNCTIONS[text]
+    if isinstance(f, levattn.Softmax):  # which compare by identity
+        assert (f.radius, f.matrix) == (0.01, None)
+    else:
+        assert f == expected
+
+
+@pytest.mark.parametrize("selection", [("--epsilon", "0.1"), ("--size", "9")])
+@pytest.mark.parametrize("text", FUNCTIONS)
+def test_functions(tmp_path: Path, file: Path, keys: Array, text: str, selection: tuple[str, str]) -> None:
+    outputs = ("-o", tmp_path / "set.npz")
+    result = run("universal-set", file, *selection, "--function", text, "--json", *outputs)
+    assert (result.exit_code, result.stderr) == (0, "")
+    document = json.loads(result.stdout)
+    name, value = selection
+    expected = levattn.universal_set(
+        keys,
+        float(value) if name == "--epsilon" else None,
+        size=int(value) if name == "--size" else None,
+        f=FUNCTIONS[text],
+    )
+    (found,) = document["sets"]
+    assert document["function"] == found["f"] == text
+    assert found["indices"] == expected.indices.tolist()
+    assert (found["guarantee"], found["epsilon"]) == (expected.guarantee, expected.epsilon)
+    assert found["is_vacuous"] is expected.is_vacuous
+    assert found["size_bound"] == (expected.size_bound if np.isfinite(expected.size_bound) else None)
+    with np.load(tmp_path / "set.npz", allow_pickle=False) as stored:
+        assert stored["indices"].tolist() == found["indices"]
+        np.testing.assert_array_equal(stored["scores"], expected.scores)
+        assert stored["f"].item() == (FUNCTIONS[text] if text[0].isdigit() else text)
+        assert stored["size_bound"] == expected.size_bound
+
+
+def test_functions_of_a_batch(tmp_path: Path, keys: Array) -> None:
+    heads = np.stack([keys, keys[::-1]])
+    np.save(tmp_path / "heads.npy", heads)
+    options = ("--epsilon", "0.1", "--function", "huber", "--json", "-o", tmp_path / "sets.npz")
+    document = json.loads(run("universal-set", tmp_path / "heads.npy", *options).stdout)
+    expected = levattn.universal_set(heads, 0.1, f=levattn.Huber())
+    assert [found["f"] for found in document["sets"]] == ["huber", "huber"]
+    assert [found["indices"] for found in document["sets"]] == [
+        np.flatnonzero(mask).tolist() for mask in expected.mask
+    ]
+    with np.load(tmp_path / "sets.npz", allow_pickle=False) as stored:
+        np.testing.assert_array_equal(stored["mask"], expected.mask)
+
+
+def test_table_says_the_function_unless_it_is_the_square(file: Path) -> None:
+    shown = run("universal-set", file, "--epsilon", "0.1", "--function", "softmax:4").stdout
+    heads, _, row, *rest = (line.split() for line in shown.splitlines())
+    assert dict(zip(heads, row, strict=True))["bound"] == "inf"
+    assert " ".join(rest[0]) == "function: softmax:4; scores are certified bounds"
+    assert "vacuous: the bound is not below n" in shown
+    assert "rank/ε" not in shown
+    square = run("universal-set", file, "--epsilon", "0.1").stdout
+    assert square == run("universal-set", file, "--epsilon", "0.1", "--function", "2.0").stdout
+    assert "function" not in square
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("2", {"leverage scores", "bound rank/ε = 60"}),
+        ("1", {"certified bounds", "bound = 60"}),
+        ("huber:0.5", {"certified bounds", "bound = 480 ≥ n: vacuous"}),
+        ("softmax:4", {"certified bounds"}),
+    ],
+)
+def test_picture_says_what_the_scores_are(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, text: str, drawn: set[str]
+) -> None:
+    figures: list[Any] = []
+
+    def seen(figure: Any, _: str) -> bytes:
+        figures.append(figure)
+        return b""  # that it can be drawn is what test_pictures says
+
+    monkeypatch.setattr(plots, "figure_bytes", seen)
+    picture = tmp_path / "a.svg"
+    result = run("universal-set", file, "--epsilon", "0.1", "--function", text, "--plot", picture)
+    assert result.exit_code == 0
+    (ax,) = figures[0].axes
+    labels = {line.get_label() for line in ax.lines}
+    assert {label for label in labels if "|U|" not in label} == drawn
+    assert ax.get_ylabel() == ("leverage score" if text == "2" else "certified bound")
+    assert ax.get_title() == ("keys.npy" if text == "2" else f"keys.npy ({text})")
+
+
+# -- how it says no --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "exactly one of --epsilon and --size"),
+        (("--epsilon", "0.1", "--size", "3"), "exactly one of --epsilon and --size"),
+        (("--epsilon", "0"), "expected a number in (0, 1]"),
+        (("--epsilon", "1.01"), "expected a number in (0, 1]"),
+        (("--epsilon", "nan"), "expected a number in (0, 1]"),
+        (("--epsilon", "tenth"), "--epsilon"),
+        (("--size", "-1"), "--size"),
+        (("--size", "201"), "--size is 201, but"),
+        (("--size", "3", "--method", "jl"), "jl"),
+        (("--size", "3", "--plot", "a.jpg"), "a.jpg ends in '.jpg', expected .png or .svg or .pdf"),
+        (("--size", "3", "-o", "a.npy"), "a.npy ends in '.npy', expected .npz"),
+        (("--unknown",), "--unknown"),
+        (("--size", "3", "--function", "gauss"), f"'gauss': there is no such function. Allowed are {ALLOWED}"),
+        (("--size", "3", "--function", "gauss:1"), "'gauss:1': there is no such function. Allowed are"),
+        (("--size", "3", "--function", ""), "'': there is no such function. Allowed are"),
+        (("--size", "3", "--function", "0"), "'0': the number is 0, expected a finite number above 0. Allowed are"),
+        (("--size", "3", "--function", "-1"), "the number is -1, expected a finite number above 0"),
+        (("--size", "3", "--function", "nan"), "the number is nan, expected a finite number above 0"),
+        (("--size", "3", "--function", "inf"), "the number is inf, expected a finite number above 0"),
+        (("--size", "3", "--function", "huber:0"), "the number is 0, expected a finite number above 0"),
+        (("--size", "3", "--function", "tukey:-1"), "the number is -1, expected a finite number above 0"),
+        (("--size", "3", "--function", "fair:nan"), "the number is nan, expected a finite number above 0"),
+        (("--size", "3", "--function", "huber:"), "'huber:': '' is not a number. Allowed are"),
+        (("--size", "3", "--function", "huber:x"), "'huber:x': 'x' is not a number. Allowed are"),
+        (("--size", "3", "--function", "l1l2:1"), "l1l2 takes no number"),
+        (("--size", "3", "--function", "softmax"), "softmax needs the largest norm of a query, as in softmax:4"),
+        (("--size", "3", "--function", "softmax:0"), "the number is 0, expected a finite number above 0"),
+        (
+            ("--size", "3", "--function", "1", "--method", "qr"),
+            "--method qr is for --function 2; others take only auto",
+        ),
+        (("--size", "3", "--function", "huber", "--center"), "--center is for --function 2"),
+        (("--size", "3", "--duplicates", "0.1"), "--duplicates is for --epsilon and --function 2"),
+        (("--epsilon", "0.1", "--function", "1", "--duplicates", "0.1"), "--duplicates is for --epsilon"),
+        (("--epsilon", "0.1", "--duplicates", "3"), "the angle is 3.0, expected radians"),
+        (("--epsilon", "0.1", "--scheduler", "host"), "--scheduler is 'host', expected an address such as tcp://"),
+        (("--epsilon", "0.1", "--method", "qr", "--memory", "5"), "--memory and --checkpoint are for"),
+    ],
+)
+def test_wrong_command_lines(file: Path, arguments: tuple[str, ...], reason: str) -> None:
+    line = refused("universal-set", file, *arguments, status=2)
+    assert reason in line
+    assert line.endswith(" levattn universal-set --help\n")
+
+
+def test_bad_files_fail_in_one_line_and_leave_nothing(tmp_path: Path, keys: Array) -> None:
+    np.save(tmp_path / "nan.npy", np.where(np.arange(200)[:, None] == 7, np.nan, keys))
+    np.save(tmp_path / "int.npy", keys.astype(int))
+    np.save(tmp_path / "flat.npy", keys[0])
+    (tmp_path / "text.npy").write_text("no keys\n")
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "nan.npy").read_bytes()[:-1])
+    before = {path.name for path in tmp_path.iterdir()}
+    for name, reason in {
+        "nan.npy": "7",
+        "int.npy": "has dtype int64, expected float64",
+        "flat.npy": "expected (..., n, d)",
+        "text.npy": "does not start as a .npy file does",
+        "cut.npy": "is truncated or damaged",
+        "none.npy": "no such file; check the path",
+    }.items():
+        outputs = ("-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
+        assert reason in refused("universal-set", tmp_path / name, "--epsilon", "0.1", "--json", *outputs)
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, keys: Array) -> None:
+    control = "\x1b]0;title\x07\x1b[2J\x9b2J\x7f\u202e"
+    shown = r"\x1b]0;title\x07\x1b[2J\x9b2J\x7f\u202e"
+    header = f"{{'descr': '{control[:-1]}', 'fortran_order': False, 'shape': (1, 1)}}".encode("latin-1")
+    named, inside, good = (tmp_path / f"{name}.npy" for name in (control, "inside", "good"))
+    inside.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    np.save(good, keys)
+    checkpoint = tmp_path / f"{control}.bin"
+    checkpoint.write_bytes(pack(control, 1, {}, {}))
+    set_of = ("universal-set", "--epsilon", "0.1")
+    for arguments in (
+        (*set_of, named),
+        (*set_of, inside),
+        (*set_of, good, "--output", tmp_path / control / "a.npz"),
+        (*set_of, good, "--checkpoint", checkpoint),
+        ("prune-report", tmp_path / control, "--text", good),
+    ):
+        line = refused(*arguments)
+        assert line[:-1].isprintable()
+        assert shown[:-6] in line
+    for arguments in (("universal-set", good, f"--{control}"), (control,), (*set_of, good, "--function", control)):
+        line = refused(*arguments, status=2)
+        assert line[:-1].isprintable()
+        assert "title" in line
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_warning_of_levattn_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = levattn.open_keys
+
+    def warn(*arguments: Any, **options: Any) -> Any:
+        warnings.warn("compiled code\ncannot be \x1bkept", levattn.CacheWarning, stacklevel=1)
+        warnings.warn("another", UserWarning, stacklevel=1)
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(levattn, "open_keys", warn)
+    with pytest.warns(UserWarning, match="another"):
+        result = run("universal-set", file, "--epsilon", "0.1")
+    assert (result.exit_code, result.stderr) == (0, "levattn: compiled code cannot be \\x1bkept\n")
+
+
+def test_folders_and_several_files_are_one(tmp_path: Path, keys: Array) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    paths = [folder / f"part-{i}.npy" for i in range(11)]
+    for i, path in enumerate(paths):
+        np.save(path, keys[20 * i : 20 * i + 20])
+    expected = levattn.universal_set(keys, 0.1).indices.tolist()
+    for arguments in ((folder,), paths, (folder, "--memory", "1", "--checkpoint", tmp_path / "state")):
+        result = run("universal-set", *arguments, "--epsilon", "0.1", "--json")
+        assert result.exit_code == 0, result.stderr
+        document = json.loads(result.stdout)
+        assert document["sets"][0]["indices"] == expected
+        assert document["file"] == (str(folder) if arguments[0] == folder else list(map(str, paths)))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, file: Path, keys: Array) -> None:
+    state = tmp_path / "state"
+    state.write_bytes(b"of another program")
+    assert "Name another file" in refused("universal-set", file, "--epsilon", "0.1", "--checkpoint", state)
+
+    def stop(done: int, total: int | None) -> None:
+        if done >= 300:
+            raise KeyboardInterrupt
+
+    state.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        levattn.universal_set(
+            levattn.open_keys(file, chunk_rows=50), 0.1, progress=stop, checkpoint=state, checkpoint_rows=50
+        )
+    assert state.exists()
+    result = run("universal-set", file, "--epsilon", "0.1", "--checkpoint", state, "--json")
+    assert json.loads(result.stdout)["sets"][0]["indices"] == levattn.universal_set(keys, 0.1).indices.tolist()
+    assert not state.exists()
+
+
+def test_workers_of_a_scheduler_find_the_same_set(tmp_path: Path, keys: Array) -> None:
+    distributed = pytest.importorskip("distributed")
+    heads = np.stack([keys, keys[::-1]])
+    np.save(tmp_path / "heads.npy", heads)
+    output = tmp_path / "set.npz"
+    sizes = levattn.universal_set(heads, 0.1).sizes.tolist()
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0", protocol="tcp"
+    ) as cluster:
+        address = cluster.scheduler_address
+        shown = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--scheduler", address, "-o", output)
+        told = run("universal-set", tmp_path / "heads.npy", "--epsilon", "0.1", "--scheduler", address, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    assert "exact" in shown.stdout
+    assert [report["size"] for report in json.loads(told.stdout)["sets"]] == sizes
+    with np.load(output) as arrays:
+        assert arrays["sizes"].tolist() == sizes
+        assert len(arrays["indices"]) == len(arrays["scores"]) == sum(sizes)
+
+
+def test_a_scheduler_that_does_not_answer_is_one_line_with_a_remedy(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed = pytest.importorskip("distributed")
+
+    class Client:
+        def __init__(self, address: str, **_: object) -> None:
+            raise OSError(f"Timed out trying to connect to {address} after 30 s")  # as distributed does
+
+    monkeypatch.setattr(distributed, "Client", Client)
+    line = refused("universal-set", file, "--epsilon", "0.1", "--scheduler", "tcp://127.0.0.1:1")
+    assert line.endswith(" after 30 s; check --scheduler, and whether it is running\n")
+
+
+def test_missing_folder_is_noticed_before_the_work(tmp_path: Path, file: Path) -> None:
+    for option, name in (("-o", "out.npz"), ("--plot", "out.png"), ("--checkpoint", "state")):
+        line = refused("universal-set", file, "--size", "3", option, tmp_path / "none" / name)
+        assert "there is no folder" in line
+        assert "make it first" in line
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is refused is refused before the work starts."""
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the work has started")
+
+    monkeypatch.setattr(levattn, "universal_set", work)
+    monkeypatch.setattr(levattn, "heavy_attention", work)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("how", ["by name", "by another name", "by symbolic link", "by hard link"])
+def test_the_keys_are_not_overwritten(tmp_path: Path, keys: Array, how: str) -> None:
+    own, other = tmp_path / "own.npz", tmp_path / "other.npz"
+    np.savez(own, K=keys)
+    before = own.read_bytes()
+    if how == "by name":
+        other = own
+    elif how == "by another name":
+        (tmp_path / "sub").mkdir()
+        other = tmp_path / "sub" / ".." / "own.npz"
+    elif how == "by symbolic link":
+        other.symlink_to(own)
+    else:
+        other.hardlink_to(own)
+    for file, output in ((own, other), (other, own)):
+        line = refused("universal-set", file, "--epsilon", "0.3", "-o", output)
+        assert f"{output} is the file of the keys, which --output would overwrite; name another" in line
+    picture = tmp_path / "a.png"
+    picture.symlink_to(own)
+    assert "--plot would overwrite" in refused("universal-set", own, "--epsilon", "0.3", "--plot", picture)
+    assert "--checkpoint would overwrite" in refused("universal-set", own, "--epsilon", "0.3", "--checkpoint", own)
+    assert own.read_bytes() == before
+
+
+@pytest.mark.usefixtures("no_work")
+def test_outputs_that_are_folders_are_noticed_before_the_work(tmp_path: Path, file: Path) -> None:
+    for name in ("e.png", "e.npz"):
+        (tmp_path / name).mkdir()
+    options = ("universal-set", file, "--epsilon", "0.3")
+    line = refused(*options, "-o", tmp_path / "out.npz", "--plot", tmp_path / "e.png")
+    assert line == f"levattn: {tmp_path / 'e.png'} is a folder; name another file with --plot\n"
+    line = refused(*options, "-o", tmp_path / "e.npz", "--plot", tmp_path / "out.png")
+    assert line == f"levattn: {tmp_path / 'e.npz'} is a folder; name another file with --output\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"e.png", "e.npz", "keys.npy"}
+    (tmp_path / "demo.svg").mkdir()
+    line = refused("demo", "--out", tmp_path)
+    assert line == f"levattn: {tmp_path / 'demo.svg'} is a folder; name another folder with --out\n"
+
+
+@pytest.mark.usefixtures("no_work")
+def test_outputs_that_are_one_file_or_no_file(tmp_path: Path, file: Path) -> None:
+    (tmp_path / "out.npz").symlink_to(tmp_path / "out.png")  # which does not exist yet
+    options = ("universal-set", file, "--epsilon", "0.3")
+    line = refused(*options, "-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
+    assert "are the same file; name two with --plot and --output" in line
+    for option, name in (("--output", "out.npz"), ("--plot", "out.png")):
+        line = refused(*options, option, tmp_path / name, "--checkpoint", tmp_path / "out.png")
+        assert f"are the same file; name two with {option} and --checkpoint" in line
+    (tmp_path / "null.npz").symlink_to("/dev/null")
+    assert "not a regular file; name another" in refused(*options, "-o", tmp_path / "null.npz")
+
+
+def test_an_old_output_is_replaced(tmp_path: Path, file: Path) -> None:
+    (tmp_path / "out.npz").write_bytes(b"the old one")
+    assert run("universal-set", file, "--size", "3", "-o", tmp_path / "out.npz").exit_code == 0
+    with np.load(tmp_path / "out.npz", allow_pickle=False) as stored:
+        assert stored["indices"].tolist() == [3, 50, 120]
+
+
+def test_rows_that_are_not_finite_are_named_with_their_file(tmp_path: Path, keys: Array) -> None:
+    path = tmp_path / "keys.npy"
+    np.save(path, np.where(np.isin(np.arange(200), (7, 90))[:, None], np.nan, keys))
+    line = refused("universal-set", path, "--epsilon", "0.1")
+    assert line == (
+        f"levattn: {path} holds NaN or infinity: first such rows 7, 90; remove these rows and save the file again\n"
+    )
+    np.save(path, np.stack([keys, np.where(np.arange(200)[:, None] == 5, np.inf, keys)]))
+    line = refused("universal-set", path, "--epsilon", "0.1")
+    assert f"{path} holds NaN or infinity: row 5 of matrix 1" in line
+    assert "remove these rows" in line
+    assert "mask" not in line
+
+
+def test_failed_drawing_writes_no_file_at_all(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(plots, "figure_bytes", fail)
+    line = refused("universal-set", file, "--size", "3", "-o", tmp_path / "out.npz", "--plot", tmp_path / "out.png")
+    assert line == "levattn: No space left on device\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.npy"]
+
+
+def test_failed_writing_keeps_the_old_file(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out.npz"
+    output.write_bytes(b"the old one")
+
+    def fail(stream: Any, **_: object) -> None:
+        stream.write(b"half")
+        raise PermissionError(13, "Permission denied", str(output))
+
+    monkeypatch.setattr(np, "savez", fail)
+    assert "no permission; choose another place" in refused("universal-set", file, "--size", "3", "-o", output)
+    assert output.read_bytes() == b"the old one"
+    assert {path.name for path in tmp_path.iterdir()} == {"keys.npy", "out.npz"}
+
+
+def test_memory_errors_are_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhaust(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(levattn, "universal_set", exhaust)
+    assert "not enough memory" in refused("universal-set", file, "--size", "3")
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_missing_packages_name_the_remedy(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf'needs {package}.*: pip install "levattn\[cli\]"'):
+        cli.main()
+
+
+def test_missing_matplotlib_fails_in_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = file.with_name("a.png")
+    assert 'pip install "levattn[plot]"' in refused("universal-set", file, "--size", "3", "--plot", picture)
+    assert 'pip install "levattn[plot]"' in refused("demo", "--out", file.with_name("demo"))
+    assert [path.name for path in file.parent.iterdir()] == ["keys.npy"]
+
+
+# -- demo ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    result = run("demo", "--epsilon", "0.08", "--json", "--out", folder)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    return folder, json.loads(result.stdout)
+
+
+def test_demo_misses_nothing_and_adds_up(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, document = demo
+    heads, summary = document["heads"], document["summary"]
+    assert [(head["layer"], head["head"]) for head in heads] == [(i, j) for i in range(6) for j in range(12)]
+    assert document["epsilon"] == 0.08
+    for head in heads:
+        assert (head["n"], head["d"], head["rank"], head["missed"]) == (512, 32, 32, 0)
+        assert head["size"] <= head["size_bound"] == pytest.approx(400)
+        assert head["is_vacuous"] is False
+        # Every key of a smallest set is needed by some query, and its worst case is one of those tried.
+        assert head["heavy_worst_case"] >= head["size"] > 0
+        assert 0 < head["captured_softmax"] <= head["captured_softmax_oracle"] < 1
+    assert summary["heads"] == 72
+    assert summary["missed"] == summary["vacuous"] == 0
+    assert summary["n"] == 72 * 512
+    assert summary["heavy"] == sum(head["heavy"] for head in heads) > 0
+    assert summary["captured_softmax"] == pytest.approx(np.mean([head["captured_softmax"] for head in heads]))
+    assert_as_documented(document)
+    assert document["files"] == [str(folder / "demo.png"), str(folder / "demo.svg")]
+
+
+def test_demo_draws(demo: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = demo
+    assert sorted(path.name for path in folder.iterdir()) == ["demo.png", "demo.svg"]
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "demo.svg").read_bytes().startswith(b"<?xml")
+
+
+@pytest.fixture
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the heads of two layers alone, and draw nothing, which is faster."""
+    monkeypatch.setattr(plots, "figure_bytes", lambda *_: b"")
+    encoder = levattn.datasets.minilm()
+    few = dataclasses.replace(encoder, **{name: getattr(encoder, name)[:2] for name in ("queries", "keys", "values")})
+    monkeypatch.setattr(levattn.datasets, "minilm", lambda: few)
+
+
+@pytest.mark.usefixtures("two_layers")
+def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> None:
+    result = run("demo", "--epsilon", "0.05", "--out", tmp_path)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == [
+        *("layer", "head", "n", "d", "rank", "cond", "|U|", "bound", "vacuous"),
+        *("heavy", "worst", "missed", "softmax"),
+    ]
+    assert_columns_explained("demo", result.stdout)
+    rows = [line.split() for line in lines if line.rstrip().endswith("%") and "yes" in line]
+    assert len(rows) == 24
+    assert {len(row) for row in rows} == {13}
+    assert {row[11] for row in rows} == {"0"}
+    assert max(len(line) for line in lines[: lines.index("")]) <= 80
+    text = " ".join(lines)
+    assert "does not cover softmax" in text
+    assert "vacuous: the bound rank/ε is not below n" in text
+    assert "missed: 0" in text
+    assert str(tmp_path / "demo.png") in text
+
+
+@pytest.mark.usefixtures("two_layers")
+def test_demo_fails_loudly_if_an_entry_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demonstration, "_missed", lambda *_: 1)
+    result = run("demo", "--json", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "48 heavy entries were missed" in result.stderr
+    assert json.loads(result.stdout)["summary"]["missed"] == 48
+
+
+def test_demo_needs_a_folder_and_a_threshold(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    assert "taken is not a folder" in refused("demo", "--out", tmp_path / "taken" / "inside")
+    assert "expected a number in (0, 1]" in refused("demo", "--epsilon", "2", status=2)
+    assert "taken" in refused("demo", "--out", tmp_path / "taken")
+
+
+def test_misses_are_counted() -> None:
+    keys = np.eye(3)
+    heavy = levattn.heavy_attention(keys, keys, 0.5)
+    A = demonstration._x2_attention(keys, keys)
+    assert demonstration._missed(A, heavy, 0.5) == 0
+    A[0, 1] = A[2, 0] = 0.5
+    assert demonstration._missed(A, heavy, 0.5) == 2
+
+
+def test_brute_force_gives_a_query_without_attention_an_empty_row() -> None:
+    np.testing.assert_array_equal(demonstration._x2_attention(np.zeros((1, 2)), np.eye(2)), [[0.0, 0.0]])
+
+
+# -- as a program ----------------------------------------------------------------------------------------
+
+
+def test_version_help_and_status_of_a_real_process(file: Path) -> None:
+    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "levattn.cli", *arguments], capture_output=True, text=True, check=False
+        )
+
+    shown = run("--version")  # in this process: the others show that there is a program
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (0, f"levattn {levattn.__version__}\n", "")
+    failed = program("universal-set", "nothing.npy", "--size", "3")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("levattn: nothing.npy: no such file")
+    found = program("universal-set", str(file), "--size", "3", "--json")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert json.loads(found.stdout)["sets"][0]["indices"] == [3, 50, 120]
+    reading, writing = os.pipe()
+    os.close(reading)
+    closed = subprocess.run(
+        [sys.executable, "-m", "levattn.cli", "universal-set", str(file), "--size", "3"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writing)
+    assert (closed.returncode, closed.stderr) == (141, b"")
+
+
+# -- help ------------------------------------------------------------------------------------------------
+
+COMMANDS = ["demo", "universal-set", "inspect", "prune-report", "completion"]
+
+
+def shown_help(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.build_app(), [*arguments, "--help"])
+    assert result.exit_code == 0
+    return str(result.stdout)
+
+
+def test_help_names_the_commands_and_comes_without_being_asked_for() -> None:
+    text = shown_help()
+    listed = text.partition("Commands:\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in listed.splitlines()] == COMMANDS
+    assert "..." not in listed  # no sentence is cut off
+    assert re.findall(r"^ +(\d+)  ", text, flags=re.MULTILINE) == ["0", "1", "2", "130", "141"]
+    alone = CliRunner(env={"COLUMNS": "80"}).invoke(cli.build_app(), [])
+    assert (alone.exit_code, alone.stdout) == (0, text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_fits_the_terminal_and_shows_examples(command: str) -> None:
+    lines = shown_help(command).splitlines()
+    assert max(map(len, lines)) <= 80
+    examples = [
+        line for line in lines if line.startswith(f"    levattn {command} ") or line == f"    levattn {command}"
+    ]
+    assert len(examples) >= 2
+    assert lines[-1]
+
+
+def test_examples_of_the_help_run(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = shown_help("universal-set")
+    for arguments in re.findall(r"^    levattn (universal-set .*)$", text, flags=re.MULTILINE):
+        assert run(*arguments.split()).exit_code == 0, arguments
+    code = re.search(r"python -c '(.*)'", text)
+    assert code is not None
+    exec(code[1], {})
+    assert np.load("keys.npy").shape == (99, 8)
+
+
+def assert_columns_explained(command: str, printed: str) -> None:
+    """Compare the columns of a table with those that the help and docs/program.md explain."""
+    block = shown_help(command).partition("What is printed")[2].partition(":\n")[2].partition("\n\n")[0]
+    table = PAGE.partition(f"## levattn {command}\n")[2].partition("| column |")[2].partition("\n\n")[0]
+    columns = printed.split("\n")[0].split()
+    for cells in (
+        re.findall(r"^    (\S.*?)  +", block, flags=re.MULTILINE),
+        re.findall(
+            r"^\| (.+?) \| ", table.partition("| --- | --- |\n")[2].replace(r"\|U\|", "∣U∣"), flags=re.MULTILINE
+        ),
+    ):
+        assert [name.replace("∣", "|") for cell in cells for name in cell.split(", ")] == columns
+
+
+def test_help_explains_every_column(file: Path) -> None:
+    assert_columns_explained("universal-set", run("universal-set", file, "--epsilon", "0.1").stdout)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [(("universalset",), "'universal-set'"), (("demo", "--epsilom", "0.1"), "--epsilon")]
+)
+def test_a_near_miss_is_answered_by_what_may_have_been_meant(typed: tuple[str, ...], meant: str) -> None:
+    assert meant in refused(*typed, status=2)
+
+
+# -- exit status -----------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_is_one_line_and_names_the_checkpoint(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, output = file.with_name("state"), file.with_name("set.npz")
+
+    def interrupt(*_: object, checkpoint: Path | None = None, **__: object) -> None:
+        if checkpoint is not None:
+            checkpoint.write_bytes(b"so far")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(levattn, "universal_set", interrupt)
+    options = ("universal-set", file, "--epsilon", "0.1", "-o", output)
+    assert refused(*options, status=130) == "levattn: interrupted\n"
+    line = refused(*options, "--checkpoint", state, status=130)
+    assert line == f"levattn: interrupted; {state} tells how far it came, run the same command again to go on\n"
+    assert not output.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [("--help",), ("universal-set", "keys.npy", "--size", "3")])
+def test_a_full_disk_behind_standard_output(file: Path, arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", "from levattn.cli import main; main()", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, cwd=file.parent, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=with_package()
+        )
+    assert done.returncode == 1
+    assert done.stderr == "levattn: no space left on the disk; free some, or write elsewhere\n"
+
+
+def with_package() -> dict[str, str]:
+    """The environment of a process that finds this package from any folder."""
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EACCES, "Permission denied", "/a/b"), "/a/b: no permission; choose another place or change"),
+        (OSError(errno.ENOENT, "No such file", "/a/.b.npz.0123456789ab.tmp"), "/a/b.npz: no such file or folder"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on the disk; free some"),
+        (OSError(errno.EIO, "Input/output error", "a"), "a: Input/output error"),
+        (OSError("of a library"), "of a library"),
+    ],
+)
+def test_what_the_system_refuses_is_told_with_its_remedy(error: OSError, line: str) -> None:
+    assert of_system(error).startswith(line)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_folder_that_may_not_be_written_is_noticed_before_the_work(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)
+    assert refused("demo", "--out", tmp_path / "new") == (
+        f"levattn: {tmp_path}: no permission to write there; name another folder with --out\n"
+    )
+    for option, name in (("--output", "out.npz"), ("--plot", "out.png"), ("--checkpoint", "state")):
+        assert refused("universal-set", file, "--size", "3", option, tmp_path / name) == (
+            f"levattn: {tmp_path}: no permission to write there; name another file with {option}\n"
+        )
+
+
+# -- completion ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
+def test_script_of_each_shell(shell: str) -> None:
+    result = run("completion", shell)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"_LEVATTN_COMPLETE=complete_{shell}" in result.stdout.replace(' = "', "=")
+    assert "levattn" in result.stdout.replace("_LEVATTN_", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("levattn", ""), COMMANDS),
+        (("levattn", "un"), ["universal-set"]),
+        (("levattn", "universal-set", "--me"), ["--method", "--memory"]),
+        (("levattn", "universal-set", "--method", "s"), ["svd"]),
+        (("levattn", "universal-set", "--function", "so"), ["softmax:"]),
+        (("levattn", "prune-report", "--scores", ""), ["residual", "expected", "leverage"]),
+        (("levattn", "universal-set", "ke"), []),  # file names are the shell's own
+    ],
+)
+def test_a_request_for_completion_is_answered(words: tuple[str, ...], offered: list[str]) -> None:
+    request = {"_LEVATTN_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    result = CliRunner(env=request).invoke(cli.build_app(), [], prog_name="levattn")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.split() == offered
+
+
+def test_documented_keys_are_found_and_types_are_told_apart() -> None:
+    assert documented("levattn.demo/1")["heads[].layer"] == "integer"
+    assert fits([1, 2], "array of integers")
+    assert not fits([1.5], "array of integers")
+    assert not fits(True, "integer")
+    assert not fits(None, "number")
+    with pytest.raises(AssertionError):
+        assert_as_documented({"schema": "levattn.inspect/1", "unknown": 1})

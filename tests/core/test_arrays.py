@@ -1,0 +1,353 @@
+"""What comes back: type, namespace, dtype and device of the input, which is never written to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+import naive
+import strategies
+from levattn._core import arrays as _array
+from strategies import LAYOUTS, STORAGE, as_bool, as_float64, stores
+
+RESULT_DTYPE = {
+    "float64": "float64",
+    "float32": "float32",
+    "float16": "float32",
+    "bfloat16": "float32",
+}
+
+needs_torch = pytest.mark.skipif(not strategies.HAS_TORCH, reason="no torch")
+needs_strict = pytest.mark.skipif(not strategies.HAS_STRICT, reason="no array_api_strict")
+
+
+def keys(seed: int = 0, shape: tuple[int, ...] = (40, 4)) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def library(array: Any) -> str:
+    return type(array).__module__.split(".")[0]
+
+
+def dtype_name(array: Any) -> str:
+    return str(array.dtype).split(".")[-1]
+
+
+# -- type, namespace, dtype ---------------------------------------------------------------
+
+
+@stores()
+@pytest.mark.parametrize("shape", [(40, 4), (2, 3, 40, 4), (0, 4), (3, 40, 4)])
+def test_scores_come_back_as_the_type_of_the_keys(storage: str, shape: Any) -> None:
+    K = STORAGE[storage](keys(1, shape))
+    scores = levattn.leverage_scores(K)
+    assert type(scores) is type(K)
+    assert dtype_name(scores) == RESULT_DTYPE[storage.split("-")[-1]]
+    assert tuple(scores.shape) == shape[:-1]
+
+
+@stores()
+def test_universal_sets_come_back_as_the_type_of_the_keys(storage: str) -> None:
+    K = STORAGE[storage](keys(2))
+    found = levattn.universal_set(K, 0.1)
+    assert type(found.mask) is type(K)
+    assert type(found.scores) is type(K)
+    assert dtype_name(found.mask) == "bool"
+    assert dtype_name(found.scores) == RESULT_DTYPE[storage.split("-")[-1]]
+    assert dtype_name(found.indices) == "int64"
+    assert isinstance(found.epsilon, float)
+    assert isinstance(found.rank, int)
+    assert isinstance(found.guarantee, str)
+    assert isinstance(found.is_vacuous, bool)
+    assert isinstance(found.size_bound, float)
+    assert isinstance(found.condition, float)
+    assert isinstance(repr(found), str)
+    assert found.f == 2
+
+
+@stores("float32", "torch-float32", "torch-bfloat16", "strict-float32")
+def test_a_batch_reports_per_item(storage: str) -> None:
+    K = STORAGE[storage](keys(3, (2, 3, 40, 4)))
+    for epsilon, size in ((0.1, None), (None, 7)):
+        found = levattn.universal_set(K, epsilon, size=size)
+        for name in ("rank", "sizes", "size_bound", "is_vacuous", "condition"):
+            assert np.asarray(getattr(found, name)).shape == (2, 3), name
+        assert np.asarray(found.rank).dtype == np.int64
+        assert np.asarray(found.sizes).dtype == np.int64
+        assert np.asarray(found.epsilon).shape == ((2, 3) if epsilon is None else ())
+        assert np.array_equal(np.asarray(found.sizes), as_bool(found.mask).sum(axis=-1))
+        assert isinstance(repr(found), str)
+
+
+def test_a_set_cannot_be_changed() -> None:
+    found = levattn.universal_set(keys(), 0.1)
+    with pytest.raises(AttributeError):
+        found.epsilon = 0.5
+
+
+@stores()
+def test_attention_comes_back(storage: str) -> None:
+    from scipy import sparse
+
+    K, Q, V = (STORAGE[storage](keys(seed, shape)) for seed, shape in ((4, (40, 4)), (5, (6, 4)), (6, (40, 3))))
+    heavy = levattn.heavy_attention(Q, K, 0.05)
+    assert isinstance(heavy.entries, (sparse.csr_matrix, sparse.csr_array))
+    assert heavy.entries.dtype == np.float64
+    assert heavy.entries.shape == (6, 40)
+    for name in ("normalizers", "captured_mass", "residual_mass"):
+        figures = getattr(heavy, name)
+        assert isinstance(figures, np.ndarray), name
+        assert figures.dtype == np.float64
+        assert figures.shape == (6,)
+    np.testing.assert_allclose(as_float64(heavy.captured_mass) + as_float64(heavy.residual_mass), 1, rtol=1e-6)
+    for compensate in (None, "mean"):
+        output, bound = heavy.apply(V, compensate=compensate)
+        assert type(output) is type(V)
+        assert tuple(output.shape) == (6, 3)
+        assert tuple(bound.shape) == (6,)
+
+
+@needs_torch
+def test_torch_details() -> None:
+    import torch
+
+    K = torch.randn(30, 4, dtype=torch.float32, requires_grad=True)
+    scores = levattn.leverage_scores(K)
+    assert not scores.requires_grad
+    np.testing.assert_allclose(as_float64(scores), naive.leverage_exact(as_float64(K)), rtol=1e-6)
+    mask = torch.arange(30) % 2 == 0
+    found = levattn.universal_set(K, 0.1, mask=mask)
+    assert not torch.any(found.mask & ~mask)
+    assert found.mask.device == K.device
+    view = torch.randn(2, 30, 3, 4).transpose(1, 2)  # the layout that attention modules hand over
+    for head in range(3):
+        np.testing.assert_allclose(
+            levattn.leverage_scores(view)[1, head], naive.leverage_exact(view[1, head]), rtol=1e-6
+        )
+    expanded = K.detach().expand(3, 30, 4)
+    assert torch.equal(levattn.leverage_scores(expanded)[2], levattn.leverage_scores(expanded)[0])
+
+
+@needs_torch
+def test_a_tensor_with_the_negative_bit_is_resolved() -> None:
+    import torch
+
+    K = torch.complex(torch.zeros(40, 4, dtype=torch.float64), torch.from_numpy(keys())).conj().imag
+    assert K.is_neg()
+    mask = torch.arange(40) % 5 > 0
+    expected = levattn.leverage_scores(keys(), mask=mask.numpy())
+    assert np.array_equal(np.asarray(levattn.leverage_scores(K, mask=mask)), expected)
+
+
+@needs_strict
+def test_the_strict_namespace_in_every_version() -> None:
+    import array_api_strict as xp
+
+    for version in ("2023.12", "2024.12"):
+        with xp.ArrayAPIStrictFlags(api_version=version):
+            K = xp.asarray(keys())
+            exact = naive.leverage_exact(keys())
+            np.testing.assert_allclose(as_float64(levattn.leverage_scores(K)), exact, rtol=1e-10)
+            np.testing.assert_allclose(
+                as_float64(levattn.leverage_scores(K, center=True)),
+                naive.leverage_exact(keys(), center=True),
+                rtol=1e-9,
+            )
+
+
+@needs_strict
+def test_a_mask_of_another_library() -> None:
+    import array_api_strict as xp
+
+    mask = np.arange(40) < 30
+    expected = naive.leverage_exact(keys(), mask=mask)
+    for K, its_mask in (
+        (keys(), mask),
+        (keys(), mask.tolist()),
+        (xp.asarray(keys()), xp.asarray(mask)),
+        (xp.asarray(keys()), mask),
+        (xp.asarray(keys()), mask.tolist()),
+        (xp.asarray(keys()), strategies.read_only(mask[::-1])[::-1]),
+        (keys(), xp.asarray(mask)),
+    ):
+        np.testing.assert_allclose(as_float64(levattn.leverage_scores(K, mask=its_mask)), expected, rtol=1e-10)
+    with pytest.raises((TypeError, ValueError), match="mask"):
+        levattn.leverage_scores(xp.asarray(keys()), mask="all")
+
+
+# -- input is only read -------------------------------------------------------------------
+
+
+@stores()
+def test_input_is_not_written(storage: str) -> None:
+    raw = keys(7)
+    K, Q, V = STORAGE[storage](raw), STORAGE[storage](keys(8, (5, 4))), STORAGE[storage](keys(9))
+    before = [as_float64(x) for x in (K, Q, V)]
+    for options in ({}, {"center": True}, {"ridge": 0.1}, {"method": "qr"}, {"method": "svd"}):
+        levattn.leverage_scores(K, **options)
+    levattn.universal_set(K, size=5)
+    levattn.heavy_attention(Q, K, 0.1).apply(V, compensate="mean")
+    for array, values in zip((K, Q, V), before, strict=True):
+        assert np.array_equal(as_float64(array), values)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@stores("float64", "float32", "float16", "bfloat16")
+def test_layouts_of_all_arguments(storage: str, layout: str) -> None:
+    lay = LAYOUTS[layout]
+    K, Q, V = (STORAGE[storage](keys(seed, shape)) for seed, shape in ((4, (40, 4)), (5, (6, 4)), (6, (40, 3))))
+    mask = np.arange(40) % 5 > 0
+    plain = levattn.heavy_attention(Q, K, 0.05, mask=mask)
+    strided = levattn.heavy_attention(lay(Q), lay(K), 0.05, mask=np.repeat(mask, 2)[::2])
+    assert np.array_equal(plain.entries.toarray(), strided.entries.toarray())
+    assert np.array_equal(plain.normalizers, strided.normalizers)
+    for one, other in zip(plain.apply(V), strided.apply(lay(V)), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_columns_of_queries_of_another_library_may_lie_side_by_side() -> None:
+    xp = pytest.importorskip("array_api_strict")
+    K, Q = keys(4, (40, 4)), keys(5, (6, 4))
+    plain = levattn.heavy_attention(Q, K, 0.05)
+    turned = levattn.heavy_attention(xp.asarray(np.ascontiguousarray(Q.T)).T, xp.asarray(K), 0.05)
+    assert np.array_equal(plain.entries.toarray(), turned.entries.toarray())
+
+
+def test_results_do_not_alias_the_input() -> None:
+    K = np.ones((4, 1))
+    scores = levattn.leverage_scores(K)
+    scores[...] = 7
+    assert np.array_equal(K, np.ones((4, 1)))
+
+
+def test_big_endian_keys() -> None:
+    K = keys().astype(">f8")
+    np.testing.assert_allclose(levattn.leverage_scores(K), naive.leverage_exact(keys()), rtol=1e-10)
+
+
+def test_broadcast_keys() -> None:
+    K = np.broadcast_to(keys(), (3, 40, 4))
+    np.testing.assert_allclose(
+        levattn.leverage_scores(K), np.broadcast_to(naive.leverage_exact(keys()), (3, 40)), rtol=1e-10
+    )
+
+
+def test_long_double_is_refused_or_kept() -> None:
+    # No silent downgrade: either an error that says so, or scores as good as of float64.
+    if np.dtype(np.longdouble).itemsize == 8:
+        pytest.skip("long double is float64 here")
+    K = keys().astype(np.longdouble)
+    try:
+        scores = levattn.leverage_scores(K)
+    except TypeError as error:
+        assert "longdouble" in str(error) or "float128" in str(error)  # noqa: PT017
+    else:
+        np.testing.assert_allclose(np.asarray(scores, float), naive.leverage_exact(keys()), rtol=1e-10)
+
+
+# -- the generic definitions and the compiled kernels agree ---------------------------------
+
+
+@needs_strict
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", [n for n in strategies.CASES if n not in ("scale-1e150", "scale-1e-150")])
+def test_generic_and_compiled_agree(name: str, dtype: Any) -> None:
+    K = STORAGE[dtype](strategies.case(name))
+    if not np.all(np.isfinite(K)):
+        pytest.skip(f"{name} does not fit into {dtype}")
+    generic = STORAGE[f"strict-{dtype}"](strategies.case(name))
+    loose = name in ("conditioned-1e10", "near-deficient-1e-10")
+    bar = 1e-7 if loose else 1e-10 if dtype == "float64" else 1e-6
+    np.testing.assert_allclose(
+        as_float64(levattn.leverage_scores(generic)), levattn.leverage_scores(K), rtol=0, atol=bar
+    )
+    one, other = levattn.universal_set(K, 0.05), levattn.universal_set(generic, 0.05)
+    assert one.rank == other.rank
+    differing = one.mask != as_bool(other.mask)
+    assert np.all(np.abs(naive.leverage_exact(as_float64(K))[differing] - 0.05) < bar)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are taken for those of another device, which the compiled kernels cannot read."""
+    monkeypatch.setattr(_array, "_in_main_memory", lambda _: False)
+
+
+@needs_torch
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(("dtype", "bar"), [("float64", 1e-10), ("float32", 1e-6)])
+@pytest.mark.parametrize("options", [{}, {"center": True}, {"mask": True}, {"method": "qr"}], ids=str)
+@pytest.mark.parametrize("name", ["gaussian-tall", "conditioned-1e6", "deficient-exact", "scale-1e15", "no-row"])
+def test_torch_by_the_definitions(name: str, options: dict[str, Any], dtype: Any, bar: float) -> None:
+    import torch
+
+    K = STORAGE[dtype](strategies.case(name))
+    tensor = torch.from_numpy(K.copy())
+    assert isinstance(_array.as_matrices(tensor, "K").data, torch.Tensor)  # the generic route
+    if options.get("mask"):
+        options = {"mask": np.arange(len(K)) % 7 > 0}
+    scores = levattn.leverage_scores(tensor, **options)
+    assert scores.dtype == tensor.dtype
+    np.testing.assert_allclose(np.asarray(scores), levattn.leverage_scores(K, **options), rtol=0, atol=bar)
+    found, expected = (levattn.universal_set(array, 0.05, **options) for array in (tensor, K))
+    assert isinstance(found.mask, torch.Tensor)
+    assert found.rank == expected.rank
+    np.testing.assert_allclose(np.asarray(found.scores), expected.scores, rtol=0, atol=bar)
+    differing = np.asarray(found.mask) != expected.mask
+    assert np.all(np.abs(expected.scores[differing] - 0.05) < bar)
+
+
+@needs_torch
+@pytest.mark.usefixtures("elsewhere")
+def test_gradients_are_not_followed_by_the_definitions() -> None:
+    import torch
+
+    Q, K, V = (torch.from_numpy(keys(seed, shape)) for seed, shape in ((5, (6, 4)), (4, (40, 4)), (6, (40, 3))))
+    expected = levattn.heavy_attention(Q.numpy(), K.numpy(), 0.05)
+    for tensor in (Q, K, V):
+        tensor.requires_grad_(True)
+    scores = levattn.leverage_scores(K)
+    assert not scores.requires_grad
+    np.testing.assert_allclose(scores, naive.leverage_exact(K.detach().numpy()), atol=1e-10)
+    found = levattn.universal_set(K, 0.1, mask=torch.arange(40) % 2 == 0)
+    assert not found.scores.requires_grad
+    heavy = levattn.heavy_attention(Q, K, 0.05)
+    np.testing.assert_allclose(heavy.entries.toarray(), expected.entries.toarray(), atol=1e-10)
+    output, bound = heavy.apply(V, compensate="mean")
+    assert isinstance(output, torch.Tensor)
+    assert not output.requires_grad
+    for one, other in zip((output, bound), expected.apply(V.detach().numpy(), compensate="mean"), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-10)
+
+
+@pytest.mark.parametrize("storage", ["float64", "torch-float64", "strict-float64"])
+@pytest.mark.parametrize("lay", [np.asarray, strategies.read_only, strategies.reversed_rows])
+def test_numpy_arrays_go_where_another_is(storage: str, lay: Any) -> None:
+    if storage not in STORAGE:
+        pytest.skip(f"no package for {storage}")
+    like, array = STORAGE[storage](keys()), lay(keys(1))
+    there = _array.to_device(array, like)
+    assert type(there) is type(like)
+    assert np.array_equal(as_float64(there), array)
+    assert there is array or storage != "float64"
+    assert dtype_name(_array.to_device(np.arange(3) > 1, like)) == "bool"
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_torch_and_numpy_share_their_bits(dtype: Any) -> None:
+    for name in ("gaussian", "conditioned-1e6", "deficient-exact"):
+        K = STORAGE[dtype](strategies.case(name))
+        tensor = STORAGE[f"torch-{dtype}"](as_float64(K))
+        assert np.array_equal(np.asarray(levattn.leverage_scores(tensor)), levattn.leverage_scores(K))
+
+
+@needs_torch
+@pytest.mark.skipif(not strategies.HAS_ML_DTYPES, reason="no ml_dtypes")
+def test_both_bfloat16_share_their_bits() -> None:
+    K = STORAGE["bfloat16"](strategies.case("gaussian-tall"))
+    tensor = STORAGE["torch-bfloat16"](as_float64(K))
+    assert np.array_equal(np.asarray(levattn.leverage_scores(tensor)), levattn.leverage_scores(K))

@@ -1,0 +1,110 @@
+"""The loop that shares work between threads: every index once, and an end soon after an error or Ctrl-C."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from levattn._core import threads as _threads
+from levattn._core.threads import parallel_for
+
+PATIENCE = 20.0  # seconds, that are only waited where something is broken
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("n", [0, 1, 2, 100])
+def test_every_index_comes_once(n: int, threads: int) -> None:
+    seen: list[int] = []
+    parallel_for(seen.append, n, threads=threads)
+    assert sorted(seen) == list(range(n))
+
+
+@pytest.mark.parametrize("error", [MemoryError, ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("in_helper", [False, True])
+@pytest.mark.parametrize("threads", [2, 4])
+def test_no_index_is_taken_after_an_error(error: type[BaseException], in_helper: bool, threads: int) -> None:
+    caller, failed, seen = threading.current_thread(), threading.Event(), []
+
+    def body(i: int) -> None:
+        seen.append(i)
+        if (threading.current_thread() is not caller) == in_helper and not failed.is_set():
+            failed.set()
+            raise error("planted")
+        failed.wait(PATIENCE)
+        time.sleep(0.005)  # in which the one that failed goes on
+
+    with pytest.raises(error, match="planted"):
+        parallel_for(body, 1000, threads=threads)
+    assert len(seen) < 100
+    seen.clear()
+    parallel_for(seen.append, 50, threads=threads)  # and the threads are as before
+    assert len(seen) == 50
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT") or os.name != "posix", reason="no signals")
+@pytest.mark.parametrize("n", [2, 1000])
+def test_ctrl_c_ends_the_work_when_what_was_begun_is_done(n: int) -> None:
+    caller, begun, begun_here, ended = threading.current_thread(), [], threading.Event(), []
+
+    def body(i: int) -> None:
+        begun.append(i)
+        if threading.current_thread() is caller:
+            begun_here.set()
+            time.sleep(0.02 if n > 2 else 0)  # of two items, the caller waits for the other when the signal comes
+        elif begun_here.wait(PATIENCE) and not ended:
+            time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.02)
+            ended.append(i)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            parallel_for(body, n, threads=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(ended) == 1
+    assert len(begun) < 100
+
+
+def test_work_within_work_waits_for_no_thread() -> None:
+    seen: list[int] = []
+
+    def outer(i: int) -> None:
+        parallel_for(lambda j: seen.append(10 * i + j), 10, threads=2)
+
+    work = threading.Thread(target=parallel_for, args=(outer, 10), kwargs={"threads": 2}, daemon=True)
+    work.start()
+    work.join(PATIENCE)
+    assert sorted(seen) == list(range(100))
+
+
+def test_another_ctrl_c_waits_for_those_at_work_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write to arrays of the frames that the interrupt unwinds."""
+    done: list[int] = []
+    begun, again = threading.Event(), iter([True])
+
+    def wait(futures: Any) -> Any:
+        if next(again, False):
+            raise KeyboardInterrupt
+        return concurrent.futures.wait(futures)
+
+    def body(i: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            begun.wait(PATIENCE)
+            raise KeyboardInterrupt
+        begun.set()
+        time.sleep(0.1)
+        done.append(i)
+
+    monkeypatch.setattr(_threads, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_for(body, 2, threads=2)
+    assert next(again, None) is None
+    assert len(done) == 1

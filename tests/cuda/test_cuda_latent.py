@@ -1,0 +1,459 @@
+"""Latent attention on a CUDA device, run on the CPU, against the definitions and their gradients by torch.
+
+The definitions are compared with loops elsewhere. Sequences are cut into runs of few positions here, so that
+short ones have many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import emulator
+from emulator import device as emulated
+from emulator import in_orders
+from levattn._kernels import latent_kernels_for
+from levattn._kernels.latent import cuda as _cuda_latent
+from levattn._kernels.latent import decay as _decay
+from levattn._kernels.latent import definition as _generic_latent
+from levattn._kernels.latent.contract import Mixture
+from levattn._kernels.latent.cuda import backward, decayed_scan, forward, joined, summary
+
+Float = NDArray[np.floating]
+TOLERANCE = {"float64": 1e-13, "float32": 5e-6}  # sums of some dozen terms, whose exponents round at scale 300 too
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.on_host(monkeypatch)
+    monkeypatch.setattr(_cuda_latent, "_SHORTEST", 16)
+    monkeypatch.setattr(_cuda_latent, "_LONGEST", 32)
+    monkeypatch.setattr(_cuda_latent, "_STRETCH", 32)
+
+
+def mixture(
+    seed: int,
+    shape: tuple[int, int, int, int],
+    *,
+    U: int | None = None,
+    scale: float = 1.0,
+    dtype: str = "float64",
+    offsets: Any = None,
+    causal: bool = True,
+    ahead: int = 0,
+    gate: bool = False,
+    mask: bool = False,
+    state: bool = False,
+) -> Mixture:
+    """Arguments of shape (b, T, L, D) at random, logits as large as `scale`."""
+    rng, (b, T, L, D) = np.random.default_rng(seed), shape
+    U = T if U is None else U
+    offsets = np.asarray([0, T] if offsets is None else offsets, np.int64)
+    n = len(offsets) - 1
+    Q, K = (scale * rng.standard_normal((b, rows, L)).astype(dtype) for rows in (T, U))
+    before = None
+    if state:
+        m, s = scale * rng.standard_normal((b, n, L)), 1 + rng.random((b, n, L))
+        S = rng.standard_normal((b, n, L, D))
+        m[:, :, 0], s[:, :, 0], S[:, :, 0] = -np.inf, 0, 0
+        before = m, s, S
+    return Mixture(
+        Q.astype(dtype),
+        K.astype(dtype),
+        rng.standard_normal((b, U, D)).astype(dtype),
+        offsets,
+        causal,
+        ahead,
+        (scale * rng.standard_normal((b, T))).astype(dtype) if gate else None,
+        rng.standard_normal((b, T, D)).astype(dtype) if gate else None,
+        rng.random((b, U)) < 0.6 if mask else None,
+        before,
+    )
+
+
+def wide(x: Mixture) -> Mixture:
+    names = ("Q", "K", "V", "gate", "beside")
+    parts = {name: getattr(x, name) for name in names}
+    return replace(x, **{name: None if part is None else part.astype(np.float64) for name, part in parts.items()})
+
+
+def gradients(x: Mixture, dY: Float) -> list[Float | None]:
+    """The gradients of ``Σ dY · forward(x)`` in float64, by torch."""
+    torch = pytest.importorskip("torch")
+
+    def tensor(array: Any) -> Any:
+        return None if array is None else torch.tensor(np.asarray(array, np.float64), requires_grad=True)
+
+    parts = [tensor(part) for part in (x.Q, x.K, x.V, x.gate, x.beside)]
+    mask = None if x.mask is None else torch.tensor(x.mask)
+    state = None if x.state is None else tuple(map(torch.tensor, x.state))
+    Y = _generic_latent.forward(Mixture(*parts[:3], x.offsets, x.causal, x.ahead, *parts[3:], mask, state))
+    (Y * torch.tensor(np.asarray(dY, np.float64))).sum().backward()
+    return [
+        None if part is None else np.zeros(part.shape) if part.grad is None else part.grad.numpy() for part in parts
+    ]
+
+
+def once(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+def check(x: Mixture, tolerance: float | None = None, *, run: Any = once) -> None:
+    """Compare output and gradients with those of the definitions in float64."""
+    rtol = TOLERANCE[x.V.dtype.name] if tolerance is None else tolerance
+    Y = run(forward, x)
+    assert Y.dtype == x.V.dtype
+    np.testing.assert_allclose(Y, _generic_latent.forward(wide(x)), rtol=rtol, atol=rtol)
+    dY = np.random.default_rng(99).standard_normal(Y.shape).astype(Y.dtype)
+    found = run(lambda: tuple(part for part in backward(x, dY) if part is not None))
+    expected = [part for part in gradients(x, dY) if part is not None]
+    for part, other in zip(found, expected, strict=True):
+        assert part.dtype == Y.dtype
+        size = max(1.0, np.abs(other).max(initial=0))
+        np.testing.assert_allclose(part, other, rtol=0, atol=rtol * size)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "gated": {"gate": True, "mask": True},
+    "behind": {"ahead": -5, "gate": True},
+    "far behind": {"ahead": -45, "state": True},
+    "ahead": {"ahead": 20, "U": 75, "mask": True},
+    "from a state": {"state": True, "gate": True},
+    "sequences": {"offsets": [0, 0, 20, 21, 21, 55], "state": True, "mask": True},
+    "sequences behind": {"offsets": [0, 30, 33, 55], "ahead": -5, "gate": True},
+    "everywhere": {"causal": False, "U": 70},
+    "everywhere, sequences": {"causal": False, "offsets": [0, 30, 30, 55], "gate": True, "mask": True, "state": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("scale", [1, 30, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_gradients_are_those_of_the_definitions(kind: str, scale: float, dtype: str) -> None:
+    run = in_orders if scale == 30 else once
+    check(mixture(0, (2, 55, 5, 3), scale=scale, dtype=dtype, **KINDS[kind]), run=run)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("L", "D"), [(1, 1), (17, 5), (5, 65), (64, 17), (33, 64), (65, 128), (128, 5), (130, 7), (3, 130), (257, 131)]
+)
+def test_any_number_of_latents_and_columns(L: int, D: int, dtype: str) -> None:
+    check(mixture(1, (1, 20, L, D), dtype=dtype, gate=True), 1e-5 if dtype == "float32" else None, run=in_orders)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 33, 64, 129])
+def test_any_number_of_positions(T: int, causal: bool) -> None:
+    check(mixture(2, (2, T, 4, 3), causal=causal, mask=True))
+
+
+def test_runs_as_long_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    emulator.on_host(monkeypatch)
+    check(mixture(3, (1, 1300, 3, 2), dtype="float32", gate=True, mask=True), 2e-5)
+    check(mixture(4, (1, 1300, 3, 2), causal=False))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_nothing_to_do(causal: bool) -> None:
+    for shape, U in (((2, 0, 3, 4), 0), ((0, 5, 3, 4), 5), ((2, 0, 3, 4), 7)):
+        for gate in (False, True):
+            x = mixture(5, shape, U=U, causal=causal, gate=gate)
+            Y = forward(x)
+            assert Y.shape == (shape[0], shape[1], 4)
+            found = backward(x, Y)
+            for part, source in zip(found, (x.Q, x.K, x.V, x.gate, x.beside), strict=True):
+                assert (part is None) == (source is None)
+                assert part is None or (part.shape == source.shape and not part.any())
+    x = mixture(6, (2, 5, 3, 4), U=0, causal=causal, ahead=-5 if causal else 0, gate=True)
+    np.testing.assert_array_equal(forward(x), x.beside)  # there is nothing beside the gate's output
+    assert not backward(x, x.beside)[0].any()
+    x = Mixture(x.Q[:, :0], x.K, x.V, np.zeros(1, np.int64), causal)
+    assert forward(x).shape == (2, 0, 4)
+    assert summary(x.K, x.V, None, x.offsets)[2].shape == (2, 0, 3, 4)
+
+
+@pytest.mark.parametrize("kind", ["causal", "gated", "from a state", "ahead", "everywhere"])
+def test_gradients_are_finite_differences(kind: str) -> None:
+    x = mixture(7, (1, 40, 3, 2), **{**KINDS[kind], **({"U": 60} if "U" in KINDS[kind] else {})})
+    rng = np.random.default_rng(8)
+    dY = rng.standard_normal((1, 40, 2))
+    for name, gradient in zip(("Q", "K", "V", "gate", "beside"), backward(x, dY), strict=True):
+        part = getattr(x, name)
+        if part is None:
+            continue
+        step = 1e-6 * rng.standard_normal(part.shape)
+        up, down = (np.sum(dY * forward(replace(x, **{name: part + sign * step}))) for sign in (1, -1))
+        np.testing.assert_allclose(np.sum(gradient * step), (up - down) / 2, rtol=1e-6, atol=1e-14)
+
+
+# -- what must hold exactly ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("jump", [3, 16, 40])
+def test_a_late_jump_changes_no_earlier_bit(jump: int, dtype: str) -> None:
+    x = mixture(9, (1, 60, 3, 5), dtype=dtype)
+    K = np.zeros_like(x.K)
+    K[:, jump:] = 200
+    Y, short = forward(replace(x, K=K)), slice(None, jump)
+    expected = np.cumsum(x.V.astype(np.float64), axis=1) / np.arange(1, 61)[:, None]
+    later = np.cumsum(x.V[:, jump:].astype(np.float64), axis=1) / np.arange(1, 61 - jump)[:, None]
+    expected[:, jump:] = later  # what was before weighs e^−200
+    np.testing.assert_allclose(Y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    cut = Mixture(x.Q[:, short], K[:, short], x.V[:, short], np.array([0, jump]), causal=True)
+    np.testing.assert_array_equal(Y[:, short], forward(cut))
+    check(replace(x, K=K))
+
+
+def test_rows_depend_on_what_they_see_alone() -> None:
+    x = mixture(10, (2, 80, 6, 4), scale=5, dtype="float32", gate=True)
+    Y = forward(x)
+    for stop in (1, 15, 33, 79):
+        K, V = x.K.copy(), x.V.copy()
+        K[:, stop:], V[:, stop:] = np.inf, np.nan
+        np.testing.assert_array_equal(forward(replace(x, K=K, V=V))[:, :stop], Y[:, :stop])
+
+
+def test_no_bit_depends_on_heads_sequences_or_how_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = mixture(11, (3, 70, 20, 130), dtype="float32", offsets=[0, 40, 70], mask=True)
+    dY = np.random.default_rng(12).standard_normal(x.V.shape).astype(np.float32)
+    Y, found = forward(x), backward(x, dY)
+    monkeypatch.setattr(_cuda_latent, "_BUSY", 0)
+    np.testing.assert_array_equal(forward(x), Y)
+    for low, high in ((0, 40), (40, 70)):
+        part = slice(low, high)
+        one = Mixture(
+            x.Q[1:2, part], x.K[1:2, part], x.V[1:2, part], np.array([0, high - low]), True, mask=x.mask[1:2, part]
+        )
+        np.testing.assert_array_equal(forward(one), Y[1:2, part])
+        for alone, together in zip(backward(one, dY[1:2, part])[:3], found[:3], strict=True):
+            np.testing.assert_array_equal(alone, together[1:2, part])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_nobody_sees_does_nothing(causal: bool) -> None:
+    x = mixture(13, (2, 60, 4, 3), mask=True, causal=causal)
+    x.mask[0, :25] = False  # the first that is seen comes late
+    x.mask[1] = False
+    x.K[0, :, 1] = -np.inf  # a latent that sees nothing
+    x.K[0, 33] = -np.inf
+    dY = np.random.default_rng(14).standard_normal(x.V.shape)
+    check(x)
+    K, V = x.K.copy(), x.V.copy()
+    unseen = ~x.mask | np.isneginf(x.K).all(axis=2)
+    K[~x.mask], V[unseen] = np.nan, np.nan
+    poisoned = replace(x, K=K, V=V)
+    Y, found = forward(poisoned), backward(poisoned, dY)
+    np.testing.assert_array_equal(Y, forward(x))
+    assert not Y[1].any()
+    assert Y[0, 30:].any()
+    if causal:
+        assert not Y[0, :25].any()
+    for part, other in zip(found[:3], backward(x, dY)[:3], strict=True):
+        np.testing.assert_array_equal(part, other)
+        assert not part[1].any()
+    assert not found[1][unseen].any()
+    assert not found[2][unseen].any()
+    assert not found[0][..., 1].any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(number: float, causal: bool) -> None:
+    x = mixture(24, (5, 50, 3, 2), gate=True, causal=causal)
+    expected = forward(x)
+    x.Q[0, 7, 1] = x.K[1, 19, 2] = x.K[2, 0, 0] = x.gate[4, 3] = number
+    x.V[3, 40, 1] = np.nan
+    expected[0, 7] = expected[1, 19 * causal :] = expected[2] = expected[4, 3] = np.nan
+    expected[3, 40 * causal :, 1] = np.nan
+    np.testing.assert_allclose(forward(x), expected, rtol=1e-12)
+
+
+def test_a_gate_of_nothing_takes_no_part() -> None:
+    x = mixture(15, (1, 30, 3, 2), gate=True)
+    x.gate[:] = -np.inf
+    np.testing.assert_array_equal(forward(x), forward(replace(x, gate=None, beside=None)))
+    *_, dgate, dbeside = backward(x, x.beside)
+    assert not dgate.any()
+    assert not dbeside.any()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_equal_values_are_given_back(dtype: str) -> None:
+    x = mixture(16, (1, 120, 5, 2), scale=20, dtype=dtype)
+    Y = forward(replace(x, V=np.full_like(x.V, 3)))
+    np.testing.assert_allclose(Y, 3, rtol=8 * np.finfo(dtype).eps)
+    dQ, dK, *_ = backward(x, x.V)
+    np.testing.assert_allclose(dQ.sum(axis=2), 0, atol=20 * np.finfo(dtype).eps)
+    np.testing.assert_allclose(dK.sum(axis=1), 0, atol=200 * np.finfo(dtype).eps)
+
+
+def test_arrays_of_any_layout() -> None:
+    x = mixture(17, (3, 40, 4, 6), gate=True, mask=True)
+    Y, dY = forward(x), np.broadcast_to(x.V[:1], x.V.shape)
+    found = backward(x, dY.copy())
+
+    def turned(array: Any) -> Any:  # rows of all heads next to each other
+        return np.moveaxis(np.moveaxis(array, 0, 1).copy(), 0, 1)
+
+    other = replace(x, **{name: turned(getattr(x, name)) for name in ("Q", "K", "V", "gate", "beside", "mask")})
+    other = replace(other, V=other.V[:, ::-1].copy()[:, ::-1])
+    np.testing.assert_array_equal(forward(other), Y)
+    for part, expected in zip(backward(other, np.asfortranarray(dY)), found, strict=True):
+        np.testing.assert_array_equal(part, expected)
+    shared = replace(x, V=dY, mask=np.broadcast_to(x.mask[:1], x.mask.shape))
+    np.testing.assert_array_equal(forward(shared), forward(replace(shared, V=dY.copy(), mask=shared.mask.copy())))
+
+
+# -- states ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("scale", [1, 300])
+def test_summaries_are_those_of_the_definitions(scale: float, dtype: str) -> None:
+    x = mixture(18, (2, 90, 7, 5), scale=scale, dtype=dtype, offsets=[0, 50, 50, 51, 90], mask=True)
+    x.K[0, :50, 2] = -np.inf
+    found = in_orders(summary, x.K, x.V, x.mask, x.offsets)
+    expected = _generic_latent.summary(x.K.astype(np.float64), x.V.astype(np.float64), x.mask, x.offsets)
+    for part, other in zip(found, expected, strict=True):
+        assert part.dtype == np.float64
+        assert part.shape == other.shape
+        np.testing.assert_allclose(part, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    np.testing.assert_array_equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_going_on_from_a_state_is_going_on(dtype: str) -> None:
+    x = mixture(19, (2, 60, 6, 4), scale=10, dtype=dtype)
+    state = summary(x.K[:, :37], x.V[:, :37], None, np.array([0, 37]))
+    rest = Mixture(x.Q[:, 37:], x.K[:, 37:], x.V[:, 37:], np.array([0, 23]), causal=True, state=state)
+    np.testing.assert_allclose(forward(rest), forward(x)[:, 37:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_states_between_numbers_of_single_precision() -> None:
+    x = mixture(20, (1, 20, 3, 2), dtype="float32", state=True)
+    m, s, S = x.state
+    check(replace(x, state=(m + 300 / 7, s, S), K=x.K + 43))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 4), (7, 1), (0, 3, 2), (3, 0)])
+def test_joined_states_are_those_of_the_definitions(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(25)
+    states = [(300 * rng.standard_normal(shape[:-1]), rng.random(shape[:-1]), rng.random(shape)) for _ in range(2)]
+    for (m, s, S), nothing in zip(states, (np.s_[..., 0:2], np.s_[..., 1:3]), strict=True):
+        m[nothing], s[nothing], S[(*nothing, slice(None))] = -np.inf, 0, 0
+    found = in_orders(joined, *states)
+    for part, other in zip(found, _generic_latent.joined(*states), strict=True):
+        assert part.shape == other.shape
+        np.testing.assert_allclose(part, other, rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_comes_later_changes_no_bit(dtype: str) -> None:
+    x = mixture(23, (2, 150, 5, 3), dtype=dtype)
+    whole, rng = forward(x), np.random.default_rng(24)
+    a = rng.random((2, 150, 3)).astype(dtype)
+    scanned = decayed_scan(a, x.V)
+    for n in (1, 33, 100):
+        for scale in (0.0, 1e-30, 1e8):
+            arrays = [part.copy() for part in (x.Q, x.K, x.V)]
+            for part in arrays:
+                part[:, n:] = scale * rng.standard_normal(part[:, n:].shape)
+            found = forward(replace(x, Q=arrays[0], K=arrays[1], V=arrays[2]))
+            np.testing.assert_array_equal(found[:, :n], whole[:, :n])
+            np.testing.assert_array_equal(decayed_scan(a, arrays[2])[:, :n], scanned[:, :n])
+        shorter = replace(x, Q=x.Q[:, :n], K=x.K[:, :n], V=x.V[:, :n], offsets=np.asarray([0, n], np.int64))
+        np.testing.assert_array_equal(forward(shorter), whole[:, :n])
+        np.testing.assert_array_equal(decayed_scan(a[:, :n], x.V[:, :n]), scanned[:, :n])
+
+
+# -- linear recurrences ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("T", [0, 1, 15, 16, 17, 256, 257, 530])
+@pytest.mark.parametrize("C", [1, 33])
+def test_decayed_scans_are_recurrences(C: int, T: int, dtype: str) -> None:
+    rng = np.random.default_rng([C, T])
+    a, x, first = rng.random((2, T, C)).astype(dtype), rng.standard_normal((2, T, C)).astype(dtype), None
+    a[:, ::9] = 0
+    for first in (None, rng.standard_normal((2, C)).astype(dtype)):
+        h, expected = np.zeros((2, C)) if first is None else first.astype(np.float64), np.zeros((2, T, C))
+        for t in range(T):
+            h = expected[:, t] = a[:, t] * h + x[:, t]
+        found = in_orders(decayed_scan, a, x, first)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, expected, rtol=0, atol=20 * np.finfo(dtype).eps)
+    r, expected = np.zeros((2, C)), np.zeros((2, T, C))
+    for t in range(T)[::-1]:
+        r = expected[:, t] = x[:, t] + (a[:, t + 1] * r if t + 1 < T else 0)
+    found = in_orders(lambda: decayed_scan(a, x, reverse=True))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=20 * np.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_decayed_scans_read_nothing_of_what_is_before_a_zero(reverse: bool) -> None:
+    rng = np.random.default_rng(22)
+    a, x = rng.random((1, 300, 2)), rng.standard_normal((1, 300, 2))
+    a[:, 40:80] *= 1e-30  # products of these underflow, and are no zeros of their own
+    a[:, 198] = np.nan  # and what is composed of it and of a zero behind it
+    a[:, [7, 100, 200, 201]] = 0
+    x[:, [3, 50, 150, 200]] = np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        expected = _decay.decayed_scan(a, x, reverse=reverse)
+        found = in_orders(lambda: decayed_scan(a, x, reverse=reverse))
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
+    assert np.isfinite(found).any()
+    np.testing.assert_allclose(found[np.isfinite(found)], expected[np.isfinite(found)], rtol=1e-13)
+
+
+def test_decayed_scans_of_any_layout() -> None:
+    rng = np.random.default_rng(21)
+    a, x = rng.random((1, 40, 5)), rng.standard_normal((40, 3, 5)).swapaxes(0, 1)
+    wide_a = np.broadcast_to(a, (3, 40, 5))
+    expected = decayed_scan(wide_a.copy(), x.copy())
+    np.testing.assert_array_equal(decayed_scan(wide_a, x), expected)
+    np.testing.assert_array_equal(decayed_scan(a, x), expected)
+    assert decayed_scan(a.astype(np.float32), x).dtype == np.float64
+
+
+# -- arrays as strict as CuPy's --------------------------------------------------------
+
+
+def test_the_table_takes_arrays_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = mixture(22, (2, 40, 4, 3), dtype="float32", gate=True, mask=True, state=True)
+    dY = np.random.default_rng(23).standard_normal(x.V.shape).astype(np.float32)
+    expected = [
+        forward(x),
+        *backward(x, dY),
+        *summary(x.K, x.V, x.mask, x.offsets),
+        decayed_scan(x.gate[..., None], x.V[..., :1]),
+    ]
+    cupy = emulated.library_on_device(monkeypatch)
+    names = ("Q", "K", "V", "gate", "beside", "mask")
+    there = replace(
+        x,
+        **{name: cupy.asarray(getattr(x, name)) for name in names},
+        state=tuple(map(cupy.asarray, x.state)),
+    )
+    table = latent_kernels_for(there.Q)
+    found = [
+        table.forward(there),
+        *table.backward(there, cupy.asarray(dY)),
+        *table.summary(there.K, there.V, there.mask, x.offsets),
+        table.decayed_scan(there.gate[..., None], there.V[..., :1]),
+    ]
+    assert table is _cuda_latent
+    for part, other in zip(found, expected, strict=True):
+        assert isinstance(part, emulated.DeviceArray)
+        np.testing.assert_array_equal(part.get(), other)
+    everywhere = replace(there, causal=False)
+    for part in (table.forward(everywhere), *table.backward(everywhere, cupy.asarray(dY))):
+        assert isinstance(part, emulated.DeviceArray)

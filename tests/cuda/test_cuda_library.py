@@ -1,0 +1,275 @@
+"""What the public functions do with keys on a CUDA device: the results of main memory, and keys that stay there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+from emulator import device
+from levattn._core import arrays as _array
+from levattn._kernels import BLOCK
+from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, SignJL, Sketch
+from strategies import as_float64
+
+pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
+
+
+class Transfers:
+    """Bytes that were copied to main memory, and the most at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        if not device.DEVICES:
+            get = device.DeviceArray.get
+
+            def counted(array: Any) -> Any:
+                self.sizes.append(array.nbytes)
+                return get(array)
+
+            monkeypatch.setattr(device.DeviceArray, "get", counted)
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes, default=0)
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if not device.DEVICES:
+        device.library_on_device(monkeypatch)
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
+    return Transfers(monkeypatch)
+
+
+def keys(n: int, d: int = 8, dtype: Any = np.float32, seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    K = rng.standard_normal((n, d))
+    K[rng.permutation(n)[: n // 50]] *= 40
+    return K.astype(dtype)
+
+
+N = 3 * BLOCK + 700
+
+
+def test_scores_stay_on_the_device(cupy: Any, transfers: Transfers) -> None:
+    K = keys(N)
+    scores = levattn.leverage_scores(cupy.asarray(K))
+    assert type(scores) is type(cupy.asarray(K))
+    assert transfers.largest <= 8 * 8 * 8
+    np.testing.assert_allclose(scores.get(), levattn.leverage_scores(K), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize("f", [2, 4, 1.0], ids="f={}".format)
+def test_streams_of_the_device_hold_the_same_keys(cupy: Any, dtype: Any, f: float) -> None:
+    K = keys(N, 4, dtype)
+    values = np.arange(N)
+    expected = levattn.StreamingUniversalSet(0.2, f=f).update(K, payload=values).result()
+    stream = levattn.StreamingUniversalSet(0.2, f=f)
+    for start in range(0, N, 3000):
+        part = slice(start, start + 3000)
+        stream.update(cupy.asarray(K[part]), payload=cupy.asarray(values[part]))
+    found = stream.result()
+    assert np.array_equal(found.items[0].indices, expected.items[0].indices)
+    assert np.array_equal(found.items[0].payload, expected.items[0].payload)
+    assert np.array_equal(as_float64(found.items[0].keys), as_float64(expected.items[0].keys))
+    np.testing.assert_allclose(found.items[0].scores, expected.items[0].scores, rtol=1e-9)
+
+
+def test_a_stream_copies_only_what_it_holds(cupy: Any, transfers: Transfers) -> None:
+    K = keys(8 * BLOCK, 8)
+    stream = levattn.StreamingUniversalSet(0.5)
+    for start in range(0, len(K), 4 * BLOCK):
+        stream.update(cupy.asarray(K[start : start + 4 * BLOCK]))
+    assert stream.result().items[0].indices.tolist() == levattn.universal_set(K, 0.5).indices.tolist()
+    if not device.DEVICES:
+        assert sum(transfers.sizes) < K.nbytes / 4
+
+
+def test_bits_do_not_depend_on_the_chunks_of_the_device(cupy: Any) -> None:
+    K = keys(2 * BLOCK + 100, 5)
+    states = []
+    for size in (len(K), BLOCK, 1000, 777):
+        stream = levattn.StreamingUniversalSet(0.2)
+        for start in range(0, len(K), size):
+            stream.update(cupy.asarray(K[start : start + size]))
+        states.append(stream.to_bytes())
+    assert len(set(states)) == 1
+
+
+def test_chunks_of_both_kinds_and_merges(cupy: Any) -> None:
+    K = keys(N, 4)
+    expected = levattn.universal_set(K, 0.1).indices.tolist()
+    mixed = levattn.StreamingUniversalSet(0.1)
+    for index, start in enumerate(range(0, N, 1500)):
+        part = K[start : start + 1500]
+        mixed.update(cupy.asarray(part) if index % 2 else part)
+    assert mixed.result().items[0].indices.tolist() == expected
+    left = levattn.StreamingUniversalSet(0.1).update(cupy.asarray(K[:4000]))
+    right = levattn.StreamingUniversalSet(0.1).update(K[4000:])
+    assert copy.copy(left).merge(right).result().items[0].indices.tolist() == expected
+    again = levattn.StreamingUniversalSet.from_bytes(left.to_bytes()).update(cupy.asarray(K[4000:]))
+    assert again.result().items[0].indices.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["masked", "heads", "ill-conditioned", "deficient", "huge"])
+def test_streams_of_odd_keys(cupy: Any, kind: str) -> None:
+    K, mask = keys(N, 6, np.float64), None
+    if kind == "masked":
+        mask = np.random.default_rng(1).random(N) < 0.5
+    elif kind == "heads":
+        K = np.stack([K, K[::-1] * 3])
+    elif kind == "ill-conditioned":
+        K = K * np.geomspace(1, 1e-8, 6) @ np.linalg.qr(np.random.default_rng(2).standard_normal((6, 6)))[0]
+    elif kind == "deficient":
+        K[:, 5] = K[:, 4]
+    else:
+        K = K * 2.0 ** np.array([0, 500, -500, 3, 0, 0])
+    stream = levattn.StreamingUniversalSet(0.2)
+    for start in range(0, N, 2500):
+        part = slice(start, start + 2500)
+        stream.update(cupy.asarray(K[..., part, :]), mask=None if mask is None else cupy.asarray(mask[part]))
+    expected = levattn.StreamingUniversalSet(0.2).update(K, mask=mask).result()
+    for found, other in zip(stream.result().items, expected.items, strict=True):
+        assert np.array_equal(found.indices, other.indices)
+
+
+def test_what_is_not_finite_is_named(cupy: Any) -> None:
+    K = keys(N)
+    K[5000, 3] = np.nan
+    with pytest.raises(levattn.NonFiniteError, match="row 5000"):
+        levattn.leverage_scores(cupy.asarray(K))
+    stream = levattn.StreamingUniversalSet(0.1).update(cupy.asarray(K[:4500]))
+    with pytest.raises(levattn.NonFiniteError, match="row 5000"):
+        stream.update(cupy.asarray(K[4500:]))
+    assert stream.update(cupy.asarray(K[4500:5000])).n == 5000
+
+
+def test_keys_of_another_device_are_refused(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.DEVICES:
+        pytest.skip("this device is the current one")
+    K = cupy.asarray(keys(10))
+    monkeypatch.setattr(device.DEVICE, "id", 3, raising=False)
+    with pytest.raises(ValueError, match=r"K is on CUDA device 3, and the current one is 0.*cupy.cuda.Device\(3\)"):
+        levattn.leverage_scores(K)
+
+
+METHODS = ("auto", "gram", "qr", "svd")
+SKETCHED = (
+    ("countsketch", 256),
+    ("osnap", 128),
+    ("srht", 128),
+    ("jl", 4),
+    ("halving", 256),
+    ("countsketch", (256, 4)),
+)
+FUNCTIONS = (1.0, 3.0, 4.0, levattn.Huber(1.0), levattn.Tukey(1.0), levattn.L1L2(), levattn.Fair(1.0))
+FAMILIES = (CountSketch(64), OSNAP(64), SRHT(64), GaussianJL(16), SignJL(16))
+
+# name -> what it returns for keys (1500, 8), queries and values of any kind of array
+EVERYTHING: dict[str, Callable[..., Any]] = {
+    **{f"scores by {m}": partial(lambda m, k, *_: levattn.leverage_scores(k, method=m), m) for m in METHODS},
+    **{
+        f"scores by {m} {s}": partial(lambda m, s, k, *_: levattn.leverage_scores(k, method=m, sketch_size=s), m, s)
+        for m, s in SKETCHED
+    },
+    **{
+        f"set by {m} {s}, checked": partial(
+            lambda m, s, k, *_: levattn.universal_set(k, 0.05, method=m, sketch_size=s, recheck=True).mask, m, s
+        )
+        for m, s in SKETCHED
+    },
+    **{f"sensitivities, {f}": partial(lambda f, k, *_: levattn.sensitivities(k, f).upper, f) for f in FUNCTIONS},
+    **{f"set, {f}": partial(lambda f, k, *_: levattn.universal_set(k, 0.2, f=f).mask, f) for f in FUNCTIONS},
+    **{
+        f"heavy entries, {f}": partial(lambda f, k, q, _: levattn.heavy_attention(q, k, 0.2, f=f).entries.toarray(), f)
+        for f in FUNCTIONS
+    },
+    **{f"{d}": partial(lambda d, k, *_: Sketch(d, 3).apply(k), d) for d in FAMILIES},
+    "scores with a ridge": lambda k, *_: levattn.leverage_scores(k, ridge=0.1),
+    "scores of centred keys": lambda k, *_: levattn.leverage_scores(k, center=True),
+    "scores under a mask": lambda k, *_: levattn.leverage_scores(k, mask=np.arange(len(k)) % 3 > 0),
+    "scores of a set": lambda k, *_: levattn.universal_set(k, 0.05).scores,
+    "set": lambda k, *_: levattn.universal_set(k, 0.05).mask,
+    "set of a size": lambda k, *_: levattn.universal_set(k, size=7).mask,
+    "set with groups": lambda k, *_: levattn.universal_set(k, 0.1, groups=np.arange(len(k)) % 7).mask,
+    "group leverage": lambda k, *_: levattn.group_leverage(k, np.arange(len(k)) % 7),
+    "near duplicates": lambda k, *_: levattn.near_duplicates(k),
+    "Lewis weights": lambda k, *_: levattn.lewis_weights(k, 3.0),
+    "exact sensitivities": lambda k, *_: levattn.exact_sensitivities(k[:20], 3.0).lower,
+    "heavy entries": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).entries.toarray(),
+    "normalisers": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).normalizers,
+    "outputs": lambda k, q, v: levattn.heavy_attention(q, k, 0.05).apply(v)[0],
+    "causal": lambda k, *_: levattn.heavy_attention(k[:150], k[:150], 0.05, causal=True).entries.toarray(),
+    "softmax mass": lambda k, q, _: levattn.softmax_mass(q, k, levattn.universal_set(k, 0.05)).lower,
+    "two passes": lambda k, *_: levattn.universal_set(lambda: [k[:1000], k[1000:]], 0.05).mask,
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_functions_give_what_they_give_in_main_memory(cupy: Any, name: str) -> None:
+    K, Q, V = keys(1500), keys(40, seed=1), keys(1500, 3, seed=2)
+    expected = as_float64(EVERYTHING[name](K, Q, V))
+    found = as_float64(EVERYTHING[name](*map(cupy.asarray, (K, Q, V))))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+class CudaTensor:
+    """A tensor of torch that says it is on a CUDA device; its memory is that of the emulator."""
+
+    device = SimpleNamespace(type="cuda")
+    is_nested = is_meta = False
+    layout = "torch.strided"
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.dtype, self.shape, self.ndim = tensor.dtype, tensor.shape, tensor.ndim
+
+    def element_size(self) -> int:
+        return int(self.tensor.element_size())
+
+    def view(self, dtype: Any) -> CudaTensor:
+        return CudaTensor(self.tensor.view(dtype))
+
+    def detach(self) -> CudaTensor:
+        return self
+
+    resolve_neg = detach
+
+
+@pytest.mark.skipif(bool(device.DEVICES), reason="true tensors are tested on a device")
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_tensors_of_torch_are_handed_over_and_back(cupy: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    is_torch = _array._is_torch
+    monkeypatch.setattr(_array, "_is_torch", lambda array: isinstance(array, CudaTensor) or is_torch(array))
+    monkeypatch.setattr(cupy, "from_dlpack", lambda t: device.DeviceArray(t.tensor.numpy()), raising=False)
+    monkeypatch.setattr(torch, "from_dlpack", lambda here: CudaTensor(torch.from_numpy(here.get())))
+    K = torch.from_numpy(keys(500, 5)).to(getattr(torch, dtype))
+    mask = torch.arange(500) % 3 > 0
+    found = levattn.leverage_scores(CudaTensor(K), mask=CudaTensor(mask))
+    expected = levattn.leverage_scores(K, mask=mask)
+    assert isinstance(found, CudaTensor)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.tensor, expected, rtol=1e-5, atol=0)
+    chosen = levattn.universal_set(CudaTensor(K), 0.1)
+    assert isinstance(chosen.mask, CudaTensor)
+    assert torch.equal(chosen.mask.tensor, levattn.universal_set(K, 0.1).mask)
+
+
+def test_the_predicate_is_that_of_cupy() -> None:
+    assert not _array.on_cuda(np.zeros(3))
+    assert not _array.on_cuda([1.0])

@@ -1,0 +1,389 @@
+"""Token statistics attention on a CUDA device, run on the CPU, against the definitions and their gradients by torch.
+
+The definitions are compared with loops elsewhere. A run has 16 tokens, so short sequences have several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import emulator
+from emulator import device as emulated
+from emulator import in_orders
+from levattn._kernels import token_kernels_for
+from levattn._kernels.tokens import cuda as _cuda_tokens
+from levattn._kernels.tokens import definition as _generic_tokens
+from levattn._kernels.tokens.contract import Statistics
+from levattn._kernels.tokens.cuda import backward, forward, memberships
+
+Float = NDArray[np.floating]
+TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
+LOGITS = ["none", "norm", "diagonal"]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.on_host(monkeypatch)
+
+
+def statistics(
+    seed: int,
+    shape: tuple[int, int, int, int],
+    *,
+    dtype: str = "float64",
+    offset: bool = False,
+    offsets: Any = None,
+    decay: bool = False,
+    mask: bool = False,
+    state: bool = False,
+    causal: bool = True,
+    **options: Any,
+) -> Statistics:
+    """Arguments of shape (b, h, T, d) at random."""
+    rng, (b, h, T, d) = np.random.default_rng(seed), shape
+    offsets = np.asarray([0, T] if offsets is None else offsets, np.int64)
+    n = len(offsets) - 1
+    before = None
+    if state:
+        before = tuple(size * rng.random((b, h, n, *rest)) for size, rest in ((9, (d,)), (9, ()), (3, (d,)), (3, ())))
+        for part in before:
+            part[:, :, : int(causal)] = 0  # the first sequence begins with nothing
+    return Statistics(
+        rng.standard_normal(shape).astype(dtype),
+        rng.uniform(0.5, 1.5, (b, h)).astype(dtype),
+        rng.standard_normal((b, h, T)).astype(dtype) if offset else None,
+        offsets,
+        causal,
+        decay=np.linspace(1, 0.6, h) if decay and causal else None,
+        mask=rng.random((b, T)) < 0.7 if mask else None,
+        state=before,
+        **{"logits": "diagonal", **options},
+    )
+
+
+def wide(x: Statistics) -> Statistics:
+    parts = {name: getattr(x, name) for name in ("W", "temperature", "offset")}
+    return replace(x, **{name: None if part is None else part.astype(np.float64) for name, part in parts.items()})
+
+
+def gradients(x: Statistics, dY: Float) -> list[Float | None]:
+    """The gradients of ``Σ dY · forward(x)`` in float64, by torch."""
+    torch = pytest.importorskip("torch")
+
+    def tensor(array: Any) -> Any:
+        return None if array is None else torch.tensor(np.asarray(array, np.float64), requires_grad=True)
+
+    parts = [tensor(part) for part in (x.W, x.temperature, x.offset)]
+    mask = None if x.mask is None else torch.tensor(x.mask)
+    state = None if x.state is None else tuple(map(torch.tensor, x.state))
+    given = replace(x, W=parts[0], temperature=parts[1], offset=parts[2], mask=mask, state=state)
+    Y = _generic_tokens.forward(given)[0]
+    (Y * torch.tensor(np.asarray(dY, np.float64))).sum().backward()
+    return [
+        None if part is None else np.zeros(part.shape) if part.grad is None else part.grad.numpy() for part in parts
+    ]
+
+
+def once(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+def check(x: Statistics, tolerance: float | None = None, *, run: Any = once) -> None:
+    """Compare output, memberships, sums and gradients with those of the definitions in float64."""
+    rtol, dtype = TOLERANCE[x.W.dtype.name] if tolerance is None else tolerance, x.W.dtype
+
+    def close(found: Any, expected: Any) -> None:
+        size = max(1.0, np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * size)
+
+    def all_of_it() -> tuple[Any, ...]:
+        Y, sums = forward(x, state=True)
+        return Y, memberships(x), *sums
+
+    Y, P, *sums = run(all_of_it)
+    expected, after = _generic_tokens.forward(wide(x), state=True)
+    assert Y.dtype == P.dtype == dtype
+    close(Y, expected)
+    close(P, _generic_tokens.memberships(wide(x)))
+    for part, other in zip(sums, after, strict=True):
+        assert part.dtype == np.float64
+        close(part, other)
+    alone, nothing = forward(x)
+    np.testing.assert_array_equal(alone, Y)
+    assert nothing is None
+    dY = np.random.default_rng(99).standard_normal(Y.shape).astype(dtype)
+    found = run(lambda: tuple(part for part in backward(x, dY) if part is not None))
+    by_torch = [part for part in gradients(x, dY) if part is not None]
+    for part, other in zip(found, by_torch, strict=True):
+        assert part.dtype == dtype
+        close(part, other)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mean": {"mean": True, "mask": True, "offset": True},
+    "decay": {"decay": True, "mean": True},
+    "masked decay": {"decay": True, "mask": True, "state": True, "offset": True},
+    "from a state": {"state": True, "mean": True},
+    "sequences": {"offsets": [0, 0, 20, 21, 21, 55], "state": True, "mask": True},
+    "decaying sequences": {"offsets": [0, 16, 49, 55], "decay": True, "offset": True, "mask": True, "mean": True},
+    "short sequences": {"offsets": [0, 16, 30, 40, 55], "decay": True, "offset": True},
+    "numbers": {"c": 3.0, "gain": 0.3, "ridge": 0.5, "least": 1.5, "decay": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients_are_those_of_the_definitions(kind: str, logits: str, causal: bool, dtype: str) -> None:
+    check(statistics(0, (2, 3, 55, 5), dtype=dtype, causal=causal, logits=logits, **KINDS[kind]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("h", "d"), [(1, 1), (2, 4), (3, 33), (12, 64), (20, 6), (130, 1), (65, 4), (2, 132), (5, 300), (2, 1030)]
+)
+def test_any_number_of_heads_and_channels(h: int, d: int, dtype: str) -> None:
+    run = in_orders if h * d < 300 else once
+    check(statistics(1, (1, h, 20, d), dtype=dtype, mask=True, offset=True), run=run)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 32, 129])
+def test_any_number_of_tokens(T: int, causal: bool) -> None:
+    check(statistics(2, (2, 4, T, 3), causal=causal, decay=True), run=in_orders)
+
+
+def test_more_runs_than_a_scan_takes_at_a_time() -> None:
+    check(statistics(3, (1, 2, 16 * 64 + 40, 2), decay=True, mask=True), 1e-12)
+    check(statistics(4, (1, 2, 16 * 64 + 40, 2), mean=True), 1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_nothing_to_do(logits: str, causal: bool) -> None:
+    for shape, offsets in (((2, 3, 0, 4), [0, 0]), ((2, 3, 0, 4), [0]), ((0, 3, 5, 4), [0, 5])):
+        for state in (False, True):
+            x = statistics(5, shape, offsets=offsets, causal=causal, logits=logits, offset=True, state=state)
+            Y, sums = forward(x, state=True)
+            assert Y.shape == backward(x, Y)[0].shape == shape
+            assert memberships(x).shape == shape[:3]
+            for part, other in zip(sums, _generic_tokens.forward(x, state=True)[1], strict=True):
+                np.testing.assert_array_equal(part, other)
+            for part, source in zip(backward(x, Y), (x.W, x.temperature, x.offset), strict=True):
+                assert part.shape == source.shape
+                assert not part.any()
+
+
+# -- what must hold exactly ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_tokens_depend_on_those_up_to_them_alone(logits: str, dtype: str) -> None:
+    x = statistics(6, (2, 3, 80, 8), dtype=dtype, logits=logits, mean=True, decay=True)
+    Y, P = forward(x)[0], memberships(x)
+    for stop in (1, 15, 16, 33, 79):
+        W = x.W.copy()
+        W[:, :, stop:] = np.nan
+        np.testing.assert_array_equal(forward(replace(x, W=W))[0][:, :, :stop], Y[:, :, :stop])
+        np.testing.assert_array_equal(memberships(replace(x, W=W))[:, :, :stop], P[:, :, :stop])
+        cut = replace(x, W=x.W[:, :, :stop], offsets=np.array([0, stop]))
+        np.testing.assert_array_equal(forward(cut)[0], Y[:, :, :stop])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_no_bit_depends_on_other_items_and_sequences(logits: str, causal: bool) -> None:
+    x = statistics(
+        7, (3, 20, 70, 8), dtype="float32", logits=logits, causal=causal, offsets=[0, 40, 70], mask=True, decay=True
+    )
+    dY = np.random.default_rng(8).standard_normal(x.W.shape).astype(np.float32)
+    (Y, sums), (dW, *_) = forward(x, state=True), backward(x, dY)
+    for i, (low, high) in enumerate(((0, 40), (40, 70))):
+        part, offsets = np.s_[1:2, :, low:high], np.array([0, high - low])
+        one = replace(
+            x, W=x.W[part], mask=x.mask[1:2, low:high], offsets=offsets, temperature=x.temperature[1:2], offset=None
+        )
+        alone, after = forward(one, state=True)
+        np.testing.assert_array_equal(alone, Y[part])
+        np.testing.assert_array_equal(backward(one, dY[part])[0], dW[part])
+        for own, together in zip(after, sums, strict=True):
+            np.testing.assert_array_equal(own[:, :, 0], together[1:2, :, i])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_masked_tokens_do_nothing(logits: str, causal: bool) -> None:
+    x = statistics(9, (2, 3, 60, 8), logits=logits, causal=causal, mask=True, mean=True, offset=True)
+    x.mask[0, :25] = False
+    x.mask[1] = False
+    check(x)
+    dY = np.random.default_rng(10).standard_normal(x.W.shape)
+    W, offset, given = x.W.copy(), x.offset.copy(), dY.copy()
+    for array in (W, given):
+        array.swapaxes(1, 2)[~x.mask] = np.nan
+    offset.swapaxes(1, 2)[~x.mask] = np.nan
+    poisoned = replace(x, W=W, offset=offset)
+    Y, P = forward(poisoned)[0], memberships(poisoned)
+    np.testing.assert_array_equal(Y, forward(x)[0])
+    assert not Y.swapaxes(1, 2)[~x.mask].any()
+    assert not P.swapaxes(1, 2)[~x.mask].any()
+    for part, other in zip(backward(poisoned, given), backward(x, dY), strict=True):
+        np.testing.assert_array_equal(part, other)
+
+
+@pytest.mark.parametrize("d", [8, 5])
+def test_arrays_of_any_layout(d: int) -> None:
+    x = statistics(11, (3, 4, 40, d), dtype="float32", mask=True, offset=True)
+    dY = np.random.default_rng(12).standard_normal(x.W.shape).astype(np.float32)
+    Y, found = forward(x)[0], backward(x, dY)
+    assert Y.flags.c_contiguous
+    assert found[0].flags.c_contiguous
+
+    def turned(array: Any) -> Any:  # the heads of a token side by side
+        return np.swapaxes(np.swapaxes(array, 1, 2).copy(), 1, 2)
+
+    def shifted(array: Any) -> Any:  # not aligned for vectors, and every other token
+        held = np.zeros((*array.shape[:2], 2 * array.shape[2], d + 3), array.dtype)
+        held[:, :, ::2, 1 : 1 + d] = array
+        return held[:, :, ::2, 1 : 1 + d]
+
+    side_by_side = replace(x, W=turned(x.W), offset=turned(x.offset), mask=np.asfortranarray(x.mask))
+    moved = forward(side_by_side)[0]
+    assert moved.transpose(0, 2, 1, 3).flags.c_contiguous
+    dW = backward(side_by_side, dY)[0]
+    assert dW.transpose(0, 2, 1, 3).flags.c_contiguous
+    np.testing.assert_array_equal(moved, Y)
+    np.testing.assert_array_equal(dW, found[0])
+    for other in (shifted(x.W), np.asfortranarray(x.W)):
+        if d == 5:  # where vectors do not fit, nothing is summed in another order
+            np.testing.assert_array_equal(forward(replace(x, W=other))[0], Y)
+        np.testing.assert_allclose(forward(replace(x, W=other))[0], Y, atol=1e-6)
+    for other in (turned(dY), shifted(dY), np.asfortranarray(dY)):
+        for part, expected in zip(backward(x, other), found, strict=True):
+            np.testing.assert_allclose(part, expected, atol=1e-5)
+    one = replace(x, offset=np.broadcast_to(x.offset[:, :, :1], x.offset.shape), temperature=x.temperature.T[:3, :1])
+    one = replace(one, temperature=np.broadcast_to(one.temperature, (3, 4)))
+    copied = replace(one, offset=one.offset.copy(), temperature=one.temperature.copy())
+    np.testing.assert_array_equal(forward(one)[0], forward(copied)[0])
+    for part, expected in zip(backward(one, dY), backward(copied, dY), strict=True):
+        np.testing.assert_array_equal(part, expected)
+
+
+def test_vectors_of_an_array_that_is_not_aligned() -> None:
+    x = statistics(13, (2, 3, 40, 8), dtype="float32")
+    held = np.zeros(x.W.size + 1, np.float32)
+    held[1:] = x.W.ravel()
+    W, dY = held[1:].reshape(x.W.shape), np.ones_like(x.W)
+    np.testing.assert_array_equal(forward(replace(x, W=W))[0], forward(x)[0])
+    for part, expected in zip(backward(replace(x, W=W), W), backward(x, x.W), strict=True):
+        np.testing.assert_array_equal(part, expected)
+    assert backward(x, dY)[2] is None
+
+
+# -- numbers that are hard ---------------------------------------------------------------
+
+
+def test_errors_do_not_grow_with_the_number_of_tokens() -> None:
+    x = statistics(14, (1, 2, 20000, 3), dtype="float32", mean=True)
+    for given in (x, replace(x, decay=np.array([1, 0.9999999]))):
+        Y, sums = forward(given, state=True)
+        expected, after = _generic_tokens.forward(wide(given), state=True)
+        np.testing.assert_allclose(Y, expected, rtol=3e-5, atol=1e-6)  # a logit is a mean of 20 000 tokens
+        for part, other in zip(sums, after, strict=True):
+            np.testing.assert_allclose(part, other, rtol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("scale", [1e-3, 30])
+def test_memberships_that_are_almost_all_or_nothing(scale: float, dtype: str) -> None:
+    x = statistics(15, (1, 4, 40, 3), dtype=dtype, logits="norm", ridge=0.0)
+    x = replace(x, W=(x.W * scale).astype(dtype))
+    Y, P = forward(x)[0], memberships(x)
+    expected = _generic_tokens.forward(wide(x))[0]
+    np.testing.assert_allclose(Y, expected, rtol=0, atol=1e-3 * scale if dtype == "float32" else 1e-12 * scale)
+    np.testing.assert_allclose(P.sum(axis=1), 1, rtol=1e-6)
+    for part in backward(x, np.ones_like(x.W))[:2]:
+        assert np.isfinite(part).all()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_channels_of_zeros_are_finite(dtype: str) -> None:
+    x = statistics(16, (2, 3, 40, 4), dtype=dtype, ridge=0.0, least=1e-300)
+    x.W[:, :, :20, 1] = 0
+    x.W[1] = 0
+    Y, found = forward(x)[0], backward(x, np.ones_like(x.W))
+    np.testing.assert_allclose(Y, _generic_tokens.forward(wide(x))[0], rtol=0, atol=TOLERANCE[dtype])
+    for part, other in zip(found[:2], gradients(x, np.ones_like(x.W))[:2], strict=True):
+        np.testing.assert_allclose(part, other, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(other).max()))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("logits", LOGITS)
+def test_going_on_from_a_state_is_going_on(logits: str, dtype: str) -> None:
+    x = statistics(17, (2, 3, 60, 8), dtype=dtype, logits=logits, mean=True, decay=True)
+    Y, after = forward(x, state=True)
+    stop, found = 37, []
+    first = replace(x, W=x.W[:, :, :stop], offsets=np.array([0, stop]))
+    begun, state = forward(first, state=True)
+    found.append(begun)
+    for t in range(stop, 60):  # a token at a time
+        step = replace(x, W=x.W[:, :, t : t + 1], offsets=np.array([0, 1]), state=state)
+        one, state = forward(step, state=True)
+        found.append(one)
+    np.testing.assert_allclose(np.concatenate(found, axis=2), Y, rtol=0, atol=TOLERANCE[dtype])
+    for part, other in zip(state, after, strict=True):
+        np.testing.assert_allclose(part, other, rtol=TOLERANCE[dtype])
+
+
+def test_more_heads_than_shared_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = statistics(18, (1, 40, 3, 1))
+    monkeypatch.setattr(_cuda_tokens, "shared_limit", lambda: 48 * 1024)
+    forward(x)
+    with pytest.raises(ValueError, match=r"W has 400 heads; expected at most \d+ in float64"):
+        forward(statistics(18, (1, 400, 3, 1)))
+
+
+# -- arrays as strict as CuPy's --------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_table_takes_arrays_of_a_device(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = statistics(19, (2, 3, 40, 4), dtype="float32", causal=causal, offset=True, mask=True, decay=True)
+    state = statistics(20, (2, 3, 40, 4), causal=causal, state=True).state
+    dY = np.random.default_rng(21).standard_normal(x.W.shape).astype(np.float32)
+
+    def results(table: Any, x: Statistics, dY: Any, state: Any) -> list[Any]:
+        found = []
+        for given in (x, replace(x, state=state)):
+            Y, sums = table.forward(given, state=True)
+            found += [Y, *sums, table.memberships(given), *table.backward(given, dY)]
+        return found
+
+    expected = results(_cuda_tokens, x, dY, state)
+    cupy = emulated.library_on_device(monkeypatch)
+    names = ("W", "temperature", "offset", "mask")
+    there = replace(x, **{name: cupy.asarray(getattr(x, name)) for name in names})
+    table = token_kernels_for(there.W)
+    assert table is _cuda_tokens
+    for part, other in zip(results(table, there, cupy.asarray(dY), state), expected, strict=True):
+        assert isinstance(part, emulated.DeviceArray)
+        np.testing.assert_array_equal(part.get(), other)
+
+
+def test_squares_are_added_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(22)
+    X, mask, weights = rng.standard_normal((2, 30, 4)), rng.random((2, 30)) < 0.5, rng.random((2, 30))
+    decay, held = np.array([1, 0.8]), (rng.random((2, 4)), rng.random(2))
+    expected = _generic_tokens.add_squares(X, mask, weights, decay, held)
+    cupy = emulated.library_on_device(monkeypatch)
+    given = [*map(cupy.asarray, (X, mask, weights)), decay, tuple(map(cupy.asarray, held))]
+    for part, other in zip(_cuda_tokens.add_squares(*given), expected, strict=True):
+        np.testing.assert_allclose(part.get(), other, rtol=1e-14)

@@ -1,0 +1,487 @@
+"""Keys in dask arrays and in shards on disk: the set and the scores of all rows, wherever they are computed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+from levattn.exceptions import KeyFileError, NonFiniteError
+from strategies import conditioned, examples, graded, integer_deficient, near_deficient, tiny_direction
+
+dask = pytest.importorskip("dask")
+da = pytest.importorskip("dask.array")
+distributed = pytest.importorskip("distributed")
+
+from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
+    _merged_moments,
+    _merged_set,
+    from_keys,
+    leverage_scores,
+    softmax_state,
+    universal_set,
+    universal_set_of_files,
+)
+from levattn.states import Moments, SoftmaxState  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def in_this_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compute in this thread, unless the test has a cluster."""
+    with dask.config.set(scheduler=None if {"client", "remote"} & {*request.fixturenames} else "synchronous"):
+        yield
+
+
+def keys(n: int = 9000, d: int = 6, seed: int = 0) -> np.ndarray:
+    """Gaussian keys with some that are large."""
+    K = np.random.default_rng(seed).standard_normal((n, d))
+    K[:: max(1, n // 7)] *= 40
+    return K
+
+
+def in_chunks(K: np.ndarray, sizes: list[int]) -> Any:
+    """K with these chunks and one for the rows that are left."""
+    rows = K.shape[-2]
+    cut = [max(0, min(size, rows - sum(sizes[:i]))) for i, size in enumerate(sizes)]
+    return da.from_array(K, chunks=(*((s,) for s in K.shape[:-2]), (*cut, rows - sum(cut)), (K.shape[-1],)))
+
+
+def unknown(K: Any) -> Any:
+    """The same rows, in chunks of unknown sizes."""
+    with dask.config.set(scheduler="synchronous"):
+        found = K[da.ones(K.shape[0], chunks=(K.chunks[0],), dtype=bool)]
+    assert np.isnan(found.shape[0])
+    return found
+
+
+def check(found: levattn.StreamedSet, K: Any, epsilon: float) -> None:
+    """Compare a set with that of the keys in memory."""
+    expected = levattn.universal_set(K, epsilon)
+    assert found.n == K.shape[-2]
+    assert found.guarantee == expected.guarantee == "exact"
+    assert np.array_equal(found.rank, expected.rank)
+    rows = np.asarray(expected.mask).reshape(-1, K.shape[-2])
+    scores = np.asarray(expected.scores, np.float64).reshape(rows.shape)
+    for item, which, score in zip(found.items, rows, scores, strict=True):
+        assert np.array_equal(item.indices, np.flatnonzero(which))
+        np.testing.assert_allclose(item.scores, score[which], rtol=1e-6)
+
+
+# -- sets ---------------------------------------------------------------------------------------------
+
+
+@examples(30)
+@given(st.lists(st.integers(0, 3000), max_size=12), st.sampled_from([0.01, 0.05, 0.3, 1.0]))
+def test_any_chunks_give_the_set(sizes: list[int], epsilon: float) -> None:
+    K = keys()
+    X = in_chunks(K, sizes)
+    check(universal_set(X, epsilon).compute(), K, epsilon)
+
+
+@examples(15)
+@given(st.lists(st.integers(0, 3000), max_size=20))
+def test_chunks_of_unknown_size_are_numbered_in_order(sizes: list[int]) -> None:
+    K = keys()
+    check(universal_set(unknown(in_chunks(K, sizes)), 0.02).compute(), K, 0.02)
+
+
+def test_rows_that_dask_selected() -> None:
+    K = da.from_array(keys(), chunks=(400, 6))
+    check(universal_set(K[K[:, 1] > 0], 0.05).compute(), (lambda K: K[K[:, 1] > 0])(keys()), 0.05)
+
+
+@pytest.mark.parametrize(
+    "K",
+    [
+        pytest.param(conditioned(np.random.default_rng(1), 6000, 8, 1e10), id="ill-conditioned"),
+        pytest.param(conditioned(np.random.default_rng(2), 6000, 8, 1e6), id="condition 1e6"),
+        pytest.param(integer_deficient(np.random.default_rng(3), 4000, 6, 3), id="rank-deficient"),
+        pytest.param(tiny_direction(np.random.default_rng(4), 3000, 5, 1e-9), id="a direction of one row"),
+        pytest.param(graded(np.random.default_rng(5), 3000, 6) * 1e170, id="columns of all sizes"),
+        pytest.param(np.zeros((50, 3)), id="zeros"),
+        pytest.param(np.random.default_rng(6).standard_normal((4, 9)), id="fewer rows than columns"),
+    ],
+)
+def test_hard_keys(K: np.ndarray) -> None:
+    X = da.from_array(K, chunks=(-(-len(K) // 11), K.shape[1]))
+    check(universal_set(X, 0.02).compute(), K, 0.02)
+    np.testing.assert_allclose(leverage_scores(X).compute(), levattn.leverage_scores(K), rtol=1e-8, atol=1e-14)
+
+
+def test_rows_at_the_edge_of_the_rank_make_it_a_superset() -> None:
+    K = near_deficient(np.random.default_rng(0), 600, 5, 1e-17)
+    alone = levattn.StreamingUniversalSet(0.1).update(K).result()
+    found = universal_set(da.from_array(K, chunks=(100, 5)), 0.1).compute()
+    assert (found.guarantee, found.rank) == (alone.guarantee, alone.rank)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", ">f8"])
+def test_storage_types(dtype: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    K = keys().astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    X = da.from_array(K, chunks=(2500, 6))
+    check(universal_set(X, 0.05).compute(), K, 0.05)
+    scores, expected = leverage_scores(X), levattn.leverage_scores(K)
+    assert scores.dtype == scores.compute().dtype == expected.dtype
+    np.testing.assert_allclose(scores.compute(), expected, rtol=1e-12 if dtype in ("float64", ">f8") else 2e-6)
+
+
+def test_batches_and_cut_columns() -> None:
+    K = keys(24_000).reshape(2, 3, 4000, 6)
+    X = da.from_array(K, chunks=(1, 2, 900, 4))
+    check(universal_set(X, 0.05).compute(), K, 0.05)
+    scores = leverage_scores(X)
+    assert scores.chunks == ((2,), (3,), (900, 900, 900, 900, 400))
+    np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-10)
+    cut = da.from_array(keys(), chunks=(400, 4))
+    check(universal_set(cut[cut[:, 1] > 0], 0.05).compute(), (lambda K: K[K[:, 1] > 0])(keys()), 0.05)
+
+
+@pytest.mark.parametrize("f", [4, levattn.Power(6)])
+def test_even_powers(f: Any) -> None:
+    K = keys(3000, 3)
+    found = universal_set(da.from_array(K, chunks=(700, 3)), 0.05, f=f).compute()
+    alone = levattn.StreamingUniversalSet(0.05, f=f).update(K).result()
+    assert np.array_equal(found.indices, alone.indices)
+    assert (found.guarantee, found.f) == ("superset", alone.f)
+    assert set(levattn.universal_set(K, 0.05, f=f).indices) <= set(found.indices)
+
+
+def test_no_rows() -> None:
+    found = universal_set(da.zeros((0, 3), chunks=(5, 3)), 0.1).compute()
+    assert (found.n, len(found), found.rank) == (0, 0, 0)
+    assert leverage_scores(da.zeros((0, 3), chunks=(5, 3))).compute().shape == (0,)
+
+
+def test_the_same_chunks_give_the_same_bits() -> None:
+    X = da.from_array(keys(), chunks=(700, 6))
+    results = []
+    for scheduler in ("synchronous", "threads", "threads"):
+        with dask.config.set(scheduler=scheduler):
+            results.append((universal_set(X, 0.01).compute(), leverage_scores(X).compute()))
+    for found, scores in results[1:]:
+        assert np.array_equal(found.scores, results[0][0].scores)
+        assert np.array_equal(scores, results[0][1])
+
+
+def test_merging_leaves_the_states_as_they_are() -> None:
+    parts = np.split(keys(), 3)
+    states = [levattn.StreamingUniversalSet(0.1).update(part) for part in parts]
+    before = [state.to_bytes() for state in states]
+    for _ in range(2):
+        assert _merged_set(states, 0.1, 2).n == 9000
+    assert [state.to_bytes() for state in states] == before
+    moments = [Moments(6).update(part) for part in parts]
+    sums = [state.read() for state in moments]
+    first, second = (_merged_moments(moments, np.empty((0, 6))).read() for _ in range(2))
+    assert np.array_equal(first, second)
+    assert all(np.array_equal(state.read(), old) for state, old in zip(moments, sums, strict=True))
+
+
+# -- scores -------------------------------------------------------------------------------------------
+
+
+@examples(20)
+@given(st.lists(st.integers(0, 3000), max_size=12), st.booleans())
+def test_scores_have_the_chunks_of_the_keys(sizes: list[int], known: bool) -> None:
+    K = keys()
+    X = in_chunks(K, sizes)
+    scores = leverage_scores(X if known else unknown(X))
+    assert scores.numblocks == X.numblocks[:1]
+    if known:
+        assert scores.chunks == X.chunks[:1]
+    np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-12)
+
+
+def counted(tasks: list[tuple[str, int]], name: str, value: Any) -> Any:
+    tasks.append((name, len(value)))
+    return value
+
+
+def test_reading_is_lazy_and_as_often_as_said() -> None:
+    seen: list[tuple[str, int]] = []
+    K = keys()
+    X = da.from_array(K, chunks=(3000, 6)).map_blocks(lambda part: counted(seen, "keys", part), dtype=K.dtype)
+    seen.clear()  # of what dask tries on no rows
+    lazy, scores = universal_set(X, 0.1), leverage_scores(X)
+    assert seen == []
+    lazy.compute()
+    assert seen == [("keys", 3000)] * 3
+    seen.clear()
+    scores.map_blocks(lambda part: counted(seen, "scores", part), dtype=float, meta=np.empty(0)).compute()
+    assert sorted(seen) == [("keys", 3000)] * 6 + [("scores", 3000)] * 3
+    # a chunk is let go before the next is read, in the second pass too
+    assert [name for name, _ in seen[3:]] == ["keys", "scores"] * 3
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number, part in enumerate(np.split(keys().astype(np.float32), [1000, 1000, 6000])):
+        np.save(folder / f"shard-{number}.npy", part)
+    return folder
+
+
+def test_shards_are_read_in_chunks(shards: Path) -> None:
+    K = keys().astype(np.float32)
+    X = from_keys(levattn.open_keys(shards, chunk_rows=4000))
+    assert (X.chunks, X.dtype) == (((4000, 4000, 1000), (6,)), K.dtype)
+    assert np.array_equal(X.compute(), K)
+    assert np.array_equal(X[5990:6010, 2].compute(), K[5990:6010, 2])
+    check(universal_set(X, 0.05).compute(), K, 0.05)
+    np.testing.assert_allclose(leverage_scores(X).compute(), levattn.leverage_scores(K), rtol=2e-6)
+    assert np.array_equal(from_keys(sorted(shards.iterdir())[::-1]).compute()[:3000], K[6000:])
+
+
+def test_the_set_of_files(shards: Path) -> None:
+    check(universal_set_of_files(shards, 0.05, memory=700 * 24), keys().astype(np.float32), 0.05)
+    check(universal_set_of_files(shards, 1, memory=700 * 24), keys().astype(np.float32), 1)
+    found = universal_set_of_files([shards / "shard-3.npy"], 0.05, f=4)
+    assert (found.n, found.f) == (3000, 4)
+
+
+def test_a_tensor_of_several(tmp_path: Path) -> None:
+    K = keys(600).reshape(2, 300, 6)
+    np.savez(tmp_path / "layer.npz", K=K, V=np.ones((2, 300, 3)))
+    found = universal_set_of_files(tmp_path / "layer.npz", 0.05, tensor="K", memory=2 * 128 * 48)
+    check(found, K, 0.05)
+    with pytest.raises(KeyFileError, match="tensor"):
+        universal_set_of_files(tmp_path / "layer.npz", 0.05)
+
+
+def test_paths_do_not_depend_on_the_folder_of_the_worker(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shards.parent)
+    one, several = from_keys("shards"), from_keys([Path("shards", "shard-0.npy")])
+    monkeypatch.chdir(shards)
+    assert one.compute().shape == (9000, 6)
+    assert several.compute().shape == (1000, 6)
+
+
+def test_a_file_that_changed_is_refused(shards: Path) -> None:
+    X = from_keys(shards)
+    np.save(shards / "shard-0.npy", np.ones((7, 6), np.float32))
+    with pytest.raises(KeyFileError, match="changed"):
+        universal_set(X, 0.1).compute()
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    np.save(tmp_path / "none.npy", np.ones((0, 3)))
+    assert universal_set_of_files(tmp_path / "none.npy", 0.1).n == 0
+    assert universal_set_of_files(tmp_path / "none.npy", 5e-324).n == 0  # 1/ε is not even a number
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [lambda K: universal_set(K, 0.1), leverage_scores])
+def test_refuses_what_is_no_matrix_of_keys(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"ndarray; expected a dask array.*from_keys"):
+        call(np.ones((5, 3)))
+    with pytest.raises(ValueError, match=r"shape \(5,\)"):
+        call(da.ones(5))
+    with pytest.raises(TypeError, match="int64"):
+        call(da.ones((5, 3), dtype="int64"))
+    with pytest.raises(ValueError, match="at least one column"):
+        call(da.ones((5, 0)))
+    columns = da.ones((5, 4))[:, da.from_array(np.ones(4, bool), chunks=2)]
+    with pytest.raises(ValueError, match="compute_chunk_sizes"):
+        call(columns)
+    check(universal_set(columns.compute_chunk_sizes(), 0.5).compute(), np.ones((5, 4)), 0.5)
+
+
+def test_wrong_options_show_before_anything_is_computed() -> None:
+    K = da.ones((5, 3))
+    with pytest.raises(ValueError, match="epsilon is 2"):
+        universal_set(K, 2)
+    with pytest.raises(ValueError, match="f is"):
+        universal_set(K, 0.1, f=levattn.Softmax(2.0))
+    with pytest.raises(FileNotFoundError):
+        from_keys("no such file.npy")
+
+
+@pytest.mark.parametrize("call", [lambda K: universal_set(K, 0.1), leverage_scores])
+def test_names_the_chunk_that_is_not_finite(call: Callable[[Any], Any]) -> None:
+    K = keys()
+    K[6017] = np.inf
+    with pytest.raises(NonFiniteError, match=r"chunk 2 of the rows: .* row 17,"):
+        call(da.from_array(K, chunks=(3000, 6))).compute()
+
+
+def test_names_the_range_that_is_not_finite(tmp_path: Path) -> None:
+    K = keys()
+    K[8017] = np.nan
+    np.save(tmp_path / "keys.npy", K)
+    with pytest.raises(NonFiniteError, match=r"rows from 5000 on: .* row 3017,"):
+        universal_set_of_files(tmp_path / "keys.npy", 0.08, memory=500 * 48)
+
+
+@pytest.mark.parametrize("package", ["dask", "distributed"])
+def test_says_what_to_install(package: str, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    X = da.ones((5, 3))
+    for module in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    wants = rf'needs {package}: pip install "levattn\[dask\]"'
+    with pytest.raises(ImportError, match=wants):
+        universal_set_of_files(shards, 0.1, scheduler="tcp://127.0.0.1:1")
+    if package == "dask":
+        for call in (lambda: universal_set(X, 0.1), lambda: leverage_scores(X), lambda: from_keys(shards)):
+            with pytest.raises(ImportError, match=wants):
+                call()
+
+
+# -- a cluster: in this process, which is spoken to by messages as another would be, or of processes ---
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with distributed.LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        processes=False,
+        protocol="tcp",
+        dashboard_address=":0",
+        silence_logs=logging.CRITICAL,
+    ) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=logging.CRITICAL
+    ) as found:
+        yield found
+
+
+@pytest.fixture
+def client(cluster: Any) -> Iterator[Any]:
+    with distributed.Client(cluster) as found:
+        found.wait_for_workers(2)
+        yield found
+
+
+@pytest.fixture
+def remote(processes: Any) -> Iterator[Any]:
+    with distributed.Client(processes) as found:
+        found.wait_for_workers(2)
+        yield found
+
+
+@pytest.mark.thorough
+def test_on_processes(remote: Any, processes: Any, shards: Path) -> None:
+    K = keys()
+    X = da.from_array(K, chunks=(700, 6))
+    check(universal_set(X, 0.02).compute(), K, 0.02)
+    check(universal_set(X, 0.02, client=remote), K, 0.02)
+    check(universal_set(X, 0.02, client=processes), K, 0.02)
+    np.testing.assert_allclose(leverage_scores(X).compute(), levattn.leverage_scores(K), rtol=1e-12)
+    check(universal_set_of_files(shards, 0.05, memory=700 * 24, scheduler=remote), K.astype(np.float32), 0.05)
+
+
+def test_by_the_address_of_a_scheduler(cluster: Any, shards: Path) -> None:
+    found = universal_set_of_files(shards, 0.05, scheduler=cluster.scheduler_address)
+    check(found, keys().astype(np.float32), 0.05)
+    assert not distributed.client._get_global_client()  # nothing else is computed there from now on
+
+
+def test_what_comes_to_the_client_does_not_grow_with_the_rows(client: Any) -> None:
+    sizes = [
+        len(
+            pickle.dumps(
+                universal_set(da.random.default_rng(0).normal(size=(n, 4), chunks=(20_000, 4)), 0.5).compute()
+            )
+        )
+        for n in (40_000, 400_000)
+    ]
+    assert max(sizes) < 4000
+
+
+def test_errors_come_to_the_client(client: Any) -> None:
+    K = keys()
+    K[17] = np.nan
+    with pytest.raises(NonFiniteError, match="chunk 0"):
+        universal_set(da.from_array(K, chunks=(3000, 6)), 0.1).compute()
+
+
+def test_kernels_have_the_threads_of_their_worker(client: Any) -> None:
+    def threads() -> tuple[int, int]:
+        from levattn._core.threads import num_threads
+        from levattn.distributed.dask import _threads_of_worker
+
+        with levattn.thread_limit(2):
+            before = num_threads()
+            with _threads_of_worker():
+                return before, num_threads()
+
+    assert client.submit(threads).result() == (2, 1)
+    assert threads() == (2, 2)
+
+
+@pytest.mark.thorough
+def test_a_killed_worker_changes_nothing(remote: Any, tmp_path: Path) -> None:
+    K = keys(24_000)
+
+    def slowly(part: np.ndarray, block_id: Any = None) -> np.ndarray:
+        if len(part) > 1:
+            Path(tmp_path, f"{block_id[0]}-{os.getpid()}").touch()
+            time.sleep(0.05)
+        return part
+
+    X = da.from_array(K, chunks=(600, 6)).map_blocks(slowly, dtype=K.dtype, meta=np.empty((0, 6)))
+    victim = next(iter(remote.run(os.getpid).values()))
+    future = remote.compute(universal_set(X, 0.02))
+    while len(list(tmp_path.glob(f"*-{victim}"))) < 6:
+        assert not future.done()
+        time.sleep(0.01)
+    os.kill(victim, signal.SIGKILL)
+    assert not future.done()
+    check(future.result(timeout=120), K, 0.02)
+    read = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
+    assert len(read) > len(set(read)) == 40  # what the victim had in hand was read again
+
+
+# -- softmax states -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[500], [100, 0, 300], [1, 2, 3]])
+@pytest.mark.parametrize("others", [[500], [250]])
+def test_softmax_state_is_that_of_all_positions(sizes: list[int], others: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    logits, V = rng.normal(scale=20, size=(2, 500, 4)), rng.normal(size=(2, 500, 3))
+    state = softmax_state(in_chunks(logits, sizes), in_chunks(V, others)).compute()
+    alone = SoftmaxState(4, 3, (2,)).update(logits, V)
+    np.testing.assert_allclose(state.read(), alone.read(), rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(state.m, alone.m)
+
+
+def test_softmax_state_of_chunks_of_unknown_size() -> None:
+    rng = np.random.default_rng(1)
+    logits, V = rng.normal(size=(500, 4)), rng.normal(size=(500, 3))
+    lazy = softmax_state(unknown(in_chunks(logits, [200])), unknown(in_chunks(V, [200])))
+    np.testing.assert_allclose(lazy.compute().read(), SoftmaxState(4, 3).update(logits, V).read(), rtol=1e-12)
+
+
+def test_softmax_state_refuses_what_does_not_go_together() -> None:
+    with pytest.raises(ValueError, match="as many positions"):
+        softmax_state(in_chunks(np.zeros((9, 2)), [4]), in_chunks(np.zeros((9, 2, 2)), [4]))
+    with pytest.raises(ValueError, match="as many positions"):
+        softmax_state(in_chunks(np.zeros((9, 2)), [9]), in_chunks(np.zeros((8, 2)), [4]))
+    with pytest.raises(TypeError, match="V is of type ndarray"):
+        softmax_state(in_chunks(np.zeros((9, 2)), [4]), np.zeros((9, 2)))

@@ -1,0 +1,129 @@
+"""The tables of the comparison page: how they are written, and that each has a place; nothing is measured."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def page():
+    """Give the module that writes tables."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield importlib.import_module("_page")
+
+
+@pytest.fixture
+def fake(page, tmp_path):
+    """Give a page with two tables and a list of losses."""
+    path = tmp_path / "page.md"
+    names = ("speed", "memory", page.LOSSES)
+    path.write_text("Above\n\n" + "\n\nbetween\n\n".join(page.block(name, "old") for name in names) + "\n\nbelow\n")
+    return path
+
+
+def _table(page, name, *losses):
+    return page.Table(name, ["route", "ms"], [["levattn", "1"], ["rival", "2"]], list(losses), ["a note"])
+
+
+def test_a_table_is_markdown_with_losses_notes_and_its_source(page):
+    text = _table(page, "speed", "a rival is 2.00 times as fast").markdown("where and when")
+    assert text == (
+        "| route | ms |\n| --- | ---: |\n| levattn | 1 |\n| rival | 2 |\n\n"
+        "- levattn loses: a rival is 2.00 times as fast\n- a note\n\n*where and when*"
+    )
+    assert "- levattn loses nowhere in this table" in _table(page, "speed").markdown("")
+
+
+def test_a_table_without_a_comparison_says_nothing_of_losses(page):
+    assert page.Table("speed", ["route"], [["levattn"]]).markdown("here") == (
+        "| route |\n| --- |\n| levattn |\n\n*here*"
+    )
+
+
+def test_a_table_comes_between_its_markers_and_nothing_else_moves(page, fake):
+    before = fake.read_text()
+    page.write({"speed": _table(page, "speed", "slow").markdown("here")}, fake)
+    after = fake.read_text()
+    body = _table(page, "speed", "slow").markdown("here")
+    expected = before.replace(page.block("speed", "old"), page.block("speed", body))
+    assert after == expected.replace(page.block(page.LOSSES, "old"), page.block(page.LOSSES, "- speed: slow"))
+    assert list(fake.parent.iterdir()) == [fake]
+
+
+def test_losses_are_gathered_from_all_tables_and_change_with_them(page, fake):
+    page.write({name: _table(page, name, f"of {name}").markdown("") for name in ("speed", "memory")}, fake)
+    assert page.block(page.LOSSES, "- speed: of speed\n- memory: of memory") in fake.read_text()
+    page.write({"speed": _table(page, "speed").markdown("")}, fake)
+    assert page.block(page.LOSSES, "- memory: of memory") in fake.read_text()
+
+
+def test_writing_a_table_twice_changes_nothing(page, fake):
+    body = _table(page, "speed", "slow").markdown(r"a \1 that is no group")
+    page.write({"speed": body}, fake)
+    once = fake.read_text()
+    page.write({"speed": body}, fake)
+    assert fake.read_text() == once
+    assert body in once
+
+
+@pytest.mark.parametrize("name", ["nowhere", "twice"])
+def test_a_page_without_exactly_one_place_is_left_alone(page, fake, name):
+    fake.write_text(fake.read_text() + 2 * page.block("twice", "old"))
+    before = fake.read_text()
+    with pytest.raises(ValueError, match=f"not exactly one block '{name}'"):
+        page.write({"speed": "new", name: "new"}, fake)
+    assert fake.read_text() == before
+
+
+def test_every_rival_that_is_faster_at_all_is_a_loss(page):
+    times = {"levattn": 2.0, "a": 3.0, "b": 1.6, "c": 1.0}
+    assert page.slower(times, "levattn", "here", {"c": "not leverage"}) == [
+        "here: c (not leverage) is 2.00 times as fast",
+        "here: b is 1.25 times as fast",
+    ]
+    assert page.slower({"levattn": 1.0, "a": 1.0}, "levattn", "here") == []
+    assert page.slower({"levattn": 1.0}, "levattn", "here") == []
+
+
+def test_what_is_not_installed_is_said(page):
+    pytest.importorskip("threadpoolctl")  # for the routes beside them
+    libraries = importlib.import_module("_libraries")
+    assert libraries.version("no_such_library") is None
+    assert libraries.versions(("numpy", "no_such_library")).endswith(", no_such_library not installed")
+    assert libraries.missing("pylspack").startswith("not installed (not on PyPI")
+
+
+def _sections() -> set[str]:
+    """Return the names of all tables, read in the scripts: to import them needs torch."""
+    names = set()
+    for path in FOLDER.glob("_comparison_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "SECTIONS":
+                names |= {ast.literal_eval(key) for key in node.value.keys}
+    return names
+
+
+def test_the_page_has_one_place_for_each_table_and_its_command(page):
+    places = re.findall(r"^<!-- ([\w-]+): (.+) -->$", page.PAGE.read_text(), re.M)
+    expected = {name: page.COMMAND.format(name=name) for name in _sections()}
+    general = {"machine", page.LOSSES}
+    assert len(places) == len(expected) + len(general)
+    assert {name: command for name, command in places if name not in general} == expected
+
+
+def test_the_table_of_model_quality_is_where_the_page_includes_it_from(page):
+    text = page.PAGE.read_text()
+    source = (ROOT / "examples" / "pruning" / "README.md").read_text()
+    for option in ("start-after", "end-before"):
+        mark = re.search(rf'^:{option}: "(.+)"$', text, re.M)
+        assert mark is not None
+        assert source.count(mark[1]) == 1

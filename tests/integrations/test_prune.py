@@ -1,0 +1,797 @@
+"""Pruned transformers models: tiny ones, against dense attention and against the operator, sequence by sequence."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.56")
+
+from levattn.attention import pruned_attention  # noqa: E402
+from levattn.integrations.transformers import PruneReport, macchiato_from, prune, register, remove  # noqa: E402
+from levattn.integrations.transformers.pruning.interface import _attention  # noqa: E402
+from levattn.integrations.transformers.pruning.prune import observed  # noqa: E402
+
+FIVE = int(transformers.__version__.partition(".")[0]) >= 5
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.3,  # large, so that attention matters
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Qwen2": {"num_key_value_heads": 1},
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 40},
+    "Gemma": {"num_key_value_heads": 2, "head_dim": 8},
+    "GPTNeoX": {"rotary_pct": 0.5},
+}
+ENCODERS: dict[str, dict[str, Any]] = {"Esm": {"position_embedding_type": "rotary"}}
+if FIVE:
+    ENCODERS |= {"Bert": {}, "Roberta": {}, "DistilBert": {}}
+FAMILIES = DECODERS | ENCODERS
+T, PADDED = 20, 6
+LEFT = torch.tensor([[1] * T, [0] * PADDED + [1] * (T - PADDED)])  # which positions are no padding
+SPLIT = {"size": 4, "summaries": 3, "window": 3, "sinks": 1, "chunk": 5}  # fewer slots than keys
+FULL = {name: value for name, value in SPLIT.items() if name != "chunk"}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def base(family: str = "Llama", **options: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **options})
+    kind = "Model" if family in ENCODERS else "ForCausalLM"
+    return getattr(transformers, f"{family}{kind}")(config).eval()
+
+
+def split(family: str) -> dict[str, Any]:
+    return FULL if family in ENCODERS else SPLIT
+
+
+def tokens(batch: int = 2, length: int = T) -> Any:
+    return torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def output(model: Any, ids: Any = None, **options: Any) -> Any:
+    with torch.no_grad():
+        return model(tokens() if ids is None else ids, **options)[0]
+
+
+def difference(a: Any, b: Any, real: Any = None) -> float:
+    distance = (a - b).abs()
+    return float((distance if real is None else distance[real.bool()]).max())
+
+
+def unchanged(model: Any, before: dict[str, Any]) -> bool:
+    """Whether nothing of ours is left on a model."""
+    return looks(model) == before
+
+
+def looks(model: Any) -> dict[str, Any]:
+    """What pruning could leave behind on the modules of a model."""
+    return {
+        name: (id(getattr(module, "config", None)), sorted(vars(module)), len(module._forward_pre_hooks))
+        for name, module in model.named_modules()
+    } | {"implementation": model.config._attn_implementation, "hooks": hooks(model), "training": modes(model)}
+
+
+def hooks(model: Any) -> list[int]:
+    return [len(module._forward_hooks) for module in model.modules()]
+
+
+def modes(model: Any) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+# Dense where nothing is left out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slots_for_all_keys_are_dense_attention(family: str) -> None:
+    model = base(family)
+    masks = (None, LEFT, LEFT.flip(-1))
+    wanted = [output(model, attention_mask=real) for real in masks]
+    for options in ({"budget": 60}, {"budget": 1.0}, {"size": 60}, {"epsilon": -1e30}, split(family)):
+        with prune(model, **options, measure=False):
+            found = [output(model, attention_mask=real) for real in masks]
+        far = [difference(*pair, real) for *pair, real in zip(found, wanted, masks, strict=True)]
+        assert min(far) > 1e-2 if "sinks" in options else max(far) < 2e-5  # of about 10
+
+
+def test_images_are_pruned_too() -> None:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.ViTConfig(num_attention_heads=4, image_size=16, patch_size=4, initializer_range=0.3, **sizes)
+    model = transformers.ViTModel(config).eval()
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    wanted = output(model, images)
+    with prune(model, 17) as report:
+        assert difference(output(model, images), wanted) < 1e-5
+    assert [row["layer"] for row in report.table()] == [0] * 4 + [1] * 4
+    with prune(model, 6):
+        assert difference(output(model, images), wanted) > 1e-2
+
+
+@pytest.mark.skipif(FIVE, reason="goes through the interface from version 5 on")
+def test_an_encoder_that_cannot_be_reached_is_refused() -> None:
+    config = transformers.BertConfig(**SIZES)
+    with pytest.raises(ValueError, match=r"no attention function was reached \(BertSdpaSelfAttention does"):
+        prune(transformers.BertModel(config), 8)
+
+
+# What the operator says, sequence by sequence
+
+
+class Explicit:
+    """Attention of each sequence by itself: some heads by the operator, the others dense."""
+
+    def __init__(self, real: Any, heads: dict[int, list[int]], **options: Any) -> None:
+        self.real, self.heads, self.options, self.calls = real, heads, options, 0
+
+    def __call__(self, module: Any, query: Any, key: Any, value: Any, _: Any, **others: Any) -> tuple[Any, None]:
+        layer, self.calls = self.calls, self.calls + 1
+        group = query.shape[1] // key.shape[1]
+        Y = torch.zeros(*query.shape[:3], value.shape[-1])
+        for b, there in enumerate(self.real.bool()):
+            for head in range(key.shape[1]):
+                which = slice(head * group, (head + 1) * group)
+                q, k, v = query[b, which][:, there], key[b, head : head + 1, there], value[b, head : head + 1, there]
+                causal = others.get("is_causal") is not False and getattr(module, "is_causal", True)
+                if head in self.heads.get(layer, ()):
+                    scale = others["scaling"]
+                    Y[b, which, there] = pruned_attention(q, k, v, causal=causal, scale=scale, **self.options)
+                    continue
+                scores = others["scaling"] * q @ k.transpose(-1, -2)
+                if causal:
+                    scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+                Y[b, which, there] = torch.softmax(scores, -1) @ v
+        return Y.transpose(1, 2), None
+
+
+def explicit(model: Any, function: Any) -> Any:
+    model = copy.deepcopy(model)
+    transformers.AttentionInterface.register("explicit_pruned", function)
+    transformers.AttentionMaskInterface.register(
+        "explicit_pruned", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    model.set_attn_implementation("explicit_pruned")
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX", "Esm"])
+def test_named_layers_and_heads_are_pruned_and_the_others_dense(family: str, implementation: str) -> None:
+    model = base(family, attn_implementation=implementation)
+    for real in (LEFT, LEFT.flip(-1)):
+        for layers, heads in (([1], None), (None, [1]), ([0], [0])):
+            count = model.config.num_attention_heads if family != "Llama" else 2
+            chosen = dict.fromkeys(layers or [0, 1], heads or list(range(count)))
+            wanted = output(explicit(model, Explicit(real, chosen, **split(family))), attention_mask=real)
+            with prune(model, layers=layers, heads=heads, measure=False, **split(family)) as report:
+                assert difference(output(model, attention_mask=real), wanted, real) < 2e-5
+            assert [(row["layer"], row["head"]) for row in report.table()] == [
+                (layer, head) for layer, heads in chosen.items() for head in heads
+            ]
+
+
+def test_budgets_of_layers_and_heads() -> None:
+    model = base()
+    dense = output(model)
+    with prune(model, 14, chunk=4, layers=[1], heads=[0], measure=False):
+        one = output(model)
+    for budget in ({(1, 0): 14}, {(1, 0): 14, (0, 1): 1.0}, {1: 14, (0, 0): 1.0}):
+        with prune(model, budget, chunk=4) as report:
+            found = output(model)
+        same = budget != {1: 14, (0, 0): 1.0}
+        assert (difference(found, one) < 1e-6) == same
+        assert {row["head"] for row in report.table()} == ({0} if same else {0, 1})
+    assert difference(one, dense) > 1e-2
+    with prune(model, {(0, 0): 12, (0, 1): 0.5, (1, 0): 16, (1, 1): 16}, chunk=4, measure=False):
+        mixed = output(model)
+    function = Explicit(torch.ones(2, T), {})
+    parts = {(0, 0): 12, (0, 1): T // 2, (1, 0): 16, (1, 1): 16}
+
+    def each(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> tuple[Any, None]:
+        layer, function.calls = function.calls, function.calls + 1
+        heads = [
+            pruned_attention(
+                query[:, 2 * head : 2 * head + 2],
+                key[:, head : head + 1],
+                value[:, head : head + 1],
+                budget=parts[layer, head],
+                chunk=4,
+                causal=True,
+                scale=others["scaling"],
+            )
+            for head in (0, 1)
+        ]
+        return torch.cat(heads, 1).transpose(1, 2), None
+
+    assert difference(mixed, output(explicit(model, each))) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["Llama", "Esm"])
+@pytest.mark.parametrize("budget", [12, 0.6])
+def test_a_padded_batch_is_what_its_sequences_are(family: str, budget: float) -> None:
+    model, ids = base(family), tokens()
+    options = {} if family in ENCODERS else {"chunk": 3}
+    with prune(model, budget, **options):
+        alone = output(model, ids[1:, PADDED:], attention_mask=LEFT[1:, PADDED:])
+        right = torch.cat([ids[:, PADDED:], ids[:, :PADDED]], 1)
+        for these, real in ((ids, LEFT), (right, LEFT.flip(-1))):
+            found = output(model, these, attention_mask=real)
+            assert difference(found[1, real[1].bool()], alone[0]) < 2e-5
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoding_is_the_forward_pass(family: str) -> None:
+    model, ids = base(family), tokens(length=24)
+    for options in ({"budget": 200}, SPLIT | {"heads": [0]}):
+        with prune(model, **options, measure=False):
+            wanted = output(model, ids, use_cache=False)
+            for cuts in ([17] + [1] * 7, [4, 7, 13]):
+                past, found = None, []
+                for part in ids.split(cuts, 1):
+                    with torch.no_grad():
+                        result = model(part, past_key_values=past, use_cache=True)
+                    past = result.past_key_values
+                    found.append(result.logits)
+                assert past.get_seq_length() == 24
+                assert difference(torch.cat(found, 1), wanted) < 5e-5
+        if "budget" in options:
+            assert difference(output(model, ids), wanted) < 5e-5
+
+
+@pytest.mark.parametrize("options", [SPLIT, {"budget": 0.6, "chunk": 3}], ids=["slots", "share"])
+def test_padding_on_the_left_changes_no_continuation(options: dict[str, Any]) -> None:
+    model, ids = base(), tokens()
+    with prune(model, **options, measure=False):
+        for beams in (1, 2):
+            more = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
+            together = model.generate(ids, attention_mask=LEFT, **more)
+            assert torch.equal(together[:1], model.generate(ids[:1], **more))
+            assert torch.equal(together[1:, PADDED:], model.generate(ids[1:, PADDED:], **more))
+
+
+def test_a_cache_can_be_copied_selected_and_repeated() -> None:
+    model, ids = base(), tokens()
+    with torch.no_grad(), prune(model, 0.7, chunk=3):
+        past = model(ids[:, :12], attention_mask=LEFT[:, :12], use_cache=True).past_key_values
+        fork = copy.deepcopy(past)
+        one = model(ids[:, 12:], attention_mask=LEFT, past_key_values=past).logits
+        assert torch.equal(one, model(ids[:, 12:], attention_mask=LEFT, past_key_values=fork).logits)
+        past.batch_select_indices(torch.tensor([1, 0, 1]))
+        past.batch_repeat_interleave(2)
+        order = torch.tensor([1, 1, 0, 0, 1, 1])
+        more = model(ids[order, :3], past_key_values=past, attention_mask=extended(LEFT[order], 3)).logits
+        wanted = model(ids[:, :3], past_key_values=fork, attention_mask=extended(LEFT, 3)).logits
+        assert difference(more, wanted[order]) < 1e-5
+        past.reset()
+        assert past.get_seq_length() == 0
+        assert difference(model(ids, past_key_values=past).logits, output(model, ids)) < 1e-4
+
+
+def extended(mask: Any, more: int) -> Any:
+    return torch.cat([mask, torch.ones(len(mask), more, dtype=mask.dtype)], 1)
+
+
+def test_a_cache_of_a_pruned_model_goes_on_without_pruning() -> None:
+    model, ids = base(), tokens()
+    wanted = output(model, ids)
+    with torch.no_grad():
+        report = prune(model, 200)
+        past = model(ids[:, :9], use_cache=True).past_key_values
+        report.remove()
+        assert difference(model(ids[:, 9:], past_key_values=past).logits, wanted[:, 9:]) < 5e-5
+        with prune(model, 200), pytest.raises(ValueError, match="the states of another call of prune"):
+            model(ids[:, :1], past_key_values=past)
+
+
+# Gradients, weights
+
+
+def gradients(model: Any, ids: Any, **options: Any) -> list[Any]:
+    model.zero_grad()
+    result = model(ids, **options)
+    (result[0] if "Esm" in type(model).__name__ else result.logits).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Esm"])
+def test_gradients_flow(family: str) -> None:
+    model, ids = base(family), tokens()
+    wanted = gradients(model, ids, attention_mask=LEFT) if family in DECODERS else gradients(model, ids)
+    mask = {"attention_mask": LEFT} if family in DECODERS else {}
+    model.train() if family in DECODERS else model.eval()
+    with prune(model, 60, measure=False):
+        found = gradients(model, ids, **mask)
+    if not mask:
+        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(found, wanted, strict=True))
+    with prune(model, **split(family)):
+        few = gradients(model, ids, **mask)
+    assert len(few) == len(wanted)
+    assert all(torch.isfinite(gradient).all() for gradient in few)
+    assert max(float((a - b).abs().max()) for a, b in zip(few, wanted, strict=True)) > 0
+
+
+@pytest.mark.filterwarnings("ignore:`output_attentions=True` is not supported:UserWarning:transformers")
+@pytest.mark.parametrize("family", ["Llama", "Esm"])
+def test_weights_are_those_of_the_mixture(family: str) -> None:
+    model = base(family)
+    seen: list[Any] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[1:4])
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
+
+    output(explicit(model, spy), attention_mask=LEFT)
+    V = seen[0][2].repeat_interleave(4 // seen[0][2].shape[1], 1)
+    with torch.no_grad(), prune(model, **split(family), layers=[0], heads=[0]):
+        weights = model(tokens(), attention_mask=LEFT, output_attentions=True).attentions[0]
+    assert weights.shape == (2, 4, T, T)
+    rows = weights[LEFT.bool()[:, None].expand(-1, 4, -1)]
+    assert torch.allclose(rows.sum(-1), torch.ones(len(rows)), atol=1e-5)
+    assert (weights >= -1e-6).all()
+    assert float(weights.masked_fill(LEFT.bool()[:, None, None], 0).abs().max()) == 0
+    q, k, _ = seen[0]
+    group = 4 // k.shape[1]
+    options = split(family)
+    scale = 1.0 if family == "Esm" else 8**-0.5
+    Y = pruned_attention(
+        q[1:, :group, PADDED:],
+        k[1:, :1, PADDED:],
+        seen[0][2][1:, :1, PADDED:],
+        causal=family == "Llama",
+        scale=scale,
+        **options,
+    )
+    assert difference((weights @ V)[1:, :group, PADDED:], Y) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`output_attentions=True` is not supported:UserWarning:transformers")
+def test_weights_on_what_a_cache_has_summarised_are_refused() -> None:
+    model, ids = base(), tokens()
+    with torch.no_grad(), prune(model, **SPLIT):
+        past = model(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="output_attentions is True and LlamaAttention 0 goes on from a cache"):
+            model(ids[:, :1], past_key_values=past, output_attentions=True)
+
+
+# The report
+
+
+@pytest.mark.parametrize("family", ["Llama", "Esm"])
+def test_the_report_is_what_dense_attention_says(family: str) -> None:
+    model = base(family)
+    seen: list[Any] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args[1:4])
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
+
+    length = 16
+    ids = tokens(length=length)
+    output(explicit(model, spy), ids)
+    causal, scale = (True, 8**-0.5) if family == "Llama" else (False, 1.0)
+    options = {"size": 3, "window": 2, "sinks": 1} | ({"chunk": 4} if causal else {})
+    with prune(model, **options, layers=[0]) as report:
+        output(model, ids)
+    q, k, v = seen[0]
+    group = q.shape[1] // k.shape[1]
+    eye = torch.eye(length).expand(*k.shape[:2], -1, -1)
+    exact = pruned_attention(q, k, eye, causal=causal, scale=scale, **options) > 0  # no summaries: what is attended
+    scores = scale * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    P = torch.softmax(scores, -1)
+    dense = P @ v.repeat_interleave(group, 1)
+    off = pruned_attention(q, k, v, causal=causal, scale=scale, **options) - dense
+    for row in report.table():
+        of = slice(row["head"] * group, (row["head"] + 1) * group)
+        assert row["captured"] == pytest.approx(float((P * exact)[:, of].sum(-1).mean()), rel=1e-4)
+        assert row["selected"] == row["slots"] == pytest.approx(float(exact[:, of].sum(-1).double().mean()))
+        assert row["error"] == pytest.approx(float(off[:, of].norm() / dense[:, of].norm()), rel=1e-4)
+        assert row["calls"] == 1
+        assert row["seconds"] > 0
+
+
+def test_the_report_of_decoding_and_padding() -> None:
+    model, ids = base(), tokens()
+    with torch.no_grad(), prune(model, **SPLIT) as report:
+        past = model(ids[:, :16], attention_mask=LEFT[:, :16], use_cache=True).past_key_values
+        before = report.table()
+        for t in range(16, T):
+            model(ids[:, t : t + 1], attention_mask=LEFT[:, : t + 1], past_key_values=past)
+    for row, old in zip(report.table(), before, strict=True):
+        assert row["calls"] == 5
+        assert 0.2 < row["captured"] < 1
+        assert 0 < row["error"] < 1
+        assert row["selected"] <= 4 + 1 + 3 + 5
+        assert row["slots"] > old["slots"]
+
+
+def test_the_report_is_shown_saved_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from levattn.plots import new_figure
+
+    model = base(num_hidden_layers=3)
+    with prune(model, 16, chunk=4, layers=[0, 2], heads=[1]) as report:
+        assert repr(report) == "<PruneReport of LlamaForCausalLM, 2 layers, pruned>"
+        assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 1, "calls": 0}
+        assert str(report).splitlines()[1].split() == ["0", "1", "0", "-", "-", "-", "-", "-"]
+        output(model)
+    assert repr(report).endswith("removed>")
+    lines = str(report).splitlines()
+    assert [line.split()[:3] for line in lines] == [["layer", "heads", "calls"], ["0", "1", "1"], ["2", "1", "1"]]
+    assert len({len(line) for line in lines}) == 1
+    report.save_json(tmp_path / "report.json")
+    loaded = json.loads((tmp_path / "report.json").read_text())
+    assert loaded == json.loads(json.dumps(report.to_dict()))
+    assert loaded["options"]["budget"] == 16
+    assert loaded["heads"] == report.table()
+    _, axes = new_figure()
+    display = report.plot(ax=axes[0, 0])
+    assert display.values.shape == (2, 2)
+    assert np.isnan(display.values[:, 0]).all()
+    assert display.values[:, 1].tolist() == [row["captured"] for row in report.table()]
+    assert [label.get_text() for label in axes[0, 0].get_yticklabels()] == ["0", "2"]
+    with pytest.raises(ValueError, match="value is 'seconds'; expected one of slots"):
+        report.plot("seconds")
+
+
+def test_options_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    model = base()
+    with prune(model, np.float32(0.75), layers=np.arange(1), heads=np.array([1]), chunk=np.int64(4)) as report:
+        output(model)
+    report.save_json(tmp_path / "report.json")
+    options = json.loads((tmp_path / "report.json").read_text())["options"]
+    assert (options["budget"], options["layers"], options["heads"], options["chunk"]) == (0.75, [0], [1], 4)
+    with prune(model, {np.int64(0): np.float64(1.0), (1, np.int64(1)): np.int64(16)}) as report:
+        output(model)
+    assert [(row["layer"], row["head"]) for row in report.table()] == [(1, 1)]
+    assert report.options["budget"] == [[0, 1.0], [1, 1, 16]]
+
+
+def test_layers_can_be_looked_at_while_they_are_dense() -> None:
+    model = base()
+    wanted, before = output(model, attention_mask=LEFT), looks(model)
+    seen: list[Any] = []
+    with observed(model, lambda layer, arrays: seen.append((layer, arrays)), layers=[1]):
+        assert torch.equal(output(model, attention_mask=LEFT), wanted)
+        with pytest.raises(ValueError, match="is pruned already"):
+            prune(model, 8)
+    assert unchanged(model, before)
+    ((layer, arrays),) = seen
+    assert (layer, arrays.q.shape, arrays.k.shape, arrays.causal) == (1, (2, 4, T, 8), (2, 2, T, 8), True)
+    assert torch.equal(arrays.present, LEFT.bool())
+    P = arrays.dense_weights([T - 1]) @ arrays.v.repeat_interleave(2, 1)
+    assert P.shape == (2, 4, 1, 8)
+
+
+def test_measuring_can_be_left_out() -> None:
+    model = base()
+    with prune(model, 12, chunk=4, measure=False) as report:
+        output(model)
+    assert report.table()[0] == dict.fromkeys(report.table()[0]) | {"layer": 0, "head": 0, "calls": 1}
+
+
+# Coming and going
+
+
+def test_a_model_becomes_what_it_was() -> None:
+    model = base(attn_implementation="eager").train()
+    before, wanted = looks(model), output(model)
+    report = prune(model, **SPLIT)
+    assert report.active
+    assert not unchanged(model, before)
+    assert difference(output(model), wanted) > 1e-2
+    report.remove()
+    assert not report.active
+    assert unchanged(model, before)
+    assert torch.equal(output(model), wanted)
+    with prune(model, **SPLIT):
+        pass
+    assert unchanged(model, before)
+    with pytest.raises(ZeroDivisionError), prune(model, **SPLIT):
+        raise ZeroDivisionError
+    assert unchanged(model, before)
+    with pytest.raises(ValueError, match="size is -1"), prune(model, size=-1):
+        pass
+    assert unchanged(model, before)
+    with pytest.raises(ValueError, match="was taken off already"):
+        report.remove()
+    with pytest.raises(ValueError, match="was taken off; expected one in use"), report:
+        pass
+    with prune(model, **SPLIT) as report:
+        report.remove()
+    assert unchanged(model, before)
+
+
+def test_two_prunings_of_one_model_are_refused_and_of_two_independent() -> None:
+    one, other = base(), base()
+    before = output(other)
+    with prune(one, **SPLIT):
+        with pytest.raises(ValueError, match="LlamaAttention 0 of it is pruned already"):
+            prune(one, 8, layers=[1])
+        with pytest.raises(ValueError, match="is pruned already"):
+            prune(one.model, 8)
+        wanted = output(one)
+        with prune(other, 60) as report:
+            assert torch.equal(output(one), wanted)
+            assert difference(output(other), before) < 2e-5
+            assert report.table()[0]["calls"] == 1
+        assert torch.equal(output(other), before)
+        assert torch.equal(output(one), wanted)
+
+
+def test_copies_are_pruned_and_saved_weights_are_those_of_the_model(tmp_path: Path) -> None:
+    model = base()
+    dense = output(model)
+    report = prune(model, **SPLIT)
+    wanted, twin = output(model), copy.deepcopy(model)
+    model.save_pretrained(tmp_path)
+    report.remove()
+    assert torch.equal(output(twin), wanted)
+    assert torch.equal(output(remove(twin)), dense)
+    assert torch.equal(output(model), dense)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert difference(output(loaded), dense) < 1e-6
+    with pytest.raises(ValueError, match="model is LlamaForCausalLM, not extended"):
+        remove(model)
+
+
+def test_the_encoder_of_two_stacks() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "vocab_size": 40, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    model = transformers.BartModel(transformers.BartConfig(**sizes, **heads, init_std=0.3)).eval()
+    with pytest.raises(ValueError, match=r"several stacks of layers \(cross-attention among them"):
+        prune(model, 8)
+    wanted = output(model, attention_mask=LEFT)
+    with prune(model.get_encoder(), 60) as report:
+        assert difference(output(model, attention_mask=LEFT), wanted) < 1e-5
+    assert len(report.table()) == 8
+    with prune(model.get_encoder(), **FULL):
+        assert difference(output(model, attention_mask=LEFT), wanted) > 1e-3
+
+
+def test_an_example_may_be_given() -> None:
+    model = base()
+    with prune(model, 60, example={"inputs_embeds": torch.zeros(1, 2, 32), "use_cache": False}):
+        output(model)
+    model.main_input_name = "input_features"
+    with pytest.raises(ValueError, match="is called with input_features, which is not made up here"):
+        prune(model, 8)
+
+
+# What is refused
+
+
+def other(family: str, **options: Any) -> Any:
+    return getattr(transformers, family + "Model")(getattr(transformers, family + "Config")(**{**SIZES, **options}))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no model": (lambda: prune(torch.nn.Linear(2, 2), 8), "model is of type Linear"),
+    "bounded logits": (
+        lambda: prune(base("Gemma2", num_key_value_heads=2, head_dim=8, attn_implementation="eager"), 8),
+        "Gemma2Attention 0 passes softcap to its attention .bounded logits",
+    ),
+    "sinks": (
+        lambda: prune(
+            base("GptOss", num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1), 8
+        ),
+        "GptOssAttention 0 passes s_aux to its attention .attention sinks",
+    ),
+    "not reached": (
+        lambda: prune(other("MPNet"), 8),
+        "MPNetModel: no attention function was reached .MPNetSelfAttention does not",
+    ),
+    "extended": (lambda: prune(macchiato_from(base(), window=4, latents=2), 8), "was extended by macchiato_from"),
+    "extending": (lambda: macchiato_from(pruned(base()), window=4, latents=2), "model is pruned"),
+    "no budget": (lambda: prune(base()), "expected one of the three"),
+    "two budgets": (lambda: prune(base(), 8, size=3), "expected one of the three"),
+    "budget": (lambda: prune(base(), 1.5), "budget is 1.5; expected a whole number of slots, or a share"),
+    "budget of another type": (lambda: prune(base(), "8"), "budget is '8'; expected a number of slots"),
+    "scores": (lambda: prune(base(), 8, scores="norm"), "scores is 'norm'; expected one of"),
+    "array of scores": (lambda: prune(base(), 8, scores=torch.ones(3)), "scores is of type Tensor; expected the name"),
+    "center": (lambda: prune(base(), 8, center=True), "center is True"),
+    "epsilon": (lambda: prune(base(), epsilon="0.1"), "epsilon is '0.1'"),
+    "chunk of an encoder": (lambda: prune(base("Esm"), 8, chunk=4), "chunk is 4 and causal is False"),
+    "layers": (lambda: prune(base(), 8, layers=[2]), r"layers is \[2\]; expected different numbers among \[0, 1\]"),
+    "heads": (lambda: prune(base(), 8, heads=0), "heads is 0; expected numbers of heads"),
+    "empty mapping": (lambda: prune(base(), {}), "budget is empty"),
+    "mapping and layers": (lambda: prune(base(), {0: 8}, layers=[0]), "budget names layers, and layers or heads"),
+    "mapping twice": (lambda: prune(base(), {0: 8, (0, 1): 9}), "budget names head 1 of layer 0 twice"),
+    "mapping to no head": (lambda: prune(base(), {(0, 2): 8}), r"heads is \[2\]; expected"),
+    "mapping from a name": (lambda: prune(base(), {"a": 8}), "budget has the key 'a'"),
+    "mapping to a name": (lambda: prune(base(), {0: "8"}), r"budget\[0\] is '8'"),
+}
+
+
+def pruned(model: Any) -> Any:
+    prune(model, **SPLIT)
+    return model
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_what_cannot_be_pruned_is_refused_by_name(case: str) -> None:
+    call, message = MODELS[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def packed_mask(*, causal: bool = True) -> Any:
+    mask = torch.ones(T, T).tril().bool() if causal else torch.ones(T, T).bool()
+    mask[8:, :8] = False
+    return mask[None, None]
+
+
+def prefix_mask() -> Any:
+    mask = torch.ones(T, T).tril().bool()
+    mask[:8, :8] = True
+    return mask[None, None]
+
+
+ENDS = torch.tensor([0, T], dtype=torch.int32)
+CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "packed by positions": (
+        lambda _: {"position_ids": torch.arange(T)[None] % 8, "use_cache": False},
+        "neither full nor causal with padding; .*packed",
+    ),
+    "mask of pairs": (lambda _: {"attention_mask": packed_mask()}, "neither full nor causal"),
+    "prefix": (lambda _: {"attention_mask": prefix_mask(), "use_cache": False}, "neither full nor causal"),
+    "full with a cache": (
+        lambda _: {"attention_mask": torch.ones(1, 1, T, T).bool(), "use_cache": True},
+        "has a cache and is not causal",
+    ),
+    "biases": (
+        lambda _: {"attention_mask": -torch.rand(1, 1, T, T), "use_cache": False},
+        "adds numbers to logits",
+    ),
+    "mask of heads": (
+        lambda _: {"attention_mask": torch.ones(1, 4, T, T).tril().bool()},
+        "one for each head; expected",
+    ),
+    "packed by lengths": (
+        lambda _: {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": T, "max_length_k": T},
+        "passes cu_seq_lens_q .*packed sequences",
+    ),
+    "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
+    "static cache": (
+        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=30)},
+        "past_key_values is of type StaticCache",
+    ),
+    "cache of the base": (
+        lambda _: {"past_key_values": base()(tokens(), use_cache=True).past_key_values},
+        "holds 20 positions of the base model, without what the states of pruned attention keep",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_that_would_be_computed_otherwise_are_refused_by_name(case: str) -> None:
+    options, message = CALLS[case]
+    model = pruned(base())
+    with pytest.raises((TypeError, ValueError), match=message):
+        output(model, **options(model))
+
+
+def test_masks_of_pairs_that_are_causal_with_padding_are_taken() -> None:
+    model = base()
+    pairs = torch.ones(T, T).tril().bool() & LEFT.bool()[:, None, None, :]
+    added = torch.zeros(pairs.shape).masked_fill(~pairs, torch.finfo(torch.float32).min)
+    positions = {"position_ids": (LEFT.cumsum(-1) - 1).clamp(min=0)}
+    with prune(model, **SPLIT):
+        wanted = output(model, attention_mask=LEFT, **positions)
+        for mask in (pairs, added, pairs | ~pairs.any(-1, keepdim=True)):
+            assert difference(output(model, attention_mask=mask, **positions), wanted, LEFT) == 0
+
+
+def test_scales_of_layers_are_honoured_or_refused() -> None:
+    model = other("GPT2", scale_attn_by_inverse_layer_idx=True, attn_implementation="eager").eval()
+    wanted = output(model)
+    try:
+        prune(model, 60)
+    except ValueError as error:
+        assert "scales its logits by its number" in str(error)  # noqa: PT017
+    else:
+        assert difference(output(model), wanted) < 2e-5
+
+
+def test_dropout_of_attention_weights_is_refused() -> None:
+    model = pruned(base(attention_dropout=0.1))
+    assert torch.isfinite(output(model)).all()
+    with pytest.raises(ValueError, match="drops attention weights with probability"):
+        output(model.train())
+
+
+def test_windows_that_slide_are_refused_when_they_do() -> None:
+    model = pruned(base("Mistral", sliding_window=T))
+    cache = transformers.DynamicCache(config=model.config)
+    assert torch.isfinite(output(model, past_key_values=cache)).all()
+    with pytest.raises(ValueError, match="MistralAttention 0 slides over 20 positions, and there are 21"):
+        output(model, tokens(length=1), past_key_values=cache)
+    with pytest.raises(ValueError, match="slides over 20 positions, and there are 22"):
+        output(model, tokens(length=22))
+
+
+def test_drafts_that_must_be_forgotten_are_refused() -> None:
+    past = pruned(base())(tokens(), use_cache=True).past_key_values
+    assert not past.layers[0].is_croppable
+    with pytest.raises(ValueError, match="cannot forget positions"):
+        past.crop(-2)
+
+
+def test_keys_of_another_sequence_are_refused() -> None:
+    model = pruned(base())
+    attention = model.model.layers[0].self_attn
+    q = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="LlamaAttention 0 has 3 queries and 5 keys, where 3 were expected"):
+        _attention(attention, q, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), None)
+
+
+def test_an_attention_implementation_of_ours_needs_pruning() -> None:
+    register()
+    model = base(attn_implementation="levattn")
+    with pytest.raises(ValueError, match="chosen by hand for LlamaAttention 0"):
+        output(model)
+    wanted = output(base())
+    torch.manual_seed(0)
+    with prune(base(attn_implementation="levattn"), 60) as report:
+        assert isinstance(report, PruneReport)
+    with prune(model, 60):
+        assert output(model).shape == wanted.shape
+
+
+def test_a_layer_that_goes_past_the_pruning_is_noticed() -> None:
+    model = base()
+    with prune(model, **SPLIT):
+        wanted = output(model)
+        model.set_attn_implementation("eager")  # of the rest of the model: pruned layers have a config of their own
+        assert difference(output(model), wanted) < 1e-4
+        model.model.layers[1].self_attn.config._attn_implementation = "sdpa"
+        with pytest.raises(RuntimeError, match="LlamaAttention 0 did not call"):
+            output(model)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("budget", [0.5, 40, 50, 60])
+def test_padding_does_not_change_what_a_budget_covers(budget):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    config = transformers.EsmConfig(num_attention_heads=4, initializer_range=0.3, pad_token_id=1, **sizes)
+    model = transformers.EsmModel(config, add_pooling_layer=False).eval()
+    ids = torch.randint(4, 61, (2, 100), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 50:] = 0
+    with torch.no_grad(), prune(model, budget=budget, measure=False):
+        both = model(ids, attention_mask=mask).last_hidden_state[1, :50]
+        alone = model(ids[1:, :50], attention_mask=mask[1:, :50]).last_hidden_state[0]
+    torch.testing.assert_close(both, alone, atol=1e-5, rtol=1e-5)

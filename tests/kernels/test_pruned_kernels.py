@@ -1,0 +1,337 @@
+"""The kernels of pruned attention on the CPU against their definitions, and the same bits on any number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import pytest
+
+from levattn import thread_limit
+from levattn._kernels import slot_kernels_for
+from levattn._kernels.gram import cpu as _cpu
+from levattn._kernels.pruned import cpu as _pruned
+from levattn._kernels.pruned import definition as _generic_slots
+from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn.attention import pruned_attention
+from libraries import needs_torch
+
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
+over_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
+over_powers = pytest.mark.parametrize("power", [None, 1.0, 2.0, 3.5])
+
+
+def strict(value: Any) -> Any:
+    """Arrays of numpy, and what holds them, in the strict namespace; others as they are."""
+    if isinstance(value, np.ndarray):
+        return array_api_strict.asarray(np.ascontiguousarray(value))
+    if isinstance(value, Summaries | SlotMixture):
+        return type(value)(**{name: strict(part) for name, part in vars(value).items()})
+    return value
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def summaries(rng: Any, b: int, R: int, d: int, D: int, dtype: str, *, plain: bool = False) -> Summaries:
+    """Summaries of some keys each, the last without any."""
+    count = rng.integers(1, 9, (b, R)).astype(dtype)
+    weight = count if plain else count * rng.uniform(0.5, 2.0, (b, R))
+    keys, values = (rng.standard_normal((b, R, n)) * weight[..., None] for n in (d, D))
+    offset = np.zeros((b, R)) if plain else weight * rng.standard_normal((b, R)) / 4
+    parts = [part.astype(dtype) for part in (weight, keys, values, offset, count)]
+    if R:
+        for part in parts:
+            part[:, -1] = 0
+    return Summaries(*parts)
+
+
+def mixture(
+    dtype: str = "float64",
+    *,
+    b: int = 2,
+    g: int = 1,
+    m: int = 61,
+    n: int = 61,
+    d: int = 7,
+    D: int = 5,
+    s: int = 11,
+    R: int = 6,
+    window: int = 4,
+    counted: bool = False,
+    labelled: bool = True,
+    power: float | None = None,
+    seed: int = 0,
+) -> SlotMixture:
+    rng = np.random.default_rng(seed)
+    q, keys, values, kept, kept_values = (
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((b, g, m, d), (b, n, d), (b, n, D), (b, s, d), (b, s, D))
+    )
+    held, role, log_weight = None, None, None
+    if R:
+        held = summaries(rng, b, R, d, D, dtype, plain=power is not None)
+    if labelled:
+        role = rng.integers(-2, R, (b, n))
+    if R and labelled:
+        # a summary must have the members that are near: all of them, and others
+        assert held is not None
+        assert role is not None
+        log_weight = (np.zeros((b, n)) if power is not None else rng.uniform(-1, 1, (b, n))).astype(dtype)
+        w, inside = np.exp(log_weight), role[..., None] == np.arange(R)
+        for c in range(R):
+            share = w * inside[..., c]
+            held.weight[:, c] += share.sum(1)
+            held.keys[:, c] += (share[..., None] * keys).sum(1)
+            held.values[:, c] += (share[..., None] * values).sum(1)
+            held.offset[:, c] += (share * log_weight).sum(1)
+            held.count[:, c] += inside[..., c].sum(1)
+    at = np.arange(m)
+    first, last = (np.maximum(at - window, 0), np.minimum(at + window + 1, n)) if window else (0 * at, 0 * at)
+    count = rng.integers(0, s + 1, b) if counted else None
+    return SlotMixture(
+        q, kept, kept_values, count, held, keys, values, first.tolist(), last.tolist(), role, log_weight, power
+    )
+
+
+def agree(x: SlotMixture) -> None:
+    tolerance = TOLERANCE[x.q.dtype.name]
+    for found, expected in zip(_pruned.mixture(x), _generic_slots.mixture(strict(x)), strict=True):
+        close(found, expected, tolerance)
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is shared out even where it is small."""
+    monkeypatch.setattr(_cpu, "_THREAD_WORK", 0)
+    monkeypatch.setattr(_cpu, "_RUN_WORK", 1)
+
+
+def test_numpy_has_the_compiled_table() -> None:
+    assert slot_kernels_for(np.empty(0)) is _pruned
+    assert slot_kernels_for(array_api_strict.asarray([0.0])) is _generic_slots
+    assert set(_pruned.__all__) <= set(_generic_slots.__all__)
+
+
+@over_dtypes
+@over_powers
+@pytest.mark.parametrize("labelled", [True, False], ids=["labelled", "apart"])
+def test_mixtures_are_their_definition(dtype: str, power: float | None, labelled: bool) -> None:
+    agree(mixture(dtype, power=power, labelled=labelled, counted=True))
+
+
+@over_powers
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"d": 1, "D": 1, "n": 3, "m": 3},
+        {"g": 3, "m": 50, "n": 50},
+        {"g": 7, "m": 1, "n": 9},
+        {"g": 60, "m": 2, "n": 9},
+        {"m": 200, "n": 90, "window": 0},
+        {"m": 97, "n": 97, "window": 40},
+        {"s": 0},
+        {"R": 0},
+        {"R": 1, "s": 1, "d": 16, "D": 33},
+        {"s": 40, "R": 37, "d": 64, "D": 64},
+        {"s": 0, "R": 0},
+        {"s": 0, "R": 0, "window": 0},
+        {"b": 1},
+        {"b": 0},
+        {"m": 0, "n": 5},
+    ],
+    ids=str,
+)
+def test_mixtures_of_all_shapes(shape: dict[str, int], power: float | None) -> None:
+    x = mixture(power=power, **shape)
+    if x.q.size:
+        agree(x)
+    else:
+        assert [part.shape for part in _pruned.mixture(x)] == [(*x.q.shape[:3], 5), x.q.shape[:3]]
+
+
+def test_summaries_whose_members_all_are_near_are_left_out() -> None:
+    x = mixture(s=0, R=2, window=61)  # the last summary has these members alone
+    agree(x)
+    assert np.all(_pruned.mixture(x)[1] < 1)
+
+
+def test_queries_that_read_nothing_have_zero_rows() -> None:
+    Y, rest = _pruned.mixture(mixture(s=0, R=0, window=0))
+    assert not Y.any()
+    assert not rest.any()
+
+
+def test_large_logits_leave_no_range() -> None:
+    x = mixture("float32")
+    x.q[:] *= 200
+    agree(x)
+    assert np.isfinite(_pruned.mixture(x)[0]).all()
+
+
+def test_nan_is_not_hidden() -> None:
+    x = mixture()
+    x.q[0, 0, 3] = np.nan
+    Y = _pruned.mixture(x)[0]
+    assert np.isnan(Y[0, 0, 3]).all()
+    assert np.isfinite(np.delete(Y[0, 0], 3, axis=0)).all()
+
+
+def test_views_that_are_not_contiguous() -> None:
+    x = mixture(g=2)
+    parts = {name: np.moveaxis(np.moveaxis(getattr(x, name), 0, -2).copy(), -2, 0) for name in ("q", "keys", "values")}
+    turned = SlotMixture(**{**vars(x), **parts})
+    assert not turned.q.flags.c_contiguous
+    for one, other in zip(_pruned.mixture(x), _pruned.mixture(turned), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+CLUSTERS = [(2, 301, 7, 12), (1, 40, 1, 3), (2, 5, 3, 9), (3, 64, 16, 1), (1, 2100, 2, 4)]
+
+
+@over_dtypes
+@pytest.mark.parametrize("iterations", [0, 3])
+@pytest.mark.parametrize("shape", CLUSTERS, ids=str)
+def test_clusters_are_their_definition(shape: tuple[int, ...], iterations: int, dtype: str) -> None:
+    b, n, d, R = shape
+    rng = np.random.default_rng(1)
+    centres = 10 * rng.standard_normal((b, 1 + R // 2, d))  # groups that are apart, so that rounding decides nothing
+    X = np.take_along_axis(centres, rng.integers(0, centres.shape[1], (b, n, 1)), 1)
+    X = (X + (0.3 if dtype == "float64" else 0) * rng.standard_normal((b, n, d))).astype(dtype)
+    weight = (rng.random((b, n)) * (rng.random((b, n)) < 0.8)).astype(dtype)
+    labels, distance = _pruned.cluster(X, weight, R, iterations)
+    expected, other = (np.asarray(a) for a in _generic_slots.cluster(strict(X), strict(weight), R, iterations))
+    if dtype == "float64":
+        np.testing.assert_array_equal(labels, expected)
+        close(distance, other, 1e-9)
+    else:  # rows of one group are the same: they lie on their centre
+        assert labels.dtype == expected.dtype
+        assert labels.min() >= 0
+        assert labels.max() < R
+        np.testing.assert_allclose(distance, other, atol=2e-4 * float((X**2).max()))
+
+
+def test_a_row_is_in_the_nearest_cluster() -> None:
+    rng = np.random.default_rng(2)
+    X = rng.standard_normal((2, 500, 19)).astype(np.float32)
+    labels, distance = _pruned.cluster(X, np.ones((2, 500), np.float32), 17, 0)
+    for x, own, gap in zip(X.astype(np.float64), labels, distance, strict=True):
+        centres = np.stack([x[own == c][np.argmin(gap[own == c])] for c in range(17)])  # they begin as rows
+        apart = ((x[:, None] - centres) ** 2).sum(-1)
+        np.testing.assert_allclose(gap, apart.min(1), atol=1e-4)
+        np.testing.assert_allclose(apart[np.arange(500), own], apart.min(1), atol=1e-4)
+
+
+@over_dtypes
+@pytest.mark.parametrize("shape", CLUSTERS, ids=str)
+def test_sums_by_label_are_their_definition(shape: tuple[int, ...], dtype: str) -> None:
+    b, n, d, R = shape
+    rng = np.random.default_rng(3)
+    labels = rng.integers(-1, R, (b, n))
+    values, weight, tilt = (rng.random((b, n)).astype(dtype) for _ in range(3))
+    items = summaries(rng, b, n, d, d + 2, dtype)
+    tolerance = TOLERANCE[dtype]
+    close(
+        _pruned.levels(labels, values, weight, R),
+        _generic_slots.levels(*map(strict, (labels, values, weight)), R),
+        tolerance,
+    )
+    found, expected = (
+        table.merged(*given, R)
+        for table, given in (
+            (_pruned, (labels, tilt, items)),
+            (_generic_slots, (strict(labels), strict(tilt), strict(items))),
+        )
+    )
+    for name, array in vars(found).items():
+        close(array, getattr(expected, name), 20 * tolerance)
+
+
+@over_dtypes
+@pytest.mark.parametrize("scale", [1e-200, 1e-30, 1.0, 1e30, 1e200])
+def test_radii_are_their_definition_and_bounds(scale: float, dtype: str) -> None:
+    b, n, d, R = 2, 40, 3, 5
+    rng = np.random.default_rng(8)
+    labels, reach = rng.integers(-1, R, (b, n)), scale * rng.random((b, n))
+    items, centres = summaries(rng, b, n, d, 2, "float64"), summaries(rng, b, R, d, 2, "float64")
+    scale = min(max(scale, 1e-30), 1e30) if dtype == "float32" else scale
+    items = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(items).items()))
+    centres = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(centres).items()))
+    items = Summaries(*(X.astype(dtype) for X in vars(items).values()))
+    found = _pruned.radii(labels, items, reach, centres)
+    expected = np.asarray(_generic_slots.radii(strict(labels), strict(items), strict(reach), strict(centres)))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    means, others = (
+        x.keys.astype(np.longdouble) / np.where(x.weight > 0, x.weight, 1)[..., None] for x in (items, centres)
+    )
+    for i, c in np.ndindex(b, R):
+        inside = labels[i] == c
+        far = reach[i] + np.sqrt(((means[i] - others[i, c]) ** 2).sum(axis=-1))
+        bound = far[inside].max(initial=0)
+        assert bound <= found[i, c] <= bound * (1 + 1e-14)
+
+
+@over_dtypes
+@pytest.mark.parametrize(("n", "d"), [(1, 3), (255, 7), (700, 1), (700, 33)])
+def test_moments_and_places_are_their_definition(n: int, d: int, dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    X, root = rng.standard_normal((2, n, d)).astype(dtype), rng.standard_normal((2, d, d)).astype(dtype)
+    origin, query = rng.standard_normal((2, 2, d)).astype(dtype)
+    for found, expected in zip(_pruned.moments(X), _generic_slots.moments(strict(X)), strict=True):
+        close(found, expected, 1e-11)
+    given = X, origin, root, query
+    for found, expected in zip(_pruned.places(*given), _generic_slots.places(*map(strict, given)), strict=True):
+        close(found, expected, 5 * TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("small_tasks")
+@pytest.mark.parametrize(
+    "options", [{"budget": 60}, {"budget": 40, "causal": True}, {"budget": 50, "f": 2.0}], ids=str
+)
+def test_the_same_bits_on_any_number_of_threads(options: dict[str, Any]) -> None:
+    Q, K, V = np.random.default_rng(5).standard_normal((3, 2, 400, 9))
+    results = []
+    for threads in (1, 3):
+        with thread_limit(threads):
+            results.append(pruned_attention(Q, K, V, **options))
+    np.testing.assert_array_equal(*results)
+
+
+@needs_torch
+@pytest.mark.parametrize("causal", [False, True])
+def test_tensors_without_gradients_have_the_bits_of_numpy(causal: bool) -> None:
+    import torch
+
+    Q, K, V = np.random.default_rng(6).standard_normal((3, 2, 150, 8)).astype(np.float32)
+    tensors = [torch.from_numpy(array) for array in (Q, K, V)]
+    expected = pruned_attention(Q, K, V, budget=40, causal=causal)
+    found = pruned_attention(*tensors, budget=40, causal=causal)
+    assert isinstance(found, torch.Tensor)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    followed = pruned_attention(*leaves, budget=40, causal=causal)
+    assert followed.requires_grad
+    close(followed.detach().numpy(), expected, 1e-5)
+    with torch.no_grad():
+        np.testing.assert_array_equal(pruned_attention(*leaves, budget=40, causal=causal).numpy(), expected)
+    half = pruned_attention(*(tensor.bfloat16() for tensor in tensors), budget=40, causal=causal)
+    assert half.dtype is torch.bfloat16
+
+
+@needs_torch
+def test_a_state_of_tensors_goes_on_with_and_without_gradients() -> None:
+    import torch
+
+    X = torch.from_numpy(np.random.default_rng(7).standard_normal((3, 2, 90, 8)))
+    expected = pruned_attention(*X, budget=30, causal=True)
+    _, state = pruned_attention(*X[:, :, :50], budget=30, causal=True, return_state=True)
+    assert isinstance(state.parts[0].recent, torch.Tensor)
+    plain, after = pruned_attention(*X[:, :, 50:70], causal=True, state=state, return_state=True)
+    close(plain, expected[:, 50:70])
+    followed = pruned_attention(*X[:, :, 70:].clone().requires_grad_(), causal=True, state=after)
+    close(followed.detach(), expected[:, 70:])

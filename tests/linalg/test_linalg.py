@@ -1,0 +1,250 @@
+"""The factor as an object: scores of other rows, normalisers and witness queries for any keys."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+from operator import mul
+from typing import Any
+
+import numpy as np
+import pytest
+
+import levattn
+import naive
+import strategies
+from levattn._kernels import Rows
+from levattn.linalg.factor import factor_moments, factor_qr, rank_tolerance
+
+ROUTES = {
+    "moments": lambda rows: factor_moments(rows, single="no"),
+    "qr": lambda rows: factor_qr(rows, method="qr"),
+    "svd": lambda rows: factor_qr(rows, method="svd"),
+}
+KEYS = ["gaussian", "coherent", "deficient-exact", "duplicated", "conditioned-1e4"]
+
+
+@pytest.fixture(params=ROUTES)
+def route(request: pytest.FixtureRequest):
+    return ROUTES[request.param]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_normaliser_is_the_sum_of_squares(route, name: str) -> None:
+    K = strategies.case(name)
+    N = route(Rows(K[None], "float64")).normalizer[0]
+    Q = np.random.default_rng(0).standard_normal((50, K.shape[1]))
+    Q = np.vstack([Q, K[:20]])
+    np.testing.assert_allclose(((Q @ N.T) ** 2).sum(axis=1), naive.normalizers(Q, K), rtol=1e-11)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_witness_query_attains_the_score(route, name: str) -> None:
+    K = strategies.case(name)
+    factor = route(Rows(K[None], "float64"))
+    scores = factor.scores()[0][0]
+    Q = np.stack([factor.witness(k) for k in K])
+    attained = np.diag(naive.attention(Q, K))
+    heavy = scores > 1e-3
+    np.testing.assert_allclose(attained[heavy], scores[heavy], rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_condition_is_that_of_the_row_space(route, name: str) -> None:
+    K = strategies.case(name)
+    factor = route(Rows(K[None], "float64"))
+    s = np.linalg.svd(K, compute_uv=False)
+    rank = int(factor.rank[0])
+    assert rank == np.linalg.matrix_rank(K)
+    assert factor.condition[0] == pytest.approx(s[0] / s[rank - 1], rel=1e-6)
+
+
+def test_the_estimated_error_holds() -> None:
+    for condition in 10.0 ** np.arange(0, 13, 2):
+        K = strategies.conditioned(np.random.default_rng(0), 400, 12, condition)
+        factor = factor_moments(Rows(K[None], "float64"), single="no")
+        exact = naive.leverage_exact(K)
+        worst = np.max(np.abs(factor.scores()[0][0] / exact - 1))
+        assert worst <= 8 * factor.score_error[0]
+
+
+def test_the_rank_tolerance_does_not_grow_with_n() -> None:
+    """A key of ordinary size with a tiny direction of its own stays in, however many the others are."""
+    n, d = 200_000, 8
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((n, d))
+    K[:, -1] = 0
+    K[17, -1] = 1e-9
+    turn = np.linalg.qr(rng.standard_normal((d, d)))[0]
+    assert 1e-9 / np.sqrt(n) < n * 2.0**-52  # n·u would cut it off
+    assert rank_tolerance(d) < 1e-9 / np.sqrt(n)
+    for keys in (K, K @ turn):
+        found = levattn.universal_set(keys, 0.5)
+        assert found.indices.tolist() == [17]
+        assert found.rank == d
+
+
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_the_rounding_of_many_equal_keys_opens_no_direction(method: str) -> None:
+    """Equal keys are rounded alike: QR of seeds 14 and 32 has a fourth singular value above the tolerance."""
+    for seed in (0, 14, 32):
+        K = np.outer(np.random.default_rng(seed).choice([-18, -12, -6, 6, 12, 18, 24], 5000), [2.0, -1, 2, 0])
+        K[-3:] = [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 1]]
+        found = levattn.universal_set(K, 0.5, method=method)
+        assert (found.rank, found.guarantee) == (naive.rank_exact(K), "exact")
+        assert levattn.leverage_scores(K, method=method).sum() == pytest.approx(3, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "coherent", "graded", "ill-conditioned", "deficient"])
+def test_wide_matrices_take_blas(kind: str) -> None:
+    """From 512 columns on moments and Cholesky factors are those of BLAS and LAPACK."""
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((2100, 520))  # a block of rows and a part of one
+    if kind == "coherent":
+        K[:600] *= np.exp(rng.uniform(0, 6, (600, 1)))
+    if kind == "graded":
+        K *= np.geomspace(1e-90, 1e90, 520)
+        K[:, 7] = 0
+    if kind == "ill-conditioned":
+        K = K * np.geomspace(1, 1e-7, 520) @ np.linalg.qr(rng.standard_normal((520, 520)))[0]
+    if kind == "deficient":
+        K[:, 500:] = K[:, :20]
+    scaled = K / np.maximum(np.abs(K).max(axis=0), 1e-300)
+    U, s, _ = np.linalg.svd(scaled, full_matrices=False)
+    exact = np.sum(U[:, s > 1e-12 * s[0]] ** 2, axis=1)
+    found = levattn.leverage_scores(K)
+    np.testing.assert_allclose(found, exact, rtol=1e-6 if kind == "ill-conditioned" else 1e-9)
+    assert levattn.universal_set(K, 0.5).rank == np.count_nonzero(s > 1e-12 * s[0])
+    with levattn.thread_limit(1):
+        np.testing.assert_array_equal(levattn.leverage_scores(K), found)
+
+
+@pytest.mark.parametrize("condition", 10.0 ** np.arange(0, 15, 2))
+def test_normalizers_are_as_exact_as_they_claim(condition: float) -> None:
+    """Against exact rationals, for queries of all kinds, those nearly orthogonal to the keys among them."""
+    rng = np.random.default_rng(int(np.log10(condition)))
+    for K in (strategies.conditioned(rng, 60, 6, condition), rng.standard_normal((60, 6))):
+        K[:, 1] = K[:, 0] + K[:, 1] / condition
+        V = np.linalg.svd(K)[2]
+        Q = np.vstack([np.eye(6), rng.standard_normal((4, 6)), V, V[-1] + 1e-9 * V[0]])
+        exact = [sum(sum(map(mul, map(Fraction, q), map(Fraction, k))) ** 2 for k in K.tolist()) for q in Q.tolist()]
+        heavy = levattn.heavy_attention(Q, K, 0.01)
+        states = levattn.CausalUniversalSet(0.01).update(K[:50]).update(K[50:]).heavy(Q)
+        for found, error in ((heavy.normalizers, heavy.error), (states.normalizers, states.error)):
+            off = [abs(float(Fraction(float(x)) / y - 1)) for x, y in zip(found, exact, strict=True)]
+            assert np.all(off <= np.maximum(1e-12, 4 * error))
+
+
+def copied(seed: int, kind: str) -> tuple[strategies.Float, list[int], strategies.Float]:
+    """A few keys, how many copies there are of each, and all of them in some order."""
+    rng = np.random.default_rng(seed)
+    d = int(rng.integers(2, 6))
+    if kind == "one line":
+        X = rng.random((1, d))
+    elif kind == "dependent":
+        X = rng.integers(-4, 5, (d, d - 1)) @ (rng.integers(1, 2**20, (d - 1, d)) * 2.0**-20)
+    else:  # next to one line
+        X = rng.random(d) + 10.0 ** -rng.uniform(0, 4) * rng.standard_normal((d, d))
+    counts = rng.integers(300, 4097, len(X)).tolist()
+    K = np.repeat(X, counts, axis=0)
+    return X, counts, K[rng.permutation(len(K))] if seed % 2 else K
+
+
+def exact_normalizer(q: strategies.Float, X: strategies.Float, counts: list[int]) -> Fraction:
+    products = [sum(map(mul, map(Fraction, q.tolist()), map(Fraction, x))) for x in X.tolist()]
+    return sum((n * z * z for n, z in zip(counts, products, strict=True)), Fraction(0))
+
+
+def in_memory(K: strategies.Float, Q: strategies.Float, method: str = "auto") -> tuple[Any, Any]:
+    found = levattn.heavy_attention(Q, K, 0.001, universal=levattn.universal_set(K, 0.001, method=method))
+    return found.normalizers, found.error
+
+
+def in_chunks(K: strategies.Float, Q: strategies.Float) -> tuple[Any, Any]:
+    universal = levattn.universal_set(lambda: iter([K[:700], K[700:]]), 0.001)
+    found = levattn.heavy_attention(Q, K, 0.001, universal=universal)
+    return found.normalizers, found.error
+
+
+def while_decoding(K: strategies.Float, Q: strategies.Float) -> tuple[Any, Any]:
+    found = levattn.CausalUniversalSet(0.3).update(K).heavy(Q)
+    return found.normalizers, found.error
+
+
+OF_QUERIES = {
+    "auto": in_memory,
+    "qr": partial(in_memory, method="qr"),
+    "svd": partial(in_memory, method="svd"),
+    "chunks": in_chunks,
+    "decoding": while_decoding,
+}
+
+
+@pytest.mark.parametrize("kind", ["one line", "dependent", "next to one line"])
+@pytest.mark.parametrize("route", OF_QUERIES)
+def test_normalizers_of_copied_keys(route: str, kind: str) -> None:
+    """Copies are rounded alike, so that errors of sums add up; and sums of them may be the rounding of nothing."""
+    for seed in range(strategies.trials(100)):
+        X, counts, K = copied(seed, kind)
+        d = X.shape[1]
+        orthogonal = np.zeros(d)
+        orthogonal[:2] = X[0, 1], -X[0, 0]
+        Q = np.vstack([np.eye(d), np.random.default_rng(seed).standard_normal((3, d)), orthogonal, orthogonal + 0.1])
+        found, error = OF_QUERIES[route](K, Q)
+        for q, x, e in zip(Q, found, error, strict=True):
+            exact = exact_normalizer(q, X, counts)
+            assert np.isinf(e) or abs(Fraction(x) - exact) <= max(1e-12, 4 * e) * max(Fraction(x), exact), (seed, q)
+
+
+@pytest.mark.parametrize("n", [300, 2048, 4096])
+def test_a_key_beside_copies_of_another_is_found_while_decoding(n: int) -> None:
+    """It is the only one that the query meets."""
+    for seed in range(20):
+        r = np.random.default_rng(seed).random(2)
+        state = levattn.CausalUniversalSet(0.3).update(np.tile(r, (n, 1))).update(np.array([[1.0, 0]]))
+        found = state.heavy(np.array([[r[1], -r[0]]]))
+        assert found.indices.tolist() == [n], seed
+        assert found.scores[0] == pytest.approx(1, abs=max(1e-9, 4 * found.error[0]))
+
+
+@pytest.mark.parametrize("storage", ["float64", "float32"])
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def test_ties_of_copied_keys_are_in(method: str, storage: str) -> None:
+    """Independent keys score one over the number of their copies; estimated errors hold."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        a, b = rng.random(2) + 0.5
+        X = np.array([[a, b], [a, b * (1 - 10.0 ** -rng.uniform(0, 5.5))]], storage)
+        K = np.repeat(X, [5000, 500], axis=0)[rng.permutation(5500)]
+        first = np.all(X[0] == K, axis=1)
+        exact = np.where(first, 1 / 5000, 1 / 500)
+        for epsilon in (1 / 5000, 1 / 500):
+            found = levattn.universal_set(K, epsilon, method=method)
+            assert np.all(found.mask | (exact < epsilon)), (seed, epsilon)
+            assert found.guarantee == "superset" or np.array_equal(found.mask, exact >= epsilon)
+        factor = found.factor.exactly()
+        scores = np.asarray(factor.on(Rows(K[None], storage)).scores(wide=True)[0][0])
+        assert np.max(np.abs(scores / exact - 1)) <= 4 * factor.error[0] + 1e-15, seed
+
+
+def test_a_line_of_keys_met_in_one_example() -> None:
+    """As it was found: the moments of copies, turned, were zero but for rounding below it."""
+    r = np.random.default_rng(1).random(2)
+    K = np.tile(r, (2048, 1))
+    factor = levattn.universal_set(lambda: iter([K]), 0.0004).factor
+    N = factor.normalizer[0]
+    assert np.linalg.norm(N @ [r[1], -r[0]]) <= 1e-12
+    assert np.sum((N @ r) ** 2) == pytest.approx(2048 * (r @ r) ** 2, rel=1e-12)
+
+
+def test_scores_in_float32_of_copied_keys_err_by_what_is_claimed() -> None:
+    """Sums in float32 of equal rows drift by up to 25 units."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        X = (rng.random(2) + np.eye(2) * rng.choice([0.5, 1, 2])).astype("f4")
+        counts = rng.integers(1500, 6000, 2)
+        factor = factor_moments(Rows(np.repeat(X, counts, axis=0)[None], "float32"))
+        scores = np.asarray(factor.scores(wide=True)[0][0])[[0, -1]]
+        assert np.max(np.abs(scores * counts - 1)) <= 4 * factor.score_error[0], seed
+        if factor.arithmetic == ("single",):
+            assert factor.error[0] >= 24 * 2.0**-24

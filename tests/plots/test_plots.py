@@ -1,0 +1,644 @@
+"""Pictures, judged by what was drawn: lines, labels and marks of the axes, not pixels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+
+from matplotlib import style as style_sheets  # noqa: E402
+from matplotlib.collections import LineCollection, PathCollection, PolyCollection  # noqa: E402
+from matplotlib.colors import to_hex, to_rgb  # noqa: E402
+
+from levattn import leverage_scores, online_leverage_scores  # noqa: E402
+from levattn.plots import (  # noqa: E402
+    CapturedMassDisplay,
+    HeavyMapDisplay,
+    KeptPatchesDisplay,
+    LayerHeadDisplay,
+    LeverageSpectrumDisplay,
+    OnlineScoresDisplay,
+    TokenStripDisplay,
+    figure_bytes,
+    new_figure,
+)
+from levattn.sets.universal import universal_set  # noqa: E402
+
+Array = npt.NDArray[Any]
+
+
+@pytest.fixture
+def ax() -> Any:
+    return new_figure()[1][0, 0]
+
+
+def lines(ax: Any) -> dict[str, Any]:
+    return {line.get_label(): line for line in ax.lines}
+
+
+def legend(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def attention(Q: Array, K: Array) -> Array:
+    squares = (Q @ K.T) ** 2
+    return np.asarray(squares / squares.sum(axis=1, keepdims=True))
+
+
+def random(*shape: int) -> Array:
+    return np.random.default_rng(3).standard_normal(shape)
+
+
+def contrast(color: Any, other: Any) -> float:
+    """The contrast ratio of WCAG 2."""
+    light = [
+        sum(
+            w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
+            for w, c in zip((0.2126, 0.7152, 0.0722), to_rgb(given), strict=True)
+        )
+        for given in (color, other)
+    ]
+    return (max(light) + 0.05) / (min(light) + 0.05)
+
+
+def drawn_by(ax: Any, kind: type) -> list[Any]:
+    return [artist for artist in ax.collections if type(artist) is kind]
+
+
+# -- leverage spectrum -----------------------------------------------------------------------------------
+
+
+def test_spectrum_of_one_matrix(ax: Any) -> None:
+    scores = np.array([0.05, 0.5, 0.0, 0.2, 0.1])
+    display = LeverageSpectrumDisplay.from_scores(scores, epsilon=0.1, rank=2, ax=ax)
+    drawn = lines(ax)
+    x, y = drawn["leverage scores"].get_data()
+    np.testing.assert_array_equal(x, [1, 2, 3, 4, 5])
+    np.testing.assert_array_equal(y, [0.5, 0.2, 0.1, 0.05, np.nan])
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert legend(ax) == ["leverage scores", "ε = 0.1: |U| = 3", "bound rank/ε = 20 ≥ n: vacuous"]
+    assert drawn["ε = 0.1: |U| = 3"].get_ydata()[0] == 0.1
+    assert drawn["bound rank/ε = 20 ≥ n: vacuous"].get_xdata()[0] == 20
+    assert display.ax_ is ax
+    assert display.figure_ is ax.figure
+
+
+def test_spectrum_of_a_batch(ax: Any) -> None:
+    scores = np.abs(random(2, 3, 50)) / 50
+    display = LeverageSpectrumDisplay.from_scores(scores, epsilon=0.02, rank=np.full((2, 3), 4), ax=ax)
+    ordered = -np.sort(-scores.reshape(6, 50), axis=1)
+    np.testing.assert_array_equal(lines(ax)["median"].get_ydata(), np.median(ordered, axis=0))
+    assert display.sizes is not None
+    np.testing.assert_array_equal(display.sizes, (scores >= 0.02).sum(axis=-1).ravel())
+    assert display.size_bound == 200
+    assert legend(ax)[0] == "range of 6"
+    band = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (ordered.min(), ordered.max())
+
+
+def test_ties_with_the_threshold_are_inside() -> None:
+    display = LeverageSpectrumDisplay([0.1 - 1e-12, 0.1, 0.0999], epsilon=0.1)
+    assert display.sizes is not None
+    assert display.sizes.tolist() == [2]
+
+
+def test_given_sizes_are_believed(ax: Any) -> None:
+    LeverageSpectrumDisplay.from_scores(np.array([[0.5, 0.3], [0.2, 0.1]]), epsilon=0.3, sizes=[1, 0], ax=ax)
+    assert "ε = 0.3: |U| = 0 to 1, median 0.5" in legend(ax)
+
+
+def test_spectrum_of_a_selection_by_size(ax: Any) -> None:
+    LeverageSpectrumDisplay.from_scores(np.linspace(0, 1, 9), rank=3, sizes=4, ax=ax)
+    assert legend(ax) == ["leverage scores", "|U| = 4"]
+    assert lines(ax)["|U| = 4"].get_xdata()[0] == 4
+
+
+def test_spectrum_of_certified_bounds(ax: Any) -> None:
+    LeverageSpectrumDisplay.from_scores([0.5, 0.2, 0.1, 0.1], epsilon=0.2, rank=0.5, certified=True, ax=ax)
+    assert legend(ax) == ["certified bounds", "ε = 0.2: |U| = 2", "bound = 2.5"]
+    assert ax.get_ylabel() == "certified bound"
+
+
+def test_an_infinite_bound_is_not_drawn(ax: Any) -> None:
+    display = LeverageSpectrumDisplay.from_scores([0.5, 0.2], epsilon=0.2, rank=np.inf, certified=True, ax=ax)
+    assert display.size_bound == np.inf
+    assert legend(ax) == ["certified bounds", "ε = 0.2: |U| = 2"]
+    assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
+
+
+def test_long_spectra_are_thinned_but_keep_both_ends(ax: Any) -> None:
+    scores = np.geomspace(1, 1e-6, 300_000)
+    LeverageSpectrumDisplay.from_scores(scores, ax=ax)
+    x, y = lines(ax)["leverage scores"].get_data()
+    assert len(x) <= 2000
+    assert (x[0], x[-1], y[0], y[-1]) == (1, 300_000, scores[0], scores[-1])
+    np.testing.assert_array_equal(y, scores[x - 1])
+
+
+@pytest.mark.parametrize("scores", [np.zeros(0), np.zeros(4), np.zeros((0, 4)), np.zeros((3, 0)), np.zeros((2, 4))])
+def test_spectra_with_nothing_to_draw(ax: Any, scores: Array) -> None:
+    LeverageSpectrumDisplay.from_scores(scores, epsilon=0.5, rank=np.zeros(scores.shape[:-1], int), ax=ax)
+    assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
+
+
+# -- captured mass ---------------------------------------------------------------------------------------
+
+
+def test_captured_mass_is_the_mean_over_queries_and_items(ax: Any) -> None:
+    A = np.abs(random(2, 5, 7))
+    A /= A.sum(axis=-1, keepdims=True)
+    order = np.stack([np.arange(7), np.arange(7)[::-1]])
+    display = CapturedMassDisplay.from_attention(A, orders={"leverage": order}, size=3, ax=ax)
+    for k in range(1, 8):
+        expected = np.mean([A[b][:, order[b, :k]].sum(axis=1).mean() for b in range(2)])
+        assert lines(ax)["leverage"].get_ydata()[k - 1] == pytest.approx(expected)
+        best = np.mean([np.sort(A[b].mean(axis=0))[-k:].sum() for b in range(2)])
+        assert display.curves["oracle"][k - 1] == pytest.approx(best)
+        assert display.curves["random"][k - 1] == pytest.approx(k / 7)
+    assert legend(ax) == ["leverage", "oracle", "random", "|U| = 3"]
+    assert all(np.all(display.curves["oracle"] >= curve - 1e-12) for curve in display.curves.values())
+
+
+def test_each_curve_has_a_style_of_its_own(ax: Any) -> None:
+    A = np.full((4, 6), 1 / 6)
+    CapturedMassDisplay.from_attention(A, orders={name: np.arange(6) for name in "abcd"}, ax=ax)
+    assert len({to_hex(line.get_color()) for line in ax.lines}) == 6
+    assert len({str(line._dash_pattern) for line in ax.lines}) == 6
+
+
+def test_given_references_are_kept(ax: Any) -> None:
+    A = np.array([[0.7, 0.2, 0.1]])
+    display = CapturedMassDisplay.from_attention(A, orders={"random": np.array([2, 1, 0])}, ax=ax)
+    np.testing.assert_allclose(display.curves["random"], [0.1, 0.3, 1.0])
+
+
+def test_orders_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"orders\['leverage'\] has shape \(3,\), expected \(2, 3\)"):
+        CapturedMassDisplay.from_attention(np.ones((2, 4, 3)), orders={"leverage": np.arange(3)})
+
+
+# -- the map of heavy entries ----------------------------------------------------------------------------
+
+
+def test_map_marks_the_set_and_what_it_misses(ax: Any) -> None:
+    A = np.array([[0.6, 0.3, 0.1], [0.0, 0.2, 0.8], [0.5, 0.5, 0.0]])
+    display = HeavyMapDisplay.from_attention(A, 0.5, [0, 1], ax=ax)
+    assert display.counts == (3, 1)
+    caught, missed = ax.collections[:2]
+    assert caught.get_offsets().tolist() == [[0, 0], [0, 2], [1, 2]]  # (key, query)
+    assert missed.get_offsets().tolist() == [[2, 1]]
+    assert legend(ax) == ["≥ ε, in U: 3", "≥ ε, missed: 1"]
+    assert to_hex(missed.get_facecolor()[0]) == "#d55e00"
+    strip = ax.child_axes[0]
+    assert [segment[0][0] for segment in strip.collections[0].get_segments()] == [0, 1]
+    np.testing.assert_array_equal(ax.images[0].get_array(), np.maximum(A, 0.5 / 1000))
+
+
+def test_map_takes_a_set_a_mask_or_indices() -> None:
+    Q, K = random(30, 4), random(40, 4)
+    A = attention(Q, K)
+    chosen = universal_set(K, 0.15)
+    counts = {
+        HeavyMapDisplay.from_attention(A, 0.15, given, ax=new_figure()[1][0, 0]).counts
+        for given in (chosen, chosen.mask, chosen.indices)
+    }
+    assert counts == {(int((A >= 0.15).sum()), 0)}
+
+
+def test_large_maps_are_max_binned_and_lose_no_entry(ax: Any) -> None:
+    A = np.full((1500, 3000), 1e-6)
+    A[1499, 2999], A[7, 1234], A[700, 0] = 0.9, 0.8, 0.7
+    display = HeavyMapDisplay.from_attention(A, 0.5, [2999], ax=ax)
+    assert display.cells.shape == (1024, 1024)
+    assert sorted(display.cells[display.cells >= 0.5]) == [0.7, 0.8, 0.9]
+    assert display.counts == (1, 2)
+    assert display.caught.tolist() == [[1498, 2997]]  # where its cell starts
+    np.testing.assert_allclose(display.missed, [[7, 1234], [700, 0]], atol=3)
+    assert ax.get_xlim() == (-0.5, 2999.5)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5), (5, 0), (1, 1)])
+def test_tiny_maps(ax: Any, shape: tuple[int, int]) -> None:
+    HeavyMapDisplay.from_attention(np.zeros(shape), 0.5, np.zeros(shape[1], bool), ax=ax)
+    assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
+
+
+def test_entries_of_a_cell_are_marked_once_and_all_counted(ax: Any) -> None:
+    A = np.zeros((2, 4096))
+    A[0, :4], A[1, 4000] = 0.25, 0.9
+    display = HeavyMapDisplay.from_attention(A, 0.25, [0, 1], ax=ax)
+    assert display.counts == (2, 3)
+    assert display.caught.tolist() == [[0, 0]]
+    assert display.missed.tolist() == [[0, 0], [1, 4000]]
+
+
+def test_maps_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"A has shape \(2, 3, 4\), expected \(m, n\)"):
+        HeavyMapDisplay.from_attention(np.ones((2, 3, 4)), 0.5, [0])
+    with pytest.raises(ValueError, match=r"mask of shape \(3,\), expected \(4,\)"):
+        HeavyMapDisplay.from_attention(np.ones((3, 4)), 0.5, np.ones(3, bool))
+    with pytest.raises(ValueError, match=r"universal has indices outside 0, \.\.\., 3"):
+        HeavyMapDisplay.from_attention(np.ones((3, 4)), 0.5, [-1])
+
+
+# -- layers and heads, patches -----------------------------------------------------------------------------
+
+
+def test_heads_without_a_number_are_hatched(ax: Any) -> None:
+    rows = [{"layer": 3, "head": 1, "mass": 0.5}, {"layer": 7, "head": 0, "mass": None}]
+    display = LayerHeadDisplay.from_rows(rows, "mass", label="captured mass", ax=ax)
+    np.testing.assert_array_equal(display.values, [[np.nan, 0.5], [np.nan, np.nan]])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["3", "7"]
+    assert ax.patch.get_hatch() == "////"
+    full = new_figure()[1][0, 0]
+    LayerHeadDisplay.from_values(np.ones((2, 2)), label="captured mass", ax=full)
+    assert full.patch.get_hatch() is None
+
+
+def test_layers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"values has shape \(3,\), expected \(layers, heads\)"):
+        LayerHeadDisplay(np.ones(3), label="mass")
+    with pytest.raises(ValueError, match=r"layers has shape \(3,\), expected \(2,\)"):
+        LayerHeadDisplay(np.ones((2, 4)), label="mass", layers=[0, 1, 2])
+
+
+def test_colours_over_an_image_mean_the_share_alone(ax: Any) -> None:
+    image = np.zeros((4, 4, 3))
+    image[0, 0] = [1, 0, 0]
+    KeptPatchesDisplay.from_kept(np.eye(2, dtype=bool), image, ax=ax)
+    picture, overlay = ax.get_images()
+    np.testing.assert_allclose(picture.get_array()[0, 0], 0.2126)  # red, in grey
+    np.testing.assert_array_equal(overlay.get_array(), np.eye(2))
+
+
+# -- tokens ----------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_shaded_by_their_scores_and_marked_without_colour(ax: Any) -> None:
+    tokens, scores = ["heavy", "at", "##tention", "$x_1^2$", "it"], [0.1, 0.2, 0.8, 0.3, 0.0]
+    display = TokenStripDisplay.from_scores(tokens, scores, kept=[2, 3], columns=20, ax=ax)
+    assert display.lines == ["heavy attention", "$x_1^2$ it"]
+    assert display.kept is not None
+    assert display.kept.tolist() == [False, False, True, True, False]
+    (boxes,) = drawn_by(ax, PolyCollection)
+    np.testing.assert_array_equal(boxes.get_array(), scores)
+    assert boxes.get_clim() == (0.0, 0.8)
+    sides = [path.vertices[:, 0].round().tolist() for path in boxes.get_paths()]
+    assert [(min(x), max(x)) for x in sides] == [(0, 5), (6, 8), (8, 15), (0, 7), (8, 10)]
+    (lines,) = drawn_by(ax, LineCollection)
+    assert [(line[0][0].round(), line[1][0].round(), int(line[0][1])) for line in lines.get_segments()] == [
+        (8, 15, 0),
+        (0, 7, 1),
+    ]
+    assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
+    labels = [axes.get_xlabel() for axes in ax.figure.axes]
+    assert "score (bold, underlined: kept, 2 of 5)" in labels
+
+
+@pytest.mark.parametrize(
+    ("scores", "limits"),
+    [
+        ([-0.01, -0.002, -0.001], (-0.01, -0.001)),
+        ([-0.5, 0.25], (-0.5, 0.25)),
+        ([0.2, 0.5], (0.0, 0.5)),
+        ([0.0, 0.0], (0.0, 1.0)),
+        ([-2.0], (-2.0, 1.0)),
+        ([], (0.0, 1.0)),
+    ],
+    ids=["negative", "both", "positive", "zero", "one", "none"],
+)
+def test_shades_end_at_the_largest_score(ax: Any, scores: list[float], limits: tuple[float, float]) -> None:
+    TokenStripDisplay.from_scores(["a"] * len(scores), scores, ax=ax)
+    (boxes,) = drawn_by(ax, PolyCollection)
+    assert boxes.get_clim() == limits
+
+
+def test_each_letter_is_drawn_in_its_column(ax: Any) -> None:
+    TokenStripDisplay.from_scores(["ab", "##a", "b"], [0.1, 0.2, 0.3], kept=[2], ax=ax)
+    places = [sorted(letter.get_offsets()[:, 0].tolist()) for letter in drawn_by(ax, PathCollection)]
+    assert places == [[0, 2], [1], [4]]  # a, b, and the bold b
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "lines"),
+    [
+        (["The", "Ġun", "aff", "ord", "Ġit"], 90, ["The unafford it"]),
+        (["▁Das", "▁ist", "##", "s"], 90, ["Das ist##s"]),
+        (["a", "ĠĠb", "Ġ", "c"], 90, ["a  b  c"]),
+        (["one", "two", "##s", "three"], 9, ["one twos", "three"]),
+        (["one", "un", "##break", "##able"], 9, ["one un", "breakable"]),
+        (["abcdefgh"], 3, ["abc", "def", "gh"]),
+        (["\t", "a\nb", "", "\x00", "\u00a0"], 90, ["\\t a\\nb   \\x00  "]),
+        (["##", "###x", "$", "\\frac"], 90, ["###x $ \\frac"]),
+        (["日本", "語"], 4, ["日本", "語"]),
+        ([], 90, []),
+    ],
+    ids=[
+        "byte-level",
+        "sentencepiece",
+        "spaces",
+        "words",
+        "long-word",
+        "long-token",
+        "unseen",
+        "literal",
+        "wide",
+        "none",
+    ],
+)
+def test_texts_are_wrapped(tokens: list[str], columns: int, lines: list[str]) -> None:
+    assert TokenStripDisplay(tokens, np.zeros(len(tokens)), columns=columns).lines == lines
+
+
+@pytest.mark.filterwarnings("ignore:Glyph .* missing:UserWarning")
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_any_text_is_drawn(style: str) -> None:
+    tokens = ["$", "$$", "_x^", "\\frac{", "\t", "\n", "", "日本", "שלום", "é", "e\u0301", "\ud800", "🙂", " "]
+    with style_sheets.context(style):
+        figure, ((ax,),) = new_figure()
+        TokenStripDisplay.from_scores(tokens, np.zeros(len(tokens)), kept=np.ones(len(tokens), bool), ax=ax)
+        assert figure_bytes(figure, ".png").startswith(b"\x89PNG")
+    assert len(drawn_by(ax, PathCollection)) > 20
+
+
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_letters_and_marks_can_be_read(style: str) -> None:
+    scores = np.linspace(0, 1, 300)
+    with style_sheets.context(style):
+        figure, ((ax,),) = new_figure()
+        TokenStripDisplay.from_scores(["x"] * 300, scores, kept=[299], ax=ax)
+        (boxes,) = drawn_by(ax, PolyCollection)
+        plain, bold = drawn_by(ax, PathCollection)
+        inks = [*plain.get_facecolors(), *bold.get_facecolors()]
+        shades = boxes.to_rgba(boxes.get_array())
+        assert min(contrast(ink[:3], shade[:3]) for ink, shade in zip(inks, shades, strict=True)) >= 4.5
+        (line,) = drawn_by(ax, LineCollection)
+        assert contrast(line.get_colors()[0][:3], figure.get_facecolor()[:3]) > 20
+
+
+def test_a_new_figure_is_as_high_as_the_text() -> None:
+    from matplotlib import pyplot as plt
+
+    few, many = (TokenStripDisplay.from_scores(["word"] * n, np.ones(n)) for n in (100, 1000))
+    sizes = [display.figure_.get_size_inches() for display in (few, many)]
+    assert sizes[0][0] == sizes[1][0]
+    letters = []
+    for display in (few, many):
+        display.figure_.canvas.draw()
+        letters.append(display.ax_.bbox.width / np.ptp(display.ax_.get_xlim()))
+        assert display.ax_.get_ylim()[0] >= len(display.lines)
+    assert letters[0] == pytest.approx(letters[1], rel=0.05)
+    with pytest.raises(ValueError, match=r"the text has 1001 lines, expected at most 1000"):
+        TokenStripDisplay(["word"] * 1001, np.ones(1001), columns=4).plot()
+    plt.close("all")
+
+
+def test_text_shrinks_to_given_axes_until_it_cannot_be_read(ax: Any) -> None:
+    TokenStripDisplay.from_scores(["word"] * 400, np.ones(400), ax=ax)
+    assert ax.get_ylim()[0] >= 23
+    assert ax.get_xlim()[1] >= 90
+    with pytest.raises(ValueError, match=r"letters of [0-3]\.\d points, expected at least 4"):
+        TokenStripDisplay.from_scores(["word"] * 4000, np.ones(4000), ax=new_figure()[1][0, 0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "options", "error", "message"),
+    [
+        (["a", "b"], [0.1], {}, ValueError, r"scores has shape \(1,\), expected \(2,\), one for each token"),
+        (["a", "b"], [[0.1, 0.2]], {}, ValueError, r"scores has shape \(1, 2\), expected \(2,\)"),
+        (["a", "b"], [0.1, np.nan], {}, ValueError, r"scores is not finite at \[1\]"),
+        (["a", "b"], [np.inf, 0.1], {}, ValueError, r"scores is not finite at \[0\]"),
+        ("ab", [0.1, 0.2], {}, TypeError, r"tokens is a single string"),
+        (["a", 7], [0.1, 0.2], {}, TypeError, r"tokens\[1\] is 7; expected a string"),
+        (["a", "b"], [0.1, 0.2], {"kept": [True]}, ValueError, r"kept has a mask of shape \(1,\), expected \(2,\)"),
+        (["a", "b"], [0.1, 0.2], {"kept": [2]}, ValueError, r"kept has indices outside 0, \.\.\., 1"),
+        (
+            ["a", "b"],
+            [0.1, 0.2],
+            {"kept": [1.7]},
+            ValueError,
+            r"kept has dtype float64, expected a mask \(2,\) of bool",
+        ),
+        (
+            ["a", "b", "c"],
+            [0.1] * 3,
+            {"kept": [0, 1, 0]},
+            ValueError,
+            r"more than once.* a mask of 0 and 1 as .* bool",
+        ),
+        (["a", "b"], [0.1, 0.2], {"columns": 1}, ValueError, r"columns is 1; expected at least 2"),
+        (["a", "b"], [0.1, 0.2], {"columns": 9.5}, TypeError, r"columns is 9\.5; expected an integer"),
+    ],
+    ids=[
+        "short",
+        "matrix",
+        "nan",
+        "infinity",
+        "string",
+        "number",
+        "mask",
+        "index",
+        "float",
+        "ints",
+        "columns",
+        "fraction",
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(
+    tokens: Any, scores: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        TokenStripDisplay(tokens, scores, **options)
+
+
+# -- online scores ---------------------------------------------------------------------------------------
+
+
+def test_online_scores_of_few_keys_are_points(ax: Any) -> None:
+    K = random(30, 3)
+    online, final = online_leverage_scores(K), leverage_scores(K)
+    display = OnlineScoresDisplay.from_scores(online, final=final, epsilon=0.3, ax=ax)
+    drawn = lines(ax)
+    np.testing.assert_array_equal(drawn["online: among the keys so far"].get_ydata(), online)
+    np.testing.assert_array_equal(drawn["among all keys"].get_ydata(), final)
+    assert display.online_heavy is not None
+    assert display.final_heavy is not None
+    np.testing.assert_array_equal(display.online_heavy, np.flatnonzero(online >= 0.3))
+    np.testing.assert_array_equal(display.final_heavy, np.flatnonzero(final >= 0.3))
+    label = f"ε = 0.3: {(online >= 0.3).sum()} keys online, {(final >= 0.3).sum()} among all"
+    assert drawn[label].get_ydata()[0] == 0.3
+    np.testing.assert_array_equal(drawn["_among all keys"].get_xdata(), display.final_heavy)  # larger marks
+    assert drawn["_among all keys"].get_markersize() > drawn["among all keys"].get_markersize()
+    assert ax.get_yscale() == "log"
+    assert len(legend(ax)) == 3
+
+
+def test_many_online_scores_are_binned_and_keep_every_peak(ax: Any) -> None:
+    n = 100_000
+    online = 1e-3 + 1e-4 * np.abs(random(n))
+    peaks = np.array([0, 77_777, n - 1])
+    online[peaks], online[5] = 0.5, 0.0
+    display = OnlineScoresDisplay.from_scores(online, final=online / 2, epsilon=0.3, ax=ax)
+    assert display.online_range.shape == (1000, 2)
+    bounds = [*display.starts.tolist(), n]
+    for (low, high), start, end in zip(display.online_range, bounds, bounds[1:], strict=False):
+        inside = online[start:end]
+        assert (low, high) == (inside[inside > 0].min(), inside.max())
+    band = ax.collections[0].get_paths()[0].vertices
+    assert band[:, 1].max() == 0.5
+    marks = lines(ax)["_online: among the keys so far"]
+    np.testing.assert_array_equal(marks.get_xdata(), peaks // 100 * 100)
+    np.testing.assert_array_equal(marks.get_ydata(), [0.5, 0.5, 0.5])
+    assert "ε = 0.3: 3 keys online, 0 among all" in legend(ax)
+    assert len(figure_bytes(ax.figure, ".svg")) < 500_000
+
+
+def test_lone_peaks_among_many_keys_are_drawn(ax: Any) -> None:
+    online = np.zeros(5000)
+    online[[0, 2000, 2500, 2505, 4999]] = 0.5
+    OnlineScoresDisplay.from_scores(online, ax=ax)
+    (points,) = ax.lines  # the band joins the two that are side by side
+    np.testing.assert_array_equal(points.get_xdata(), [0, 2000, 4995])
+    np.testing.assert_array_equal(points.get_ydata(), [0.5, 0.5, 0.5])
+    assert points.get_markersize() > 0
+    assert to_hex(points.get_color()) == to_hex(ax.collections[0].get_facecolor()[0])
+
+
+@pytest.mark.parametrize("epsilon", [0, -1, np.nan, 5])
+def test_thresholds_that_no_score_can_be_asked_for_are_refused(epsilon: float) -> None:
+    with pytest.raises(ValueError, match=r"expected 0 < epsilon <= 1"):
+        OnlineScoresDisplay([0.5], epsilon=epsilon)
+
+
+def test_ties_with_the_threshold_are_heavy_online() -> None:
+    display = OnlineScoresDisplay([0.1 - 1e-12, 0.1, 0.0999], epsilon=0.1)
+    assert display.online_heavy is not None
+    assert display.online_heavy.tolist() == [0, 1]
+    assert display.final_heavy is None
+
+
+@pytest.mark.parametrize("scores", [np.zeros(0), np.zeros(3), np.zeros(5000)], ids=["none", "few", "many"])
+def test_online_scores_with_nothing_to_draw(ax: Any, scores: Array) -> None:
+    OnlineScoresDisplay.from_scores(scores, final=scores, epsilon=0.5, ax=ax)
+    assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("online", "final", "message"),
+    [
+        ([[0.5]], None, r"online has shape \(1, 1\), expected \(n,\)"),
+        ([0.5, np.nan], None, r"online\[1\] is nan; expected finite scores of at least 0"),
+        ([0.5, -0.1], None, r"online\[1\] is -0\.1"),
+        ([0.5, 0.1], [0.5], r"final has shape \(1,\), expected \(2,\)"),
+        ([0.5, 0.1], [0.5, np.inf], r"final\[1\] is inf"),
+    ],
+    ids=["batch", "nan", "negative", "lengths", "infinity"],
+)
+def test_online_scores_that_do_not_fit_are_refused(online: Any, final: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OnlineScoresDisplay(online, final=final)
+
+
+# -- all displays ----------------------------------------------------------------------------------------
+
+
+def all_displays(**options: Any) -> list[Any]:
+    """One of each; ``ax`` is a function that makes axes."""
+    ax = options.get("ax", lambda: None)
+    A = np.full((2, 3), 1 / 3)
+    return [
+        LeverageSpectrumDisplay.from_scores(np.linspace(0.1, 0.9, 20).reshape(2, 10), epsilon=0.3, rank=2, ax=ax()),
+        CapturedMassDisplay.from_attention(A, orders={name: np.arange(3) for name in "abcd"}, size=2, ax=ax()),
+        HeavyMapDisplay.from_attention(A, 0.3, [0], ax=ax()),
+        LayerHeadDisplay.from_values([[0.5, np.nan]], label="captured mass", ax=ax()),
+        KeptPatchesDisplay.from_kept(np.eye(2), np.ones((4, 4)), ax=ax()),
+        TokenStripDisplay.from_scores(["a", "##b"], [0.1, 0.9], kept=[1], ax=ax()),
+        OnlineScoresDisplay.from_scores([1.0, 0.5], final=[0.5, 0.5], epsilon=0.5, ax=ax()),
+    ]
+
+
+def test_without_axes_a_figure_is_made() -> None:
+    from matplotlib import pyplot as plt
+
+    for display in all_displays():
+        first = display.figure_
+        assert display.plot() is display
+        assert display.figure_ is not first  # drawn again, on new axes
+        assert display.ax_.figure is display.figure_
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    ("style", "suffix", "again"),
+    [
+        ("default", ".png", ".PNG"),
+        ("default", ".svg", ".svg"),
+        ("default", ".pdf", ".pdf"),
+        ("dark_background", ".svg", ".svg"),
+        pytest.param("dark_background", ".png", ".PNG", marks=pytest.mark.thorough),
+        pytest.param("dark_background", ".pdf", ".pdf", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_same_picture_has_the_same_bytes(style: str, suffix: str, again: str) -> None:
+    def draw(kind: str) -> bytes:
+        with style_sheets.context(style):
+            figure, ((ax,),) = new_figure()
+            CapturedMassDisplay.from_attention(np.full((2, 3), 1 / 3), orders={"a": np.arange(3)}, size=2, ax=ax)
+            return figure_bytes(figure, kind)
+
+    assert draw(suffix) == draw(again)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("style", ["default", "dark_background"])
+def test_all_displays_have_the_same_bytes_when_drawn_again(style: str) -> None:
+    with style_sheets.context(style):
+        pictures = [
+            [figure_bytes(display.figure_, ".svg") for display in all_displays(ax=lambda: new_figure()[1][0, 0])]
+            for _ in range(2)
+        ]
+    assert pictures[0] == pictures[1]
+
+
+@pytest.mark.parametrize("background", ["white", "black"])
+def test_lines_and_marks_stand_out_from_light_and_dark(background: str) -> None:
+    displays = all_displays(ax=lambda: new_figure()[1][0, 0])
+    curves = [line for display in displays for line in display.ax_.lines]
+    assert len(curves) > 12
+    colors = {to_hex(line.get_color()) for line in curves}
+    band = displays[0].ax_.collections[0]
+    colors |= {to_hex(band.get_edgecolor()[0]), to_hex(displays[3].ax_.patch.get_edgecolor())}
+    assert {color: contrast(color, background) for color in colors if contrast(color, background) < 3} == {}
+
+
+def test_the_marks_of_a_map_stand_out_from_the_brightest_cells_and_from_the_darkest(ax: Any) -> None:
+    HeavyMapDisplay.from_attention(np.full((2, 3), 1 / 3), 0.3, [0], ax=ax)
+    dark, bright = (ax.images[0].cmap(end)[:3] for end in (0.0, 1.0))
+    for marks in ax.collections[:2]:
+        assert contrast(marks.get_facecolor()[0][:3], bright) > 2.5
+        assert contrast(marks.get_edgecolor()[0][:3], dark) > 10
+
+
+def test_marks_of_a_map_differ_without_colour(ax: Any) -> None:
+    HeavyMapDisplay.from_attention(np.full((2, 3), 1 / 3), 0.3, [0], ax=ax)
+    caught, missed = ax.collections[:2]
+    assert len(caught.get_paths()[0]) != len(missed.get_paths()[0])
+
+
+def test_importing_the_module_does_not_import_matplotlib() -> None:
+    code = "import sys, levattn.plots; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_missing_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draw in (new_figure, LeverageSpectrumDisplay([0.5]).plot):
+        with pytest.raises(ImportError, match=r'need matplotlib: pip install "levattn\[plot\]"'):
+            draw()

@@ -1,0 +1,96 @@
+"""What ``import levattn`` costs: numpy, array-api-compat and nothing else, whatever is installed.
+
+The time it takes is measured by examples/benchmarks/import_time.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FREE = "numpy, numpy.typing, array_api_compat"  # dependencies that the import may load
+OPTIONAL = [
+    "cupy",
+    "dask",
+    "matplotlib",
+    "ml_dtypes",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "timm",
+    "torch",
+    "transformers",
+    "typer",
+    "zarr",
+]
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter that finds this package."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level packages, beyond the standard library and the free ones, that code loads."""
+    found = run(
+        f"import json, sys, {FREE}\nbefore = set(sys.modules)\n{code}\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
+    )
+    assert found.returncode == 0, found.stderr
+    return set(json.loads(found.stdout)) - set(sys.stdlib_module_names)
+
+
+def test_import_loads_only_numpy_and_array_api_compat() -> None:
+    assert loaded_by("import levattn") == {"levattn"}
+
+
+def test_listing_the_names_loads_nothing_more() -> None:
+    assert loaded_by("import levattn; dir(levattn)") == {"levattn"}
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_tensors_do_not_wake_the_compiler_of_torch() -> None:
+    """It takes a second to import, and whoever compiles a model has imported it."""
+    work = (
+        "import sys, torch, levattn.nn; from levattn.attention import latte, pruned_attention, tssa; "
+        "X = torch.ones(2, 40, 8); latte(X, X, X); tssa(X); pruned_attention(X, X, X, budget=0.5); "
+        "levattn.nn.TokenStatistics(8).requires_grad_(False)(X); "
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    found = run(work)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_adapters_wait_for_models_of_transformers() -> None:
+    """Their base classes take two seconds to import, and whoever has a model has imported them."""
+    work = "import sys, levattn.integrations.transformers; assert 'transformers.modeling_utils' not in sys.modules"
+    found = run(work)
+    assert found.returncode == 0, found.stderr
+
+
+def test_work_on_numpy_arrays_loads_no_optional_package() -> None:
+    work = "import numpy as np, levattn; levattn.universal_set(np.eye(5, 3), 0.5)"
+    assert loaded_by(work).isdisjoint(OPTIONAL)
+
+
+def test_import_warns_and_prints_nothing() -> None:
+    found = run("import warnings; warnings.simplefilter('error'); import levattn")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_program_without_its_extra_says_what_to_install(missing: str) -> None:
+    found = run(f"import sys; sys.modules[{missing!r}] = None\nfrom levattn.cli import main\nsys.exit(main())")
+    assert found.returncode != 0
+    assert "levattn[cli]" in found.stderr
+    assert "Traceback" not in found.stderr

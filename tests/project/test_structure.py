@@ -1,0 +1,396 @@
+"""The structure of the package: layers, homes of third-party packages, public names.
+
+Imports are read from the source with ``ast``, lazy ones included, so that a rule is checked on a machine
+without the package in question too. The rules are tables; each check yields what is wrong as text, and is
+itself tested on small packages with a planted fault.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import graphlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import levattn
+
+ROOT = Path(levattn.__file__).parent
+
+# The folders. A module imports from its own and from lower levels.
+LAYERS = {
+    0: ("_core", "exceptions", "functions"),
+    1: ("_kernels",),
+    2: ("linalg", "sketch", "io"),
+    3: ("states",),
+    4: ("sensitivity",),
+    5: ("sets",),
+    6: ("heavy", "attention", "distributed", "plots"),
+    7: ("", "nn"),  # levattn/__init__.py: the public names
+    8: ("integrations",),
+    9: ("cli",),
+}
+LEVEL = {name: level for level, names in LAYERS.items() for name in names}
+
+# Beside the layers: they may use the library up to a level, and only these modules may use them.
+SIDE = {"datasets": 0, "data": 0}
+USERS_OF_SIDE = {"plots", "cli", *SIDE, ""}
+
+ANYWHERE = {"numpy", "scipy", "array_api_compat"}
+HIGH = tuple(pattern for name, level in LEVEL.items() if name and level >= 6 for pattern in (name, f"{name}.*"))
+COMPILERS = (
+    *("_kernels.jit", "_kernels.cache", "_kernels.shipped", "_kernels.parts", "_kernels.scratch", "_kernels.llvm"),
+    *("_kernels.*.compiled", "_kernels.*.simd"),
+)
+HOMES = {
+    "numba": COMPILERS,
+    "llvmlite": COMPILERS,
+    "cupy": ("_kernels.cuda_source", "_kernels.*.cuda*", "_core.arrays"),
+    "torch": ("_core.arrays", *HIGH),
+    "transformers": HIGH,
+    "timm": HIGH,
+    "kvpress": ("integrations.kvpress",),
+    "dask": HIGH,
+    "distributed": HIGH,
+    "ml_dtypes": ("_core.arrays", "io", "io.*", "datasets"),
+    "safetensors": ("io", "io.*", "datasets"),
+    "zarr": ("io", "io.*"),
+    "pyarrow": ("io", "io.*"),
+    "matplotlib": ("plots", "plots.*"),
+    "sklearn": ("integrations.sklearn",),
+    "typer": ("cli", "cli.*"),
+    "click": ("cli", "cli.*"),
+    "rich": ("_core.progress", "cli", "cli.*"),
+}
+# Whoever imports these modules has asked for the package: everything else optional waits inside functions.
+EAGER = {
+    "numba": COMPILERS,
+    "llvmlite": COMPILERS,
+    **{name: HOMES[name] for name in ("typer", "click", "sklearn")},
+    "rich": ("cli", "cli.*"),
+    "torch": (
+        "attention.latent.torch",
+        "attention.tokens.torch",
+        "nn",
+        "nn.*",
+        "integrations.transformers",
+        "integrations.transformers.*",
+        "integrations.timm",
+        "integrations.kvpress",
+    ),
+    "transformers": ("integrations.transformers", "integrations.transformers.*"),
+    "timm": ("integrations.timm",),
+    "kvpress": ("integrations.kvpress",),
+}
+
+# The compiler's flags are chosen in one module; the rest of the kernels uses its decorators.
+JIT_HOME = "_kernels.jit"
+JIT_NAMES = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name, and how it is imported."""
+
+    target: str
+    line: int
+    lazy: bool  # inside a function
+    typing_only: bool  # under TYPE_CHECKING
+
+    @property
+    def package(self) -> str:
+        return self.target.partition(".")[0]
+
+    @property
+    def own(self) -> str:
+        """The name within levattn: "" is the package itself."""
+        return self.target.partition(".")[2]
+
+
+@dataclass
+class Module:
+    """A source file of the package: "" is ``__init__.py``, "sketch._jl" a module of a sub-package."""
+
+    name: str
+    tree: ast.Module
+    is_package: bool
+    imports: list[Import] = field(default_factory=list)
+    nodes: list[ast.AST] = field(default_factory=list)
+
+    @property
+    def head(self) -> str:
+        return self.name.partition(".")[0]
+
+    def at(self, line: int) -> str:
+        return f"levattn.{self.name or '__init__'}, line {line}"
+
+
+def name_of(function: ast.expr) -> str:
+    """The last name of what is called: f of f(), and of module.f()."""
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def read(module: Module, known: set[str]) -> None:
+    """Fill in nodes and imports of a module; ``known`` tells whether ``from levattn import x`` imports a module."""
+    left: list[tuple[ast.AST, bool, bool]] = [(module.tree, False, False)]
+    while left:
+        node, lazy, typing = left.pop()
+        module.nodes.append(node)
+        module.imports += [Import(target, node.lineno, lazy, typing) for target in targets_of(node, module, known)]
+        below = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        guarded: list[ast.stmt] = []
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            guarded = node.body
+        children = [(child, below, typing or child in guarded) for child in ast.iter_child_nodes(node)]
+        left += reversed(children)
+
+
+def targets_of(node: ast.AST, module: Module, known: set[str]) -> list[str]:
+    """The modules that a node of the tree imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            here = ["levattn", *filter(None, module.name.split("."))]
+            base = ".".join([*here[: len(here) - node.level + module.is_package], *filter(None, [base])])
+        wholes = [f"{base}.{alias.name}" for alias in node.names]
+        return [whole if whole in known else base for whole in wholes]
+    if isinstance(node, ast.Call) and name_of(node.func) in ("import_module", "__import__"):
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+    return []
+
+
+def read_package(root: Path) -> list[Module]:
+    modules = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules.append(Module(name, ast.parse(path.read_text("utf-8"), str(path)), is_package))
+    known = {f"levattn.{module.name}" for module in modules}
+    for module in modules:
+        read(module, known)
+    return modules
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def unknown_modules(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        if module.head not in LEVEL and module.head not in SIDE:
+            yield (
+                f"levattn.{module.name} has no level: move it into a module that has one, or add it "
+                f"to LAYERS in tests/{Path(__file__).name} and to the picture in docs/design.md"
+            )
+
+
+def upward_imports(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        level = LEVEL.get(module.head, SIDE.get(module.head, 0))
+        for item in module.imports:
+            target = item.own.partition(".")[0]
+            if item.package != "levattn" or target == module.head:
+                continue
+            if target in SIDE and module.head not in USERS_OF_SIDE:
+                yield f"{module.at(item.line)}: {item.target} stands beside the library; cli and plots use it"
+            elif target in LEVEL and LEVEL[target] >= level:
+                yield (
+                    f"{module.at(item.line)}: level {level} imports {item.target} of level {LEVEL[target]}; "
+                    "move what both need down to a lower one"
+                )
+
+
+def cycles(modules: list[Module]) -> Iterator[str]:
+    graph = {
+        module.name: {i.own for i in module.imports if i.package == "levattn" and not i.typing_only}
+        for module in modules
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield "import cycle (lazy imports count): " + " <- ".join(f"levattn.{name}" for name in error.args[1])
+
+
+def misplaced_packages(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for item in module.imports:
+            package = item.package
+            if package == "levattn" or package in ANYWHERE or package in sys.stdlib_module_names:
+                continue
+            if package not in HOMES:
+                yield f"{module.at(item.line)}: {package} is no dependency; declare it and add it to HOMES"
+            elif not matches(module.name, HOMES[package]):
+                yield f"{module.at(item.line)}: {package} may be imported only in {', '.join(HOMES[package])}"
+            elif not (item.lazy or item.typing_only or matches(module.name, EAGER.get(package, ()))):
+                yield f"{module.at(item.line)}: import {package} inside the function that needs it"
+
+
+def stray_jit(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        if module.name == JIT_HOME:
+            continue
+        for node in module.nodes:
+            named: set[str] = set()
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "numba":
+                named = {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("numba", "nb"):
+                named = {node.attr}
+            for name in sorted(named & JIT_NAMES):
+                yield f"{module.at(node.lineno)}: numba.{name}; use a decorator of levattn.{JIT_HOME}"
+
+
+def costly_calls(modules: list[Module]) -> Iterator[str]:
+    """In compiled code each of these would be compiled as a function of its own, for each type and number of axes."""
+    for module in modules:
+        nodes = module.nodes
+        imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == f"levattn.{JIT_HOME}"]
+        if not {alias.name for one in imports for alias in one.names} & {"jit", "helper"}:
+            continue
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "np":
+                if node.attr.removesuffix("_like") in ("empty", "zeros"):
+                    yield f"{module.at(node.lineno)}: np.{node.attr}; use levattn._kernels.scratch"
+            elif isinstance(node, ast.Name) and node.id in ("min", "max"):
+                yield f"{module.at(node.lineno)}: {node.id}; use smaller or larger of levattn._kernels.llvm"
+
+
+def stray_statements(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for node in module.nodes:
+            if isinstance(node, ast.Assert):
+                yield f"{module.at(node.lineno)}: assert vanishes under python -O; raise a typed error"
+            elif isinstance(node, ast.Name) and node.id == "print" and module.head != "cli":
+                yield f"{module.at(node.lineno)}: print; return the value, or warn"
+
+
+Rule = Callable[[list[Module]], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    unknown_modules,
+    upward_imports,
+    cycles,
+    misplaced_packages,
+    stray_jit,
+    costly_calls,
+    stray_statements,
+)
+
+
+@pytest.fixture(scope="module")
+def package() -> list[Module]:
+    return read_package(ROOT)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_keeps_the_rule(rule: Rule, package: list[Module]) -> None:
+    assert len(package) > 1
+    assert list(rule(package)) == []
+
+
+PLANTED = [
+    # rule, file, its source, a part of the report
+    (unknown_modules, "stray.py", "x = 1", "levattn.stray has no level"),
+    (
+        upward_imports,
+        "sensitivity/leverage.py",
+        "from levattn.sets import f",
+        "level 4 imports levattn.sets of level",
+    ),
+    (upward_imports, "sensitivity/leverage.py", "from levattn import sets", "level 4 imports levattn.sets of level"),
+    (upward_imports, "sensitivity/leverage.py", "from .. import sets", "level 4 imports levattn.sets of level"),
+    (upward_imports, "sketch/sizes.py", "from ..sets.universal import f", "level 2 imports levattn.sets.universal"),
+    (upward_imports, "sketch/sizes.py", "def f():\n    import levattn.sets", "sketch.sizes, line 2"),
+    (upward_imports, "heavy/causal.py", "import levattn.plots", "level 6 imports levattn.plots of level 6"),
+    (upward_imports, "sensitivity/leverage.py", "import levattn", "imports levattn of level 7"),
+    (upward_imports, "sensitivity/leverage.py", "from levattn import universal_set", "imports levattn of level 7"),
+    (upward_imports, "sensitivity/leverage.py", "from levattn import datasets", "stands beside the library"),
+    (upward_imports, "datasets.py", "from levattn import plots", "level 0 imports levattn.plots"),
+    (cycles, "sets/__init__.py", "def f():\n    import levattn.heavy", "levattn.heavy <- levattn.sets"),
+    (misplaced_packages, "functions.py", "import numba", "numba may be imported only in _kernels.jit"),
+    (misplaced_packages, "_kernels/gram/definition.py", "from numba import prange", "numba may be imported only"),
+    (misplaced_packages, "functions.py", "def f():\n    import torch", "torch may be imported only in _core.arrays"),
+    (misplaced_packages, "_core/arrays.py", "import torch", "import torch inside the function"),
+    (misplaced_packages, "_core/arrays.py", "importlib.import_module('cupy')", "import cupy inside the function"),
+    (misplaced_packages, "io/__init__.py", "if x:\n    import safetensors", "import safetensors inside"),
+    (misplaced_packages, "io/__init__.py", "def f():\n    import pandas", "pandas is no dependency"),
+    (misplaced_packages, "cli/__init__.py", "def f():\n    import matplotlib.pyplot", "only in plots"),
+    (stray_jit, "_kernels/gram/compiled.py", "@numba.njit(parallel=True)\ndef f(): ...", "numba.njit"),
+    (stray_jit, "_kernels/gram/compiled.py", "from numba import njit", "numba.njit"),
+    (
+        costly_calls,
+        "_kernels/gram/compiled.py",
+        "import numpy as np\nfrom levattn._kernels.jit import jit\n@jit\ndef f(x): return np.zeros_like(x)",
+        "np.zeros_like",
+    ),
+    (
+        costly_calls,
+        "_kernels/gram/compiled.py",
+        "from levattn._kernels.jit import helper\n@helper\ndef f(x): return min(x, 3)",
+        "min; use smaller or larger",
+    ),
+    (stray_statements, "io/__init__.py", "assert 1", "raise a typed error"),
+    (stray_statements, "io/__init__.py", "print(1)", "levattn.io, line 1: print"),
+]
+INNOCENT = {
+    "__init__.py": "from levattn.sensitivity.leverage import leverage_scores",
+    "_core/__init__.py": "",
+    "_core/arrays.py": "import sys\nimport numpy as np\ndef f():\n    import torch",
+    "_kernels/__init__.py": "def table():\n    from levattn._kernels.gram import compiled\n    return compiled",
+    "_kernels/gram/__init__.py": "",
+    "_kernels/gram/compiled.py": "from numba import prange\nfrom levattn._kernels.jit import kernel",
+    "_kernels/jit.py": "import numba\nkernel = numba.njit(cache=True)",
+    "sensitivity/__init__.py": "",
+    "sensitivity/leverage.py": "from levattn import _kernels\nfrom levattn._core import arrays",
+    "sets/__init__.py": "from levattn.sensitivity.leverage import leverage_scores",
+    "heavy/__init__.py": "from typing import TYPE_CHECKING\nfrom levattn.sets import f\n",
+    "io/__init__.py": "if TYPE_CHECKING:\n    import safetensors\nelse:\n    def f():\n        import safetensors",
+    "cli/__init__.py": "import typer\nimport levattn\nfrom levattn import datasets\nprint(levattn)",
+    "plots/__init__.py": "def f():\n    import matplotlib",
+    "datasets.py": "import numpy",
+}
+
+
+def write_package(root: Path, sources: dict[str, str]) -> list[Module]:
+    for name, source in sources.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, "utf-8")
+    return read_package(root)
+
+
+@pytest.mark.parametrize(("rule", "name", "source", "report"), PLANTED)
+def test_rule_sees_the_planted_fault(
+    tmp_path: Path,
+    rule: Rule,
+    name: str,
+    source: str,
+    report: str,
+) -> None:
+    modules = write_package(tmp_path, {**INNOCENT, name: source})
+    found = list(rule(modules))
+    assert len(found) == 1
+    assert report in found[0]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_accepts_an_innocent_package(tmp_path: Path, rule: Rule) -> None:
+    assert list(rule(write_package(tmp_path, INNOCENT))) == []
+
+
+# The public names
+
+
+def test_public_names_are_listed_once_and_by_dir() -> None:
+    assert len(set(levattn.__all__)) == len(levattn.__all__)
+    assert set(levattn.__all__) <= set(dir(levattn))
+
+
+def test_misspelt_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="leverage_scoers"):
+        _ = levattn.leverage_scoers

@@ -1,0 +1,480 @@
+"""Sensitivities of few keys: against closed forms, other solvers, and queries drawn at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy
+from scipy.special import logsumexp
+
+from levattn import NonFiniteError
+from levattn.functions import L1L2, Fair, Huber, Power, Softmax, Tukey
+from levattn.sensitivity.exact import (
+    ExactSensitivities,
+    _by_convex,
+    _by_vertices,
+    _distinct,
+    _reduce,
+    exact_sensitivities,
+)
+from strategies import more
+
+POWERS = (0.5, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6)
+OTHERS = (Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0))
+CLOSED = 1e-10  # the width at which the solvers stop is 1e-11
+
+
+class Cauchy:
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.log1p(x * x)
+
+
+class Floor:
+    """A function with f(0) > 0: the limit of growth p → 0 for small x."""
+
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.maximum(np.abs(x), 1.0)
+
+
+def gauss(n: int, d: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, d))
+
+
+def spiky(n: int, d: int, seed: int = 0) -> np.ndarray:
+    return gauss(n, d, seed) * np.random.default_rng(seed + 1).standard_cauchy((n, 1))
+
+
+def drawn(K: np.ndarray, f: Any, count: int = 20_000) -> np.ndarray:
+    """Best ratios that random queries at many scales reach."""
+    rng = np.random.default_rng(7)
+    y = np.concatenate([rng.standard_normal((count, K.shape[1])), K]) * 10 ** rng.uniform(-2, 2, (count + len(K), 1))
+    values = f(y @ K.T)
+    return (values / values.sum(axis=1, keepdims=True)).max(axis=0)
+
+
+def assert_bracket(found: ExactSensitivities, width: float = CLOSED) -> None:
+    assert found.lower.dtype == found.upper.dtype == np.float64
+    assert np.all(found.lower <= found.upper)
+    assert np.all((found.lower >= 0) & (found.upper <= 1))
+    assert np.all(found.upper - found.lower <= width * found.upper)
+
+
+# -- closed forms ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", POWERS)
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_orthogonal_blocks_of_equal_keys(p: float, m: int) -> None:
+    found = exact_sensitivities(np.kron(np.eye(3), np.ones((m, 1))), p)
+    assert_bracket(found)
+    np.testing.assert_allclose(found.lower, 1 / m, rtol=1e-12)
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_two_parallel_keys(p: float) -> None:
+    found = exact_sensitivities(np.array([[1.0], [-0.5]]), p)
+    assert_bracket(found)
+    np.testing.assert_allclose(found.lower, [1 / (1 + 0.5**p), 1 / (1 + 2**p)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("f", [*POWERS, *OTHERS, Softmax(3.0), Cauchy()])
+def test_one_key_has_all_attention(f: Any) -> None:
+    found = exact_sensitivities(np.array([[3.0, -4.0]]), f)
+    np.testing.assert_allclose(found.lower, 1, rtol=1e-12)
+    np.testing.assert_array_equal(found.upper, 1)
+
+
+@pytest.mark.parametrize("f", [*POWERS, *OTHERS, Cauchy()])
+def test_independent_keys_have_all_attention(f: Any) -> None:
+    found = exact_sensitivities(gauss(3, 5), f)
+    np.testing.assert_allclose(found.lower, 1, rtol=1e-9)
+    np.testing.assert_allclose(found.upper, 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_copies_share(p: float) -> None:
+    """m copies of a key whose ratio alone is s/(1 + s) have s/(1 + m s) each."""
+    K = gauss(8, 3)
+    alone = exact_sensitivities(K, p).lower[0]
+    found = exact_sensitivities(np.concatenate([K, -K[:1], K[:1]]), p)
+    assert_bracket(found)
+    odds = alone / (1 - alone)
+    np.testing.assert_allclose(found.lower[[0, 8, 9]], odds / (1 + 3 * odds), rtol=CLOSED)
+
+
+def test_softmax_of_two_keys() -> None:
+    """The best query is radius times the direction of the difference."""
+    found = exact_sensitivities(np.array([[1.0, 2.0], [1.0, 0.0]]), Softmax(0.7))
+    assert_bracket(found)
+    np.testing.assert_allclose(found.lower, 1 / (1 + np.exp(-1.4)), rtol=CLOSED)
+
+
+# -- other solvers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [gauss, spiky])
+@pytest.mark.parametrize(("n", "d"), [(14, 3), (12, 4), (9, 1), (11, 2)])
+def test_linear_programme_equals_the_vertices(make: Any, n: int, d: int) -> None:
+    K = make(n, d)
+    found = exact_sensitivities(K, 1)
+    assert_bracket(found)
+    rows, inverse, counts = _distinct(K)
+    low, high, _ = _by_vertices(_reduce(rows, counts)[0], counts, 1.0)
+    np.testing.assert_allclose(found.lower, low[inverse], rtol=1e-11)
+    np.testing.assert_allclose(found.upper, high[inverse], rtol=1e-11)
+
+
+@pytest.mark.parametrize("make", [gauss, spiky])
+def test_convex_programme_at_two_equals_the_svd(make: Any) -> None:
+    K = make(30, 5)
+    rows, inverse, counts = _distinct(K)
+    low, high, _ = _by_convex(_reduce(rows, counts)[0], counts, 2.0)
+    scores = exact_sensitivities(K, 2)
+    for ours in (low, high):
+        np.testing.assert_allclose(ours[inverse], scores.lower, rtol=1e-12)
+    U = np.linalg.svd(K, full_matrices=False)[0]
+    np.testing.assert_allclose(scores.lower, (U**2).sum(axis=1), rtol=1e-11)
+    np.testing.assert_array_equal(scores.lower, scores.upper)
+
+
+@pytest.mark.parametrize("p", [1.5, 3, 4])
+def test_convex_programme_equals_a_general_solver(p: float) -> None:
+    K = gauss(14, 3)
+    found = exact_sensitivities(K, p)
+    for j in range(3):
+        free = np.linalg.svd(K[j : j + 1])[2][1:].T
+        origin = K[j] / (K[j] @ K[j])
+        result = scipy.optimize.minimize(
+            lambda z: (np.abs(K @ (origin + free @ z)) ** p).sum(),  # noqa: B023
+            np.zeros(2),
+            tol=1e-12,
+        )
+        assert 1 / result.fun <= found.upper[j] * (1 + 1e-12)
+        assert 1 / result.fun >= found.lower[j] * (1 - 1e-6)  # the precision of differences for gradients
+
+
+@pytest.mark.parametrize("radius", [0.5, 4.0, 30.0])
+def test_softmax_equals_a_general_solver(radius: float) -> None:
+    K = gauss(14, 3)
+    found = exact_sensitivities(K, Softmax(radius))
+    assert_bracket(found)
+    for j in range(4):
+        result = scipy.optimize.minimize(
+            lambda y: logsumexp(K @ y) - K[j] @ y,  # noqa: B023
+            np.zeros(3),
+            jac=lambda y: K.T @ np.exp(K @ y - logsumexp(K @ y)) - K[j],  # noqa: B023
+            method="SLSQP",
+            constraints={"type": "ineq", "fun": lambda y: radius**2 - y @ y, "jac": lambda y: -2 * y},
+            options={"maxiter": 500, "ftol": 1e-14},
+        )
+        assert abs(np.exp(-result.fun) / found.lower[j] - 1) < 1e-6  # the constraint holds to no more
+
+
+def test_line_search_is_no_worse_than_the_general_search() -> None:
+    class Same:
+        growth, monotone = 2.0, True
+        __call__ = staticmethod(L1L2())
+
+    K = spiky(8, 3)
+    line, search = exact_sensitivities(K, L1L2()), exact_sensitivities(K, Same())
+    assert (line.method, search.method) == ("line search", "search")
+    assert np.all(line.lower >= search.lower * (1 - 1e-9))
+    np.testing.assert_allclose(search.lower, line.lower, rtol=1e-3)  # and the general one is no bad one
+
+
+# -- queries at random -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [gauss, spiky])
+@pytest.mark.parametrize("p", POWERS)
+def test_no_query_beats_a_power(make: Any, p: float) -> None:
+    K = make(14, 3)
+    found = exact_sensitivities(K, p)
+    assert_bracket(found)
+    reached = drawn(K, Power(p))
+    assert np.all(reached <= found.upper * (1 + 1e-12))
+    assert np.all(reached >= 0.5 * found.lower)
+
+
+@pytest.mark.parametrize("f", [Floor(), Cauchy(), *more(OTHERS)])
+def test_no_query_beats_the_search(f: Any) -> None:
+    K = spiky(10, 3)
+    found = exact_sensitivities(K, f)
+    assert np.all(drawn(K, f) <= found.lower * (1 + 1e-9))
+    np.testing.assert_array_equal(found.upper, 1)
+
+
+@pytest.mark.parametrize("shape", ["ball", "ellipsoid", "flat"])
+def test_no_query_beats_softmax(shape: str) -> None:
+    K, rng = gauss(14, 3), np.random.default_rng(2)
+    matrix = {"ball": None, "ellipsoid": np.diag([4.0, 1.0, 0.1]), "flat": np.diag([1.0, 1.0, 0.0])}[shape]
+    f = Softmax(2.0, matrix)
+    found = exact_sensitivities(K, f)
+    assert_bracket(found)
+    u = rng.standard_normal((20_000, 3))
+    u *= np.minimum(rng.uniform(0, 3, (20_000, 1)), 1) / np.linalg.norm(u, axis=1, keepdims=True)  # some inside
+    logits = u @ f.root(3).T @ K.T
+    reached = np.exp(logits - logsumexp(logits, axis=1, keepdims=True)).max(axis=0)
+    assert np.all(reached <= found.upper * (1 + 1e-12))
+    assert np.all(reached >= 0.99 * found.lower)
+
+
+@pytest.mark.parametrize("f", [Huber(1.0), L1L2(), Fair(1.4)])
+def test_between_quadratic_and_linear(f: Any) -> None:
+    """For small queries these functions are x², for large ones |x|."""
+    K = gauss(14, 3)
+    found = exact_sensitivities(K, f).lower
+    for p in (1, 2):
+        assert np.all(found >= exact_sensitivities(K, p).lower * (1 - 1e-9))
+
+
+# -- queries that reach the lower ends -------------------------------------------------
+
+REACHED = {
+    "gauss": gauss(8, 3),
+    "spiky": spiky(8, 3),
+    "one key": gauss(1, 3),
+    "one column": gauss(8, 1),
+    "independent": gauss(3, 5),
+    "rank-deficient": gauss(8, 3) @ gauss(3, 5, 6),
+    "copies and zeros": np.concatenate([gauss(5, 3), -gauss(5, 3)[:3], gauss(5, 3)[2:5], np.zeros((3, 3))]),
+    "orthogonal": np.kron(np.eye(3), [[1.0], [-3.0]]),
+    "tiny row": np.concatenate([1e-30 * gauss(1, 3), gauss(7, 3, 1)]),
+    "fainter row": np.concatenate([1e-200 * gauss(1, 3), gauss(7, 3, 1)]),
+    "huge row": np.concatenate([1e6 * gauss(1, 3), gauss(7, 3, 1)]),
+    "graded columns": gauss(8, 3) * [1e30, 1.0, 1e-30],
+    "turned": gauss(8, 3) * [1.0, 1e-3, 1e-6] @ np.linalg.qr(gauss(3, 3, 5))[0],
+    "outside": np.array([[1.0, 1.0], [2.0, 2.0], [1e-30, -1e-30]]),
+    "zeros": np.zeros((4, 2)),
+}
+
+
+def at_their_queries(K: np.ndarray, f: Any, queries: np.ndarray) -> np.ndarray:
+    """The score of each key at its query, by the definition."""
+    Z = queries @ K.T
+    if isinstance(f, Softmax):
+        Z = Z - Z.max(axis=1, keepdims=True)
+    values = f(Z)
+    total = values.sum(axis=1)
+    return np.asarray(np.divide(np.diagonal(values), total, out=np.zeros(len(K)), where=total > 0))
+
+
+def rounding(K: np.ndarray) -> float:
+    """Rounding of a score ⟨q, k⟩ relative to the largest: q is as large as the inverse of the scaled columns."""
+    s = np.linalg.svd(K / np.maximum(np.abs(K).max(axis=0), 1e-300), compute_uv=False)
+    return float(8 * K.shape[1] * np.finfo(float).eps * s[0] / s[s > 1e-13 * s[0]].min(initial=s[0])) if s[0] else 0.0
+
+
+@pytest.mark.parametrize("f", [*map(Power, POWERS), *OTHERS, Floor()])
+@pytest.mark.parametrize("name", REACHED)
+def test_queries_reach_the_lower_ends(name: str, f: Any) -> None:
+    K = REACHED[name]
+    found = exact_sensitivities(K, f)
+    assert found.queries.shape == K.shape
+    assert found.queries.dtype == np.float64
+    with np.errstate(over="ignore"):  # Fair, far off
+        reached = at_their_queries(K, f, found.queries)
+    rtol = 1e-14 + rounding(K)
+    if isinstance(f, Power):
+        rtol *= max(f.p, 1)
+        if f.p < 1:  # the keys that should score 0 score |rounding|^p
+            rtol = K.shape[1] * rtol**f.p
+    np.testing.assert_allclose(reached, found.lower, rtol=rtol, atol=1e-250)
+    live = K.any(axis=1)
+    assert not found.queries[~live].any() or isinstance(f, Floor)
+    assert np.all(np.abs(found.queries @ K.T)[:, live] < 1e100)  # far from the end of the range
+
+
+@pytest.mark.parametrize("scale", [1e250, 1e-250])
+@pytest.mark.parametrize("f", [*map(Power, POWERS), *OTHERS])
+def test_queries_of_very_large_and_very_small_keys(scale: float, f: Any) -> None:
+    for K in (scale * gauss(6, 3), gauss(6, 3) * [scale, 1.0, 1 / scale]):
+        found = exact_sensitivities(K, f)
+        with np.errstate(over="ignore"):  # Fair, far off
+            reached = at_their_queries(K, f, found.queries)
+        np.testing.assert_allclose(reached, found.lower, rtol=1e-7 if f == Power(0.5) else 1e-13)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_queries_are_finite_where_float64_ends(p: float) -> None:
+    K = gauss(10, 3) * [1e-318, 1.0, 1e-312]
+    found = exact_sensitivities(K, p)
+    np.testing.assert_allclose(at_their_queries(K, Power(p), found.queries), found.lower, rtol=1e-12)
+    assert np.isfinite(exact_sensitivities(K, Huber()).queries).all()
+
+
+def test_queries_of_a_slow_function_are_no_lucky_rounding() -> None:
+    """The best queries have no bound: log(1 + x²) of huge scores, and of the rounding of those that should be 0."""
+    for K in (gauss(8, 3), spiky(12, 3)):
+        found = exact_sensitivities(K, Cauchy())
+        for dtype in (np.float64, np.longdouble):
+            reached = at_their_queries(K.astype(dtype), Cauchy(), found.queries.astype(dtype))
+            np.testing.assert_allclose(reached.astype(float), found.lower, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in REACHED if name != "graded columns"])
+@pytest.mark.parametrize("matrix", ["ball", "ellipsoid", "flat"])
+def test_queries_of_softmax_reach_the_lower_ends_and_are_admitted(name: str, matrix: str) -> None:
+    K = REACHED[name]
+    shape = {"ball": 1.0, "ellipsoid": 0.1 ** np.arange(K.shape[1]), "flat": np.arange(K.shape[1]) < 1}[matrix]
+    axes = shape * np.ones(K.shape[1])
+    f = Softmax(3.0, None if matrix == "ball" else np.diag(axes))
+    found = exact_sensitivities(K, f)
+    largest = np.abs(K).max() * 3.0 * np.sqrt(K.shape[1])
+    rtol = 1e-12 + 1e-14 * K.shape[1] * (K.shape[1] + 4) * largest
+    np.testing.assert_allclose(at_their_queries(K, f, found.queries), found.lower, rtol=rtol)
+    assert not found.queries[:, axes == 0].any()
+    sizes = (found.queries[:, axes > 0] ** 2 / axes[axes > 0]).sum(axis=1)
+    assert np.all(sizes <= 9 * (1 + 1e-14))
+
+
+# -- invariance ------------------------------------------------------------------------
+
+
+def same(f: Any, one: np.ndarray, other: np.ndarray, rtol: float = CLOSED) -> None:
+    first, second = exact_sensitivities(one, f), exact_sensitivities(other, f)
+    np.testing.assert_allclose(first.lower, second.lower, rtol=rtol)
+    np.testing.assert_allclose(first.upper, second.upper, rtol=rtol)
+
+
+@pytest.mark.parametrize("f", [*POWERS, Huber(1.0)])
+def test_basis_of_the_queries_does_not_matter(f: Any) -> None:
+    K = gauss(12, 3)
+    rtol = CLOSED if f in POWERS else 1e-6  # of the line search
+    same(f, K, K @ gauss(3, 3, 5), rtol)
+    same(f, K, K @ gauss(3, 5, 6), rtol)  # rank-deficient: d = 5, r = 3
+
+
+@pytest.mark.parametrize("p", POWERS)
+@pytest.mark.parametrize("scale", [1e100, 1e-100, 1e300, 1e-300])
+def test_scale_does_not_matter(p: float, scale: float) -> None:
+    K = gauss(10, 3)
+    same(p, K, scale * K)
+    same(p, K, K * np.array([scale, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_order_and_zero_rows_do_not_matter(p: float) -> None:
+    K = gauss(10, 3)
+    found = exact_sensitivities(np.concatenate([K[::-1], np.zeros((2, 3))]), p)
+    np.testing.assert_allclose(found.lower[:10][::-1], exact_sensitivities(K, p).lower, rtol=CLOSED)
+    assert not found.lower[10:].any()
+    assert not found.upper[10:].any()
+
+
+def test_small_keys_are_known_to_relative_precision() -> None:
+    K = gauss(10, 3)
+    K[0] *= 1e-30
+    rest = exact_sensitivities(np.concatenate([K[:1] * 1e15, K[1:]]), 1).lower[0]
+    np.testing.assert_allclose(exact_sensitivities(K, 1).lower[0], 1e-15 * rest, rtol=1e-9)
+
+
+def test_softmax_does_not_see_a_shift() -> None:
+    K = gauss(12, 3)
+    same(Softmax(3.0), K, K + np.array([5.0, -1.0, 2.0]))
+    same(Softmax(3.0), K, K / 2 @ np.linalg.qr(gauss(3, 3, 9))[0] * 2)
+    same(Softmax(3.0), np.concatenate([K, K]), np.concatenate([K, K])[::-1][np.arange(24)[::-1]])
+
+
+# -- edges -----------------------------------------------------------------------------
+
+
+def test_without_keys() -> None:
+    for f in (0.5, 1, 2, 3, Huber(), Tukey(), Softmax(1.0)):
+        found = exact_sensitivities(np.zeros((0, 3)), f)
+        assert found.lower.shape == found.upper.shape == (0,)
+        assert found.queries.shape == (0, 3)
+
+
+def test_zero_keys_where_f_of_zero_is_positive() -> None:
+    np.testing.assert_allclose(exact_sensitivities(np.zeros((4, 2)), Softmax(1.0)).lower, 0.25, rtol=1e-12)
+    np.testing.assert_allclose(exact_sensitivities(np.zeros((4, 2)), Floor()).lower, 0.25, rtol=1e-12)
+    found = exact_sensitivities(np.array([[0.0, 0.0], [1.0, 0.0]]), Floor())
+    assert found.lower[0] == 0.5
+    assert found.lower[1] > 0.999
+
+
+@pytest.mark.parametrize("size", [1e3, 1e90, *more([1e6, 1e12])])
+def test_softmax_of_large_logits_is_still_bracketed(size: float) -> None:
+    K = size * spiky(10, 3)
+    found = exact_sensitivities(K, Softmax(5.0))
+    assert np.all((found.lower >= 0) & (found.lower <= found.upper) & (found.upper <= 1))
+    corner = K[:, 0].argmax()  # alone at the end of an axis
+    assert found.upper[corner] == 1
+    assert np.all(found.upper >= 0.1 * (1 - 1e-12))  # the query 0
+    if size == 1e3:
+        assert found.lower[corner] > 0.999
+
+
+def test_key_outside_the_numerical_row_space() -> None:
+    found = exact_sensitivities(np.array([[1.0, 1.0], [2.0, 2.0], [1e-30, -1e-30]]), 3)
+    assert found.upper[2] == 1
+    assert found.upper[0] < 1
+
+
+# A power of each method
+@pytest.mark.parametrize("f", [0.5, 1, 1.5, 2, 4, OTHERS[0], *more([1.2, 2.5, 3, 6, *OTHERS[1:]])])
+def test_keys_too_small_to_be_seen(f: Any) -> None:
+    """Their products with queries underflow when they are squared: no warning, and no claim that they score 0."""
+    K = gauss(6, 3)
+    K[0] *= 1e-200
+    found = exact_sensitivities(K, f)
+    assert (found.lower[0], found.upper[0]) == (0, 1)
+    np.testing.assert_allclose(found.lower[1:], exact_sensitivities(K[1:], f).lower, rtol=1e-9)
+
+
+def test_a_key_too_small_to_be_seen_can_have_all_attention() -> None:
+    found = exact_sensitivities(np.array([[1e300, 1e300], [1e-300, -1e-300]]), 2)  # the second alone can have all
+    assert found.upper[1] == 1
+
+
+def test_vertices_where_most_keys_lie_in_a_plane() -> None:
+    """Subsets are taken in chunks, and all subsets of a chunk can be dependent."""
+    K = np.zeros((100, 4))
+    K[:10] = gauss(10, 4)
+    K[:10, 0] = -np.abs(K[:10, 0]) - 5  # the first in order
+    K[10:, :2] = gauss(90, 2, 1)
+    K[10:, 0] = np.abs(K[10:, 0])
+    found = exact_sensitivities(K, 0.5)
+    assert np.all((found.lower > 0) & (found.lower <= found.upper))
+
+
+def test_methods() -> None:
+    K = gauss(5, 2)
+    names = {f: exact_sensitivities(K, f).method for f in (0.5, 1, 1.5, 2, Huber(), Tukey())}
+    assert list(names.values()) == [
+        "vertices",
+        "linear programme",
+        "convex programme",
+        "svd",
+        "line search",
+        "search",
+    ]
+    assert exact_sensitivities(K, Softmax(1.0)).method == "concave programme"
+    assert exact_sensitivities(K.astype(np.float32)).method == "svd"
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"K has shape \(2, 3, 4\); expected one matrix \(n, d\)"):
+        exact_sensitivities(np.ones((2, 3, 4)))
+    with pytest.raises(ValueError, match=r"K has shape \(3,\)"):
+        exact_sensitivities(np.ones(3))
+    with pytest.raises(ValueError, match="K has n = 2001 keys; expected at most 2000"):
+        exact_sensitivities(np.ones((2001, 2)))
+    with pytest.raises(ValueError, match=r"200 distinct keys of rank 5, so that f = Power\(0.5\) has 64684950 vert"):
+        exact_sensitivities(gauss(200, 5), 0.5)
+    with pytest.raises(TypeError, match="expected a real floating dtype"):
+        exact_sensitivities(np.ones((3, 2), int))
+    with pytest.raises(ValueError, match=r"logits of 1e\+200; expected less than 1e\+100"):
+        exact_sensitivities(np.array([[1e200], [-1e200]]), Softmax(1.0))
+    K = gauss(9, 2)
+    K[[4, 6]] = np.nan, np.inf
+    for f in (2, Softmax(1.0)):
+        with pytest.raises(NonFiniteError, match=r"K holds NaN or infinity, first in rows \[4, 6\]"):
+            exact_sensitivities(K, f)

@@ -1,0 +1,609 @@
+"""Group leverage against exact arithmetic and its theorems; near-duplicates against all pairs."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import strategies
+from levattn.datasets import planted
+from levattn.exceptions import NonFiniteError
+from levattn.sensitivity import groups
+from levattn.sensitivity.groups import group_leverage, near_duplicates
+from strategies import STORAGE, as_float64, examples, integer_keys, real_keys, seeds, stores
+
+needs_torch = pytest.mark.skipif(not strategies.HAS_TORCH, reason="no torch")
+
+
+def draw_labels(seed: int, n: int) -> Any:
+    """Groups of very different sizes, some keys in none, some numbers without a key."""
+    rng = np.random.default_rng(seed)
+    if rng.random() < 0.3:
+        return rng.integers(-1, 2, n)
+    return np.minimum(np.floor(rng.exponential(max(n, 1) / 4, n)).astype(int), 2 * n + 1) - 1
+
+
+def check_theorems(K: Any, labels: Any, scores: Any) -> None:
+    """max τ ≤ τ_S ≤ min(1, Σ τ), and over a partition the sum is at most the rank."""
+    tau = naive.leverage_exact(K)
+    for label, score in enumerate(scores):
+        mine = tau[labels == label]
+        assert mine.max(initial=0.0) * (1 - 1e-9) <= score <= min(1.0, mine.sum() * (1 + 1e-9))
+    assert scores.sum() <= naive.rank_exact(K) * (1 + 1e-9)
+
+
+# -- group leverage against the definition ------------------------------------------------
+
+
+@examples(150)
+@given(K=st.one_of(integer_keys(), real_keys()), seed=seeds())
+def test_scores_are_those_of_exact_arithmetic(K: Any, seed: int) -> None:
+    labels = draw_labels(seed, len(K))
+    scores = group_leverage(K, labels)
+    assert scores.shape == (max([0, *(labels + 1)]),)
+    assert scores.dtype == np.float64
+    np.testing.assert_allclose(scores, naive.group_leverage(K, labels), rtol=1e-9, atol=1e-300)
+    check_theorems(K, labels, scores)
+
+
+SMALL_CASES = [name for name in strategies.CASES if strategies.case(name).shape[0] <= 150]
+
+
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_scores_of_named_cases(name: str) -> None:
+    K = strategies.case(name)
+    n = len(K)
+    rng = np.random.default_rng(len(name))
+    labels = np.repeat(np.arange(n), rng.integers(1, 12, n))[:n][rng.permutation(n)]
+    scores = group_leverage(K, labels)
+    # 1e-8: the condition numbers of some cases are beyond 1e10
+    np.testing.assert_allclose(scores, naive.group_leverage(K, labels), rtol=1e-8, atol=1e-300)
+    check_theorems(K, labels, scores)
+
+
+def test_the_named_cases_are_the_hard_ones() -> None:
+    hard = {"duplicated", "zero-rows", "all-zero", "huge-rows", "tiny-rows", "wide", "no-row", "deficient-exact"}
+    assert hard | {"scale-1e150", "near-deficient-1e-10", "graded-1e-30"} <= set(SMALL_CASES)
+
+
+@pytest.mark.parametrize("kappa", [1e3, 1e7, 1e10])
+def test_ill_conditioned_keys(kappa: float) -> None:
+    """Beyond about 10⁶ rows are turned with compensated products."""
+    K = strategies.conditioned(np.random.default_rng(0), 60, 6, kappa)
+    assert (levattn.universal_set(K, 0.1).factor.arithmetic[0] == "compensated") == (kappa > 1e6)
+    labels = np.arange(60) % 7
+    np.testing.assert_allclose(group_leverage(K, labels), naive.group_leverage(K, labels), rtol=1e-9)
+
+
+@stores()
+def test_scores_of_every_storage_type(storage: str) -> None:
+    rng = np.random.default_rng(0)
+    K = STORAGE[storage](rng.standard_normal((60, 4)) * np.exp(rng.standard_normal((60, 1))))
+    labels = rng.integers(-1, 9, 60)
+    scores = group_leverage(K, labels)
+    assert type(scores) is type(K)
+    assert str(scores.dtype).rpartition(".")[2] == "float64"
+    np.testing.assert_allclose(as_float64(scores), naive.group_leverage(as_float64(K), labels), rtol=1e-9)
+    found = near_duplicates(K, angle=0.3)
+    assert type(found) is type(K)
+    assert str(found.dtype).rpartition(".")[2] == "int64"
+    assert as_float64(found).max() >= 0
+    np.testing.assert_array_equal(as_float64(found), near_duplicates(as_float64(K), angle=0.3))
+    assert tuple(group_leverage(K, found).shape) == (int(as_float64(found).max()) + 1,)
+
+
+@pytest.mark.parametrize("storage", ["float64", "float32"])
+@pytest.mark.parametrize("chunk", [5, 1 << 11])
+@pytest.mark.parametrize("size", [2, 15, 16, 17, 2500])
+def test_scores_of_many_and_of_large_groups(size: int, chunk: int, storage: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(groups, "_CHUNK", chunk)
+    K = STORAGE[storage](np.random.default_rng(size).standard_normal((5000, 16)))
+    labels = np.random.default_rng(0).permutation(5000) // size
+    U = naive.whitened(as_float64(K))
+    expected = [np.linalg.norm(U[labels == label], 2) ** 2 for label in range(labels.max() + 1)]
+    np.testing.assert_allclose(group_leverage(K, labels), expected, rtol=1e-10)
+
+
+@examples(40)
+@given(K=integer_keys(min_rows=2), seed=seeds())
+def test_some_query_attains_the_score_and_none_exceeds_it(K: Any, seed: int) -> None:
+    labels = draw_labels(seed, len(K))
+    scores = group_leverage(K, labels)
+    pseudo = np.linalg.pinv(K, rcond=1e-10)
+    rng = np.random.default_rng(seed)
+    for label in np.unique(labels[labels >= 0]):
+        mine = labels == label
+        v = np.linalg.svd(K[mine] @ pseudo[:, mine])[2][0]  # of the whitened Gram matrix of the group
+        Q = np.vstack([pseudo[:, mine] @ v, K[mine], rng.standard_normal((100, K.shape[1]))])
+        mass = naive.attention(Q, K)[:, mine].sum(axis=1)
+        assert mass[0] == pytest.approx(scores[label], abs=1e-9)
+        assert np.all(mass <= scores[label] + 1e-9)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 16, 17, 300])
+def test_copies_of_a_key(m: int) -> None:
+    """m copies have m t/(1 + m t) together, with t = kᵀG⁻¹k of the second moment of the others."""
+    rng = np.random.default_rng(m)
+    others, k = rng.standard_normal((500, 16)), 3 * rng.standard_normal(16)
+    K = np.vstack([others, np.tile(k, (m, 1))])
+    t = k @ np.linalg.solve(others.T @ others, k)
+    labels = np.repeat([-1, 0], [500, m])
+    assert group_leverage(K, labels)[0] == pytest.approx(m * t / (1 + m * t), rel=1e-12)
+    assert group_leverage(K, labels)[0] == pytest.approx(levattn.leverage_scores(K)[labels == 0].sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["coherent", "deficient-exact", "zero-rows", "wide", "huge-rows", "tiny-rows"])
+def test_singletons_and_the_group_of_all(name: str) -> None:
+    K = strategies.case(name)
+    n = len(K)
+    np.testing.assert_allclose(group_leverage(K, np.arange(n)), levattn.leverage_scores(K), rtol=1e-13)
+    assert group_leverage(K, np.zeros(n, int)) == pytest.approx([1.0], rel=1e-12)
+
+
+def test_keys_in_no_group_and_groups_without_keys() -> None:
+    K = strategies.case("coherent")
+    labels = np.full(len(K), -1)
+    assert group_leverage(K, labels).shape == (0,)
+    labels[[3, 9]] = 4
+    scores = group_leverage(K, labels)
+    assert scores.shape == (5,)
+    assert np.all(scores[:4] == 0)
+    np.testing.assert_allclose(scores, naive.group_leverage(K, labels), rtol=1e-9)
+    assert group_leverage(np.zeros((0, 3)), np.zeros(0, int)).shape == (0,)
+    assert group_leverage(np.zeros((2, 0, 3)), np.zeros((2, 0), int)).shape == (2, 0)
+    np.testing.assert_array_equal(group_leverage(np.zeros((4, 3)), [0, 0, 1, 2]), np.zeros(3))
+
+
+def test_keys_in_a_direction_below_the_rank_lift_their_group() -> None:
+    """Two keys leave the others' plane by more than rounding, in a direction too small to be one of the rank."""
+    K = np.random.default_rng(0).standard_normal((3000, 4))
+    K[:, 3] = K[:, 0]
+    K[8] = K[7]
+    K[[7, 8], 3] += 3e-13
+    labels = np.arange(3000) % 10
+    tau = levattn.leverage_scores(K)
+    assert levattn.universal_set(K, 0.5).guarantee == "superset"
+    assert np.flatnonzero(tau == 1).tolist() == [7, 8]
+    scores = group_leverage(K, labels)
+    np.testing.assert_allclose(scores, naive.group_leverage(K, labels), rtol=1e-4)
+    assert np.all(scores[[7, 8]] > 0.49)  # they share the direction, which no other key has
+    assert group_leverage(K, labels % 7)[[0, 1]].min() > 0.49
+    found = near_duplicates(K, angle=1e-3)
+    assert found[7] == found[8] == -1
+    K[[7, 8], 3] = K[7, 0]
+    assert near_duplicates(K, angle=1e-3)[7] == near_duplicates(K, angle=1e-3)[8] >= 0
+
+
+def test_order_changes_nothing() -> None:
+    K = strategies.case("coherent")
+    rng = np.random.default_rng(0)
+    labels = rng.integers(-1, 30, len(K))
+    scores = group_leverage(K, labels)
+    keys, names = rng.permutation(len(K)), rng.permutation(30)
+    np.testing.assert_allclose(group_leverage(K[keys], labels[keys]), scores, rtol=1e-12)
+    renamed = np.where(labels < 0, -1, names[labels])
+    np.testing.assert_allclose(group_leverage(K, renamed)[names], scores, rtol=1e-12)
+
+
+def test_masked_keys_are_not_read() -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((300, 5))
+    K[100:140] = rng.standard_normal(5) + 0.01 * rng.standard_normal((40, 5))
+    mask = rng.random(300) < 0.7
+    labels = rng.integers(-1, 12, 300)
+    labels[~mask] = 12
+    for garbage in (np.nan, np.inf, 1e308):
+        K[~mask] = garbage
+        scores = group_leverage(K, labels, mask=mask)
+        assert scores.shape == (13,)
+        assert scores[12] == 0
+        np.testing.assert_allclose(scores[:12], group_leverage(K[mask], labels[mask]), rtol=1e-10)
+        found = near_duplicates(K, mask=mask)
+        assert np.all(found[~mask] == -1)
+        assert found.max() >= 0
+        np.testing.assert_array_equal(found[mask], near_duplicates(K[mask]))
+
+
+def test_batches_are_their_matrices() -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((2, 3, 120, 5)) * np.exp(rng.standard_normal((2, 3, 120, 1)))
+    K[1, 2, 40:50] = K[1, 2, 0] * 7
+    K[0, 1, :, 4] = K[0, 1, :, 0]
+    mask = rng.random((2, 3, 120)) < 0.8
+    labels = rng.integers(-1, 10, (2, 3, 120))
+    labels[0, 0] //= 2
+    scores, found = group_leverage(K, labels, mask=mask), near_duplicates(K, mask=mask, rng=3)
+    assert scores.shape == (2, 3, 10)
+    assert found.shape == labels.shape
+    for index in np.ndindex(2, 3):
+        alone = group_leverage(K[index], labels[index], mask=mask[index])
+        np.testing.assert_allclose(scores[index][: len(alone)], alone, rtol=1e-12)
+        assert np.all(scores[index][len(alone) :] == 0)
+        np.testing.assert_array_equal(found[index], near_duplicates(K[index], mask=mask[index], rng=3))
+    assert len(np.unique(found[1, 2][40:50][mask[1, 2, 40:50]])) == 1
+
+
+@needs_torch
+def test_labels_of_any_namespace() -> None:
+    import torch
+
+    K = strategies.case("duplicated")
+    labels = np.arange(len(K)) // 3
+    expected = group_leverage(K, labels)
+    for given_labels in (labels.tolist(), torch.from_numpy(labels), labels.astype(np.uint8), labels.astype(">i4")):
+        np.testing.assert_array_equal(group_leverage(K, given_labels), expected)
+    torch_scores = group_leverage(torch.from_numpy(K.copy()), torch.from_numpy(labels))
+    np.testing.assert_array_equal(torch_scores.numpy(), expected)
+
+
+# -- near-duplicates ----------------------------------------------------------------------
+
+
+def check_groups(K: Any, found: Any, angle: float, *, mask: Any = None) -> None:
+    """Groups are connected by pairs within the angle, have two keys or more, and are numbered by their first ones."""
+    linked = naive.angles(naive.whitened(K, mask=mask)) <= angle * (1 + 1e-6)
+    for label in range(found.max(initial=-1) + 1):
+        members = np.flatnonzero(found == label)
+        assert len(members) >= 2
+        assert np.all(naive.components(linked[np.ix_(members, members)]) == 0)
+    numbers, first = np.unique(found[found >= 0], return_index=True)
+    np.testing.assert_array_equal(numbers, np.arange(len(numbers)))
+    assert np.all(np.diff(first) > 0)
+
+
+def same_partition(found: Any, truth: Any) -> bool:
+    """Whether two ways to number the same groups agree; truth has -1 for keys in none."""
+    pairs = set(zip(found.tolist(), truth.tolist(), strict=True))
+    return len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs}) and (-1 in truth) == (
+        (-1, -1) in pairs
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_planted_duplicates_are_found_completely(seed: int, dtype: Any) -> None:
+    model = planted(
+        3000, 16, variant="duplicated", n_planted=4, background_rank=12, copies=25, noise=0.01, strength=2.0, rng=seed
+    )
+    truth = np.full(3000, -1)
+    truth[model.indices] = model.groups
+    K = model.keys.astype(dtype)
+    found = near_duplicates(K, rng=seed)
+    assert same_partition(found, truth)
+    assert found.max() == 3
+    scores, tau = group_leverage(K, found), levattn.leverage_scores(K)
+    for label in range(4):
+        total = tau[found == label].sum(dtype=np.float64)
+        assert math.cos(0.1) ** 2 * total <= scores[label] <= total * (1 + 1e-5)
+    assert tau.max() < 0.1 < 0.9 < scores.min()
+
+
+@pytest.mark.parametrize(("n", "d"), [(20_000, 24), (3000, 64), (500, 16)])
+def test_random_keys_have_none(n: int, d: int) -> None:
+    K = np.random.default_rng(d).standard_normal((n, d))
+    assert np.all(near_duplicates(K, rng=5) == -1)
+
+
+@pytest.mark.parametrize("angle", [1e-8, 1e-4, 0.1, math.pi / 4])
+def test_copies_with_signs_and_scales(angle: float) -> None:
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((40, 48))  # independent, so orthogonal once they are whitened
+    truth = np.repeat(np.arange(40), 6)
+    factors = rng.choice([-1.0, 1.0], 240) * 2.0 ** rng.integers(-200, 30, 240)
+    factors[::6] = 1.0
+    truth = np.append(truth, np.full(5, -1))
+    K = np.vstack([np.repeat(base, 6, axis=0) * factors[:, None], np.zeros((5, 48))])
+    shuffle = rng.permutation(len(K))
+    found = near_duplicates(K[shuffle], angle=angle)
+    assert same_partition(found, truth[shuffle])
+    assert found[found >= 0][0] == 0
+
+
+def test_tiny_copies_keep_their_digits() -> None:
+    """Their whitened squares are below the range of float64."""
+    K = np.random.default_rng(0).standard_normal((50, 4))
+    K = np.vstack([K, K[:3] * -1e-200, K[3:5] * 1e-290])
+    found = near_duplicates(K, angle=1e-8)
+    np.testing.assert_array_equal(found, [0, 1, 2, 3, 4, *[-1] * 45, 0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("name", ["no-row", "one-row", "one-zero-row", "all-zero"])
+def test_too_few_keys_for_a_pair(name: str) -> None:
+    K = strategies.case(name)
+    np.testing.assert_array_equal(near_duplicates(K), np.full(len(K), -1))
+
+
+@pytest.mark.parametrize("name", ["one-column", "deficient-rank-1"])
+def test_keys_on_a_line_are_one_group(name: str) -> None:
+    K = strategies.case(name)
+    np.testing.assert_array_equal(near_duplicates(K), np.where(K.any(axis=1), 0, -1))
+
+
+@examples(60)
+@given(K=integer_keys(max_rows=30), angle=st.sampled_from([1e-6, 0.05, 0.3, 0.7]), seed=seeds())
+def test_small_keys_against_all_pairs(K: Any, angle: float, seed: int) -> None:
+    found = near_duplicates(K, angle=angle, rng=seed)
+    check_groups(K, found, angle)
+    if angle == 1e-6:  # multiples of a key share every signature
+        exact = naive.components(naive.angles(naive.whitened(K)) <= 1e-7)
+        alone = np.array([np.count_nonzero(exact == c) == 1 for c in exact], bool)
+        assert same_partition(found, np.where(alone, -1, exact))
+
+
+@pytest.mark.parametrize("angle", [0.03, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_clusters_of_all_widths_give_verified_groups(angle: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    centres = np.repeat(rng.standard_normal((20, 6)), 12, axis=0)
+    width = np.repeat(np.geomspace(1e-3, 0.5, 20), 12)[:, None]
+    K = centres * rng.choice([-1, 1], (240, 1)) + width * rng.standard_normal((240, 6))
+    found = near_duplicates(K, angle=angle, rng=seed)
+    check_groups(K, found, angle)
+    all_links = naive.components(naive.angles(naive.whitened(K)) <= angle * (1 + 1e-6))
+    assert 4 <= found.max() + 1 <= 60
+    grouped = np.flatnonzero(found >= 0)
+    for label in range(found.max() + 1):  # no group is larger than what all pairs give
+        assert len(np.unique(all_links[found == label])) == 1
+    assert len(grouped) < 240 or angle > 0.3
+
+
+def test_keys_in_the_plane_chain_into_one_group() -> None:
+    """All angles are dense there, so every link of the chain has a bucket to be found in."""
+    K = np.random.default_rng(0).standard_normal((2000, 2))
+    np.testing.assert_array_equal(near_duplicates(K), np.zeros(2000))
+
+
+def pairs_at(angle: float, count: int, d: int, seed: int) -> Any:
+    """Pairs of rows at an angle from each other, and d more, which make the second moment a multiple of the identity.
+
+    So the angle is the same in the whitened metric, up to rounding.
+    """
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((count, d))
+    y = rng.standard_normal((count, d))
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    y -= np.sum(x * y, axis=1, keepdims=True) * x
+    y /= np.linalg.norm(y, axis=1, keepdims=True)
+    K = np.stack([x, np.cos(angle) * x + np.sin(angle) * y], axis=1).reshape(2 * count, d)
+    G = K.T @ K
+    fill = 1.01 * np.linalg.norm(G, 2) * np.eye(d) - G
+    return np.vstack([K, np.linalg.cholesky(fill).T])
+
+
+@pytest.mark.parametrize(("angle", "miss"), [(0.1, 0.5), (0.1, 0.1), (0.3, 0.2), (0.6, 0.05)])
+def test_pairs_at_half_the_angle_are_missed_as_often_as_stated(angle: float, miss: float, monkeypatch: Any) -> None:
+    """With the probability of a miss set high enough to be seen; the rounds bring it to at most that."""
+    monkeypatch.setattr(groups, "_MISS", miss)
+    monkeypatch.setattr(groups, "_signature_plan", unfloored(groups._signature_plan))
+    count, d = 4000, 32
+    bits, rounds = groups._signature_plan(2 * count + d, angle)
+    stated = (1 - (1 - angle / (2 * math.pi)) ** bits) ** rounds
+    assert stated <= miss < stated ** ((rounds - 1) / rounds)
+    missed = 0
+    for seed in range(3):
+        K = pairs_at(angle / 2, count, d, seed)
+        X = naive.whitened(K)[: 2 * count].reshape(count, 2, d)
+        cosines = np.sum(X[:, 0] * X[:, 1], axis=1) / np.prod(np.linalg.norm(X, axis=2), axis=1)
+        np.testing.assert_allclose(np.arccos(cosines), angle / 2, rtol=1e-6)
+        found = near_duplicates(K, angle=angle, rng=seed)[: 2 * count].reshape(count, 2)
+        missed += np.count_nonzero((found[:, 0] < 0) | (found[:, 0] != found[:, 1]))
+    spread = math.sqrt(3 * count * stated * (1 - stated))
+    # signatures that agree because all sides differ, and shared planes, are within the spread; four sigma
+    assert abs(missed - 3 * count * stated) <= 4 * spread + 0.02 * 3 * count * stated
+
+
+def unfloored(plan: Any) -> Any:
+    """The plan without its least number of rounds, which would hide the probability that is asked for."""
+
+    def replaced(n: int, angle: float) -> tuple[int, int]:
+        bits, _ = plan(n, angle)
+        missed = 1 - (1 - angle / (2 * math.pi)) ** bits
+        return bits, math.ceil(math.log(groups._MISS) / math.log(missed))
+
+    return replaced
+
+
+@pytest.mark.parametrize("angle", [1e-3, 0.1, 0.5])
+@pytest.mark.parametrize("n", [2, 100, 10**5, 10**9])
+def test_the_plan_keeps_what_is_stated(n: int, angle: float) -> None:
+    bits, rounds = groups._signature_plan(n, angle)
+    assert (1 - (1 - angle / (2 * math.pi)) ** bits) ** rounds <= 1e-4
+    assert min(32, math.log2(n) + 4) <= bits <= 32
+    assert bits + n.bit_length() <= 64
+
+
+def test_pairs_at_half_the_angle_are_all_but_surely_found() -> None:
+    """6000 pairs, each missed with a probability of at most 1e-4: more than 6 are missed with one of 4e-5."""
+    found = near_duplicates(pairs_at(0.05, 6000, 48, 0))[:12_000].reshape(-1, 2)
+    assert np.count_nonzero((found[:, 0] < 0) | (found[:, 0] != found[:, 1])) <= 6
+
+
+@pytest.mark.parametrize("angle", [3e-8, 1e-6, 1e-3, 0.1])
+def test_the_edge_of_the_angle_is_decided_in_float64(angle: float) -> None:
+    """Pairs just within are linked, pairs just beyond are not, however coarse float32 is."""
+    slack = 1e-3 if angle > 1e-6 else 0.05  # rounding of the keys is 1e-16, of whitened ones some 1e-15
+    inside = near_duplicates(pairs_at(angle * (1 - slack), 200, 8, 1), angle=angle, rng=0)[:400].reshape(-1, 2)
+    beyond = near_duplicates(pairs_at(angle * (1 + slack), 200, 8, 1), angle=angle, rng=0)[:400].reshape(-1, 2)
+    assert np.mean((inside[:, 0] >= 0) & (inside[:, 0] == inside[:, 1])) > 0.9
+    if angle < 0.01:  # elsewhere other keys link them
+        assert np.all(beyond == -1)
+
+
+def test_unrelated_keys_before_a_pair_do_not_hide_it() -> None:
+    """With one signature for all, four keys far from each other come before it, or five."""
+    K = np.vstack([np.eye(8)[:3], np.zeros((1, 8)), np.eye(8)[[7, 7]], np.eye(8)[3:7]])
+    directions = groups._directions(factor_of(K))
+    codes = np.zeros(len(directions.rows), np.uint32)
+    alone = np.arange(len(codes))
+    a, b = groups._links(directions, codes, alone, 0.1)
+    assert {*a.tolist(), *b.tolist()} == {3, 4}
+    late = groups._directions(factor_of(np.vstack([np.eye(8)[:4], np.eye(8)[[7, 7]], np.eye(8)[4:7]])))
+    a, b = groups._links(late, np.zeros(9, np.uint32), np.arange(9), 0.1)
+    assert len(a) == 0
+    twins = groups._directions(factor_of(np.repeat(np.eye(8)[[0, 1, 2, 7]], 2, axis=0)))
+    a, b = groups._links(twins, np.zeros(8, np.uint32), np.arange(8), 0.1)
+    assert sorted(zip(a.tolist(), b.tolist(), strict=True)) == [(1, 0), (3, 2), (5, 4), (7, 6)]
+
+
+def factor_of(K: Any) -> Any:
+    from levattn._core.arrays import as_matrices
+    from levattn.sensitivity.leverage import factorize
+
+    return factorize(as_matrices(K, "K"), method="auto", single="no").item(0)
+
+
+def test_groups_do_not_change_what_is_whitened() -> None:
+    """Any invertible change of basis gives the same groups; Euclidean angles would not."""
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((400, 8))
+    K[:30] = K[0] * rng.choice([-1, 1], (30, 1)) + 0.01 * rng.standard_normal((30, 8))
+    found = near_duplicates(K)
+    assert np.array_equal(found, np.where(np.arange(400) < 30, 0, -1))
+    flat = K @ (np.diag(np.geomspace(1, 1e-5, 8)) @ np.linalg.qr(rng.standard_normal((8, 8)))[0])
+    np.testing.assert_array_equal(near_duplicates(flat), found)
+    euclidean = naive.angles(flat[30:100]) <= 0.1
+    assert np.count_nonzero(euclidean) > 3 * 70
+
+
+def test_seeds_and_generators() -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((3000, 3))  # dense enough for misses, so that another seed shows
+    default = near_duplicates(K, angle=0.02)
+    np.testing.assert_array_equal(default, near_duplicates(K, angle=0.02, rng=0))
+    assert not np.array_equal(default, near_duplicates(K, angle=0.02, rng=1))
+    generated = [near_duplicates(K, angle=0.02, rng=np.random.default_rng(7)) for _ in range(2)]
+    np.testing.assert_array_equal(*generated)
+    shared = np.random.default_rng(7)
+    first, second = (near_duplicates(K, angle=0.02, rng=shared) for _ in range(2))
+    np.testing.assert_array_equal(first, generated[0])
+    assert not np.array_equal(first, second)
+
+
+def test_one_of_several_threads_gives_the_same_groups() -> None:
+    K = strategies.conditioned(np.random.default_rng(0), 9000, 12, 1e9)
+    K[5000:5040] = K[17]
+    found = near_duplicates(K)
+    with levattn.thread_limit(1):
+        np.testing.assert_array_equal(near_duplicates(K), found)
+    assert found[17] == found[5000] >= 0
+
+
+# -- hidden mass and errors ---------------------------------------------------------------
+
+
+def test_hidden_mass_is_found() -> None:
+    """No copy is in the universal set, yet a query gives the group most of what it gives at all."""
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((1000, 8))
+    K[500:540] = 10 * np.eye(8)[2] + 0.01 * rng.standard_normal((40, 8))
+    assert len(levattn.universal_set(K, 0.1)) == 0
+    labels = near_duplicates(K)
+    scores = group_leverage(K, labels)
+    heavy = np.flatnonzero(scores >= 0.1)
+    assert np.flatnonzero(np.isin(labels, heavy)).tolist() == list(range(500, 540))
+    mass = naive.attention(np.eye(8)[2:3], K)[0, 500:540].sum()
+    assert 0.75 < mass <= scores[heavy[0]]
+
+
+GOOD = np.random.default_rng(0).standard_normal((12, 3))
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "words"),
+    [
+        (np.zeros(11, int), ValueError, (r"labels has shape \(11,\)", r"\(12,\)")),
+        (np.zeros((1, 12), int), ValueError, (r"labels has shape \(1, 12\)",)),
+        (np.zeros(12), TypeError, ("labels has dtype float64", "integers")),
+        (np.zeros(12, bool), TypeError, ("labels has dtype bool",)),
+        (np.arange(12) - 2, ValueError, ("labels holds -2", "-1")),
+        (np.full(12, 2**64 - 1, np.uint64), ValueError, ("labels holds 18446744073709551615",)),
+        ([[0], [1, 2]], ValueError, ("labels is a list",)),
+    ],
+)
+def test_wrong_labels(labels: Any, error: type[Exception], words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        group_leverage(GOOD, labels)
+    for word in (*words, "Give each key the number of its group"):
+        assert re.search(word, str(caught.value)), f"{word!r} is not in: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"angle": 0.0}, ValueError, ("angle is 0.0", "1e-08", "π/4")),
+        ({"angle": 1.0}, ValueError, ("angle is 1.0", "deg2rad")),
+        ({"angle": math.nan}, ValueError, ("angle is nan",)),
+        ({"angle": "wide"}, TypeError, ("angle is 'wide'", "radians")),
+        ({"angle": True}, TypeError, ("angle is True",)),
+        ({"rng": "seed"}, TypeError, ("rng is 'seed'", "Generator")),
+        ({"rng": 1.5}, TypeError, ("rng is 1.5",)),
+        ({"rng": True}, TypeError, ("rng is True",)),
+        ({"rng": -1}, ValueError, ("rng is -1",)),
+    ],
+)
+def test_wrong_options(options: Any, error: type[Exception], words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        near_duplicates(GOOD, **options)
+    for word in words:
+        assert re.search(word, str(caught.value)), f"{word!r} is not in: {caught.value}"
+
+
+def test_wrong_keys_and_masks() -> None:
+    for function in (lambda K, **o: group_leverage(K, np.zeros(12, int), **o), near_duplicates):
+        with pytest.raises(ValueError, match="mask has shape"):
+            function(GOOD, mask=np.ones(5, bool))
+        with pytest.raises(TypeError, match="mask has dtype"):
+            function(GOOD, mask=np.ones(12))
+        with pytest.raises(TypeError, match="K has dtype int64"):
+            function(np.ones((12, 3), int))
+        bad = GOOD.copy()
+        bad[4] = np.nan
+        with pytest.raises(NonFiniteError, match=r"\b4\b"):
+            function(bad)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_sets_hold_the_mass_that_copies_hide(batch: bool) -> None:
+    model = planted(6000, 16, variant="duplicated", n_planted=3, copies=200, background_rank=13, rng=0)
+    K, epsilon = model.keys, 0.2
+    plain = levattn.universal_set(K, epsilon)
+    labels = near_duplicates(K)
+    assert not plain.mask[model.indices].any()
+    found = levattn.universal_set(np.stack([K, K[::-1]]), epsilon, groups=np.stack([labels, labels[::-1]]))
+    if not batch:
+        found = levattn.universal_set(K, epsilon, groups=labels)
+        assert "3 hidden groups" in repr(found)
+        assert found.hidden_groups.sum() == 3
+        np.testing.assert_allclose(found.group_scores, group_leverage(K, labels), rtol=1e-12)
+    mask = found.mask[0] if batch else found.mask
+    assert mask[model.indices].all()
+    assert mask.sum() == len(model.indices) + len(plain)
+    assert found.guarantee == "superset"
+    if not batch:
+        mass = levattn.heavy_attention(model.queries, K, epsilon, universal=found).captured_mass
+        dense = (model.queries @ K.T) ** 2
+        np.testing.assert_allclose(mass, dense[:, mask].sum(axis=1) / dense.sum(axis=1), rtol=1e-9)
+        assert mass.min() > 0.3
+        assert levattn.heavy_attention(model.queries, K, epsilon).captured_mass.max(initial=0.0) < 0.05
+
+
+def test_groups_that_do_not_go_with_a_set() -> None:
+    K = np.random.default_rng(0).standard_normal((30, 4))
+    labels = np.zeros(30, np.int64)
+    for options in ({"size": 3}, {"epsilon": 0.1, "f": 1}):
+        with pytest.raises(ValueError, match="groups"):
+            levattn.universal_set(K, options.pop("epsilon", None), groups=labels, **options)
+    none = levattn.universal_set(K, 0.5, groups=np.full(30, -1))
+    assert none.hidden_groups.shape == (0,)
+    assert none.guarantee == levattn.universal_set(K, 0.5).guarantee
+    assert levattn.universal_set(K, 0.5).hidden_groups.shape == (0,)
+    everything = levattn.universal_set(K, 0.5, groups=labels)  # one group of all keys has a score of 1
+    assert everything.mask.all()

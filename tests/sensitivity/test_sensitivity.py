@@ -1,0 +1,537 @@
+"""Certified bounds against brute force over queries, closed forms and theorems; sets and entries of every function."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import strategies
+from levattn.functions import Softmax, as_function
+from levattn.sensitivity import certified as sensitivity
+from strategies import STORAGE, as_bool, as_float64
+
+POWERS = (0.5, 1, 1.5, 2, 3, 4, 6)
+OTHERS = (levattn.Huber(1.0), levattn.Tukey(2.0), levattn.L1L2(), levattn.Fair(0.5))
+FUNCTIONS: tuple[Any, ...] = (*POWERS, *OTHERS, levattn.Softmax(3.0))
+METHODS = [
+    *((p, method) for p in POWERS if p != 2 for method in ("leverage", "lewis", "block")),
+    (4, "lift"),
+    (6, "lift"),
+    (2, "leverage"),
+    *((f, "block") for f in OTHERS),
+    *((levattn.Softmax(3.0), method) for method in ("jensen", "ball")),
+]
+
+
+def attention(f: Any, Q: naive.Float, K: naive.Float) -> naive.Float:
+    """The scores by their definition."""
+    function = as_function(f)
+    Z = Q @ K.T
+    if isinstance(function, Softmax):
+        Z = Z - Z.max(axis=1, keepdims=True)
+    F = function(Z)
+    total = F.sum(axis=1, keepdims=True)
+    return np.asarray(np.divide(F, total, out=np.zeros_like(F), where=total > 0))
+
+
+def queries(f: Any, K: naive.Float, seed: int, count: int = 2000) -> naive.Float:
+    """Queries of all sizes, worst ones of x² and, for softmax, within the radius."""
+    rng = np.random.default_rng(seed)
+    d = K.shape[1]
+    size = np.exp(rng.uniform(-5, 5, (count, 1)))
+    worst = naive.adversarial_queries(K)
+    Q = np.vstack([rng.standard_normal((count, d)) * size, worst, 100 * worst, 0.01 * worst])
+    function = as_function(f)
+    if isinstance(function, Softmax):
+        Q = Q * np.minimum(1, function.radius / np.maximum(np.linalg.norm(Q, axis=1, keepdims=True), 1e-300))
+    return np.asarray(Q)
+
+
+@st.composite
+def keys(draw: st.DrawFn) -> naive.Float:
+    """Small keys: heavy-tailed, graded, duplicated, rank-deficient, with zero rows."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    n, d = draw(st.integers(1, 40)), draw(st.integers(1, 4))
+    K = rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-3, 1e3)
+    if draw(st.booleans()):
+        K = K * np.geomspace(1, 1e-5, d) @ np.linalg.qr(rng.standard_normal((d, d)))[0]
+    if draw(st.booleans()):
+        K = K[rng.integers(0, max(1, n // 3), n)]
+    if draw(st.booleans()):
+        K[:, -1] = K[:, 0]
+    if draw(st.booleans()):
+        K[rng.integers(0, n)] = 0
+    return np.asarray(K)
+
+
+@pytest.mark.parametrize(("f", "method"), METHODS, ids=str)
+@strategies.examples(12)
+@given(K=keys(), seed=st.integers(0, 99), iterations=st.integers(0, 6), epsilon=st.sampled_from([0.02, 0.1, 0.5, 1.0]))
+def test_no_query_exceeds_a_bound(
+    f: Any, method: Any, K: naive.Float, seed: int, iterations: int, epsilon: float
+) -> None:
+    found = levattn.sensitivities(K, f, method=method, iterations=iterations, epsilon=epsilon, rng=seed)
+    reached = attention(f, queries(f, K, seed, 400), K).max(axis=0)
+    assert np.all(reached <= found.upper * (1 + 1e-9))
+    assert found.certificate == (method,)
+    assert np.all(found.upper <= 1)
+    if not isinstance(as_function(f), Softmax):
+        assert np.all(found.upper[~K.any(axis=1)] == 0)
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=str)
+def test_auto_is_the_least_of_the_others(f: Any) -> None:
+    K = strategies.case("coherent")[:, :6]
+    auto = levattn.sensitivities(K, f)
+    each = [levattn.sensitivities(K, f, method=name).upper for name in auto.certificate]
+    np.testing.assert_allclose(auto.upper, np.min(each, axis=0), rtol=1e-12)
+    assert auto.total == pytest.approx(auto.upper.sum())
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 3.0])
+def test_converged_lewis_weights_sum_to_the_rank(p: float) -> None:
+    K = np.random.default_rng(0).standard_normal((300, 5)) * np.clip(
+        np.random.default_rng(1).standard_cauchy((300, 1)), -50, 50
+    )
+    w = levattn.lewis_weights(K, p, iterations=60)
+    assert w.sum() == pytest.approx(5, rel=1e-6)
+    M = K.T @ (w[:, None] ** (1 - 2 / p) * K)
+    np.testing.assert_allclose(np.einsum("ij,jk,ik->i", K, np.linalg.inv(M), K) ** (p / 2), w, rtol=1e-5)
+    turned = K @ np.random.default_rng(2).standard_normal((5, 5))
+    np.testing.assert_allclose(levattn.lewis_weights(turned, p, iterations=60), w, rtol=1e-5)
+    total = levattn.sensitivities(K, p, method="lewis", iterations=60).total
+    assert total <= 5 ** max(1, p / 2) * (1 + 1e-6)
+
+
+def test_lewis_weights_of_two_are_leverage_scores() -> None:
+    K = strategies.case("gaussian")
+    np.testing.assert_allclose(levattn.lewis_weights(K, 2), naive.leverage_exact(K), rtol=1e-9)
+
+
+@pytest.mark.parametrize("p", [4, 6])
+def test_the_lift_is_leverage_of_powers_of_the_kernel(p: int) -> None:
+    K = np.random.default_rng(0).standard_normal((40, 3))
+    expected = np.diag((K @ K.T) ** (p // 2) @ np.linalg.pinv((K @ K.T) ** (p // 2), rcond=1e-12))
+    found = levattn.sensitivities(K, p, method="lift")
+    np.testing.assert_allclose(found.upper, expected, rtol=1e-6)
+    assert found.total == pytest.approx(math.comb(3 + p // 2 - 1, p // 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("p", POWERS)
+@pytest.mark.parametrize("m", [1, 2, 5, 40])
+def test_bounds_are_tight_on_equal_blocks(p: float, m: int) -> None:
+    K = strategies.identity_blocks(3, m)
+    found = levattn.sensitivities(K, p)
+    if p <= 2:
+        np.testing.assert_allclose(found.upper, 1 / m, rtol=1e-5)
+    assert np.all(found.upper >= 1 / m)
+
+
+def test_block_sets_are_small_where_keys_are_many() -> None:
+    K = np.random.default_rng(0).standard_normal((20_000, 4))
+    for f in OTHERS:
+        assert len(levattn.universal_set(K, 0.1, f=f)) == 0
+    K[:7] *= 1e4
+    found = levattn.universal_set(K, 0.1, f=levattn.Huber(1.0))
+    assert len(found) <= 8 * 4 / 0.1
+    assert np.all(found.mask[:7])
+
+
+@pytest.mark.parametrize("epsilon", [1e-9, 5e-324])
+@pytest.mark.parametrize("f", FUNCTIONS, ids=str)
+def test_a_tiny_epsilon_costs_no_more_than_the_keys(f: Any, epsilon: float) -> None:
+    """2/ε blocks would be 2·10⁹, or not even a number: at n each key is a block of its own."""
+    K = np.random.default_rng(0).standard_normal((40, 3))
+    K[7], K[20:30] = 0.0, K[20]
+    present = np.arange(40) != 3
+    found = levattn.universal_set(K, epsilon, f=f, mask=present)
+    expected = present if isinstance(f, levattn.Softmax) else present & (np.arange(40) != 7)
+    assert np.all(found.mask[expected])
+    assert not found.mask[3]
+    assert found.size_bound > 1e9
+    bounds = levattn.sensitivities(K, f, epsilon=epsilon, mask=present).upper
+    scores = attention(f, queries(f, K[present], 0, 500), K[present])
+    assert np.all(scores.max(axis=0) <= bounds[present] * (1 + 1e-9))
+    by_size = levattn.universal_set(K, size=5, f=f, mask=present)
+    assert len(by_size) == 5
+    empty = levattn.universal_set(K[:0], epsilon, f=f)
+    assert len(empty) == 0
+
+
+def test_blocks_are_few_where_none_decides() -> None:
+    """For ε ≤ 1/n no bound made of blocks falls below ε, so that more of them would say nothing."""
+    assert sensitivity._block_count(100_000, 1e-9) == 256
+    assert sensitivity._block_count(100, 1e-9) == 100
+    assert sensitivity._block_count(100, 5e-324) == 100
+    assert sensitivity._block_count(100, 0.015) == 100
+    assert sensitivity._block_count(100_000, 0.1) == 20
+    assert sensitivity._block_count(3, 0.1) == 3
+    assert sensitivity._block_count(0, 0.1) == 1
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("storage", ["float64", "float32", "bfloat16", "torch-float32", "strict-float64"])
+def test_sets_and_entries_miss_nothing(f: Any, storage: str) -> None:
+    if f == 2:
+        pytest.skip("tests/sets/test_misses.py")
+    K = STORAGE[storage](strategies.coherent(np.random.default_rng(3), 300, 4) / 4)
+    exact = as_float64(K)
+    Q = queries(f, exact, 5, 100)
+    A = attention(f, Q, exact)
+    V = np.random.default_rng(6).standard_normal((300, 3))
+    for epsilon in (0.3, 0.05):
+        found = levattn.universal_set(K, epsilon, f=f)
+        assert found.guarantee == "superset"
+        assert not np.any((epsilon <= A)[:, ~as_bool(found.mask)])
+        heavy = levattn.heavy_attention(Q, K, epsilon, f=f)
+        entries = heavy.entries.toarray()
+        np.testing.assert_allclose(entries[epsilon <= A], A[epsilon <= A], rtol=1e-8)
+        assert np.all(A[entries > 0] >= epsilon * (1 - 1e-8))
+        for compensate in (None, "mean"):
+            output, bound = heavy.apply(V, compensate=compensate)
+            assert np.all(np.linalg.norm(output - A @ V, axis=1) <= bound)
+
+
+@pytest.mark.parametrize("f", [1, 4, levattn.Fair(), levattn.Softmax(2.0)], ids=str)
+def test_sets_by_size_and_of_batches(f: Any) -> None:
+    K = np.random.default_rng(0).standard_normal((2, 3, 200, 4)) * np.exp(
+        np.random.default_rng(1).standard_normal((200, 1))
+    )
+    found = levattn.universal_set(K, size=20, f=f)
+    assert found.batch == (2, 3)
+    assert np.all(found.sizes == 20)
+    assert np.all(np.where(found.mask, 0, found.scores).max(axis=-1) == found.epsilon)
+    for index in np.ndindex(2, 3):
+        np.testing.assert_array_equal(levattn.universal_set(K[index], size=20, f=f).mask, found.mask[index])
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=str)
+def test_masked_keys_take_no_part(f: Any) -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((200, 3)) * np.exp(rng.standard_normal((200, 1)))
+    mask = rng.random(200) < 0.6
+    garbage = K.copy()
+    garbage[~mask] = np.nan
+    if f not in POWERS:
+        with_mask = levattn.sensitivities(garbage, f, mask=mask, rng=1).upper
+        assert np.all(with_mask[~mask] == 0)
+        assert np.all(attention(f, queries(f, K[mask], 0, 300), K[mask]).max(axis=0) <= with_mask[mask] * (1 + 1e-9))
+        return
+    found = levattn.sensitivities(garbage, f, mask=mask).upper
+    assert np.all(found[~mask] == 0)
+    np.testing.assert_allclose(found[mask], levattn.sensitivities(K[mask], f).upper, rtol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e100])
+@pytest.mark.parametrize("p", POWERS)
+def test_the_scale_of_keys_changes_no_power(p: float, scale: float) -> None:
+    K = strategies.case("coherent")[:, :5]
+    plain = levattn.sensitivities(K, p)
+    np.testing.assert_allclose(levattn.sensitivities(K * scale, p).upper, plain.upper, rtol=1e-9, atol=1e-12)
+    Q = queries(p, K, 0, 50)
+    entries = levattn.heavy_attention(Q, K, 0.1, f=p).entries
+    scaled = levattn.heavy_attention(Q / scale, K * scale, 0.1, f=p).entries
+    np.testing.assert_allclose(scaled.toarray(), entries.toarray(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("p", [1e-3, 30, 300, 1000])
+def test_extreme_exponents(p: float) -> None:
+    K = np.random.default_rng(0).standard_normal((200, 3))
+    found = levattn.sensitivities(K, p)
+    assert np.all((found.upper >= 0) & (found.upper <= 1))
+    assert found.upper.max() > 1 / 200
+    reached = attention(p, naive.adversarial_queries(K), K) if p < 100 else np.zeros((1, 200))
+    assert np.all(reached.max(axis=0) <= found.upper * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("p", [4, 6])
+def test_the_lift_of_ill_conditioned_keys(p: int) -> None:
+    """The lift has a power of their condition number; rounding it must not lower a bound."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        n = int(rng.integers(4, 20))
+        K = rng.standard_normal((n, 2)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-2, 1e2)
+        K = K * np.array([1, 1e-4]) @ np.linalg.qr(rng.standard_normal((2, 2)))[0]
+        exact = levattn.exact_sensitivities(K, p).lower
+        assert np.all(levattn.sensitivities(K, p, method="lift").upper >= exact * (1 - 1e-9))
+
+
+def test_steps_bring_softmax_near_its_exact_sensitivity() -> None:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((150, 4))
+    A = rng.standard_normal((4, 4))
+    for f in (levattn.Softmax(4.0), levattn.Softmax(2.0, A @ A.T)):
+        exact = levattn.exact_sensitivities(K, f)
+        jensen = levattn.sensitivities(K, f, method="jensen").upper
+        found = levattn.sensitivities(K, f, method="ball", epsilon=0.1).upper
+        assert np.all(found >= exact.lower * (1 - 1e-9))
+        assert np.all(found <= jensen)
+        assert np.count_nonzero(found >= 0.1) <= 1.1 * np.count_nonzero(exact.upper >= 0.1)
+        assert np.count_nonzero(jensen >= 0.1) > 1.3 * np.count_nonzero(exact.upper >= 0.1)
+
+
+@pytest.mark.parametrize("radius", [1.5, 4.0])
+def test_groups_of_many_keys_give_bounds_between_the_exact_ones_and_those_of_one_group(
+    radius: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    K = rng.standard_normal((6000, 2)) * np.where(rng.random((6000, 1)) < 0.01, 3, 1)
+    K[3000:4000] = K[0]
+    f, epsilon = levattn.Softmax(radius), 0.002
+    exactly = levattn.sensitivities(K, f, method="ball", epsilon=epsilon).upper
+    monkeypatch.setattr("levattn.sensitivity.softmax._PAIRS", 0)
+    grouped = levattn.sensitivities(K, f, method="ball", epsilon=epsilon).upper
+    jensen = levattn.sensitivities(K, f, method="jensen").upper
+    angles = np.linspace(0, 2 * np.pi, 500)
+    sphere = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    reached = np.max([attention(f, r * sphere, K).max(axis=0) for r in np.linspace(0, radius, 12)], axis=0)
+    counts = [int((bound >= epsilon).sum()) for bound in (reached, exactly, grouped, jensen)]
+    assert np.all(reached <= grouped * (1 + 1e-9))
+    assert np.all(reached <= exactly * (1 + 1e-9))
+    assert np.all(exactly <= grouped)
+    assert counts[2] < 1.1 * counts[0]
+    assert counts[3] > 5 * counts[2]
+
+
+def test_softmax_fails_without_a_radius() -> None:
+    """Random signs: softmax is the identity, every key is heavy for its own query, and leverage sees none of it."""
+    K = np.random.default_rng(0).choice([-1.0, 1.0], (512, 49))
+    A = attention(levattn.Softmax(100.0), K, K)
+    assert np.diag(A).min() > 0.99
+    assert levattn.leverage_scores(K).max() < 0.2
+    assert len(levattn.universal_set(K, 0.5)) == 0
+    assert len(levattn.universal_set(K, 0.5, f=levattn.Softmax(49**0.5))) == 512
+
+
+# -- where float64 and float32 are at their edges ---------------------------------------
+
+
+class Bounded:
+    """A function of the user's that is constant from 1 on."""
+
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.minimum(np.abs(x), 1.0)
+
+    def __repr__(self) -> str:
+        return "Bounded()"
+
+
+@pytest.mark.parametrize("f", [levattn.Tukey(), levattn.Huber(), Bounded(), 0.01, 0.001], ids=repr)
+@pytest.mark.parametrize(
+    ("small", "dtype"), [(1e-30, "f4"), (1e-45, "f4"), (1e-170, "f8"), (5e-324, "f8"), (6e-8, "f2")]
+)
+def test_keys_whose_scores_vanish_are_no_keys_of_zeros(f: Any, small: float, dtype: str) -> None:
+    K = np.array([[1.0], [small], [0.0]], dtype)
+    ratio = float(K[1, 0])
+    # bounded functions: a large query makes both products large; powers see the ratio alone
+    sigma = ratio**f / (1 + ratio**f) if isinstance(f, float) else 0.5 if f != levattn.Huber() else 0.0
+    found = levattn.sensitivities(K, f).upper
+    assert sigma * (1 - 1e-9) <= found[1] <= 1
+    assert found[2] == 0
+    if sigma > 0.4:
+        assert 1 in levattn.universal_set(K, 0.4, f=f).indices
+        assert 1 in levattn.universal_set(np.stack([K, K]), 0.4, f=f).mask[1].nonzero()[0]
+    if isinstance(f, levattn.Tukey):
+        assert 1 in levattn.StreamingUniversalSet(0.4, f=f).update(K).result().indices
+
+
+def test_weights_far_apart_stay_in_range() -> None:
+    K = np.array([[-1.6e-6], [1.8e-30], [-3.3], [1.2e-24]], "f4")
+    size = np.abs(K[:, 0].astype(np.float64))
+    for p in (0.1, 0.3, 0.5, 1):
+        for iterations in (1, 5, 12):
+            found = levattn.sensitivities(K, p, method="lewis", iterations=iterations).upper
+            assert np.all(found >= size**p / (size**p).sum() * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 3, 4])
+def test_dependent_columns_change_no_bound(p: float) -> None:
+    K = np.random.default_rng(0).integers(-9, 10, (300, 3)) * 1.0
+    wide = np.stack([K[:, 0], K[:, 1] + K[:, 0], 0 * K[:, 0], K[:, 2], K[:, 0], 2 * K[:, 2] - K[:, 1]], axis=1)
+    np.testing.assert_allclose(
+        levattn.sensitivities(wide, p).upper, levattn.sensitivities(K, p).upper, rtol=1e-9 if p != 3 else 1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("size", [1e20, 1e-20, 1e150])
+def test_softmax_of_keys_whose_columns_are_scaled(size: float, dtype: str) -> None:
+    """Columns far from 1 are scaled for their factor; the mean of the scaled ones says nothing of the keys."""
+    if dtype == "f4" and size > 1e38:
+        pytest.skip("beyond float32")
+    K = np.full((100, 2), size, dtype)
+    K[3] = 0
+    f = levattn.Softmax(3 / size)
+    Q = np.array([[-3.0, 0], [3, 0], [-2.1, -2.1], [2.1, 2.1]]) / size
+    reached = attention(f, Q, K.astype(np.float64)).max(axis=0)
+    for method in ("jensen", "ball"):
+        assert np.all(reached <= levattn.sensitivities(K, f, method=method).upper * (1 + 1e-9))
+
+
+def test_softmax_of_keys_whose_mean_cancels() -> None:
+    K = np.concatenate([np.full((3000, 1), 1e9), np.full((3000, 1), -1e9), [[0.1], [-0.1]]]) + 1 / 3
+    for radius in (1.0, 30.0):
+        f = levattn.Softmax(radius * 1e-9)
+        Q = np.linspace(-radius, radius, 41)[:, None] * 1e-9
+        found = levattn.sensitivities(K, f, method="jensen").upper
+        assert np.all(attention(f, Q, K).max(axis=0) <= found * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_softmax_of_graded_ellipsoids(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    D, A = np.array([1e-5, 1.0, 1e5]), rng.standard_normal((3, 3))
+    f = levattn.Softmax(4.0, D[:, None] * (A @ A.T) * D)
+    K = rng.standard_normal((30, 3)) / D
+    u = rng.standard_normal((4000, 3))
+    Q = 4 * (u / np.linalg.norm(u, axis=1, keepdims=True) @ A.T) * D
+    A_ = attention(f, Q, K)
+    for method in ("jensen", "ball"):
+        assert np.all(A_.max(axis=0) <= levattn.sensitivities(K, f, method=method).upper * (1 + 1e-9))
+    found = levattn.heavy_attention(Q, K, 0.3, f=f).entries.toarray()
+    assert np.all(found[A_ >= 0.3] > 0)
+
+
+def test_queries_beyond_the_ellipsoid_are_refused() -> None:
+    K = np.eye(2)
+    f = levattn.Softmax(1.0, np.diag([1e-10, 1e10]))
+    levattn.heavy_attention(np.array([[1e-5, 0.0], [0.0, 1e5]]), K, 0.5, f=f)
+    with pytest.raises(ValueError, match="radius"):
+        levattn.heavy_attention(np.array([[2e-5, 0.0]]), K, 0.5, f=f)
+
+
+def hostile(rng: np.random.Generator) -> naive.Float:
+    """Few keys with zero and unreached columns, dependent ones, graded rows and columns, copies, extreme sizes."""
+    n, d = int(rng.integers(1, 8)), int(rng.integers(1, 4))
+    kinds = (rng.integers(-3, 4, (n, d)) * 1.0, rng.standard_normal((n, d)), rng.integers(-3, 4, (n, 1)) * np.ones(d))
+    K = kinds[rng.integers(3)]
+    for _ in range(int(rng.integers(0, 3))):
+        change: list[Any] = [
+            rng.random(d) < 0.7,
+            np.where(np.arange(d) == 0, rng.random((n, 1)) < 0.3, 1),
+            10.0 ** rng.integers(-30, 30, (n, 1)),
+            10.0 ** rng.integers(-12, 12, d),
+            rng.random((n, 1)) < 0.8,
+            2.0 ** float(rng.integers(-700, 700)),
+        ]
+        K = K * change[rng.integers(len(change))]
+    K = K[rng.integers(0, n, n)] if rng.random() < 0.2 else K
+    if rng.random() < 0.4:
+        K = np.clip(K, -1e38, 1e38).astype(np.float32)
+    return np.ascontiguousarray(K)
+
+
+def null_products(K: naive.Float) -> list[list[Fraction]]:
+    """Products of all keys with queries that are orthogonal to some of them: what sets the others apart, exactly."""
+    rows = [[Fraction(float(x)) for x in row] for row in K]
+    distinct, d, found = list(dict.fromkeys(map(tuple, rows))), K.shape[1], []
+    for size in range(d):
+        for some in combinations(distinct, size):
+            reduced = [list(row) for row in some]
+            pivots: list[int] = []
+            for column in range(d):
+                at = next((i for i in range(len(pivots), size) if reduced[i][column]), None)
+                if at is None:
+                    continue
+                top = len(pivots)
+                reduced[top], reduced[at] = reduced[at], reduced[top]
+                reduced[top] = [x / reduced[top][column] for x in reduced[top]]
+                for i in range(size):
+                    if i != top:
+                        factor = reduced[i][column]
+                        reduced[i] = [x - factor * y for x, y in zip(reduced[i], reduced[top], strict=True)]
+                pivots.append(column)
+            for free in set(range(d)).difference(pivots):
+                query = [Fraction(int(i == free)) for i in range(d)]
+                for i, pivot in enumerate(pivots):
+                    query[pivot] = -reduced[i][free]
+                found.append([sum(x * y for x, y in zip(row, query, strict=True)) for row in rows])
+    return [products for products in found if any(products)]
+
+
+def logarithm(x: Fraction) -> float:
+    """Of the size of x, which may be beyond float64."""
+    return math.log(abs(x.numerator)) - math.log(x.denominator) if x else -math.inf
+
+
+def witnessed(f: Any, K: naive.Float) -> naive.Float:
+    """Scores that keys do have, for exact queries of many sizes."""
+    best = np.zeros(len(K))
+    for products in null_products(K):
+        logs = np.array([logarithm(x) for x in products])
+        if isinstance(f, int | float):
+            terms = [np.exp(f * (logs - logs.max()))]
+        else:
+            sizes = [logs[np.isfinite(logs)][:, None] + np.array([-9.0, 0, 1, 9])]
+            shifted = (logs - size for size in np.concatenate(sizes).ravel())
+            terms = [f(np.where(np.isfinite(x), np.exp(np.clip(x, -700, 300)), 0.0)) for x in shifted]
+        for each in terms:
+            best = np.maximum(best, each / each.sum()) if each.sum() > 0 else best
+    return best
+
+
+@pytest.mark.parametrize("f", [0.3, 0.5, 1, 3, 4, 6, levattn.Tukey(), levattn.Huber(), Bounded()], ids=repr)
+def test_hostile_keys_have_no_score_above_their_bound(f: Any) -> None:
+    for seed in range(strategies.trials(80)):
+        rng = np.random.default_rng([seed, 7])
+        K = hostile(rng)
+        sigma = witnessed(f, K)
+        found = levattn.sensitivities(K, f, epsilon=0.3)
+        methods = (*found.certificate, "block") if isinstance(f, int | float) else found.certificate
+        for method in methods:
+            upper = levattn.sensitivities(K, f, method=method, epsilon=0.3).upper
+            assert np.all(sigma <= upper * (1 + 1e-9)), (seed, method, K)
+            assert np.all(upper <= 1)
+        assert not np.any((sigma >= 0.3) & ~levattn.universal_set(K, 0.3, f=f).mask), (seed, K)
+        if f in (4, 6) or not isinstance(f, int | float):
+            state = levattn.StreamingUniversalSet(0.3, f=f)
+            try:
+                held = state.update(K[:2]).update(K[2:]).result()
+            except ValueError as error:
+                assert "leave the range" in str(error) or "vanish" in str(error)  # noqa: PT017
+            else:
+                assert not set(np.flatnonzero(sigma >= 0.3)).difference(held.indices.tolist()), (seed, K)
+
+
+def test_even_powers_of_dependent_products_hold_all_keys() -> None:
+    """Products of coordinates of signs are dependent: exact ones tell them apart, rounded ones hold all keys."""
+    rng = np.random.default_rng(0)
+    K = rng.choice([-1.0, 1.0], (3000, 3)) * 0.1
+    K[2500] *= [1, 1, 1 + 2.0**-20]
+    for dtype in (np.float32, np.float64):
+        found = levattn.StreamingUniversalSet(0.5, f=4).update(K.astype(dtype)).result()
+        assert 2500 in found.indices
+        assert found.guarantee == "superset"
+    with pytest.raises(ValueError, match="vanish"):
+        levattn.StreamingUniversalSet(0.5, f=4).update(np.array([[1.0, 1], [1e-170, 0]]))
+
+
+def test_wrong_arguments() -> None:
+    K = np.random.default_rng(0).standard_normal((30, 3))
+    with pytest.raises(ValueError, match="'leverage', 'lewis'"):
+        levattn.sensitivities(K, 1, method="lift")
+    with pytest.raises(ValueError, match="iterations"):
+        levattn.sensitivities(K, 1, iterations=-1)
+    with pytest.raises(TypeError, match="iterations"):
+        levattn.lewis_weights(K, 1, iterations=1.5)
+    with pytest.raises(ValueError, match="epsilon"):
+        levattn.sensitivities(K, levattn.Huber(), epsilon=0)
+    with pytest.raises(TypeError, match=r"\bp\b"):
+        levattn.lewis_weights(K, levattn.Huber())
+    with pytest.raises(ValueError, match="center"):
+        levattn.universal_set(K, 0.1, f=1, center=True)
+    with pytest.raises(ValueError, match="radius"):
+        levattn.heavy_attention(100 * K, K, 0.1, f=levattn.Softmax(1.0))
+    with pytest.raises(ValueError, match="same function"):
+        levattn.heavy_attention(K, K, 0.1, f=1, universal=levattn.universal_set(K, 0.1, f=3))

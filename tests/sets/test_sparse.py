@@ -1,0 +1,597 @@
+"""Sparse keys: the scores and sets of the same keys written out, and nothing of their size in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import strategies
+from levattn._core.arrays import as_matrices
+from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL, Sketch, SketchedRows
+from strategies import Float, csr
+
+SETTINGS = strategies.examples(25)
+FORMATS = ("float64", "float32")
+
+formats = pytest.mark.parametrize("dtype", FORMATS)
+sparse_methods = pytest.mark.parametrize("method", ["auto", "gram", "qr"])
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+def sparsified(rng: np.random.Generator, n: int, d: int, density: float) -> Float:
+    return np.asarray(rng.standard_normal((n, d)) * (rng.random((n, d)) < density))
+
+
+def relative_error(scores: Any, exact: Float, d: int) -> float:
+    """Largest relative error over the scores above 10⁻³ d/n."""
+    counted = exact > 1e-3 * d / max(exact.shape[0], 1)
+    error = np.abs(scores[counted].astype(np.float64) - exact[counted]) / exact[counted]
+    return float(np.max(error, initial=0.0))
+
+
+def ill_conditioned(rng: np.random.Generator, n: int, d: int, kappa: float) -> Float:
+    """Sparse keys, each column the one before it but for less and less of its own."""
+    keys = sparsified(rng, n, d, 0.3)
+    for c in range(1, d):
+        keys[:, c] = keys[:, c - 1] + keys[:, c] * kappa ** (-c / (d - 1))
+    return keys
+
+
+# -- any small keys ------------------------------------------------------------------------
+
+
+@sparse_methods
+@formats
+@SETTINGS
+@given(K=strategies.sparse_keys())
+def test_scores_are_the_exact_ones(dtype: str, method: str, K: Float) -> None:
+    scores = levattn.leverage_scores(csr(K, dtype), method=method)
+    assert type(scores) is np.ndarray
+    assert scores.dtype == dtype
+    assert np.all((scores >= 0) & (scores <= 1))
+    bar = 1e-10 if dtype == "float64" else 2e-6
+    np.testing.assert_allclose(scores, naive.leverage_exact(K), rtol=bar, atol=bar / 100)
+    assert levattn.universal_set(csr(K, dtype), 0.5, method=method).rank == naive.rank_exact(K)
+
+
+@formats
+@SETTINGS
+@given(K=strategies.sparse_keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
+def test_no_entry_is_missed(dtype: str, K: Float, epsilon: float, seed: int) -> None:
+    found = levattn.universal_set(csr(K, dtype), epsilon)
+    Q = np.random.default_rng(seed).standard_normal((20, K.shape[1]))
+    A = naive.attention(np.vstack([Q, naive.adversarial_queries(K)]), K)
+    assert not np.any(np.any(epsilon <= A, axis=0) & ~found.mask)
+    assert np.all(found.mask[naive.universal_set(K, epsilon)])
+    assert np.array_equal(found.mask, levattn.universal_set(K.astype(dtype), epsilon).mask)
+    assert found.guarantee == "exact"
+
+
+@formats
+@SETTINGS
+@given(K=strategies.sparse_keys(), data=st.data())
+def test_sets_of_a_size(dtype: str, K: Float, data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, len(K)))
+    found = levattn.universal_set(csr(K, dtype), size=size)
+    dense = levattn.universal_set(K.astype(dtype), size=size)
+    assert len(found) == size
+    exact = naive.leverage_exact(K)
+    least, largest = exact[found.mask].min(initial=1), exact[~found.mask].max(initial=0)
+    assert least >= largest * (1 - 1e-9)
+    assert found.epsilon == pytest.approx(dense.epsilon, rel=1e-9)
+
+
+@formats
+@SETTINGS
+@given(K=strategies.sparse_keys(), seed=strategies.seeds())
+def test_masks(dtype: str, K: Float, seed: int) -> None:
+    mask = np.random.default_rng(seed).random(len(K)) < 0.6
+    stored = csr(K, dtype)
+    expected = naive.leverage_exact(K, mask=mask)
+    bar = 1e-10 if dtype == "float64" else 2e-6
+    np.testing.assert_allclose(levattn.leverage_scores(stored, mask=mask), expected, rtol=bar, atol=bar / 100)
+    stored.data[np.repeat(~mask, np.diff(stored.indptr))] = np.nan  # masked rows are not read
+    np.testing.assert_allclose(levattn.leverage_scores(stored, mask=mask), expected, rtol=bar, atol=bar / 100)
+    assert not np.any(levattn.universal_set(stored, 0.1, mask=mask).mask & ~mask)
+
+
+@formats
+@SETTINGS
+@given(K=strategies.sparse_keys())
+def test_centred_and_ridge(dtype: str, K: Float) -> None:
+    bar = 1e-9 if dtype == "float64" else 2e-6
+    for options in ({"center": True}, {"ridge": 0.1}):
+        scores = levattn.leverage_scores(csr(K, dtype), **options)
+        np.testing.assert_allclose(scores, naive.leverage_exact(K, **options), rtol=bar, atol=bar / 100)
+
+
+# -- hard keys --------------------------------------------------------------------------------
+
+
+@sparse_methods
+@formats
+@pytest.mark.parametrize("name", list(strategies.CASES))
+def test_named_keys(name: str, dtype: str, method: str) -> None:
+    stored = strategies.stored_case(name, dtype)
+    if stored is None:
+        pytest.skip(f"{name} does not fit into {dtype}")
+    keys, values = stored
+    thinned = np.where(_rng(name).random(keys.shape) < 0.5, keys, 0)
+    for K in (keys, thinned):
+        exact = naive.leverage_exact(K)
+        scores = levattn.leverage_scores(csr(K), method=method)
+        loose = 1e-7 if name in ("near-deficient-1e-10", "conditioned-1e10") else 1e-10
+        bar = loose if dtype == "float64" else 1e-6
+        assert relative_error(scores, exact, values.shape[1]) <= bar
+        np.testing.assert_allclose(scores, exact, atol=bar, rtol=0)
+        assert levattn.universal_set(csr(K), 0.5, method=method).rank == naive.rank_exact(K)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kappa", "bar"),
+    [
+        *(("float32", kappa, 1e-6) for kappa in (1.0, 1e2, 1e4)),
+        *(("float32", kappa, 1e-5) for kappa in (1e5, 1e7)),
+        *(("float64", kappa, 1e-10) for kappa in (1.0, 1e2, 1e4, 1e6)),
+        *(("float64", kappa, 1e-7) for kappa in (1e8, 1e10, 1e12)),
+    ],
+)
+@sparse_methods
+def test_the_bars_of_dense_keys(method: str, dtype: str, kappa: float, bar: float) -> None:
+    keys = ill_conditioned(_rng(f"ill {kappa}"), 700, 24, kappa).astype(dtype)
+    exact = naive.leverage_exact(keys)
+    assert relative_error(levattn.leverage_scores(csr(keys), method=method), exact, 24) <= bar
+
+
+@formats
+@pytest.mark.parametrize("d", [40, 300])
+@pytest.mark.parametrize("density", [0.02, 0.1, 0.6])
+def test_the_scores_of_the_keys_written_out(density: float, d: int, dtype: str) -> None:
+    """Through the kernels for few and many columns, and for rows that are hardly sparse."""
+    n = 7001 if d == 40 else 2501  # some blocks and a part of one
+    keys = sparsified(_rng(f"same {density} {d}"), n, d, density).astype(dtype)
+    keys[::17] = 0
+    scores, dense = levattn.leverage_scores(csr(keys)), levattn.leverage_scores(keys)
+    np.testing.assert_allclose(scores, dense, rtol=1e-12 if dtype == "float64" else 1e-6)
+    for epsilon in (0.05, 0.15, 0.5):
+        found, expected = levattn.universal_set(csr(keys), epsilon), levattn.universal_set(keys, epsilon)
+        assert np.array_equal(found.mask, expected.mask)
+        assert (found.rank, found.guarantee) == (expected.rank, expected.guarantee)
+        assert found.condition == pytest.approx(expected.condition)
+    found, expected = levattn.universal_set(csr(keys), size=100), levattn.universal_set(keys, size=100)
+    assert np.array_equal(found.mask, expected.mask)
+    assert found.epsilon == pytest.approx(expected.epsilon, rel=1e-12)
+
+
+@formats
+@pytest.mark.parametrize("n", [1, 7, 2047, 2048, 2049, 5000, 3 * BLOCK + 1])
+def test_row_counts_around_block_edges(n: int, dtype: str) -> None:
+    for d in (8, 260):
+        keys = sparsified(_rng(f"rows {n} {d}"), n, d, 0.3 if d == 8 else 0.03).astype(dtype)
+        scores = levattn.leverage_scores(csr(keys))
+        bar = 1e-11 if dtype == "float64" else 1e-6
+        np.testing.assert_allclose(scores, levattn.leverage_scores(keys), rtol=bar, atol=bar / 100)
+
+
+@formats
+@pytest.mark.parametrize("exponents", [(-100, -90, 0, 100), (-40, 30, 20, 0)])
+def test_columns_and_rows_of_any_size(exponents: tuple[int, ...], dtype: str) -> None:
+    keys = sparsified(_rng("scales"), 3000, 40, 0.2).astype(dtype)
+    scores = levattn.leverage_scores(csr(keys))
+    columns = np.resize(np.array(exponents), 40)
+    bar = 1e-12 if dtype == "float64" else 1e-6
+    np.testing.assert_allclose(levattn.leverage_scores(csr(np.ldexp(keys, columns))), scores, rtol=bar)
+    rows = np.ones((3000, 1), dtype)
+    rows[5], rows[::3] = 2.0**14, 2.0**-20
+    np.testing.assert_allclose(
+        levattn.leverage_scores(csr(keys * rows)), naive.leverage_svd(keys * rows), rtol=bar * 100, atol=bar
+    )
+
+
+def test_entries_beyond_the_range_of_squares() -> None:
+    keys = sparsified(_rng("range"), 500, 12, 0.3)
+    exact = naive.leverage_exact(keys)
+    for scale in (1e150, 1e-150, 1e300, 1e-300):
+        np.testing.assert_allclose(levattn.leverage_scores(csr(keys * scale)), exact, rtol=1e-10, atol=1e-12)
+
+
+@sparse_methods
+@pytest.mark.parametrize("size", [2.0**-30, 2.0**-36, 2.0**-43])
+@pytest.mark.parametrize("n", [100, 20_000])
+def test_a_key_alone_in_a_tiny_direction(n: int, size: float, method: str) -> None:
+    K = strategies.tiny_direction(_rng("tiny"), n, 8, size)
+    found = levattn.universal_set(csr(K), 0.9, method=method)
+    assert found.mask[n // 3]
+    assert found.guarantee == "exact"
+
+
+def test_rows_outside_the_numerical_row_space_count_as_one() -> None:
+    K = sparsified(_rng("outside"), 3000, 6, 0.5)
+    K[:, -1] = K[:, 0]
+    K[7, -1] += 1e-17 + 2.0**-52 * abs(K[7, -1])
+    expected = levattn.universal_set(K, 0.5)
+    found = levattn.universal_set(csr(K), 0.5)
+    assert np.array_equal(found.mask, expected.mask)
+    assert (found.rank, found.guarantee) == (expected.rank, expected.guarantee)
+
+
+@formats
+@pytest.mark.parametrize("epsilon", [0.5, 0.1, 0.02])
+def test_random_and_adversarial_queries(epsilon: float, dtype: str) -> None:
+    rng = _rng("misses")
+    for keys in (
+        sparsified(rng, 400, 16, 0.2) * np.clip(rng.standard_cauchy((400, 1)), -30, 30),
+        np.repeat(sparsified(rng, 80, 16, 0.2), 5, axis=0),
+        ill_conditioned(rng, 400, 16, 1e5),
+    ):
+        K = keys.astype(dtype)
+        exact = naive.leverage_exact(K)
+        Q = np.vstack([rng.standard_normal((150, 16)), np.eye(16), naive.adversarial_queries(K)])
+        found = levattn.universal_set(csr(K), epsilon)
+        assert not np.any(np.any(naive.attention(Q, K) >= epsilon, axis=0) & ~found.mask)
+        assert np.all(found.mask[exact >= epsilon])
+        assert np.all(exact[found.mask] >= epsilon * (1 - 1e-6))
+        assert found.guarantee == "exact"
+
+
+def test_groups_of_sparse_keys() -> None:
+    keys = np.vstack([np.tile(np.eye(1, 8) * 3, (40, 1)), sparsified(_rng("groups"), 300, 8, 0.3)])
+    labels = np.where(np.arange(340) < 40, 0, -1)
+    found = levattn.universal_set(csr(keys), 0.3, groups=labels)
+    expected = levattn.universal_set(keys, 0.3, groups=labels)
+    assert np.array_equal(found.mask, expected.mask)
+    np.testing.assert_allclose(found.group_scores, expected.group_scores, rtol=1e-10)
+
+
+def test_the_set_serves_the_keys_written_out() -> None:
+    keys = sparsified(_rng("serve"), 600, 12, 0.2)
+    found = levattn.universal_set(csr(keys), 0.2)
+    Q = _rng("queries").standard_normal((50, 12))
+    heavy = levattn.heavy_attention(Q, keys, 0.2, universal=found)
+    expected = levattn.heavy_attention(Q, keys, 0.2)
+    assert np.array_equal(heavy.entries.toarray() > 0, expected.entries.toarray() > 0)
+
+
+# -- bits ---------------------------------------------------------------------------------------
+
+
+THREADED: dict[str, Callable[[np.random.Generator], Float]] = {
+    "few columns": lambda rng: sparsified(rng, 60_001, 24, 0.2),
+    "many columns": lambda rng: sparsified(rng, 9001, 300, 0.1),
+    "hardly sparse": lambda rng: sparsified(rng, 20_001, 24, 0.8),
+    "ill-conditioned": lambda rng: ill_conditioned(rng, 30_001, 16, 1e9),
+    "deficient": lambda rng: np.repeat(sparsified(rng, 30_001, 8, 0.3), 2, axis=1),
+}
+
+
+@formats
+@pytest.mark.parametrize("name", list(THREADED))
+def test_thread_count_changes_no_bit(name: str, dtype: str) -> None:
+    K = csr(THREADED[name](_rng(name)), dtype)
+    scores = levattn.leverage_scores(K)
+    for threads in (1, 2, 3, 7):
+        with levattn.thread_limit(threads):
+            assert np.array_equal(levattn.leverage_scores(K), scores)
+
+
+def test_threads_change_no_bit_of_blocks_that_are_written_out() -> None:
+    """39 blocks: one thread takes 7 of them in one run, two take them in runs of 4 and 3."""
+    K = csr(sparsified(_rng("blocks"), 39 * BLOCK, 3, 0.5) + 0.1, "float64")
+    found = []
+    for threads in (1, 2, 3):
+        with levattn.thread_limit(threads):
+            found.append(levattn.leverage_scores(K, center=True))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_equal_rows_have_equal_bits() -> None:
+    for d in (3, 17, 300):
+        distinct = sparsified(_rng("equal"), 40, d, 0.2)
+        rows = _rng("order").integers(0, 40, 5000)
+        scores = levattn.leverage_scores(csr(distinct[rows]))
+        for row in range(40):
+            assert np.unique(scores[rows == row]).size <= 1
+
+
+# -- forms of the same matrix ----------------------------------------------------------------------
+
+
+def wide_indices(values: Float) -> Any:
+    K = csr(values)
+    K.indices, K.indptr = K.indices.astype(np.int64), K.indptr.astype(np.int64)
+    return K
+
+
+def read_only(values: Float) -> Any:
+    K = csr(values)
+    for part in (K.data, K.indices, K.indptr):
+        part.flags.writeable = False
+    return K
+
+
+def read_only_with_duplicates(values: Float) -> Any:
+    K = strategies.csr_with_duplicates(values)
+    for part in (K.data, K.indices, K.indptr):
+        part.flags.writeable = False
+    return K
+
+
+def with_zeros(values: Float) -> Any:
+    """Every entry of every other row stored, zero or not."""
+    stored = np.ones(values.shape, bool)
+    stored[::2] = values[::2] != 0
+    rows, columns = np.nonzero(stored)
+    indptr = np.concatenate([[0], np.cumsum(stored.sum(axis=1))])
+    return scipy.sparse.csr_array((values[rows, columns], columns, indptr), shape=values.shape)
+
+
+def with_room(values: Float) -> Any:
+    K = csr(values)
+    K.data = np.concatenate([K.data, [np.nan] * 5])
+    K.indices = np.concatenate([K.indices, np.full(5, 10**6, K.indices.dtype)])
+    return K
+
+
+def strided(values: Float) -> Any:
+    K = csr(values)
+    K.data, K.indices = np.repeat(K.data, 2)[::2], np.repeat(K.indices, 3)[::3]
+    return K
+
+
+def foreign(values: Float) -> Any:
+    K = csr(values)
+    K.data = K.data.astype(K.data.dtype.newbyteorder())
+    return K
+
+
+def boasting(values: Float) -> Any:
+    """Out of order, with flags that say otherwise."""
+    K = strategies.csr_with_duplicates(values)
+    K.has_sorted_indices = K.has_canonical_format = True
+    return K
+
+
+FORMS: dict[str, Callable[[Float], Any]] = {
+    "csr_matrix": scipy.sparse.csr_matrix,
+    "int64 indices": wide_indices,
+    "read-only": read_only,
+    "duplicates": strategies.csr_with_duplicates,
+    "read-only duplicates": read_only_with_duplicates,
+    "flags that are wrong": boasting,
+    "explicit zeros": with_zeros,
+    "more room than entries": with_room,
+    "strided": strided,
+    "foreign byte order": foreign,
+    "transposed": lambda values: scipy.sparse.csc_array(values.T.copy()).T,
+    "sliced": lambda values: csr(np.vstack([values, values]))[: len(values)],
+}
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@SETTINGS
+@given(K=strategies.sparse_keys())
+def test_forms_change_no_bit(form: str, K: Float) -> None:
+    stored = FORMS[form](K)
+    before = [part.copy() for part in (stored.data, stored.indices, stored.indptr)]
+    scores = levattn.leverage_scores(stored)
+    if form in ("explicit zeros",):  # which may change what is taken for sparse
+        np.testing.assert_allclose(scores, levattn.leverage_scores(csr(K)), rtol=1e-12, atol=1e-14)
+    else:
+        assert np.array_equal(scores, levattn.leverage_scores(csr(K)))
+    after = (stored.data, stored.indices, stored.indptr)
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True))
+
+
+def test_nothing_as_large_as_the_keys_written_out() -> None:
+    n, d = 60_000, 1024
+    K = scipy.sparse.random_array((n, d), density=0.002, format="csr", rng=_rng("memory"), dtype=np.float32)
+    levattn.leverage_scores(K[:5000])  # compiles
+    tracemalloc.start()
+    try:
+        levattn.leverage_scores(K)
+        levattn.universal_set(K, 0.5)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < n * d * 4 / 2
+
+
+def test_importing_levattn_loads_no_sparse_matrices() -> None:
+    code = "import sys, levattn, numpy as np; levattn.leverage_scores(np.eye(3)); print('scipy.sparse' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+# -- the kernels ------------------------------------------------------------------------------------
+
+
+@formats
+@pytest.mark.parametrize("d", [5, 40, 300])
+@pytest.mark.parametrize("density", [0.05, 0.7])
+def test_kernels_do_what_the_dense_ones_do(density: float, d: int, dtype: Any) -> None:
+    rng = _rng(f"kernels {d} {density}")
+    n = (BLOCK if d == 300 else 2 * BLOCK) + 77
+    keys = sparsified(rng, n, d, density).astype(dtype)
+    W = np.triu(rng.standard_normal((1, d, d)))
+    pieces = np.array([[0, 0, 0, n], [0, 0, BLOCK, n], [0, 0, BLOCK, BLOCK]])
+    options: dict[str, Any] = {
+        "mask": rng.random((1, n)) < 0.7,
+        "scale": np.ldexp(1.0, rng.integers(-3, 4, (1, d))),
+        "weights": rng.random((1, n)),
+    }
+    shift = {"shift": rng.standard_normal((1, d))}
+    for read in ({}, options, options | shift):
+        sparse = Rows(as_matrices(csr(keys), "K", sparse=True).data, dtype, **read)
+        dense = Rows(keys[None], dtype, **read)
+        here, there = kernels_for(sparse), kernels_for(dense)
+        assert here is not there
+        for arguments in ({}, {"basis": W}, {"basis": W, "arithmetic": "compensated"}):
+            close = {"rtol": 1e-10, "atol": 1e-10 * n * d}
+            np.testing.assert_allclose(
+                here.moments(sparse, pieces, **arguments), there.moments(dense, pieces, **arguments), **close
+            )
+        one = np.array([0])
+        for arguments in ({}, {"arithmetic": "single"}, {"basis": W, "arithmetic": "compensated"}, {"ceiling": 1.0}):
+            out, expected = here.wide_zeros(sparse), there.wide_zeros(dense)
+            here.sqnorms(sparse, one, W, out, **arguments)
+            there.sqnorms(dense, one, W, expected, **arguments)
+            rtol = 1e-4 if arguments.get("arithmetic") == "single" else 1e-10
+            np.testing.assert_allclose(out, expected, rtol=rtol, atol=rtol)
+        np.testing.assert_allclose(here.column_sums(sparse), there.column_sums(dense), atol=1e-9 * n)
+        np.testing.assert_allclose(here.column_maxima(sparse), there.column_maxima(dense), rtol=1e-14)
+        assert here.nonfinite_rows(sparse, 0, 5) == []
+        part, whole = sparse.between(10, 20), dense.between(10, 20)
+        np.testing.assert_allclose(part.keys.to_dense(), whole.keys)
+        assert np.shares_memory(part.keys.values, sparse.keys.values)
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+GOOD = sparsified(_rng("good"), 60, 6, 0.4)
+
+
+@pytest.mark.parametrize("form", ["csc", "coo", "bsr", "dia", "dok", "lil"])
+def test_other_formats_name_the_remedy(form: str) -> None:
+    K = scipy.sparse.coo_array(GOOD).asformat(form)
+    for call in (levattn.leverage_scores, lambda K: levattn.universal_set(K, 0.5)):
+        with pytest.raises(TypeError, match=rf"K is a scipy sparse matrix in {form} format.*K\.tocsr\(\)"):
+            call(K)
+    assert np.array_equal(levattn.leverage_scores(K.tocsr()), levattn.leverage_scores(csr(GOOD)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda K: levattn.heavy_attention(GOOD[:3], K, 0.5),
+        lambda K: levattn.heavy_attention(K, GOOD, 0.5),
+        lambda K: levattn.sensitivities(K, 4),
+        lambda K: levattn.universal_set(K, 0.5, f=4),
+        lambda K: levattn.universal_set(K, 0.5, f=levattn.Softmax(1.0)),
+        lambda K: levattn.near_duplicates(K, angle=0.1),
+        lambda K: levattn.states.Moments(6).update(K),
+    ],
+    ids=["heavy keys", "heavy queries", "sensitivities", "p = 4", "softmax", "near duplicates", "moments"],
+)
+def test_what_takes_no_sparse_matrix_says_so(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"sparse.*\.toarray\(\)"):
+        call(csr(GOOD))
+
+
+def test_svd_is_refused() -> None:
+    for call in (levattn.leverage_scores, lambda K, method: levattn.universal_set(K, 0.5, method=method)):
+        with pytest.raises(ValueError, match=r"method is 'svd'.*'auto', 'gram' or 'qr'"):
+            call(csr(GOOD), method="svd")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "complex128", "bool", "longdouble"])
+def test_other_dtypes_name_the_remedy(dtype: str) -> None:
+    with pytest.raises(TypeError, match=r"K has dtype .*K\.astype\('float64'\)"):
+        levattn.leverage_scores(csr(np.rint(GOOD), dtype))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "problem"),
+    [
+        ("indices", lambda x: np.where(np.arange(len(x)) == 3, 6, x), "indices run from 0 to 6"),
+        ("indices", lambda x: np.where(np.arange(len(x)) == 3, -1, x), "indices run from -1"),
+        ("indices", lambda x: x[:-1], "indptr ends at"),
+        ("indices", lambda x: x.astype(float), "indices is an array of float64"),
+        ("data", lambda x: x[:-2], "indptr ends at"),
+        ("data", lambda x: x[None], "data is an array"),
+        ("indptr", lambda x: x[::-1], "indptr does not ascend from 0"),
+        ("indptr", lambda x: x + 1, "indptr does not ascend from 0"),
+        ("indptr", lambda x: x[:-1], "indptr has 60 entries, which should be 61"),
+        ("indptr", lambda x: np.where(np.arange(len(x)) == 5, x[7], x), "indptr does not ascend"),
+    ],
+)
+def test_corrupted_matrices_are_refused(part: str, change: Callable[[Any], Any], problem: str) -> None:
+    K = csr(GOOD)
+    setattr(K, part, change(getattr(K, part)))
+    with pytest.raises(ValueError, match=rf"K is a corrupted sparse matrix: .*{problem}"):
+        levattn.leverage_scores(K)
+
+
+def test_shapes() -> None:
+    with pytest.raises(ValueError, match=r"at least one column"):
+        levattn.leverage_scores(scipy.sparse.csr_array((4, 0)))
+    with pytest.raises(ValueError, match=r"expected one matrix \(n, d\)"):
+        levattn.leverage_scores(scipy.sparse.coo_array(np.ones(4)).tocsr())
+    assert levattn.leverage_scores(scipy.sparse.csr_array((0, 4))).shape == (0,)
+    assert not np.any(levattn.leverage_scores(scipy.sparse.csr_array((5, 4))))
+    with pytest.raises(ValueError, match=r"mask has shape \(3,\)"):
+        levattn.leverage_scores(csr(GOOD), mask=np.ones(3, bool))
+
+
+@formats
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@sparse_methods
+def test_rows_that_are_not_finite_are_named(method: str, value: float, dtype: str) -> None:
+    K = csr(GOOD, dtype)
+    rows = [5, 41]
+    for row in rows:
+        K.data[K.indptr[row]] = value
+    with pytest.raises(levattn.exceptions.NonFiniteError, match=r"rows 5, 41"):
+        levattn.leverage_scores(K, method=method)
+    mask = np.ones(60, bool)
+    mask[rows] = False
+    expected = levattn.leverage_scores(csr(GOOD[mask], dtype), method=method)
+    np.testing.assert_allclose(levattn.leverage_scores(K, method=method, mask=mask)[mask], expected, rtol=1e-6)
+
+
+# -- sketches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht", "jl", "halving"])
+@formats
+def test_approximate_scores_are_those_of_the_keys_written_out(method: str, dtype: str) -> None:
+    K = sparsified(_rng(method), 5000, 12, 0.2)
+    mask = _rng("mask").random(5000) < 0.8
+    sizes: dict[str, Any] = {"countsketch": 600, "osnap": (256, 40), "srht": 128, "jl": 40, "halving": 500}
+    options: Any = {"method": method, "sketch_size": sizes[method], "rng": 3, "mask": mask}
+    for center in (False, True):
+        sparse = levattn.leverage_scores(csr(K, dtype), center=center, **options)
+        dense = levattn.leverage_scores(K.astype(dtype), center=center, **options)
+        assert sparse.dtype == dense.dtype
+        np.testing.assert_allclose(sparse, dense, rtol=1e-3 if dtype == "float32" else 1e-9, atol=1e-12)
+    found = levattn.universal_set(csr(K, dtype), 0.02, **options)
+    exact = levattn.universal_set(K.astype(dtype), 0.02, mask=mask)
+    assert not np.any(exact.mask & ~found.mask)
+    again = levattn.universal_set(csr(K, dtype), 0.02, recheck=True, **options)
+    np.testing.assert_array_equal(again.mask, exact.mask)
+
+
+@pytest.mark.parametrize(
+    "family", [CountSketch(100), OSNAP(64), GaussianJL(20), SignJL(20), SRHT(40, 64)], ids=lambda f: type(f).__name__
+)
+def test_sketches_are_those_of_the_keys_written_out(family: Distribution) -> None:
+    K = np.rint(10 * sparsified(_rng("sketch"), 5000, 7, 0.1))
+    S = Sketch(family, 5)
+    dense = S.apply(K, row_start=11)
+    exact = not isinstance(family, GaussianJL)
+    for part in (S.apply(csr(K, "float64"), row_start=11), S.apply(csr(K, "float32"), row_start=11)):
+        np.testing.assert_allclose(part, dense, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-10)
+    with levattn.thread_limit(1):
+        np.testing.assert_array_equal(
+            S.apply(csr(K, "float64"), row_start=11), S.apply(csr(K, "float64"), row_start=11)
+        )
+    state = SketchedRows(S, 7)
+    for start in (3000, 0, 1000, 2000, 4000):
+        state.update(csr(K[start : start + 1000], "float64"), row_start=11 + start)
+    np.testing.assert_allclose(state.read(), dense, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-10)

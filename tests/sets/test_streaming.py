@@ -1,0 +1,1175 @@
+"""Streaming universal sets: what all keys at once give, whatever the chunks, the order, the merges and the threads."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import levattn
+import naive
+import strategies
+from levattn import NonFiniteError, StreamedSet, StreamingUniversalSet
+from levattn._kernels import BLOCK
+from levattn.sets.prefix_bounds import RunningSquares
+from strategies import CASES, STORAGE, Float, as_float64, case, examples, stores
+
+N, D = 3 * BLOCK + 356, 4  # rows that fill three blocks and a part of one: screened, judged, and waiting
+EPSILONS = (0.5, 0.05, 0.004, 1e-4)
+TIE = 1e-9  # relative slack within which a score counts as equal to ε
+LONG_DOUBLE = np.dtype(np.longdouble).itemsize > 8
+needs_torch = pytest.mark.skipif(not strategies.HAS_TORCH, reason="no torch")
+GOOD = np.random.default_rng(0).standard_normal((12, 3))
+
+
+def _rng(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+# -- keys that try a stream --------------------------------------------------------------------
+
+
+def heavy_tailed(rng: np.random.Generator, n: int = N, d: int = D) -> Float:
+    """Gaussian rows of heavy-tailed length."""
+    return np.asarray(rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-2, 1e3))
+
+
+def turned(rng: np.random.Generator, K: Float) -> Float:
+    return K @ np.asarray(np.linalg.qr(rng.standard_normal((K.shape[1],) * 2))[0])
+
+
+def changed(K: Float, rows: slice, factor: Any) -> Float:
+    """The keys with some rows multiplied."""
+    K[rows] *= factor
+    return K
+
+
+def with_lone_key(rng: np.random.Generator, row: int, size: float = 2.0**-12) -> Float:
+    """Keys of integers, of which one is alone in a direction: its score is 1, however small it is."""
+    K = np.rint(heavy_tailed(rng) * 64)
+    K[:, 3] = 0
+    K[row] = [0, 0, 0, size]
+    K[:, 3] += K[:, :3].sum(axis=1)
+    return K
+
+
+def near_deficient(rng: np.random.Generator) -> Float:
+    K = heavy_tailed(rng)
+    K[:, 3] = K[:, :3].sum(axis=1) + 1e-10 * K[:, 3]
+    return K
+
+
+ROWS = np.arange(N)[:, None]
+LATE = ROWS >= 2 * BLOCK + 400
+
+KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
+    "gaussian": lambda rng: rng.standard_normal((N, D)),
+    "heavy-tailed": heavy_tailed,
+    "mean": lambda rng: heavy_tailed(rng) + 1e4,
+    "copies": lambda rng: heavy_tailed(rng, 40)[rng.integers(0, 40, N)],
+    "ties-in-runs": lambda _: np.kron(np.eye(D), np.ones((N // D, 1))),
+    "ties-in-turn": lambda _: np.kron(np.ones((N // D, 1)), np.eye(D)) * 3,
+    # the condition number grows at some block, and falls again as other directions fill up
+    "one-huge-row": lambda rng: changed(heavy_tailed(rng), slice(2500, 2501), [1e9, 0, 0, 0]),
+    "one-huge-row-turned": lambda rng: turned(rng, changed(heavy_tailed(rng), slice(2500, 2501), [1e9, 0, 0, 0])),
+    "huge-then-filled": lambda rng: changed(
+        changed(heavy_tailed(rng), slice(3000, 3020), [1e8, 0, 0, 0]), slice(5000, N), 1e8
+    ),
+    "by-turns": lambda rng: heavy_tailed(rng) * np.where(ROWS // 700 % 2, [1, 1e-6, 0, 1e6], 1.0),
+    # the rank grows
+    "rank-grows": lambda rng: heavy_tailed(rng) * np.where(LATE, 1, [1, 1, 0, 0]),
+    "rank-grows-turned": lambda rng: (
+        np.rint(heavy_tailed(rng) * 64)
+        * np.where(LATE, 1, [1, 1, 0, 0])
+        @ (rng.integers(-3, 4, (D, D)) + 7 * np.eye(D))
+    ),
+    "zeros-first": lambda rng: heavy_tailed(rng) * LATE,
+    "zeros-first-1e6": lambda rng: turned(rng, heavy_tailed(rng) * np.geomspace(1, 1e-6, D)) * LATE,
+    "zero-columns": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 0, 1, 1], [1, 0, 0, 1]),
+    "deficient": lambda rng: strategies.integer_deficient(rng, N, D, 2),
+    "lone-late": lambda rng: with_lone_key(rng, N - 1000),
+    "lone-first": lambda rng: with_lone_key(rng, 3),
+    # every key is larger than all before it, or smaller
+    "growing": lambda rng: rng.standard_normal((N, D)) * np.exp(ROWS / 100),
+    "shrinking": lambda rng: rng.standard_normal((N, D)) * np.exp(-ROWS / 100),
+    "growing-columns": lambda rng: rng.standard_normal((N, D)) * np.exp(ROWS / [100.0, 200.0, -100.0, 1e9]),
+    # ill-conditioned
+    "conditioned-1e3": lambda rng: turned(rng, heavy_tailed(rng) * np.geomspace(1, 1e-3, D)),
+    "conditioned-1e6": lambda rng: turned(rng, heavy_tailed(rng) * np.geomspace(1, 1e-6, D)),
+    "conditioned-1e12": lambda rng: turned(rng, heavy_tailed(rng) * np.geomspace(1, 1e-12, D)),
+    "near-deficient": near_deficient,
+    # at the ends of the range
+    "columns-1e200": lambda rng: heavy_tailed(rng) * [1, 1e-200, 1e200, 1],
+    "columns-late": lambda rng: changed(
+        heavy_tailed(rng) * np.where(ROWS < 3000, [1, 0, 1, 1], [1, 1e-200, 1, 1]), slice(4000, N), [1, 1, 1e180, 1]
+    ),
+    "scale-1e150": lambda rng: heavy_tailed(rng) * 1e150,
+    "scale-1e300": lambda rng: heavy_tailed(rng) * 1e300,
+    "scale-1e-300": lambda rng: heavy_tailed(rng) * 1e-300,
+}
+ILL = ("conditioned-1e12", "near-deficient")  # of the others scores are as good as if they were well-conditioned
+TAME = ("gaussian", "heavy-tailed", "copies", "ties-in-runs", "zeros-first", "columns-1e200", "scale-1e300")
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def keys(kind: str) -> Float:
+    K = np.array(KINDS[kind](_rng(kind)), np.float64)
+    K.flags.writeable = False
+    return K
+
+
+@cache
+def exact(kind: str, n: int = N) -> Float:
+    return naive.leverage_exact(keys(kind)[:n])
+
+
+# -- helpers -----------------------------------------------------------------------------------
+
+
+def part(array: Any, low: int, high: int) -> Any:
+    return None if array is None else array[..., low:high]
+
+
+def stream(
+    K: Any,
+    epsilon: float,
+    cuts: Sequence[int] = (),
+    *,
+    mask: Any = None,
+    payload: Any = None,
+    state: StreamingUniversalSet | None = None,
+    **options: Any,
+) -> StreamingUniversalSet:
+    """The state after all keys, in chunks that end at the cuts; a payload has the keys' axes first."""
+    state = StreamingUniversalSet(epsilon, **options) if state is None else state
+    lead = (slice(None),) * (K.ndim - 2)
+    for low, high in pairwise([0, *cuts, K.shape[-2]]):
+        chunk = K[(*lead, slice(low, high), slice(None))]
+        beside = payload
+        if payload is not None:
+            beside = payload[(*lead, slice(low, high))] if lead else payload[low:high]
+        assert state.update(chunk, mask=part(mask, low, high), payload=beside) is state
+    return state
+
+
+def bits(found: StreamedSet) -> tuple[Any, ...]:
+    """All that a set says, to the last bit."""
+    items = [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes()) for item in found.items]
+    beside = [None if item.payload is None else item.payload.tobytes() for item in found.items]
+    return items, beside, found.guarantee, np.asarray(found.rank).tolist(), found.n, found.present.tolist()
+
+
+def slack(found: StreamedSet) -> float:
+    """Relative distance from ε within which a key may be in doubt, and so in."""
+    return max(TIE, 4 * float(np.max(found.factor.score_error)))
+
+
+def check_set(found: StreamedSet, scores: Float, epsilon: float) -> None:
+    """It holds all keys of exact score ≥ ε and no other, and its scores are exact, up to the error that it states."""
+    selected = np.zeros(len(scores), bool)
+    selected[found.indices] = True
+    assert len(found) == np.count_nonzero(selected)
+    assert np.all(np.diff(found.indices) > 0)
+    assert not np.any(scores[~selected] >= epsilon)
+    np.testing.assert_allclose(found.scores, scores[selected], rtol=slack(found))
+    assert found.guarantee == "exact"
+    assert np.all(scores[selected] >= epsilon * (1 - 2 * slack(found)))
+    assert len(found) <= found.size_bound * (1 + 1e-6)
+
+
+def check_error(error: BaseException, *words: str) -> None:
+    """The message contains all words, whatever their case, and is a sentence with a remedy."""
+    for word in words:
+        assert re.search(word, str(error), re.IGNORECASE), f"{word!r} is not in: {error}"
+    assert len(str(error)) > 25
+
+
+def cuts(n: int = N) -> st.SearchStrategy[list[int]]:
+    """Ascending ends of chunks, some of them of 0 rows or of one."""
+    ends = st.tuples(st.integers(0, n), st.sampled_from([0, 1, 700, n])).map(lambda two: [two[0], sum(two)])
+    return st.lists(ends, max_size=5).map(lambda many: sorted(min(end, n) for two in many for end in two))
+
+
+# -- one pass ----------------------------------------------------------------------------------
+
+
+@kinds
+def test_one_pass_finds_the_universal_set(kind: str) -> None:
+    K = keys(kind)
+    for epsilon in EPSILONS:
+        found = stream(K, epsilon, [700, 5000]).result()
+        check_set(found, exact(kind), epsilon)
+        assert np.array_equal(found.indices, levattn.universal_set(K, epsilon).indices)
+        assert np.array_equal(found.keys, K[found.indices])
+        assert found.rank == naive.rank_exact(K)
+        if kind not in ILL:
+            assert slack(found) <= 1.2e-9  # the tie, and the rounding of a score and of twofold sums
+    assert (found.n, found.present) == (N, N)
+
+
+@kinds
+@given(data=st.data())
+@examples(5)
+def test_any_chunks_and_threads_give_the_same_bits(kind: str, data: st.DataObject) -> None:
+    epsilon = data.draw(st.sampled_from(EPSILONS))
+    ends = data.draw(cuts())
+    whole = stream(keys(kind), epsilon)
+    with levattn.thread_limit(data.draw(st.integers(1, 3))):
+        pieces = stream(keys(kind), epsilon, ends)
+        assert bits(pieces.result()) == bits(whole.result())
+    assert pieces.to_bytes() == whole.to_bytes()
+
+
+@pytest.mark.parametrize("kind", ["heavy-tailed", "one-huge-row-turned", "near-deficient", "columns-late"])
+def test_row_by_row_gives_the_same_bits(kind: str) -> None:
+    K = keys(kind)[1500:4200]
+    whole, rows = stream(K, 0.05), stream(K, 0.05, range(1, len(K)))
+    assert bits(rows.result()) == bits(whole.result())
+    assert rows.to_bytes() == whole.to_bytes()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_long_chunks_give_the_same_bits_for_every_number_of_threads(dtype: str, threads: int) -> None:
+    K = heavy_tailed(_rng("long"), 70_000, 12).astype(dtype)
+    with levattn.thread_limit(threads):
+        found = stream(K, 0.01, [100, 40_000])
+    assert found.to_bytes() == stream(K, 0.01).to_bytes()
+    assert np.array_equal(found.result().indices, levattn.universal_set(K, 0.01).indices)
+
+
+LONG = np.arange(18 * BLOCK + 100)[:, None]
+
+
+def burst(rng: np.random.Generator) -> Float:
+    """Too many keys at block 17, of which five survive that block, but not the next."""
+    K = rng.standard_normal((len(LONG), 3))
+    K[16 * BLOCK : 17 * BLOCK, 0] *= 60
+    K[16 * BLOCK : 16 * BLOCK + 5] = [0, 13.2, 0]
+    K[17 * BLOCK :, 1] *= 3
+    return K
+
+
+LONG_KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
+    "growing": lambda rng: rng.standard_normal((len(LONG), 3)) * np.exp(LONG / 3000),
+    "growing-in-turn": lambda rng: rng.standard_normal((len(LONG), 3)) * np.exp(LONG / [3000, 3500, -3000]),
+    "burst": burst,
+    "one-huge-row-late": lambda rng: changed(heavy_tailed(rng, len(LONG), 3), slice(25_000, 25_001), 1e9),
+    "zeros-first": lambda rng: heavy_tailed(rng, len(LONG), 3) * (LONG >= 13 * BLOCK + 7),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_KINDS)
+def test_runs_of_many_blocks(kind: str) -> None:
+    # They are screened together, but for those after which too many keys are held.
+    K = LONG_KINDS[kind](_rng(kind))
+    heads = np.stack([K, heavy_tailed(_rng("beside"), *K.shape)])
+    for epsilon in (0.05, 0.004):
+        whole = stream(K, epsilon)
+        assert np.array_equal(whole.result().indices, levattn.universal_set(K, epsilon).indices)
+        for step in (1000, BLOCK, 3 * BLOCK + 1, 20_000):
+            state = StreamingUniversalSet(epsilon)
+            for low in range(0, len(K), step):
+                state.update(K[low : low + step])
+                assert state.held <= 2 * 3 / epsilon + BLOCK - 1
+            assert state.to_bytes() == whole.to_bytes()
+        item = stream(heads, epsilon, [5000]).result().items[0]
+        assert bits(whole.result())[0] == [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes())]
+
+
+@pytest.mark.parametrize("m", [1625, 1601, 49 * 41])
+def test_ties_in_streams_are_in(m: int) -> None:
+    # K = I ⊗ 1_m: every score is 1/m, also while it is screened, judged, merged and judged again
+    for K in (np.kron(np.eye(D), np.ones((m, 1))), np.kron(np.ones((m, 1)), np.eye(D)) * 0.1):
+        assert len(stream(K, 1 / m, [900, 5000]).result()) == len(K)
+        halves = [stream(K[rows], 1 / m) for rows in (slice(0, 3000), slice(3000, None))]
+        assert len(halves[0].merge(halves[1]).result()) == len(K)
+        assert len(stream(K, np.nextafter(1 / m, 1) * (1 + 1e-8)).result()) == 0
+
+
+@kinds
+def test_a_key_whose_score_is_epsilon_is_in(kind: str) -> None:
+    # ... whatever rounding does to its score, in sums and in merges
+    K, scores = keys(kind), exact(kind)
+    for key in np.argsort(-scores)[np.unique(np.geomspace(1, 500, 8).astype(int))].tolist():
+        epsilon = float(scores[key])
+        if 0 < epsilon < 0.999:
+            halves = [stream(K[a:b], epsilon, row_start=a) for a, b in ((3000, N), (0, 3000))]
+            for found in (stream(K, epsilon).result(), halves[0].merge(halves[1]).result()):
+                assert key in found.indices
+
+
+@pytest.mark.parametrize("small", [2.0**-20, 2.0**-30, 2.0**-36, 2.0**-40])
+def test_ties_of_ill_conditioned_keys_are_in(small: float) -> None:
+    T = np.array([[1, 1, 1], [0, small, 3 * small], [0, 0, small]])
+    for m in (33, 49, 1601):
+        K = np.tile(T, (m, 1))
+        assert len(stream(K, 1 / m, [900 % len(K)]).result()) == 3 * m
+        halves = [stream(K[:m], 1 / m), stream(K[m:], 1 / m)]
+        assert len(halves[0].merge(halves[1]).result()) == 3 * m
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_named_cases(name: str) -> None:
+    K = case(name)
+    scores = naive.leverage_exact(K)
+    for epsilon in (1.0, 0.5, 0.1, 0.02):
+        found = stream(K, epsilon, [len(K) // 3, len(K) // 2]).result()
+        check_set(found, scores, epsilon)
+        assert np.array_equal(found.indices, levattn.universal_set(K, epsilon).indices)
+
+
+@pytest.mark.parametrize("row", [3, N - 1000])
+def test_a_key_below_the_rank_tolerance_counts_as_one(row: int) -> None:
+    K = with_lone_key(_rng("below"), row, 2.0**-30)
+    found = stream(K, 0.9, [700, 5000]).result()
+    assert row in found.indices
+    # A sum of moments cannot tell how small the scores of the others are: all that are not proven to be are held.
+    assert np.all(np.isin(levattn.universal_set(K, 0.9).indices, found.indices))
+    assert (found.guarantee, found.rank) == ("superset", 3)
+    halves = [stream(K[a:b], 0.9, row_start=a) for a, b in ((4000, N), (0, 4000))]
+    assert row in halves[0].merge(halves[1]).result().indices
+
+
+@given(strategies.integer_keys(), strategies.epsilons(), st.randoms(use_true_random=False))
+@examples(60)
+def test_small_integers(K: Float, epsilon: float, random: Any) -> None:
+    scores = naive.leverage_exact(K)
+    ends = sorted(random.choices(range(len(K) + 1), k=3))
+    check_set(stream(K, epsilon, ends).result(), scores, epsilon)
+    parts = [stream(K[a:b], epsilon, row_start=a) for a, b in pairwise([0, *ends, len(K)])]
+    random.shuffle(parts)
+    check_set(merged(parts, random).result(), scores, epsilon)
+
+
+@given(strategies.real_keys(), strategies.epsilons())
+@examples(60)
+def test_small_keys_of_many_sizes(K: Float, epsilon: float) -> None:
+    found = stream(K, epsilon, [len(K) // 2]).result()
+    selected = np.isin(np.arange(len(K)), found.indices)
+    scores = naive.leverage_exact(K)
+    assert not np.any(scores[~selected] >= epsilon)
+    if found.guarantee == "exact":  # else keys at the edge of the numerical rank count as 1
+        check_set(found, scores, epsilon)
+
+
+def test_an_epsilon_below_the_range_of_the_scores() -> None:
+    # so small a threshold vanishes in float32, and so large a bound on the keys held is beyond an integer
+    K = heavy_tailed(_rng("tiny"), 5000, 3).astype(np.float32)
+    mask = np.arange(5000) % 2 == 0
+    K[~mask] = np.nan
+    for epsilon in (1e-15, 1e-20, 1e-50, 5e-324):
+        state = stream(K, epsilon, [3000], mask=mask)
+        assert np.array_equal(state.result().indices, np.flatnonzero(mask))
+        again = StreamingUniversalSet.from_bytes(state.to_bytes())
+        assert bits(again.result()) == bits(state.result())
+
+
+# -- the keys that are held ---------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("step", [997, BLOCK, 5000])
+def test_no_more_keys_are_held_than_the_theorem_lets_be(kind: str, step: int) -> None:
+    for epsilon in (0.5, 0.05, 0.004):
+        state = StreamingUniversalSet(epsilon)
+        for low in range(0, N, step):
+            state.update(keys(kind)[low : low + step])
+            # at most 2d/ε that are screened, and less than one block that waits
+            assert state.held <= 2 * D / epsilon + BLOCK - 1
+
+
+def test_no_more_are_held_while_every_key_is_new() -> None:
+    # Each key is larger than all before it, and has a large score when it comes.
+    d, epsilon = 8, 0.1
+    state = StreamingUniversalSet(epsilon)
+    for block in range(30):
+        K = np.eye(d)[np.arange(BLOCK) % d] * 1.01 ** np.arange(block * BLOCK, (block + 1) * BLOCK)[:, None]
+        state.update(K)
+        assert state.held <= 2 * d / epsilon
+    assert state.result().indices.size > 0
+
+
+def test_no_more_are_held_after_merges() -> None:
+    epsilon, d = 0.1, 3
+    state = StreamingUniversalSet(epsilon)
+    for seed in range(60):
+        state.merge(stream(heavy_tailed(np.random.default_rng(seed), 400, d), epsilon))
+        assert state.held <= 2 * d / epsilon
+
+
+# -- at any time --------------------------------------------------------------------------------
+
+
+@kinds
+def test_the_result_is_that_of_the_keys_so_far(kind: str) -> None:
+    K, epsilon = keys(kind), 0.05
+    state = StreamingUniversalSet(epsilon)
+    for low in range(0, N, 2200):
+        state.update(K[low : low + 2200])
+        before = state.to_bytes()
+        found = state.result()
+        n = min(low + 2200, N)
+        assert np.array_equal(found.indices, levattn.universal_set(K[:n], epsilon).indices)
+        assert not np.any(np.delete(exact(kind, n), found.indices) >= epsilon)
+        assert found.n == state.n == n
+        assert state.to_bytes() == before
+        assert bits(state.result()) == bits(found)
+    assert bits(found) == bits(stream(K, epsilon).result())
+
+
+@kinds
+def test_scores_never_rise_and_no_key_comes_back(kind: str) -> None:
+    # The online score of a key, among the keys so far, is at least its final one.
+    K, epsilon = keys(kind), 0.01
+    state = StreamingUniversalSet(epsilon)
+    seen: list[tuple[int, StreamedSet]] = []
+    for low in range(0, N, 900):
+        found = state.update(K[low : low + 900]).result()
+        scores = dict(zip(found.indices.tolist(), found.scores.tolist(), strict=True))
+        for n, earlier in seen:
+            online = dict(zip(earlier.indices.tolist(), earlier.scores.tolist(), strict=True))
+            old = [key for key in scores if key < n]
+            assert set(old) <= set(online)
+            assert all(online[key] >= scores[key] * (1 - slack(found) - slack(earlier)) for key in old)
+        seen.append((state.n, found))
+    final = exact(kind)
+    for n, earlier in seen:
+        let_go = np.setdiff1d(np.arange(n), earlier.indices)
+        assert not np.any(final[let_go] >= epsilon)
+
+
+# -- merges -------------------------------------------------------------------------------------
+
+
+def rounding(kind: str, found: StreamedSet) -> float:
+    """How far apart scores of the same keys may be, that were summed in another order."""
+    return 1e-12 if kind in TAME else slack(found) / 2
+
+
+def merged(states: Sequence[StreamingUniversalSet], random: Any) -> StreamingUniversalSet:
+    """The states merged along a random tree that keeps their order."""
+    pending = list(states)
+    while len(pending) > 1:
+        at = random.randrange(len(pending) - 1)
+        right = pending.pop(at + 1)
+        before = right.to_bytes()
+        assert pending[at].merge(right) is pending[at]
+        assert right.to_bytes() == before  # is not changed
+    return pending[0]
+
+
+@kinds
+@given(ends=cuts(), epsilon=st.sampled_from(EPSILONS), random=st.randoms(use_true_random=False))
+@examples(4)
+def test_merges_in_any_order_and_tree(kind: str, ends: list[int], epsilon: float, random: Any) -> None:
+    K = keys(kind)
+    parts = [stream(K[a:b], epsilon, [(b - a) // 2], row_start=a) for a, b in pairwise([0, *ends, N])]
+    random.shuffle(parts)
+    found = merged(parts, random).result()
+    check_set(found, exact(kind), epsilon)
+    assert np.array_equal(found.indices, levattn.universal_set(K, epsilon).indices)
+    assert np.array_equal(found.keys, K[found.indices])
+    assert (found.n, found.present) == (N, N)
+    one = stream(K, epsilon).result()
+    np.testing.assert_allclose(found.scores, one.scores, rtol=rounding(kind, one))
+
+
+@given(ends=cuts(), random=st.randoms(use_true_random=False))
+@examples(15)
+def test_rows_without_numbers_come_after_those_that_are_there(ends: list[int], random: Any) -> None:
+    K = keys("heavy-tailed")
+    parts = [stream(K[a:b], 0.05) for a, b in pairwise([0, *ends, N])]
+    found = merged(parts, random).result()
+    check_set(found, exact("heavy-tailed"), 0.05)
+    assert np.array_equal(found.keys, K[found.indices])
+
+
+def states_of_parts(kind: str, epsilon: float = 0.05) -> Iterator[StreamingUniversalSet]:
+    for low, high in ((0, 2500), (2500, 2600), (2600, N)):
+        yield stream(keys(kind)[low:high], epsilon, row_start=low)
+
+
+@kinds
+def test_merging_is_associative_and_commutative_to_rounding(kind: str) -> None:
+    a, b, c = (lambda at=at: list(states_of_parts(kind))[at] for at in range(3))
+    results = [
+        a().merge(b()).merge(c()).result(),
+        a().merge(b().merge(c())).result(),
+        c().merge(b()).merge(a()).result(),
+        b().merge(c().merge(a())).result(),
+    ]
+    for found in results[1:]:
+        assert np.array_equal(found.indices, results[0].indices)
+        np.testing.assert_allclose(found.scores, results[0].scores, rtol=rounding(kind, found))
+        np.testing.assert_array_equal(found.keys, results[0].keys)
+
+
+def test_the_empty_state_is_the_identity() -> None:
+    for kind in ("heavy-tailed", "conditioned-1e12", "zeros-first"):
+        state, before = stream(keys(kind), 0.05), stream(keys(kind), 0.05).to_bytes()
+        assert state.merge(StreamingUniversalSet(0.05)).to_bytes() == before
+        other = StreamingUniversalSet(0.05).merge(state)
+        found, same = other.result(), state.result()
+        assert np.array_equal(found.indices, same.indices)
+        np.testing.assert_allclose(found.scores, same.scores, rtol=rounding(kind, same))
+        no_rows = StreamingUniversalSet(0.05).update(keys(kind)[:0])
+        assert np.array_equal(state.merge(no_rows).result().indices, same.indices)
+        assert (state.n, state.result().n) == (N, N)
+    assert StreamingUniversalSet(0.05).merge(StreamingUniversalSet(0.05)).n == 0
+
+
+def test_merging_with_oneself_counts_every_key_twice() -> None:
+    K = keys("heavy-tailed")
+    state = stream(K, 0.01)
+    once, factor = state.result(), state.result().factor.normalizer[0]
+    twice = state.merge(state).result()
+    np.testing.assert_allclose(twice.factor.normalizer[0].T @ twice.factor.normalizer[0], 2 * factor.T @ factor)
+    assert twice.n == 2 * N
+    kept = once.indices[once.scores >= 0.02]
+    assert np.array_equal(twice.indices, np.concatenate([kept, kept + N]))
+    np.testing.assert_allclose(twice.scores, np.tile(once.scores[once.scores >= 0.02] / 2, 2), rtol=1e-12)
+
+
+@kinds
+def test_a_merged_state_goes_on(kind: str) -> None:
+    K = keys(kind)
+    state = stream(K[:1000], 0.05).merge(stream(K[1000:4000], 0.05)).update(K[4000:5000]).merge(stream(K[5000:], 0.05))
+    check_set(state.result(), exact(kind), 0.05)
+    first = StreamingUniversalSet(0.05).merge(stream(K[:4000], 0.05))  # before any row of its own
+    check_set(first.update(K[4000:]).result(), exact(kind), 0.05)
+
+
+@pytest.mark.parametrize("scales", [(1e150, 1e-150), (1e-150, 1e150), (1e-300, 1e300), (1.0, 1e-200)])
+@pytest.mark.parametrize("rows", [40, 5000])
+def test_keys_of_very_different_sizes_after_a_merge(rows: int, scales: tuple[float, float]) -> None:
+    rng = _rng("sizes")
+    K = np.vstack([rng.standard_normal((40, 3)) * scales[0], rng.standard_normal((rows, 3)) * scales[1]])
+    state = StreamingUniversalSet(0.05).merge(stream(K[:40], 0.05)).update(K[40:])
+    large = slice(0, 40) if scales[0] > scales[1] else slice(40, None)  # the others are beyond rounding
+    scores = np.zeros(len(K))
+    scores[large] = naive.leverage_exact(K[large])
+    assert np.array_equal(state.result().indices, np.flatnonzero(scores >= 0.05))
+    np.testing.assert_allclose(state.result().scores, scores[scores >= 0.05], rtol=TIE)
+
+
+def test_many_tiny_states() -> None:
+    K = keys("one-huge-row-turned")[2200:2700]
+    scores = naive.leverage_exact(K)
+    order = _rng("order").permutation(250)
+    state = StreamingUniversalSet(0.05)
+    for at in order.tolist():
+        state.merge(stream(K[2 * at : 2 * at + 2], 0.05, row_start=2 * at))
+    check_set(state.result(), scores, 0.05)
+    assert state.n == 500
+    check_set(merged([stream(k[None], 0.05) for k in K], _random(0)).result(), scores, 0.05)
+
+
+def _random(seed: int) -> Any:
+    import random
+
+    return random.Random(seed)
+
+
+def test_row_numbers_go_on_from_row_start() -> None:
+    K = keys("heavy-tailed")
+    for start in (0, 7, np.int64(10**12)):
+        found = stream(K, 0.05, [100, 3000], row_start=start).result()
+        assert np.array_equal(found.indices - start, stream(K, 0.05).result().indices)
+        assert found.n == N
+    # rows before those that are there, and rows after a gap
+    state = stream(GOOD, 1e-3, row_start=100).merge(stream(GOOD, 1e-3, row_start=0))
+    state.update(GOOD[:2])
+    assert np.array_equal(state.result().indices, [*range(12), *range(100, 114)])
+    assert state.n == 26
+    # a state without numbers is appended to one with
+    state = stream(GOOD, 1e-3, row_start=5).merge(stream(GOOD[:3], 1e-3))
+    assert np.array_equal(state.result().indices, np.arange(5, 20))
+
+
+# -- dtypes, masks, batches, payload -------------------------------------------------------------
+
+
+@stores()
+def test_every_storage_type(storage: str) -> None:
+    stored = STORAGE[storage](np.clip(heavy_tailed(_rng("stored")), -6e3, 6e3))
+    K = as_float64(stored)
+    scores = naive.leverage_exact(K)
+    for epsilon in (0.3, 0.01):
+        state = stream(stored, epsilon, [1, 700, 5000])
+        found = state.result()
+        check_set(found, scores, epsilon)
+        assert np.array_equal(found.indices, np.asarray(levattn.universal_set(stored, epsilon).indices))
+        assert np.array_equal(found.keys.astype(np.float64), K[found.indices])
+        width = 4 if "bfloat16" in storage else int(storage[-2:]) // 8  # of bfloat16 as float32
+        assert found.keys.dtype == np.dtype(f"f{width}")
+        assert bits(found) == bits(stream(stored, epsilon).result())
+        parts = [stream(stored[a:b, :], epsilon) for a, b in pairwise([0, 900, 3000, N])]
+        check_set(merged(parts, _random(1)).result(), scores, epsilon)
+
+
+@stores("float64", "float32", "float16", "bfloat16", "torch-float32", "torch-bfloat16")
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e4])
+def test_masked_rows_count_as_rows_and_as_nothing_else(garbage: float, storage: str) -> None:
+    rng = _rng("masked")
+    K = np.clip(heavy_tailed(rng), -6e3, 6e3)
+    mask = rng.random(N) < 0.6
+    mask[BLOCK : 2 * BLOCK] = False  # a block of which no key takes part
+    K[~mask] = garbage
+    stored = STORAGE[storage](K)
+    scores = naive.leverage_exact(as_float64(stored), mask=mask)
+    for epsilon in (0.3, 0.01, 1e-4):
+        state = stream(stored, epsilon, [1, 700, 5000], mask=mask)
+        found = state.result()
+        check_set(found, scores, epsilon)
+        assert np.all(mask[found.indices])
+        assert (found.n, found.present) == (N, mask.sum())
+        assert state.to_bytes() == stream(stored, epsilon, mask=mask).to_bytes()
+        assert np.array_equal(found.indices, np.asarray(levattn.universal_set(stored, epsilon, mask=mask).indices))
+        parts = [stream(stored[a:b], epsilon, mask=mask[a:b], row_start=a) for a, b in pairwise([0, 3000, N])]
+        assert np.array_equal(parts[1].merge(parts[0]).result().indices, found.indices)
+
+
+def test_a_mask_without_keys() -> None:
+    state = stream(np.full((5000, 3), np.nan), 0.1, [100, 4000], mask=np.zeros(5000, bool))
+    found = state.result()
+    assert (len(found), found.rank, found.n, found.present) == (0, 0, 5000, 0)
+    assert np.array_equal(state.update(np.eye(3)).result().indices, [5000, 5001, 5002])
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.004])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_every_head_is_its_own_stream(with_mask: bool, epsilon: float) -> None:
+    heads = np.stack([keys(kind) for kind in KINDS] + [np.zeros((N, D))])[None]
+    mask = _rng("heads").random(heads.shape[:-1]) < 0.8 if with_mask else None
+    payload = np.arange(heads[..., 0].size).reshape(heads.shape[:-1])
+    state = stream(heads, epsilon, [5, 2100, 5000], mask=mask, payload=payload)
+    found = state.result()
+    assert found.batch == heads.shape[:-2]
+    assert found.sizes.shape == np.shape(found.rank) == found.present.shape == found.batch
+    held = 0
+    for item, at in zip(found.items, np.ndindex(found.batch), strict=True):
+        options = {"mask": None if mask is None else mask[at], "payload": payload[at]}
+        alone = stream(heads[at], epsilon, [300], **options)
+        own, held = alone.result(), held + alone.held
+        assert bits(own)[0] == [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes())]
+        assert np.array_equal(item.payload, payload[at][item.indices])
+        assert (found.rank[at], found.present[at], found.sizes[at]) == (own.rank, own.present, len(own))
+    assert state.held == held
+
+
+def test_heads_are_merged_apart() -> None:
+    chosen = ("gaussian", "one-huge-row-turned", "zeros-first", "columns-1e200", "conditioned-1e6")
+    heads = np.stack([keys(kind) for kind in chosen])
+    state = stream(heads[:, 3000:], 0.05, row_start=3000).merge(stream(heads[:, :3000], 0.05, row_start=0))
+    for item, kind in zip(state.result().items, chosen, strict=True):
+        scores = exact(kind)
+        assert np.array_equal(item.indices, np.flatnonzero(scores >= 0.05))
+        np.testing.assert_allclose(item.scores, scores[item.indices], rtol=2 * TIE)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)])
+def test_batches_without_matrices(shape: tuple[int, ...]) -> None:
+    state = stream(np.ones((*shape, 3000, 4)), 0.1, [7], payload=np.ones((*shape, 3000, 2)))
+    found = state.merge(stream(np.ones((*shape, 3, 4)), 0.1, payload=np.ones((*shape, 3, 2)))).result()
+    assert (found.batch, found.items, found.n, state.held) == (shape, (), 3003, 0)
+    assert found.sizes.shape == shape
+    assert "StreamedSet(0 of 3003 keys" in repr(found)
+
+
+PAYLOADS: dict[str, Callable[[int], Any]] = {
+    "ids": lambda n: np.arange(n) * 7,
+    "values": lambda n: np.arange(n * 5, dtype=np.float32).reshape(n, 5),
+    "matrices": lambda n: np.arange(n * 6, dtype=np.float16).reshape(n, 2, 3),
+    "flags": lambda n: np.arange(n) % 3 == 0,
+    "bytes": lambda n: np.arange(n, dtype=np.uint8)[:, None, None],
+    "complex": lambda n: np.exp(1j * np.arange(n)),
+    "big-endian": lambda n: np.arange(n, dtype=">i4"),
+    "not-finite": lambda n: np.where(np.arange(n) % 2, np.nan, -np.inf),
+    "without-numbers": lambda n: np.zeros((n, 0)),
+    "sliced": lambda n: np.arange(n * 9).reshape(n, 9)[:, ::-4],
+    "list": lambda n: list(range(n)),
+}
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_payload_comes_with_its_keys(name: str) -> None:
+    K = keys("heavy-tailed")
+    payload = PAYLOADS[name](N)
+    values = np.asarray(payload)
+    state = stream(K, 0.05, [300, 5000] if name == "list" else [0, 300, 300, 5000], payload=payload)
+    found = state.result()
+    assert found.payload.dtype == values.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(found.payload, values[found.indices])
+    again = StreamingUniversalSet.from_bytes(state.to_bytes())
+    assert bits(again.result()) == bits(found)
+    parts = [stream(K[a:b], 0.05, row_start=a, payload=payload[a:b]) for a, b in ((3000, N), (0, 1), (1, 3000))]
+    np.testing.assert_array_equal(merged(parts, _random(2)).result().payload, found.payload)
+
+
+@needs_torch
+def test_payload_of_torch() -> None:
+    import torch
+
+    K = torch.from_numpy(keys("heavy-tailed").copy())
+    values = torch.arange(N * 2).reshape(N, 2).to(torch.float16)
+    found = stream(K, 0.05, [100, 3000], payload=values).result()
+    assert np.array_equal(found.payload, values.numpy()[found.indices])
+    brain = values.bfloat16().requires_grad_()
+    widened = stream(K, 0.05, payload=brain).result().payload
+    assert widened is not None
+    assert widened.dtype == np.float32
+    assert np.array_equal(widened, brain.detach().float().numpy()[found.indices])
+
+
+def test_a_chunk_may_be_overwritten_after_update() -> None:
+    K, chunk = keys("heavy-tailed"), np.empty((650, D))
+    beside, state = np.empty((650, 1)), StreamingUniversalSet(0.01)
+    for low in range(0, N, 650):
+        chunk[:], beside[:, 0] = K[low : low + 650], np.arange(low, low + 650)
+        state.update(chunk, payload=beside)
+    chunk[:], beside[:] = np.nan, np.nan
+    found = state.result()
+    assert np.array_equal(found.keys, K[found.indices])
+    assert np.array_equal(found.payload[:, 0], found.indices)
+
+
+def test_a_result_is_not_changed_by_what_comes_after() -> None:
+    K = keys("growing")
+    state = stream(K[:3000], 0.01, payload=np.arange(3000))
+    found = state.result()
+    before = bits(found)
+    state.update(K[3000:], payload=np.arange(3000, N)).merge(stream(K, 0.01, payload=np.arange(N)))
+    assert bits(found) == before
+
+
+@pytest.mark.parametrize("layout", strategies.LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_every_memory_layout_gives_the_same_bits(layout: str, dtype: str) -> None:
+    K = np.clip(keys("heavy-tailed"), -6e3, 6e3).astype(dtype)
+    laid_out = strategies.LAYOUTS[layout](K)
+    assert stream(laid_out, 0.05, [100]).to_bytes() == stream(K, 0.05).to_bytes()
+
+
+# -- other attention functions -------------------------------------------------------------------
+
+
+class Cauchy:
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.log1p(x * x)
+
+
+class Floor:
+    """A function with f(0) > 0, so that keys of zeros can have attention."""
+
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.maximum(np.abs(x), 1.0)
+
+
+QUADRATIC = (levattn.Huber(1.0), levattn.Tukey(2.0), levattn.L1L2(), levattn.Fair(), 1, 0.5, Cauchy())
+quadratic = pytest.mark.parametrize(
+    "f", QUADRATIC, ids=lambda f: type(f).__name__ + (str(f)[-4:] if "0x" not in str(f) else "")
+)
+
+
+def evaluated(f: Any, Q: Float, K: Float) -> Float:
+    """Attention of queries over keys, by the definition."""
+    values = (levattn.Power(f) if isinstance(f, int | float) else f)(Q @ K.T)
+    total = values.sum(axis=1, keepdims=True)
+    return np.divide(values, total, out=np.zeros_like(values), where=total > 0)
+
+
+def worst_queries(rng: np.random.Generator, K: Float, count: int = 300) -> Float:
+    """Random queries, and those that are the worst for x², in many sizes."""
+    worst = naive.adversarial_queries(K)
+    worst = worst / np.maximum(np.linalg.norm(worst, axis=1, keepdims=True), 1e-300)
+    Q = np.vstack([rng.standard_normal((count, K.shape[1])), worst[np.argsort(-naive.leverage_svd(K))[:count]]])
+    return np.asarray(Q * 10.0 ** rng.uniform(-3, 3, (len(Q), 1)))
+
+
+def assert_holds_all(found: StreamedSet, attention: Float, epsilon: float) -> None:
+    """No score of at least ε falls on another key, and no score is above its bound."""
+    largest = attention.max(axis=0)
+    assert np.setdiff1d(np.flatnonzero(largest >= epsilon * (1 + TIE)), found.indices).size == 0
+    assert np.all(found.scores >= largest[found.indices] * (1 - TIE))
+
+
+@pytest.mark.parametrize(("p", "d"), [(4, 3), (6, 2), (2.0, 3)])
+@given(ends=cuts(5000), epsilon=st.sampled_from([0.5, 0.05, 0.004]), random=st.randoms(use_true_random=False))
+@examples(5)
+def test_even_powers_are_the_leverage_scores_of_the_lift(
+    p: float, d: int, ends: list[int], epsilon: float, random: Any
+) -> None:
+    K = heavy_tailed(_rng("lift"), 5000, d)
+    reference = levattn.universal_set(K, epsilon, f=p, method="lift" if p > 2 else "auto")
+    state = stream(K, epsilon, ends, f=p)
+    parts = [stream(K[a:b], epsilon, f=p, row_start=a) for a, b in pairwise([0, *ends, 5000])]
+    random.shuffle(parts)
+    for found in (state.result(), merged(parts, random).result()):
+        assert np.array_equal(found.indices, reference.indices)
+        np.testing.assert_allclose(found.scores, reference.scores[found.indices], rtol=1e-8)
+        assert found.guarantee == ("superset" if p > 2 else "exact")
+        assert len(found) <= found.size_bound
+    assert state.to_bytes() == stream(K, epsilon, f=p).to_bytes()
+    assert state.held <= 2 * state.result().rank / epsilon + BLOCK - 1
+
+
+@pytest.mark.parametrize(("p", "d"), [(4, 2), (4, 3), (6, 2)])
+def test_even_powers_hold_every_key_that_can_be_heavy(p: int, d: int) -> None:
+    K = heavy_tailed(_rng("sensitive"), 60, d)
+    sigma = levattn.exact_sensitivities(K, p).lower
+    for epsilon in (0.7, 0.3, 0.05):
+        found = stream(K, epsilon, [10], f=p).result()
+        assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
+        assert np.all(found.scores >= sigma[found.indices] * (1 - 1e-8))
+    assert_holds_all(found, evaluated(p, worst_queries(_rng("lifted"), K), K), epsilon)
+
+
+@pytest.mark.parametrize("p", [4, 6])
+@pytest.mark.parametrize("scale", [1e200, 1e100, 1e-100, 1e-200])
+def test_even_powers_of_very_large_and_very_small_keys(scale: float, p: int) -> None:
+    # No score depends on the scale. Products of coordinates may leave the range: that is refused, or does no harm.
+    K = heavy_tailed(_rng("range"), 3000, 3)
+    try:
+        found = stream(K * scale, 0.05, [100], f=p).result()
+    except ValueError as error:
+        check_error(error, r"\bK\b", "scale|divide|multiply")
+    else:
+        assert np.array_equal(found.indices, stream(K, 0.05, f=p).result().indices)
+
+
+@pytest.mark.parametrize("small", [2.0**-10, 2.0**-20, 2.0**-27])
+def test_even_powers_of_ill_conditioned_keys(small: float) -> None:
+    # The condition number of the products is the power p/2 of that of the keys. What says "superset" holds the key.
+    rng = _rng("lone")
+    K = np.rint(rng.standard_normal((1500, 3)) * 256) / 256
+    K[7] = [1, 1, 10]
+    K = K * [1, 1, small] @ np.array([[1.0, 0, 1], [0, 1, 1], [0, 0, 1]])  # each entry is rounded once at most
+    query = np.array([[-1.0, -1.0, 1.0]])
+    assert evaluated(4, query, K)[0, 7] >= 0.5
+    found = stream(K, 0.5, f=4).result()
+    assert 7 in found.indices or found.guarantee not in ("exact", "superset")
+
+
+@quadratic
+def test_functions_of_quadratic_growth_hold_every_key_that_can_be_heavy(f: Any) -> None:
+    K = heavy_tailed(_rng("quadratic"), 16, 2)
+    sigma = levattn.exact_sensitivities(K, f).lower
+    A = evaluated(f, worst_queries(_rng("small"), K), K)
+    for epsilon in (0.7, 0.3, 1 / 16):
+        found = stream(K, epsilon, [5], f=f).result()
+        assert found.guarantee == "superset"
+        assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
+        assert np.all(found.scores >= sigma[found.indices] * (1 - TIE))
+        assert_holds_all(found, A, epsilon)
+
+
+def test_keys_of_zeros_are_held_or_refused_where_f_of_zero_is_positive() -> None:
+    K = heavy_tailed(_rng("floor"), 9, 2)
+    K[5] = 0
+    assert 5 not in stream(K, 0.1, f=levattn.Huber()).result().indices
+    assert evaluated(Floor(), np.zeros((1, 2)), K)[0, 5] == 1 / 9
+    try:
+        found = stream(K, 0.1, f=Floor()).result()
+    except ValueError as error:
+        check_error(error, r"\bf\b", "0")
+    else:
+        assert 5 in found.indices
+
+
+@pytest.mark.parametrize(
+    ("kind", "f"),
+    [
+        ("heavy-tailed", levattn.Huber(1.0)),
+        ("rank-grows-turned", levattn.Tukey(2.0)),
+        ("growing", levattn.L1L2()),
+        ("zeros-first", 0.5),
+        ("conditioned-1e6", Cauchy()),
+        ("columns-1e200", levattn.Fair()),
+    ],
+)
+def test_functions_of_quadratic_growth_in_streams(kind: str, f: Any) -> None:
+    K, epsilon = keys(kind), 0.2
+    whole = stream(K, epsilon, f=f)
+    pieces = stream(K, epsilon, [1, 300, 300, 5000], f=f)
+    assert bits(pieces.result()) == bits(whole.result())
+    parts = [stream(K[a:b], epsilon, f=f, row_start=a) for a, b in ((4500, N), (0, 2500), (2500, 4500))]
+    moved = parts[0].merge(parts[1]).merge(parts[2])
+    size = np.abs(K).max(axis=0)
+    Q = worst_queries(_rng(kind), K / size, 50)  # at most 20 keys have a leverage score of 0.2
+    for other in (*QUADRATIC, Floor()):  # the bound is one for all of them
+        A = evaluated(other, Q, K / size)
+        for found in (whole.result(), moved.result()):
+            assert_holds_all(found, A, epsilon)
+            assert np.array_equal(found.keys, K[found.indices])
+
+
+@given(ends=cuts(5000), epsilon=st.sampled_from([1.0, 0.3, 0.05]), threads=st.integers(1, 3))
+@examples(10)
+def test_block_bounds_have_the_same_bits_for_any_chunks(ends: list[int], epsilon: float, threads: int) -> None:
+    K = np.stack([keys("heavy-tailed")[:5000], keys("one-huge-row-turned")[:5000]])
+    with levattn.thread_limit(threads):
+        pieces = stream(K, epsilon, ends, f=levattn.Huber())
+    assert pieces.to_bytes() == stream(K, epsilon, f=levattn.Huber()).to_bytes()
+
+
+@pytest.mark.parametrize("rows", [100, 300, 1000, 2500])
+@pytest.mark.parametrize("epsilon", [0.9, 0.6, 0.3])
+def test_keys_alone_in_a_direction_stay_so_in_merges(epsilon: float, rows: int) -> None:
+    # Each state has a key that alone sees one direction: whatever it is merged with, its sensitivity is 1.
+    rng = _rng("alone")
+    parts = [np.hstack([rng.standard_normal((rows, 2)), np.zeros((rows, 6))]) for _ in range(6)]
+    for number, K in enumerate(parts):
+        K[-1, 2 + number] = 0.5
+    states = [stream(K, epsilon, f=levattn.Huber()) for K in parts]
+    alone = rows * np.arange(1, 7) - 1
+    for seed in range(3):
+        found = merged([StreamingUniversalSet.from_bytes(s.to_bytes()) for s in states], _random(seed)).result()
+        np.testing.assert_allclose(found.scores[np.isin(found.indices, alone)], np.ones(6), rtol=TIE)
+
+
+def test_block_bounds_keep_few_keys_in_random_order() -> None:
+    K = heavy_tailed(_rng("few"), 40_000, 3)
+    found = stream(K, 0.05, f=levattn.Huber()).result()
+    assert found.size_bound == 8 * 3 / 0.05
+    assert len(found) <= found.size_bound
+
+
+@pytest.mark.parametrize("f", [3, 2.5, levattn.Power(5), levattn.Softmax(1.0)])
+def test_functions_whose_bounds_may_rise_are_refused(f: Any) -> None:
+    with pytest.raises(ValueError, match=r"\bf\b") as caught:
+        StreamingUniversalSet(0.1, f=f)
+    check_error(caught.value, "even power", "growth", "universal_set")
+
+
+# -- what a set says of itself ---------------------------------------------------------------------
+
+
+def test_figures_of_a_set() -> None:
+    K = keys("heavy-tailed")
+    found = stream(K, 0.05).result()
+    assert (found.epsilon, found.f, found.certificate, found.batch) == (0.05, 2, ("leverage",), ())
+    assert (found.size_bound, found.is_vacuous, found.sizes) == (D / 0.05, False, len(found))
+    assert repr(found) == f"StreamedSet({len(found)} of {N} keys, epsilon=0.05, guarantee='exact', rank=4, bound=80)"
+    few = stream(K[:70], 0.05).result()
+    assert few.is_vacuous
+    assert "vacuous" in repr(few)
+    batch = stream(np.stack([K, K * 0]), 0.05).result()
+    assert np.array_equal(batch.is_vacuous, [False, False])
+    assert np.array_equal(batch.size_bound, [80, 0])
+    with pytest.raises(ValueError, match="batch") as caught:
+        _ = batch.indices
+    check_error(caught.value, r"\(2,\)", "items")
+    other = stream(K, 0.05, f=levattn.Huber(2.0)).result()
+    assert (other.f, other.certificate) == (levattn.Huber(2.0), ("block",))
+
+
+def test_normalisers_and_witnesses_come_from_the_factor() -> None:
+    K = keys("heavy-tailed")
+    found = stream(K, 0.05).result()
+    Q = np.vstack([_rng("queries").standard_normal((20, D)), found.factor.witness(found.keys)])
+    A = naive.attention(Q, K)
+    np.testing.assert_allclose(np.sum((Q @ found.factor.normalizer[0].T) ** 2, axis=1), naive.normalizers(Q, K))
+    np.testing.assert_allclose(A[20:][range(len(found)), found.indices], found.scores, rtol=TIE)
+    assert np.setdiff1d(np.flatnonzero((A >= 0.05).any(axis=0)), found.indices).size == 0
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.1, np.nan])
+def test_epsilon_out_of_range(epsilon: float) -> None:
+    with pytest.raises(ValueError, match="epsilon") as caught:
+        StreamingUniversalSet(epsilon)
+    check_error(caught.value, r"0 < epsilon <= 1")
+    with pytest.raises(TypeError, match="epsilon"):
+        StreamingUniversalSet("0.1")  # type: ignore[arg-type]
+
+
+def test_row_start_of_other_kinds() -> None:
+    for value in (1.0, "0", True, np.float64(3)):
+        with pytest.raises(TypeError, match="row_start") as caught:
+            StreamingUniversalSet(0.1, row_start=value)  # type: ignore[arg-type]
+        check_error(caught.value, "whole number")
+    for value in (-1, 2**63, 2**63 - 5, 10**30):  # rows after these have no number in 64 bits
+        with pytest.raises(ValueError, match="row_start") as caught:
+            StreamingUniversalSet(0.1, row_start=value).update(GOOD)
+        check_error(caught.value, "expected")
+
+
+def test_no_result_before_the_shape_is_known() -> None:
+    state = StreamingUniversalSet(0.1)
+    with pytest.raises(ValueError, match="chunk") as caught:
+        state.result()
+    check_error(caught.value, "update")
+    assert (state.n, state.held) == (0, 0)
+    found = state.update(np.ones((0, 3))).result()
+    assert (len(found), found.rank, found.n, found.is_vacuous) == (0, 0, 0, True)
+
+
+BAD_CHUNKS: dict[str, tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = {
+    "columns": (ValueError, (r"\bK\b", "d = 4", "d = 3"), {"K": np.ones((12, 4))}),
+    "batch": (ValueError, (r"\bK\b", "batch", r"\(2,\)"), {"K": np.ones((2, 5, 3)), "payload": np.ones((2, 5), int)}),
+    "dtype": (TypeError, (r"\bK\b", "float32", "float64", "convert"), {"K": GOOD.astype(np.float32)}),
+    "integers": (TypeError, (r"\bK\b", "int64", "float"), {"K": GOOD.astype(np.int64)}),
+    "no-array": (TypeError, (r"\bK\b", "array"), {"K": "keys"}),
+    "one-axis": (ValueError, (r"\bK\b", "n, ?d"), {"K": np.ones(3)}),
+    "mask-shape": (ValueError, ("mask", r"\(12,\)"), {"mask": np.ones(11, bool)}),
+    "mask-type": (TypeError, ("mask", "bool"), {"mask": np.ones(12)}),
+    "no-payload": (ValueError, ("payload", r"int64 of shape \(..., m\)"), {"payload": None}),
+    "payload-rows": (ValueError, ("payload", r"\(11,\)", r"\(12,\)"), {"payload": np.arange(11)}),
+    "payload-shape": (ValueError, ("payload", "int64"), {"payload": np.ones((12, 2), int)}),
+    "payload-dtype": (ValueError, ("payload", "int64"), {"payload": np.ones(12)}),
+    "payload-words": (TypeError, ("payload", "numbers"), {"payload": np.array(["a"] * 12)}),
+    "payload-objects": (TypeError, ("payload", "numbers"), {"payload": np.array([None] * 12)}),
+}
+
+
+def long_good(n: int) -> Float:
+    return np.tile(GOOD, (n // len(GOOD), 1))
+
+
+@pytest.mark.parametrize("name", BAD_CHUNKS)
+@pytest.mark.parametrize("rows", [3000, 12])
+def test_a_bad_chunk_leaves_the_state_as_it_was(rows: int, name: str) -> None:
+    kind, words, changed_arguments = BAD_CHUNKS[name]
+    state = stream(long_good(rows), 0.1, payload=np.arange(rows))
+    before, found = state.to_bytes(), bits(state.result())
+    arguments = {"K": GOOD, "mask": None, "payload": np.arange(12)} | changed_arguments
+    with pytest.raises(kind) as caught:
+        state.update(arguments.pop("K"), **arguments)
+    check_error(caught.value, *words)
+    assert state.to_bytes() == before
+    assert bits(state.result()) == found
+    good = stream(long_good(rows), 0.1, payload=np.arange(rows)).update(GOOD, payload=np.arange(12))
+    assert state.update(GOOD, payload=np.arange(12)).to_bytes() == good.to_bytes()
+
+
+@pytest.mark.parametrize("before", [0, 12, 2040, 3000])
+@pytest.mark.parametrize("rows", [12, 3000, 7200])
+@pytest.mark.parametrize("f", [2, 4, levattn.Huber()], ids=["square", "lift", "block"])
+def test_rows_that_are_not_finite_leave_the_state_as_it_was(f: Any, rows: int, before: int) -> None:
+    state = stream(long_good(before), 0.1, f=f)
+    good, seen = stream(long_good(before), 0.1, f=f).update(long_good(rows)), state.to_bytes()
+    for bad, value in ((0, np.nan), (rows - 1, np.inf), (rows // 2, -np.inf)):
+        K = long_good(rows)
+        K[bad, 1] = value
+        with pytest.raises(NonFiniteError, match=rf"\bK\b.* row {before + bad}, counted from") as caught:
+            state.update(K)
+        check_error(caught.value, "mask=", "as it was")
+        assert state.to_bytes() == seen
+    assert state.update(long_good(rows)).to_bytes() == good.to_bytes()
+
+
+def test_a_bad_first_chunk_leaves_no_trace() -> None:
+    state = StreamingUniversalSet(0.1)
+    for chunk in (np.full((5000, 3), np.inf), np.ones(3), np.ones((4, 0)), None):
+        with pytest.raises((ValueError, TypeError), match=r"\bK\b"):
+            state.update(chunk)
+    with pytest.raises(ValueError, match="payload"):
+        state.update(GOOD, payload=np.ones(3))
+    assert state.to_bytes() == StreamingUniversalSet(0.1).to_bytes()
+    assert state.update(GOOD.astype(np.float32)).n == 12
+
+
+@pytest.mark.parametrize("before", [100, BLOCK, 3000])
+def test_a_chunk_that_fails_half_way_leaves_the_state_as_it_was(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    K = keys("heavy-tailed")
+    state, calls = stream(K[:before], 0.05), 0
+    seen, add = state.to_bytes(), RunningSquares.add
+
+    def fail(self: RunningSquares, rows: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        add(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningSquares, "add", fail)
+        with pytest.raises(MemoryError):
+            state.update(K[before:])
+    assert state.to_bytes() == seen
+    assert state.update(K[before:]).to_bytes() == stream(K, 0.05).to_bytes()
+
+
+def test_payload_that_was_not_there_before() -> None:
+    state = stream(GOOD, 0.1)
+    with pytest.raises(ValueError, match="payload") as caught:
+        state.update(GOOD, payload=np.arange(12))
+    check_error(caught.value, "none")
+
+
+@pytest.mark.skipif(not LONG_DOUBLE, reason="long double is double")
+def test_payload_that_could_not_be_saved_is_refused() -> None:
+    for dtype in (np.longdouble, np.clongdouble, "U3", "M8[s]"):
+        with pytest.raises(TypeError, match="payload") as caught:
+            stream(GOOD, 0.1, payload=np.zeros(12, dtype))
+        check_error(caught.value, "expected")
+
+
+def placed(start: int, K: Any = GOOD, **options: Any) -> StreamingUniversalSet:
+    return stream(K, 0.1, row_start=start, **options)
+
+
+BAD_MERGES: dict[str, tuple[type[Exception], tuple[str, ...], Callable[[], Any]]] = {
+    "type": (TypeError, ("other", "StreamingUniversalSet", "bytes"), lambda: placed(100).to_bytes()),
+    "epsilon": (ValueError, ("other", "epsilon", r"0\.2", r"0\.1"), lambda: stream(GOOD, 0.2)),
+    "f": (ValueError, ("other", "f = ", "4"), lambda: placed(100, f=4)),
+    "columns": (ValueError, ("other", "d = 2", "d = 3"), lambda: placed(100, GOOD[:, :2])),
+    "batch": (ValueError, ("other", "batch", r"\(1,\)"), lambda: placed(100, GOOD[None])),
+    "dtype": (TypeError, ("other", "float32", "float64", "convert"), lambda: placed(100, GOOD.astype("f4"))),
+    "payload": (ValueError, ("payload", "other", "none"), lambda: placed(100, payload=np.arange(12))),
+    "same-rows": (ValueError, ("rows 0 to 11", "row_start"), lambda: placed(0)),
+    "rows-within": (ValueError, ("rows 5 to 6", "row_start"), lambda: placed(5, GOOD[:2])),
+    "rows-at-the-end": (ValueError, ("rows 11 to 11", "row_start"), lambda: placed(11)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MERGES)
+def test_a_bad_merge_leaves_both_states_as_they_were(name: str) -> None:
+    kind, words, make = BAD_MERGES[name]
+    state, other = placed(0), make()
+    before, theirs = state.to_bytes(), other if isinstance(other, bytes) else other.to_bytes()
+    with pytest.raises(kind) as caught:
+        state.merge(other)
+    check_error(caught.value, *words)
+    assert state.to_bytes() == before
+    assert (other if isinstance(other, bytes) else other.to_bytes()) == theirs
+    assert state.merge(placed(12)).n == 24
+
+
+def test_rows_with_and_without_numbers_do_not_mix() -> None:
+    state, other = stream(GOOD, 0.1), placed(100)
+    with pytest.raises(ValueError, match="row_start") as caught:
+        state.merge(other)
+    check_error(caught.value, "other", "both or neither")
+    assert StreamingUniversalSet(0.1).merge(other).result().n == 12  # no rows, no numbers
+
+
+def test_a_state_of_many_groups_takes_no_memory_before_its_first_chunk() -> None:
+    tracemalloc.start()
+    try:
+        StreamingUniversalSet(1e-4, f=levattn.Huber())
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_products_than_memory_holds_are_refused() -> None:
+    with pytest.raises((ValueError, MemoryError)):
+        StreamingUniversalSet(0.1, f=200).update(np.ones((2, 64)))
