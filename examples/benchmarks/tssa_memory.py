@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from _rivals import table, verdict
 
-from levattn._kernels import Statistics, token_kernels_for
+from levattn._kernels import Statistics, kernels_for
 from levattn.attention import tssa
 
 FORMS = {
@@ -46,7 +46,7 @@ def numbers(name: str, shape: tuple[int, int, int, int]) -> tuple[float, float]:
         "norm" if options.get("membership") else "diagonal",
     )
     forward = peak(lambda: tssa(W, **options)) / (4 * W.size)
-    backward = peak(lambda: token_kernels_for(W).backward(x, W)) / (4 * W.size)
+    backward = peak(lambda: kernels_for("tokens", W).backward(x, W)) / (4 * W.size)
     return 1 + forward, 3 + backward  # backward has the output and its gradient as well
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "as_mask",
     "as_matrices",
     "entries",
+    "float64_beside",
     "numbers",
     "on_cuda",
     "pick",
@@ -29,6 +30,7 @@ __all__ = [
     "to_float64",
     "to_numpy",
     "true_places",
+    "where",
 ]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -444,6 +446,14 @@ def true_places(flags: Any) -> npt.NDArray[np.int64]:
     return np.flatnonzero(flags)
 
 
+def where(condition: Any, value: float, otherwise: Any) -> Any:
+    """Return `value` where the condition holds, else `otherwise`, on whose device they are."""
+    if isinstance(otherwise, np.ndarray):
+        return np.where(condition, value, otherwise)
+    xp = array_namespace(otherwise)
+    return xp.where(condition, xp.full_like(otherwise, value), otherwise)
+
+
 def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
     if on_cuda(array):
@@ -470,3 +480,10 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
         return np.array(numbers(data, kind), dtype=np.float64, order="C")
     xp = array_namespace(data)
     return np.array(to_numpy(xp.astype(data, xp.float64)), dtype=np.float64, order="C")
+
+
+def float64_beside(data: Any, kind: str, other: Any) -> Any:
+    """Return the rows of a batch of one in float64: on a CUDA device if they and `other` are there."""
+    if on_cuda(data) and on_cuda(other):
+        return numbers(data, kind)[0].astype(np.float64)
+    return to_float64(data, kind)[0]

@@ -37,7 +37,7 @@ __all__ = [
 
 
 _FOLDER = Path(__file__).parent
-_IMPORT = re.compile(rb"^\s*from levattn\._kernels\.([\w.]+) import", re.MULTILINE)
+_IMPORT = re.compile(rb"^from levattn\._kernels\.([\w.]+) import", re.MULTILINE)
 
 
 @cache

@@ -15,6 +15,7 @@ from levattn._core.arrays import (
     array_namespace,
     as_mask,
     as_matrices,
+    float64_beside,
     pick,
     take,
     to_device,
@@ -25,10 +26,7 @@ from levattn._core.random import as_seed
 from levattn._kernels import (
     Float64,
     Rows,
-    heavy_entries,
     kernels_for,
-    query_norms,
-    wide_rows,
 )
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
@@ -225,10 +223,9 @@ class HeavyAttention:
             shape = (*values.batch, values.n, values.d)
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
         everything = Rows(values.data, values.format, as_mask(self._products.present, values))
-        kernels = kernels_for(everything)
-        largest = kernels.column_maxima(everything).max(initial=0.0)
+        largest = everything.column_maxima().max(initial=0.0)
         if not np.isfinite(largest):
-            bad = kernels.nonfinite_rows(everything, 0, 5)
+            bad = everything.nonfinite_rows(0, 5)
             raise NonFiniteError(
                 f"V holds NaN or infinity, first in rows {bad}; expected finite values for every key that takes part"
             )
@@ -514,15 +511,15 @@ class _Light:
     @classmethod
     def of(cls, rows: Rows) -> _Light:
         count = rows.shape[1] if rows.mask is None else int(flag_counts(rows.mask)[0])
-        mean = kernels_for(rows).column_sums(rows)[0] / max(count, 1)
+        mean = rows.column_sums()[0] / max(count, 1)
         scale = 1.0 if rows.scale is None else rows.scale[0]
         centred = replace(rows, shift=(mean / scale)[None])
         return cls(count, mean, *(_largest_norm(r) for r in (rows, centred)), *map(_spectral_norm, (rows, centred)))
 
 
 def _largest_norm(rows: Rows) -> float:
-    kernels = kernels_for(rows)
-    squares = kernels.wide_zeros(rows)
+    kernels = kernels_for("gram", rows.keys)
+    squares = rows.zeros(wide=True)
     kernels.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
     return float(np.sqrt(float(array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
 
@@ -662,14 +659,14 @@ def heavy_attention(
         _check_universal(universal, keys, epsilon, function)
     # what is not exact, or of other functions, runs in main memory
     beside = keys.data if square and method == "auto" else None
-    Q64 = wide_rows(queries.data, queries.format, beside)
+    Q64 = float64_beside(queries.data, queries.format, beside)
     xp = array_namespace(Q64)
     finite = xp.all(xp.isfinite(Q64), axis=1)
     if not xp.all(finite):
         bad = np.flatnonzero(~to_numpy(finite))[:5]
         raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
     indices = universal.indices
-    selected = wide_rows(take(keys.data, indices), keys.format, Q64)
+    selected = float64_beside(take(keys.data, indices), keys.format, Q64)
     if not square:
         return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
@@ -793,10 +790,9 @@ def _causal_attention(
             f"Q has {queries.n} rows and K has {keys.n}; expected as many queries as keys where causal=True"
         )
     rows = Rows(keys.data, keys.format, as_mask(mask, keys))
-    kernels = kernels_for(rows)
-    largest = kernels.column_maxima(rows)[0]
+    largest = rows.column_maxima()[0]
     if not np.isfinite(largest).all():
-        bad = kernels.nonfinite_rows(rows, 0, 5)
+        bad = rows.nonfinite_rows(0, 5)
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}; expected finite keys")
     causal = _Causal(queries, rows, epsilon)
     D, captured, error = np.zeros(keys.n), np.zeros(keys.n), np.zeros(keys.n)
@@ -836,7 +832,7 @@ def _of_other_function(
         N, exponents = universal.factor.even_normalizer(0)
         Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # other entries meet no key
         even, taken = even_queries(Q, exponents)
-        powers = np.frexp(np.sqrt(query_norms(even, N)[0]))[1].astype(np.int32)
+        powers = np.frexp(np.sqrt(kernels_for("heavy", even).query_norms(even, N)[0]))[1].astype(np.int32)
         largest = np.max(np.abs(even), axis=1, initial=0.0)
         powers = np.where(largest > 0, powers, 0) + taken
         fraction, exponent = np.frexp(Q)
@@ -967,7 +963,9 @@ def _entries(
     xp = array_namespace(products.queries)
     threshold = epsilon * (1 - TIE)
     D = xp.where(products.precise, 0.0, products.normalizers)
-    starts, columns, values, captured = heavy_entries(products.queries, products.keys, indices, D, threshold)
+    starts, columns, values, captured = kernels_for("heavy", products.queries).heavy_entries(
+        products.queries, products.keys, indices, D, threshold
+    )
     others = []
     for part, some in products.scores(products.precise):
         rows, scores = to_numpy(part), to_numpy(some)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
-from levattn._kernels import Float64, Rows, inverse_cholesky
+from levattn._kernels import Float64, Rows, kernels_for
 from levattn.heavy.normalizers import (
     PRODUCT_ERROR,
     Exponents,
@@ -198,7 +198,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
 
 def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> npt.NDArray[np.bool_] | None:
     """Tell which keys may have a score of at least ε, or None where the moments are not good enough to tell."""
-    W, pivot, reach = inverse_cholesky(G[None])
+    W, pivot, reach = kernels_for("factor", G).inverse_cholesky(G[None])
     error = (32 + chunks) * UNIT * float(reach[0])
     if not (pivot[0] > 0 and error <= _SCORE_ERROR):
         return None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, to_float64, to_numpy
-from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn._kernels import BLOCK, Float64, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.heavy.normalizers import (
     LOWEST,
@@ -184,7 +184,7 @@ class CausalUniversalSet:
             self._require(matrices, beside)
         with np.errstate(over="ignore", invalid="ignore"):
             try:
-                check_finite(rows, kernels_for(rows).column_sums(rows))
+                check_finite(rows, rows.column_sums())
             except FloatingPointError:
                 refuse_nonfinite(rows, self.n)
         if self._format is None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_matrices, take, to_device, to_float64, to_numpy
-from levattn._kernels import BLOCK, Float64, Rows, kernels_for, query_norms
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.heavy.attention import BLOCK_ENTRIES
 from levattn.heavy.normalizers import even_queries
@@ -213,10 +213,9 @@ class _Known:
         rows = Rows(
             keys.data, keys.format, to_device(outside[None], keys.data), shift, np.ldexp(np.ones((1, keys.d)), tame)
         )
-        kernels = kernels_for(rows)
-        total = np.ldexp(kernels.column_sums(rows)[0], -exponents - tame)
+        total = np.ldexp(rows.column_sums()[0], -exponents - tame)
         if not np.isfinite(total).all():
-            bad = kernels.nonfinite_rows(rows, 0, 5)
+            bad = rows.nonfinite_rows(0, 5)
             raise NonFiniteError(
                 f"K holds NaN or infinity, first in rows {bad}; expected finite keys, the very ones that universal "
                 "was made of"
@@ -253,7 +252,9 @@ class _Known:
         off = (BLOCK + self.slack) * UNIT * np.abs(even).sum(axis=1) / np.sqrt(self.count)
         low, high = mean - off, mean + off
         near, far = np.maximum(np.abs(mean) - off, 0.0), np.abs(mean) + off  # of the mean from 0
-        whole = np.sqrt(query_norms(even, self.N)[0])  # roots of sums of squares: of all logits, and of those in U
+        whole = np.sqrt(
+            kernels_for("heavy", even).query_norms(even, self.N)[0]
+        )  # roots of sums of squares: of all logits, and of those in U
         inside, counting = np.sqrt(np.einsum("ij,ij->i", Z, Z)), (len(self.selected) + 8) * UNIT
         most, least = whole * (1 + self.error) + slack, np.maximum(whole * (1 - self.error) - slack, 0.0)
         squares = _difference(most, np.maximum(inside * (1 - counting) - slack, 0.0)) * (1 + 16 * UNIT)

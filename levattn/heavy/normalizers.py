@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, pick, to_device, to_numpy
-from levattn._kernels import Float64, precise_products, precise_solutions, query_norms
+from levattn._kernels import Float64, kernels_for
 from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.span import zero_products
 from levattn.sensitivity.leverage import TIE
@@ -55,15 +55,17 @@ def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> 
     the keys.
     """
     xp = array_namespace(Q)
-    D, size = query_norms(Q, N)
+    D, size = kernels_for("heavy", Q).query_norms(Q, N)
     unit = UNIT * factor.rounding(0)
     loss = unit * xp.sqrt(size)
     doubtful = to_numpy(xp.nonzero(~(2 * loss <= NORMALIZER_ERROR * xp.sqrt(D)))[0])
     parts = factor.even_basis(0, exponents) if len(doubtful) else None
     if parts is not None:
         places, C = to_device(doubtful, D), parts[1]
-        inverse = np.ascontiguousarray(precise_solutions(C, np.eye(len(C))).T)
-        precise, few = query_norms(precise_solutions(parts[0], to_numpy(pick(Q, doubtful))), inverse)
+        solve = kernels_for("precise", C).precise_solutions
+        inverse = np.ascontiguousarray(solve(C, np.eye(len(C))).T)
+        Y = solve(parts[0], to_numpy(pick(Q, doubtful)))
+        precise, few = kernels_for("heavy", Y).query_norms(Y, inverse)
         D[places], loss[places] = to_device(precise, D), to_device(unit * np.sqrt(few), D)
     return D, loss
 
@@ -94,7 +96,7 @@ class PreciseSums:
 
         Of keys in `lost` no product is decided exactly: where it takes that, the error is infinite.
         """
-        Z, sizes = precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
+        Z, sizes = kernels_for("precise", K).precise_products(self.Q, K), np.sqrt(np.sum(K * K, axis=1))
         noise = _NOTHING * K.shape[1] ** 2 * self._sizes[:, None] * sizes
         nothing = noise == 0
         doubtful = np.nonzero((np.abs(Z) <= noise) & ~nothing)

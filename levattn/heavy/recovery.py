@@ -47,7 +47,7 @@ def recovered_entries(
     sign = signs(drawn).astype(np.float64)
     sketched = np.zeros((1, buckets * repetitions, d))
     rows = Rows(keys[None], "float64")
-    kernels_for(rows).scatter(rows, seed, _PLACES, 0, repetitions, buckets, sketched)
+    kernels_for("sketch", rows.keys).scatter(rows, seed, _PLACES, 0, repetitions, buckets, sketched)
     found: list[Found] = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     step = max(1, _ENTRIES // max(n * repetitions, buckets * repetitions, 1))
     for start in range(0, len(Q), step):

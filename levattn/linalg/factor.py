@@ -15,17 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Csr, array_namespace, pick, to_device, to_numpy
-from levattn._kernels import (
-    Arithmetic,
-    Float64,
-    Rows,
-    inverse_cholesky,
-    kernels_for,
-    precise_products,
-    precise_solutions,
-    twofold_product,
-)
+from levattn._core.arrays import Csr, array_namespace, pick, to_device, to_numpy, where
+from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, Twofold, as_read, second_moments, spectral_norm
 from levattn.linalg.span import Span, nonzero_rows
@@ -281,8 +272,8 @@ class Factor:
                 "rows are scored against keys with fewer rows than columns; expected the rows of these keys"
             )
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
-        kernels = kernels_for(self.rows)
-        out = kernels.wide_zeros(self.rows) if wide else kernels.zeros(self.rows)
+        kernels = kernels_for("gram", self.rows.keys)
+        out = self.rows.zeros(wide=True) if wide else self.rows.zeros()
         for arithmetic in dict.fromkeys(self.arithmetic):
             items = np.array([i for i, a in enumerate(self.arithmetic) if a == arithmetic], np.int64)
             if arithmetic == "compensated" and self.basis is not None and self.core is not None:
@@ -315,20 +306,20 @@ class Factor:
     def _set(self, out: Any, item: int, which: npt.NDArray[np.bool_], value: float) -> bool:
         """Set some figures of a matrix; return whether there were any."""
         if which.any():
-            out[item, :] = kernels_for(self.rows).where(to_device(which, out), value, out[item, :])
+            out[item, :] = where(to_device(which, out), value, out[item, :])
         return bool(which.any())
 
     def _mark_dead_columns(self, out: Any) -> None:
         """Set the figures of rows with an entry in a column that the factored keys do not reach to infinity."""
-        kernels = kernels_for(self.rows)
+        kernels = kernels_for("gram", self.rows.keys)
         for item in range(len(self.rank)):
             dead = ~np.any(self.whitening[item] != 0, axis=1)
             if dead.any() and item not in self.spans:
                 one = self.rows.item(item)
-                size = kernels.wide_zeros(one)
+                size = one.zeros(wide=True)
                 with np.errstate(over="ignore"):
                     kernels.sqnorms(one, np.array([0]), np.diag(dead * _LARGEST_LIFT)[None], size)
-                out[item, :] = kernels.where(size[0, :] > 0, np.inf, out[item, :])
+                out[item, :] = where(size[0, :] > 0, np.inf, out[item, :])
 
     def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
         """Raise the scores of a matrix to those of its exact rank; return whether that raised any."""
@@ -337,20 +328,20 @@ class Factor:
             return self._set(out, item, nonzero_rows(one), ceiling)
         xp = array_namespace(out)
         scores = fine.on(one).scores(wide=True, member=ceiling == 1)[0][0, :] * (1 + 4 * float(fine.score_error[0]))
-        scores = kernels_for(one).where(scores > ceiling, ceiling, scores)
+        scores = where(scores > ceiling, ceiling, scores)
         out[item, :] = xp.maximum(out[item, :], xp.astype(scores, out.dtype))
         return True
 
     def _count_outside(self, item: int, out: Any, value: float) -> bool:
         """Set the scores of rows that reach outside the kept directions by more than rounding to `value`."""
-        kernels = kernels_for(self.rows)
+        kernels = kernels_for("gram", self.rows.keys)
         Z, c = self.outside[item]
         d = len(c)
         one = self.rows.item(item)
         # in the precision of the scores a float32 result would do, but its range would not
-        wide = kernels.wide_zeros(one)
+        wide = one.zeros(wide=True)
         kernels.sqnorms(one, np.array([0]), (_upper_form(Z) / c[:, None])[None], wide, arithmetic="double")
-        size = kernels.wide_zeros(one)
+        size = one.zeros(wide=True)
         kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None], size, arithmetic="double")
         offset = 0.0
         if one.shift is not None:
@@ -365,7 +356,7 @@ class Factor:
             beyond |= tiny & (wide[0, :] > noise * (size[0, :] + offset * _LIFT**2))
             if not offset:  # and what is too small to be read beside the others
                 beyond |= (size[0, :] == 0) & to_device(nonzero_rows(one), size)
-        out[item, :] = kernels.where(beyond, value, out[item, :])
+        out[item, :] = where(beyond, value, out[item, :])
         return bool(to_numpy(beyond).any())
 
     @cached_property
@@ -413,15 +404,16 @@ class Factor:
         B, C = self._parts(item)
         live, kept = np.any(B != 0, axis=1), np.any(B != 0, axis=0)
         N = np.zeros(B.shape)
+        solve = kernels_for("precise", N).precise_solutions
         if np.count_nonzero(live) == np.count_nonzero(kept) > 0:
-            inverse = precise_solutions(np.ascontiguousarray(B[np.ix_(live, kept)]), np.eye(int(live.sum())))
+            inverse = solve(np.ascontiguousarray(B[np.ix_(live, kept)]), np.eye(int(live.sum())))
             if self.arithmetic[item] == "compensated":
-                inverse = precise_solutions(np.ascontiguousarray(C[np.ix_(kept, kept)]), inverse)
+                inverse = solve(np.ascontiguousarray(C[np.ix_(kept, kept)]), inverse)
             N[np.ix_(kept, live)] = inverse.T
         elif kept.any():
             even, c = _columns(self, item, B)
             inverse = _left_inverse(even[:, kept]) * c
-            N[kept] = precise_solutions(np.ascontiguousarray(C[np.ix_(kept, kept)]), np.ascontiguousarray(inverse.T)).T
+            N[kept] = solve(np.ascontiguousarray(C[np.ix_(kept, kept)]), np.ascontiguousarray(inverse.T)).T
             N = np.where(live, np.linalg.qr(N, mode="r"), 0.0)
         exponents = np.frexp(_column_norms(N))[1].astype(np.int32)
         N = np.ldexp(N, -exponents)
@@ -534,7 +526,7 @@ class Factor:
         """
         W = self.whitening[0]
         if self.arithmetic[0] == "compensated" and self.basis is not None and self.core is not None:
-            W, X = self.core[0], precise_products(X, np.ascontiguousarray(self.basis[0].T))
+            W, X = self.core[0], kernels_for("precise", X).precise_products(X, np.ascontiguousarray(self.basis[0].T))
         return blockwise_product(X, np.asarray(W[:, np.any(W != 0, axis=0)]))
 
     def witness(self, k: Float64, item: int = 0) -> Float64:
@@ -568,7 +560,7 @@ def _left_inverse(W: Float64) -> Float64:
     X = np.linalg.pinv(W, rcond=0.0)
     for _ in range(2):  # Newton's steps; each squares the error
         pair = np.ascontiguousarray(X.T), np.ascontiguousarray(W)
-        high, low = twofold_product([pair], W.shape[1], symmetric=False)
+        high, low = kernels_for("precise", W).twofold_product([pair], W.shape[1], symmetric=False)
         X = X - ((high - np.eye(len(high))) + low) @ X
     return np.asarray(X)
 
@@ -616,12 +608,12 @@ def prepare(rows: Rows, *, center: bool) -> Rows:
     b, n, _ = rows.shape
     counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
     divisor = np.maximum(counts, 1)[:, None]
-    sums = kernels_for(rows).column_sums(rows)
+    sums = rows.column_sums()
     if require_finite(rows, sums):
         raise ValueError("the column sums of K overflow float64, so K cannot be centred; scale K down first")
     centred = replace(rows, shift=sums / divisor)
     # once more, so that the rounding of the first mean does not leave a direction of its own
-    rest = kernels_for(rows).column_sums(centred) / divisor
+    rest = centred.column_sums() / divisor
     return replace(rows, shift=sums / divisor + rest)
 
 
@@ -629,7 +621,7 @@ def require_finite(rows: Rows, per_item: Float64) -> list[int]:
     """Raise if a matrix whose figures are not finite holds NaN or infinity; return those that merely overflowed."""
     bad = [int(i) for i in np.flatnonzero(~np.isfinite(per_item.reshape(len(per_item), -1)).all(axis=1))]
     for item in bad:
-        found = kernels_for(rows).nonfinite_rows(rows, item, 5)
+        found = rows.nonfinite_rows(item, 5)
         if found:
             where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
             more = "first such rows" if len(found) > 1 else "row"
@@ -646,7 +638,7 @@ def _moments(
     """Return what `second_moments` does; the threads share sparse keys by columns, so their rows stay in one piece."""
     if isinstance(rows.keys, Csr):
         whole = np.array([[0, 0, 0, rows.shape[1]]])
-        return np.asarray(kernels_for(rows).moments(rows, whole, basis=basis, arithmetic=arithmetic))
+        return np.asarray(kernels_for("gram", rows.keys).moments(rows, whole, basis=basis, arithmetic=arithmetic))
     return second_moments(rows, items, basis=basis, arithmetic=arithmetic)
 
 
@@ -663,7 +655,7 @@ def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple
     if not odd.any():
         return rows, G
     require_finite(rows, diagonal)
-    largest = np.where(odd[:, None], kernels_for(rows).column_maxima(rows), 1.0)
+    largest = np.where(odd[:, None], rows.column_maxima(), 1.0)
     rows = _scaled(rows, largest, 30 if narrow else 400)
     if rows.scale is None:
         return rows, G
@@ -801,7 +793,7 @@ def factor_moments(
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
         penalty = _penalty(ridge, np.sqrt(to_numpy(G.diagonal(axis1=1, axis2=2))), scale)
 
-    W, pivot, reach = inverse_cholesky(_penalized(G, penalty) if ridge else G)
+    W, pivot, reach = kernels_for("factor", G).inverse_cholesky(_penalized(G, penalty) if ridge else G)
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)  # no singular value can be below the cut
     mild = whole & (reach <= _SINGLE_REACH)
     if arithmetic == "single":
@@ -813,7 +805,8 @@ def factor_moments(
         if len(again):
             here = to_device(again, G)
             G[here] = _moments(rows, again.tolist())
-            W[here], pivot[again], reach[again] = inverse_cholesky(_penalized(G[here], penalty[again]))
+            penalized = _penalized(G[here], penalty[again])
+            W[here], pivot[again], reach[again] = kernels_for("factor", G).inverse_cholesky(penalized)
             noise[again] = PLAIN_NOISE
             done = mild.copy()
             done[again] = (pivot[again] > 0) & (_ROUNDING * reach[again] <= target)
@@ -841,7 +834,7 @@ def factor_sum(moments: Twofold, like: Rows) -> Factor:
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
-    W, pivot, reach = inverse_cholesky(moments.high)
+    W, pivot, reach = kernels_for("factor", moments.high).inverse_cholesky(moments.high)
     whole = (pivot > 0) & (reach * (d * cut * cut) < 1)
     done = whole & ((_ROUNDING * reach <= target) | ~moments.wide)
     error = np.minimum(PLAIN_NOISE * reach, PLAIN_ERROR)
@@ -885,7 +878,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     batch = _Batch(rows, np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b))
     batch.arithmetic = ["double"] * b
     batch.counts_outside = rtol is None and ridge == 0
-    largest = kernels_for(rows).column_maxima(rows)
+    largest = rows.column_maxima()
     require_finite(rows, largest)
     batch.rows = rows = _scaled(rows, largest, 400)
     scale = np.ones((b, d)) if rows.scale is None else rows.scale
@@ -1022,11 +1015,11 @@ def _precondition(
     basis: Float64 | None = None
 
     for _ in range(_ROUNDS):
-        C, pivot, reach = inverse_cholesky(H[None])
+        C, pivot, reach = kernels_for("factor", H).inverse_cholesky(H[None])
         good = bool(pivot[0] > 0) and noise <= UNIT and _ROUNDING * float(reach[0]) <= target
         shift = 16 * d * noise
         while not good:
-            C, pivot, _reach = inverse_cholesky(H[None], shift)
+            C, pivot, _reach = kernels_for("factor", H).inverse_cholesky(H[None], shift)
             if pivot[0] > 0:
                 break
             shift *= 100
@@ -1098,7 +1091,7 @@ def _finish(
     if reach is not None and not fine:
         return _Found(W, W, None, rank, PLAIN_NOISE * reach + rounding, out, c)
     G = turn(W, "compensated" if fine else "double")
-    C, pivot, again = inverse_cholesky((G + _turned_penalty(W, penalty))[None])
+    C, pivot, again = kernels_for("factor", G).inverse_cholesky((G + _turned_penalty(W, penalty))[None])
     if not (pivot[0] > 0 and np.array_equal(np.any(C[0] != 0, axis=0), kept)):  # W is no whitening at all
         return _Found(W, W, None, rank, np.inf, out, c)
     whitening, error = _multiply(W, C[0]), PLAIN_NOISE * float(again[0]) + rounding

@@ -24,9 +24,7 @@ from levattn._kernels import (
     PairwiseSum,
     Pieces,
     Rows,
-    inverse_cholesky,
     kernels_for,
-    twofold_product,
 )
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.span import Span
@@ -91,7 +89,7 @@ def second_moments(
     there too.
     """
     _, n, d = rows.shape
-    kernels = kernels_for(rows)
+    kernels = kernels_for("gram", rows.keys)
     runs, levels = _pieces(n, kernels.longest_run(rows, len(items)))
     pieces: Pieces = np.empty((len(items), len(runs), 4), np.int64)
     pieces[:, :, 0] = np.arange(len(items))[:, None]
@@ -194,15 +192,16 @@ class Twofold:
     def turned(self, item: int, B: Float64) -> Float64:
         """Return ``BᵀGB`` of one item, rounded at the end."""
         parts = (self.high[item],) if self.low is None else (self.high[item], self.low[item])
-        Y = twofold_product([(part, B) for part in parts], len(B), symmetric=False)
-        high, low = twofold_product([(B, part) for part in Y], len(B), symmetric=True)
+        multiply = kernels_for("precise", B).twofold_product
+        Y = multiply([(part, B) for part in parts], len(B), symmetric=False)
+        high, low = multiply([(B, part) for part in Y], len(B), symmetric=True)
         return np.asarray(high + low)
 
     def errors(self, items: Flags) -> Float64:
         """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
-        W, pivot, reach = inverse_cholesky(self.high[chosen])
+        W, pivot, reach = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
         errors[chosen] = np.where(pivot > 0, PLAIN_NOISE * reach, np.inf)
         for place in np.flatnonzero((errors[chosen] > _SETTLED) & (pivot > 0)).tolist():
             sizes = np.sqrt(_diagonal(self.high)[chosen[place]])
@@ -342,7 +341,8 @@ class MomentSum:
         low = np.zeros_like(high) if term.low is None else term.low.copy()
         for item in np.flatnonzero(items).tolist():
             pieces = _read_in_pieces(self.scaled(run).item(item))
-            high[item], low[item] = twofold_product(((X, X) for X in pieces), run.shape[2], symmetric=True)
+            multiply = kernels_for("precise", high).twofold_product
+            high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
         return Twofold(high, low, term.wide | items)
 
     def _far(self, run: Rows, term: Twofold) -> Exponents | None:
@@ -351,7 +351,7 @@ class MomentSum:
         if ((diagonal >= _LEAST) & (diagonal <= _LARGEST)).all():
             return None
         check_finite(run, diagonal)
-        largest = kernels_for(run).column_maxima(run)
+        largest = run.column_maxima()
         found = np.clip(np.frexp(largest)[1], -1020, 1020).astype(np.int32)
         above = found - self.exponents
         far = (largest > 0) & ((above > _FAR) | ((above < -_FAR) & ~self._seen()))
@@ -482,15 +482,14 @@ def _read_in_pieces(rows: Rows) -> Iterator[Float64]:
 def check_finite(rows: Rows, figures: Float64) -> None:
     """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
     for item in np.flatnonzero(~np.isfinite(figures).all(axis=tuple(range(1, figures.ndim)))).tolist():
-        if kernels_for(rows).nonfinite_rows(rows, item, 1):
+        if rows.nonfinite_rows(item, 1):
             raise FloatingPointError("rows are not finite")
 
 
 def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
     """Raise for rows that hold NaN or infinity, which are numbered from `before` on."""
-    kernels = kernels_for(rows)
     for item in range(rows.shape[0]):
-        found = [before + row for row in kernels.nonfinite_rows(rows, item, 5)]
+        found = [before + row for row in rows.nonfinite_rows(item, 5)]
         if found:
             where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
             more = "first such rows" if len(found) > 1 else "row"

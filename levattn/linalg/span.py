@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64, to_numpy
-from levattn._kernels import Float64, Rows, span_kernels
+from levattn._kernels import Float64, Rows, kernels_for
 
 __all__ = ["Span", "nonzero_rows", "zero_products"]
 
@@ -71,7 +71,7 @@ class Span:
         """Tell which rows of a batch of one do not lie in it, (n,); a masked row does."""
         out = np.zeros(rows.shape[1], np.bool_)
         if not self.whole:
-            kernels = span_kernels()
+            kernels = kernels_for("precise", self.basis)
             basis, pivots, rank = self._room(0)
             for part, X in _stored(rows):
                 kernels.mark_outside(kernels.field(), X, basis, pivots, rank, self.units, out[part])
@@ -96,7 +96,7 @@ class Span:
 
     def _with(self, X: Float64) -> Span:
         """Return the space that holds the rows X as well."""
-        kernels = span_kernels()
+        kernels = kernels_for("precise", X)
         basis, pivots, rank = self._room(len(X))
         chosen = np.zeros(len(basis), np.int64)
         found = int(kernels.insert_rows(kernels.field(), X, basis, pivots, rank, self.units, chosen))
@@ -115,8 +115,9 @@ class Span:
 
 def zero_products(Q: Float64, K: Float64, doubtful: tuple[npt.NDArray[np.intp], ...]) -> Flags:
     """Tell which of the products in doubt, a pair of indices of queries and of keys, are exactly zero, (m, n)."""
-    nothing, kernels = np.zeros((len(Q), len(K)), np.bool_), span_kernels()
-    kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), *doubtful, nothing)
+    nothing, (rows, columns) = np.zeros((len(Q), len(K)), np.bool_), doubtful
+    kernels = kernels_for("precise", Q)
+    kernels.mark_zeros(kernels.field(), np.ascontiguousarray(Q), np.ascontiguousarray(K), rows, columns, nothing)
     return nothing
 
 

@@ -87,7 +87,7 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float 
     sketch = Sketch(families[method](size), seed)
     factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
     if factor is None:
-        out = kernels_for(rows).sketch_zeros(rows, size, np.float64)
+        out = kernels_for("sketch", rows.keys).sketch_zeros(rows, size, np.float64)
         sketch.add(rows, 0, out)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     # a sum of keys is rounded, and tells nothing of their exact row space
@@ -111,7 +111,7 @@ def _in_single(factor: Factor, limit: float) -> Factor:
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
     """Return the factor of a sketch that is summed in float32, or None where that may not hold what it is to."""
-    out = kernels_for(rows).sketch_zeros(rows, sketch.distribution.size, np.float32)
+    out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         sketch.distribution.add(rows, sketch.seed, 0, out)
         out *= np.float32(sketch.distribution.scale)

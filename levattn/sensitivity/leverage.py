@@ -10,7 +10,7 @@ import numpy as np
 
 from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices, to_device
 from levattn._core.random import as_seed
-from levattn._kernels import Rows, kernels_for
+from levattn._kernels import Rows
 from levattn.linalg.factor import Factor, factor_moments, factor_qr, prepare, rank_tolerance, require_finite
 from levattn.linalg.wide import Wide
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, halved_scores, projected, sketched_factor
@@ -59,7 +59,7 @@ def factorize(
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values see more than the column space
     if b and n < d and not isinstance(rows.keys, Csr) and ridge == 0 and rtol is None:
-        largest = kernels_for(rows).column_maxima(rows)
+        largest = rows.column_maxima()
         require_finite(rows, largest)
         wide = Wide.of(rows, largest)
         rows = wide.picked(rows)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
 from levattn._core.threads import parallel_for
-from levattn._kernels import Float64, Rows, precise_products, query_norms
+from levattn._kernels import Float64, Rows, kernels_for
 from levattn.linalg.factor import UNIT, Factor, dense
 
 __all__ = ["lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
@@ -78,7 +78,8 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
         K = np.ldexp(dense(replace(rows.item(item), scale=None), 0, n), -exponents)
         s = np.linalg.svd(N, compute_uv=False)
         mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
-        keys[item, :, : W.shape[1]] = K @ W if mild else precise_products(K, np.ascontiguousarray(W.T))
+        multiply = kernels_for("precise", K).precise_products
+        keys[item, :, : W.shape[1]] = K @ W if mild else multiply(K, np.ascontiguousarray(W.T))
         relative[item] = (m + 4) * UNIT if mild else (3 * m + 4) * UNIT
         absolute[item] = m * _coordinate_error(N, W, precise=not mild)
     lifted: Float64 = np.empty((b, n, lift_columns(keys.shape[2], m)))
@@ -120,7 +121,7 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
         turned = q @ N.T  # ⟨k, q⟩ = ⟨kW, Nq⟩
         lifted = np.empty((len(q), lift_columns(d, m)))
         _lift(turned, m, lifted)
-        D[part], size = query_norms(np.ldexp(lifted, lifted_exponents), M)
+        D[part], size = kernels_for("heavy", lifted).query_norms(np.ldexp(lifted, lifted_exponents), M)
         # Errors move Nq by `moved`, and so the p-norm of its products with orthonormal columns by no more.
         moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(turned, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._kernels import Float64, Rows
 from levattn.linalg.factor import dense, require_finite
 from levattn.states.block_buffer import in_main_memory
 
@@ -114,7 +114,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     if not 0 <= ridge < math.inf:
         raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, λ itself")
     _, rows = in_main_memory(K, mask)
-    largest = kernels_for(rows).column_maxima(rows)
+    largest = rows.column_maxima()
     if not np.isfinite(largest).all():
         require_finite(rows, largest)
     root = math.sqrt(ridge)

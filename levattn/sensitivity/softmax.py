@@ -28,16 +28,16 @@ def jensen(rows: Rows, root: Float64 | float) -> Float64:
     L is a matrix (d, d), or for few keys of many columns a number that multiplies the identity.
     """
     b, n, d = rows.shape
-    kernels = kernels_for(rows)
+    kernels = kernels_for("gram", rows.keys)
     counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range bounds nothing
-        mean = kernels.column_sums(rows) / np.maximum(counts, 1)[:, None]
+        mean = rows.column_sums() / np.maximum(counts, 1)[:, None]
         steps = BLOCK + 64 + 8 * d
         if isinstance(root, np.ndarray):
             R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
             flipped = np.ascontiguousarray(R[::-1, ::-1])
             turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
-            squares = kernels.wide_zeros(rows)
+            squares = rows.zeros(wide=True)
             kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
             norms, center = np.sqrt(to_numpy(squares)), np.abs(mean @ R)
         else:
@@ -46,7 +46,7 @@ def jensen(rows: Rows, root: Float64 | float) -> Float64:
             norms, center = norms.reshape(b, n), np.abs(mean) * root
         # any center bounds, if how far it is from the mean is added: rounding of sums, differences and products
         if isinstance(root, np.ndarray) and np.any(root - np.diag(np.diag(root))):
-            sizes, steps = kernels.column_maxima(rows) * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
+            sizes, steps = rows.column_maxima() * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
         else:  # no entry is larger than that of the center and the largest distance from it
             sizes = center + np.max(norms, axis=1, keepdims=True, initial=0.0)
         reach = np.linalg.norm(sizes, axis=1, keepdims=True)

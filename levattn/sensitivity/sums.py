@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, to_float64
-from levattn._kernels import Float64, precise_products
+from levattn._kernels import Float64, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.linalg.factor import UNIT
@@ -47,7 +47,7 @@ def certain_products(Q: Float64, K: Float64, *, zeros: bool = True) -> tuple[Flo
     """Return ⟨q, k⟩ as in twice the precision, and by how much each may be off; with `zeros` 0 is exactly that."""
     d = Q.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
-        Z, size = precise_products(Q, K), np.abs(Q) @ np.abs(K).T
+        Z, size = kernels_for("precise", Q).precise_products(Q, K), np.abs(Q) @ np.abs(K).T
         noise = _NOTHING * d**2 * size + 4 * d * LEAST_POSITIVE
         if zeros:
             doubtful = np.nonzero(np.abs(Z) <= noise)

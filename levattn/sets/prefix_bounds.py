@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_device, to_float64, to_numpy
 from levattn._core.serialize import MOST_ROWS, shaped, whole
-from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn._kernels import BLOCK, Float64, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, MomentSum, Twofold, as_read
@@ -134,7 +134,7 @@ class RunningSquares:
                     f"K has entries of {faint.min():.3g}; expected zeros, or at least {least:.3g}, as products of "
                     f"{self.m} of them vanish, and a key with them. Scale all chunks of K alike, by a power of two"
                 )
-        largest = kernels_for(rows).column_maxima(rows)
+        largest = rows.column_maxima()
         largest = largest[(largest > 0) & np.isfinite(largest)]
         if np.abs(np.frexp(largest)[1] * self.m).max(initial=0) > _RANGE:
             raise ValueError(

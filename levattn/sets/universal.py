@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +23,8 @@ from levattn._core.arrays import (
     to_numpy,
 )
 from levattn._core.random import as_seed
-from levattn._kernels import Float64, Rows, selection_for
+from levattn._kernels import Float64, Rows, kernels_for
+from levattn._kernels.select.contract import SelectKernels
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.io import KeySource
@@ -415,7 +415,7 @@ def universal_set(
         return _from_sketch(matrices, epsilon, size, method, center, mask, sketch_size, rng, recheck)
     factor = factorize(matrices, method=method, center=center, mask=mask, single="scores")
     found, counted = factor.scores()
-    select = selection_for(matrices.data)
+    select = kernels_for("select", matrices.data)
     scores, present = select.held(found), as_mask(mask, matrices)
     present = None if present is None else select.held(present)
     rescore = partial(_rescored_all, select, factor, matrices)
@@ -469,7 +469,7 @@ def _of_chunks(
     def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> tuple[npt.NDArray[np.bool_], bool]:
         if epsilon is None:
             return np.zeros(scores.shape, np.bool_), False
-        select = selection_for(matrices.data)
+        select = kernels_for("select", matrices.data)
         rescore = partial(_rescored_all, select, factor, matrices)
         chosen, doubt = _at_least(select, factor, select.held(scores), None, epsilon, rescore)
         return to_numpy(chosen), doubt
@@ -488,7 +488,7 @@ def _of_chunks(
                 again[part] = to_numpy(factor.item(item).exactly().on(keys).scores(wide=True)[0])[0]
             return again
 
-        chosen, left, doubt = _largest(selection_for(scores), factor, scores, None, int(size), rescore)
+        chosen, left, doubt = _largest(kernels_for("select", scores), factor, scores, None, int(size), rescore)
         certified = left.reshape(batch) if batch else float(left[0])
     checkpoint.remove()
     rank = factor.rank.reshape(batch) if batch else int(factor.rank[0])
@@ -611,7 +611,7 @@ def _reach(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
 
 
 def _at_least(
-    select: ModuleType, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore
+    select: SelectKernels, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore
 ) -> tuple[Any, bool]:
     """Tell which scores are at least ε, and whether doubt counted as that.
 
@@ -638,7 +638,7 @@ def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np
 
 
 def _rescored_all(
-    select: ModuleType, factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any
+    select: SelectKernels, factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any
 ) -> Float64:
     """Return the scores of the keys listed of every matrix, computed in float64, one after the other."""
     keys, there = select.stacked(matrices.data, starts, rows)
@@ -699,7 +699,7 @@ def _margin(factor: Factor) -> Float64:
 
 
 def _largest(
-    select: ModuleType, factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
+    select: SelectKernels, factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
 ) -> tuple[Any, Float64, bool]:
     """Choose by score descending, then index ascending; return the largest score of each matrix left out, too.
 

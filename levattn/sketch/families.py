@@ -100,7 +100,7 @@ class Distribution(ABC):
             What is added to, numpy's; for rows on a CUDA device an array of it.
         """
         step = max(1, _ENTRIES // self.size)
-        kernels = kernels_for(rows)
+        kernels = kernels_for("sketch", rows.keys)
         for low in range(0, rows.shape[1], step):
             part = rows.between(low, min(low + step, rows.shape[1]))
             kernels.add_products(part, self.columns(seed, start + low, part.shape[1]), out)
@@ -130,7 +130,7 @@ class _Sparse(Distribution):
     def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows to `out`; see `Distribution`."""
         blocks = self._blocks()
-        kernels_for(rows).scatter(rows, seed, _PLACES, start, blocks, self.size // blocks, out)
+        kernels_for("sketch", rows.keys).scatter(rows, seed, _PLACES, start, blocks, self.size // blocks, out)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class _Dense(Distribution):
 
     def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows to `out`; see `Distribution`."""
-        kernels = kernels_for(rows)
+        kernels = kernels_for("sketch", rows.keys)
         if hasattr(kernels, "dense_sketch"):
             kernels.dense_sketch(rows, seed, self._stream, start, self._stream == _NORMALS, out)
         else:
@@ -399,7 +399,7 @@ class SRHT(Distribution):
 
     def add(self, rows: Rows, seed: int, start: int, out: Any) -> None:
         """Add the unscaled sketch of rows to `out`; see `Distribution`."""
-        kernels = kernels_for(rows)
+        kernels = kernels_for("sketch", rows.keys)
         if not hasattr(kernels, "subsampled_hadamard"):
             super().add(rows, seed, start, out)
             return

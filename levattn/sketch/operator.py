@@ -121,7 +121,7 @@ class Sketch:
                 f"dtype is {kind} for {matrices.format} keys; expected float64, or float32 for narrower keys"
             )
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        out = kernels_for(rows).sketch_zeros(rows, self.distribution.size, kind)
+        out = kernels_for("sketch", rows.keys).sketch_zeros(rows, self.distribution.size, kind)
         self.add(rows, row_start, out)
         return matrices.wrap((out * self.distribution.scale).astype(kind, copy=False))
 
@@ -151,7 +151,7 @@ class Sketch:
             self.distribution.add(rows, self.seed, row_start, out)
         if not np.isfinite(out).all():
             for item in range(rows.shape[0]):
-                bad = kernels_for(rows).nonfinite_rows(rows, item, 5)
+                bad = rows.nonfinite_rows(item, 5)
                 if bad:
                     where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
                     raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")
@@ -244,7 +244,7 @@ class SketchedRows:
             )
         start = self.next_row if row_start is None else row_start
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        sums = kernels_for(rows).sketch_zeros(rows, self.sketch.distribution.size, np.float64)
+        sums = kernels_for("sketch", rows.keys).sketch_zeros(rows, self.sketch.distribution.size, np.float64)
         self.sketch.add(rows, start, sums)
         self._take(sums, matrices.n, int(start) + matrices.n)
         return self

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_cupy, as_mask, as_matrices, on_cuda, to_device, to_float64, to_numpy
 from levattn._core.serialize import is_storable, shaped
-from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._kernels import BLOCK, Rows
 from levattn.linalg.gram import check_finite
 
 __all__ = ["RowNumbers", "Tail", "in_main_memory", "payload_of", "present_rows", "readable"]
@@ -107,7 +107,7 @@ class Tail:
         rest = rows.between(at + whole, rows.shape[1])
         waiting = rest if rest.shape[1] else rows.between(0, at)
         with np.errstate(over="ignore", invalid="ignore"):
-            check_finite(waiting, kernels_for(waiting).column_sums(waiting))
+            check_finite(waiting, waiting.column_sums())
         self._fill(rest, *(array[:, at + whole :] for array in beside))
 
     def _empty(self) -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, numbers, to_device, to_float64, to_numpy
 from levattn._core.serialize import shaped
-from levattn._kernels import BLOCK, Float64, Rows, token_kernels_for
+from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite, require_room
 from levattn.states.block_buffer import Tail
@@ -129,7 +129,7 @@ class RunningSums:
         if held is not None and array_namespace(held[0]) is not array_namespace(X):
             held = tuple(to_device(to_numpy(part), X) for part in held)
         with np.errstate(over="ignore", invalid="ignore"):
-            new = token_kernels_for(X).add_squares(X, rows.mask, weights, self.decay, held, full=self._full)
+            new = kernels_for("tokens", X).add_squares(X, rows.mask, weights, self.decay, held, full=self._full)
         try:
             check_finite(rows, to_numpy(new[0]))
         except FloatingPointError:

@@ -9,7 +9,7 @@ import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, numbers, on_cuda, to_numpy
 from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
-from levattn._kernels import latent_kernels_for
+from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.states.common import held_as, size_of
 
@@ -167,8 +167,8 @@ class SoftmaxState:
             raise ValueError(f"V has {values.n} positions and logits have {K.n}; expected as many")
         present = as_mask(mask, K)
         double = "float64" in (K.format, values.format)
-        wide = (_as_computed(array, double) for array in (K, values))
-        parts = latent_kernels_for(K.data).summary(*wide, present, np.array([0, K.n]))
+        L, X = (_as_computed(array, double) for array in (K, values))
+        parts = kernels_for("latent", K.data).summary(L, X, present, np.array([0, K.n]))
         xp = array_namespace(parts[2])
         m, s, S = (xp.reshape(part, (*self.batch, *part.shape[2:])) for part in parts)
         return self._join((m, s, S))
@@ -208,7 +208,7 @@ class SoftmaxState:
                 f"this state holds arrays of {type(self._held[2]).__module__} and was given those of {xp.__name__}; "
                 "expected one library. Keep a state for each, and merge them by their bytes"
             )
-        self._held = latent_kernels_for(other[2]).joined(self._held, other)
+        self._held = kernels_for("latent", other[2]).joined(self._held, other)
         return self
 
     def read(self) -> Any:

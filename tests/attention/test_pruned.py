@@ -17,7 +17,7 @@ import naive
 import naive_attention
 import strategies
 from differences import assert_gradients
-from levattn._kernels import slot_kernels_for
+from levattn._kernels import kernels_for
 from levattn.attention import PrunedCertificate, PrunedState, Slots, pruned_attention
 from levattn.attention.pruned.choice import chosen
 from levattn.exceptions import NonFiniteError
@@ -203,7 +203,7 @@ def test_clusters_are_those_of_k_means(kind: str) -> None:
     X = strategies.case(kind)[:150]
     n, R = len(X), 7
     weight = np.random.default_rng(0).integers(0, 4, n).astype(float)
-    kernels = slot_kernels_for(X)
+    kernels = kernels_for("pruned", X)
     labels, distance = kernels.cluster(X[None], weight[None], R, 2)
     mine, squared = naive_attention.k_means(X, weight, R)
     np.testing.assert_allclose(distance[0], squared, atol=1e-9 * max(1.0, squared.max()))

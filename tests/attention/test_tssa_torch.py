@@ -326,10 +326,10 @@ def test_any_layout_has_the_same_values_and_the_layout_that_is_foretold(name: st
 @pytest.mark.parametrize("gradients", [False, True])
 def test_heads_side_by_side_are_read_where_they_lie(gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     X = leaf(2, 9, 12, dtype=torch.float32).requires_grad_(gradients)
-    W, seen, known = X.unflatten(-1, (3, -1)).transpose(1, 2), [], operators.token_kernels_for
+    W, seen, known = X.unflatten(-1, (3, -1)).transpose(1, 2), [], operators.kernels_for
 
-    def spied(array: Any) -> Any:
-        table = known(array)
+    def spied(task: str, array: Any) -> Any:
+        table = known(task, array)
 
         def forward(x: Any, **options: Any) -> Any:
             seen.append((x.W.ctypes.data, x.W.strides))
@@ -337,7 +337,7 @@ def test_heads_side_by_side_are_read_where_they_lie(gradients: bool, monkeypatch
 
         return SimpleNamespace(forward=forward)
 
-    monkeypatch.setattr(operators, "token_kernels_for", spied)
+    monkeypatch.setattr(operators, "kernels_for", spied)
     Y = tssa(W)
     assert seen == [(X.data_ptr(), tuple(4 * stride for stride in W.stride()))]
     assert Y.stride() == W.stride()

@@ -10,7 +10,9 @@ import pytest
 from emulator import on_host
 from levattn._core.arrays import to_float64
 from levattn._kernels import BLOCK, Rows
+from levattn._kernels.factor import cpu as _cpu_factor
 from levattn._kernels.factor import cuda as _cuda_dense
+from levattn._kernels.factor import cuda as _cuda_factor
 from levattn._kernels.gram import cpu as _cpu
 from levattn._kernels.gram import cuda as _cuda
 from levattn._kernels.gram import cuda_blas as _cuda_wide
@@ -145,7 +147,7 @@ def test_squared_norms(device: None, kind: str, shape: tuple[int, int, int]) -> 
         rows = rows_of(kind, b, n, d, format)
         X = read(rows)
         for arithmetic, error in (("double", 1e-14), ("single", 3e-6)):
-            out = _cuda.wide_zeros(rows) if arithmetic == "double" else _cuda.zeros(rows)
+            out = rows.zeros(wide=True) if arithmetic == "double" else rows.zeros()
             _cuda.sqnorms(rows, items, lower, out, arithmetic=arithmetic)
             bound = np.sum((np.abs(X[items]) @ np.abs(W)) ** 2, axis=2)
             exact = np.sum((X[items] @ W) ** 2, axis=2)
@@ -163,7 +165,7 @@ def test_squared_norms_in_a_basis(device: None, kind: str, arithmetic: Any, monk
     rng = np.random.default_rng(3)
     rows = rows_of(kind, 2, 70, 9, "float64")
     B, W = np.triu(rng.standard_normal((2, 2, 9, 9)))
-    out = _cuda.zeros(rows)
+    out = rows.zeros()
     _cuda.sqnorms(rows, np.array([1, 0]), W, out, basis=B, arithmetic=arithmetic)
     exact = np.sum((read(rows)[::-1] @ B @ W) ** 2, axis=2)[::-1]
     np.testing.assert_allclose(out, exact, rtol=1e-11)
@@ -213,7 +215,7 @@ def test_projected_squared_norms(device: None, arithmetic: Any) -> None:
     for d, k in ((3, 1), (66, 70), (8, 5)):
         rows = rows_of("transformed", 2, 70, d)
         P = rng.standard_normal((2, d, k))
-        out = _cuda.wide_zeros(rows)
+        out = rows.zeros(wide=True)
         _cuda.projected_sqnorms(rows, np.array([1, 0]), P, out, arithmetic, np.inf)
         exact = np.sum((read(rows)[::-1] @ P) ** 2, axis=2)[::-1]
         np.testing.assert_allclose(out, exact, rtol=1e-11 if arithmetic == "double" else 1e-3)
@@ -225,22 +227,22 @@ def test_columns(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     for b, n, d in (*SHAPES, (1, 0, 3), (3, 100, 300)):
         rows = rows_of(kind, b, n, d)
         X = read(rows)
-        np.testing.assert_allclose(_cuda.column_sums(rows), X.sum(axis=1), rtol=1e-12, atol=1e-12)
-        assert np.array_equal(_cuda.column_maxima(rows), np.abs(X).max(axis=1, initial=0.0))
+        np.testing.assert_allclose(_cuda_rows.column_sums(rows), X.sum(axis=1), rtol=1e-12, atol=1e-12)
+        assert np.array_equal(_cuda_rows.column_maxima(rows), np.abs(X).max(axis=1, initial=0.0))
 
 
 def test_rows_that_are_not_finite(device: None) -> None:
     K = np.zeros((2, 50, 40), np.float32)
     K[1, [3, 17, 49], [0, 39, 33]] = np.nan, np.inf, -np.inf
     rows = Rows(K, "float32")
-    assert _cuda.nonfinite_rows(rows, 1, 5) == [3, 17, 49]
-    assert _cuda.nonfinite_rows(rows, 1, 2) == [3, 17]
-    assert _cuda.nonfinite_rows(rows, 0, 5) == []
+    assert _cuda_rows.nonfinite_rows(rows, 1, 5) == [3, 17, 49]
+    assert _cuda_rows.nonfinite_rows(rows, 1, 2) == [3, 17]
+    assert _cuda_rows.nonfinite_rows(rows, 0, 5) == []
     mask = np.ones((2, 50), np.bool_)
     mask[1, 17] = False
-    assert _cuda.nonfinite_rows(Rows(K, "float32", mask), 1, 5) == [3, 49]
-    assert np.isnan(_cuda.column_maxima(rows)[1, 0])
-    assert np.isinf(_cuda.column_maxima(rows)[1, [33, 39]]).all()
+    assert _cuda_rows.nonfinite_rows(Rows(K, "float32", mask), 1, 5) == [3, 49]
+    assert np.isnan(_cuda_rows.column_maxima(rows)[1, 0])
+    assert np.isinf(_cuda_rows.column_maxima(rows)[1, [33, 39]]).all()
 
 
 @pytest.mark.parametrize("shared", [1 << 10, 232448], ids=["room", "shared"])
@@ -254,8 +256,8 @@ def test_inverse_cholesky(device: None, shared: int, monkeypatch: pytest.MonkeyP
         A[3, :, -1] = A[3, :, 0]  # no pivot, or a tiny one
         G = np.swapaxes(A, 1, 2) @ A
         for shift in (0.0, 1e-3):
-            W, pivot, reach = _cuda.inverse_cholesky(G, shift)
-            expected = _cpu.inverse_cholesky(G, shift)
+            W, pivot, reach = _cuda_factor.inverse_cholesky(G, shift)
+            expected = _cpu_factor.inverse_cholesky(G, shift)
             good = pivot > 1e-6
             assert np.array_equal(good, expected[1] > 1e-6)
             assert good[[0, 2]].all()
@@ -279,8 +281,8 @@ def test_inverse_cholesky_in_blocks(device: None, block: int, monkeypatch: pytes
         G[3] -= (1.5 if d > 1 else 0) * np.linalg.eigvalsh(G[3])[0] * np.eye(d)  # not positive definite
         G[4] = np.outer(A[4, 0], A[4, 0])  # of rank 1
         for shift in (0.0, 1e-3):
-            W, pivot, reach = _cuda.inverse_cholesky(G, shift)
-            expected = _cpu.inverse_cholesky(G, shift)
+            W, pivot, reach = _cuda_factor.inverse_cholesky(G, shift)
+            expected = _cpu_factor.inverse_cholesky(G, shift)
             assert np.array_equal(pivot[:4] > 0, expected[1][:4] > 0)
             sure = slice(0, 3)
             np.testing.assert_allclose(reach[sure], expected[2][sure], rtol=1e-9)
@@ -294,7 +296,7 @@ def test_what_cannot_be_factored_says_so(device: None) -> None:
     G = np.array(
         [[[1.0, 2.0], [2.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, np.nan], [np.nan, 1.0]], np.zeros((2, 2))]
     )
-    W, pivot, reach = _cuda.inverse_cholesky(G)
+    W, pivot, reach = _cuda_factor.inverse_cholesky(G)
     assert not pivot[0] > 0
     assert not pivot[2] > 0
     assert pivot[1] == reach[1] == 1
@@ -312,9 +314,9 @@ def test_halves_and_bfloats_are_read_as_they_are(device: None) -> None:
         keys = words[~np.isnan(values)].reshape(1, -1, 1)
         expected = values[~np.isnan(values)]
         rows = Rows(np.ascontiguousarray(keys.transpose(0, 2, 1)), format)  # one row, a column each
-        assert np.array_equal(_cuda.column_maxima(rows)[0], np.abs(expected))
+        assert np.array_equal(_cuda_rows.column_maxima(rows)[0], np.abs(expected))
         finite = np.isfinite(expected)
-        assert np.array_equal(_cuda.column_sums(rows)[0][finite], expected[finite])
+        assert np.array_equal(_cuda_rows.column_sums(rows)[0][finite], expected[finite])
 
 
 def test_arguments_have_the_order_of_the_parameters(device: None) -> None:

@@ -17,8 +17,8 @@ import naive
 import strategies
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._kernels.select import cpu as _select
 from levattn._kernels.select import cuda as _cuda_select
+from levattn._kernels.select import definition as _select
 from strategies import as_bool, as_float64, examples
 
 SIZES = (0, 1, 31, 33, 255, 256, 2047, 2048, 2049, 4100, 8193)  # around warps, their runs, tiles and spans

@@ -24,10 +24,10 @@ from levattn._core import random as _random
 from levattn._core.arrays import to_float64
 from levattn._core.random import below, normals, signs, words
 from levattn._kernels import Rows
-from levattn._kernels.cuda_source import FOLDER, text
-from levattn._kernels.gram import cpu as _cpu
-from levattn._kernels.gram import definition as _generic
+from levattn._kernels.cuda_source import path_of, text
+from levattn._kernels.sketch import cpu as _cpu
 from levattn._kernels.sketch import cuda as _cuda_sketch
+from levattn._kernels.sketch import definition as _generic
 from levattn.exceptions import NonFiniteError
 from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL, Sketch, SketchedRows
 from strategies import Float, examples
@@ -156,7 +156,7 @@ def sketched(function: Callable[..., None], rows: Rows, size: int, *args: Any, d
 
 
 def test_constants_are_those_of_the_generator() -> None:
-    code = (FOLDER / "philox.cuh").read_text()
+    code = path_of("philox.cuh").read_text()
     for name in ("MULTIPLIERS", "INCREMENTS"):
         (figures,) = re.findall(rf"#define PHILOX_{name} (.*)", code)
         assert tuple(int(figure, 16) for figure in figures.split(", ")) == getattr(_random, name)
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(256)
     size=st.integers(1, 2**31 - 1) | st.integers(1, 100),
 )
 def test_words_are_those_of_the_generator(seed: int, stream: int, group: int, column: int, size: int) -> None:
-    kernel = emulator.compiled((FOLDER / "philox.cuh").read_text() + DRAW, ("draw",))["draw"]
+    kernel = emulator.compiled(path_of("philox.cuh").read_text() + DRAW, ("draw",))["draw"]
     drawn, places, numbers = np.zeros(4, np.uint32), np.zeros(4, np.uint32), np.zeros(4)
     which = np.uint64(seed), np.uint32(stream), np.int64(group), np.uint32(column), np.uint32(size)
     kernel((1,), (1,), (*which, drawn, places, numbers))

@@ -140,7 +140,7 @@ def moments_of(rows: Rows) -> Any:
 
 
 def squares_of(rows: Rows, W: Any, *, triangular: bool = True, wide: bool = False) -> Any:
-    out = _cuda.wide_zeros(rows) if wide else _cuda.zeros(rows)
+    out = rows.zeros(wide=wide)
     items = np.arange(rows.shape[0])
     if triangular:
         _cuda.sqnorms(rows, items, W, out, arithmetic="single")

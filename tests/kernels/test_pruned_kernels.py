@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from levattn import thread_limit
-from levattn._kernels import slot_kernels_for
-from levattn._kernels.gram import cpu as _cpu
+from levattn._kernels import kernels_for, tasks
 from levattn._kernels.pruned import cpu as _pruned
 from levattn._kernels.pruned import definition as _generic_slots
 from levattn._kernels.pruned.contract import SlotMixture, Summaries
@@ -108,13 +107,13 @@ def agree(x: SlotMixture) -> None:
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is shared out even where it is small."""
-    monkeypatch.setattr(_cpu, "_THREAD_WORK", 0)
-    monkeypatch.setattr(_cpu, "_RUN_WORK", 1)
+    monkeypatch.setattr(tasks, "_THREAD_WORK", 0)
+    monkeypatch.setattr(tasks, "_RUN_WORK", 1)
 
 
 def test_numpy_has_the_compiled_table() -> None:
-    assert slot_kernels_for(np.empty(0)) is _pruned
-    assert slot_kernels_for(array_api_strict.asarray([0.0])) is _generic_slots
+    assert kernels_for("pruned", np.empty(0)) is _pruned
+    assert kernels_for("pruned", array_api_strict.asarray([0.0])) is _generic_slots
     assert set(_pruned.__all__) <= set(_generic_slots.__all__)
 
 

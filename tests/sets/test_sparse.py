@@ -440,7 +440,7 @@ def test_kernels_do_what_the_dense_ones_do(density: float, d: int, dtype: Any) -
     for read in ({}, options, options | shift):
         sparse = Rows(as_matrices(csr(keys), "K", sparse=True).data, dtype, **read)
         dense = Rows(keys[None], dtype, **read)
-        here, there = kernels_for(sparse), kernels_for(dense)
+        here, there = kernels_for("gram", sparse.keys), kernels_for("gram", dense.keys)
         assert here is not there
         for arguments in ({}, {"basis": W}, {"basis": W, "arithmetic": "compensated"}):
             close = {"rtol": 1e-10, "atol": 1e-10 * n * d}
@@ -449,14 +449,14 @@ def test_kernels_do_what_the_dense_ones_do(density: float, d: int, dtype: Any) -
             )
         one = np.array([0])
         for arguments in ({}, {"arithmetic": "single"}, {"basis": W, "arithmetic": "compensated"}, {"ceiling": 1.0}):
-            out, expected = here.wide_zeros(sparse), there.wide_zeros(dense)
+            out, expected = sparse.zeros(wide=True), dense.zeros(wide=True)
             here.sqnorms(sparse, one, W, out, **arguments)
             there.sqnorms(dense, one, W, expected, **arguments)
             rtol = 1e-4 if arguments.get("arithmetic") == "single" else 1e-10
             np.testing.assert_allclose(out, expected, rtol=rtol, atol=rtol)
-        np.testing.assert_allclose(here.column_sums(sparse), there.column_sums(dense), atol=1e-9 * n)
-        np.testing.assert_allclose(here.column_maxima(sparse), there.column_maxima(dense), rtol=1e-14)
-        assert here.nonfinite_rows(sparse, 0, 5) == []
+        np.testing.assert_allclose(sparse.column_sums(), dense.column_sums(), atol=1e-9 * n)
+        np.testing.assert_allclose(sparse.column_maxima(), dense.column_maxima(), rtol=1e-14)
+        assert sparse.nonfinite_rows(0, 5) == []
         part, whole = sparse.between(10, 20), dense.between(10, 20)
         np.testing.assert_allclose(part.keys.to_dense(), whole.keys)
         assert np.shares_memory(part.keys.values, sparse.keys.values)

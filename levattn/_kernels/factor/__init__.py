@@ -1,1 +1,1 @@
-"""Kernels of small matrices: inverse Cholesky factors, products in about 100 bits, exact row spaces."""
+"""Kernels of inverse Cholesky factors of small matrices."""

@@ -20,7 +20,7 @@ _BLOCK = 128  # of these columns
 
 
 def inverse_cholesky(G: Any, shift: float = 0.0) -> tuple[Any, Float64, Float64]:
-    """Return W on the device, and pivots and reaches; the contract of `levattn._kernels.inverse_cholesky`."""
+    """Return W on the device, and pivots and reaches."""
     xp = namespace()
     W, pivot, reach = (_whole if G.shape[1] < _WIDE else _in_blocks)(on_device(G), shift)
     figures = to_numpy(xp.concatenate([pivot[None], reach[None]]))

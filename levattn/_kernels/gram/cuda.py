@@ -1,6 +1,6 @@
-"""The kernels on a CUDA device: cuts work into launches of compiled code.
+"""Second moments and squared norms on a CUDA device: cuts work into launches of compiled code.
 
-The names and contracts are those of `_cpu`. Keys are CuPy arrays in which a 16-bit float is a uint16 word; matrices
+Keys are CuPy arrays in which a 16-bit float is a uint16 word; matrices
 of d by d are made on the device and stay there, and are sent there where they come from numpy.
 """
 
@@ -12,32 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import to_numpy
 from levattn._kernels.cuda_source import launch, namespace
-from levattn._kernels.factor.cuda import inverse_cholesky
 from levattn._kernels.gram.cuda_blas import WIDE, partial_moments, square_rows
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels.rows.cuda import key_arguments, key_type, on_device, sum_in_pairs
-from levattn._kernels.sketch.cuda import add_products, dense_sketch, scatter, sketch_zeros, subsampled_hadamard
+from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
 
 __all__ = [
-    "add_products",
-    "column_maxima",
-    "column_sums",
-    "dense_sketch",
-    "inverse_cholesky",
     "longest_run",
     "moments",
-    "nonfinite_rows",
     "projected_sqnorms",
-    "scatter",
-    "sketch_zeros",
     "sqnorms",
-    "subsampled_hadamard",
-    "where",
-    "wide_zeros",
-    "zeros",
 ]
 
 _TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
@@ -52,23 +37,8 @@ def longest_run(rows: Rows, _items: int) -> int:
     return max(0, (_ROOM // (8 * rows.shape[2] ** 2)).bit_length() - 1)
 
 
-def zeros(rows: Rows) -> Any:
-    """Return an array for one score a key, (b, n)."""
-    return namespace().zeros(rows.shape[:2], np.float64 if rows.format == "float64" else np.float32)
-
-
-def wide_zeros(rows: Rows) -> Any:
-    """Return an array for one float64 figure a key, (b, n)."""
-    return namespace().zeros(rows.shape[:2])
-
-
-def where(condition: Any, value: float, otherwise: Any) -> Any:
-    """Return `value` where the condition holds, else `otherwise`."""
-    return namespace().where(condition, otherwise.dtype.type(value), otherwise)
-
-
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Any:
-    """Return the second moment of each piece's rows, (t, d, d); the contract of `_cpu.moments`."""
+    """Return the second moment of each piece's rows, (t, d, d)."""
     xp, d = namespace(), rows.shape[2]
     out = xp.zeros((len(pieces), d, d))
     if basis is not None:
@@ -137,7 +107,7 @@ def sqnorms(
     arithmetic: Arithmetic = "double",
     ceiling: float = math.inf,
 ) -> None:
-    """Write ``‖k W‖²`` of every key of the matrices `items`; the contract of `_cpu.sqnorms`."""
+    """Write ``‖k W‖²`` of every key of the matrices `items`."""
     if basis is None:
         _square_rows(rows, items, W, out, "float" if arithmetic == "single" else "double", ceiling, triangular=True)
         return
@@ -148,7 +118,7 @@ def sqnorms(
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Any, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
-    """Write ``‖k P‖²`` of every key of the matrices `items`; the contract of `_cpu.projected_sqnorms`."""
+    """Write ``‖k P‖²`` of every key of the matrices `items`."""
     _square_rows(rows, items, P, out, "float" if arithmetic == "single" else "double", ceiling, triangular=False)
 
 
@@ -168,38 +138,3 @@ def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling
         tail += [np.float64(ceiling), out, np.int64(out.strides[0] // out.itemsize)]
         grid = (-(-n // _TILE), min(_MOST, len(items) - before))
         launch("products", "square_rows", types, grid, _THREADS, [*arguments, *tail])
-
-
-def column_sums(rows: Rows) -> Float64:
-    """Return the sums of the columns, (b, d)."""
-    return _columns(rows, largest=False)
-
-
-def column_maxima(rows: Rows) -> Float64:
-    """Return the largest magnitude in each column, (b, d)."""
-    return _columns(rows, largest=True)
-
-
-def _columns(rows: Rows, *, largest: bool) -> Float64:
-    xp = namespace()
-    b, n, d = rows.shape
-    blocks = -(-n // BLOCK)
-    partial = xp.zeros((b, blocks, d))
-    types, arguments = (key_type(rows), "true" if largest else "false"), key_arguments(rows)
-    for before in range(0, b, _MOST):
-        grid = (blocks, -(-d // _THREADS), min(_MOST, b - before))
-        tail = [np.int64(n), np.int64(before), np.int32(BLOCK), partial]
-        launch("scan", "scan_columns", types, grid, _THREADS, [*arguments, *tail])
-    if largest and blocks:
-        return to_numpy(partial.max(axis=1))
-    return to_numpy(sum_in_pairs(partial))
-
-
-def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
-    """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
-    xp, n = namespace(), rows.shape[1]
-    flags = xp.zeros(n, np.bool_)
-    tail = [np.int64(n), np.int64(item), flags]
-    grid = (-(-n // (_THREADS // 32)),)
-    launch("scan", "find_nonfinite", (key_type(rows),), grid, _THREADS, [*key_arguments(rows), *tail])
-    return [int(row) for row in to_numpy(xp.flatnonzero(flags)[:limit])]

@@ -1,7 +1,4 @@
-"""Squared attention of queries: their normalisers, and heavy entries in two passes (count, then write them down).
-
-For queries whose products cancel there are the same products as if in twice the precision.
-"""
+"""Squared attention of queries: their normalizers, and heavy entries in two passes (count, then write them down)."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from levattn._kernels.jit import VECTOR_BYTES, jit
-from levattn._kernels.llvm import _load, _splat, _store, fused_multiply_add, rolled
+from levattn._kernels.llvm import _load, _splat, _store, rolled
 from levattn._kernels.scratch import empty
 
-__all__ = ["heavy_tasks", "norm_tasks", "product_tasks", "solve_tasks"]
+__all__ = ["heavy_tasks", "norm_tasks"]
 
 _I64 = ir.IntType(64)
 
@@ -102,60 +99,3 @@ def heavy_tasks(Q, columns, indices, normalizers, epsilon, first, last, starts, 
                     count += 1
         if counting:
             starts[i + 1], captured[i] = count, mass
-
-
-@jit
-def product_tasks(Q, columns, first, last, Z):
-    """Write ⟨q, k⟩ of queries ``first:last`` and every column k, each rounded about once.
-
-    Products are split without error and summed with their rounding errors (Dot2 of Ogita, Rump and Oishi 2005).
-    """
-    d, u = columns.shape
-    low = empty(0.0, (u,))
-    for t in range(first, last):
-        high = Z[t]
-        for j in range(u):
-            high[j] = 0
-            low[j] = 0
-        for i in range(d):
-            q = Q[t, i]
-            k = columns[i]
-            for j in range(u):
-                product = q * k[j]
-                error = fused_multiply_add(q, k[j], -product)
-                total = high[j] + product
-                part = total - high[j]
-                low[j] += ((high[j] - (total - part)) + (product - part)) + error
-                high[j] = total
-        for j in range(u):
-            high[j] += low[j]
-
-
-@jit
-def solve_tasks(columns, Q, first, last, X):
-    """Write the solutions of ``B x = q`` for queries ``first:last``, with ``columns = Bᵀ`` lower triangular.
-
-    Back substitution on pairs of float64 numbers, so that x has its digits up to condition numbers of about 10¹⁵.
-    """
-    d = columns.shape[0]
-    high, low = empty(0.0, (d,)), empty(0.0, (d,))
-    for t in range(first, last):
-        for i in range(d):
-            high[i] = Q[t, i]
-            low[i] = 0
-        for j in range(d - 1, -1, -1):
-            total = high[j] + low[j]
-            part = total - high[j]
-            tail = (high[j] - (total - part)) + (low[j] - part)
-            b = columns[j, j]
-            x = total / b
-            y = (fused_multiply_add(-x, b, total) + tail) / b
-            X[t, j] = x + y
-            column = columns[j]
-            for i in range(j):
-                product = column[i] * x
-                error = fused_multiply_add(column[i], x, -product) + column[i] * y
-                total = high[i] - product
-                part = total - high[i]
-                low[i] += ((high[i] - (total - part)) - (product + part)) - error
-                high[i] = total

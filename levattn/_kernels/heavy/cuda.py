@@ -1,6 +1,6 @@
-"""Squared attention of queries on a CUDA device: normalisers, and heavy entries in two passes.
+"""Squared attention of queries on a CUDA device: normalizers, and heavy entries in two passes.
 
-Queries, keys and results are float64 arrays of the device. The contracts are those of `levattn._kernels`.
+Queries, keys and results are float64 arrays of the device.
 """
 
 from __future__ import annotations
@@ -9,24 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import numbers
 from levattn._kernels.cuda_source import launch, namespace
 from levattn._kernels.rows.cuda import on_device, sum_in_pairs
 
-__all__ = ["heavy_entries", "query_norms", "wide_rows"]
+__all__ = ["heavy_entries", "query_norms"]
 
 _TILE = 64  # queries of a block
 _THREADS = 256
 _CHUNK = 2048  # keys that a block counts: a count and a sum are kept for each query and chunk
 
 
-def wide_rows(rows: Any, format: str) -> Any:
-    """Return the rows of a batch of one in float64."""
-    return numbers(rows, format)[0].astype(np.float64)
-
-
 def query_norms(Q: Any, N: Any) -> tuple[Any, Any]:
-    """Return the normalisers of queries; the contract is that of `levattn._kernels.query_norms`."""
+    """Return the normalizers of queries."""
     xp, (m, d) = namespace(), Q.shape
     squares, bounds = xp.empty(m), xp.empty(m)
     arguments = [on_device(Q), on_device(N, np.float64), np.int64(m), np.int32(len(N)), np.int32(d), squares, bounds]
@@ -35,7 +29,7 @@ def query_norms(Q: Any, N: Any) -> tuple[Any, Any]:
 
 
 def heavy_entries(Q: Any, keys: Any, indices: Any, normalizers: Any, epsilon: float) -> tuple[Any, Any, Any, Any]:
-    """Extract heavy entries; the contract is that of `levattn._kernels.heavy_entries`."""
+    """Extract heavy entries."""
     xp, (m, d), u = namespace(), Q.shape, len(keys)
     chunks = max(1, -(-u // _CHUNK))
     grid = (-(-m // _TILE) * chunks,)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Mixture", "State"]
+__all__ = ["LatentGradients", "LatentKernels", "Mixture", "State"]
 
 State = tuple[Any, Any, Any]  # (m, s, S) of the softmax over positions, of each sequence and latent
 
@@ -48,3 +48,26 @@ class Mixture:
     beside: Any = None
     mask: Any = None
     state: State | None = None
+
+
+class LatentKernels(Protocol):
+    """Latent attention, and linear recurrences. In torch, gradients follow the definitions."""
+
+    def forward(self, x: Mixture, /) -> Any:
+        """Return the output (b, T, D)."""
+
+    def summary(self, K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64], /) -> State:
+        """Return the state of all positions."""
+
+    def joined(self, state: State, other: State, /) -> State:
+        """Return two states as one."""
+
+    def decayed_scan(self, a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
+        """Return the linear recurrence ``h_t = a_t h_{t−1} + x_t`` of each channel."""
+
+
+class LatentGradients(LatentKernels, Protocol):
+    """The same on a device for which there are compiled kernels, with gradients; `state` has none."""
+
+    def backward(self, x: Mixture, dY: Any, /) -> tuple[Any, Any, Any, Any, Any]:
+        """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and beside, None for what is not there."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.gram.cpu import _share
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.latent import compiled as _cpu_latent
 from levattn._kernels.latent.contract import Mixture, State
 from levattn._kernels.latent.decay import decayed_scan
 from levattn._kernels.rows.contract import Float64
+from levattn._kernels.tasks import share
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
 
@@ -39,7 +39,7 @@ def forward(x: Mixture) -> Any:
     def body(first: int, last: int) -> None:
         _cpu_latent.forward_tasks(*arguments, *views.scratch(L, D), first, last)
 
-    _share(body, len(tasks), 2 * out.size * L)
+    share(body, len(tasks), 2 * out.size * L)
     return out
 
 
@@ -65,7 +65,7 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     def body(first: int, last: int) -> None:
         _cpu_latent.backward_tasks(*arguments, *views.scratch(L, D, longest), first, last)
 
-    _share(body, len(tasks), 6 * b * T * D * L)
+    share(body, len(tasks), 6 * b * T * D * L)
     return dQ, dK, dV, gate, beside
 
 
@@ -95,7 +95,7 @@ def joined(state: State, other: State) -> State:
         deep = (part.reshape(-1, D)[rows] for part in (S, U, new[2]))
         _cpu_latent.join_rows(*flat, *deep)
 
-    _share(body, m.size, 2 * S.size)
+    share(body, m.size, 2 * S.size)
     return new
 
 
@@ -164,7 +164,7 @@ def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
     def body(first: int, last: int) -> None:
         _cpu_latent.summary_tasks(*arguments, *views.scratch(L, D), first, last)
 
-    _share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
+    share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
     return m, s, S
 
 
@@ -207,7 +207,7 @@ def _runs(x: Mixture) -> tuple[list[tuple[int, int, int, int]], State]:
             if not later[k]:
                 _add(states, k, lead, i)
     joins = np.array(later)
-    _share(lambda low, high: _cpu_latent.join_runs(*states, joins, low, high), b, states[2].size)
+    share(lambda low, high: _cpu_latent.join_runs(*states, joins, low, high), b, states[2].size)
     return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(states, x.V.dtype)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.gram.cpu import _share
 from levattn._kernels.latent.decay_compiled import decay_tasks
+from levattn._kernels.tasks import share
 
 __all__ = ["decayed_scan"]
 
@@ -29,5 +29,5 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     out = np.empty_like(x)
     width = max(1, _BYTES // kind.itemsize)
     tasks = b * -(-channels // width)
-    _share(lambda low, high: decay_tasks(a, x, start, width, reverse, low, high, out), tasks, x.size)
+    share(lambda low, high: decay_tasks(a, x, start, width, reverse, low, high, out), tasks, x.size)
     return out

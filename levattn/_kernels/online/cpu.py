@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from levattn._kernels.gram.cpu import _share, zeros
 from levattn._kernels.online.compiled import online_tasks
 from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.contract import Float64, Rows
+from levattn._kernels.tasks import share
 
 __all__ = ["online_scores"]
 
@@ -16,7 +16,7 @@ def online_scores(rows: Rows, root: Float64) -> Float64:
     root: (b, d), of at least 0.
     """
     b, n, d = rows.shape
-    out: Float64 = zeros(rows)
+    out: Float64 = rows.zeros()
     view = view_of(rows)
-    _share(lambda first, last: online_tasks(view, n, root, first, last, out), b, 8.0 * b * n * d * d)
+    share(lambda first, last: online_tasks(view, n, root, first, last, out), b, 8.0 * b * n * d * d)
     return out

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["SlotMixture", "Summaries"]
+__all__ = ["PrunedKernels", "SlotMixture", "Summaries"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,3 +56,28 @@ class SlotMixture:
     role: Any
     log_weight: Any
     power: float | None
+
+
+class PrunedKernels(Protocol):
+    """Pruned attention. In torch, gradients follow the definitions."""
+
+    def mixture(self, x: SlotMixture, /) -> tuple[Any, Any]:
+        """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m)."""
+
+    def cluster(self, X: Any, weight: Any, R: int, iterations: int, /) -> tuple[Any, Any]:
+        """Return the cluster of each row, (b, n), and its squared distance to the center."""
+
+    def levels(self, labels: Any, values: Any, weight: Any, R: int, /) -> Any:
+        """Return weighted means by label, (b, R)."""
+
+    def merged(self, labels: Any, log_weight: Any, items: Summaries, R: int, /) -> Summaries:
+        """Return R summaries of items."""
+
+    def radii(self, labels: Any, items: Summaries, reach: Any, summaries: Summaries, /) -> Any:
+        """Return how far the members of summaries may be from their means, (b, R)."""
+
+    def moments(self, X: Any, /) -> tuple[Any, Any]:
+        """Return the sums (b, d) of rows and (b, d, d) of x xᵀ in float64."""
+
+    def places(self, K: Any, origin: Any, root: Any, query: Any, /) -> tuple[Any, Any]:
+        """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""

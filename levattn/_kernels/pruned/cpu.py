@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.gram.cpu import _share
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import compiled
 from levattn._kernels.pruned import definition as _generic_slots
 from levattn._kernels.pruned.compiled import ROWS
 from levattn._kernels.pruned.contract import SlotMixture, Summaries
 from levattn._kernels.pruned.definition import sample_step
+from levattn._kernels.tasks import share
 
 __all__ = ["cluster", "levels", "merged", "mixture", "moments", "places", "radii"]
 
@@ -42,7 +42,7 @@ def mixture(x: SlotMixture) -> tuple[Any, Any]:
     def pack(first: int, last: int) -> None:
         compiled.pack_slots(*slot_arrays, key_panels, value_panels, bias, first, last)
 
-    _share(pack, b, float(b) * slots * (d + D))
+    share(pack, b, float(b) * slots * (d + D))
     edges = np.array([x.first, x.last], np.int64)
     tall = min(ROWS, m)
     many = max(1, min(g, ROWS // tall))
@@ -69,7 +69,7 @@ def mixture(x: SlotMixture) -> tuple[Any, Any]:
     def body(first: int, last: int) -> None:
         compiled.mixture_tasks(*arguments, first, last)
 
-    _share(body, b * len(begins) * -(-g // many), float(b) * g * m * (slots + widest) * (d + D))
+    share(body, b * len(begins) * -(-g // many), float(b) * g * m * (slots + widest) * (d + D))
     del kept_alive
     return Y, rest
 
@@ -96,10 +96,10 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
         compiled.assign_tasks(X, panels, norms, labels, distances, first, last)
 
     def assign() -> None:
-        _share(pack, b, float(centres.size))
-        _share(body, b * -(-n // ROWS), float(b) * n * R * d)
+        share(pack, b, float(centres.size))
+        share(body, b * -(-n // ROWS), float(b) * n * R * d)
 
-    _share(begin, b, float(b) * (n // step) * R * d)
+    share(begin, b, float(b) * (n // step) * R * d)
     for _ in range(iterations):
         assign()
         sums, mass = _row_sums(X, labels, weight, R), _level_sums(labels, weight, ones, R)[0]
@@ -147,7 +147,7 @@ def moments(X: Any) -> tuple[Any, Any]:
     def body(first: int, last: int) -> None:
         compiled.moment_tasks(*arguments, first, last)
 
-    _share(body, b, float(X.size) * d)
+    share(body, b, float(X.size) * d)
     del kept_alive
     return np.ascontiguousarray(second[:, :, d]), np.ascontiguousarray(second[:, :, :d])
 
@@ -167,7 +167,7 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     def body(first: int, last: int) -> None:
         compiled.place_tasks(like, views[0], origin, panels, X, along, first, last)
 
-    _share(body, b * -(-n // ROWS), float(K.size) * (d + 1))
+    share(body, b * -(-n // ROWS), float(K.size) * (d + 1))
     del kept_alive
     return X, along
 
@@ -203,7 +203,7 @@ def _row_sums(X: Any, labels: Any, factor: Any, R: int) -> Any:
     def body(first: int, last: int) -> None:
         compiled.add_tasks(like, views[0], width, labels, factor, total, first, last)
 
-    _share(body, b, float(X.size))
+    share(body, b, float(X.size))
     del kept_alive
     return total
 
@@ -217,5 +217,5 @@ def _level_sums(labels: Any, values: Any, weight: Any, R: int) -> tuple[Any, Any
     def body(first: int, last: int) -> None:
         compiled.level_tasks(*arguments, total, mass, first, last)
 
-    _share(body, b, float(labels.size))
+    share(body, b, float(labels.size))
     return total, mass

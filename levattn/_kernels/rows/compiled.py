@@ -5,7 +5,7 @@ Compiled code gets all of it as one vector of integers, so that one kernel serve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,9 @@ from numba.core import cgutils
 
 from levattn._kernels.jit import VECTOR_BYTES, helper
 from levattn._kernels.llvm import _load, _store, address, as_pointer, combine, primitive, rolled
-from levattn._kernels.rows.contract import Rows
+
+if TYPE_CHECKING:
+    from levattn._kernels.rows.contract import Rows
 
 __all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK", "Arithmetic", "Float64", "Pieces", "Rows"]
+from levattn._core.arrays import Csr, array_namespace
+from levattn._kernels.dispatch import kernels_for
+
+__all__ = ["BLOCK", "Arithmetic", "Float64", "Pieces", "RowKernels", "Rows"]
 
 Float64 = npt.NDArray[np.float64]
 Pieces = npt.NDArray[np.int64]  # (t, 4): slot, item, first row, row after the last
@@ -43,6 +47,26 @@ class Rows:
         b, n, d = self.keys.shape
         return int(b), int(n), int(d)
 
+    def zeros(self, *, wide: bool = False) -> Any:
+        """Return an array beside the keys for one score a key, (b, n), or for one float64 figure if `wide`."""
+        kind = "float64" if wide or self.format == "float64" else "float32"
+        if isinstance(self.keys, np.ndarray | Csr):
+            return np.zeros(self.shape[:2], kind)
+        xp = array_namespace(self.keys)
+        return xp.zeros(self.shape[:2], dtype=getattr(xp, kind), device=array_api_compat.device(self.keys))
+
+    def column_sums(self) -> Float64:
+        """Return the sums of the columns, (b, d), block by block and combined pairwise."""
+        return kernels_for("rows", self.keys).column_sums(self)
+
+    def column_maxima(self) -> Float64:
+        """Return the largest magnitude in each column, (b, d)."""
+        return kernels_for("rows", self.keys).column_maxima(self)
+
+    def nonfinite_rows(self, item: int, limit: int) -> list[int]:
+        """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
+        return kernels_for("rows", self.keys).nonfinite_rows(self, item, limit)
+
     def between(self, start: int, stop: int) -> Rows:
         """Return the rows ``start:stop`` of every matrix, without a copy."""
         mask = None if self.mask is None else self.mask[:, start:stop]
@@ -60,3 +84,16 @@ class Rows:
             scale=None if self.scale is None else self.scale[one],
             weights=None if self.weights is None else self.weights[one],
         )
+
+
+class RowKernels(Protocol):
+    """What is found of columns and rows."""
+
+    def column_sums(self, rows: Rows, /) -> Float64:
+        """See `Rows.column_sums`."""
+
+    def column_maxima(self, rows: Rows, /) -> Float64:
+        """See `Rows.column_maxima`."""
+
+    def nonfinite_rows(self, rows: Rows, item: int, limit: int, /) -> list[int]:
+        """See `Rows.nonfinite_rows`."""

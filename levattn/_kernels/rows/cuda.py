@@ -1,4 +1,4 @@
-"""Keys as arguments of CUDA kernels, in the order of `KEY_PARAMETERS` in keys.cuh."""
+"""Keys on a CUDA device: as arguments of kernels, in the order of `KEY_PARAMETERS` in keys.cuh, and their columns."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import NOTHING, TYPES, namespace
-from levattn._kernels.rows.contract import Rows
+from levattn._core.arrays import to_numpy
+from levattn._kernels.cuda_source import NOTHING, TYPES, launch, namespace
+from levattn._kernels.rows.contract import BLOCK, Float64, Rows
 
-__all__ = ["key_arguments", "key_type", "on_device", "sum_in_pairs"]
+__all__ = [
+    "column_maxima",
+    "column_sums",
+    "key_arguments",
+    "key_type",
+    "nonfinite_rows",
+    "on_device",
+    "sum_in_pairs",
+]
+
+_THREADS = 256
+_MOST = 65535  # blocks of threads along the third axis of a grid
 
 
 def key_type(rows: Rows) -> str:
@@ -47,3 +59,38 @@ def _beside(array: Any, dtype: Any) -> tuple[Any, np.int64]:
         return NOTHING, np.int64(0)
     array = on_device(array, dtype)
     return array, np.int64(array.shape[1])
+
+
+def column_sums(rows: Rows) -> Float64:
+    """Return the sums of the columns, (b, d)."""
+    return _columns(rows, largest=False)
+
+
+def column_maxima(rows: Rows) -> Float64:
+    """Return the largest magnitude in each column, (b, d)."""
+    return _columns(rows, largest=True)
+
+
+def _columns(rows: Rows, *, largest: bool) -> Float64:
+    xp = namespace()
+    b, n, d = rows.shape
+    blocks = -(-n // BLOCK)
+    partial = xp.zeros((b, blocks, d))
+    types, arguments = (key_type(rows), "true" if largest else "false"), key_arguments(rows)
+    for before in range(0, b, _MOST):
+        grid = (blocks, -(-d // _THREADS), min(_MOST, b - before))
+        tail = [np.int64(n), np.int64(before), np.int32(BLOCK), partial]
+        launch("scan", "scan_columns", types, grid, _THREADS, [*arguments, *tail])
+    if largest and blocks:
+        return to_numpy(partial.max(axis=1))
+    return to_numpy(sum_in_pairs(partial))
+
+
+def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
+    """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
+    xp, n = namespace(), rows.shape[1]
+    flags = xp.zeros(n, np.bool_)
+    tail = [np.int64(n), np.int64(item), flags]
+    grid = (-(-n // (_THREADS // 32)),)
+    launch("scan", "find_nonfinite", (key_type(rows),), grid, _THREADS, [*key_arguments(rows), *tail])
+    return [int(row) for row in to_numpy(xp.flatnonzero(flags)[:limit])]

@@ -44,14 +44,14 @@ def compact(chosen: Any, room: int | None = None) -> tuple[Any, Any]:
 
 
 def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int64, Any]:
-    """Return which scores are at least `high`, and list those in doubt; the contract of `_select.threshold`."""
+    """Return which scores are at least `high`, and list those in doubt."""
     chosen = namespace().empty(scores.shape, np.bool_)
     entries = _Entries(on_device(scores), _real(scores), present, low, high, chosen)
     return chosen, *entries.listed()
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Int64, Any]:
-    """Return the `size` largest scores, and list those too close to call; the contract of `_select.largest`."""
+    """Return the `size` largest scores, and list those too close to call."""
     xp = namespace()
     least = _of_rank(on_device(scores), present, size) if size else xp.full(len(scores), np.inf)
     width = on_device(margin, np.float64)
@@ -81,7 +81,7 @@ def gather(keys: Any, starts: Any, indices: Any) -> Any:
 
 
 def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
-    """Return the rows listed as a batch, and which rows of it they are; the contract of `_select.stacked`."""
+    """Return the rows listed as a batch, and which rows of it they are."""
     xp, counts = namespace(), np.diff(starts)
     width = int(counts.max(initial=0))
     out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)

@@ -49,7 +49,7 @@ def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
 def scatter(
     rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any, *, deterministic: bool = True
 ) -> None:
-    """Add sparse sketches of the matrices to `out`, (b, blocks · size, d); the contract of `_cpu.scatter`.
+    """Add sparse sketches of the matrices to `out`, (b, blocks · size, d).
 
     Rows are put in order by their places, so that each row of the sketch is summed up by itself, in the order of the
     rows. If not `deterministic` they are added as they come, in one pass over the keys: sums of integers are the same,
@@ -150,7 +150,7 @@ def _real(out: Any) -> str:
 
 
 def add_products(rows: Rows, S: Float64, out: Any) -> None:
-    """Add S (size, n) times the rows of each matrix to `out`, (b, size, d); the contract of `_cpu.add_products`."""
+    """Add S (size, n) times the rows of each matrix to `out`, (b, size, d)."""
     sums = out if out.dtype == np.float64 else namespace().zeros(out.shape)
     _multiply(rows, on_device(S, np.float64), sums)
     if sums is not out:
@@ -173,7 +173,7 @@ def _multiply(rows: Rows, S: Any, out: Any) -> None:
 
 
 def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, out: Any) -> None:
-    """Add dense sketches of the matrices to `out`, (b, size, d); the contract of `_cpu.dense_sketch`."""
+    """Add dense sketches of the matrices to `out`, (b, size, d)."""
     n, size = rows.shape[1], out.shape[1]
     step = max(4, _DRAWN // size)
     for low in range(0, n, step):
@@ -190,7 +190,7 @@ def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, 
 def subsampled_hadamard(
     rows: Rows, seed: int, streams: tuple[int, int], offset: int, block: int, chosen: Any, out: Any
 ) -> None:
-    """Add subsampled Hadamard transforms to `out`, (b, size, d); the contract of `_cpu.subsampled_hadamard`."""
+    """Add subsampled Hadamard transforms to `out`, (b, size, d)."""
     b, n, d = rows.shape
     if not n:
         return

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Logits", "Statistics", "TokenSums"]
+__all__ = ["Logits", "Statistics", "TokenGradients", "TokenKernels", "TokenSums"]
 
 TokenSums = tuple[Any, Any, Any, Any]  # (A, n, M, N) of each head and sequence, in float64
 
@@ -60,3 +60,26 @@ class Statistics:
     decay: npt.NDArray[np.float64] | None = None
     mask: Any = None
     state: TokenSums | None = None
+
+
+class TokenKernels(Protocol):
+    """Token statistics attention. In torch, gradients follow the definitions."""
+
+    def forward(self, x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
+        """Return the output (b, h, T, d) and, if `state`, the sums after all tokens of each sequence, else None.
+
+        The sums are those that were given where no token is added.
+        """
+
+    def memberships(self, x: Statistics, /) -> Any:
+        """Return the memberships (b, h, T)."""
+
+    def add_squares(self, X: Any, mask: Any, weights: Any, decay: Any, held: Any, *, full: bool = False) -> Any:
+        """Return the sums of a second moment, or of its diagonal unless `full`, with these rows added."""
+
+
+class TokenGradients(TokenKernels, Protocol):
+    """The same on a device for which there are compiled kernels, with gradients; `state` has none."""
+
+    def backward(self, x: Statistics, dY: Any, /) -> tuple[Any, Any, Any]:
+        """Return the gradients of ``Σ dY · forward(x)`` in W, temperature (b, h) and offset (b, h, T) or None."""

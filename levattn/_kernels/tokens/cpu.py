@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from levattn._core.threads import num_threads
-from levattn._kernels.gram.cpu import _share
 from levattn._kernels.rows.contract import Float64
+from levattn._kernels.tasks import share
 from levattn._kernels.tokens import forward as compiled
 from levattn._kernels.tokens.backward import backward_tasks
 from levattn._kernels.tokens.contract import Statistics, TokenSums
@@ -81,7 +81,7 @@ def add_squares(
         def body(first: int, last: int, arguments: Any = arguments) -> None:
             compiled.square_rows(*arguments, first, last)
 
-        _share(body, b * bands, float(rows.size) * (d if full else 2))
+        share(body, b * bands, float(rows.size) * (d if full else 2))
     return total if full else total[:, 0], mass
 
 
@@ -198,4 +198,4 @@ class _Work:
             tasks(self._like, _FLAG, given, scratch, step, spans, reads, first, last)
 
         if self._x.W.size:
-            _share(body, count, work)
+            share(body, count, work)

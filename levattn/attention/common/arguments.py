@@ -20,7 +20,7 @@ from levattn._core.arrays import (
     to_device,
     to_numpy,
 )
-from levattn._kernels import Mixture, latent_kernels_for
+from levattn._kernels import Mixture, kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.packed import compiling, cumulative
 from levattn.states import SoftmaxState
@@ -181,7 +181,7 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
 
         K, V, mask = (_torch.memory_of(array) for array in (K, V, mask))
     axes = batch if bounds is None else (*batch, len(bounds) - 1)
-    parts = latent_kernels_for(K).summary(K, V, mask, ends)
+    parts = kernels_for("latent", K).summary(K, V, mask, ends)
     m, s, S = (reshaped(part, (*axes, *part.shape[2:])) for part in parts)
     new = SoftmaxState.from_arrays(m, s, S)
     return new if state is None else state.copy().merge(new)
@@ -211,7 +211,7 @@ def latent_attention(
         return _torch.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
     if offsets is None:
         offsets = np.array([0, Q.shape[1]], np.int64)
-    return latent_kernels_for(Q).forward(Mixture(Q, K, V, offsets, causal, ahead, gate, beside, mask, state))
+    return kernels_for("latent", Q).forward(Mixture(Q, K, V, offsets, causal, ahead, gate, beside, mask, state))
 
 
 def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
@@ -223,7 +223,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
         from levattn.attention.latent import torch as _torch
 
         return _torch.decayed_scan(a, x, first)
-    return latent_kernels_for(a).decayed_scan(a, x, first)
+    return kernels_for("latent", a).decayed_scan(a, x, first)
 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:

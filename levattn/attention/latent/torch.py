@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from levattn._core.arrays import _as_tensor, as_cupy
-from levattn._kernels import Mixture, latent_kernels_for
-from levattn._kernels.latent.contract import State
+from levattn._kernels import Mixture, kernels_for
+from levattn._kernels.latent.contract import LatentGradients, State
 from levattn.attention.common.packed import check_offsets
 
 __all__ = [
@@ -57,7 +57,7 @@ def latent_attention(
     tensors = (Q, K, V, gate, beside)
     if not has_kernels(Q) or any(map(is_transformed, tensors)):
         x = Mixture(Q, K, V, bounds_of(offsets, Q), causal, ahead, gate, beside, mask, _state_of(state, Q))
-        return latent_kernels_for(Q).forward(x)
+        return kernels_for("latent", Q).forward(x)
     if is_plain(tensors):
         held = state if Q.device.type == "cpu" else _state_of(state, Q)
         return _forward(*tensors, mask, offsets, causal, ahead, *(held or (None,) * 3))
@@ -70,7 +70,7 @@ def latent_attention(
 def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
     """Return ``h_t = a_t h_{t−1} + x_t`` for stacks (b, T, C) of tensors, from ``first`` (b, C) or 0."""
     if not has_kernels(a) or any(map(is_transformed, (a, x, first))):
-        return latent_kernels_for(a).decayed_scan(a, x, first)
+        return kernels_for("latent", a).decayed_scan(a, x, first)
     return _scan(a, x, first, False) if is_plain((a, x, first)) else _SCAN(a, x, first, False)
 
 
@@ -206,7 +206,7 @@ def _forward(Q: Any, K: Any, V: Any, *others: Any) -> Any:
     if not Q.shape[0] * Q.shape[1]:
         return _like_output(Q, K, V)
     x = _mixture(Q, K, V, *others)
-    return tensor_of(latent_kernels_for(x.Q).forward(x))
+    return tensor_of(kernels_for("latent", x.Q).forward(x))
 
 
 def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
@@ -217,7 +217,8 @@ def _backward(dY: Any, Q: Any, K: Any, V: Any, gate: Any, beside: Any, *others: 
     if not Q.shape[0] * Q.shape[1]:
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, K, V, gate, beside))
     x = _mixture(Q, K, V, gate, beside, *others)
-    gradients = latent_kernels_for(x.Q).backward(x, memory_of(dY))
+    kernels = cast(LatentGradients, kernels_for("latent", x.Q))
+    gradients = kernels.backward(x, memory_of(dY))
     return tuple(Q.new_empty(0) if gradient is None else tensor_of(gradient) for gradient in gradients)
 
 
@@ -249,7 +250,7 @@ def _scan(a: Any, x: Any, first: Any, reverse: bool) -> Any:
     if not a.numel():
         return torch.empty_like(x)
     a, x, first = map(memory_of, (a, x, first))
-    return tensor_of(latent_kernels_for(a).decayed_scan(a, x, first, reverse=reverse))
+    return tensor_of(kernels_for("latent", a).decayed_scan(a, x, first, reverse=reverse))
 
 
 def _like_scan(_a: Any, x: Any, *_others: Any) -> Any:

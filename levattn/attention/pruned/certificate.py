@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from levattn._kernels import slot_kernels_for
+from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import SlotMixture, Summaries
 from levattn._kernels.pruned.definition import lengths
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
@@ -92,7 +92,7 @@ def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, An
         summaries=most,
         role=role,
     )
-    _, most_rest = slot_kernels_for(x.q).mixture(upper)
+    _, most_rest = kernels_for("pruned", x.q).mixture(upper)
     # Sums have a relative error of a few units, exponentials one of as many as their logits are large. Where members
     # are taken out, heavy ones may leave light ones.
     farthest = xp.astype(longest_of(means) + xp.max(radius, axis=1), x.q.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels import slot_kernels_for
+from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import Summaries
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.exceptions import NonFiniteError
@@ -45,7 +45,7 @@ class Sums:
     @classmethod
     def of(cls, X: Any) -> Sums:
         """Return the sums over the rows of X (b, n, d)."""
-        total, second = slot_kernels_for(X).moments(X)
+        total, second = kernels_for("pruned", X).moments(X)
         return cls(total, second, X.shape[1])
 
     def plus(self, other: Sums) -> Sums:
@@ -81,7 +81,7 @@ class Measure:
 
     def places(self, K: Any) -> tuple[Any, Any]:
         """Return the places of keys (b, n, d), between which distances are taken, and ⟨mean query, k⟩ (b, n)."""
-        X, along = slot_kernels_for(K).places(K, self.origin, self.root, self.query)
+        X, along = kernels_for("pruned", K).places(K, self.origin, self.root, self.query)
         return X, along
 
 
@@ -141,7 +141,7 @@ def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | No
         return expected, None
     labels, distance = None, squares
     if R:
-        labels, distance = slot_kernels_for(X).cluster(X, weight, R, ITERATIONS)
+        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, ITERATIONS)
     # what is left of a distance below this is rounding, and must not say which keys are chosen
     return xp.log(xp.maximum(distance, xp.maximum(_SAME * squares, tiny))) + expected, labels
 
@@ -182,7 +182,7 @@ def grouped(
     clusters that residuals were taken from, which lose the items of weight 0 alone; or None to find some.
     """
     xp = namespace_of(X)
-    kernels = slot_kernels_for(X)
+    kernels = kernels_for("pruned", X)
     if labels is None:
         labels, _ = kernels.cluster(X, weight, R, ITERATIONS)
     here = weight > 0

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from levattn._core.arrays import _is_torch, to_numpy
-from levattn._kernels import slot_kernels_for
+from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import SlotMixture, Summaries
 from levattn.attention.common.arguments import Prepared, check_sizes, dense, prepare, reshaped
 from levattn.attention.common.heads import Heads, heads_of
@@ -471,7 +471,7 @@ def _whole(call: _Call, rule_of: Callable[[int], Rule], factor: float, certified
         most = max(most, min(rule.slots.total, K.shape[1]))
         near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
         x, flags = _planned(rule, q * factor, K, V, scores, near)
-        Y, rest = slot_kernels_for(q).mixture(x)
+        Y, rest = kernels_for("pruned", q).mixture(x)
         outputs.append((rows, queries, Y))
         if certified:
             found = _bounds(detached(x), without_gradient(rest), _reach(rule, without_gradient(V)))
@@ -566,11 +566,11 @@ def _bounds(x: SlotMixture, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
         labels = xp.where(labels == -1, xp.zeros_like(labels), xp.full_like(labels, -1))
         if not bool(xp.any(labels == 0)):
             return bounded(x, None, rest, reach)
-        summaries = slot_kernels_for(x.q).merged(labels, xp.zeros_like(ones), items, 1)
+        summaries = kernels_for("pruned", x.q).merged(labels, xp.zeros_like(ones), items, 1)
         x = replace(x, summaries=summaries, role=xp.where(labels == 0, labels, x.role))
-        _, rest = slot_kernels_for(x.q).mixture(x)
+        _, rest = kernels_for("pruned", x.q).mixture(x)
     labels, none = xp.where(labels >= 0, labels, xp.full_like(labels, -1)), xp.zeros(ones.shape, dtype=xp.float64)
-    radius = slot_kernels_for(ones).radii(labels, items, none, summaries)
+    radius = kernels_for("pruned", ones).radii(labels, items, none, summaries)
     return bounded(x, radius, rest, reach)
 
 

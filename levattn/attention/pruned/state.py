@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from levattn._kernels import slot_kernels_for
+from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import SlotMixture, Summaries
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.certificate import longest_of
@@ -254,7 +254,7 @@ def _within_chunk(
         log_weight=None,
         power=rule.power,
     )
-    Y, rest = slot_kernels_for(q).mixture(x)
+    Y, rest = kernels_for("pruned", q).mixture(x)
     largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
     if watch is not None:
         watch(x, replace(part, largest=largest), rest)
@@ -331,7 +331,7 @@ def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
             left = xp.concat([weight[:, : reach.shape[1] - n], left], axis=1)
         labels, _, summaries = grouped(X, along, items, left, R, rule.power, clusters)
         summaries = summaries if rule.power is not None else balanced(summaries)  # of powers all weights are 1
-        radius = slot_kernels_for(reach).radii(labels, _still(items), reach, _still(summaries))
+        radius = kernels_for("pruned", reach).radii(labels, _still(items), reach, _still(summaries))
     return replace(
         part,
         kept=rows_of(keys, order),

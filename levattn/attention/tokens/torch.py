@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 
 from levattn._core.arrays import to_numpy
-from levattn._kernels import Statistics, TokenSums, token_kernels_for
-from levattn._kernels.tokens.contract import Logits
+from levattn._kernels import Statistics, TokenSums, kernels_for
+from levattn._kernels.tokens.contract import Logits, TokenGradients
 from levattn.attention.latent.torch import (
     bounds_of,
     has_kernels,
@@ -31,9 +31,9 @@ def token_statistics(x: Statistics) -> Any:
     """Return the output (b, h, T, d) of token statistics attention on tensors."""
     tensors = (x.W, x.temperature, x.offset)
     if not has_kernels(x.W) or any(map(is_transformed, tensors)):
-        return token_kernels_for(x.W).forward(_on_tensors(x))[0]
+        return kernels_for("tokens", x.W).forward(_on_tensors(x))[0]
     if is_plain(tensors):
-        return _laid_out(token_kernels_for(memory_of(x.W)).forward(_in_memory(x))[0])
+        return _laid_out(kernels_for("tokens", memory_of(x.W)).forward(_in_memory(x))[0])
     return _STATISTICS(*_arguments(x))
 
 
@@ -41,15 +41,15 @@ def token_statistics_and_sums(x: Statistics) -> tuple[Any, TokenSums | None]:
     """Return the output, and the sums after all tokens as arrays of numpy or CuPy, or as tensors elsewhere."""
     held = _in_memory(x)
     if is_plain((x.W, x.temperature, x.offset)) or not has_kernels(x.W):
-        Y, sums = token_kernels_for(held.W).forward(held, state=True)
+        Y, sums = kernels_for("tokens", held.W).forward(held, state=True)
         return (_laid_out(Y) if has_kernels(x.W) else token_statistics(x)), sums
-    return token_statistics(x), token_kernels_for(held.W).forward(held, state=True)[1]
+    return token_statistics(x), kernels_for("tokens", held.W).forward(held, state=True)[1]
 
 
 def token_memberships(x: Statistics) -> Any:
     """Return the memberships (b, h, T), without a gradient."""
     held = _in_memory(x)
-    found = token_kernels_for(held.W).memberships(held)
+    found = kernels_for("tokens", held.W).memberships(held)
     return _laid_out(found)
 
 
@@ -166,7 +166,7 @@ def _forward(W: Any, *others: Any) -> Any:
     if not W.numel():
         return torch.empty_like(W)
     x = _statistics(W, *others)
-    return _laid_out(token_kernels_for(x.W).forward(x)[0])
+    return _laid_out(kernels_for("tokens", x.W).forward(x)[0])
 
 
 def _like_output(W: Any, *_others: Any) -> Any:
@@ -184,7 +184,8 @@ def _backward(dY: Any, W: Any, temperature: Any, offset: Any, *others: Any) -> A
     if not W.numel():
         return tuple(gradient.zero_() for gradient in _like_gradients(dY, W, temperature, offset))
     x = _statistics(W, temperature, offset, *others)
-    gradients = token_kernels_for(x.W).backward(x, memory_of(dY))
+    kernels = cast(TokenGradients, kernels_for("tokens", x.W))
+    gradients = kernels.backward(x, memory_of(dY))
     return tuple(W.new_empty(0) if gradient is None else _laid_out(gradient) for gradient in gradients)
 
 

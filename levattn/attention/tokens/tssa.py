@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from levattn._core.arrays import _is_torch
-from levattn._kernels import token_kernels_for
+from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.tokens.arguments import Call, Membership, prepared
 from levattn.attention.tokens.states import entered, state_after
@@ -235,7 +235,7 @@ def memberships(
 
         found = _torch_tokens.token_memberships(x)
     else:
-        found = token_kernels_for(x.W).memberships(x)
+        found = kernels_for("tokens", x.W).memberships(x)
     return reshaped(found, (*call.given.batch, *found.shape[1:]))
 
 
@@ -264,13 +264,13 @@ def _output(call: Call) -> Any:
         from levattn.attention.tokens import torch as _torch_tokens
 
         return _torch_tokens.token_statistics(x)
-    return token_kernels_for(x.W).forward(x)[0]
+    return kernels_for("tokens", x.W).forward(x)[0]
 
 
 def _with_state(call: Call) -> tuple[Any, TokenState]:
     """Return the output and the state after all tokens."""
     if not _is_torch(call.x.W):
-        Y, sums = token_kernels_for(call.x.W).forward(call.x, state=True)
+        Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=True)
         return Y, state_after(call, sums)
     from levattn.attention.tokens import torch as _torch_tokens
 

@@ -1,4 +1,4 @@
-"""Selecting keys by their scores, in main memory.
+"""Selecting keys by their scores, in main memory, whatever holds the keys.
 
 Some rows of each matrix of a batch are listed as ``(starts, indices)``: ``indices[starts[i]:starts[i + 1]]`` are those
 of matrix i, ascending.

@@ -1,0 +1,111 @@
+"""The one place where a kernel is looked up, by the array that came in."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from levattn._core.arrays import Csr, on_cuda
+
+if TYPE_CHECKING:
+    from levattn._kernels.factor.contract import FactorKernels
+    from levattn._kernels.gram.contract import GramKernels
+    from levattn._kernels.heavy.contract import HeavyKernels
+    from levattn._kernels.latent.contract import LatentGradients, LatentKernels
+    from levattn._kernels.precise.contract import PreciseKernels
+    from levattn._kernels.pruned.contract import PrunedKernels
+    from levattn._kernels.rows.contract import RowKernels
+    from levattn._kernels.select.contract import SelectKernels
+    from levattn._kernels.sketch.contract import SketchKernels
+    from levattn._kernels.tokens.contract import TokenGradients, TokenKernels
+
+__all__ = ["kernels_for"]
+
+
+@overload
+def kernels_for(task: Literal["rows"], array: Any, /) -> RowKernels: ...
+@overload
+def kernels_for(task: Literal["gram"], array: Any, /) -> GramKernels: ...
+@overload
+def kernels_for(task: Literal["factor"], array: Any, /) -> FactorKernels: ...
+@overload
+def kernels_for(task: Literal["precise"], array: Any, /) -> PreciseKernels: ...
+@overload
+def kernels_for(task: Literal["sketch"], array: Any, /) -> SketchKernels: ...
+@overload
+def kernels_for(task: Literal["select"], array: Any, /) -> SelectKernels: ...
+@overload
+def kernels_for(task: Literal["heavy"], array: Any, /) -> HeavyKernels: ...
+@overload
+def kernels_for(task: Literal["latent"], array: Any, /) -> LatentKernels: ...
+@overload
+def kernels_for(task: Literal["tokens"], array: Any, /) -> TokenKernels: ...
+@overload
+def kernels_for(task: Literal["pruned"], array: Any, /) -> PrunedKernels: ...
+
+
+def kernels_for(task: str, array: Any, /) -> Any:
+    """Return the kernels of a task for an array: a module that keeps the contract of the folder named so.
+
+    It is the file of the folder that is named for the array: ``csr`` for sparse keys, ``cuda`` for an array of CuPy,
+    ``cpu`` for one of NumPy; for others, and where the folder has no such file, ``definition``.
+    """
+    if isinstance(array, np.ndarray):
+        return _table(task, "cpu")
+    if isinstance(array, Csr):
+        return _table(task, "csr")
+    return _table(task, "cuda" if on_cuda(array) else "definition")
+
+
+@cache
+def _table(task: str, device: str) -> Any:
+    folder = f"levattn._kernels.{task}"
+    there = find_spec(f"{folder}.{device}") is not None
+    return import_module(f"{folder}.{device if there else 'definition'}")
+
+
+if TYPE_CHECKING:  # that tables keep their contracts
+    from levattn._kernels.factor import cpu as factor_cpu
+    from levattn._kernels.factor import cuda as factor_cuda
+    from levattn._kernels.gram import cpu as gram_cpu
+    from levattn._kernels.gram import csr as gram_csr
+    from levattn._kernels.gram import cuda as gram_cuda
+    from levattn._kernels.gram import definition as gram_definition
+    from levattn._kernels.heavy import cpu as heavy_cpu
+    from levattn._kernels.heavy import cuda as heavy_cuda
+    from levattn._kernels.latent import cpu as latent_cpu
+    from levattn._kernels.latent import cuda as latent_cuda
+    from levattn._kernels.latent import definition as latent_definition
+    from levattn._kernels.precise import cpu as precise_cpu
+    from levattn._kernels.pruned import cpu as pruned_cpu
+    from levattn._kernels.pruned import definition as pruned_definition
+    from levattn._kernels.rows import cpu as rows_cpu
+    from levattn._kernels.rows import csr as rows_csr
+    from levattn._kernels.rows import cuda as rows_cuda
+    from levattn._kernels.rows import definition as rows_definition
+    from levattn._kernels.select import cuda as select_cuda
+    from levattn._kernels.select import definition as select_definition
+    from levattn._kernels.sketch import cpu as sketch_cpu
+    from levattn._kernels.sketch import csr as sketch_csr
+    from levattn._kernels.sketch import cuda as sketch_cuda
+    from levattn._kernels.sketch import definition as sketch_definition
+    from levattn._kernels.tokens import cpu as tokens_cpu
+    from levattn._kernels.tokens import cuda as tokens_cuda
+    from levattn._kernels.tokens import definition as tokens_definition
+
+    _ROWS: tuple[RowKernels, ...] = (rows_cpu, rows_csr, rows_cuda, rows_definition)
+    _GRAM: tuple[GramKernels, ...] = (gram_cpu, gram_csr, gram_cuda, gram_definition)
+    _FACTOR: tuple[FactorKernels, ...] = (factor_cpu, factor_cuda)
+    _PRECISE: PreciseKernels = precise_cpu
+    _SKETCH: tuple[SketchKernels, ...] = (sketch_cpu, sketch_csr, sketch_cuda, sketch_definition)
+    _SELECT: tuple[SelectKernels, ...] = (select_cuda, select_definition)
+    _HEAVY: tuple[HeavyKernels, ...] = (heavy_cpu, heavy_cuda)
+    _LATENT: LatentKernels = latent_definition
+    _LATENT_GRADIENTS: tuple[LatentGradients, ...] = (latent_cpu, latent_cuda)
+    _TOKENS: TokenKernels = tokens_definition
+    _TOKENS_GRADIENTS: tuple[TokenGradients, ...] = (tokens_cpu, tokens_cuda)
+    _PRUNED: tuple[PrunedKernels, ...] = (pruned_cpu, pruned_definition)

@@ -1,0 +1,28 @@
+"""Inverse Cholesky factors of small matrices on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels.factor.cholesky import cholesky_tasks
+from levattn._kernels.gram.blas import WIDE, wide_cholesky
+from levattn._kernels.rows.contract import Float64
+from levattn._kernels.tasks import share
+
+__all__ = ["inverse_cholesky"]
+
+
+def inverse_cholesky(G: Float64, shift: float = 0.0) -> tuple[Float64, Float64, Float64]:
+    """Factor small matrices."""
+    G = np.ascontiguousarray(G)
+    W = np.zeros_like(G)
+    pivot, reach = np.empty(len(G)), np.empty(len(G))
+    if G.shape[1] >= WIDE:
+        wide_cholesky(G, shift, W, pivot, reach)
+        return W, pivot, reach
+    share(
+        lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, reach),
+        len(G),
+        float(len(G)) * G.shape[1] ** 3,
+    )
+    return W, pivot, reach

@@ -1,0 +1,53 @@
+"""What the kernels return that compute in more bits than float64 has, or exactly: all in main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels.rows.contract import Float64
+
+__all__ = ["PreciseKernels"]
+
+_Field = npt.NDArray[np.uint64]
+
+
+class PreciseKernels(Protocol):
+    """Products as if in twice the precision, and row spaces modulo the prime of a field."""
+
+    def precise_products(self, Q: Float64, keys: Float64, /) -> Float64:
+        """Return ``⟨q, k⟩`` of all rows q and k, each as if computed in twice the precision and rounded once."""
+
+    def precise_solutions(self, B: Float64, Q: Float64, /) -> Float64:
+        """Return ``B⁻¹ q`` for every row q, for an upper-triangular B, as if in twice the precision."""
+
+    def twofold_product(
+        self, pairs: Iterable[tuple[Float64, Float64]], d: int, /, *, symmetric: bool
+    ) -> tuple[Float64, Float64]:
+        """Return ``Σ AᵀX`` over pairs of (n, d) matrices as two (d, d) matrices: the sum, and its rounding error.
+
+        Together they hold the sum to about 2⁻⁹⁶ of ``Σ |A|ᵀ|X|``. If `symmetric`, the sum is taken to be, and half of
+        the work is saved.
+        """
+
+    def field(self) -> _Field:
+        """Return the field of this process."""
+
+    def insert_rows(
+        self, field: _Field, rows: Float64, basis: Any, pivots: Any, rank: int, units: Any, chosen: Any, /
+    ) -> int:
+        """Extend a basis of residues (reduced row echelon, with room for more rows), and return its rank.
+
+        Which rows it took is written to `chosen`.
+        """
+
+    def mark_outside(
+        self, field: _Field, rows: Float64, basis: Any, pivots: Any, rank: int, units: Any, out: Any, /
+    ) -> None:
+        """Set `out` for the rows that the basis and the unit vectors do not span."""
+
+    def mark_zeros(self, field: _Field, Q: Float64, K: Float64, rows: Any, columns: Any, out: Any, /) -> None:
+        """Set `out` at pairs of orthogonal rows."""

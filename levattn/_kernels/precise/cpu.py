@@ -1,0 +1,72 @@
+"""Products and solutions in more bits than float64 has, and exact row spaces, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from levattn._core.threads import parallel_for
+from levattn._kernels.precise.double_double import TALL, WIDTH, product_rows, product_tasks, solve_tasks
+from levattn._kernels.precise.span import field, insert_rows, mark_outside, mark_zeros
+from levattn._kernels.rows.contract import Float64
+from levattn._kernels.tasks import share, threads_for
+
+__all__ = [
+    "field",
+    "insert_rows",
+    "mark_outside",
+    "mark_zeros",
+    "precise_products",
+    "precise_solutions",
+    "twofold_product",
+]
+
+
+def precise_products(Q: Float64, keys: Float64) -> Float64:
+    """Multiply queries by keys."""
+    columns = np.ascontiguousarray(keys.T)
+    Z = np.empty((len(Q), len(keys)))
+    share(lambda first, last: product_tasks(Q, columns, first, last, Z), len(Q), 10.0 * len(Q) * keys.size)
+    return Z
+
+
+def precise_solutions(B: Float64, Q: Float64) -> Float64:
+    """Solve triangular systems."""
+    columns = np.ascontiguousarray(B.T)
+    X = np.empty_like(Q)
+    share(lambda first, last: solve_tasks(columns, Q, first, last, X), len(Q), 5.0 * len(Q) * B.size)
+    return X
+
+
+def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool) -> tuple[Float64, Float64]:
+    """Sum up products in twofold arithmetic."""
+    width = -(-d // WIDTH) * WIDTH
+    high, low = np.zeros((width, width)), np.zeros((width, width))
+    for A, X in pairs:
+        right = _wider(X, width)
+        left = right if A is X else _wider(A, width)
+        work = 10.0 * len(X) * width * width / (2 if symmetric else 1)
+        threads = threads_for(work)
+        parts = 4 * threads if symmetric and threads > 1 else threads  # the first rows of a triangle are longer
+        edges = np.linspace(0, width // TALL, parts + 1).astype(int) * TALL
+
+        def body(part: int, left: Float64 = left, right: Float64 = right, edges: Any = edges) -> None:
+            product_rows(left, right, edges[part], edges[part + 1], symmetric, high, low)
+
+        if len(X):
+            parallel_for(body, parts, threads=threads)
+    high, low = high[:d, :d], low[:d, :d]
+    if symmetric:
+        high, low = (np.triu(a) + np.triu(a, 1).T for a in (high, low))
+    return np.ascontiguousarray(high), np.ascontiguousarray(low)
+
+
+def _wider(X: Float64, width: int) -> Float64:
+    """Return a C array of X with columns of zeros on the right, X itself where it is one."""
+    if X.shape[1] == width and X.flags.c_contiguous:
+        return X
+    out = np.zeros((len(X), width))
+    out[:, : X.shape[1]] = X
+    return out

@@ -1,0 +1,62 @@
+"""Keys on the CPU: rows as they are read, and what is found of their columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels.jit import VECTOR_BYTES
+from levattn._kernels.rows.compiled import view_of
+from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Rows
+from levattn._kernels.rows.scan import column_tasks, nonfinite_scan, read_rows
+from levattn._kernels.tasks import share
+
+__all__ = ["column_maxima", "column_sums", "nonfinite_rows", "read", "scratch"]
+
+
+def scratch(d: int, arithmetic: Arithmetic) -> Any:
+    """Return an array that tells the compiled code the precision and the padded width."""
+    kind = np.dtype(np.float32 if arithmetic == "single" else np.float64)
+    lanes = VECTOR_BYTES // kind.itemsize
+    return np.empty((1, -(-d // lanes) * lanes), kind)
+
+
+def read(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
+    """Return some rows of one matrix as they are read, row after row; without a copy where they are stored so."""
+    stored = rows.keys[item, start:stop]
+    plain = all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights))
+    if plain and stored.dtype == kind and stored.flags.c_contiguous:  # BLAS sums otherwise in another order
+        return stored
+    X = np.zeros((stop - start, rows.shape[2]), kind)
+    read_rows(view_of(rows.between(start, stop)), item, stop - start, X)
+    return X
+
+
+def column_sums(rows: Rows) -> Float64:
+    """Return the sums of the columns, (b, d), block by block and combined pairwise."""
+    return _columns(rows, largest=False)
+
+
+def column_maxima(rows: Rows) -> Float64:
+    """Return the largest magnitude in each column, (b, d)."""
+    return _columns(rows, largest=True)
+
+
+def _columns(rows: Rows, *, largest: bool) -> Float64:
+    b, n, d = rows.shape
+    out = np.zeros((b, d))
+    view = view_of(rows)
+
+    def body(first: int, last: int) -> None:
+        column_tasks(view, n, BLOCK, largest, first, last, out)
+
+    share(body, b, float(b) * n * d * 8)
+    return out
+
+
+def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
+    """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
+    found = np.empty(limit, np.int64)
+    count = nonfinite_scan(view_of(rows), rows.shape[1], item, found)
+    return [int(r) for r in found[:count]]

@@ -1,0 +1,94 @@
+"""Sparse keys on the CPU: their entries, blocks of rows written out, and what is found of their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import Csr
+from levattn._kernels.rows import cpu
+from levattn._kernels.rows.contract import BLOCK, Float64, Rows
+
+__all__ = [
+    "blocks_of",
+    "column_maxima",
+    "column_sums",
+    "entries_of",
+    "nonfinite_rows",
+    "pairwise",
+    "written_out",
+]
+
+
+def entries_of(rows: Rows) -> tuple[Any, ...]:
+    """Return the arrays that the compiled code reads: row bounds, columns, values as they are read, mask."""
+    keys: Csr = rows.keys
+    mask = np.zeros(0, np.bool_) if rows.mask is None else np.require(rows.mask[0], np.bool_, ["C", "W"])
+    if rows.scale is None and rows.weights is None:
+        return keys.indptr, keys.indices, keys.values, mask
+    columns, values = keys.entries()
+    values = values.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # a masked entry may be anything
+        if rows.scale is not None:
+            values *= rows.scale[0][columns]
+        if rows.weights is not None:
+            values *= np.repeat(rows.weights[0], keys.counts)
+    return keys.indptr - keys.indptr[0], np.ascontiguousarray(columns), values, mask
+
+
+def written_out(rows: Rows, start: int, stop: int) -> Rows:
+    """Return some rows with the zeros written out."""
+    part = rows.between(start, stop)
+    return Rows(part.keys.to_dense(), part.format, part.mask, part.shift, part.scale, part.weights)
+
+
+def blocks_of(rows: Rows, size: int = BLOCK) -> Iterator[tuple[int, Rows]]:
+    """Give blocks of rows written out, each with the number of its first row."""
+    n = rows.shape[1]
+    for low in range(0, n, size):
+        yield low, written_out(rows, low, min(low + size, n))
+
+
+def pairwise(terms: list[Any]) -> Any:
+    """Return the sum of terms, combined as `PairwiseSum` does; it is formed in their place."""
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    total = pairwise(terms[:half])
+    total += pairwise(terms[half:])
+    return total
+
+
+def column_sums(rows: Rows) -> Float64:
+    """Return the sums of the columns, (b, d), block by block and combined pairwise."""
+    sums = [cpu.column_sums(dense) for _, dense in blocks_of(rows)]
+    return np.asarray(pairwise(sums)) if sums else np.zeros((1, rows.shape[2]))
+
+
+def column_maxima(rows: Rows) -> Float64:
+    """Return the largest magnitude in each column, (b, d)."""
+    out = np.zeros((1, rows.shape[2]))
+    if rows.shift is not None:
+        for _, dense in blocks_of(rows):
+            np.maximum(out, cpu.column_maxima(dense), out=out)
+        return out
+    indptr, indices, values, mask = entries_of(rows)
+    held = slice(int(indptr[0]), int(indptr[-1]))
+    sizes = np.abs(values[held])
+    if mask.size:
+        sizes = np.where(np.repeat(mask, np.diff(indptr)), sizes, 0)
+    with np.errstate(invalid="ignore"):  # NaN stays
+        np.maximum.at(out[0], indices[held], sizes)
+    return out
+
+
+def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
+    """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
+    keys: Csr = rows.keys
+    bad = np.flatnonzero(~np.isfinite(keys.entries()[1])) + keys.indptr[0]
+    found = np.unique(np.searchsorted(keys.indptr, bad, side="right") - 1)
+    if rows.mask is not None:
+        found = found[rows.mask[item][found]]
+    return [int(r) for r in found[:limit]]

@@ -1,0 +1,32 @@
+"""How work of the CPU is cut into runs of tasks, and shared out over threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from levattn._core.threads import num_threads, parallel_for
+
+__all__ = ["runs", "share", "threads_for"]
+
+_THREAD_WORK = 2_000_000  # multiply-adds below which a second thread costs more than it brings
+_RUN_WORK = 64_000_000  # multiply-adds beside which handing a run to a thread costs little
+
+
+def threads_for(work: float) -> int:
+    """Return how many threads so many multiply-adds are worth."""
+    return num_threads() if work >= _THREAD_WORK else 1
+
+
+def runs(work: float, threads: int) -> int:
+    """Return into how many runs to split work: enough to balance the threads, few enough to cost little."""
+    return 1 if threads == 1 else max(2 * threads, min(16 * threads, int(work / _RUN_WORK)))
+
+
+def share(body: Callable[[int, int], None], n: int, work: float) -> None:
+    """Call ``body(first, last)`` over `n` tasks in runs that are small enough to balance."""
+    if n == 1:
+        body(0, 1)
+        return
+    threads = threads_for(work)
+    count = min(n, runs(work, threads))
+    parallel_for(lambda i: body(n * i // count, n * (i + 1) // count), count, threads=threads)
