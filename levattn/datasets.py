@@ -6,14 +6,15 @@ No module of the library imports this one.
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal, SupportsIndex, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+from levattn._core.checks import whole_number
 
 __all__ = ["AttentionHeads", "Planted", "adversarial_queries", "minilm", "planted"]
 
@@ -304,10 +305,10 @@ def planted(
     """
     if variant not in get_args(Variant):
         raise ValueError(f"variant must be one of {', '.join(get_args(Variant))}, got {variant!r}")
-    n = _integer("n", n, 1, None)
-    d = _integer("d", d, 1, None)
-    s = _integer("n_planted", max(1, d // 4) if n_planted is None else n_planted, 1, min(n, d))
-    m = _integer("n_queries", s if n_queries is None else n_queries, 0, None)
+    n = whole_number("n", n, 1, None)
+    d = whole_number("d", d, 1, None)
+    s = whole_number("n_planted", max(1, d // 4) if n_planted is None else n_planted, 1, min(n, d))
+    m = whole_number("n_queries", s if n_queries is None else n_queries, 0, None)
     for name, value, valid in (
         ("strength", strength, 0 < strength < math.inf),
         ("noise", noise, 0 < noise < math.inf),
@@ -340,18 +341,6 @@ def planted(
     )
 
 
-def _integer(name: str, value: SupportsIndex, low: int, high: int | None) -> int:
-    """Return an argument as an int in [low, high]."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}; pass an int") from None
-    if number < low or (high is not None and number > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high} here"
-        raise ValueError(f"{name} must be {bounds}, got {number}; change it, or n, d and n_planted")
-    return number
-
-
 def _background_rank(variant: Variant, asked: int | None, d: int, s: int) -> int:
     """Return the number of directions that background keys favour."""
     if variant == "isotropic":
@@ -363,7 +352,7 @@ def _background_rank(variant: Variant, asked: int | None, d: int, s: int) -> int
             f"n_planted must be below d for variant {variant!r}, which needs directions of its own for the "
             f"background; got n_planted {s}, d {d}: change them or take variant 'isotropic'"
         )
-    return _integer("background_rank", min(d // 2, d - s) if asked is None else asked, 1, d - s)
+    return whole_number("background_rank", min(d // 2, d - s) if asked is None else asked, 1, d - s)
 
 
 def _copies(variant: Variant, asked: int | None, n: int, d: int, s: int) -> int:
@@ -373,4 +362,4 @@ def _copies(variant: Variant, asked: int | None, n: int, d: int, s: int) -> int:
             raise ValueError(f"copies is not for variant {variant!r}, got {asked}; leave it out")
         return 1
     usual = max(2, min(-(-n // d), n // s))
-    return _integer("copies", usual if asked is None else asked, 2, n // s)
+    return whole_number("copies", usual if asked is None else asked, 2, n // s)

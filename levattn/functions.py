@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import real_number
+
 __all__ = ["INSIDE", "L1L2", "AttentionFunction", "Fair", "Huber", "Power", "Softmax", "Tukey", "as_function"]
 
 Floats = npt.NDArray[np.float64]
@@ -59,11 +61,10 @@ class AttentionFunction(Protocol):
 
 
 def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} is {value!r}; expected a real number")
-    if not 0 < value < math.inf:
+    number = real_number(name, value)
+    if not 0 < number < math.inf:
         raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
-    return float(value)
+    return number
 
 
 def _with_square(name: str, value: Any) -> float:

@@ -13,8 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import count
-from numbers import Integral
 from typing import SupportsIndex
+
+from levattn._core.checks import whole_number
 
 __all__ = ["num_threads", "parallel_for", "thread_limit"]
 
@@ -58,8 +59,10 @@ def thread_limit(n: SupportsIndex) -> Iterator[None]:
 
     Raises
     ------
+    TypeError
+        If `n` is no whole number.
     ValueError
-        If `n` is not a positive whole number.
+        If it is below 1.
 
     Examples
     --------
@@ -69,9 +72,7 @@ def thread_limit(n: SupportsIndex) -> Iterator[None]:
     ...     levattn.leverage_scores(K)
     array([1., 1., 1., 1.])
     """
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise ValueError(f"n is {n!r}; expected a whole number of threads, at least 1")
-    token = _limit.set(int(n))
+    token = _limit.set(whole_number("n", n, what="a whole number of threads"))
     try:
         yield
     finally:

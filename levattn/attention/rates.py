@@ -26,6 +26,7 @@ import array_api_compat
 import numpy as np
 
 from levattn._core.arrays import to_numpy
+from levattn._core.checks import real_number
 from levattn.attention.common.arguments import Prepared, check_sizes, dense, prepare, reshaped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
@@ -609,14 +610,13 @@ def _number(value: Any) -> Any:
 
 def _positive(name: str, value: Any) -> float:
     """Return a number as a float, or raise unless its powers are in range."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} is {value!r}; expected a real number")
-    if not _LEAST < value < 1 / _LEAST:
+    number = real_number(name, value)
+    if not _LEAST < number < 1 / _LEAST:
         raise ValueError(
             f"{name} is {value!r}; expected a number above 0, between {_LEAST:g} and {1 / _LEAST:g}. Rates depend on "
             "Z/eps alone: scale both alike"
         )
-    return float(value)
+    return number
 
 
 def _gain(d: int, eps: Any) -> float:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import whole_number
 from levattn._kernels import BLOCK
 from levattn.io.common import Format, Opened, check_shape, refusal, refusing
 from levattn.io.folder import shards_of
@@ -311,8 +312,8 @@ def open_keys(
         raise TypeError(f"tensor must be the name of an array (str) or None, got {type(tensor).__name__}")
     if chunk_rows is not None and memory is not None:
         raise ValueError("chunk_rows and memory: both given; expected at most one, a number of rows or of bytes")
-    rows = None if chunk_rows is None else _positive("chunk_rows", chunk_rows)
-    budget = _CHUNK_BYTES if memory is None else _positive("memory", memory)
+    rows = None if chunk_rows is None else whole_number("chunk_rows", chunk_rows)
+    budget = _CHUNK_BYTES if memory is None else whole_number("memory", memory)
 
     shards = []
     for file in _files(paths):
@@ -379,16 +380,6 @@ def _conversion_hint(path: Path) -> str:
 def _joined(pieces: Iterator[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     parts = list(pieces)
     return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=-2)
-
-
-def _positive(name: str, value: SupportsIndex) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a positive integer, got {type(value).__name__}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {number}")
-    return number
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
+
+from levattn._core.checks import whole_number
 
 __all__ = [
     "check_input",
@@ -14,17 +16,7 @@ __all__ = [
     "refuse_bidirectional",
     "share",
     "split_in_heads",
-    "whole_number",
 ]
-
-
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return an argument that is a whole number, or raise."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}; expected a whole number")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected at least {least}")
-    return int(value)
 
 
 def split_in_heads(dim: Any, heads: Any) -> tuple[int, int]:

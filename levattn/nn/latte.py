@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from levattn._core.checks import whole_number
 from levattn.attention import latte, rotate_values
 from levattn.attention.latent.vapor import check_base
-from levattn.nn.checks import check_input, projection, refuse_bidirectional, split_in_heads, whole_number
+from levattn.nn.checks import check_input, projection, refuse_bidirectional, split_in_heads
 from levattn.nn.features import feature_map, feature_size, run_feature
 from levattn.states import SoftmaxState
 

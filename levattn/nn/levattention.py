@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from levattn._core.checks import whole_number
 from levattn.attention import PrunedState, pruned_attention
 from levattn.attention.pruned.state import converted
-from levattn.nn.checks import check_input, projection, refuse_bidirectional, split_in_heads, whole_number
+from levattn.nn.checks import check_input, projection, refuse_bidirectional, split_in_heads
 
 __all__ = ["LevAttention", "LevAttentionCache", "Prunable", "set_dense"]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from levattn._core.checks import whole_number
 from levattn.attention import MacchiatoState, macchiato, rotate_values
 from levattn.attention.latent.vapor import check_base
 from levattn.attention.latent.window import check_softcap
-from levattn.nn.checks import check_input, projection, share, whole_number
+from levattn.nn.checks import check_input, projection, share
 from levattn.nn.features import feature_map, feature_size, run_feature
 
 __all__ = ["Macchiato", "MacchiatoCache"]

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from levattn._core.checks import whole_number
 from levattn.attention import causal_conv, rg_lru
-from levattn.nn.checks import check_sequence, split_in_heads, whole_number
+from levattn.nn.checks import check_sequence, split_in_heads
 
 __all__ = ["RGLRU", "CausalConv"]
 

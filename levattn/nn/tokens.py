@@ -7,11 +7,12 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from levattn._core.checks import whole_number
 from levattn.attention import tssa
 from levattn.attention.common.packed import compiling, cumulative
 from levattn.attention.latent import torch as _torch
 from levattn.attention.tokens.arguments import Membership, check_form, decay_rates, positive_number
-from levattn.nn.checks import check_input, refuse_bidirectional, split_in_heads, whole_number
+from levattn.nn.checks import check_input, refuse_bidirectional, split_in_heads
 from levattn.nn.released import Released, read_released
 from levattn.states import TokenState
 

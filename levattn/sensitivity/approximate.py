@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import take, to_numpy
+from levattn._core.checks import whole_number
 from levattn._core.random import normals, words
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn.linalg.factor import UNIT, Factor, dense, factor_moments
@@ -44,6 +45,7 @@ _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' 
 _LARGEST = 2.0**400  # up to which squares are in range
 _STEPS = 40  # of Lanczos' method
 _BLOCK = 1 << 22  # numbers of keys that are multiplied at a time
+_PAIR = "a whole number, or a pair of them"
 
 
 def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[int, int]:
@@ -61,9 +63,10 @@ def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[in
                 f"sketch_size is {sketch_size!r}; expected one number, or for method {', '.join(_SKETCHED)} a pair of "
                 "the rows of the left sketch and the columns of the right one"
             )
-        left, right = (_size(value) for value in sketch_size)
+        left, right = (whole_number("sketch_size", value, what=_PAIR) for value in sketch_size)
     else:
-        left, right = defaults[method] if sketch_size is None else _size(sketch_size), 0
+        size = defaults[method] if sketch_size is None else sketch_size
+        left, right = whole_number("sketch_size", size, what=_PAIR), 0
     if method == "jl":
         return 0, left
     if left < d:
@@ -71,14 +74,6 @@ def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[in
             f"sketch_size is {left}; expected at least d = {d} rows, as fewer lose directions of the keys"
         )
     return (-(-left // _NONZEROS) * _NONZEROS if method == "osnap" else left), right
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"sketch_size is {value!r}; expected a whole number, or a pair of them")
-    if value < 1:
-        raise ValueError(f"sketch_size is {value}; expected at least 1")
-    return int(value)
 
 
 def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, take, to_device, to_float64, to_numpy
+from levattn._core.checks import whole_number
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64, Rows
 from levattn.functions import INSIDE, AttentionFunction, Power, Softmax, as_function
@@ -150,7 +151,7 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     rows, exponent, tau = replace(factor.rows, scale=None), function.p, _scores(factor)
     v = np.ones(tau.shape)
     if exponent != 2:
-        v, tau, _, scale = _iterated(rows, tau, factor.rank, exponent, _count("iterations", iterations))
+        v, tau, _, scale = _iterated(rows, tau, factor.rank, exponent, whole_number("iterations", iterations, 0))
         v = v * scale
     weights = (tau / v**2) ** (exponent / 2)
     return matrices.wrap(to_device(np.asarray(weights), matrices.data))
@@ -248,14 +249,6 @@ def sensitivities(
     return Sensitivities(upper, bounds.names, total, total_bound, function)
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}; expected a whole number")
-    if value < 0:
-        raise ValueError(f"{name} is {value}; expected at least 0")
-    return int(value)
-
-
 def certify(
     matrices: Matrices,
     f: AttentionFunction | Softmax,
@@ -273,7 +266,7 @@ def certify(
             f"method is {method!r}; expected 'auto' or, for f = {f!r}, one of {', '.join(map(repr, applying))}"
         )
     epsilon = check_epsilon(epsilon)
-    iterations = _count("iterations", iterations)
+    iterations = whole_number("iterations", iterations, 0)
     exact = isinstance(f, Power) and f.p == 2
     factor = factorize(matrices, method="gram" if exact else "auto", mask=mask)
     # bounds depend on the column space of the keys alone, but for softmax, which sees their lengths

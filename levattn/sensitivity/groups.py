@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_matrices, take, to_device, to_numpy
+from levattn._core.checks import real_number
 from levattn._core.random import as_seed
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64
@@ -306,13 +307,12 @@ def near_duplicates(
 
 
 def _check_angle(angle: Any) -> float:
-    if isinstance(angle, bool) or not isinstance(angle, int | float | np.integer | np.floating):
-        raise TypeError(f"angle is {angle!r}; expected a real number, in radians")
-    if not _LEAST_ANGLE <= angle <= math.pi / 4:
+    number = real_number("angle", angle, what="a real number, in radians")
+    if not _LEAST_ANGLE <= number <= math.pi / 4:
         raise ValueError(
             f"angle is {angle!r}; expected {_LEAST_ANGLE} <= angle <= π/4, in radians (numpy.deg2rad converts degrees)"
         )
-    return float(angle)
+    return number
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices, to_device
+from levattn._core.checks import real_number
 from levattn._core.random import as_seed
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor, factor_moments, factor_qr, prepare, rank_tolerance, require_finite
@@ -44,11 +45,11 @@ def factorize(
 ) -> Factor:
     """Check the options and factor the keys by the method; `single` is what "auto" may do in float32."""
     check_method(method)
-    ridge = _number("ridge", ridge)
+    ridge = real_number("ridge", ridge)
     if not 0 <= ridge < math.inf:
         raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, relative to ‖K‖²/d")
     if rtol is not None:
-        rtol = _number("rtol", rtol)
+        rtol = real_number("rtol", rtol)
         least = rank_tolerance(matrices.d)
         if not least <= rtol < 1:
             raise ValueError(
@@ -79,19 +80,12 @@ def prepared(matrices: Matrices, center: Any, mask: Any) -> Rows:
     return prepare(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} is {value!r}; expected a real number")
-    return float(value)
-
-
 def check_epsilon(epsilon: Any) -> float:
     """Return ε as a float in (0, 1], or raise."""
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float | np.integer | np.floating):
-        raise TypeError(f"epsilon is {epsilon!r}; expected a real number in (0, 1]")
-    if not 0 < epsilon <= 1:
+    number = real_number("epsilon", epsilon, what="a real number in (0, 1]")
+    if not 0 < number <= 1:
         raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
-    return float(epsilon)
+    return number
 
 
 def check_method(method: Any) -> bool:

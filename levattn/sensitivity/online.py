@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices
+from levattn._core.checks import real_number
 from levattn._kernels import Float64, Rows
 from levattn.linalg.factor import dense, require_finite
 from levattn.states.block_buffer import in_main_memory
@@ -109,9 +110,7 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     True
     """
     matrices = as_matrices(K, "K")
-    if isinstance(ridge, bool) or not isinstance(ridge, int | float | np.integer | np.floating):
-        raise TypeError(f"ridge is {ridge!r}; expected a real number")
-    if not 0 <= ridge < math.inf:
+    if not 0 <= real_number("ridge", ridge) < math.inf:
         raise ValueError(f"ridge is {ridge!r}; expected a finite number of at least 0, λ itself")
     _, rows = in_main_memory(K, mask)
     largest = rows.column_maxima()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import whole_number
 from levattn._core.serialize import as_damage, pack, unpack, whole
 from levattn._kernels import BLOCK, Float64
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, as_function
@@ -234,12 +235,8 @@ class StreamingUniversalSet:
         self.epsilon = check_epsilon(epsilon)
         self.f = as_function(f)
         self._saved_as = _check(self.f, self.epsilon)
-        if row_start is not None and (isinstance(row_start, bool) or not isinstance(row_start, int | np.integer)):
-            raise TypeError(f"row_start is {row_start!r}; expected a whole number")
-        if row_start is not None and not 0 <= row_start < _MOST_ROWS:
-            raise ValueError(f"row_start is {row_start}; expected at least 0, and less than 2**62")
         self._placed = row_start is not None
-        self._next_row = int(row_start or 0)
+        self._next_row = 0 if row_start is None else whole_number("row_start", row_start, 0, _MOST_ROWS - 1)
         self._spans: list[tuple[int, int]] = []  # of row numbers, ascending
         self._stream: Stream | None = None  # not before the first chunk tells the shape
 

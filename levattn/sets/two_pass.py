@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices
+from levattn._core.checks import whole_number
 from levattn._core.progress import reported
 from levattn._core.serialize import pack, shaped, unpack, whole
 from levattn._kernels import Rows
@@ -130,13 +131,10 @@ class Checkpoint:
             every = _CHECKPOINT_ROWS
         elif path is None:
             raise ValueError(f"checkpoint_rows is {every!r} without checkpoint; expected the path of a file as well")
-        if isinstance(every, bool) or not isinstance(every, int | np.integer):
-            raise TypeError(f"checkpoint_rows is {every!r}; expected a whole number of rows")
-        if every < 1:
-            raise ValueError(f"checkpoint_rows is {every}; expected at least 1")
+        every = whole_number("checkpoint_rows", every, what="a whole number of rows")
         if path is not None and not isinstance(path, str | os.PathLike):
             raise TypeError(f"checkpoint is of type {type(path).__name__}; expected the path of a file")
-        return cls(path, int(every), job)
+        return cls(path, every, job)
 
     def tidy(self) -> None:
         """Remove what a run that was killed while it wrote left of the file."""

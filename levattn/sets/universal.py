@@ -22,6 +22,7 @@ from levattn._core.arrays import (
     to_float64,
     to_numpy,
 )
+from levattn._core.checks import whole_number
 from levattn._core.random import as_seed
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn._kernels.select.contract import SelectKernels
@@ -517,11 +518,8 @@ def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
 
 def _check_size(size: Any, n: int | None) -> None:
     """Raise if a size is no number of keys, of which there are n if that is known."""
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int | np.integer)):
-        raise TypeError(f"size is {size!r}; expected a whole number of keys")
-    if size is not None and not (size >= 0 and (n is None or size <= n)):
-        bound = "0 <= size" if n is None else f"0 <= size <= {n}"
-        raise ValueError(f"size is {size}; expected at most the number of keys, {bound}")
+    if size is not None:
+        whole_number("size", size, 0, n, what="a whole number of keys")
 
 
 def _from_sketch(

@@ -14,25 +14,17 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import whole_number
 from levattn._core.random import below, normals, signs, words
 from levattn._kernels import Float64, Rows, kernels_for
 
-__all__ = ["FAMILIES", "OSNAP", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL", "whole"]
+__all__ = ["FAMILIES", "OSNAP", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL"]
 
 # Streams of the generator, so that no two things share their words
 _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
 
 _LARGEST_BLOCK = 1 << 28  # some random words are drawn for each of its rows
 _ENTRIES = 1 << 20  # of a dense S that are drawn at a time
-
-
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of at least `least`, or raise."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}; expected a whole number")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected at least {least}")
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ class Distribution(ABC):
 
     def __post_init__(self) -> None:
         """Check the size."""
-        size = whole("size", self.size)
+        size = whole_number("size", self.size)
         if size >= 2**31:
             raise ValueError(f"size is {size}; expected fewer than 2**31 rows")
         object.__setattr__(self, "size", size)
@@ -212,7 +204,7 @@ class OSNAP(_Sparse):
     def __post_init__(self) -> None:
         """Check the size and the number of nonzeros."""
         super().__post_init__()
-        object.__setattr__(self, "nonzeros", whole("nonzeros", self.nonzeros))
+        object.__setattr__(self, "nonzeros", whole_number("nonzeros", self.nonzeros))
         if self.size % self.nonzeros:
             raise ValueError(
                 f"size is {self.size}; expected a multiple of nonzeros = {self.nonzeros}, as the sketch has so many "
@@ -364,7 +356,7 @@ class SRHT(Distribution):
         """Check the size and the block."""
         super().__post_init__()
         default = max(256, 1 << (2 * self.size - 1).bit_length())
-        block, most = whole("block", self.block, 0) or default, max(default, _LARGEST_BLOCK)
+        block, most = whole_number("block", self.block, 0) or default, max(default, _LARGEST_BLOCK)
         if block & (block - 1) or not max(4, self.size) <= block <= most:
             raise ValueError(
                 f"block is {block}; expected a power of two of at least 4 and of at least size = {self.size}, and of "

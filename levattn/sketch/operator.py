@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
+from levattn._core.checks import whole_number
 from levattn._core.random import as_seed
-from levattn._core.serialize import as_damage, pack, shaped, unpack
+from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn.exceptions import NonFiniteError
-from levattn.sketch.families import FAMILIES, Distribution, whole
+from levattn.sketch.families import FAMILIES, Distribution
 
 __all__ = ["Sketch", "SketchedRows"]
 
@@ -82,7 +83,7 @@ class Sketch:
         TypeError, ValueError
             If the numbers are not whole, or not ``0 <= start <= stop <= 2**62``.
         """
-        start, stop = whole("start", start, 0), whole("stop", stop, 0)
+        start, stop = whole_number("start", start, 0), whole_number("stop", stop, 0)
         if not start <= stop <= _ROWS:
             raise ValueError(f"start and stop are {start} and {stop}; expected 0 <= start <= stop <= 2**62")
         return self.distribution.columns(self.seed, start, stop - start) * self.distribution.scale
@@ -144,7 +145,7 @@ class Sketch:
         NonFiniteError
             If the rows hold NaN or infinity outside the mask.
         """
-        row_start = whole("row_start", row_start, 0)
+        row_start = whole_number("row_start", row_start, 0)
         if row_start > _ROWS - rows.shape[1]:
             raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below, and named
@@ -205,8 +206,8 @@ class SketchedRows:
         if not isinstance(sketch, Sketch):
             raise TypeError(f"sketch is {sketch!r}; expected one such as Sketch(CountSketch(1000))")
         self.sketch = sketch
-        self.d = whole("d", d)
-        self.batch = tuple(whole("batch", axis, 0) for axis in batch)
+        self.d = whole_number("d", d)
+        self.batch = tuple(whole_number("batch", axis, 0) for axis in batch)
         self.count = 0
         self.next_row = 0
         self._sums: Any = np.zeros((math.prod(self.batch), sketch.distribution.size, self.d))
@@ -348,11 +349,17 @@ class SketchedRows:
         fields, arrays = unpack(data, "SketchedRows", _VERSION)
         with as_damage():
             distribution = FAMILIES[fields["distribution"]](**fields["parameters"])
-            d, batch = whole("d", fields["d"]), tuple(whole("batch", size, 0) for size in fields["batch"])
+            d, batch = (
+                whole(fields["d"], 1),
+                tuple(whole(size) for size in fields["batch"]),
+            )
             # before room is made for what the fields claim
             sums = shaped(arrays["sums"], np.float64, (math.prod(batch), distribution.size, d))
             state = cls(Sketch(distribution, fields["seed"]), d, batch)
-            state.count, state.next_row = whole("count", fields["count"], 0), whole("next_row", fields["next_row"], 0)
+            state.count, state.next_row = (
+                whole(fields["count"]),
+                whole(fields["next_row"]),
+            )
             if max(state.count, state.next_row) > _ROWS:
                 raise ValueError(f"{state.count} rows were summed, before row {state.next_row}")
             state._sums = sums

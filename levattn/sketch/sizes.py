@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn.sketch.families import whole
+from levattn._core.checks import real_number, whole_number
 
 __all__ = ["countsketch_size", "gaussian_size", "jl_size", "osnap_size", "sign_size", "srht_size"]
 
@@ -102,7 +102,7 @@ def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros:
     >>> osnap_size(8, 0.5, 0.1)
     2880
     """
-    nonzeros = whole("nonzeros", nonzeros)
+    nonzeros = whole_number("nonzeros", nonzeros)
     return -(-countsketch_size(d, distortion, failure) // nonzeros) * nonzeros
 
 
@@ -234,7 +234,7 @@ def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -
     18728
     """
     d, eta, delta = _checked(d, distortion, failure)
-    block = whole("block", block)
+    block = whole_number("block", block)
     rows = (math.sqrt(d) + math.sqrt(8 * math.log(2 * block / delta))) ** 2
     return math.ceil(rows * math.log(4 * d / delta) / ((1 + eta) * math.log1p(eta) - eta))
 
@@ -283,9 +283,8 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
 def _checked(d: Any, distortion: Any, failure: Any, name: str = "d") -> tuple[int, float, float]:
     numbers = []
     for what, value in (("distortion", distortion), ("failure", failure)):
-        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-            raise TypeError(f"{what} is {value!r}; expected a real number")
-        if not 0 < value < 1:
+        number = real_number(what, value)
+        if not 0 < number < 1:
             raise ValueError(f"{what} is {value!r}; expected a number between 0 and 1")
-        numbers.append(float(value))
-    return whole(name, d), numbers[0], numbers[1]
+        numbers.append(number)
+    return whole_number(name, d), numbers[0], numbers[1]

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import array_api_compat
 import numpy as np
 
-__all__ = ["held_as", "same_decay", "size_of"]
-
-
-def size_of(name: str, value: Any, least: int) -> int:
-    """Return a whole number of at least `least`, or raise."""
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = least - 1
-    if isinstance(value, bool) or size < least:
-        raise (ValueError if isinstance(value, int) else TypeError)(
-            f"{name} is {value!r}; expected a whole number of at least {least}"
-        )
-    return size
+__all__ = ["held_as", "same_decay"]
 
 
 def held_as(name: str, array: Any) -> Any:

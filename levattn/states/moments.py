@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy
+from levattn._core.checks import whole_number
 from levattn._core.serialize import MOST_ROWS, as_damage, counts, pack, shaped, unpack, whole
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
 from levattn.states.block_buffer import present_rows, readable
 from levattn.states.blocks import BlockSums, RunningSums
-from levattn.states.common import held_as, same_decay, size_of
+from levattn.states.common import held_as, same_decay
 
 __all__ = ["Moments"]
 
@@ -81,8 +82,8 @@ class Moments:
     """
 
     def __init__(self, d: int, batch: tuple[int, ...] = (), *, diagonal: bool = False, decay: Any = 1.0) -> None:
-        self.d = size_of("d", d, 1)
-        self.batch = tuple(size_of("batch", size, 0) for size in batch)
+        self.d = whole_number("d", d, 1)
+        self.batch = tuple(whole_number("batch", size, 0) for size in batch)
         self.diagonal = bool(diagonal)
         self.decay = _rates(decay, self.batch)
         self.count: npt.NDArray[np.int64] = np.zeros(self.batch, np.int64)

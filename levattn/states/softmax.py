@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, numbers, on_cuda, to_numpy
+from levattn._core.checks import whole_number
 from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
 from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State
-from levattn.states.common import held_as, size_of
+from levattn.states.common import held_as
 
 __all__ = ["SoftmaxState"]
 
@@ -70,11 +71,11 @@ class SoftmaxState:
     """
 
     def __init__(self, latents: int, d: int, batch: tuple[int, ...] = ()) -> None:
-        self.latents = size_of("latents", latents, 1)
-        self.d = size_of("d", d, 1)
+        self.latents = whole_number("latents", latents, 1)
+        self.d = whole_number("d", d, 1)
         if not isinstance(batch, tuple | list):
             raise TypeError(f"batch is {batch!r}; expected a tuple of sizes, such as (batch, heads)")
-        self.batch = tuple(size_of("batch", size, 0) for size in batch)
+        self.batch = tuple(whole_number("batch", size, 0) for size in batch)
         self._held: State | None = None
 
     @property

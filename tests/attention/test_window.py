@@ -167,7 +167,7 @@ def test_wrong_arguments_are_named() -> None:
     q, k, V = some(10)
     for call, error, message in (
         (lambda: window_attention(q, k, V, window=0), ValueError, "window is 0; expected"),
-        (lambda: window_attention(q, k, V, window=True), ValueError, "window is True; expected"),
+        (lambda: window_attention(q, k, V, window=True), TypeError, "window is True; expected"),
         (lambda: window_attention(q, k, V, window=3, scale=math.inf), ValueError, "scale is inf; expected"),
         (lambda: window_attention(q, k, V, window=3, softcap=-1), ValueError, "softcap is -1; expected"),
         (lambda: window_attention(q, k[..., :3], V, window=3), ValueError, "k has shape .*expected d = 6"),

@@ -391,7 +391,10 @@ def test_a_batch_has_no_indices() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, np.int64(0), 1.5, 2.0, "2", True, np.True_, None])
 def test_thread_limit_out_of_range(limit: Any) -> None:
-    with pytest.raises(ValueError, match="thread"), levattn.thread_limit(limit):
+    whole = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    expected, text = (ValueError, "expected at least 1") if whole else (TypeError, "a whole number of threads")
+    shown = str(limit) if whole else repr(limit)
+    with pytest.raises(expected, match=f"n is {re.escape(shown)}; .*{text}"), levattn.thread_limit(limit):
         pass
 
 

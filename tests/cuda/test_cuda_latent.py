@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import emulator
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._kernels import latent_kernels_for
+from levattn._kernels import kernels_for
 from levattn._kernels.latent import cuda as _cuda_latent
 from levattn._kernels.latent import decay as _decay
 from levattn._kernels.latent import definition as _generic_latent
@@ -443,7 +443,7 @@ def test_the_table_takes_arrays_of_a_device(monkeypatch: pytest.MonkeyPatch) -> 
         **{name: cupy.asarray(getattr(x, name)) for name in names},
         state=tuple(map(cupy.asarray, x.state)),
     )
-    table = latent_kernels_for(there.Q)
+    table = kernels_for("latent", there.Q)
     found = [
         table.forward(there),
         *table.backward(there, cupy.asarray(dY)),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import emulator
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._kernels import token_kernels_for
+from levattn._kernels import kernels_for
 from levattn._kernels.tokens import cuda as _cuda_tokens
 from levattn._kernels.tokens import definition as _generic_tokens
 from levattn._kernels.tokens.contract import Statistics
@@ -371,7 +371,7 @@ def test_the_table_takes_arrays_of_a_device(causal: bool, monkeypatch: pytest.Mo
     cupy = emulated.library_on_device(monkeypatch)
     names = ("W", "temperature", "offset", "mask")
     there = replace(x, **{name: cupy.asarray(getattr(x, name)) for name in names})
-    table = token_kernels_for(there.W)
+    table = kernels_for("tokens", there.W)
     assert table is _cuda_tokens
     for part, other in zip(results(table, there, cupy.asarray(dY), state), expected, strict=True):
         assert isinstance(part, emulated.DeviceArray)

@@ -199,21 +199,21 @@ class TestPlanted:
     @pytest.mark.parametrize(
         ("options", "text"),
         [
-            ({"n": 0}, "n must be at least 1, got 0"),
-            ({"d": 0}, "d must be at least 1, got 0"),
+            ({"n": 0}, "n is 0; expected at least 1"),
+            ({"d": 0}, "d is 0; expected at least 1"),
             ({"variant": "other"}, "variant must be one of"),
-            ({"n_planted": 17}, "n_planted must be between 1 and 16"),
+            ({"n_planted": 17}, "n_planted is 17; expected 1 <= n_planted <= 16"),
             ({"n_planted": 16}, "n_planted must be below d for variant"),
             ({"strength": 0.0}, "strength must be finite and positive"),
             ({"strength": float("nan")}, "strength must be finite and positive"),
             ({"noise": -1.0}, "noise must be finite and positive"),
             ({"query_noise": float("inf")}, "query_noise must be finite"),
-            ({"n_queries": -1}, "n_queries must be at least 0"),
-            ({"background_rank": 13}, "background_rank must be between 1 and 12"),
+            ({"n_queries": -1}, "n_queries is -1; expected at least 0"),
+            ({"background_rank": 13}, "background_rank is 13; expected 1 <= background_rank <= 12"),
             ({"background_rank": 3, "variant": "isotropic"}, "background_rank is not for variant"),
             ({"copies": 3}, "copies is not for variant"),
-            ({"copies": 1, "variant": "duplicated"}, "copies must be between 2 and 25"),
-            ({"copies": 26, "variant": "duplicated"}, "copies must be between 2 and 25"),
+            ({"copies": 1, "variant": "duplicated"}, "copies is 1; expected 2 <= copies <= 25"),
+            ({"copies": 26, "variant": "duplicated"}, "copies is 26; expected 2 <= copies <= 25"),
         ],
     )
     def test_bad_values(self, options: dict[str, Any], text: str) -> None:
@@ -221,5 +221,5 @@ class TestPlanted:
             planted(**({"n": 100, "d": 16} | options))
 
     def test_bad_types(self) -> None:
-        with pytest.raises(TypeError, match="n_planted must be an integer, got float"):
+        with pytest.raises(TypeError, match=r"n_planted is 2\.5; expected a whole number"):
             planted(100, 16, n_planted=2.5)  # type: ignore[arg-type]

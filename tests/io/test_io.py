@@ -234,9 +234,9 @@ def test_memory_of_a_chunk(tmp_path: Path) -> None:
     assert open_keys(path, memory=2**25) == open_keys(path)
     with pytest.raises(ValueError, match="chunk_rows and memory: both given; expected at most one"):
         open_keys(path, memory=1, chunk_rows=1)
-    with pytest.raises(ValueError, match="memory must be at least 1, got -1"):
+    with pytest.raises(ValueError, match="memory is -1; expected at least 1"):
         open_keys(path, memory=-1)
-    with pytest.raises(TypeError, match="memory must be a positive integer, got str"):
+    with pytest.raises(TypeError, match="memory is '1 GB'; expected a whole number"):
         open_keys(path, memory="1 GB")  # type: ignore[arg-type]
 
 
@@ -981,9 +981,9 @@ def test_bad_arguments(tmp_path: Path) -> None:
         open_keys(path, tensor="K")
     with pytest.raises(TypeError, match=r"tensor must be the name of an array \(str\) or None, got int"):
         open_keys(path, tensor=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chunk_rows must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_rows is 0; expected at least 1"):
         open_keys(path, chunk_rows=0)
-    with pytest.raises(TypeError, match="chunk_rows must be a positive integer, got float"):
+    with pytest.raises(TypeError, match=r"chunk_rows is 2\.0; expected a whole number"):
         open_keys(path, chunk_rows=2.0)  # type: ignore[arg-type]
 
 

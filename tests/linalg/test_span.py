@@ -14,7 +14,7 @@ import levattn
 import naive
 import strategies
 from levattn._kernels import Rows
-from levattn._kernels.factor import span as _cpu_span
+from levattn._kernels.precise import span as _cpu_span
 from levattn.linalg.span import Span
 from levattn.states import Moments
 from strategies import STORAGE, Float, as_float64, stores

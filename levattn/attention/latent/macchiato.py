@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from levattn._core.arrays import _is_torch
+from levattn._core.checks import whole_number
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.arguments import (
     check_sizes,
@@ -20,7 +21,7 @@ from levattn.attention.common.arguments import (
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import device_of, namespace_of
-from levattn.attention.latent.window import check_scale, check_softcap, check_window, windowed
+from levattn.attention.latent.window import check_scale, check_softcap, windowed
 from levattn.states import SoftmaxState
 
 __all__ = ["MacchiatoState", "macchiato"]
@@ -208,7 +209,7 @@ def macchiato(
     >>> np.allclose(macchiato(*tail, window=32, overlap="exclusive", state=state), Y[299:])
     True
     """
-    window, softcap = check_window(window), check_softcap(softcap)
+    window, softcap = whole_number("window", window), check_softcap(softcap)
     if overlap not in ("mixture", "exclusive"):
         raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
     named = zip(("q", "k", "V", "q_logits", "k_logits", "gate"), (q, k, V, q_logits, k_logits, gate), strict=True)

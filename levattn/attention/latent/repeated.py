@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import _is_torch, to_device, to_numpy
+from levattn._core.checks import whole_number
 from levattn._kernels import Float64
 from levattn.attention.common.arguments import check_sizes, dense, prepare
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
-from levattn.attention.latent.window import check_window
 
 __all__ = ["repeated_mass"]
 
@@ -82,7 +82,7 @@ def repeated_mass(
     >>> r[[9, 99, 999]]  # the window has 1/5 of the weight, as each latent
     array([0.8  , 0.08 , 0.008])
     """
-    window = check_window(window)
+    window = whole_number("window", window)
     named = zip(("q_logits", "k_logits", "gate"), (q_logits, k_logits, gate), strict=True)
     q_logits, k_logits, gate = (dense(name, array) for name, array in named)
     check_sizes(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from levattn._core.arrays import _is_torch
+from levattn._core.checks import whole_number
 from levattn._kernels.finite import surely_finite
 from levattn.attention.common.arguments import check_sizes, dense, prepare
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import device_of, namespace_of
 
-__all__ = ["check_scale", "check_softcap", "check_window", "window_attention", "windowed"]
+__all__ = ["check_scale", "check_softcap", "window_attention", "windowed"]
 
 _PAIRS = 1 << 20  # pairs of positions that are held at a time, of all heads together: near the last cache
 _MANY_PAIRS = 1 << 24  # the same where logits are not written, or on a device, which is to be filled
@@ -107,7 +108,7 @@ def window_attention(
     >>> np.allclose(Y[50], p / p.sum() @ V[50 - 15 : 50 + 1])
     True
     """
-    window, softcap = check_window(window), check_softcap(softcap)
+    window, softcap = whole_number("window", window), check_softcap(softcap)
     q, k, V = (dense(name, array) for name, array in (("q", q), ("k", k), ("V", V)))
     check_sizes({"q": (q, -2, "T"), "k": (k, -2, "T"), "V": (V, -2, "T"), "q .": (q, -1, "d"), "k .": (k, -1, "d")})
     heads = heads_of(q, k, V)
@@ -125,13 +126,6 @@ def window_attention(
         offsets=cumulative(offsets, lengths, q.shape[-2]),
     )
     return heads.joined(given.give_back(Y))
-
-
-def check_window(window: Any) -> int:
-    """Return the number of positions of a window, or raise."""
-    if isinstance(window, bool) or not isinstance(window, Integral) or window < 1:
-        raise ValueError(f"window is {window!r}; expected a whole number of positions, at least 1")
-    return int(window)
 
 
 def check_scale(scale: Any, d: int) -> float:

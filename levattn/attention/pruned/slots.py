@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from levattn._core.checks import whole_number
+
 __all__ = ["Slots", "slots_for"]
 
 _CHUNK = 64  # positions between two selections of causal attention, where nothing else tells
@@ -161,6 +163,4 @@ def _total(budget: Any, n: int) -> int:
 def _count(name: str, value: Any, least: int = 0, default: int = 0) -> int:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} is {value!r}; expected a whole number, at least {least}")
-    return int(value)
+    return whole_number(name, value, least)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
 
+from levattn._core.checks import whole_number
 from levattn.integrations.transformers.calls import parameters_of
 from levattn.integrations.transformers.latents.cache import StateLayer
 from levattn.integrations.transformers.latents.interface import EXTENSION, NAME, check_reached, hand_on, register
@@ -129,7 +129,7 @@ def macchiato_from(
     torch.Size([1, 25])
     """
     check_model(model)
-    window, latents = _count("window", window), _count("latents", latents)
+    window, latents = whole_number("window", window), whole_number("latents", latents)
     delta = share("delta", delta)
     if overlap not in OVERLAPS:
         raise ValueError(f'overlap is {overlap!r}; expected "mixture" or "exclusive"')
@@ -376,9 +376,3 @@ def _record_of(model: Any) -> Record:
     if record is None:
         raise ValueError(f"model is {type(model).__name__}, not extended; expected one that macchiato_from returned")
     return record  # type: ignore[no-any-return]
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1")
-    return int(value)

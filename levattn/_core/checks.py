@@ -1,0 +1,33 @@
+"""Checks of numbers among arguments: an error names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+__all__ = ["real_number", "whole_number"]
+
+
+def whole_number(
+    name: str, value: Any, least: int = 1, most: int | None = None, *, what: str = "a whole number"
+) -> int:
+    """Return an argument that is a whole number in a range, or raise; `what` says what it counts."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; expected {what}")
+    if number < least or (most is not None and number > most):
+        bounds = f"at least {least}" if most is None else f"{least} <= {name} <= {most}"
+        raise ValueError(f"{name} is {number}; expected {bounds}")
+    return number
+
+
+def real_number(name: str, value: Any, *, what: str = "a real number") -> float:
+    """Return an argument that is a real number of Python or numpy, or raise."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {value!r}; expected {what}")
+    return float(value)
