@@ -390,30 +390,6 @@ def judge_entries(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from promises.entries_hold(truth, result.entries.toarray(), case.epsilon, error)
 
 
-def mass(Q, K, epsilon, mask, seed):
-    universal = levattn.universal_set(K, epsilon, mask=mask, center=seed % 2 == 0)
-    return universal, levattn.softmax_mass(Q, K, universal, scale=0.5)
-
-
-def judge_mass(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    universal, found = result
-    present = np.ones(len(case.keys), bool) if case.mask is None else case.mask
-    logits, powers = truth.softmax(0.5)
-    chosen = np.asarray(universal.mask)
-    for i in range(len(case.queries)):
-        inner, outer = powers[i][chosen].sum(), powers[i][present & ~chosen].sum()
-        if inner + outer < 1e-290:  # the largest logit is that of a masked key
-            continue
-        true = inner / (inner + outer)
-        if not 0 <= found.lower[i] <= true * (1 + 1e-12) or not true * (1 - 1e-12) <= found.upper[i] <= 1:
-            yield Breach("softmax mass", f"{true!r} of query {i}", f"{found.lower[i]!r} to {found.upper[i]!r}")
-            return
-        highest = logits[i][present & ~chosen].max(initial=-np.inf)
-        if case.seed % 2 and not min(highest * (1 - 1e-12), highest * (1 + 1e-12)) <= found.logits_bound[i]:
-            yield Breach("logits bound", f"at least {highest!r} of query {i}", f"{found.logits_bound[i]!r}")
-            return
-
-
 def pruned(Q, K, V, mask, seed):
     from levattn.attention import pruned_attention
 
@@ -428,7 +404,7 @@ def judge_pruned(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     there = np.ones(len(case.keys), bool) if case.mask is None else case.mask
     if not there.any():
         return
-    _, weights = Truth(case.keys[there], case.queries).softmax(0.5)
+    weights = Truth(case.keys[there], case.queries).softmax(0.5)
     kept = dataclasses.replace(certificate, kept=np.asarray(certificate.kept)[there])
     unit = 2.0**-52 if case.storage == "float64" else 2.0**-23
     coarse = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(case.storage, unit)
@@ -695,7 +671,6 @@ ROUTES: dict[str, Route] = {
             "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
         ),
         Route("groups", grouped, judge_groups, partial(_in_turn, 0, 2)),
-        Route("mass", mass, judge_mass, partial(_in_turn, 1, 2)),
         Route("pruned", pruned, judge_pruned, lambda case: _few(case) and _tame(case) and _in_turn(0, 3, case)),
         *(_of_function(f"set {f}", of_function, judge_function, f) for f in FUNCTIONS),
         *(_of_function(f"size {f}", of_function_by_size, judge_function_size, f) for f in FUNCTIONS),

@@ -214,7 +214,6 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
     "normalisers": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).normalizers,
     "outputs": lambda k, q, v: levattn.heavy_attention(q, k, 0.05).apply(v)[0],
     "causal": lambda k, *_: levattn.heavy_attention(k[:150], k[:150], 0.05, causal=True).entries.toarray(),
-    "softmax mass": lambda k, q, _: levattn.softmax_mass(q, k, levattn.universal_set(k, 0.05)).lower,
     "two passes": lambda k, *_: levattn.universal_set(lambda: [k[:1000], k[1000:]], 0.05).mask,
 }
 
