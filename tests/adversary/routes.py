@@ -199,15 +199,6 @@ def judge_scores(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from promises.scores_hold(truth, result, relative)
 
 
-def above(K, mask, seed):
-    return levattn.leverage_scores(K, mask=mask, method="halving", rng=seed)
-
-
-def judge_above(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    relative = promises.SINGLE if case.storage != "float64" else 1e-9
-    yield from promises.scores_hold(truth, result, relative, above=True)
-
-
 def online(K, mask):
     return levattn.online_leverage_scores(K, mask=mask)
 
@@ -634,7 +625,6 @@ ROUTES: dict[str, Route] = {
             for i, m in enumerate(("auto", "gram", "qr", "svd"))
         ),
         Route("threads", in_threads, judge_threads, partial(_above, 2000)),
-        Route("scores halving", above, judge_above, partial(_in_turn, 1, 3)),
         Route("online", online, judge_online, lambda case: _few(case) and _in_turn(0, 2, case)),
         Route("online future", online_future, judge_future, lambda case: _square(case) and _in_turn(1, 2, case)),
         *(
@@ -645,7 +635,7 @@ ROUTES: dict[str, Route] = {
                 partial(_in_turn, 2 * i + r, 5),
                 (("method", m), ("recheck", r)),
             )
-            for i, m in enumerate(("countsketch", "osnap", "srht", "jl", "halving"))
+            for i, m in enumerate(("countsketch", "osnap", "srht", "jl"))
             for r in (False, True)
         ),
         Route("stream", streamed, judge_stream),

@@ -47,7 +47,7 @@ def test_1_by_each_certificate(method: str) -> None:
     assert 5000 in levattn.universal_set(_zero_column(), 0.5, f=f, method=names[method]).indices
 
 
-@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht", "jl", "halving"])
+@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht", "jl"])
 def test_1_by_sketches(method: str) -> None:
     assert 5000 in levattn.universal_set(_zero_column(), 0.5, method=method).indices
 

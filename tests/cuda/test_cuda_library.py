@@ -173,7 +173,6 @@ SKETCHED = (
     ("osnap", 128),
     ("srht", 128),
     ("jl", 4),
-    ("halving", 256),
     ("countsketch", (256, 4)),
 )
 FUNCTIONS = (1.0, 3.0, 4.0, levattn.Huber(1.0), levattn.Tukey(1.0), levattn.L1L2(), levattn.Fair(1.0))
