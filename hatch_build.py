@@ -36,7 +36,7 @@ levattn.leverage_scores(K @ np.diag(10.0 ** -np.arange(64.0)).astype(K.dtype))
 levattn.leverage_scores(np.repeat(K[:300], 20, axis=1)[:, :600])
 levattn.leverage_scores(np.tile(K[:, :4], 16))
 levattn.leverage_scores(S)
-[levattn.leverage_scores(K, method=m) for m in ("countsketch", "osnap", "srht", "jl", "halving")]
+[levattn.leverage_scores(K, method=m) for m in ("countsketch", "osnap", "srht", "jl")]
 [levattn.universal_set(K, 0.1, method=m) for m in ("auto", "countsketch", "srht")]
 levattn.universal_set(K, size=9)
 levattn.universal_set(X, 0.1)
@@ -51,7 +51,6 @@ levattn.heavy_attention(K[:500], K[:500], 0.1, causal=True).apply(K[:500])
 levattn.StreamingUniversalSet(0.1).update(K[:700]).update(K[700:]).result()
 levattn.CausalUniversalSet(0.1).update(K).heavy(K[:10])
 levattn.online_leverage_scores(K[:900])
-levattn.softmax_mass(K[:10], K, levattn.universal_set(K, 0.1))
 levattn.states.Moments(64).update(K).factor()
 attention.latte(X, X, X), attention.latte(X, X, X, causal=True)
 attention.tssa(X[None]), attention.tssa(X[None], causal=True)

@@ -16,7 +16,6 @@ from levattn.exceptions import CacheWarning, KeyFileError, LevattnError, NonFini
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy.attention import HeavyAttention, heavy_attention
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
-from levattn.heavy.mass import SoftmaxMass, softmax_mass
 from levattn.io import KeySource, open_keys
 from levattn.sensitivity.certified import Sensitivities, lewis_weights, sensitivities
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
@@ -47,7 +46,6 @@ __all__ = [
     "SelectedKeys",
     "Sensitivities",
     "Softmax",
-    "SoftmaxMass",
     "StreamedSet",
     "StreamingUniversalSet",
     "Tukey",
@@ -63,7 +61,6 @@ __all__ = [
     "online_leverage_scores",
     "open_keys",
     "sensitivities",
-    "softmax_mass",
     "thread_limit",
     "universal_set",
 ]

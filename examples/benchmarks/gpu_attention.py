@@ -2,7 +2,7 @@
 
 As many queries as keys, 32 heads, d = 128, bfloat16. Ours is all of it: the set of 64 keys of each head, these keys
 and their values, and softmax attention over them. The rival is `scaled_dot_product_attention` of torch with its flash
-kernel. What the set leaves out is not looked at here: `softmax_mass.py` does that.
+kernel. What the set leaves out is not looked at here: `levattn demo` does that, for the encoder that comes along.
 
 Bars: faster from n = 8192 on, and at least 40 times as fast at n = 131072.
 

@@ -26,7 +26,6 @@ METHODS: dict[str, Any] = {
     "srht": lambda d: 8 * d,
     "jl": lambda _: 50,
     "osnap, then jl": lambda d: (8 * d, 50),
-    "halving": lambda d: 4 * d,
 }
 
 

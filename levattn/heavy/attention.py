@@ -65,7 +65,7 @@ from levattn.sketch import jl_size
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["BLOCK_ENTRIES", "HeavyAttention", "heavy_attention"]
+__all__ = ["HeavyAttention", "heavy_attention"]
 
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
 _LEAST = 2.0**-1022  # a score of which nothing is known

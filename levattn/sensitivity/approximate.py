@@ -1,4 +1,4 @@
-"""Approximate leverage scores, and bounds: from a sketch of the keys, by projection, or from some of their rows."""
+"""Approximate leverage scores, and bounds: from a sketch of the keys, or by projection."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from levattn._core.arrays import take, to_numpy
+from levattn._core.arrays import to_numpy
 from levattn._core.checks import whole_number
-from levattn._core.random import normals, words
+from levattn._core.random import normals
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn.linalg.factor import UNIT, Factor, dense, factor_moments
 from levattn.linalg.span import Span, nonzero_rows
@@ -24,20 +23,19 @@ __all__ = [
     "Approximate",
     "Screened",
     "check_sketch_size",
-    "halved_scores",
     "projected",
     "screen",
     "sketched_factor",
     "spread",
 ]
 
-Approximate = Literal["countsketch", "osnap", "srht", "jl", "halving"]
+Approximate = Literal["countsketch", "osnap", "srht", "jl"]
 _SKETCHED = ("countsketch", "osnap", "srht")
-APPROXIMATE = (*_SKETCHED, "jl", "halving")
+APPROXIMATE = (*_SKETCHED, "jl")
 
 FAILURE = 1e-6  # probability with which a bound that rests on chance may fail
 _NONZEROS = 4  # of OSNAP
-_SAMPLED, _START = 100, 101  # streams of the words by which rows are sampled and Lanczos' method begins
+_START = 101  # stream of the words by which Lanczos' method begins
 _SINGLE_ERROR = 1e-9  # of a factor in float64, up to which float32 products are as good as a sketch
 _SINGLE_BOUND = 1.2e-13  # the same where they bound scores, which are raised by what they lose
 _SINGLE_SUMS = 1.2e-11  # of a factor, up to which float32 sums of a sketch are as good
@@ -49,13 +47,12 @@ _PAIR = "a whole number, or a pair of them"
 
 
 def check_sketch_size(method: str, sketch_size: Any, n: int, d: int) -> tuple[int, int]:
-    """Return the rows of a left sketch (for "halving", of the sample) and the columns of a right one; 0 for none."""
+    """Return the rows of a left sketch and the columns of a right one; 0 for none."""
     defaults = {
         "countsketch": min(4 * d * d, max(16 * d, n // 8)),
         "osnap": 8 * d,
         "srht": 8 * d,
         "jl": 8 * math.ceil(math.log(max(n, 2))),
-        "halving": max(8 * d, n // 8),
     }
     if isinstance(sketch_size, tuple):
         if len(sketch_size) != 2 or method not in _SKETCHED:
@@ -126,36 +123,6 @@ def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ER
     return _in_single(replace(factor, projection=factor.whitening @ directions), limit)
 
 
-def halved_scores(rows: Rows, size: int, seed: int) -> Float64:
-    """Return scores of the keys against some of them, (b, n), never below their own.
-
-    Fewer rows have a smaller second moment, and so give larger scores. They are a uniform sample first; then half as
-    many, and those with the largest scores. The lesser score counts.
-    """
-    b, n, _ = rows.shape
-    out: Float64 = np.zeros((b, n))
-    for item in range(b):
-        one = rows.item(item)
-        present = np.arange(n) if one.mask is None else np.flatnonzero(to_numpy(one.mask)[0])
-        order = present[np.argsort(words(seed, _SAMPLED, 0, n, 1)[present, 0], kind="stable")]
-        best = _against(one, order[:size])
-        largest = present[np.argsort(-best[present], kind="stable")[: size // 2]]
-        best = np.minimum(best, _against(one, np.union1d(largest, order[: size - size // 2])))
-        out[item, present] = best[present]
-    return out
-
-
-def _against(rows: Rows, chosen: npt.NDArray[np.int64]) -> Float64:
-    """Return the leverage score of each row of a batch of one among the chosen ones and itself."""
-    factor = factor_moments(replace(rows, keys=take(rows.keys, chosen), mask=None), single="no")
-    factor = replace(factor, rows=replace(rows, scale=factor.rows.scale))
-    t = to_numpy(factor.scores(wide=True, member=False)[0])[0]
-    with np.errstate(invalid="ignore"):
-        scores = np.where(np.isinf(t), 1.0, t / (1 + t))
-    scores[chosen] = t[chosen]
-    return np.minimum(scores * (1 + 4 * float(factor.score_error[0])), 1.0)
-
-
 @dataclass(frozen=True)
 class Screened:
     """Upper bounds of leverage scores from a sketch.
@@ -174,14 +141,11 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
 
     With A = WᵀGW for the factor W of a sketch, a key's score is xᵀA⁻¹x ≤ ‖x‖²/λ with x = Wᵀk and the least eigenvalue
     λ of A. It is measured: with the factor of the keys, where that is asked for or costs little, else by Lanczos'
-    method. Projected scores fall short by a factor that is known but for the chance. With "halving" nothing may fail.
+    method. Projected scores fall short by a factor that is known but for the chance.
     """
     b, n, d = rows.shape
     known = method == "jl" or recheck or d <= _MEASURED
     exact = factor_moments(rows, single="scores") if known else None
-    if method == "halving":
-        factor = sketched_factor(rows, "osnap", 8 * d, seed, _SINGLE_BOUND) if exact is None else exact
-        return Screened(halved_scores(rows, left, seed), factor, exact is not None)
     if method == "jl" and exact is not None:
         factor, least = exact, np.ones(b)
     else:

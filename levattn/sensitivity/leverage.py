@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices, to_device
+from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices
 from levattn._core.checks import real_number
 from levattn._core.random import as_seed
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor, factor_moments, factor_qr, prepare, rank_tolerance, require_finite
 from levattn.linalg.wide import Wide
-from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, halved_scores, projected, sketched_factor
+from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 
 __all__ = [
     "TIE",
@@ -27,7 +27,7 @@ __all__ = [
     "refuse_randomness",
 ]
 
-Method = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"]
+Method = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
 TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
 _EXACT = ("auto", "gram", "qr", "svd")
@@ -138,7 +138,7 @@ def leverage_scores(
         a torch tensor, or an array of another namespace of the array-API standard. Or one sparse matrix (n, d) in
         scipy's CSR format, float64 or float32, which is never written out (method "svd" refuses it, and "srht"
         takes as long as for dense keys).
-    method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl", "halving"}
+    method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"}
         "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
         precision. "auto": the same, in float32 where that is as good as float32 scores. "qr": Householder QR of row
         blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both are corrected
@@ -159,9 +159,9 @@ def leverage_scores(
         rows are given the score 1 instead.
     sketch_size : int or (int, int), optional
         Rows of the sketch of "countsketch", "osnap" (rounded up to a multiple of 4) and "srht", and with a pair also
-        the columns of a projection from the right; columns of the projection of "jl"; rows of the sample of "halving".
-        Default: 8 d for "osnap" and "srht"; 4 d² for "countsketch", but no more than n/8 or 16 d; 8 ln n for "jl";
-        n/8, but at least 8 d, for "halving". A ValueError with the exact methods.
+        the columns of a projection from the right; columns of the projection of "jl". Default: 8 d for "osnap" and
+        "srht"; 4 d² for "countsketch", but no more than n/8 or 16 d; 8 ln n for "jl". A ValueError with the exact
+        methods.
     rng : int or numpy.random.Generator, optional
         Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
 
@@ -201,10 +201,8 @@ def leverage_scores(
     there.) They take one pass less over K, of n d² operations, than the exact methods: nothing is won up to d of
     about 256. "jl" projects the keys, whitened exactly, to `sketch_size` k columns, and a second number of
     `sketch_size` does so with sketched ones: each score is then multiplied by χ²_k/k, whose standard deviation is
-    √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help. "halving"
-    compares the keys with some of their rows: fewer rows have a smaller second moment, so that it *over-estimates*
-    every score, with no failure probability; by about the share of the rows for keys without coherent rows.
-    Directions may err both ways for all others; `universal_set` turns them into upper bounds.
+    √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help.
+    Approximate scores may err both ways; `universal_set` turns them into upper bounds.
 
     References
     ----------
@@ -236,8 +234,5 @@ def _approximated(matrices: Matrices, method: str, center: Any, mask: Any, sketc
     """Return approximate scores, (b, n)."""
     left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
     rows = prepared(matrices, center, mask)
-    if method == "halving":
-        scores = halved_scores(rows, left, seed)
-        return to_device(scores if rows.format == "float64" else scores.astype(np.float32), rows.keys)
     factor = factor_moments(rows) if method == "jl" else sketched_factor(rows, method, left, seed)
     return (projected(factor, right, seed) if right else factor).scores()[0]

@@ -296,8 +296,7 @@ def universal_set(
     method : str, default "auto"
         For x² "gram", "qr" or "svd", see `leverage_scores`; else a certificate of `sensitivities`. The approximate
         methods of `leverage_scores` make a superset: their scores are raised by the distortion that they have,
-        which is measured, and so bound the true ones from above, but for a probability of 1e-6 (none for
-        "halving").
+        which is measured, and so bound the true ones from above, but for a probability of 1e-6.
     center : bool, default False
         Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
         centred keys and promises nothing over K itself: ``guarantee`` is "none".
@@ -351,8 +350,7 @@ def universal_set(
     float64, so that the set is exact.
 
     For the approximate methods the scores are divided by the least factor by which they can fall short. It is measured
-    on the second moment: exactly up to d = 320 and with `recheck`, by Lanczos' method beyond. "halving" has none, and
-    cannot fail.
+    on the second moment: exactly up to d = 320 and with `recheck`, by Lanczos' method beyond.
 
     A generator gives its chunks once, and is refused: `StreamingUniversalSet` takes them.
 

@@ -261,16 +261,15 @@ class Truth:
                 total = sum((x * int(count) for x, count in zip(values, counts, strict=True)), Decimal(0))
                 yield values[place], total
 
-    def softmax(self, scale: float) -> tuple[Float, Float]:
-        """Logits, rounded once, and exp of them less the largest of their row, to about 1e-13."""
+    def softmax(self, scale: float) -> Float:
+        """exp of the logits less the largest of their row, to about 1e-13."""
         Z, exponents = self.products
-        logits, powers = np.zeros(Z.shape), np.zeros(Z.shape)
+        powers = np.zeros(Z.shape)
         for i, row in enumerate(Z):
             unit = Fraction(scale) * fraction(1, int(exponents[i]))
             largest = max(row, default=0)
-            logits[i] = [quotient(z * unit.numerator, unit.denominator) for z in row]
             powers[i] = [math.exp(max(quotient((z - largest) * unit.numerator, unit.denominator), -1e4)) for z in row]
-        return logits, powers
+        return powers
 
     def output(self, V: Float, *, causal: bool = False) -> tuple[Whole, Whole, int]:
         """Numerators (m, v), denominators (m,) and the exponent of A V."""

@@ -63,10 +63,8 @@ def membership(
         yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
 
 
-def scores_hold(
-    truth: Truth, scores: Any, relative: float, *, raised: float = 0.0, above: bool = False
-) -> Iterator[Breach]:
-    """Scores lie in [0, 1] and are within their error of the truth; where a row counts as 1, or `above`, not below.
+def scores_hold(truth: Truth, scores: Any, relative: float, *, raised: float = 0.0) -> Iterator[Breach]:
+    """Scores lie in [0, 1] and are within their error of the truth; where a row counts as 1, not below.
 
     They may be higher by `raised`, relative to them, but no lower for that.
     """
@@ -82,11 +80,7 @@ def scores_hold(
         yield Breach(
             "score too low", f"{truth.scores[low][:3].tolist()} of rows {_few(low)}", f"{found[low][:3].tolist()}"
         )
-    high = (
-        (found > truth.scores * (1 + max(relative, raised)) + small) & (found < 1 - 1e-7)
-        if not above
-        else np.zeros(len(found), bool)
-    )
+    high = (found > truth.scores * (1 + max(relative, raised)) + small) & (found < 1 - 1e-7)
     if high.any():
         yield Breach(
             "score too high", f"{truth.scores[high][:3].tolist()} of rows {_few(high)}", f"{found[high][:3].tolist()}"

@@ -199,15 +199,6 @@ def judge_scores(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from promises.scores_hold(truth, result, relative)
 
 
-def above(K, mask, seed):
-    return levattn.leverage_scores(K, mask=mask, method="halving", rng=seed)
-
-
-def judge_above(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    relative = promises.SINGLE if case.storage != "float64" else 1e-9
-    yield from promises.scores_hold(truth, result, relative, above=True)
-
-
 def online(K, mask):
     return levattn.online_leverage_scores(K, mask=mask)
 
@@ -390,30 +381,6 @@ def judge_entries(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from promises.entries_hold(truth, result.entries.toarray(), case.epsilon, error)
 
 
-def mass(Q, K, epsilon, mask, seed):
-    universal = levattn.universal_set(K, epsilon, mask=mask, center=seed % 2 == 0)
-    return universal, levattn.softmax_mass(Q, K, universal, scale=0.5)
-
-
-def judge_mass(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    universal, found = result
-    present = np.ones(len(case.keys), bool) if case.mask is None else case.mask
-    logits, powers = truth.softmax(0.5)
-    chosen = np.asarray(universal.mask)
-    for i in range(len(case.queries)):
-        inner, outer = powers[i][chosen].sum(), powers[i][present & ~chosen].sum()
-        if inner + outer < 1e-290:  # the largest logit is that of a masked key
-            continue
-        true = inner / (inner + outer)
-        if not 0 <= found.lower[i] <= true * (1 + 1e-12) or not true * (1 - 1e-12) <= found.upper[i] <= 1:
-            yield Breach("softmax mass", f"{true!r} of query {i}", f"{found.lower[i]!r} to {found.upper[i]!r}")
-            return
-        highest = logits[i][present & ~chosen].max(initial=-np.inf)
-        if case.seed % 2 and not min(highest * (1 - 1e-12), highest * (1 + 1e-12)) <= found.logits_bound[i]:
-            yield Breach("logits bound", f"at least {highest!r} of query {i}", f"{found.logits_bound[i]!r}")
-            return
-
-
 def pruned(Q, K, V, mask, seed):
     from levattn.attention import pruned_attention
 
@@ -428,7 +395,7 @@ def judge_pruned(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     there = np.ones(len(case.keys), bool) if case.mask is None else case.mask
     if not there.any():
         return
-    _, weights = Truth(case.keys[there], case.queries).softmax(0.5)
+    weights = Truth(case.keys[there], case.queries).softmax(0.5)
     kept = dataclasses.replace(certificate, kept=np.asarray(certificate.kept)[there])
     unit = 2.0**-52 if case.storage == "float64" else 2.0**-23
     coarse = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(case.storage, unit)
@@ -658,7 +625,6 @@ ROUTES: dict[str, Route] = {
             for i, m in enumerate(("auto", "gram", "qr", "svd"))
         ),
         Route("threads", in_threads, judge_threads, partial(_above, 2000)),
-        Route("scores halving", above, judge_above, partial(_in_turn, 1, 3)),
         Route("online", online, judge_online, lambda case: _few(case) and _in_turn(0, 2, case)),
         Route("online future", online_future, judge_future, lambda case: _square(case) and _in_turn(1, 2, case)),
         *(
@@ -669,7 +635,7 @@ ROUTES: dict[str, Route] = {
                 partial(_in_turn, 2 * i + r, 5),
                 (("method", m), ("recheck", r)),
             )
-            for i, m in enumerate(("countsketch", "osnap", "srht", "jl", "halving"))
+            for i, m in enumerate(("countsketch", "osnap", "srht", "jl"))
             for r in (False, True)
         ),
         Route("stream", streamed, judge_stream),
@@ -695,7 +661,6 @@ ROUTES: dict[str, Route] = {
             "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
         ),
         Route("groups", grouped, judge_groups, partial(_in_turn, 0, 2)),
-        Route("mass", mass, judge_mass, partial(_in_turn, 1, 2)),
         Route("pruned", pruned, judge_pruned, lambda case: _few(case) and _tame(case) and _in_turn(0, 3, case)),
         *(_of_function(f"set {f}", of_function, judge_function, f) for f in FUNCTIONS),
         *(_of_function(f"size {f}", of_function_by_size, judge_function_size, f) for f in FUNCTIONS),

@@ -47,7 +47,7 @@ def test_1_by_each_certificate(method: str) -> None:
     assert 5000 in levattn.universal_set(_zero_column(), 0.5, f=f, method=names[method]).indices
 
 
-@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht", "jl", "halving"])
+@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht", "jl"])
 def test_1_by_sketches(method: str) -> None:
     assert 5000 in levattn.universal_set(_zero_column(), 0.5, method=method).indices
 
@@ -56,19 +56,6 @@ def test_1_a_query_that_sees_the_column() -> None:
     K = _zero_column()
     q = np.array([[1.0, 0, 0], [1, 1, -3], [0, 0, 1]])
     _stands(K, q, np.ones((len(K), 2)), 0.5, "heavy", "heavy of a set", "decoding")
-    _mass_brackets(K, q)
-
-
-def _mass_brackets(K: Any, Q: Any) -> None:
-    """The bounds of `softmax_mass` hold what long double finds."""
-    scale = 1 / math.sqrt(K.shape[1])
-    universal = levattn.universal_set(K, size=max(len(K) // 20, 1))
-    mass = levattn.softmax_mass(Q, K, universal, scale=scale)
-    logits = (np.asarray(Q, np.longdouble) @ np.asarray(K, np.longdouble).T) * scale
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    share = weights[:, universal.mask].sum(axis=1) / weights.sum(axis=1)
-    assert np.all(mass.lower <= share * (1 + 1e-9))
-    assert np.all(share <= mass.upper * (1 + 1e-9))
 
 
 @pytest.mark.parametrize("gap", [1e-10, 1e-7, 1e-12])
@@ -103,12 +90,6 @@ def test_2_the_entry_above_epsilon() -> None:
     epsilon = float(A.max() * (1 - 1e-7))
     V = rng.standard_normal((30, 2))
     _stands(K, Q, V, epsilon, "heavy", "heavy of a set", "decoding")
-
-
-def test_2_softmax_mass() -> None:
-    K = np.random.default_rng(0).standard_normal((2000, 8))
-    K[:, 1] = K[:, 0] + 1e-10 * K[:, 1]
-    _mass_brackets(K, 3 * np.eye(8)[2:])
 
 
 def test_3_causal_entries_before_a_key_that_is_much_larger() -> None:

@@ -173,7 +173,6 @@ SKETCHED = (
     ("osnap", 128),
     ("srht", 128),
     ("jl", 4),
-    ("halving", 256),
     ("countsketch", (256, 4)),
 )
 FUNCTIONS = (1.0, 3.0, 4.0, levattn.Huber(1.0), levattn.Tukey(1.0), levattn.L1L2(), levattn.Fair(1.0))
@@ -214,7 +213,6 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
     "normalisers": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).normalizers,
     "outputs": lambda k, q, v: levattn.heavy_attention(q, k, 0.05).apply(v)[0],
     "causal": lambda k, *_: levattn.heavy_attention(k[:150], k[:150], 0.05, causal=True).entries.toarray(),
-    "softmax mass": lambda k, q, _: levattn.softmax_mass(q, k, levattn.universal_set(k, 0.05)).lower,
     "two passes": lambda k, *_: levattn.universal_set(lambda: [k[:1000], k[1000:]], 0.05).mask,
 }
 

@@ -289,18 +289,6 @@ def test_other_keys_are_refused() -> None:
             levattn.heavy_attention(K, other, 0.1, universal=found)
 
 
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("name", ["gaussian", "integers", "copies"])
-def test_softmax_mass_is_bracketed(name: str, center: bool) -> None:
-    K = CASES[name]
-    Q = gauss(20, K.shape[1], 4)
-    universal = levattn.universal_set(K, size=len(K) // 2, center=center)
-    found = levattn.softmax_mass(Q, K, universal, scale=0.3)
-    exact = np.stack([naive.softmax(0.3 * K @ q) for q in Q])[:, universal.mask].sum(axis=1)
-    assert (found.lower <= exact * (1 + DOUBLE)).all()
-    assert (found.upper >= exact * (1 - DOUBLE)).all()
-
-
 def test_projected_normalizers_and_recovered_entries() -> None:
     K = np.vstack([10 * gauss(2, 40), copies()[:, :20] @ gauss(20, 40, 9)])
     exact = levattn.heavy_attention(K, K, 0.3)
@@ -388,7 +376,6 @@ def test_memory_is_that_of_a_few_copies_of_the_keys(repeated: int) -> None:
         "centred": lambda: levattn.leverage_scores(K, center=True),
         "set": lambda: levattn.universal_set(K, 0.1),
         "heavy": lambda: levattn.heavy_attention(K, K, 0.1, universal=universal).apply(K[:, :8]),
-        "mass": lambda: levattn.softmax_mass(K, K, universal),
         "huber": lambda: levattn.universal_set(K, 0.1, f=Huber(1.0)),
         "softmax": lambda: levattn.universal_set(K, 0.1, f=Softmax(1.0)),
         "groups": lambda: levattn.group_leverage(K, np.arange(16) // 4),

@@ -166,7 +166,6 @@ def pruned_attention(
     See Also
     --------
     levattn.universal_set : The keys that can receive a large score at all, for f(x) = x² and others, with proof.
-    levattn.softmax_mass : Other bounds of the softmax mass on such a set.
 
     Notes
     -----
