@@ -411,6 +411,55 @@ def _scale(x: Float) -> float:
     return float(2.0 ** np.frexp(largest)[1]) if largest > 0 else 1.0
 
 
+# -- other functions -----------------------------------------------------------------
+
+
+def largest_scores(K: ArrayLike, f: Callable[[Float], Any], *, seed: int = 0) -> Float:
+    """Scores of an even f that some queries do give the keys: nearly the largest ones, for few keys.
+
+    Queries start as the worst ones of x², as ones that are orthogonal to all keys but some and as random ones, in many
+    sizes; random steps improve the best of each key. The rounding of products counts against the key.
+    """
+    keys = np.asarray(K, dtype=np.float64)
+    result = np.zeros(len(keys))
+    live = np.flatnonzero(keys.any(axis=1))
+    if live.size == 0:
+        return result
+    keys, rng = keys[live], np.random.default_rng(seed)
+    _, s, Vt = np.linalg.svd(keys, full_matrices=False)
+    rank = int(np.count_nonzero(s > 1e-12 * s[0]))
+    turn, own = Vt[:rank] / s[:rank, None], np.arange(len(keys))
+    whitened = keys @ turn.T
+
+    def scores(Q: Float) -> Float:
+        size = np.abs(Q @ keys.T)
+        doubt = 4 * keys.shape[1] * np.finfo(np.float64).eps * (np.abs(Q) @ np.abs(keys).T)
+        return np.asarray(f(np.maximum(size - doubt, 0)) / np.sum(f(size + doubt), axis=-1, keepdims=True))
+
+    others = whitened[rng.integers(len(keys), size=(300, rank - 1))]
+    orthogonal = np.linalg.svd(others, full_matrices=True)[2][:, -1]
+    starts = np.vstack([whitened, orthogonal, rng.standard_normal((300, rank))]) @ turn
+    starts /= np.max(np.abs(starts @ keys.T), axis=1, keepdims=True)
+    tried = np.geomspace(1e-4, 1e10, 43)[:, None, None] * starts
+    top = np.stack([scores(Q).argmax(axis=0) for Q in tried])
+    Q = np.take_along_axis(tried, top[:, :, None], axis=1)  # for each size and key
+    best, spread = scores(Q)[:, own, own], np.full((len(Q), len(keys)), 0.3)
+    for step in range(600):
+        if step == 40:
+            kept = np.argsort(-best, axis=0)[:4]
+            best, spread = (np.take_along_axis(x, kept, axis=0) for x in (best, spread))
+            Q = np.take_along_axis(Q, kept[:, :, None], axis=0)
+        length = np.linalg.norm(Q @ Vt[:rank].T * s[:rank], axis=2) / np.sqrt(rank)
+        trial = Q + (spread * length)[:, :, None] * (rng.standard_normal((*best.shape, rank)) @ turn)
+        trial *= np.exp(spread * rng.standard_normal(best.shape))[:, :, None]
+        value = scores(trial)[:, own, own]
+        better = value > best
+        best, Q = np.where(better, value, best), np.where(better[:, :, None], trial, Q)
+        spread = np.clip(spread * np.where(better, 1.5, 0.9), 1e-8, 1)
+    result[live] = best.max(axis=0)
+    return result
+
+
 # -- groups --------------------------------------------------------------------------
 
 

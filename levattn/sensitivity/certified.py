@@ -186,7 +186,7 @@ def sensitivities(
         converged or not. "lift": for even p the leverage scores of all products of p/2 coordinates. "block": for
         every function of the protocol, from the leverage scores against the blocks of a random partition; of growth
         above 2 from Lewis weights of the blocks. "jensen": for `Softmax` from the distances of the keys to their
-        mean. "ball": the same, and steps of a concave programme for the keys whose bound is still at least ε.
+        mean. "ball": the same, and steps of a concave program for the keys whose bound is still at least ε.
         "auto": the element-wise minimum of those that apply and are not too large.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have bound 0.

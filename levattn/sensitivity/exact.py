@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices, to_float64
 from levattn.exceptions import NonFiniteError
-from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, as_function
+from levattn.functions import Power, Softmax, as_function
 from levattn.linalg.factor import rank_tolerance
 
 __all__ = ["ExactSensitivities", "exact_sensitivities"]
@@ -39,28 +39,24 @@ class ExactSensitivities:
     Attributes
     ----------
     lower : array of shape (n,), float64
-        A ratio that some query reaches, or comes as close to as one likes: never above the sensitivity, but for
-        rounding.
+        A ratio that some query reaches: never above the sensitivity, but for rounding.
     upper : array of shape (n,), float64
         Proven by duality or enumeration: never below the sensitivity, but for rounding. 1 where nothing is proven.
     queries : array of shape (n, d), float64
         Row j is a query that gives key j the score ``lower[j]`` among the keys, for `Softmax` an admitted one; zeros
-        for a key of sensitivity 0, as zero keys mostly have. Computed in float64 the score agrees with `lower` to
-        about :math:`10^{-15}` times the condition number of the keys with scaled columns; for `Softmax`, times the
-        largest logit. It does less well for p < 1, to the power p of that, because the best queries are orthogonal
-        to r − 1 keys and their rounded values are not; for the same reason for functions of one's own whose best
-        queries grow without bound; and where float64 does not hold the query, which is then scaled down (functions
-        other than powers, for columns below 1e-280).
+        for a key of sensitivity 0. Computed in float64 the score agrees with `lower` to about :math:`10^{-15}` times
+        the condition number of the keys with scaled columns; for `Softmax`, times the largest logit. It does less
+        well for p < 1, to the power p of that, because the best queries are orthogonal to r − 1 keys and their
+        rounded values are not.
     method : str
-        "svd", "linear programme", "convex programme", "vertices" or "concave programme", which bracket the
-        sensitivity on both sides; "line search" or "search", of which only `lower` means anything.
+        "svd", "linear program", "convex program", "vertices" or "concave program".
 
     Examples
     --------
     >>> import numpy as np, levattn
     >>> found = levattn.exact_sensitivities(np.array([[1.0], [0.5]]), 1)
     >>> found.lower.round(6), found.method
-    (array([0.666667, 0.333333]), 'linear programme')
+    (array([0.666667, 0.333333]), 'linear program')
 
     The worst queries of keys are what a set of keys has to stand:
 
@@ -84,16 +80,15 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     .. math:: \sigma_j = \sup_y f(\langle k_j, y\rangle) / \sum_l f(\langle k_l, y\rangle),
 
-    over the y with a positive sum; for `Softmax`, over the queries that it admits.
+    over the y with a positive sum; for `Softmax`, over the queries that it admits. For other functions no exact method
+    is known: `sensitivities` gives certified upper bounds of theirs.
 
     Each one is returned as a bracket, ``lower <= σ <= upper``. The lower end is the ratio at a query that was found.
-    The upper end is a proof that there is no better one: a feasible point of the dual programme (`Power`, p ≥ 1), the
+    The upper end is a proof that there is no better one: a feasible point of the dual program (`Power`, p ≥ 1), the
     enumeration of all candidates (p < 1), a tangent plane (`Softmax`). The relative width is about 1e-11 where the
     iteration converged, which it does but for exponents near 1, for logits in the millions, and for keys of very
     different sizes; where it did not, the bracket is wider, and still valid. It also is for p < 1, by about
-    :math:`10^{-15p}`, where r keys or more are orthogonal to one query, because rounding hides that they are. For
-    `Huber`, `L1L2`, `Fair`, `Tukey` and functions of one's own no exact method is known: `upper` is 1, and `lower`
-    is the best that a deterministic search found; it may fall short.
+    :math:`10^{-15p}`, where r keys or more are orthogonal to one query, because rounding hides that they are.
 
     All of it holds up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
     scaled columns). A key that reaches outside the numerical row space by more than rounding has `upper` 1, and so has
@@ -103,8 +98,8 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     ----------
     K : array of shape (n, d)
         Keys, one a row, with n up to 2000. Of real floating dtype, and any kind that `leverage_scores` takes.
-    f : float or attention function, default 2
-        An exponent p > 0, one of `Power`, `Huber`, `Tukey`, `L1L2`, `Fair` and `Softmax`, or an `AttentionFunction`.
+    f : float, Power or Softmax, default 2
+        An exponent p > 0, `Power` of one, or `Softmax`.
 
     Returns
     -------
@@ -117,17 +112,18 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     TypeError
         If K is not an array of real floating dtype, or f is no attention function.
     ValueError
-        If K is not a matrix or too large for the method, or f is not admitted.
+        If K is not a matrix or too large for the method, or f is neither a power nor `Softmax`.
     NonFiniteError
         If the keys hold NaN or infinity; the first such rows are named.
 
     See Also
     --------
     leverage_scores : The sensitivities for f(x) = x², of any number of keys.
+    sensitivities : Certified upper bounds of the sensitivities for any f, of any number of keys.
 
     Notes
     -----
-    With r the rank: p = 2 costs O(n d²); p = 1 a linear programme of r rows and n columns for each key; other p > 1
+    With r the rank: p = 2 costs O(n d²); p = 1 a linear program of r rows and n columns for each key; other p > 1
     and `Softmax` some ten to some hundred steps of O(n r² + r³) for each key; p < 1 all C(n, r − 1) subsets of keys
     at O(n r + r³) each, and at most 2·10⁷ subsets times keys are taken. Equal keys are counted once.
 
@@ -152,10 +148,13 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     4 [0.8889 0.8889 0.8889]
     """
     f = as_function(f)
+    if not isinstance(f, Power | Softmax):
+        raise ValueError(
+            f"f is {f!r}; expected an exponent, Power or Softmax, for which there is an exact method. "
+            "Use sensitivities, which gives certified upper bounds for every attention function"
+        )
     keys = _keys(K)
-    if isinstance(f, Softmax):
-        return _of_softmax(keys, f)
-    return _of_even(keys, f)
+    return _of_softmax(keys, f) if isinstance(f, Softmax) else _of_power(keys, f)
 
 
 def _keys(K: Any) -> Floats:
@@ -167,7 +166,7 @@ def _keys(K: Any) -> Floats:
         )
     if matrices.n > _MOST_KEYS:
         raise ValueError(
-            f"K has n = {matrices.n} keys; expected at most {_MOST_KEYS}, because each is a programme of its own. "
+            f"K has n = {matrices.n} keys; expected at most {_MOST_KEYS}, because each is a program of its own. "
             "Use a certificate, such as leverage_scores, or fewer keys"
         )
     keys: Floats = to_float64(matrices.data, matrices.format)[0]
@@ -177,23 +176,20 @@ def _keys(K: Any) -> Floats:
     return keys
 
 
-def _of_even(keys: Floats, f: AttentionFunction) -> ExactSensitivities:
-    at_zero = float(np.asarray(f(np.zeros(1)), np.float64)[0])
-    live = np.ones(len(keys), bool) if at_zero > 0 else keys.any(axis=1)
+def _of_power(keys: Floats, f: Power) -> ExactSensitivities:
+    live = keys.any(axis=1)
     lower, upper, queries = np.zeros(len(keys)), np.zeros(len(keys)), np.zeros(keys.shape)
-    method, bracket = _method(f)
+    method, bracket = _method(f.p)
     if not live.any():
         return ExactSensitivities(lower, upper, queries, method)
     # Keys may be so much larger than the one sought that f overflows where it does not use the result.
     with np.errstate(over="ignore"):
         rows, inverse, counts = _distinct(_signed(keys[live]))
         basis, unreduced, outside = _reduce(rows, counts)
-        seen = (np.abs(basis).max(axis=1, initial=0.0) > _FAINT) | (at_zero > 0)
+        seen = np.abs(basis).max(axis=1, initial=0.0) > _FAINT
         low, high, y = np.zeros(len(rows)), np.ones(len(rows)), np.zeros(basis.shape)
         low[seen], high[seen], y[seen] = bracket(basis[seen], counts[seen])
-        if isinstance(f, Power):
-            y = _unit(y)  # the size does not matter, and the powers of numbers up to 1 do not overflow
-        q = unreduced(y)
+        q = unreduced(_unit(y))  # the size does not matter, and the powers of numbers up to 1 do not overflow
         # What B says of a row that it misses may be noise.
         low[outside] = np.diagonal(_scores(f, q[outside] @ rows.T, counts)[:, outside])
         high = np.where(outside, 1.0, np.maximum(high, low))
@@ -206,30 +202,21 @@ def _of_even(keys: Floats, f: AttentionFunction) -> ExactSensitivities:
 _Bracket = Callable[[Floats, Floats], tuple[Floats, Floats, Floats]]
 
 
-def _method(f: AttentionFunction) -> tuple[str, _Bracket]:
-    if isinstance(f, Power):
-        p = f.p
-        if p == 2:
-            return "svd", lambda B, _: (_by_leverage(B), _by_leverage(B), B)
-        if p == 1:
-            return "linear programme", _by_programme
-        if p > 1:
-            return "convex programme", lambda B, counts: _by_convex(B, counts, p)
-        return "vertices", lambda B, counts: _by_vertices(B, counts, p)
-    if isinstance(f, Huber | L1L2 | Fair):
-        return "line search", lambda B, counts: _by_line(B, counts, f)
-    return "search", lambda B, counts: _by_search(B, counts, f)
+def _method(p: float) -> tuple[str, _Bracket]:
+    if p == 2:
+        return "svd", lambda B, _: (_by_leverage(B), _by_leverage(B), B)
+    if p == 1:
+        return "linear program", _by_program
+    if p > 1:
+        return "convex program", lambda B, counts: _by_convex(B, counts, p)
+    return "vertices", lambda B, counts: _by_vertices(B, counts, p)
 
 
-def _scores(f: AttentionFunction, x: Floats, counts: Floats, doubt: Floats | float = 0.0) -> Floats:
-    """Return f(x) divided by its sum over the last axis, in which an entry stands for several keys.
-
-    The doubt about x counts against the score.
-    """
-    size = np.abs(x)
-    own, each = (np.asarray(f(z), np.float64) for z in (np.maximum(size - doubt, 0.0), size + doubt))
-    totals = (each @ counts)[:, None]
-    return np.asarray(np.divide(own, totals, out=np.zeros_like(own), where=totals > 0))
+def _scores(f: Power, x: Floats, counts: Floats) -> Floats:
+    """Return f(x) divided by its sum over the last axis, in which an entry stands for several keys."""
+    values = f(x)
+    totals = (values @ counts)[:, None]
+    return np.asarray(np.divide(values, totals, out=np.zeros_like(values), where=totals > 0))
 
 
 def _improve(best: Floats, queries: Floats, keys: npt.NDArray[np.intp], values: Floats, y: Floats) -> None:
@@ -308,11 +295,11 @@ def _feasible(z: Floats, B: Floats, counts: Floats, target: Floats) -> Floats:
     return z
 
 
-def _by_programme(B: Floats, counts: Floats) -> tuple[Floats, Floats, Floats]:
+def _by_program(B: Floats, counts: Floats) -> tuple[Floats, Floats, Floats]:
     """Bracket the sensitivities for p = 1; the queries give their keys the score 1.
 
     1/σ = min Σ c_l |⟨b_l, y⟩| over ⟨b_j, y⟩ = 1 is the largest s with Bᵀz = s b_j and |z_l| ≤ c_l. This dual is
-    the smaller programme; its multipliers are y.
+    the smaller program; its multipliers are y.
     """
     from scipy.optimize import linprog
 
@@ -350,7 +337,7 @@ def _by_convex(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, Flo
 
 
 def _least_powers(B: Floats, counts: Floats, p: float, keys: npt.NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
-    """Minimise Σ c_l |⟨b_l, y⟩|^p over ⟨b_j, y⟩ = 1 for each of the keys j.
+    """Minimize Σ c_l |⟨b_l, y⟩|^p over ⟨b_j, y⟩ = 1 for each of the keys j.
 
     The direction is that of iteratively reweighted least squares, which for a power also is Newton's, and the step
     is the best along it. The weighted residual w x of the least squares satisfies Bᵀ(w x) = b_j but for a factor,
@@ -359,7 +346,7 @@ def _least_powers(B: Floats, counts: Floats, p: float, keys: npt.NDArray[np.intp
     n, r = B.shape
     lower, upper, queries = np.zeros(len(keys)), np.ones(len(keys)), B[keys]
     outer = np.einsum("la,lb->lab", B, B).reshape(n, r * r)
-    q, longest = p / (p - 1), 2 * max(1.0, 1 / (p - 1))
+    q = p / (p - 1)
     at = np.arange(len(keys))
     y = B[keys]
     for _ in range(_STEPS):
@@ -382,15 +369,8 @@ def _least_powers(B: Floats, counts: Floats, p: float, keys: npt.NDArray[np.intp
             break
         at, y, x, target, newest = at[open_], y[open_], x[open_], target[open_], newest[open_]
         direction = newest / np.einsum("ja,ja->j", target, newest)[:, None] - y
-        y = y + _best_step(x, direction @ B.T, _power_slope(counts, p), longest)[:, None] * direction
+        y = y + _best_step(x, direction @ B.T, counts, p)[:, None] * direction
     return lower, upper, queries
-
-
-def _power_slope(counts: Floats, p: float) -> Callable[[Floats], Floats]:
-    def slope(x: Floats) -> Floats:
-        return np.asarray(counts * np.sign(x) * (np.abs(x) / np.abs(x).max(axis=1, keepdims=True)) ** (p - 1))
-
-    return slope
 
 
 def _solve(matrices: Floats, sides: Floats) -> Floats:
@@ -400,9 +380,13 @@ def _solve(matrices: Floats, sides: Floats) -> Floats:
     return np.asarray(np.linalg.solve(matrices + 1e-15 * trace * np.eye(r), sides[:, :, None])[:, :, 0])
 
 
-def _best_step(x: Floats, dx: Floats, slope: Callable[[Floats], Floats], longest: float) -> Floats:
-    """Return the step in [0, longest] at which a convex sum, of which `slope` has the terms' derivatives, is least."""
-    low, high = np.zeros(len(x)), np.full(len(x), longest)
+def _best_step(x: Floats, dx: Floats, counts: Floats, p: float) -> Floats:
+    """Return the step, at most twice that of Newton's method, at which Σ c_l |x_l + step dx_l|^p is least."""
+
+    def slope(x: Floats) -> Floats:
+        return np.asarray(counts * np.sign(x) * (np.abs(x) / np.abs(x).max(axis=1, keepdims=True)) ** (p - 1))
+
+    low, high = np.zeros(len(x)), np.full(len(x), 2 * max(1.0, 1 / (p - 1)))
     for _ in range(32):
         middle = (low + high) / 2
         rising = np.einsum("jl,jl->j", slope(x + middle[:, None] * dx), dx) > 0
@@ -452,168 +436,11 @@ def _by_vertices(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, F
     return lower, upper, queries
 
 
-# -- other even functions --------------------------------------------------------------
-
-
-def _slope(f: Huber | L1L2 | Fair, x: Floats) -> tuple[Floats, Floats]:
-    """Return f'(x)/x and f''(x)."""
-    size = np.abs(x)
-    if isinstance(f, Huber):
-        return f.delta / np.maximum(size, f.delta), (size < f.delta).astype(np.float64)
-    if isinstance(f, L1L2):
-        root = np.hypot(1.0, size / math.sqrt(2))
-        return 1 / root, root**-3.0
-    return 1 / (1 + size / f.c), (1 + size / f.c) ** -2.0
-
-
-def _by_line(B: Floats, counts: Floats, f: Huber | L1L2 | Fair) -> tuple[Floats, Floats, Floats]:
-    """Search max f(t)/m(t), where m(t) = min Σ c_l f(⟨b_l, y⟩) over ⟨b_j, y⟩ = t is a convex programme."""
-    n, r = B.shape
-    keys = np.arange(n)
-    linear, _, steep = _by_programme(B, counts)
-    squares = _by_leverage(B)
-    turn = f.delta if isinstance(f, Huber) else f.c if isinstance(f, Fair) else 1.0
-    # The limits t → 0 and t → ∞, by queries for which f(x) is x² and |x|, but for constants and rounding.
-    best, queries = squares.copy(), 2.0**-60 * turn * _unit(B)
-    _improve(best, queries, keys, linear, 2.0**60 * turn * steep)
-    grid = math.log(turn) + np.linspace(math.log(1e-4), math.log(1e4), 33)
-    starts = (B / squares[:, None], steep)
-
-    def reached(j: npt.NDArray[np.intp], t: Floats) -> tuple[Floats, Floats]:
-        sums, y = np.full(len(j), np.inf), np.zeros((len(j), r))
-        for part in _chunks(len(j), max(n, r**2)):
-            sums[part], y[part] = _least_sums(B, counts, f, j[part], t[part], starts)
-        return np.asarray(f(t) / sums), y
-
-    values, y = reached(np.repeat(keys, len(grid)), np.tile(np.exp(grid), n))
-    values = values.reshape(n, len(grid))
-    top = values.argmax(axis=1)
-    _improve(best, queries, keys, values.max(axis=1), y.reshape(n, len(grid), r)[keys, top])
-    low, high = grid[np.maximum(top - 1, 0)], grid[np.minimum(top + 1, len(grid) - 1)]
-    golden = (math.sqrt(5) - 1) / 2
-
-    def ratio(t: Floats) -> Floats:
-        values, y = reached(keys, np.exp(t))
-        _improve(best, queries, keys, values, y)
-        return values
-
-    inner = [high - golden * (high - low), low + golden * (high - low)]
-    ratios = [ratio(t) for t in inner]
-    for _ in range(30):
-        left = ratios[0] > ratios[1]
-        low, high = np.where(left, low, inner[0]), np.where(left, inner[1], high)
-        new = np.where(left, high - golden * (high - low), low + golden * (high - low))
-        value = ratio(new)
-        inner = [np.where(left, new, inner[1]), np.where(left, inner[0], new)]
-        ratios = [np.where(left, value, ratios[1]), np.where(left, ratios[0], value)]
-    return best, np.ones(n), queries
-
-
-def _least_sums(
-    B: Floats,
-    counts: Floats,
-    f: Huber | L1L2 | Fair,
-    keys: npt.NDArray[np.intp],
-    t: Floats,
-    starts: tuple[Floats, ...],
-) -> tuple[Floats, Floats]:
-    """Minimise Σ c_l f(⟨b_l, y⟩) over ⟨b_j, y⟩ = t for each pair of a key j and a t, by Newton's method."""
-    n, r = B.shape
-    outer = np.einsum("la,lb->lab", B, B).reshape(n, r * r)
-
-    def sums(y: Floats) -> Floats:
-        return np.asarray(f(y @ B.T) @ counts)
-
-    first = [start[keys] * t[:, None] for start in starts]
-    values = np.stack([sums(y) for y in first])
-    least: Floats = values.min(axis=0)
-    at = np.arange(len(keys))
-    queries = np.stack(first)[values.argmin(axis=0), at]
-    y = queries
-    for step in range(60):
-        target, x = B[keys[at]], y @ B.T
-        first_, second = _slope(f, x)
-        gradient = (counts * first_ * x) @ B
-        # Newton's curvature may vanish far off; that of reweighted least squares does not, and always descends.
-        weights = counts * (first_ if step % 4 == 0 else np.maximum(second, 1e-4 * first_))
-        matrices = (weights @ outer).reshape(-1, r, r)
-        free, held = _solve(matrices, gradient), _solve(matrices, target)
-        along = np.einsum("ja,ja->j", target, free) / np.einsum("ja,ja->j", target, held)
-        direction = along[:, None] * held - free
-        s = _best_step(x, direction @ B.T, lambda x: counts * _slope(f, x)[0] * x, 4.0)
-        y = y + s[:, None] * direction
-        y = y * (t[at] / np.einsum("ja,ja->j", target, y))[:, None]
-        value = sums(y)
-        gain = least[at] - value
-        less = gain > 0
-        least[at[less]], queries[at[less]] = value[less], y[less]
-        moving = (gain > 1e-14 * value) | (step < 5)
-        if not moving.any():
-            break
-        at, y = at[moving], y[moving]
-    return least, queries
-
-
-def _by_search(B: Floats, counts: Floats, f: AttentionFunction) -> tuple[Floats, Floats, Floats]:
-    """Search the best query of each key: many starts at many scales, random steps, then a simplex method."""
-    from scipy.optimize import minimize
-
-    n, r = B.shape
-    keys = np.arange(n)
-    rounding = 4 * r * _EPS * np.linalg.norm(B, axis=1)
-    rng = np.random.default_rng(0)
-
-    def scores(y: Floats) -> Floats:
-        doubt = rounding * np.linalg.norm(y, axis=1, keepdims=True)  # or it would find the queries of lucky rounding
-        return _scores(f, y @ B.T, counts, doubt)
-
-    best, queries = scores(np.zeros((1, r)))[0], np.zeros(B.shape)
-    live = np.flatnonzero(B.any(axis=1))
-    if not live.size:
-        return best, np.ones(n), queries
-    subsets = live[rng.integers(len(live), size=(300, r - 1))]
-    vertices = np.linalg.svd(B[subsets], full_matrices=True)[2][:, -1]
-    directions = np.concatenate([B[live], vertices, rng.standard_normal((300, r))])
-    reach = np.abs(directions @ B.T).max(axis=1, initial=0.0)
-    directions = directions[reach > 0] / reach[reach > 0][:, None]
-    # One start a scale: the best starts of all scales together would be neighbours.
-    scales = np.geomspace(1e-4, 1e6, 31)
-    found, points = np.zeros((len(scales), n)), np.zeros((len(scales), n, r))
-    for scale, top, point in zip(scales, found, points, strict=True):
-        for part in _chunks(len(directions), n):
-            values = scores(scale * directions[part])
-            _improve(top, point, keys, values.max(axis=0), scale * directions[part][values.argmax(axis=0)])
-    spread = np.full(found.shape, 0.3)
-    for step in range(200):
-        if step == 40:
-            order = np.argsort(-found, axis=0, kind="stable")[:4]
-            found, spread = np.take_along_axis(found, order, axis=0), np.take_along_axis(spread, order, axis=0)
-            points = np.take_along_axis(points, order[:, :, None], axis=0)
-        size = spread[:, :, None] * np.linalg.norm(points, axis=2, keepdims=True) / math.sqrt(r)
-        y = points + size * rng.standard_normal(points.shape)
-        y *= np.exp(spread * rng.standard_normal(spread.shape))[:, :, None]
-        value = np.stack([np.diagonal(scores(each)) for each in y])
-        better = value > found
-        found, points = np.where(better, value, found), np.where(better[:, :, None], y, points)
-        spread = np.clip(np.where(better, 1.5 * spread, 0.9 * spread), 1e-8, 1.0)
-    _improve(best, queries, keys, found.max(axis=0), points[found.argmax(axis=0), keys])
-    for j in live.tolist():
-
-        def worth(y: Floats, j: int = j) -> float:
-            return -float(scores(y[None])[0, j])
-
-        for start in points[:, j]:
-            options: Any = {"xatol": 1e-10 * float(np.abs(start).max()), "fatol": 1e-12, "maxiter": 150 * r}
-            result = minimize(worth, start, method="Nelder-Mead", options=options)
-            _improve(best, queries, keys[j : j + 1], np.array([-float(result.fun)]), result.x[None])
-    return np.diagonal(_scores(f, queries @ B.T, counts)), np.ones(n), queries
-
-
 # -- softmax ---------------------------------------------------------------------------
 
 
 def _of_softmax(keys: Floats, f: Softmax) -> ExactSensitivities:
-    method = "concave programme"
+    method = "concave program"
     root = f.root(keys.shape[1])
     if len(keys) == 0:
         return ExactSensitivities(np.zeros(0), np.zeros(0), np.zeros(keys.shape), method)
@@ -637,7 +464,7 @@ def _of_softmax(keys: Floats, f: Softmax) -> ExactSensitivities:
 def _most_logits(A: Floats, log_counts: Floats, keys: npt.NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
     """Bracket the largest ⟨a_j, u⟩ − log Σ c_l exp⟨a_l, u⟩ over ‖u‖ ≤ 1 for each of the keys j.
 
-    Each step maximises the quadratic model in the ball and goes the best part of the way. The function is concave,
+    Each step maximizes the quadratic model in the ball and goes the best part of the way. The function is concave,
     so the largest value of its tangent plane in the ball is an upper bound.
     """
     n, r = A.shape
@@ -683,7 +510,7 @@ def _most_logits(A: Floats, log_counts: Floats, keys: npt.NDArray[np.intp]) -> t
 
 
 def _ball_step(matrices: Floats, sides: Floats) -> Floats:
-    """Minimise vᵀNv/2 − ⟨c, v⟩ over ‖v‖ ≤ 1, for positive semi-definite N."""
+    """Minimize vᵀNv/2 − ⟨c, v⟩ over ‖v‖ ≤ 1, for positive semi-definite N."""
     values, vectors = np.linalg.eigh(matrices)
     values = np.maximum(values, 1e-15 * values[:, -1:])
     c = np.einsum("jab,ja->jb", vectors, sides)

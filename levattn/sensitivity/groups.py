@@ -276,7 +276,7 @@ def near_duplicates(
     θ/π)^k. The number of rounds R, each with hyperplanes of its own, is such that (1 − (1 − angle/2π)^k)^R is at most
     1e-4: 8 for n = 10⁵ and the default, 3 for small angles, about 170 for π/4. In a round keys of the same signature
     are compared with the first of them, those that are far from it with the first of those, and so on up to four
-    times. Time O(n d² + R n (d k + log n)), memory O(n d), whatever the keys.
+    times. Time O(n d² + R n (d k + log n)), memory O(n d), whatever the keys. All pairs would take O(n² d).
 
     References
     ----------

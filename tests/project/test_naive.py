@@ -176,3 +176,20 @@ def test_condition_number() -> None:
     K = strategies.conditioned(np.random.default_rng(5), 100, 6, 1e4)
     assert naive.condition_number(K) == pytest.approx(1e4, rel=1e-6)
     assert naive.condition_number(np.hstack([K, K[:, :2]])) == pytest.approx(1e4, rel=1)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_largest_scores_are_reached_and_nearly_the_largest(columns: int) -> None:
+    rng = np.random.default_rng(columns)
+    K = rng.standard_normal((12, 3))[:, :columns] * np.clip(np.abs(rng.standard_cauchy((12, 1))), 0.1, 10)
+    K[3], K[5] = K[4], 0
+    exact = naive.leverage_exact(K)
+    found = naive.largest_scores(K, np.square)
+    assert np.all(found <= exact * (1 + 1e-12))
+    assert np.all(found >= exact * 0.999)
+
+
+def test_largest_scores_of_functions_with_a_limit() -> None:
+    """A huge query gives all keys the same, and one that is orthogonal to all but a few gives it to these."""
+    K = np.vstack([np.eye(3), np.eye(3)[:1] / 8])
+    np.testing.assert_allclose(naive.largest_scores(K, lambda x: np.minimum(np.abs(x), 1)), [8 / 9, 1, 1, 1 / 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -22,24 +23,7 @@ from levattn.sensitivity.exact import (
 from strategies import more
 
 POWERS = (0.5, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6)
-OTHERS = (Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0))
 CLOSED = 1e-10  # the width at which the solvers stop is 1e-11
-
-
-class Cauchy:
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.log1p(x * x)
-
-
-class Floor:
-    """A function with f(0) > 0: the limit of growth p → 0 for small x."""
-
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.maximum(np.abs(x), 1.0)
 
 
 def gauss(n: int, d: int, seed: int = 0) -> np.ndarray:
@@ -83,16 +67,16 @@ def test_two_parallel_keys(p: float) -> None:
     np.testing.assert_allclose(found.lower, [1 / (1 + 0.5**p), 1 / (1 + 2**p)], rtol=1e-12)
 
 
-@pytest.mark.parametrize("f", [*POWERS, *OTHERS, Softmax(3.0), Cauchy()])
+@pytest.mark.parametrize("f", [*POWERS, Softmax(3.0)])
 def test_one_key_has_all_attention(f: Any) -> None:
     found = exact_sensitivities(np.array([[3.0, -4.0]]), f)
     np.testing.assert_allclose(found.lower, 1, rtol=1e-12)
     np.testing.assert_array_equal(found.upper, 1)
 
 
-@pytest.mark.parametrize("f", [*POWERS, *OTHERS, Cauchy()])
-def test_independent_keys_have_all_attention(f: Any) -> None:
-    found = exact_sensitivities(gauss(3, 5), f)
+@pytest.mark.parametrize("p", POWERS)
+def test_independent_keys_have_all_attention(p: float) -> None:
+    found = exact_sensitivities(gauss(3, 5), p)
     np.testing.assert_allclose(found.lower, 1, rtol=1e-9)
     np.testing.assert_allclose(found.upper, 1, rtol=1e-12)
 
@@ -120,7 +104,7 @@ def test_softmax_of_two_keys() -> None:
 
 @pytest.mark.parametrize("make", [gauss, spiky])
 @pytest.mark.parametrize(("n", "d"), [(14, 3), (12, 4), (9, 1), (11, 2)])
-def test_linear_programme_equals_the_vertices(make: Any, n: int, d: int) -> None:
+def test_linear_program_equals_the_vertices(make: Any, n: int, d: int) -> None:
     K = make(n, d)
     found = exact_sensitivities(K, 1)
     assert_bracket(found)
@@ -131,7 +115,7 @@ def test_linear_programme_equals_the_vertices(make: Any, n: int, d: int) -> None
 
 
 @pytest.mark.parametrize("make", [gauss, spiky])
-def test_convex_programme_at_two_equals_the_svd(make: Any) -> None:
+def test_convex_program_at_two_equals_the_svd(make: Any) -> None:
     K = make(30, 5)
     rows, inverse, counts = _distinct(K)
     low, high, _ = _by_convex(_reduce(rows, counts)[0], counts, 2.0)
@@ -144,7 +128,7 @@ def test_convex_programme_at_two_equals_the_svd(make: Any) -> None:
 
 
 @pytest.mark.parametrize("p", [1.5, 3, 4])
-def test_convex_programme_equals_a_general_solver(p: float) -> None:
+def test_convex_program_equals_a_general_solver(p: float) -> None:
     K = gauss(14, 3)
     found = exact_sensitivities(K, p)
     for j in range(3):
@@ -176,18 +160,6 @@ def test_softmax_equals_a_general_solver(radius: float) -> None:
         assert abs(np.exp(-result.fun) / found.lower[j] - 1) < 1e-6  # the constraint holds to no more
 
 
-def test_line_search_is_no_worse_than_the_general_search() -> None:
-    class Same:
-        growth, monotone = 2.0, True
-        __call__ = staticmethod(L1L2())
-
-    K = spiky(8, 3)
-    line, search = exact_sensitivities(K, L1L2()), exact_sensitivities(K, Same())
-    assert (line.method, search.method) == ("line search", "search")
-    assert np.all(line.lower >= search.lower * (1 - 1e-9))
-    np.testing.assert_allclose(search.lower, line.lower, rtol=1e-3)  # and the general one is no bad one
-
-
 # -- queries at random -----------------------------------------------------------------
 
 
@@ -200,14 +172,6 @@ def test_no_query_beats_a_power(make: Any, p: float) -> None:
     reached = drawn(K, Power(p))
     assert np.all(reached <= found.upper * (1 + 1e-12))
     assert np.all(reached >= 0.5 * found.lower)
-
-
-@pytest.mark.parametrize("f", [Floor(), Cauchy(), *more(OTHERS)])
-def test_no_query_beats_the_search(f: Any) -> None:
-    K = spiky(10, 3)
-    found = exact_sensitivities(K, f)
-    assert np.all(drawn(K, f) <= found.lower * (1 + 1e-9))
-    np.testing.assert_array_equal(found.upper, 1)
 
 
 @pytest.mark.parametrize("shape", ["ball", "ellipsoid", "flat"])
@@ -223,15 +187,6 @@ def test_no_query_beats_softmax(shape: str) -> None:
     reached = np.exp(logits - logsumexp(logits, axis=1, keepdims=True)).max(axis=0)
     assert np.all(reached <= found.upper * (1 + 1e-12))
     assert np.all(reached >= 0.99 * found.lower)
-
-
-@pytest.mark.parametrize("f", [Huber(1.0), L1L2(), Fair(1.4)])
-def test_between_quadratic_and_linear(f: Any) -> None:
-    """For small queries these functions are x², for large ones |x|."""
-    K = gauss(14, 3)
-    found = exact_sensitivities(K, f).lower
-    for p in (1, 2):
-        assert np.all(found >= exact_sensitivities(K, p).lower * (1 - 1e-9))
 
 
 # -- queries that reach the lower ends -------------------------------------------------
@@ -271,34 +226,30 @@ def rounding(K: np.ndarray) -> float:
     return float(8 * K.shape[1] * np.finfo(float).eps * s[0] / s[s > 1e-13 * s[0]].min(initial=s[0])) if s[0] else 0.0
 
 
-@pytest.mark.parametrize("f", [*map(Power, POWERS), *OTHERS, Floor()])
+@pytest.mark.parametrize("p", POWERS)
 @pytest.mark.parametrize("name", REACHED)
-def test_queries_reach_the_lower_ends(name: str, f: Any) -> None:
+def test_queries_reach_the_lower_ends(name: str, p: float) -> None:
     K = REACHED[name]
-    found = exact_sensitivities(K, f)
+    found = exact_sensitivities(K, p)
     assert found.queries.shape == K.shape
     assert found.queries.dtype == np.float64
-    with np.errstate(over="ignore"):  # Fair, far off
-        reached = at_their_queries(K, f, found.queries)
-    rtol = 1e-14 + rounding(K)
-    if isinstance(f, Power):
-        rtol *= max(f.p, 1)
-        if f.p < 1:  # the keys that should score 0 score |rounding|^p
-            rtol = K.shape[1] * rtol**f.p
+    reached = at_their_queries(K, Power(p), found.queries)
+    rtol = max(p, 1) * (1e-14 + rounding(K))
+    if p < 1:  # the keys that should score 0 score |rounding|^p
+        rtol = K.shape[1] * rtol**p
     np.testing.assert_allclose(reached, found.lower, rtol=rtol, atol=1e-250)
     live = K.any(axis=1)
-    assert not found.queries[~live].any() or isinstance(f, Floor)
+    assert not found.queries[~live].any()
     assert np.all(np.abs(found.queries @ K.T)[:, live] < 1e100)  # far from the end of the range
 
 
 @pytest.mark.parametrize("scale", [1e250, 1e-250])
-@pytest.mark.parametrize("f", [*map(Power, POWERS), *OTHERS])
-def test_queries_of_very_large_and_very_small_keys(scale: float, f: Any) -> None:
+@pytest.mark.parametrize("p", POWERS)
+def test_queries_of_very_large_and_very_small_keys(scale: float, p: float) -> None:
     for K in (scale * gauss(6, 3), gauss(6, 3) * [scale, 1.0, 1 / scale]):
-        found = exact_sensitivities(K, f)
-        with np.errstate(over="ignore"):  # Fair, far off
-            reached = at_their_queries(K, f, found.queries)
-        np.testing.assert_allclose(reached, found.lower, rtol=1e-7 if f == Power(0.5) else 1e-13)
+        found = exact_sensitivities(K, p)
+        reached = at_their_queries(K, Power(p), found.queries)
+        np.testing.assert_allclose(reached, found.lower, rtol=1e-7 if p == 0.5 else 1e-13)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
@@ -306,16 +257,6 @@ def test_queries_are_finite_where_float64_ends(p: float) -> None:
     K = gauss(10, 3) * [1e-318, 1.0, 1e-312]
     found = exact_sensitivities(K, p)
     np.testing.assert_allclose(at_their_queries(K, Power(p), found.queries), found.lower, rtol=1e-12)
-    assert np.isfinite(exact_sensitivities(K, Huber()).queries).all()
-
-
-def test_queries_of_a_slow_function_are_no_lucky_rounding() -> None:
-    """The best queries have no bound: log(1 + x²) of huge scores, and of the rounding of those that should be 0."""
-    for K in (gauss(8, 3), spiky(12, 3)):
-        found = exact_sensitivities(K, Cauchy())
-        for dtype in (np.float64, np.longdouble):
-            reached = at_their_queries(K.astype(dtype), Cauchy(), found.queries.astype(dtype))
-            np.testing.assert_allclose(reached.astype(float), found.lower, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in REACHED if name != "graded columns"])
@@ -337,18 +278,17 @@ def test_queries_of_softmax_reach_the_lower_ends_and_are_admitted(name: str, mat
 # -- invariance ------------------------------------------------------------------------
 
 
-def same(f: Any, one: np.ndarray, other: np.ndarray, rtol: float = CLOSED) -> None:
+def same(f: Any, one: np.ndarray, other: np.ndarray) -> None:
     first, second = exact_sensitivities(one, f), exact_sensitivities(other, f)
-    np.testing.assert_allclose(first.lower, second.lower, rtol=rtol)
-    np.testing.assert_allclose(first.upper, second.upper, rtol=rtol)
+    np.testing.assert_allclose(first.lower, second.lower, rtol=CLOSED)
+    np.testing.assert_allclose(first.upper, second.upper, rtol=CLOSED)
 
 
-@pytest.mark.parametrize("f", [*POWERS, Huber(1.0)])
-def test_basis_of_the_queries_does_not_matter(f: Any) -> None:
+@pytest.mark.parametrize("p", POWERS)
+def test_basis_of_the_queries_does_not_matter(p: float) -> None:
     K = gauss(12, 3)
-    rtol = CLOSED if f in POWERS else 1e-6  # of the line search
-    same(f, K, K @ gauss(3, 3, 5), rtol)
-    same(f, K, K @ gauss(3, 5, 6), rtol)  # rank-deficient: d = 5, r = 3
+    same(p, K, K @ gauss(3, 3, 5))
+    same(p, K, K @ gauss(3, 5, 6))  # rank-deficient: d = 5, r = 3
 
 
 @pytest.mark.parametrize("p", POWERS)
@@ -386,18 +326,14 @@ def test_softmax_does_not_see_a_shift() -> None:
 
 
 def test_without_keys() -> None:
-    for f in (0.5, 1, 2, 3, Huber(), Tukey(), Softmax(1.0)):
+    for f in (0.5, 1, 2, 3, Softmax(1.0)):
         found = exact_sensitivities(np.zeros((0, 3)), f)
         assert found.lower.shape == found.upper.shape == (0,)
         assert found.queries.shape == (0, 3)
 
 
-def test_zero_keys_where_f_of_zero_is_positive() -> None:
+def test_zero_keys_share_softmax() -> None:
     np.testing.assert_allclose(exact_sensitivities(np.zeros((4, 2)), Softmax(1.0)).lower, 0.25, rtol=1e-12)
-    np.testing.assert_allclose(exact_sensitivities(np.zeros((4, 2)), Floor()).lower, 0.25, rtol=1e-12)
-    found = exact_sensitivities(np.array([[0.0, 0.0], [1.0, 0.0]]), Floor())
-    assert found.lower[0] == 0.5
-    assert found.lower[1] > 0.999
 
 
 @pytest.mark.parametrize("size", [1e3, 1e90, *more([1e6, 1e12])])
@@ -419,14 +355,14 @@ def test_key_outside_the_numerical_row_space() -> None:
 
 
 # A power of each method
-@pytest.mark.parametrize("f", [0.5, 1, 1.5, 2, 4, OTHERS[0], *more([1.2, 2.5, 3, 6, *OTHERS[1:]])])
-def test_keys_too_small_to_be_seen(f: Any) -> None:
+@pytest.mark.parametrize("p", [0.5, 1, 1.5, 2, 4, *more([1.2, 2.5, 3, 6])])
+def test_keys_too_small_to_be_seen(p: float) -> None:
     """Their products with queries underflow when they are squared: no warning, and no claim that they score 0."""
     K = gauss(6, 3)
     K[0] *= 1e-200
-    found = exact_sensitivities(K, f)
+    found = exact_sensitivities(K, p)
     assert (found.lower[0], found.upper[0]) == (0, 1)
-    np.testing.assert_allclose(found.lower[1:], exact_sensitivities(K[1:], f).lower, rtol=1e-9)
+    np.testing.assert_allclose(found.lower[1:], exact_sensitivities(K[1:], p).lower, rtol=1e-9)
 
 
 def test_a_key_too_small_to_be_seen_can_have_all_attention() -> None:
@@ -447,17 +383,28 @@ def test_vertices_where_most_keys_lie_in_a_plane() -> None:
 
 def test_methods() -> None:
     K = gauss(5, 2)
-    names = {f: exact_sensitivities(K, f).method for f in (0.5, 1, 1.5, 2, Huber(), Tukey())}
-    assert list(names.values()) == [
-        "vertices",
-        "linear programme",
-        "convex programme",
-        "svd",
-        "line search",
-        "search",
-    ]
-    assert exact_sensitivities(K, Softmax(1.0)).method == "concave programme"
+    names = [exact_sensitivities(K, p).method for p in (0.5, 1, 1.5, 2)]
+    assert names == ["vertices", "linear program", "convex program", "svd"]
+    assert exact_sensitivities(K, Softmax(1.0)).method == "concave program"
     assert exact_sensitivities(K.astype(np.float32)).method == "svd"
+
+
+class Cauchy:
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.log1p(x * x)
+
+    def __repr__(self) -> str:
+        return "Cauchy()"
+
+
+@pytest.mark.parametrize("f", [Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0), Cauchy()], ids=repr)
+def test_functions_without_an_exact_method_are_refused(f: Any) -> None:
+    words = rf"f is {re.escape(repr(f))}; expected an exponent, Power or Softmax.* Use sensitivities.* upper bounds"
+    for K in (gauss(5, 2), gauss(0, 2)):
+        with pytest.raises(ValueError, match=words):
+            exact_sensitivities(K, f)
 
 
 def test_errors() -> None:

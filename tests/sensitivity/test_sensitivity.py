@@ -88,6 +88,20 @@ def test_no_query_exceeds_a_bound(
         assert np.all(found.upper[~K.any(axis=1)] == 0)
 
 
+@pytest.mark.parametrize("f", OTHERS, ids=repr)
+@pytest.mark.parametrize("epsilon", [0.05, 0.4])
+def test_no_query_that_a_search_finds_exceeds_a_bound(f: Any, epsilon: float) -> None:
+    """These functions have no exact sensitivities to compare with."""
+    for seed in range(strategies.trials(24)):
+        rng = np.random.default_rng([seed, 11])
+        n, d = int(rng.integers(4, 20)), int(rng.integers(1, 4))
+        K = rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-2, 1e2)
+        K = K[rng.integers(0, n, n)] if seed % 3 == 1 else K * np.geomspace(1, 10.0 ** (-seed % 5), d)
+        reached = naive.largest_scores(K, f, seed=seed)
+        assert np.all(reached <= levattn.sensitivities(K, f, epsilon=epsilon).upper * (1 + 1e-9)), seed
+        assert not np.any((reached >= epsilon) & ~levattn.universal_set(K, epsilon, f=f).mask), seed
+
+
 @pytest.mark.parametrize("f", FUNCTIONS, ids=str)
 def test_auto_is_the_least_of_the_others(f: Any) -> None:
     K = strategies.case("coherent")[:, :6]
