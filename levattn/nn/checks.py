@@ -18,12 +18,12 @@ __all__ = [
 ]
 
 
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return an argument that is a whole number, or raise."""
+def whole_number(name: str, value: Any) -> int:
+    """Return an argument that is a whole number of at least 1, or raise."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {value!r}; expected a whole number")
-    if value < least:
-        raise ValueError(f"{name} is {value}; expected at least {least}")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; expected at least 1")
     return int(value)
 
 

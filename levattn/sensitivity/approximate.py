@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
 __all__ = [
     "APPROXIMATE",
     "FAILURE",
-    "Approximate",
     "Screened",
     "check_sketch_size",
     "halved_scores",
@@ -30,7 +29,6 @@ __all__ = [
     "spread",
 ]
 
-Approximate = Literal["countsketch", "osnap", "srht", "jl", "halving"]
 _SKETCHED = ("countsketch", "osnap", "srht")
 APPROXIMATE = (*_SKETCHED, "jl", "halving")
 
