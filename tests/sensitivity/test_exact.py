@@ -19,27 +19,11 @@ from levattn.sensitivity.exact import (
     _reduce,
     exact_sensitivities,
 )
-from strategies import more
+from strategies import Cauchy, Floor, more
 
 POWERS = (0.5, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6)
 OTHERS = (Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0))
 CLOSED = 1e-10  # the width at which the solvers stop is 1e-11
-
-
-class Cauchy:
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.log1p(x * x)
-
-
-class Floor:
-    """A function with f(0) > 0: the limit of growth p → 0 for small x."""
-
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.maximum(np.abs(x), 1.0)
 
 
 def gauss(n: int, d: int, seed: int = 0) -> np.ndarray:
