@@ -101,6 +101,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """A test leaves nothing that torch compiled, of which it keeps only so many forms."""
+    yield
+    import torch
+
+    torch._dynamo.reset()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for path, package in NEEDS.items():

@@ -326,17 +326,6 @@ def normalizers(Q: ArrayLike, K: ArrayLike, *, mask: ArrayLike | None = None) ->
     return result
 
 
-def heavy_entries(
-    Q: ArrayLike, K: ArrayLike, epsilon: float, *, mask: ArrayLike | None = None
-) -> dict[tuple[int, int], float]:
-    """All entries A_ij ≥ ε as {(i, j): A_ij}."""
-    found = {}
-    for i, row in enumerate(attention(Q, K, mask=mask)):
-        for j in np.flatnonzero(row >= epsilon):
-            found[i, int(j)] = float(row[j])
-    return found
-
-
 def captured_mass(Q: ArrayLike, K: ArrayLike, selected: ArrayLike) -> Float:
     """Attention that falls on the selected keys (a boolean per key), for every query."""
     return np.asarray(attention(Q, K)[:, np.asarray(selected, bool)].sum(axis=1))

@@ -1,4 +1,4 @@
-"""Keys to test with: named fixed cases, storage types, and hypothesis strategies."""
+"""Keys to test with: named fixed cases, storage types, and hypothesis strategies; functions beside the library's."""
 
 from __future__ import annotations
 
@@ -430,6 +430,23 @@ def csr_with_duplicates(values: Float) -> Any:
 
 
 @st.composite
+def spoilt(draw: st.DrawFn, most: int, columns: int) -> Float:
+    """Heavy-tailed keys: graded, duplicated, rank-deficient, with zero rows; fewer rows than columns as well."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    n, d = draw(st.integers(1, most)), draw(st.integers(1, columns))
+    K = rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-3, 1e3)
+    if draw(st.booleans()):
+        K = K * np.geomspace(1, 1e-5, d) @ np.linalg.qr(rng.standard_normal((d, d)))[0]
+    if draw(st.booleans()):
+        K = K[rng.integers(0, max(1, n // 3), n)]
+    if draw(st.booleans()):
+        K[:, -1] = K[:, 0]
+    if draw(st.booleans()):
+        K[rng.integers(0, n)] = 0
+    return np.asarray(K)
+
+
+@st.composite
 def sparse_keys(draw: st.DrawFn, *, columns: tuple[int, ...] = (1, 3, 8, 20), max_rows: int = 40) -> Float:
     """Small integers, most of them zero: deficient ranks, empty rows and columns, copies and n < d are common."""
     d = draw(st.sampled_from(columns))
@@ -442,3 +459,22 @@ def sparse_keys(draw: st.DrawFn, *, columns: tuple[int, ...] = (1, 3, 8, 20), ma
     if draw(st.booleans()):
         keys = keys @ np.diag(rng.random(d) < 0.7)
     return keys.astype(np.float64)
+
+
+# -- functions of one's own ----------------------------------------------------------
+
+
+class Cauchy:
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.log1p(x * x)
+
+
+class Floor:
+    """A function with f(0) > 0, so that keys of zeros can have attention: the limit of growth p → 0 for small x."""
+
+    growth, monotone = 2.0, True
+
+    def __call__(self, x: Any) -> Any:
+        return np.maximum(np.abs(x), 1.0)

@@ -39,26 +39,19 @@ def torch_or_exit() -> Any:
     return torch
 
 
-def candidates(cp: Any, torch: Any, heads: int, n: int, d: int, size: int) -> dict[str, Callable[[], object]]:
+def candidates(torch: Any, heads: int, n: int, d: int, size: int) -> dict[str, Callable[[], object]]:
     """Both ways to attend, and the steps of ours."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from levattn._kernels.select import cuda as _cuda_select
-
     Q, K, V = (torch.randn((heads, n, d), device="cuda", dtype=torch.bfloat16) for _ in range(3))
-
-    def words(tensor: Any) -> Any:
-        """The memory of a tensor as CuPy's, which has no bfloat16."""
-        return cp.from_dlpack(tensor.view(torch.int16))
 
     def chosen() -> Any:
         return levattn.universal_set(K, size=size).mask
 
     def gathered(mask: Any) -> tuple[Any, ...]:
-        starts, indices = _cuda_select.compact(cp.from_dlpack(mask.view(torch.uint8)).view(bool), heads * size)
-        rows = (_cuda_select.gather(words(X), starts, indices) for X in (K, V))
-        return tuple(torch.from_dlpack(X).view(torch.bfloat16).view(heads, size, d) for X in rows)
+        places = mask.nonzero()[:, 1].view(heads, size, 1).expand(-1, -1, d)
+        return K.gather(1, places), V.gather(1, places)
 
     def attended(keys: Any, values: Any) -> Any:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -85,7 +78,7 @@ def main() -> None:
     print(f"{device_name(cp)}, {options.heads} heads, d = {options.columns}, {options.size} keys of each head")
     rows, ratios = [], {}
     for n in SIZES:
-        calls = candidates(cp, torch, options.heads, n, options.columns, options.size)
+        calls = candidates(torch, options.heads, n, options.columns, options.size)
         times = interleaved_on_device(cp, calls, options.rounds)
         ratios[n] = times[FLASH] / times[OURS]
         rows += [

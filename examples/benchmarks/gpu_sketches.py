@@ -1,9 +1,8 @@
 """Sketches on a CUDA device against the speed at which it copies, and against other libraries.
 
 Bar for float32 keys, d = 64: CountSketch at least 0.6 of the copy bandwidth (the keys once, of which a copy reads and
-writes each byte), at its best setting (rows of the sketch, dtype of the sums), through `Sketch.apply`. The kernels are
-measured beside it by themselves: rows in order, which is what `Sketch.apply` does, and rows added as they come, whose
-sums are not the same twice. The rivals make a CountSketch of 4096 rows, and get its places and signs as a gift.
+writes each byte), at its best setting (rows of the sketch, dtype of the sums), through `Sketch.apply`. Its kernel is
+measured beside it by itself. The rivals make a CountSketch of 4096 rows, and get its places and signs as a gift.
 
     python examples/benchmarks/gpu_sketches.py [--rows 16777216] [--columns 64] [--rounds 15]
 """
@@ -26,10 +25,9 @@ SKETCHES = (CountSketch(4096), CountSketch(16384), CountSketch(1 << 17), OSNAP(5
 DENSE = SignJL(256)
 RIVAL_SIZE = 4096
 BAR = 0.6
-IN_ORDER, AS_THEY_COME = "in order", "as they come"
 
 
-def kernel(cp: Any, K: Any, distribution: Distribution, dtype: str, route: str) -> Callable[[], object]:
+def kernel(cp: Any, K: Any, distribution: Distribution, dtype: str) -> Callable[[], object]:
     """A sparse sketch without the checks of `Sketch.apply`."""
     from levattn._kernels.sketch import cuda as _cuda_sketch
 
@@ -38,7 +36,7 @@ def kernel(cp: Any, K: Any, distribution: Distribution, dtype: str, route: str) 
     out = cp.zeros((1, distribution.size, K.shape[1]), dtype)
     blocks = getattr(distribution, "nonzeros", 1)
     size = distribution.size // blocks
-    return lambda: _cuda_sketch.scatter(rows, 0, 1, 0, blocks, size, out, deterministic=route == IN_ORDER)
+    return lambda: _cuda_sketch.scatter(rows, 0, 1, 0, blocks, size, out)
 
 
 def rivals(cp: Any, K: Any, size: int) -> dict[str, Callable[[], object]]:
@@ -81,8 +79,7 @@ def settings(cp: Any, K: Any) -> dict[str, Callable[[], object]]:
             name = f"{distribution}, sums in {dtype}"
             found[name] = partial(Sketch(distribution).apply, K, dtype=dtype)
             if isinstance(distribution, CountSketch | OSNAP):
-                for route in (IN_ORDER, AS_THEY_COME):
-                    found[f"    rows {route}, {name}"] = kernel(cp, K, distribution, dtype, route)
+                found[f"    the kernel, {name}"] = kernel(cp, K, distribution, dtype)
     return found
 
 

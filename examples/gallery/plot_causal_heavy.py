@@ -19,7 +19,6 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 
 import levattn
-from levattn.plots import OnlineScoresDisplay
 
 n, d = 1500, 16
 epsilon = 0.1
@@ -104,7 +103,16 @@ print(f"held at the end: {held[-1]} of {n} keys; most at any time: {held.max()}"
 
 online = levattn.online_leverage_scores(K)
 final = levattn.leverage_scores(K)
-OnlineScoresDisplay.from_scores(online, final=final, epsilon=epsilon)
+
+figure, ax = plt.subplots(figsize=(6.4, 4.8), layout="constrained")
+curves = (("online: among the keys so far", online, "#0072B2", "o"), ("among all keys", final, "#BF8300", "v"))
+for label, scores, color, marker in curves:
+    sizes = np.where(scores >= epsilon, 20, 6)
+    ax.scatter(np.arange(n), scores, s=sizes, color=color, marker=marker, lw=0, label=label)
+ax.axhline(epsilon, color="#D55E00", lw=1.2, ls="--", label=f"ε = {epsilon}")
+ax.set(xlabel="position of the key", ylabel="leverage score", yscale="log")
+ax.grid(alpha=0.25, lw=0.5)
+ax.legend(loc="lower left", fontsize="small")
 
 print(f"keys of at least ε when they come: {np.count_nonzero(online >= epsilon)}")
 print(f"and among all keys:                {np.count_nonzero(final >= epsilon)}")

@@ -18,12 +18,12 @@ largest leverage scores, chosen for each image anew. Which patches are these, an
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.cm import ScalarMappable
 from sklearn.datasets import load_digits
 from torch import nn
 
 from levattn.attention import pruned_attention
 from levattn.nn import LevAttention, set_dense
-from levattn.plots import KeptPatchesDisplay
 
 HEADS, WIDTH, SIZE, SIDE = 4, 32, 8, 8
 
@@ -118,11 +118,15 @@ figure.colorbar(drawn, ax=axes, label="share of heads that keep a patch", pad=0.
 print("digits:", *labels[shown].tolist())
 
 # %%
-# `~levattn.plots.KeptPatchesDisplay` lays both over each other.
+# Both over each other: the image is grey, so that the colours mean the share of the heads alone.
 
 figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
 for ax, i in zip(axes, (0, 3), strict=True):
-    KeptPatchesDisplay.from_kept(kept[i], (images[shown[i]].numpy() + 1) / 2, ax=ax)
+    ax.imshow(images[shown[i]].numpy(), cmap="gray")
+    drawn = ax.imshow(kept[i].mean(axis=0), cmap="viridis", vmin=0, vmax=1, alpha=0.55)
+    ax.set(xticks=[], yticks=[])
+shades = ScalarMappable(drawn.norm, drawn.cmap)  # opaque, unlike what is drawn
+figure.colorbar(shades, ax=axes, label="share of heads that keep a patch", pad=0.02)
 print("patches that at least half of the heads keep:", *(kept[[0, 3]].mean(axis=1) >= 0.5).sum(axis=(1, 2)))
 
 # %%

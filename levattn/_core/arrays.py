@@ -377,14 +377,14 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     return Matrices(data, batch, kind, give_back)
 
 
-def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
+def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     """Check a (..., n) boolean mask that goes with `matrices` and return it as (b, n), or None for None."""
     if mask is None:
         return None
     if _is_torch(mask):
-        mask = _plain_tensor(mask, name)
+        mask = _plain_tensor(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):
-        mask = _from_list(mask, name)
+        mask = _from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)
     shape = tuple(int(size) for size in mask.shape)
     if len(shape) != len(expected) or any(
@@ -392,15 +392,15 @@ def as_mask(mask: Any, matrices: Matrices, name: str = "mask") -> Any | None:
         for axis, (s, e) in enumerate(zip(shape, expected, strict=True))
     ):
         raise ValueError(
-            f"{name} has shape {shape}; expected {expected}, one entry a key (leading axes of size 1 are repeated)"
+            f"mask has shape {shape}; expected {expected}, one entry a key (leading axes of size 1 are repeated)"
         )
     if _dtype_name(mask.dtype) != "bool":
-        raise TypeError(f"{name} has dtype {mask.dtype}; expected bool, True for a key that takes part")
+        raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_namespace(matrices.data)
     if on_cuda(matrices.data):
-        shared = as_cupy(mask, name)
+        shared = as_cupy(mask, "mask")
         mask = mask if shared is None else shared
     if array_namespace(mask) is xp:
         found = xp.asarray(mask, device=array_api_compat.device(matrices.data))

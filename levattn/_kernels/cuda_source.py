@@ -70,15 +70,12 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "sketch": {
         **dict.fromkeys(("count_digits", "move_rows", "find_starts"), ((),)),
         **dict.fromkeys(("add_parts", "draw_dense"), tuple((real,) for real in _REALS)),
-        **dict.fromkeys(
-            ("sum_runs", "scatter_rows", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))
-        ),
+        **dict.fromkeys(("sum_runs", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))),
     },
     "select": {
-        "count_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
-        "fill_listed": tuple((stored,) for stored in (*_REALS, "unsigned char")),
-        "count_digits": tuple((real,) for real in _REALS),
-        "choose_digit": tuple((real,) for real in _REALS),
+        **dict.fromkeys(
+            ("count_listed", "fill_listed", "count_digits", "choose_digit"), tuple((real,) for real in _REALS)
+        ),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},

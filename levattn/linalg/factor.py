@@ -44,7 +44,6 @@ _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16"
 _SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
 _SURE_COLUMNS = 48
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
-_SINGLE_COLUMNS = 512  # from which float32 is hardly ever enough
 _SINGLE_FROM = 2048  # rows from which the rounding of float32 sums averages out
 _SMALL = 128  # columns up to which products of small matrices do without BLAS
 _NOISE = 2.0**-40  # singular values below this, of unit columns, may be the rounding of many equal rows

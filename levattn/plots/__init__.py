@@ -13,17 +13,13 @@ from levattn.plots.common import figure_bytes as figure_bytes
 from levattn.plots.common import new_figure as new_figure
 from levattn.plots.heavy_map import HeavyMapDisplay
 from levattn.plots.layer_head import LayerHeadDisplay
-from levattn.plots.online import OnlineScoresDisplay
-from levattn.plots.patches import KeptPatchesDisplay
 from levattn.plots.spectrum import LeverageSpectrumDisplay
 from levattn.plots.tokens import TokenStripDisplay
 
 __all__ = [
     "CapturedMassDisplay",
     "HeavyMapDisplay",
-    "KeptPatchesDisplay",
     "LayerHeadDisplay",
     "LeverageSpectrumDisplay",
-    "OnlineScoresDisplay",
     "TokenStripDisplay",
 ]

@@ -374,10 +374,6 @@ def _underline(piece: _Piece) -> tuple[float, float, float]:
     return piece.line + 0.93, piece.column + 0.05, piece.column + piece.width - 0.05
 
 
-def _transposed(lines: list[tuple[float, float, float]]) -> Floats:
-    return np.array(lines).reshape(-1, 3).T
-
-
 _MIDDLE = (1.05 * 0.05) ** 0.5 - 0.05  # the luminance that contrasts with black as with white, by 4.58
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
 __all__ = [
     "APPROXIMATE",
     "FAILURE",
-    "Approximate",
     "Screened",
     "check_sketch_size",
     "projected",
@@ -29,7 +28,6 @@ __all__ = [
     "spread",
 ]
 
-Approximate = Literal["countsketch", "osnap", "srht", "jl"]
 _SKETCHED = ("countsketch", "osnap", "srht")
 APPROXIMATE = (*_SKETCHED, "jl")
 

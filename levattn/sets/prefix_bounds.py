@@ -174,12 +174,12 @@ class RunningSquares:
         """Return the moments of all keys so far, with fewer than a block that wait."""
         return self.sums.total(self.read(tail))
 
-    def reference(self, tail: Rows, _labels: Labels | None, total: Frozen | None = None) -> Reference:
-        """Return what keys are judged by: all keys so far, with the rows that wait; `total` if that is known."""
+    def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
+        """Return what keys are judged by: all keys so far, with the rows that wait."""
         if self.m == 1:
-            return Reference(factor_of(self.sums, tail, total))
+            return Reference(factor_of(self.sums, tail))
         lifted = self.read(tail)
-        moments, exponents = total or self.sums.total(lifted)
+        moments, exponents = self.sums.total(lifted)
         factor = factor_of_sum(moments, exponents, lifted.between(0, 0))
         return Reference(factor, raised=self._lift_error(moments, factor, tail.format))
 
@@ -312,7 +312,7 @@ class RunningBlocks:
     def total(self, _tail: Rows) -> None:
         """Return nothing: the sums of groups are merged one by one."""
 
-    def reference(self, tail: Rows, labels: Labels | None, _total: Frozen | None = None) -> Reference:
+    def reference(self, tail: Rows, labels: Labels | None) -> Reference:
         """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
         groups = [sums.copy() for sums in self.groups]
         if labels is not None:

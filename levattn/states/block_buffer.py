@@ -20,12 +20,12 @@ from levattn.linalg.gram import check_finite
 __all__ = ["RowNumbers", "Tail", "in_main_memory", "payload_of", "present_rows", "readable"]
 
 
-def readable(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:
+def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
     """Return a chunk of keys of any kind where compiled code can read it: on a CUDA device, or in main memory."""
-    matrices = as_matrices(K, name)
+    matrices = as_matrices(K, "K")
     if on_cuda(matrices.data):
         return matrices, Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-    return _moved(matrices, as_mask(mask, matrices), name)
+    return _moved(matrices, as_mask(mask, matrices), "K")
 
 
 def in_main_memory(K: Any, mask: Any = None, name: str = "K") -> tuple[Matrices, Rows]:

@@ -13,12 +13,12 @@ from levattn.linalg.gram import Exponents, MomentSum, Twofold
 __all__ = ["factor_of", "factor_of_sum"]
 
 
-def factor_of(sums: MomentSum, tail: Rows, total: tuple[Twofold, Exponents] | None = None) -> Factor:
-    """Return the factor of the keys of a sum and of the rows that wait, and forget these; `total` if it is known."""
+def factor_of(sums: MomentSum, tail: Rows) -> Factor:
+    """Return the factor of the keys of a sum and of the rows that wait, and forget these."""
     if sums.merged is None and not sums.blocks.count:
         return factor_moments(tail, single="scores").forget_keys()
     b, _, d = tail.shape
-    return factor_of_sum(*(total or sums.total(tail)), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))
+    return factor_of_sum(*sums.total(tail), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))
 
 
 def factor_of_sum(moments: Twofold, exponents: Exponents, like: Rows) -> Factor:

@@ -372,10 +372,6 @@ def fair(c: float) -> Function:
     return f
 
 
-def cauchy(x: Float) -> Float:
-    return np.log1p(x * x)
-
-
 def shares(f: Function, z: Float) -> Float:
     """f(z)/Σf(z) along the last axis, and 0 where it leaves the range."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad, grad, gradcheck, gradgradcheck  # noqa: E402
 
 from levattn.attention.latent import torch as operators  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def leaf(*shape: int, seed: int = 0, dtype: Any = torch.float64, scale: float = 1.0) -> Any:
@@ -181,12 +183,6 @@ def test_the_scan_has_gradients_of_all_orders() -> None:
 
 
 # -- the compiler, and tensors that are not plain numbers -------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

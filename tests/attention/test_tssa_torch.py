@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad, grad, gradcheck  # noqa: E402
 
 from levattn.attention.tokens import torch as operators  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
 
 def leaf(*shape: int, seed: int = 0, dtype: Any = torch.float64, scale: float = 1.0) -> Any:
@@ -449,12 +449,6 @@ def test_leverage_scores_are_refused_within_torch_func() -> None:
 
 
 # -- the compiler, and tensors that are not plain numbers -------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

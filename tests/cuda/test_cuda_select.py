@@ -40,6 +40,14 @@ def as_lists(starts: Any, indices: Any) -> list[list[int]]:
     return [indices[low:high].tolist() for low, high in pairwise(starts)]
 
 
+def doubtful(table: Any, flags: NDArray[np.bool_]) -> tuple[Any, Any]:
+    """The list of the flags that are set: their scores are between the bounds, and those of others below both."""
+    low, high = np.full(len(flags), 0.5), np.full(len(flags), 2.0)
+    chosen, starts, indices = table.threshold(flags.astype(np.float32), None, low, high)
+    assert not chosen.any()
+    return starts, indices
+
+
 @st.composite
 def scored(draw: st.DrawFn) -> tuple[Any, Any]:
     """Scores with ties and figures that are none, and which keys are present."""
@@ -67,24 +75,14 @@ def scored(draw: st.DrawFn) -> tuple[Any, Any]:
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_what_is_chosen_is_listed_in_order(n: int, share: float) -> None:
     chosen = np.random.default_rng(n).random((2, n)) < share
-    found = in_orders(_cuda_select.compact, chosen)
-    assert as_lists(*found) == as_lists(*_select.compact(chosen)) == listed(chosen)
+    found = in_orders(doubtful, _cuda_select, chosen)
+    assert as_lists(*found) == as_lists(*doubtful(_select, chosen)) == listed(chosen)
 
 
-@pytest.mark.parametrize("room", [0, 1, 99, 5000])
-def test_a_list_with_room_for_some(room: int) -> None:
-    chosen = np.random.default_rng(0).random((3, 3000)) < 0.1
-    whole = np.concatenate([np.flatnonzero(row) for row in chosen])
-    starts, indices = _cuda_select.compact(chosen, room)
-    assert len(indices) == room
-    np.testing.assert_array_equal(starts, _select.compact(chosen)[0])
-    np.testing.assert_array_equal(indices[: len(whole)], whole[:room])
-
-
-def test_lists_of_flags_in_another_layout_and_of_no_matrix() -> None:
+def test_lists_of_scores_in_another_layout_and_of_no_matrix() -> None:
     chosen = np.random.default_rng(1).random((300, 2)) < 0.5
-    assert as_lists(*_cuda_select.compact(chosen.T)) == listed(chosen.T)
-    assert as_lists(*_cuda_select.compact(np.zeros((0, 5), np.bool_))) == []
+    assert as_lists(*doubtful(_cuda_select, chosen.T)) == listed(chosen.T)
+    assert as_lists(*doubtful(_cuda_select, np.zeros((0, 5), np.bool_))) == []
 
 
 # -- thresholds ------------------------------------------------------------------------
@@ -149,7 +147,7 @@ def test_flags_are_set_and_maxima_found() -> None:
     among[1] = False
     for table in (_select, _cuda_select):
         chosen = np.zeros((3, 500), np.bool_)
-        starts, indices = table.compact(among)
+        starts, indices = doubtful(table, among)
         which = rng.random(len(indices)) < 0.5
         table.include(chosen, starts, indices, which)
         again = np.zeros((3, 500), np.bool_)
@@ -186,9 +184,8 @@ def test_rows_are_gathered_from_any_layout(kind: str, dtype: Any, d: int) -> Non
     keys = laid_out(kind, 3, 100, d, dtype)
     chosen = np.random.default_rng(d).random((3, 100)) < 0.3
     chosen[1] = False
-    starts, indices = _cuda_select.compact(chosen)
+    starts, indices = doubtful(_cuda_select, chosen)
     expected = np.concatenate([keys[item, row] for item, row in enumerate(chosen)])
-    np.testing.assert_array_equal(in_orders(_cuda_select.gather, keys, starts, indices), expected)
     rows, there = in_orders(_cuda_select.stacked, keys, starts, indices)
     assert rows.shape == (3, chosen.sum(axis=1).max(), d)
     np.testing.assert_array_equal(rows[there], expected)
@@ -197,19 +194,9 @@ def test_rows_are_gathered_from_any_layout(kind: str, dtype: Any, d: int) -> Non
     np.testing.assert_array_equal(again[where], expected)
 
 
-def test_rows_are_gathered_without_waiting_for_their_number() -> None:
-    keys = np.random.default_rng(3).random((4, 50, 8))
-    chosen = np.random.default_rng(4).random((4, 50)) < 0.3
-    expected = np.concatenate([keys[item, row] for item, row in enumerate(chosen)])
-    starts, indices = _cuda_select.compact(chosen, 150)
-    np.testing.assert_array_equal(_cuda_select.gather(keys, starts, indices)[: len(expected)], expected)
-
-
 def test_no_rows_are_gathered() -> None:
-    keys = np.ones((2, 5, 3))
-    none = _cuda_select.compact(np.zeros((2, 5), np.bool_))
-    assert _cuda_select.gather(keys, *none).shape == (0, 3)
-    assert _cuda_select.stacked(keys, *none)[0].shape == (2, 0, 3)
+    none = doubtful(_cuda_select, np.zeros((2, 5), np.bool_))
+    assert _cuda_select.stacked(np.ones((2, 5, 3)), *none)[0].shape == (2, 0, 3)
 
 
 # -- sets on the device ----------------------------------------------------------------

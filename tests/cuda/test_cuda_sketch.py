@@ -27,7 +27,8 @@ from levattn._kernels import Rows
 from levattn._kernels.cuda_source import path_of, text
 from levattn._kernels.sketch import cpu as _cpu
 from levattn._kernels.sketch import cuda as _cuda_sketch
-from levattn._kernels.sketch import definition as _generic
+from levattn._kernels.sketch import definition
+from levattn._kernels.sketch.cuda import scatter
 from levattn.exceptions import NonFiniteError
 from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL, Sketch, SketchedRows
 from strategies import Float, examples
@@ -37,11 +38,6 @@ ORDERS = (0, 1, 5)  # in which threads and blocks take turns
 SEED = 2**64 - 5
 FAR = 2**40 + 3  # a number of a row: its group of four has a number of more than 32 bits
 STREAM = 1
-
-ROUTES = [
-    pytest.param(partial(_cuda_sketch.scatter, deterministic=deterministic), id=name)
-    for name, deterministic in (("in order", True), ("as they come", False))
-]
 
 # What decides how the work is cut up, and all values that cut up small keys in many ways
 CUTS: dict[str, dict[str, int]] = {
@@ -165,7 +161,7 @@ def test_constants_are_those_of_the_generator() -> None:
 
 def test_constants_are_those_of_the_source() -> None:
     code = text("sketch")
-    for name in ("THREADS", "TILE", "SLAB", "COLUMNS", "GROUP", "SIDE", "FLIPS"):
+    for name in ("THREADS", "TILE", "GROUP", "SIDE", "FLIPS"):
         (figure,) = re.findall(rf"constexpr int {name} = (\d+)", code) or re.findall(rf"\b{name} = (\d+)", code)
         assert int(figure) == getattr(_cuda_sketch, f"_{name}"), name
     assert _cuda_sketch._WARPS * 32 == _cuda_sketch._THREADS
@@ -211,16 +207,15 @@ SHAPES = [  # b, n, d, blocks, size
     (1, 100, 64, 1, 7),
     (2, 333, 5, 1, 5000),  # more places than rows, and two digits
     (3, 70, 65, 3, 4),
-    (1, 40, 300, 5, 9),  # more blocks than are drawn at a time where rows are added as they come
+    (1, 40, 300, 5, 9),
     (70, 9, 3, 2, 3),
     (1, 4200, 2, 1, 1),  # two tiles
     (1, 4500, 3, 1, 4096),  # as many places as fit into one digit
 ]
 
 
-@pytest.mark.parametrize("scatter", ROUTES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_integers_have_the_sums_of_the_cpu(scatter: Any, shape: tuple[int, ...]) -> None:
+def test_integers_have_the_sums_of_the_cpu(shape: tuple[int, ...]) -> None:
     b, n, d, blocks, size = shape
     args = SEED, STREAM, FAR, blocks, size
     expected = sparse_matrix(SEED, FAR, n, blocks, size) @ read(integers(b, n, d))
@@ -231,7 +226,7 @@ def test_integers_have_the_sums_of_the_cpu(scatter: Any, shape: tuple[int, ...])
             assert found.dtype == dtype
             assert np.array_equal(found, expected)
     assert np.array_equal(sketched(_cpu.scatter, integers(b, n, d), blocks * size, *args), expected)
-    assert np.array_equal(sketched(_generic.scatter, integers(b, n, d), blocks * size, *args), expected)
+    assert np.array_equal(sketched(definition.scatter, integers(b, n, d), blocks * size, *args), expected)
 
 
 @pytest.mark.parametrize("how", CUTS)
@@ -242,7 +237,7 @@ def test_how_work_is_cut_up_changes_no_sum_of_integers(
     b, n, d, blocks, size = shape
     cut(monkeypatch, how)
     rows = integers(b, n, d)
-    found = in_orders(partial(sketched, _cuda_sketch.scatter, rows, blocks * size, SEED, STREAM, 5, blocks, size))
+    found = in_orders(partial(sketched, scatter, rows, blocks * size, SEED, STREAM, 5, blocks, size))
     assert np.array_equal(found, sparse_matrix(SEED, 5, n, blocks, size) @ read(rows))
 
 
@@ -274,9 +269,8 @@ def test_rows_are_put_in_order(n: int, blocks: int, size: int, parts: int, digit
     assert starts[0] == 0
 
 
-@pytest.mark.parametrize("scatter", ROUTES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_do_not_matter(scatter: Any, layout: str) -> None:
+def test_layouts_do_not_matter(layout: str) -> None:
     for b, n, d in ((2, 90, 16), (1, 200, 65), (3, 50, 1)):
         for format in FORMATS:
             rows = integers(b, n, d, format, layout)
@@ -284,9 +278,8 @@ def test_layouts_do_not_matter(scatter: Any, layout: str) -> None:
             assert np.array_equal(found, sparse_matrix(SEED, FAR, n, 2, 6) @ read(integers(b, n, d)))
 
 
-@pytest.mark.parametrize("scatter", ROUTES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_done_to_rows_on_the_way_in(scatter: Any, format: str) -> None:
+def test_what_is_done_to_rows_on_the_way_in(format: str) -> None:
     for b, n, d in ((2, 150, 16), (1, 33, 5)):
         rows = transformed(integers(b, n, d, format))
         expected = sparse_matrix(SEED, 3, n, 1, 10) @ read(rows)
@@ -300,19 +293,17 @@ def test_what_is_done_to_rows_on_the_way_in(scatter: Any, format: str) -> None:
         np.testing.assert_allclose(sketched(scatter, rows, 10, SEED, STREAM, 3, 1, 10), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("scatter", ROUTES)
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (0, 0, 1)], ids=str)
-def test_nothing_is_added_where_there_is_nothing(scatter: Any, shape: tuple[int, int, int]) -> None:
+def test_nothing_is_added_where_there_is_nothing(shape: tuple[int, int, int]) -> None:
     rows = Rows(np.zeros(shape, np.float32), "float32")
     out = np.full((shape[0], 6, shape[2]), 7.0)
     scatter(rows, SEED, STREAM, 0, 2, 3, out)
     assert np.all(out == 7)
 
 
-@pytest.mark.parametrize("scatter", ROUTES)
 @examples(15)
 @given(edges=st.lists(st.integers(0, 300), max_size=4), start=st.sampled_from([0, 3, FAR]))
-def test_chunks_add_up(scatter: Any, edges: list[int], start: int) -> None:
+def test_chunks_add_up(edges: list[int], start: int) -> None:
     rows = integers(2, 300, 6)
     cuts = [0, *sorted(edges), 300]
     out = np.zeros((2, 20, 6))
@@ -330,26 +321,14 @@ def test_real_keys_have_the_same_bits_in_any_order_layout_and_batch(
     for dtype, error in ((np.float64, 2.0**-53), (np.float32, 2.0**-24)):
         rows = reals(3, 400, 24, format)
         args = 21, SEED, STREAM, FAR, 3, 7
-        found = in_orders(partial(sketched, _cuda_sketch.scatter, rows, *args, dtype=dtype))
+        found = in_orders(partial(sketched, scatter, rows, *args, dtype=dtype))
         S = sparse_matrix(SEED, FAR, 400, 3, 7)
         assert np.all(np.abs(found - S @ read(rows)) <= 400 * error * (np.abs(S) @ np.abs(read(rows))))
         for layout in LAYOUTS:
             other = Rows(laid_out(rows.keys, layout), format)
-            assert np.array_equal(sketched(_cuda_sketch.scatter, other, *args, dtype=dtype), found)
-        alone = sketched(_cuda_sketch.scatter, rows.item(1), *args, dtype=dtype)
+            assert np.array_equal(sketched(scatter, other, *args, dtype=dtype), found)
+        alone = sketched(scatter, rows.item(1), *args, dtype=dtype)
         assert np.array_equal(alone[0], found[1])
-
-
-def test_real_keys_that_are_added_as_they_come_are_close() -> None:
-    rows = reals(2, 500, 9)
-    S = sparse_matrix(SEED, 1, 500, 2, 6)
-    for dtype, error in ((np.float64, 2.0**-53), (np.float32, 2.0**-24)):
-        for seed in ORDERS:
-            emulator.order = seed
-            out = sketched(
-                partial(_cuda_sketch.scatter, deterministic=False), rows, 12, SEED, STREAM, 1, 2, 6, dtype=dtype
-            )
-            assert np.all(np.abs(out - S @ read(rows)) <= 500 * error * (np.abs(S) @ np.abs(read(rows))))
 
 
 # -- dense sketches ------------------------------------------------------------------------------

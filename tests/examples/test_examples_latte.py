@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -20,18 +18,6 @@ pytest.importorskip("matplotlib")
 
 FOLDER = Path(__file__).parents[2] / "examples" / "latte"
 MIXERS = ("latte", "window", "macchiato-mixture", "macchiato-exclusive", "softmax")
-
-
-@pytest.fixture(scope="module")
-def example():
-    """Give a function that imports a module of the examples."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-
-        def module(name: str) -> ModuleType:
-            return importlib.import_module(name)
-
-        yield module
 
 
 def quick(name: str, folder: Path) -> dict:

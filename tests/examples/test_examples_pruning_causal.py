@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,18 +15,6 @@ pytest.importorskip("rich")
 
 FOLDER = Path(__file__).parents[2] / "examples" / "pruning"
 METHODS = ("levattn", "row norm", "window only")
-
-
-@pytest.fixture(scope="module")
-def example():
-    """Give a function that imports a module of the example."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-
-        def module(name: str) -> ModuleType:
-            return importlib.import_module(name)
-
-        yield module
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,18 +19,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tost"
-
-
-@pytest.fixture(scope="module")
-def example():
-    """Give a function that imports a module of the examples."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-
-        def module(name: str) -> ModuleType:
-            return importlib.import_module(name)
-
-        yield module
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -772,14 +772,6 @@ def test_a_layer_that_goes_past_the_pruning_is_noticed() -> None:
         model.model.layers[1].self_attn.config._attn_implementation = "sdpa"
         with pytest.raises(RuntimeError, match="LlamaAttention 0 did not call"):
             output(model)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("budget", [0.5, 40, 50, 60])

@@ -162,21 +162,3 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     layer(torch.randn(1, 65, 24))
     with pytest.raises(ValueError, match=r"attn_drop is 0\.1; expected 0 while training"):
         layer.train()(torch.randn(1, 65, 24))
-
-
-def test_kept_patches_are_drawn_over_the_image() -> None:
-    plots = pytest.importorskip("levattn.plots")
-    pytest.importorskip("matplotlib")
-    model, X = vit(), images(1)
-    prune(model, size=5, scores="leverage")
-    kept = kept_patches(model, X)[:, 0]
-    figure, ((ax,),) = plots.new_figure()
-    display = plots.KeptPatchesDisplay.from_kept(kept, X[0].permute(1, 2, 0).clamp(0, 1).numpy(), ax=ax)
-    np.testing.assert_allclose(display.share, kept.mean(axis=(0, 1)))
-    picture, overlay = ax.get_images()
-    assert picture.get_array().shape == (32, 32, 3)
-    assert picture.get_extent() == overlay.get_extent() == [0, 8, 8, 0]
-    assert plots.figure_bytes(figure, ".png").startswith(b"\x89PNG")
-    for kept, image in ((np.ones(3), None), (np.ones((2, 2)), np.ones((4, 4, 2)))):
-        with pytest.raises(ValueError, match=r"has shape .*, expected"):
-            plots.KeptPatchesDisplay(kept, image)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,12 @@ WINDOW, LATENTS, T = 6, 3, 15
 REAL = torch.tensor([[1] * T, [0] * 4 + [1] * (T - 4)])  # which positions are no padding, on the left
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Seeded, and on one thread, as the models are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def base(family: str = "Llama", **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -186,13 +185,7 @@ def test_autocast_projects_in_half_precision() -> None:
     assert layer.Wk.weight.grad.dtype == torch.float32
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_layer_compiles_whole() -> None:
     layer, X = layer_and_input(dtype=torch.float32)
     fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -206,7 +199,7 @@ def test_a_layer_compiles_whole() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_decoding_compiles_around_its_cache() -> None:
     layer, X = layer_and_input(dtype=torch.float32)
     cache, fast = layer.new_cache(), torch.compile(layer, backend="aot_eager")

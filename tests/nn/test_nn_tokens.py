@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,7 @@ torch = pytest.importorskip("torch")
 from levattn.attention import memberships, rates  # noqa: E402
 from levattn.nn import LatteCache, TokenStatistics, TokenStatisticsCache  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
 
 def layer_and_input(B: int = 2, T: int = 17, C: int = 12, *, dtype: Any = torch.float64, **options: Any) -> Any:

@@ -17,14 +17,11 @@ from matplotlib import style as style_sheets  # noqa: E402
 from matplotlib.collections import LineCollection, PathCollection, PolyCollection  # noqa: E402
 from matplotlib.colors import to_hex, to_rgb  # noqa: E402
 
-from levattn import leverage_scores, online_leverage_scores  # noqa: E402
 from levattn.plots import (  # noqa: E402
     CapturedMassDisplay,
     HeavyMapDisplay,
-    KeptPatchesDisplay,
     LayerHeadDisplay,
     LeverageSpectrumDisplay,
-    OnlineScoresDisplay,
     TokenStripDisplay,
     figure_bytes,
     new_figure,
@@ -248,7 +245,7 @@ def test_maps_that_do_not_fit_are_refused() -> None:
         HeavyMapDisplay.from_attention(np.ones((3, 4)), 0.5, [-1])
 
 
-# -- layers and heads, patches -----------------------------------------------------------------------------
+# -- layers and heads ------------------------------------------------------------------------------------
 
 
 def test_heads_without_a_number_are_hatched(ax: Any) -> None:
@@ -267,15 +264,6 @@ def test_layers_that_do_not_fit_are_refused() -> None:
         LayerHeadDisplay(np.ones(3), label="mass")
     with pytest.raises(ValueError, match=r"layers has shape \(3,\), expected \(2,\)"):
         LayerHeadDisplay(np.ones((2, 4)), label="mass", layers=[0, 1, 2])
-
-
-def test_colours_over_an_image_mean_the_share_alone(ax: Any) -> None:
-    image = np.zeros((4, 4, 3))
-    image[0, 0] = [1, 0, 0]
-    KeptPatchesDisplay.from_kept(np.eye(2, dtype=bool), image, ax=ax)
-    picture, overlay = ax.get_images()
-    np.testing.assert_allclose(picture.get_array()[0, 0], 0.2126)  # red, in grey
-    np.testing.assert_array_equal(overlay.get_array(), np.eye(2))
 
 
 # -- tokens ----------------------------------------------------------------------------------------------
@@ -458,94 +446,6 @@ def test_tokens_that_do_not_fit_are_refused(
         TokenStripDisplay(tokens, scores, **options)
 
 
-# -- online scores ---------------------------------------------------------------------------------------
-
-
-def test_online_scores_of_few_keys_are_points(ax: Any) -> None:
-    K = random(30, 3)
-    online, final = online_leverage_scores(K), leverage_scores(K)
-    display = OnlineScoresDisplay.from_scores(online, final=final, epsilon=0.3, ax=ax)
-    drawn = lines(ax)
-    np.testing.assert_array_equal(drawn["online: among the keys so far"].get_ydata(), online)
-    np.testing.assert_array_equal(drawn["among all keys"].get_ydata(), final)
-    assert display.online_heavy is not None
-    assert display.final_heavy is not None
-    np.testing.assert_array_equal(display.online_heavy, np.flatnonzero(online >= 0.3))
-    np.testing.assert_array_equal(display.final_heavy, np.flatnonzero(final >= 0.3))
-    label = f"ε = 0.3: {(online >= 0.3).sum()} keys online, {(final >= 0.3).sum()} among all"
-    assert drawn[label].get_ydata()[0] == 0.3
-    np.testing.assert_array_equal(drawn["_among all keys"].get_xdata(), display.final_heavy)  # larger marks
-    assert drawn["_among all keys"].get_markersize() > drawn["among all keys"].get_markersize()
-    assert ax.get_yscale() == "log"
-    assert len(legend(ax)) == 3
-
-
-def test_many_online_scores_are_binned_and_keep_every_peak(ax: Any) -> None:
-    n = 100_000
-    online = 1e-3 + 1e-4 * np.abs(random(n))
-    peaks = np.array([0, 77_777, n - 1])
-    online[peaks], online[5] = 0.5, 0.0
-    display = OnlineScoresDisplay.from_scores(online, final=online / 2, epsilon=0.3, ax=ax)
-    assert display.online_range.shape == (1000, 2)
-    bounds = [*display.starts.tolist(), n]
-    for (low, high), start, end in zip(display.online_range, bounds, bounds[1:], strict=False):
-        inside = online[start:end]
-        assert (low, high) == (inside[inside > 0].min(), inside.max())
-    band = ax.collections[0].get_paths()[0].vertices
-    assert band[:, 1].max() == 0.5
-    marks = lines(ax)["_online: among the keys so far"]
-    np.testing.assert_array_equal(marks.get_xdata(), peaks // 100 * 100)
-    np.testing.assert_array_equal(marks.get_ydata(), [0.5, 0.5, 0.5])
-    assert "ε = 0.3: 3 keys online, 0 among all" in legend(ax)
-    assert len(figure_bytes(ax.figure, ".svg")) < 500_000
-
-
-def test_lone_peaks_among_many_keys_are_drawn(ax: Any) -> None:
-    online = np.zeros(5000)
-    online[[0, 2000, 2500, 2505, 4999]] = 0.5
-    OnlineScoresDisplay.from_scores(online, ax=ax)
-    (points,) = ax.lines  # the band joins the two that are side by side
-    np.testing.assert_array_equal(points.get_xdata(), [0, 2000, 4995])
-    np.testing.assert_array_equal(points.get_ydata(), [0.5, 0.5, 0.5])
-    assert points.get_markersize() > 0
-    assert to_hex(points.get_color()) == to_hex(ax.collections[0].get_facecolor()[0])
-
-
-@pytest.mark.parametrize("epsilon", [0, -1, np.nan, 5])
-def test_thresholds_that_no_score_can_be_asked_for_are_refused(epsilon: float) -> None:
-    with pytest.raises(ValueError, match=r"expected 0 < epsilon <= 1"):
-        OnlineScoresDisplay([0.5], epsilon=epsilon)
-
-
-def test_ties_with_the_threshold_are_heavy_online() -> None:
-    display = OnlineScoresDisplay([0.1 - 1e-12, 0.1, 0.0999], epsilon=0.1)
-    assert display.online_heavy is not None
-    assert display.online_heavy.tolist() == [0, 1]
-    assert display.final_heavy is None
-
-
-@pytest.mark.parametrize("scores", [np.zeros(0), np.zeros(3), np.zeros(5000)], ids=["none", "few", "many"])
-def test_online_scores_with_nothing_to_draw(ax: Any, scores: Array) -> None:
-    OnlineScoresDisplay.from_scores(scores, final=scores, epsilon=0.5, ax=ax)
-    assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("online", "final", "message"),
-    [
-        ([[0.5]], None, r"online has shape \(1, 1\), expected \(n,\)"),
-        ([0.5, np.nan], None, r"online\[1\] is nan; expected finite scores of at least 0"),
-        ([0.5, -0.1], None, r"online\[1\] is -0\.1"),
-        ([0.5, 0.1], [0.5], r"final has shape \(1,\), expected \(2,\)"),
-        ([0.5, 0.1], [0.5, np.inf], r"final\[1\] is inf"),
-    ],
-    ids=["batch", "nan", "negative", "lengths", "infinity"],
-)
-def test_online_scores_that_do_not_fit_are_refused(online: Any, final: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OnlineScoresDisplay(online, final=final)
-
-
 # -- all displays ----------------------------------------------------------------------------------------
 
 
@@ -558,9 +458,7 @@ def all_displays(**options: Any) -> list[Any]:
         CapturedMassDisplay.from_attention(A, orders={name: np.arange(3) for name in "abcd"}, size=2, ax=ax()),
         HeavyMapDisplay.from_attention(A, 0.3, [0], ax=ax()),
         LayerHeadDisplay.from_values([[0.5, np.nan]], label="captured mass", ax=ax()),
-        KeptPatchesDisplay.from_kept(np.eye(2), np.ones((4, 4)), ax=ax()),
         TokenStripDisplay.from_scores(["a", "##b"], [0.1, 0.9], kept=[1], ax=ax()),
-        OnlineScoresDisplay.from_scores([1.0, 0.5], final=[0.5, 0.5], epsilon=0.5, ax=ax()),
     ]
 
 
@@ -611,7 +509,7 @@ def test_all_displays_have_the_same_bytes_when_drawn_again(style: str) -> None:
 def test_lines_and_marks_stand_out_from_light_and_dark(background: str) -> None:
     displays = all_displays(ax=lambda: new_figure()[1][0, 0])
     curves = [line for display in displays for line in display.ax_.lines]
-    assert len(curves) > 12
+    assert len(curves) == 10
     colors = {to_hex(line.get_color()) for line in curves}
     band = displays[0].ax_.collections[0]
     colors |= {to_hex(band.get_edgecolor()[0]), to_hex(displays[3].ax_.patch.get_edgecolor())}

@@ -134,16 +134,14 @@ def test_no_entry_above_its_score() -> None:
         assert np.all(np.max(A, axis=0) <= naive.leverage_exact(K) * (1 + 1e-12))
 
 
-def test_heavy_entries_mass_and_universal_set() -> None:
+def test_mass_and_universal_set() -> None:
     rng = np.random.default_rng(3)
     K = strategies.case("coherent")
     Q = np.vstack([rng.standard_normal((50, K.shape[1])), naive.adversarial_queries(K)])
     selected = naive.universal_set(K, 0.05)
     A = naive.attention(Q, K)
-    entries = naive.heavy_entries(Q, K, 0.05)
-    assert entries
-    assert all(selected[j] and value == A[i, j] for (i, j), value in entries.items())
-    assert len(entries) == np.count_nonzero(A >= 0.05)
+    assert (A >= 0.05).any()
+    assert not (A >= 0.05)[:, ~selected].any()
     np.testing.assert_allclose(naive.captured_mass(Q, K, selected), A[:, selected].sum(1))
     assert np.count_nonzero(selected) <= naive.rank_exact(K) / 0.05
 

@@ -35,17 +35,7 @@ def options(method: str, d: int, **more: Any) -> dict[str, Any]:
 @st.composite
 def keys(draw: st.DrawFn) -> naive.Float:
     """Keys of every kind: coherent, heavy-tailed, ill-conditioned, duplicated, rank-deficient, zero; n < d as well."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
-    n, d = draw(st.integers(1, 60)), draw(st.integers(1, 5))
-    K = rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-3, 1e3)
-    if draw(st.booleans()):
-        K = K * np.geomspace(1, 1e-5, d) @ np.linalg.qr(rng.standard_normal((d, d)))[0]
-    if draw(st.booleans()):
-        K = K[rng.integers(0, max(1, n // 3), n)]
-    if draw(st.booleans()):
-        K[:, -1] = K[:, 0]
-    if draw(st.booleans()):
-        K[rng.integers(0, n)] = 0
+    K = draw(strategies.spoilt(60, 5))
     if draw(st.booleans()):
         K *= 10.0 ** draw(st.integers(-140, 140))
     return np.asarray(K)

@@ -20,7 +20,7 @@ from levattn.sensitivity.exact import (
     _reduce,
     exact_sensitivities,
 )
-from strategies import more
+from strategies import Cauchy, more
 
 POWERS = (0.5, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6)
 CLOSED = 1e-10  # the width at which the solvers stop is 1e-11
@@ -389,17 +389,7 @@ def test_methods() -> None:
     assert exact_sensitivities(K.astype(np.float32)).method == "svd"
 
 
-class Cauchy:
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.log1p(x * x)
-
-    def __repr__(self) -> str:
-        return "Cauchy()"
-
-
-@pytest.mark.parametrize("f", [Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0), Cauchy()], ids=repr)
+@pytest.mark.parametrize("f", [Huber(1.0), L1L2(), Fair(1.4), Tukey(2.0), Cauchy()], ids=lambda f: type(f).__name__)
 def test_functions_without_an_exact_method_are_refused(f: Any) -> None:
     words = rf"f is {re.escape(repr(f))}; expected an exponent, Power or Softmax.* Use sensitivities.* upper bounds"
     for K in (gauss(5, 2), gauss(0, 2)):

@@ -56,26 +56,14 @@ def queries(f: Any, K: naive.Float, seed: int, count: int = 2000) -> naive.Float
     return np.asarray(Q)
 
 
-@st.composite
-def keys(draw: st.DrawFn) -> naive.Float:
-    """Small keys: heavy-tailed, graded, duplicated, rank-deficient, with zero rows."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
-    n, d = draw(st.integers(1, 40)), draw(st.integers(1, 4))
-    K = rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-3, 1e3)
-    if draw(st.booleans()):
-        K = K * np.geomspace(1, 1e-5, d) @ np.linalg.qr(rng.standard_normal((d, d)))[0]
-    if draw(st.booleans()):
-        K = K[rng.integers(0, max(1, n // 3), n)]
-    if draw(st.booleans()):
-        K[:, -1] = K[:, 0]
-    if draw(st.booleans()):
-        K[rng.integers(0, n)] = 0
-    return np.asarray(K)
-
-
 @pytest.mark.parametrize(("f", "method"), METHODS, ids=str)
 @strategies.examples(12)
-@given(K=keys(), seed=st.integers(0, 99), iterations=st.integers(0, 6), epsilon=st.sampled_from([0.02, 0.1, 0.5, 1.0]))
+@given(
+    K=strategies.spoilt(40, 4),
+    seed=st.integers(0, 99),
+    iterations=st.integers(0, 6),
+    epsilon=st.sampled_from([0.02, 0.1, 0.5, 1.0]),
+)
 def test_no_query_exceeds_a_bound(
     f: Any, method: Any, K: naive.Float, seed: int, iterations: int, epsilon: float
 ) -> None:

@@ -21,7 +21,7 @@ import strategies
 from levattn import NonFiniteError, StreamedSet, StreamingUniversalSet
 from levattn._kernels import BLOCK
 from levattn.sets.prefix_bounds import RunningSquares
-from strategies import CASES, STORAGE, Float, as_float64, case, examples, stores
+from strategies import CASES, STORAGE, Cauchy, Float, Floor, as_float64, case, examples, stores
 
 N, D = 3 * BLOCK + 356, 4  # rows that fill three blocks and a part of one: screened, judged, and waiting
 EPSILONS = (0.5, 0.05, 0.004, 1e-4)
@@ -762,22 +762,6 @@ def test_every_memory_layout_gives_the_same_bits(layout: str, dtype: str) -> Non
 
 
 # -- other attention functions -------------------------------------------------------------------
-
-
-class Cauchy:
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.log1p(x * x)
-
-
-class Floor:
-    """A function with f(0) > 0, so that keys of zeros can have attention."""
-
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.maximum(np.abs(x), 1.0)
 
 
 QUADRATIC = (levattn.Huber(1.0), levattn.Tukey(2.0), levattn.L1L2(), levattn.Fair(), 1, 0.5, Cauchy())

@@ -33,7 +33,7 @@ from levattn._kernels import BLOCK
 from levattn.sets.prefix_bounds import RunningBlocks
 from levattn.sketch import OSNAP, SRHT, CountSketch, Sketch, SketchedRows
 from levattn.states import Moments, SoftmaxState, TokenState
-from strategies import STORAGE, Float, examples, stores
+from strategies import STORAGE, Cauchy, Float, examples, stores
 
 State = StreamingUniversalSet | Moments | SketchedRows | SoftmaxState | TokenState
 
@@ -222,12 +222,6 @@ def test_the_size_is_that_of_the_arrays() -> None:
 
 
 def test_own_functions_cannot_be_saved() -> None:
-    class Cauchy:
-        growth, monotone = 2.0, True
-
-        def __call__(self, x: Any) -> Any:
-            return np.log1p(x * x)
-
     class Mine(levattn.Huber):
         """One of the library's names, but not its function."""
 

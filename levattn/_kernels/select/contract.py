@@ -19,9 +19,6 @@ class SelectKernels(Protocol):
     def held(self, array: Any, /) -> Any:
         """Return scores or flags where they are selected from."""
 
-    def compact(self, chosen: Any, /) -> tuple[Any, Any]:
-        """List the entries of flags (b, n) that are set."""
-
     def threshold(self, scores: Any, present: Any, low: Any, high: Any, /) -> tuple[Any, Any, Any]:
         """Return which scores are at least `high` (b,), and list those between `low` and that."""
 

@@ -16,7 +16,7 @@ from levattn._kernels.cuda_source import NOTHING, WORDS, launch, namespace
 from levattn._kernels.rows.contract import Float64
 from levattn._kernels.rows.cuda import on_device
 
-__all__ = ["compact", "gather", "held", "include", "largest", "maxima", "stacked", "threshold"]
+__all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
 
 _THREADS = 256
 _TILE = 2048  # entries that a block lists
@@ -33,21 +33,21 @@ def held(array: Any) -> Any:
     return on_device(array)
 
 
-def compact(chosen: Any, room: int | None = None) -> tuple[Any, Any]:
-    """List the entries of flags (b, n) that are set.
-
-    With `room` for so many of them nothing is waited for: `starts` stays on the device, what does not fit is left out,
-    and what is left over undefined.
-    """
-    entries = _Entries(on_device(chosen, np.bool_), "unsigned char")
-    return entries.listed(room)
-
-
 def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int64, Any]:
     """Return which scores are at least `high`, and list those in doubt."""
-    chosen = namespace().empty(scores.shape, np.bool_)
-    entries = _Entries(on_device(scores), _real(scores), present, low, high, chosen)
-    return chosen, *entries.listed()
+    xp, (b, n), real = namespace(), scores.shape, _real(scores)
+    chosen, tiles = xp.empty(scores.shape, np.bool_), -(-n // _TILE)
+    bounds = [on_device(bound, np.float64) for bound in (low, high)]
+    arguments = [on_device(scores), _optional(present, np.bool_), *bounds, np.int64(n), np.int64(tiles)]
+    counts, offsets = xp.empty(b * tiles, np.int64), xp.zeros(b * tiles + 1, np.int64)
+    launch("select", "count_listed", (real,), (b * tiles,), _THREADS, [*arguments, chosen, counts])
+    if counts.size:
+        offsets[1:] = xp.cumsum(counts)
+    starts = to_numpy(offsets[::tiles] if tiles else xp.zeros(b + 1, np.int64))
+    indices = xp.empty(int(starts[-1]), np.int64)
+    grid = (b * tiles if len(indices) else 0,)
+    launch("select", "fill_listed", (real,), grid, _THREADS, [*arguments, offsets, indices])
+    return chosen, starts, indices
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Int64, Any]:
@@ -73,30 +73,19 @@ def maxima(scores: Any, among: Any) -> Float64:
     return np.asarray(np.maximum(to_numpy(chosen.max(axis=1)), 0), np.float64)
 
 
-def gather(keys: Any, starts: Any, indices: Any) -> Any:
-    """Return the rows listed of each matrix of a batch, (b, n, d) of any layout, one after the other."""
-    out = namespace().empty((len(indices), keys.shape[2]), keys.dtype)
-    _copy(keys, starts, indices, 0, out)
-    return out
-
-
 def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
     """Return the rows listed as a batch, and which rows of it they are."""
     xp, counts = namespace(), np.diff(starts)
     width = int(counts.max(initial=0))
     out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)
-    _copy(keys, starts, indices, width, out)
-    return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
-
-
-def _copy(keys: Any, starts: Any, indices: Any, width: int, out: Any) -> None:
-    size = keys.itemsize
-    words = np.dtype(f"u{size}")
-    steps = [np.int64(step // size) for step in keys.strides]
+    words = np.dtype(f"u{keys.itemsize}")
+    steps = [np.int64(step // keys.itemsize) for step in keys.strides]
     listed = [on_device(starts, np.int64), np.int64(len(keys)), on_device(indices, np.int64)]
     tail = [np.int64(len(indices)), np.int64(width), np.int32(keys.shape[2]), out.view(words)]
     grid = (-(-len(indices) // _COPIED),)
-    launch("select", "gather_rows", (WORDS[size],), grid, _THREADS, [keys.view(words), *steps, *listed, *tail])
+    arguments = [keys.view(words), *steps, *listed, *tail]
+    launch("select", "gather_rows", (WORDS[keys.itemsize],), grid, _THREADS, arguments)
+    return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
 
 
 def _real(scores: Any) -> str:
@@ -105,35 +94,6 @@ def _real(scores: Any) -> str:
 
 def _optional(array: Any, dtype: Any) -> Any:
     return NOTHING if array is None else on_device(array, dtype)
-
-
-class _Entries:
-    """Entries of matrices (b, n) that are to be listed: those that are not 0, or those between bounds."""
-
-    def __init__(
-        self, values: Any, stored: str, present: Any = None, low: Any = None, high: Any = None, chosen: Any = None
-    ) -> None:
-        xp, (b, n) = namespace(), values.shape
-        self._tiles = -(-n // _TILE)
-        self._types, self._grid = (stored,), (b * self._tiles,)
-        bounds = [_optional(bound, np.float64) for bound in (low, high)]
-        self._arguments = [values, _optional(present, np.bool_), *bounds, np.int64(n), np.int64(self._tiles)]
-        counts = xp.empty(self._grid, np.int64)
-        tail = [NOTHING if chosen is None else chosen, counts]
-        launch("select", "count_listed", self._types, self._grid, _THREADS, [*self._arguments, *tail])
-        self._offsets = xp.zeros(b * self._tiles + 1, np.int64)
-        if counts.size:
-            self._offsets[1:] = xp.cumsum(counts)
-        self._starts = self._offsets[:: self._tiles] if self._tiles else xp.zeros(b + 1, np.int64)
-
-    def listed(self, room: int | None = None) -> tuple[Any, Any]:
-        starts = self._starts if room is not None else to_numpy(self._starts)
-        total = int(starts[-1]) if room is None else room
-        indices = namespace().empty(total, np.int64)
-        grid = self._grid if total else (0,)
-        tail = [self._offsets, np.int64(total), indices]
-        launch("select", "fill_listed", self._types, grid, _THREADS, [*self._arguments, *tail])
-        return starts, indices
 
 
 def _of_rank(scores: Any, present: Any, size: int) -> Any:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from levattn._core.arrays import Csr, array_namespace, take, to_device, to_numpy
 from levattn._kernels.rows.contract import Float64
 
-__all__ = ["compact", "held", "include", "largest", "maxima", "stacked", "threshold"]
+__all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
 
 Int64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -23,14 +23,6 @@ Flags = npt.NDArray[np.bool_]
 def held(array: Any) -> Any:
     """Return scores or flags where they are selected from."""
     return to_numpy(array)
-
-
-def compact(chosen: Flags) -> tuple[Int64, Int64]:
-    """List the entries of flags (b, n) that are set."""
-    b, n = chosen.shape
-    starts = np.zeros(b + 1, np.int64)
-    np.cumsum(np.count_nonzero(chosen, axis=1), out=starts[1:])
-    return starts, np.flatnonzero(chosen) - np.repeat(n * np.arange(b), np.diff(starts))  # faster than in two axes
 
 
 def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[Flags, Int64, Int64]:
@@ -43,7 +35,11 @@ def threshold(scores: Any, present: Any, low: Float64, high: Float64) -> tuple[F
     if present is not None:
         chosen &= present
         doubtful &= present
-    return chosen, *compact(doubtful)
+    b, n = doubtful.shape
+    starts = np.zeros(b + 1, np.int64)
+    np.cumsum(np.count_nonzero(doubtful, axis=1), out=starts[1:])
+    # faster than in two axes
+    return chosen, starts, np.flatnonzero(doubtful) - np.repeat(n * np.arange(b), np.diff(starts))
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flags, Int64, Int64]:

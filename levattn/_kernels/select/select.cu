@@ -17,15 +17,13 @@ constexpr int COPIED = 16;                 // rows that a block copies
 
 // Out, in, or between the bounds, where it is to be looked at again; NaN is between all bounds.
 template <typename Real>
-__device__ inline bool is_in(Real x, double, double high) {
+__device__ inline bool is_in(Real x, double high) {
     return (double)x >= high;
 }
 template <typename Real>
 __device__ inline bool is_listed(Real x, double low, double high) {
     return !((double)x < low) && !((double)x >= high);
 }
-__device__ inline bool is_in(unsigned char x, double, double) { return x; }
-__device__ inline bool is_listed(unsigned char x, double, double) { return x; }
 
 // Bits that are ordered as the numbers are, zeros alike, and NaN above all numbers.
 __device__ inline unsigned long long ordered(float x) {
@@ -48,23 +46,23 @@ __device__ inline double number(unsigned long long bits, double) {
 
 }  // namespace
 
-// How many entries of each tile are to be listed: to `counts` (b · tiles,). Stored = unsigned char: those that are not
-// 0; else those between the bounds of their matrix, and `chosen` (b, n) is set for those at or above them.
-template <typename Stored>
+// How many entries of each tile are between the bounds of their matrix: to `counts` (b · tiles,). `chosen` (b, n) is set
+// for those at or above them.
+template <typename Real>
 __global__ void __launch_bounds__(THREADS)
-    count_listed(const Stored *values, const unsigned char *present, const double *low, const double *high, long long n,
+    count_listed(const Real *values, const unsigned char *present, const double *low, const double *high, long long n,
                  long long tiles, unsigned char *chosen, long long *counts) {
     __shared__ int found[WARPS];
     const long long item = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long first = tile * TILE + warp * RUN + lane, matrix = item * n;
-    const double least = low ? low[item] : 0, most = high ? high[item] : 0;
-    Stored read[ROUNDS];
+    const double least = low[item], most = high[item];
+    Real read[ROUNDS];
     bool part[ROUNDS];
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         const long long at = first + 32 * i;
-        read[i] = at < n ? values[matrix + at] : (Stored)0;
+        read[i] = at < n ? values[matrix + at] : (Real)0;
         part[i] = at < n && (!present || present[matrix + at]);
     }
     int count = 0;
@@ -72,7 +70,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < ROUNDS; ++i) {
         const long long at = first + 32 * i;
         count += part[i] && is_listed(read[i], least, most);
-        if (chosen && at < n) chosen[matrix + at] = part[i] && is_in(read[i], least, most);
+        if (at < n) chosen[matrix + at] = part[i] && is_in(read[i], most);
     }
     for (int step = 16; step; step /= 2) count += __shfl_xor_sync(0xffffffffu, count, step);
     if (lane == 0) found[warp] = count;
@@ -83,18 +81,17 @@ __global__ void __launch_bounds__(THREADS)
     counts[blockIdx.x] = total;
 }
 
-// The numbers within their matrix of the entries that were counted, to places from `offsets` on, of which there are
-// `room`.
-template <typename Stored>
+// The numbers within their matrix of the entries that were counted, to places from `offsets` on.
+template <typename Real>
 __global__ void __launch_bounds__(THREADS)
-    fill_listed(const Stored *values, const unsigned char *present, const double *low, const double *high, long long n,
-                long long tiles, const long long *offsets, long long room, long long *indices) {
+    fill_listed(const Real *values, const unsigned char *present, const double *low, const double *high, long long n,
+                long long tiles, const long long *offsets, long long *indices) {
     __shared__ int found[WARPS];
     if (offsets[blockIdx.x] == offsets[blockIdx.x + 1]) return;
     const long long item = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long first = tile * TILE + warp * RUN + lane, matrix = item * n;
-    const double least = low ? low[item] : 0, most = high ? high[item] : 0;
+    const double least = low[item], most = high[item];
     unsigned int votes[ROUNDS];
     int count = 0;
 #pragma unroll
@@ -111,7 +108,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         const long long mine = place + __popc(votes[i] & ((1u << lane) - 1));
-        if (votes[i] >> lane & 1 && mine < room) indices[mine] = first + 32 * i;
+        if (votes[i] >> lane & 1) indices[mine] = first + 32 * i;
         place += __popc(votes[i]);
     }
 }
@@ -187,8 +184,8 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// The rows `indices` of each matrix (of d numbers; strides are in numbers): to rows of `out` next to each other, or with
-// a `width` to those from item · width on. No more are copied than `starts` (items + 1,) tells.
+// The rows `indices` of each matrix (of d numbers; strides are in numbers): to rows of `out` from item · width on. There
+// are `room` of them, the last of `starts` (items + 1,).
 template <typename Stored>
 __global__ void __launch_bounds__(THREADS)
     gather_rows(const Stored *rows, long long item_stride, long long row_stride, long long column_stride,
@@ -196,8 +193,7 @@ __global__ void __launch_bounds__(THREADS)
                 int d, Stored *out) {
     __shared__ long long sources[COPIED], targets[COPIED];
     const long long first = (long long)blockIdx.x * COPIED;
-    const int count = (int)min((long long)COPIED, min(room, starts[items]) - first);
-    if (count <= 0) return;
+    const int count = (int)min((long long)COPIED, room - first);
     if (threadIdx.x < count) {
         const long long at = first + threadIdx.x;
         long long item = 0, end = items;  // starts[item] <= at < starts[end]
@@ -207,7 +203,7 @@ __global__ void __launch_bounds__(THREADS)
             else end = middle;
         }
         sources[threadIdx.x] = item * item_stride + indices[at] * row_stride;
-        targets[threadIdx.x] = (width ? item * width + at - starts[item] : at) * d;
+        targets[threadIdx.x] = (item * width + at - starts[item]) * d;
     }
     __syncthreads();
     constexpr int pack = sizeof(uint4) / sizeof(Stored);

@@ -23,8 +23,6 @@ _MOST = 65535  # blocks of threads along the second and the third axis of a grid
 # What sketch.cu has too
 _TILE = 4096  # rows that are put in order at a time
 _WARPS = _THREADS // 32
-_SLAB = 256  # rows that are added as they come by a block of threads
-_COLUMNS = 4  # that a thread adds there
 _GROUP = 16  # parts that are added at a time
 _SIDE = 64  # of a tile of a product
 _FLIPS = 1024  # signs that are drawn at a time for the rows of a transform
@@ -46,31 +44,16 @@ def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
     return namespace().zeros((rows.shape[0], size, rows.shape[2]), dtype)
 
 
-def scatter(
-    rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any, *, deterministic: bool = True
-) -> None:
+def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
     """Add sparse sketches of the matrices to `out`, (b, blocks · size, d).
 
     Rows are put in order by their places, so that each row of the sketch is summed up by itself, in the order of the
-    rows. If not `deterministic` they are added as they come, in one pass over the keys: sums of integers are the same,
-    and others are not the same twice.
+    rows.
     """
-    if not deterministic:
-        _scatter_rows(rows, seed, stream, offset, blocks, size, out)
-        return
     n = rows.shape[1]
     step = max(1, min(max(_ORDERED // blocks, 4 * size), _NUMBERED // blocks))
     for low in range(0, n, step):
         _scatter_ordered(rows.between(low, min(low + step, n)), seed, stream, offset + low, blocks, size, out)
-
-
-def _scatter_rows(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
-    b, n, d = rows.shape
-    log_lanes = min(5, (d - 1).bit_length())
-    grid = (-(-n // _SLAB), -(-d // (_COLUMNS << log_lanes)), min(b, _MOST))
-    drawn = [np.uint64(seed), np.uint32(stream), np.int64(offset), np.int32(blocks), np.int32(size)]
-    tail = [np.int64(b), np.int64(n), *drawn, np.int32(log_lanes), out]
-    launch("sketch", "scatter_rows", (key_type(rows), _real(out)), grid, _THREADS, [*key_arguments(rows), *tail])
 
 
 def _scatter_ordered(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:

@@ -13,9 +13,6 @@ constexpr int WARPS = THREADS / 32;
 constexpr int TILE = 4096;                // rows that a block of threads puts in order
 constexpr int STEPS = TILE / THREADS;     // rows of a tile for each thread
 constexpr int DEPTH = 4;                  // rows that a thread reads before it adds them up
-constexpr int SLAB = 256;                 // rows whose places are drawn at a time where they are added as they come
-constexpr int AT_ONCE = 4;                // blocks of a sketch for which they are
-constexpr int COLUMNS = 4;                // that a thread adds there
 constexpr int GROUP = 16;                 // parts that are added at a time
 constexpr int SIDE = 64, EACH = 4, STAGE = 16;  // of a tile of a product, of what a thread has of it, rows at a time
 constexpr int FLIPS = 1024;               // signs that are drawn at a time for the rows of a transform
@@ -233,51 +230,6 @@ __global__ void __launch_bounds__(THREADS)
     for (int part = first + 1; part < last; ++part) sum += parts[part * length + at];
     Sum *const to = out + blockIdx.y * length + at;
     *to = add ? *to + sum : sum;
-}
-
-// Add rows to a sparse sketch as they come, in no order: to `out` (items, blocks * size, d).
-//
-// A row takes 1 << log_lanes threads. The grid is (slabs of rows, tiles of columns, items), the last perhaps cut
-// short.
-template <typename Key, typename Sum>
-__global__ void __launch_bounds__(THREADS, 2)
-    scatter_rows(KEY_PARAMETERS, long long items, long long n, unsigned long long seed, unsigned int stream,
-                 long long offset, int blocks, int size, int log_lanes, Sum *out) {
-    __shared__ unsigned int places[AT_ONCE][SLAB];
-    const Reader<Key> reader KEY_READER;
-    const int lanes = 1 << log_lanes, first = (blockIdx.y * COLUMNS << log_lanes) + (threadIdx.x & (lanes - 1));
-    const long long start = (long long)blockIdx.x * SLAB;
-    const int count = (int)min((long long)SLAB, n - start), together = THREADS >> log_lanes;
-    for (int block = 0; block < blocks; block += AT_ONCE) {
-        const int drawn = min(AT_ONCE, blocks - block);
-        __syncthreads();
-        for (int k = 0; k < drawn; ++k)
-            draw_places(seed, stream, block + k, size, offset + start, count,
-                        [&](int row, unsigned int place) { places[k][row] = place; });
-        __syncthreads();
-        for (long long item = blockIdx.z; item < items; item += gridDim.z)
-            for (int row = threadIdx.x >> log_lanes; row < count; row += DEPTH * together) {
-                Sum x[DEPTH][COLUMNS];
-#pragma unroll
-                for (int u = 0; u < DEPTH; ++u)
-#pragma unroll
-                    for (int i = 0; i < COLUMNS; ++i)
-                        if (row + u * together < count && first + i * lanes < d)
-                            x[u][i] = reader.template read<Sum>(item, start + row + u * together, first + i * lanes);
-#pragma unroll
-                for (int u = 0; u < DEPTH; ++u) {
-                    if (row + u * together >= count || !reader.takes_part(item, start + row + u * together)) continue;
-                    for (int k = 0; k < drawn; ++k) {
-                        const unsigned int place = places[k][row + u * together];
-                        const long long bucket = (item * blocks + block + k) * size + (place >> 1);
-#pragma unroll
-                        for (int i = 0; i < COLUMNS; ++i)
-                            if (first + i * lanes < d)
-                                atomicAdd(out + bucket * d + first + i * lanes, with_sign(place, x[u][i]));
-                    }
-                }
-            }
-    }
 }
 
 // Entries of a dense sketch for some rows, in the precision Sum: to `S` (size, n). They are normals, or else signs.

@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from levattn._kernels.cuda_source import NOTHING, launch, namespace, shared_limit
 from levattn._kernels.rows.cuda import on_device, sum_in_pairs
@@ -36,8 +35,6 @@ _LOGITS = {"none": 0, "norm": 1, "diagonal": 2}
 _TYPES = {"float32": "float", "float64": "double"}
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
-
-Int64 = npt.NDArray[np.int64]
 
 
 def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:

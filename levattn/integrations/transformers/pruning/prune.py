@@ -224,14 +224,12 @@ def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, 
 
 
 @contextmanager
-def observed(
-    model: Any, look: Callable[[int, Arrays], None], layers: Any = None, example: Mapping[str, Any] | None = None
-) -> Iterator[None]:
+def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None) -> Iterator[None]:
     """Show what layers attend with, call by call, while they compute dense attention: their number, and arrays."""
     check_model(model)
     register()
     layers = None if layers is None else _listed(layers)
-    there = discovered(model, example, layers)
+    there = discovered(model, None, layers)
     pruning, parts = next(_prunings), []
     for number in numbers_among("layers", layers, list(there)):
         groups = groups_of(there[number], {})
