@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from _rivals import table, verdict
 
-from levattn._kernels import Mixture, kernels_for
+from levattn._kernels import LatentArguments, kernels_for
 from levattn.attention import latte
 
 HEADS, D = 4, 64
@@ -34,7 +34,7 @@ def numbers(L: int, T: int) -> tuple[float, float]:
     rng = np.random.default_rng(0)
     Q, K = rng.standard_normal((2, HEADS, T, L), np.float32)
     V = rng.standard_normal((HEADS, T, D), np.float32)
-    x = Mixture(Q, K, V, np.array([0, T]), True)
+    x = LatentArguments(Q, K, V, np.array([0, T]), True)
     forward = peak(lambda: latte(Q, K, V)) / (4 * HEADS * T)
     backward = peak(lambda: kernels_for("latent", Q).backward(x, V)) / (4 * HEADS * T)
     return 2 * L + D + forward, 2 * L + 2 * D + D + backward  # backward has the output and its gradient as well

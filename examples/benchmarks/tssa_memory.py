@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from _rivals import table, verdict
 
-from levattn._kernels import Statistics, kernels_for
+from levattn._kernels import TokenArguments, kernels_for
 from levattn.attention import tssa
 
 FORMS = {
@@ -41,7 +41,7 @@ def numbers(name: str, shape: tuple[int, int, int, int]) -> tuple[float, float]:
     B, T, heads, d = shape
     W = np.random.default_rng(0).standard_normal((B, T, heads, d), np.float32).transpose(0, 2, 1, 3)
     options = FORMS[name]
-    x = Statistics(
+    x = TokenArguments(
         *(W, np.ones((B, heads), np.float32), None, np.array([0, T]), options.get("causal", True)),
         "norm" if options.get("membership") else "diagonal",
     )

@@ -20,16 +20,16 @@ __all__ = [
     "as_cupy",
     "as_mask",
     "as_matrices",
-    "entries",
+    "decode_half",
     "float64_beside",
-    "numbers",
+    "item_entries",
+    "nonzero",
     "on_cuda",
-    "pick",
-    "take",
+    "take_entries",
+    "take_rows",
     "to_device",
     "to_float64",
     "to_numpy",
-    "true_places",
     "where",
 ]
 
@@ -418,7 +418,7 @@ def to_device(array: npt.NDArray[Any], like: Any) -> Any:
     return xp.asarray(np.require(array, requirements=["C", "W"]), device=array_api_compat.device(like))
 
 
-def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
+def take_rows(data: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Return some rows of every matrix of a batch (b, n, d)."""
     if isinstance(data, Csr):
         return data.take(rows)
@@ -427,19 +427,19 @@ def take(data: Any, rows: npt.NDArray[np.int64]) -> Any:
     return array_namespace(data).take(data, to_device(rows, data), axis=1)
 
 
-def pick(array: Any, which: npt.NDArray[np.int64]) -> Any:
+def take_entries(array: Any, which: npt.NDArray[np.int64]) -> Any:
     """Return some entries along the first axis."""
     if isinstance(array, np.ndarray):
         return array[which]
     return array_namespace(array).take(array, to_device(which, array), axis=0)
 
 
-def entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+def item_entries(array: Any, item: int, which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     """Return some entries of one item of an array (b, n, ...), in main memory."""
-    return to_numpy(pick(array[item], which)) if on_cuda(array) else np.asarray(array[item, which])
+    return to_numpy(take_entries(array[item], which)) if on_cuda(array) else np.asarray(array[item, which])
 
 
-def true_places(flags: Any) -> npt.NDArray[np.int64]:
+def nonzero(flags: Any) -> npt.NDArray[np.int64]:
     """Return where flags (n,) are true, in main memory."""
     if on_cuda(flags):
         return to_numpy(array_namespace(flags).nonzero(flags)[0])
@@ -463,7 +463,7 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
     return np.asarray(array)
 
 
-def numbers(data: Any, kind: str) -> Any:
+def decode_half(data: Any, kind: str) -> Any:
     """Return an array of numpy or CuPy, in which 16-bit floats are words, as the numbers that it holds."""
     if kind == "float16":
         return data.view(np.float16)
@@ -477,7 +477,7 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
     if on_cuda(data):
         data = to_numpy(data)
     if isinstance(data, np.ndarray):
-        return np.array(numbers(data, kind), dtype=np.float64, order="C")
+        return np.array(decode_half(data, kind), dtype=np.float64, order="C")
     xp = array_namespace(data)
     return np.array(to_numpy(xp.astype(data, xp.float64)), dtype=np.float64, order="C")
 
@@ -485,5 +485,5 @@ def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:
 def float64_beside(data: Any, kind: str, other: Any) -> Any:
     """Return the rows of a batch of one in float64: on a CUDA device if they and `other` are there."""
     if on_cuda(data) and on_cuda(other):
-        return numbers(data, kind)[0].astype(np.float64)
+        return decode_half(data, kind)[0].astype(np.float64)
     return to_float64(data, kind)[0]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from levattn._kernels.dispatch import kernels_for
-from levattn._kernels.latent.contract import Mixture
+from levattn._kernels.latent.contract import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels.tokens.contract import Statistics, TokenSums
+from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 
 __all__ = [
     "BLOCK",
     "Arithmetic",
     "Float64",
-    "Mixture",
+    "LatentArguments",
     "PairwiseSum",
     "Pieces",
     "Rows",
-    "Statistics",
+    "TokenArguments",
     "TokenSums",
     "kernels_for",
 ]

@@ -27,7 +27,7 @@ import numpy as np
 
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import real_number
-from levattn.attention.common.arguments import Prepared, check_sizes, dense, prepare, reshaped
+from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stacked
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
@@ -526,7 +526,7 @@ def largest_step(U: Any, eps: float, /) -> Any:
     >>> float(rates.largest_step(np.eye(4).reshape(4, 2, 2).transpose(1, 0, 2), 1.0).round(6))
     0.5
     """
-    call = prepare({"U": (dense("U", U), 3)}, like="U")
+    call = stacked({"U": (dense_array("U", U), 3)}, like="U")
     U = call.stacks[0]
     xp = namespace_of(U)
     _, K, d, _ = U.shape
@@ -538,12 +538,12 @@ def largest_step(U: Any, eps: float, /) -> Any:
     return _scalar(xp.where(largest > 0, 2 / (least * least), xp.full_like(largest, math.inf)), call.batch)
 
 
-def _tokens(arguments: dict[str, tuple[Any, int]], eps: float | None, mask: Any) -> tuple[Prepared, list[Any], Any]:
+def _tokens(arguments: dict[str, tuple[Any, int]], eps: float | None, mask: Any) -> tuple[Stacks, list[Any], Any]:
     """Check the arrays of a call and return their stacks in float64, and which tokens are present, (b, n) of 0 and 1.
 
     Tokens come divided by ε/√d, as rates depend on nothing else, unless ε is None. What a mask leaves out is 0.
     """
-    arrays = {name: dense(name, given) for name, (given, _) in arguments.items()}
+    arrays = {name: dense_array(name, given) for name, (given, _) in arguments.items()}
     places = {"Z": "nd", "Pi": "nK", "U": "Kdp", "W": "hTp"}
     check_sizes(
         {
@@ -553,7 +553,7 @@ def _tokens(arguments: dict[str, tuple[Any, int]], eps: float | None, mask: Any)
         }
     )
     first = next(iter(arrays))
-    call = prepare(
+    call = stacked(
         {name: (arrays[name], axes) for name, (_, axes) in arguments.items()},
         like=first,
         mask=(mask, arrays[first].shape[-2]),

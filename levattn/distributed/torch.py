@@ -19,7 +19,7 @@ import numpy.typing as npt
 from levattn._core.arrays import as_mask, as_matrices, to_float64
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
-from levattn.sets.candidates import HeldKeys
+from levattn.sets.candidates import Candidates
 from levattn.sets.streaming import _VERSION as _STATE_VERSION
 from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.states import SoftmaxState
@@ -175,7 +175,7 @@ def universal_set(
     _require_alike(shards)
     shapes = ranks.gathered
 
-    mine: list[HeldKeys] = []
+    mine: list[Candidates] = []
 
     def without_keys() -> tuple[_Fields, _Arrays]:
         before = sum(shard["n"] for shard in shards[: ranks.rank])
@@ -413,12 +413,12 @@ def _with_numbers(item: SelectedKeys) -> SelectedKeys:
 # -- states as messages -------------------------------------------------------------------------------
 
 
-def _held(state: StreamingUniversalSet) -> list[HeldKeys]:
+def _held(state: StreamingUniversalSet) -> list[Candidates]:
     """Return the keys that a merged state holds, of each matrix."""
     return [] if state._stream is None else state._stream.held
 
 
-def _hold(state: StreamingUniversalSet, held: list[HeldKeys]) -> None:
+def _hold(state: StreamingUniversalSet, held: list[Candidates]) -> None:
     """Give a merged state other keys to hold, which must be among those that it has seen."""
     if state._stream is not None:
         state._stream.held = held
@@ -451,7 +451,7 @@ def _expanded(fields: _Fields, arrays: _Arrays) -> StreamingUniversalSet:
     return StreamingUniversalSet.from_bytes(pack(_STATE, _STATE_VERSION, fields["state"], arrays))
 
 
-def _as_arrays(held: list[HeldKeys]) -> tuple[_Fields, _Arrays]:
+def _as_arrays(held: list[Candidates]) -> tuple[_Fields, _Arrays]:
     """Return the keys of all matrices, one after the other."""
     arrays = {"counts": np.array([len(one) for one in held], np.int64)}
     if held:
@@ -461,12 +461,12 @@ def _as_arrays(held: list[HeldKeys]) -> tuple[_Fields, _Arrays]:
     return {}, arrays
 
 
-def _from_arrays(arrays: _Arrays) -> list[HeldKeys]:
+def _from_arrays(arrays: _Arrays) -> list[Candidates]:
     """Return the keys of each matrix that `_as_arrays` put together."""
     stops = np.cumsum(arrays["counts"]).tolist()
     beside = [arrays[f"beside{i}"] for i in range(len(arrays) - 3)]
     parts = [slice(start, stop) for start, stop in itertools.pairwise([0, *stops])]
     return [
-        HeldKeys(arrays["indices"][part], arrays["keys"][part], tuple(array[part] for array in beside))
+        Candidates(arrays["indices"][part], arrays["keys"][part], tuple(array[part] for array in beside))
         for part in parts
     ]

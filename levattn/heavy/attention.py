@@ -16,8 +16,8 @@ from levattn._core.arrays import (
     as_mask,
     as_matrices,
     float64_beside,
-    pick,
-    take,
+    take_entries,
+    take_rows,
     to_device,
     to_float64,
     to_numpy,
@@ -42,7 +42,7 @@ from levattn.heavy.normalizers import (
     relative,
 )
 from levattn.heavy.recovery import estimated_normalizers, recovered_entries, recovery_size
-from levattn.linalg.factor import UNIT, dense
+from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.gram import second_moments
 from levattn.sensitivity.approximate import FAILURE
 from levattn.sensitivity.leverage import TIE, check_epsilon, refuse_randomness
@@ -248,8 +248,8 @@ class HeavyAttention:
         universal, residual = products.universal, self._figures.residual
         xp = array_namespace(residual)
         light = _Light.of(replace(scaled, mask=as_mask(universal._left, values)))
-        inside = replace(scaled, keys=take(scaled.keys, universal.indices), mask=None)
-        chosen = to_device(dense(inside, 0, inside.shape[1]), residual)
+        inside = replace(scaled, keys=take_rows(scaled.keys, universal.indices), mask=None)
+        chosen = to_device(float64_rows(inside, 0, inside.shape[1]), residual)
         output = xp.empty((len(residual), values.d))
         for part, scores in products.scores():
             output[part] = scores @ chosen
@@ -277,9 +277,9 @@ class HeavyAttention:
         output, bound, before = np.empty((m, d)), np.empty(m), _Before(d)
         for chunk in causal.chunks():
             part = slice(*chunk.rows)
-            here = dense(values, *chunk.rows)
+            here = float64_rows(values, *chunk.rows)
             kept = chunk.keys[chunk.keys < chunk.rows[0]]
-            chosen = dense(_rows(values, kept), 0, len(kept))
+            chosen = float64_rows(_rows(values, kept), 0, len(kept))
             rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
             scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # of one shape, as BLAS sums each in its order
             scores[: len(here)] = chunk.scores
@@ -354,7 +354,7 @@ def _norms(A: Float64) -> Float64:
 def _rows(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
     """Return some rows of a batch of one."""
     mask = None if rows.mask is None else to_device(to_numpy(rows.mask)[:, indices], rows.keys)
-    return replace(rows, keys=take(rows.keys, indices), mask=mask)
+    return replace(rows, keys=take_rows(rows.keys, indices), mask=mask)
 
 
 def _variance(e: float, r: Any, least: Any, count: int) -> Any:
@@ -666,7 +666,7 @@ def heavy_attention(
         bad = np.flatnonzero(~to_numpy(finite))[:5]
         raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
     indices = universal.indices
-    selected = float64_beside(take(keys.data, indices), keys.format, Q64)
+    selected = float64_beside(take_rows(keys.data, indices), keys.format, Q64)
     if not square:
         return _of_other_function(Q64, selected, keys, universal, epsilon, function)
     N, exponents = universal.factor.even_normalizer(0)
@@ -754,7 +754,7 @@ def _prepared(
     doubtful = (product > PRODUCT_ERROR) | (error > TIE / 8) | (stored[2] != 0)
     places = to_numpy(xp.nonzero(doubtful)[0])
     if len(places):  # of products in twice the precision
-        few = to_numpy(pick(Q, places))
+        few = to_numpy(take_entries(Q, places))
         loss = np.zeros(len(few))
         near = even_rows(to_numpy(stored[0]), -stored[1])
         shift = to_numpy(stored[2])[places]

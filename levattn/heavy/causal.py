@@ -18,7 +18,7 @@ from levattn.heavy.normalizers import (
     even_rows,
     flushed,
 )
-from levattn.linalg.factor import UNIT, dense, factor_moments
+from levattn.linalg.factor import UNIT, factor_moments, float64_rows
 from levattn.sensitivity.leverage import TIE
 
 __all__ = ["CHUNK", "CausalChunk", "causal_chunks"]
@@ -124,7 +124,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
     below = np.tri(CHUNK)
     start = chunks = 0
     while start < n:
-        stored = dense(rows, start, min(start + CHUNK, n))
+        stored = float64_rows(rows, start, min(start + CHUNK, n))
         before_units = units.exponents
         count, seen = units.take(stored)
         stop, stored, exponents = start + count, stored[:count], units.exponents
@@ -162,7 +162,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
             mine = np.hstack([np.zeros((len(exact), len(kept))), below[exact]])
             sums.add(*near, mine)
             for low in range(0, start, 16 * CHUNK):
-                sums.add(*even_rows(dense(rows, low, min(low + 16 * CHUNK, start)), -exponents))
+                sums.add(*even_rows(float64_rows(rows, low, min(low + 16 * CHUNK, start)), -exponents))
             total, error[exact], root = sums.result(start + 1 + exact)
             mine[:, : len(kept)] = 1.0
             some = sums.squares(PreciseSums(Q[exact]).add(*near, mine), near[1])

@@ -22,9 +22,9 @@ from levattn.heavy.normalizers import (
     normalizers_by,
 )
 from levattn.linalg.factor import UNIT, Factor
-from levattn.linalg.gram import MomentSum, check_finite, refuse_nonfinite
+from levattn.linalg.gram import GramAccumulator, check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import TIE, check_epsilon
-from levattn.sets.candidates import HeldKeys
+from levattn.sets.candidates import Candidates
 from levattn.states import factor_of_sum
 from levattn.states.block_buffer import in_main_memory, payload_of
 
@@ -124,10 +124,10 @@ class CausalUniversalSet:
         self.n = 0
         self._batch: tuple[int, ...] = ()
         self._format: Any = None
-        self._sums = MomentSum(0, 1)
+        self._sums = GramAccumulator(0, 1)
         self._factor: Factor | None = None
         self._even: list[tuple[Float64, npt.NDArray[np.int32]]] = []  # its normalisers
-        self._held: list[HeldKeys] = []  # of each matrix: those that were judged, and the recent ones after them
+        self._held: list[Candidates] = []  # of each matrix: those that were judged, and the recent ones after them
         self._recent = 0
 
     @property
@@ -179,7 +179,7 @@ class CausalUniversalSet:
         beside = () if payload is None else (payload_of(payload, matrices.batch, m),)
         held = self._held
         if self._format is None:
-            held = [HeldKeys.empty(d, matrices.format, [array[item] for array in beside]) for item in range(b)]
+            held = [Candidates.empty(d, matrices.format, [array[item] for array in beside]) for item in range(b)]
         else:
             self._require(matrices, beside)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -188,14 +188,14 @@ class CausalUniversalSet:
             except FloatingPointError:
                 refuse_nonfinite(rows, self.n)
         if self._format is None:
-            self._batch, self._format, self._sums = matrices.batch, matrices.format, MomentSum(b, d)
+            self._batch, self._format, self._sums = matrices.batch, matrices.format, GramAccumulator(b, d)
         index = np.arange(self.n, self.n + m, dtype=np.int64)
         for start in range(0, m, BLOCK):
             part = slice(start, min(start + BLOCK, m))
             keys = rows.keys[:, part].copy()
             if rows.mask is not None:
                 keys[~rows.mask[:, part]] = 0
-            news = (HeldKeys(index[part], keys[item], tuple(a[item, part] for a in beside)) for item in range(b))
+            news = (Candidates(index[part], keys[item], tuple(a[item, part] for a in beside)) for item in range(b))
             held = [old + new for old, new in zip(held, news, strict=True)]
             self._held, self._recent = held, self._recent + part.stop - start
             if self._recent >= max(_RECENT, d):
@@ -218,11 +218,11 @@ class CausalUniversalSet:
             if mine != its:
                 raise ValueError(f"payload has entries of {its or 'nothing'}; expected {mine or 'nothing'} as before")
 
-    def _fold(self) -> list[HeldKeys]:
+    def _fold(self) -> list[Candidates]:
         """Count the recent keys in, and let go those that cannot be heavy any more."""
         b, d = self._sums.exponents.shape
         recent = np.stack([held.keys[len(held) - self._recent :] for held in self._held]) if b else np.zeros((0, 0, d))
-        self._sums.merge(*MomentSum(b, d).total(Rows(recent, self._format)))
+        self._sums.merge(*GramAccumulator(b, d).total(Rows(recent, self._format)))
         nothing = Rows(recent[:, :0], self._format)
         self._factor = factor_of_sum(*self._sums.total(nothing), nothing)
         self._recent = 0
@@ -230,7 +230,7 @@ class CausalUniversalSet:
         self._held = [held.take(self._alive(item, held)) for item, held in enumerate(self._held)]
         return self._held
 
-    def _alive(self, item: int, held: HeldKeys) -> npt.NDArray[np.bool_]:
+    def _alive(self, item: int, held: Candidates) -> npt.NDArray[np.bool_]:
         """Tell which keys, all of them factored, have a score of at least ε."""
         if self._factor is None:
             raise AssertionError("nothing was factored yet")

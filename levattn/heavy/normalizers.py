@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, pick, to_device, to_numpy
+from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy
 from levattn._kernels import Float64, kernels_for
 from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.span import zero_products
@@ -64,7 +64,7 @@ def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> 
         places, C = to_device(doubtful, D), parts[1]
         solve = kernels_for("precise", C).precise_solutions
         inverse = np.ascontiguousarray(solve(C, np.eye(len(C))).T)
-        Y = solve(parts[0], to_numpy(pick(Q, doubtful)))
+        Y = solve(parts[0], to_numpy(take_entries(Q, doubtful)))
         precise, few = kernels_for("heavy", Y).query_norms(Y, inverse)
         D[places], loss[places] = to_device(precise, D), to_device(unit * np.sqrt(few), D)
     return D, loss

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.linalg.factor import Factor, dense
+from levattn.linalg.factor import Factor, float64_rows
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states.block_buffer import in_main_memory
 
@@ -279,7 +279,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         m = factor.rows.shape[1]
         out = np.empty((m, int(factor.rank[0])), factor.rows.format)
         for start in range(0, m, _ROWS):
-            out[start : start + _ROWS] = factor.whitened(dense(factor.rows, start, start + _ROWS))
+            out[start : start + _ROWS] = factor.whitened(float64_rows(factor.rows, start, start + _ROWS))
         return out
 
     def _factor_on(self, X: Any) -> Factor:

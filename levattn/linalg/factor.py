@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Csr, array_namespace, pick, to_device, to_numpy, where
+from levattn._core.arrays import Csr, array_namespace, take_entries, to_device, to_numpy, where
 from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
 from levattn.exceptions import NonFiniteError
-from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, Twofold, as_read, second_moments, spectral_norm
+from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble, as_read, second_moments, spectral_norm
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.linalg.wide import Wide
 
@@ -26,11 +26,11 @@ __all__ = [
     "UNIT",
     "Factor",
     "blockwise_product",
-    "dense",
+    "centered",
     "factor_moments",
     "factor_qr",
     "factor_sum",
-    "prepare",
+    "float64_rows",
     "rank_tolerance",
     "require_finite",
 ]
@@ -278,7 +278,7 @@ class Factor:
             if arithmetic == "compensated" and self.basis is not None and self.core is not None:
                 W, basis = self.core[items], self.basis[items]
             else:
-                W, basis = (self.W if len(items) == len(self.arithmetic) else pick(self.W, items)), None
+                W, basis = (self.W if len(items) == len(self.arithmetic) else take_entries(self.W, items)), None
             if self.projection is not None:
                 kernels.projected_sqnorms(self.rows, items, self.projection[items], out, arithmetic, ceiling)
                 continue
@@ -600,7 +600,7 @@ def _upper_form(A: Float64) -> Float64:
     return np.triu(T)
 
 
-def prepare(rows: Rows, *, center: bool) -> Rows:
+def centered(rows: Rows, *, center: bool) -> Rows:
     """Return the rows with what must be known before their moments are summed: the mean, if asked for."""
     if not center:
         return rows
@@ -816,7 +816,7 @@ def factor_moments(
         turn, moments = _turn_rows(rows, item), to_numpy(G[item])
         start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
         if n <= _FEW_ROWS * d:
-            found = _orthogonal(turn, dense(rows.item(item), 0, n), penalty[item], cut)
+            found = _orthogonal(turn, float64_rows(rows.item(item), 0, n), penalty[item], cut)
         else:
             found = _precondition(turn, moments, penalty[item], start, target, cut, limit)
         batch.put(item, found)
@@ -824,7 +824,7 @@ def factor_moments(
     return batch.factor()
 
 
-def factor_sum(moments: Twofold, like: Rows) -> Factor:
+def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     """Factor keys of which only the sum of their second moments is left.
 
     `like` tells how keys are read: their format, and the scale under which the moments were summed. Where these are
@@ -884,7 +884,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
     target, limit = _DOUBLE_ERROR[rows.format], _limit(rows.format, d)
     for item in range(b):
         one = rows.item(item)
-        R = _triangle(one) if method == "qr" else dense(one, 0, n)
+        R = _triangle(one) if method == "qr" else float64_rows(one, 0, n)
         penalty = _penalty(ridge, _column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
         turn = _turn_rows(rows, item)
         exact = batch.counts_outside and rows.shift is None
@@ -955,7 +955,7 @@ def _complement(V: Float64) -> Float64:
     return np.asarray(np.linalg.svd(V)[2][r:].T if r else np.eye(d))
 
 
-def dense(rows: Rows, start: int, stop: int) -> Float64:
+def float64_rows(rows: Rows, start: int, stop: int) -> Float64:
     """Return some rows of a batch of one in float64, as they are read."""
     return as_read(rows.between(start, stop))
 
@@ -966,7 +966,7 @@ def _triangle(rows: Rows) -> Float64:
     step = max(4096, 4 * d)
     R = np.zeros((0, d))
     for start in range(0, n, step):
-        stacked = np.vstack([R, dense(rows, start, min(start + step, n))])
+        stacked = np.vstack([R, float64_rows(rows, start, min(start + step, n))])
         R = np.asarray(np.linalg.qr(stacked, mode="r"))
     return R
 

@@ -34,8 +34,8 @@ __all__ = [
     "PLAIN_ERROR",
     "PLAIN_NOISE",
     "UNIT",
-    "MomentSum",
-    "Twofold",
+    "DoubleDouble",
+    "GramAccumulator",
     "as_read",
     "check_finite",
     "refuse_nonfinite",
@@ -129,7 +129,7 @@ def _diagonal(G: Float64) -> Float64:
 
 
 @dataclass(frozen=True, eq=False)
-class Twofold:
+class DoubleDouble:
     """A batch of second moments, those of ill-conditioned keys as the sum of two matrices.
 
     high: (b, d, d) the moments.
@@ -144,16 +144,16 @@ class Twofold:
     spans: tuple[Span, ...] = ()
 
     @classmethod
-    def plain(cls, moments: Float64) -> Twofold:
+    def plain(cls, moments: Float64) -> DoubleDouble:
         """Return moments that have no second part."""
         return cls(moments, None, np.zeros(len(moments), np.bool_))
 
-    def __add__(self, other: Twofold) -> Twofold:
+    def __add__(self, other: DoubleDouble) -> DoubleDouble:
         """Return the sum, in twofold arithmetic for items of which either moment is wide."""
         wide = self.wide | other.wide
         total = self.high + other.high
         if not wide.any():
-            return Twofold(total, None, wide)
+            return DoubleDouble(total, None, wide)
         part = total - self.high
         low = (self.high - (total - part)) + (other.high - part)
         for term in (self.low, other.low):
@@ -161,10 +161,10 @@ class Twofold:
                 low += term
         low[~wide] = 0.0
         high = total + low
-        return Twofold(high, low - (high - total), wide)
+        return DoubleDouble(high, low - (high - total), wide)
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Twofold:
+    def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> DoubleDouble:
         """Return the moments whose parts are held under this name."""
         low = arrays.get(f"{name}.low")
         spans = _spans(arrays, name, b, d) if f"{name}.units" in arrays else ()
@@ -183,7 +183,7 @@ class Twofold:
         arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
         return arrays | (_span_arrays(self.spans, name) if self.spans else {})
 
-    def scaled(self, change: Exponents) -> Twofold:
+    def scaled(self, change: Exponents) -> DoubleDouble:
         """Return the moments of columns divided by powers of two (b, d)."""
         powers = -(change[:, :, None] + change[:, None, :])
         low = None if self.low is None else np.ldexp(self.low, powers)
@@ -209,7 +209,7 @@ class Twofold:
         return errors
 
 
-class MomentSum:
+class GramAccumulator:
     """The second moments of blocks of keys, precise enough for the scores of keys of any condition number.
 
     Sums are in float64 as long as that holds their digits: an error of a sum is relative to the sizes of the columns,
@@ -222,17 +222,17 @@ class MomentSum:
 
     def __init__(self, b: int, d: int) -> None:
         require_room(b, d)
-        self.blocks: PairwiseSum[Twofold] = PairwiseSum()
-        self.merged: Twofold | None = None
+        self.blocks: PairwiseSum[DoubleDouble] = PairwiseSum()
+        self.merged: DoubleDouble | None = None
         self.exponents: Exponents = np.zeros((b, d), np.int32)
         self.wide: Flags = np.zeros(b, np.bool_)  # of which matrices the next block is summed in twofold arithmetic
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
         self.spans = (Span.nothing(d),) * b
 
-    def copy(self) -> MomentSum:
+    def copy(self) -> GramAccumulator:
         """Return a sum that goes on from here by itself."""
-        other = MomentSum.__new__(MomentSum)
+        other = GramAccumulator.__new__(GramAccumulator)
         other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
         return other
 
@@ -284,7 +284,7 @@ class MomentSum:
         return True
 
     def _cover(
-        self, rows: Rows, diagonal: Float64, total: Callable[[], Twofold | None], errors: Float64 | None = None
+        self, rows: Rows, diagonal: Float64, total: Callable[[], DoubleDouble | None], errors: Float64 | None = None
     ) -> None:
         """Extend the row spaces by rows; `total` gives the moments of all rows but those merged, of this diagonal.
 
@@ -310,7 +310,7 @@ class MomentSum:
                 spans[item] = spans[item].extended(rows.item(item))
         self.spans = tuple(spans)
 
-    def _settle(self, blocks: PairwiseSum[Twofold], term: Twofold, run: Rows, due: Flags) -> Float64 | None:
+    def _settle(self, blocks: PairwiseSum[DoubleDouble], term: DoubleDouble, run: Rows, due: Flags) -> Float64 | None:
         """Add one block; decide anew in which arithmetic the sum goes on, for the items that are due.
 
         Return bounds of the errors of the sum, or None if some of it became twofold.
@@ -331,11 +331,11 @@ class MomentSum:
         self.blocks = blocks
         return None if widening.any() else np.where(due, errors, np.inf)
 
-    def _term(self, run: Rows) -> Twofold:
+    def _term(self, run: Rows) -> DoubleDouble:
         with np.errstate(over="ignore", invalid="ignore"):
-            return Twofold.plain(to_numpy(second_moments(self.scaled(run), range(run.shape[0]))))
+            return DoubleDouble.plain(to_numpy(second_moments(self.scaled(run), range(run.shape[0]))))
 
-    def _widened(self, term: Twofold, run: Rows, items: Flags) -> Twofold:
+    def _widened(self, term: DoubleDouble, run: Rows, items: Flags) -> DoubleDouble:
         """Return the term with the moments of some items summed in twofold arithmetic."""
         high = term.high.copy()
         low = np.zeros_like(high) if term.low is None else term.low.copy()
@@ -343,9 +343,9 @@ class MomentSum:
             pieces = _read_in_pieces(self.scaled(run).item(item))
             multiply = kernels_for("precise", high).twofold_product
             high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
-        return Twofold(high, low, term.wide | items)
+        return DoubleDouble(high, low, term.wide | items)
 
-    def _far(self, run: Rows, term: Twofold) -> Exponents | None:
+    def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
         """Return other exponents if squares of this run leave the range, else None."""
         diagonal = _diagonal(term.high)
         if ((diagonal >= _LEAST) & (diagonal <= _LARGEST)).all():
@@ -364,7 +364,7 @@ class MomentSum:
         self.settled = np.ldexp(self.settled, -2 * change)
         self.exponents = exponents
 
-    def total(self, tail: Rows) -> tuple[Twofold, Exponents]:
+    def total(self, tail: Rows) -> tuple[DoubleDouble, Exponents]:
         """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
 
         Where a sum of float64 would not hold the digits, it is twofold.
@@ -383,19 +383,19 @@ class MomentSum:
             whole._cover(tail, _diagonal(moments.high), lambda: moments)
         return replace(moments, spans=whole.spans), whole.exponents
 
-    def _with(self, tail: Twofold) -> Twofold:
+    def _with(self, tail: DoubleDouble) -> DoubleDouble:
         """Return the sum of all, in the order of `second_moments`."""
         total = self.blocks.total(tail) or tail
         return total if self.merged is None else total + self.merged
 
-    def merge(self, other: Twofold, exponents: Exponents) -> None:
+    def merge(self, other: DoubleDouble, exponents: Exponents) -> None:
         """Add the total of another sum."""
         both = np.where(self._seen() & (self.exponents > exponents), self.exponents, exponents)
         both = np.where(_diagonal(other.high) > 0, both, self.exponents).astype(np.int32)
         self._rescale(both)
         other, spans = other.scaled(both - exponents), other.spans
         low = np.zeros_like(other.high) if other.low is None else other.low
-        other = Twofold(other.high, low, np.ones(len(other.wide), np.bool_))
+        other = DoubleDouble(other.high, low, np.ones(len(other.wide), np.bool_))
         self.merged = other if self.merged is None else self.merged + other
         self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
 
@@ -411,13 +411,15 @@ class MomentSum:
         return {"blocks": self.blocks.count, "terms": list(held)}, arrays
 
     @classmethod
-    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int) -> MomentSum:
+    def from_parts(
+        cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int
+    ) -> GramAccumulator:
         """Return the sum that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
         for name, like in (("exponents", self.exponents), ("wide", self.wide), ("settled", self.settled)):
             setattr(self, name, shaped(arrays[name], like.dtype, like.shape))
         self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
-        terms = {name: Twofold.from_arrays(arrays, name, b, d) for name in fields["terms"]}
+        terms = {name: DoubleDouble.from_arrays(arrays, name, b, d) for name in fields["terms"]}
         self.merged = terms.pop("merged", None)
         levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
         if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:

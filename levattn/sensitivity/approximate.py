@@ -13,7 +13,7 @@ from levattn._core.arrays import to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.random import normals
 from levattn._kernels import Float64, Rows, kernels_for
-from levattn.linalg.factor import UNIT, Factor, dense, factor_moments
+from levattn.linalg.factor import UNIT, Factor, factor_moments, float64_rows
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
 
@@ -245,6 +245,6 @@ def _times(factor: Factor, item: int, W: Float64, x: Float64) -> Float64:
     out = np.zeros(len(y))
     step = max(256, _BLOCK // len(y))
     for start in range(0, one.shape[1], step):
-        X = dense(one, start, min(start + step, one.shape[1]))
+        X = float64_rows(one, start, min(start + step, one.shape[1]))
         out += X.T @ (X @ y)
     return np.asarray(W.T @ out)

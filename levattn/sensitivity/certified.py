@@ -10,7 +10,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, take, to_device, to_float64, to_numpy
+from levattn._core.arrays import (
+    Matrices,
+    array_namespace,
+    as_mask,
+    as_matrices,
+    take_rows,
+    to_device,
+    to_float64,
+    to_numpy,
+)
 from levattn._core.checks import whole_number
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64, Rows
@@ -358,7 +367,7 @@ def _not_zero(rows: Rows, among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]
         among = among & to_numpy(rows.mask)
     for item in np.flatnonzero(among.any(axis=1)).tolist():
         which = np.flatnonzero(among[item])
-        found[item, which] = to_float64(take(rows.item(item).keys, which), rows.format)[0].any(axis=1)
+        found[item, which] = to_float64(take_rows(rows.item(item).keys, which), rows.format)[0].any(axis=1)
     return found
 
 
@@ -597,5 +606,5 @@ def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
 
 def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
     """Return some rows of a batch of one, none of them masked; all of them without a copy."""
-    keys = rows.keys if len(indices) == rows.shape[1] else take(rows.keys, indices)
+    keys = rows.keys if len(indices) == rows.shape[1] else take_rows(rows.keys, indices)
     return replace(rows, keys=keys, mask=None)

@@ -11,12 +11,12 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices, take, to_device, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, take_rows, to_device, to_numpy
 from levattn._core.checks import real_number
 from levattn._core.random import as_seed
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64
-from levattn.linalg.factor import Factor, blockwise_product, dense
+from levattn.linalg.factor import Factor, blockwise_product, float64_rows
 from levattn.sensitivity.leverage import factorize
 
 __all__ = ["as_labels", "group_leverage", "group_scores", "near_duplicates"]
@@ -191,8 +191,8 @@ def _parts(n: int, step: int) -> Iterator[slice]:
 
 def _whitened(factor: Factor, rows: Int64, *, even: bool = False) -> Float64:
     """Return ``x = Wᵀk`` for some rows of one matrix, (m, rank); each times a power of two if `even`."""
-    taken = replace(factor.rows, keys=take(factor.rows.keys, rows), mask=None)
-    X = dense(taken, 0, len(rows))
+    taken = replace(factor.rows, keys=take_rows(factor.rows.keys, rows), mask=None)
+    X = float64_rows(taken, 0, len(rows))
     if even:  # so that no tiny row loses its digits
         X = np.ldexp(X, -np.frexp(np.max(np.abs(X), axis=1, keepdims=True))[1])
     return factor.whitened(X)
@@ -362,7 +362,7 @@ def _directions(factor: Factor) -> _Directions:
     def body(index: int) -> None:
         part = slice(_CHUNK * index, min(_CHUNK * (index + 1), n))
         with np.errstate(over="ignore", invalid="ignore"):  # of masked keys, which become zeros
-            X = factor.whitened(dense(factor.rows, part.start, part.stop))
+            X = factor.whitened(float64_rows(factor.rows, part.start, part.stop))
         squares = np.einsum("ij,ij->i", X, X)
         tiny = np.flatnonzero(squares < _TINY)
         tiny = tiny[live[part][tiny]]

@@ -12,7 +12,7 @@ from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices
 from levattn._core.checks import real_number
 from levattn._core.random import as_seed
 from levattn._kernels import Rows
-from levattn.linalg.factor import Factor, factor_moments, factor_qr, prepare, rank_tolerance, require_finite
+from levattn.linalg.factor import Factor, centered, factor_moments, factor_qr, rank_tolerance, require_finite
 from levattn.linalg.wide import Wide
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 
@@ -23,8 +23,8 @@ __all__ = [
     "check_method",
     "factorize",
     "leverage_scores",
-    "prepared",
     "refuse_randomness",
+    "rows_of",
 ]
 
 Method = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
@@ -56,7 +56,7 @@ def factorize(
                 f"rtol is {rtol!r}; expected a number from {least:.2g} (the rounding of float64, the default) "
                 "to 1, relative to the largest singular value"
             )
-    rows, wide = prepared(matrices, center, mask), None
+    rows, wide = rows_of(matrices, center, mask), None
     b, n, d = rows.shape
     # a ridge and a tolerance of singular values see more than the column space
     if b and n < d and not isinstance(rows.keys, Csr) and ridge == 0 and rtol is None:
@@ -73,11 +73,11 @@ def factorize(
     return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))
 
 
-def prepared(matrices: Matrices, center: Any, mask: Any) -> Rows:
+def rows_of(matrices: Matrices, center: Any, mask: Any) -> Rows:
     """Return the keys that take part, less their mean if asked for."""
     if not isinstance(center, bool | np.bool_):
         raise TypeError(f"center is {center!r}; expected True or False")
-    return prepare(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
+    return centered(Rows(matrices.data, matrices.format, as_mask(mask, matrices)), center=bool(center))
 
 
 def check_epsilon(epsilon: Any) -> float:
@@ -233,6 +233,6 @@ def leverage_scores(
 def _approximated(matrices: Matrices, method: str, center: Any, mask: Any, sketch_size: Any, seed: int) -> Any:
     """Return approximate scores, (b, n)."""
     left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
-    rows = prepared(matrices, center, mask)
+    rows = rows_of(matrices, center, mask)
     factor = factor_moments(rows) if method == "jl" else sketched_factor(rows, method, left, seed)
     return (projected(factor, right, seed) if right else factor).scores()[0]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_numpy
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64, Rows, kernels_for
-from levattn.linalg.factor import UNIT, Factor, dense
+from levattn.linalg.factor import UNIT, Factor, float64_rows
 
 __all__ = ["lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
 
@@ -75,7 +75,7 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
         live = np.any(factor.whitening[item] != 0, axis=0)
         N, exponents = factor.even_normalizer(item)
         W = factor.even_whitening(item, exponents)[:, live]
-        K = np.ldexp(dense(replace(rows.item(item), scale=None), 0, n), -exponents)
+        K = np.ldexp(float64_rows(replace(rows.item(item), scale=None), 0, n), -exponents)
         s = np.linalg.svd(N, compute_uv=False)
         mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
         multiply = kernels_for("precise", K).precise_products
@@ -99,7 +99,7 @@ def lifted_rows(rows: Rows, m: int) -> Rows:
     b, n, d = rows.shape
     lifted: Float64 = np.empty((b, n, lift_columns(d, m)))
     for item in range(b):
-        _lift(dense(rows.item(item), 0, n), m, lifted[item], weighted=False)
+        _lift(float64_rows(rows.item(item), 0, n), m, lifted[item], weighted=False)
     return Rows(lifted, "float64")
 
 

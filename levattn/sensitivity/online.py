@@ -13,7 +13,7 @@ import numpy.typing as npt
 from levattn._core.arrays import as_matrices
 from levattn._core.checks import real_number
 from levattn._kernels import Float64, Rows
-from levattn.linalg.factor import dense, require_finite
+from levattn.linalg.factor import float64_rows, require_finite
 from levattn.states.block_buffer import in_main_memory
 
 __all__ = ["online_leverage_scores"]
@@ -142,7 +142,7 @@ def _units(rows: Rows, largest: Float64, root: float) -> Iterator[tuple[int, Flo
         start = None
         for item in np.flatnonzero((_exponents(largest) > units + _FAR).any(axis=1)).tolist():
             for low in range(0, rows.shape[1], _ROWS):
-                found = _exponents(dense(rows.item(item), low, min(low + _ROWS, rows.shape[1])))
+                found = _exponents(float64_rows(rows.item(item), low, min(low + _ROWS, rows.shape[1])))
                 far = np.flatnonzero((found > units[item] + _FAR).any(axis=1))
                 if len(far):
                     if start is None or low + far[0] < start:
@@ -163,7 +163,7 @@ def _first_entries(rows: Rows) -> npt.NDArray[np.int64]:
     out = np.full(rows.shape[2], _NONE)
     low, step = 0, 16  # mostly the first row has an entry in each column
     while low < rows.shape[1] and (out == _NONE).any():
-        X = dense(rows, low, min(low + step, rows.shape[1]))
+        X = float64_rows(rows, low, min(low + step, rows.shape[1]))
         low, step = low + step, min(4 * step, _ROWS)
         first = X[np.argmax(X != 0, axis=0), np.arange(len(out))]
         out = np.where(out == _NONE, _exponents(first), out)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import entries, on_cuda, to_float64, to_numpy, true_places
+from levattn._core.arrays import item_entries, nonzero, on_cuda, to_float64, to_numpy
 from levattn._core.serialize import counts, shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn.functions import AttentionFunction, Softmax
@@ -23,9 +23,9 @@ from levattn.sets.prefix_bounds import (
     require_backed,
     running_bounds,
 )
-from levattn.states.block_buffer import RowNumbers, Tail
+from levattn.states.block_buffer import BlockBuffer, RowNumbers
 
-__all__ = ["HeldKeys", "SelectedKeys", "Stream"]
+__all__ = ["CandidateStore", "Candidates", "SelectedKeys"]
 
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
@@ -67,7 +67,7 @@ class SelectedKeys:
 
 
 @dataclass(frozen=True, eq=False)
-class HeldKeys:
+class Candidates:
     """Keys of one matrix that are held: row numbers, the keys as stored, and what came beside them."""
 
     indices: npt.NDArray[np.int64]
@@ -78,25 +78,25 @@ class HeldKeys:
         return len(self.indices)
 
     @classmethod
-    def empty(cls, d: int, format: str, beside: Sequence[npt.NDArray[Any]]) -> HeldKeys:
+    def empty(cls, d: int, format: str, beside: Sequence[npt.NDArray[Any]]) -> Candidates:
         """Return no keys, and nothing of each kind that comes beside them."""
         keys = np.zeros((0, d), _DTYPES[format])
         return cls(np.zeros(0, np.int64), keys, tuple(np.zeros((0, *a.shape[1:]), a.dtype) for a in beside))
 
-    def take(self, which: npt.NDArray[Any]) -> HeldKeys:
+    def take(self, which: npt.NDArray[Any]) -> Candidates:
         """Return some of the keys."""
-        return HeldKeys(self.indices[which], self.keys[which], tuple(array[which] for array in self.beside))
+        return Candidates(self.indices[which], self.keys[which], tuple(array[which] for array in self.beside))
 
-    def __add__(self, other: HeldKeys) -> HeldKeys:
+    def __add__(self, other: Candidates) -> Candidates:
         beside = zip(self.beside, other.beside, strict=True)
-        return HeldKeys(
+        return Candidates(
             np.concatenate([self.indices, other.indices]),
             np.concatenate([self.keys, other.keys]),
             tuple(np.concatenate(pair) for pair in beside),
         )
 
 
-class Stream:
+class CandidateStore:
     """The state of a stream of keys whose shape is known.
 
     Blocks are screened by the keys up to the last block whose number is a power of two, and those that may have a
@@ -119,9 +119,9 @@ class Stream:
         numbers = np.zeros((1, 0), np.int64)
         if self.running.labelled:
             beside = [numbers, *beside]
-        self.tail = Tail(b, d, format, numbers, *beside)
+        self.tail = BlockBuffer(b, d, format, numbers, *beside)
         self.present = np.zeros(b, np.int64)
-        self.held = [HeldKeys.empty(d, format, [array[0] for array in beside]) for _ in range(b)]
+        self.held = [Candidates.empty(d, format, [array[0] for array in beside]) for _ in range(b)]
         self.limits = np.full(b, self._least_limit)
         self._span = _RUN
 
@@ -148,9 +148,9 @@ class Stream:
             self.running.require_range(rows)
             self.tail.push(rows, self._take, index, *beside)
 
-    def copy(self) -> Stream:
+    def copy(self) -> CandidateStore:
         """Return a state that goes on from here; this one is not to be updated any more, as they share rows."""
-        other = Stream.__new__(Stream)
+        other = CandidateStore.__new__(CandidateStore)
         other.__dict__.update(self.__dict__, running=self.running.copy(), held=list(self.held), tail=self.tail.copy())
         other.limits = self.limits.copy()
         return other
@@ -209,11 +209,11 @@ class Stream:
                 kept = kept & run.mask
             full = {item for item in over.tolist() if len(self.held[item]) or kept[item].any()}
             by = self.running.reference(rows.between(0, 0), None) if full else None
-            for item in sorted(full.union(true_places(kept.any(axis=1)).tolist())):
-                which = true_places(kept[item])
+            for item in sorted(full.union(nonzero(kept.any(axis=1)).tolist())):
+                which = nonzero(kept[item])
                 there = part.start + which
-                more = tuple(entries(a, item if len(a) == len(self.held) else 0, there) for a in beside)
-                new = HeldKeys(index[0, there], entries(run.keys, item, which), more)
+                more = tuple(item_entries(a, item if len(a) == len(self.held) else 0, there) for a in beside)
+                new = Candidates(index[0, there], item_entries(run.keys, item, which), more)
                 if by is not None and item in full:  # each by itself, as both together take more memory
                     self.held[item], new = self._pruned(by, item, self.held[item]), self._pruned(by, item, new)
                     self.limits[item] = max(self._least_limit, 2 * (len(self.held[item]) + len(new)))
@@ -227,11 +227,11 @@ class Stream:
         fit = max(1, _RUN_NUMBERS // max(1, BLOCK * len(self.held) * self.running.numbers))
         return min(left, milestone - 1 - done, longest - done % longest, self._span, fit)
 
-    def _judged(self, by: Reference, item: int, held: HeldKeys) -> Judged:
+    def _judged(self, by: Reference, item: int, held: Candidates) -> Judged:
         keys = Rows(held.keys[None], self.format)
         return self.running.judge(by, item, keys, self._labels(held.beside), self.epsilon)
 
-    def _pruned(self, by: Reference, item: int, held: HeldKeys) -> HeldKeys:
+    def _pruned(self, by: Reference, item: int, held: Candidates) -> Candidates:
         """Return the keys of one matrix that may still have a score of at least ε among all so far."""
         return held.take(self._judged(by, item, held).kept)
 
@@ -253,18 +253,18 @@ class Stream:
     def _reference(self) -> Reference:
         return self.running.reference(self.tail.rows, self._labels(self.tail.beside[1:]))
 
-    def _waiting(self, item: int) -> HeldKeys:
+    def _waiting(self, item: int) -> Candidates:
         """Return the rows of one matrix that wait."""
         index, *beside = self.tail.beside
         waiting = tuple(array[item if len(array) == len(self.held) else 0] for array in beside)
-        return HeldKeys(index[0], self.tail.rows.keys[item], waiting)
+        return Candidates(index[0], self.tail.rows.keys[item], waiting)
 
     def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.format == "bfloat16":
             return to_float64(keys, self.format).astype(np.float32)
         return keys.view(np.float16) if self.format == "float16" else keys
 
-    def merge(self, other: Stream, shift: int) -> None:
+    def merge(self, other: CandidateStore, shift: int) -> None:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
         labels, total = other._labels(other.tail.beside[1:]), other.running.total(other.tail.rows)
         waiting = np.ones((len(other.held), other.tail.count), np.bool_)
@@ -279,7 +279,7 @@ class Stream:
             beside = new.beside
             if isinstance(self.running, RunningBlocks):
                 beside = ((beside[0] + turn) % len(self.running.groups), *beside[1:])
-            self.held[item] = self.held[item] + HeldKeys(new.indices + shift, new.keys, beside)
+            self.held[item] = self.held[item] + Candidates(new.indices + shift, new.keys, beside)
             if len(self.held[item]) > self.limits[item]:
                 full.append(item)
         if full:
@@ -310,7 +310,7 @@ class Stream:
         arrays: dict[str, npt.NDArray[Any]],
         epsilon: float,
         f: AttentionFunction | Softmax,
-    ) -> Stream:
+    ) -> CandidateStore:
         """Return the state that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         batch, d, format = tuple(whole(size) for size in fields["batch"]), whole(fields["d"], 1), fields["format"]
         b, dtype = math.prod(batch), np.dtype(_DTYPES[format])
@@ -339,7 +339,7 @@ class Stream:
                 shaped(piece, like.dtype, (total, *like.shape[2:]), finite=False)
             beside = [np.split(piece, edges) for piece in pieces]
             self.held = [
-                HeldKeys(i, k, tuple(part[at] for part in beside))
+                Candidates(i, k, tuple(part[at] for part in beside))
                 for at, (i, k) in enumerate(zip(indices, keys, strict=True))
             ]
         if isinstance(self.running, RunningBlocks):

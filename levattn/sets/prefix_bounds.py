@@ -20,7 +20,7 @@ from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, MomentSum, Twofold, as_read
+from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble, GramAccumulator, as_read
 from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
 from levattn.states import factor_of, factor_of_sum
@@ -43,7 +43,7 @@ _RANGE = 400  # powers of two within which products of coordinates keep their sq
 
 Flags = npt.NDArray[np.bool_]
 Labels = npt.NDArray[np.int64]
-Frozen = tuple[Twofold, npt.NDArray[np.int32]]
+Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RunningSquares:
         self.certificate = "leverage" if m == 1 else "lift"
         self.m = m
         self.columns = lift_columns(d, m)
-        self.sums = MomentSum(b, self.columns)
+        self.sums = GramAccumulator(b, self.columns)
         self.frozen: Frozen | None = None
         self._screen: Factor | None = None
         self._raised: Float64 | None = None
@@ -199,7 +199,7 @@ class RunningSquares:
         doubt = slack > 2 * TIE and bool((kept & ~(upper >= epsilon * (1 + slack))).any())
         return Judged(upper, kept, bool(counted[0]) or doubt)
 
-    def _lift_error(self, moments: Twofold, factor: Factor, format: str) -> Float64 | None:
+    def _lift_error(self, moments: DoubleDouble, factor: Factor, format: str) -> Float64 | None:
         """Return by what factor rounding of products of coordinates may raise a score, (b,); None if there is none."""
         if self.m * _DIGITS[format] <= _DIGITS["float64"]:
             return None
@@ -220,7 +220,7 @@ class RunningSquares:
     def restore(self, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Take what `parts` took apart, or raise ValueError, TypeError or LookupError."""
         b, columns = self.sums.exponents.shape
-        self.sums = MomentSum.from_parts(fields, arrays, b, columns)
+        self.sums = GramAccumulator.from_parts(fields, arrays, b, columns)
         self.frozen = _frozen(arrays, "frozen", b, columns)
         if (self.frozen is None) != (self.blocks == 0):
             raise ValueError("the screen does not go with the number of blocks")
@@ -244,7 +244,7 @@ class RunningBlocks:
     def __init__(self, b: int, d: int, epsilon: float) -> None:
         self.columns, self.blocks = d, 0
         self.merged = 0  # parts of blocks that came by merging
-        self.groups = [MomentSum(b, d) for _ in range(_groups(epsilon))]
+        self.groups = [GramAccumulator(b, d) for _ in range(_groups(epsilon))]
         self.frozen: list[Frozen] = []
         self._screen: tuple[Factor, ...] = ()
 
@@ -275,12 +275,12 @@ class RunningBlocks:
         self.blocks += rows.shape[1] // BLOCK
 
     @staticmethod
-    def _count(groups: list[MomentSum], rows: Rows, labels: Labels) -> None:
+    def _count(groups: list[GramAccumulator], rows: Rows, labels: Labels) -> None:
         """Add runs of rows of one label each to their groups."""
         b, n, d = rows.shape
         edges = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), n]
         for low, high in pairwise(edges if n else []):
-            groups[labels[low]].merge(*MomentSum(b, d).total(rows.between(low, high)))
+            groups[labels[low]].merge(*GramAccumulator(b, d).total(rows.between(low, high)))
 
     def freeze(self) -> None:
         """Take all blocks so far for the screen."""
@@ -318,7 +318,7 @@ class RunningBlocks:
         if labels is not None:
             self._count(groups, tail, labels[0])
         b, _, d = tail.shape
-        everything, nothing = MomentSum(b, d), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format)
+        everything, nothing = GramAccumulator(b, d), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format)
         totals = [sums.total(nothing) for sums in groups]
         for total in totals:
             everything.merge(*total)
@@ -363,7 +363,7 @@ class RunningBlocks:
             start = f"group{g}."
             own = {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
             terms = ["merged"] if "merged.high" in own else []
-            self.groups[g] = MomentSum.from_parts({"blocks": 0, "terms": terms}, own, b, d)
+            self.groups[g] = GramAccumulator.from_parts({"blocks": 0, "terms": terms}, own, b, d)
         frozen = [_frozen(arrays, f"frozen{g}", b, d) for g in range(len(self.groups))]
         self.frozen = [each for each in frozen if each is not None]
         if len(self.frozen) != (len(self.groups) if self.blocks else 0):
@@ -435,4 +435,4 @@ def _frozen(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> F
     exponents = shaped(arrays[f"{name}.exponents"], np.int32, (b, d))
     if np.abs(exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT:
         raise ValueError("the exponents of the screen are out of range")
-    return Twofold.from_arrays(arrays, name, b, d), exponents
+    return DoubleDouble.from_arrays(arrays, name, b, d), exponents

@@ -19,7 +19,7 @@ from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
-from levattn.sets.candidates import SelectedKeys, Stream
+from levattn.sets.candidates import CandidateStore, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
@@ -238,7 +238,7 @@ class StreamingUniversalSet:
         self._placed = row_start is not None
         self._next_row = 0 if row_start is None else whole_number("row_start", row_start, 0, _MOST_ROWS - 1)
         self._spans: list[tuple[int, int]] = []  # of row numbers, ascending
-        self._stream: Stream | None = None  # not before the first chunk tells the shape
+        self._stream: CandidateStore | None = None  # not before the first chunk tells the shape
 
     @property
     def n(self) -> int:
@@ -292,7 +292,7 @@ class StreamingUniversalSet:
         matrices, rows = readable(K, mask)
         beside = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
-            stream = Stream(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, beside)
+            stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, beside)
         else:
             stream = self._stream.copy()
             stream.require(matrices.batch, matrices.d, matrices.format, beside, "K")
@@ -344,7 +344,7 @@ class StreamingUniversalSet:
             spans = _with_span(spans, (start + shift, stop + shift))
         if self._stream is None:
             theirs = other._stream
-            stream = Stream(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.beside)
+            stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.beside)
         else:
             stream, theirs = self._stream.copy(), other._stream
             stream.require(theirs.batch, theirs.d, theirs.format, theirs.beside, "other")
@@ -457,11 +457,11 @@ class StreamingUniversalSet:
             if not last <= self._next_row < _MOST_ROWS:
                 raise ValueError(f"the next row is {self._next_row}, after rows up to {last}")
             if fields["begun"]:
-                self._stream = Stream.from_parts(fields, arrays, self.epsilon, self.f)
+                self._stream = CandidateStore.from_parts(fields, arrays, self.epsilon, self.f)
                 self._require_rows(self._stream)
         return self
 
-    def _require_rows(self, stream: Stream) -> None:
+    def _require_rows(self, stream: CandidateStore) -> None:
         """Raise ValueError if a stream has seen other rows than this state."""
         summed = stream.blocks * BLOCK + stream.tail.count
         if max(summed, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:

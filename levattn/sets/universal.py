@@ -16,8 +16,8 @@ from levattn._core.arrays import (
     array_namespace,
     as_mask,
     as_matrices,
-    pick,
-    take,
+    take_entries,
+    take_rows,
     to_device,
     to_float64,
     to_numpy,
@@ -33,7 +33,7 @@ from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.certified import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
-from levattn.sensitivity.leverage import TIE, check_epsilon, check_method, factorize, prepared, refuse_randomness
+from levattn.sensitivity.leverage import TIE, check_epsilon, check_method, factorize, refuse_randomness, rows_of
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
 __all__ = ["UniversalSet", "flag_counts", "require_set_of", "universal_set"]
@@ -533,7 +533,7 @@ def _from_sketch(
 ) -> UniversalSet:
     """Return the set of the keys with the largest bounds from a sketch."""
     left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
-    screened = screen(prepared(matrices, center, mask), method, left, right, as_seed(rng), recheck)
+    screened = screen(rows_of(matrices, center, mask), method, left, right, as_seed(rng), recheck)
     ranks = screened.factor.rank.astype(np.float64)
     bounds = Bounds(screened.upper, (method,), ranks, screened.factor, screened.upper.copy(), None)
     guarantee: Guarantee = "superset"
@@ -548,7 +548,7 @@ def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
     counted = False
     for item in range(len(bounds.upper)):
         rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
-        keys = Rows(take(matrices.data[item : item + 1, :, :], rows), matrices.format)
+        keys = Rows(take_rows(matrices.data[item : item + 1, :, :], rows), matrices.format)
         scores, outside = bounds.factor.item(item).exactly().on(keys).scores(wide=True)
         bounds.upper[item, rows] = to_numpy(scores)[0]
         counted |= bool(outside.any())
@@ -627,7 +627,7 @@ def _at_least(
 
 def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return the scores of some keys of one matrix, computed in float64."""
-    keys = take(matrices.data[item : item + 1, :, :], rows)
+    keys = take_rows(matrices.data[item : item + 1, :, :], rows)
     scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(wide=True)
     found: npt.NDArray[np.float64] = to_numpy(scores)[0]
     return found
@@ -673,8 +673,8 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         )
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
     sample = _sample(universal.indices, universal._present, keys.n)
-    scores = to_numpy(pick(universal._leverage, sample)).astype(np.float64)
-    rows = to_float64(take(keys.data, sample), keys.format)[0]
+    scores = to_numpy(take_entries(universal._leverage, sample)).astype(np.float64)
+    rows = to_float64(take_rows(keys.data, sample), keys.format)[0]
     bad = sample[~np.isfinite(rows).all(axis=1)]
     if len(bad):
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
@@ -684,7 +684,7 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         counted = scores == 1  # rows that reach outside the numerical row space among them
         same = counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)
     else:  # their scores are those of some columns, but the keys themselves are known
-        same = rows == to_float64(take(wide.rows.keys, sample), keys.format)[0]
+        same = rows == to_float64(take_rows(wide.rows.keys, sample), keys.format)[0]
     if not same.all():
         raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")
 

@@ -17,7 +17,7 @@ from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
 from levattn.linalg.gram import check_finite
 
-__all__ = ["RowNumbers", "Tail", "in_main_memory", "payload_of", "present_rows", "readable"]
+__all__ = ["BlockBuffer", "RowNumbers", "in_main_memory", "payload_of", "present_rows", "readable"]
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -46,7 +46,7 @@ def _moved(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices
     return matrices, Rows(matrices.data, matrices.format, present)
 
 
-class Tail:
+class BlockBuffer:
     """Rows that wait for their block of 2048 to fill; masked ones are held as zeros.
 
     `beside` are arrays like those that come with the rows, (b or 1, m, ...), or row numbers, and wait with them.
@@ -58,7 +58,7 @@ class Tail:
         self._held = Rows(np.zeros((b, 0, d), dtype), format)
         self._beside = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in beside]
 
-    def copy(self) -> Tail:
+    def copy(self) -> BlockBuffer:
         """Return a tail that goes on from here; this one keeps its rows as long as it is not pushed itself."""
         other = copy.copy(self)
         other._beside = list(self._beside)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, numbers, to_device, to_float64, to_numpy
+from levattn._core.arrays import array_namespace, decode_half, to_device, to_float64, to_numpy
 from levattn._core.serialize import shaped
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import Exponents, MomentSum, Twofold, check_finite, refuse_nonfinite, require_room
-from levattn.states.block_buffer import Tail
+from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator, check_finite, refuse_nonfinite, require_room
+from levattn.states.block_buffer import BlockBuffer
 from levattn.states.factors import factor_of, factor_of_sum
 
 __all__ = ["BlockSums", "RunningSums"]
@@ -26,8 +26,8 @@ class BlockSums:
     def __init__(self, b: int, d: int) -> None:
         self._b, self._d = b, d
         self._weight: Float64 = np.zeros(b)
-        self._sum = MomentSum(b, d)
-        self._tail: Tail | None = None
+        self._sum = GramAccumulator(b, d)
+        self._tail: BlockBuffer | None = None
 
     def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64]) -> None:
         """Add rows, `present` of them (b,), or raise and stay as it was; rows with weights are held in float64."""
@@ -37,7 +37,7 @@ class BlockSums:
             gained = weights.sum(axis=1)
             keys = to_float64(rows.keys, rows.format) * np.sqrt(weights)[..., None]
             rows = Rows(keys, "float64", None if rows.mask is None else to_numpy(rows.mask))
-        tail = self._tail.copy() if self._tail is not None else Tail(self._b, self._d, rows.format)
+        tail = self._tail.copy() if self._tail is not None else BlockBuffer(self._b, self._d, rows.format)
         sums, before = self._sum.copy(), self._sum.blocks.count * BLOCK + tail.count
         try:
             tail.push(rows, sums.add)
@@ -46,9 +46,9 @@ class BlockSums:
         self._tail, self._sum, self._weight = tail, sums, self._weight + gained
 
     def _rows(self) -> Rows:
-        return (self._tail or Tail(self._b, self._d, "float64")).rows
+        return (self._tail or BlockBuffer(self._b, self._d, "float64")).rows
 
-    def _total(self) -> tuple[Twofold, Exponents]:
+    def _total(self) -> tuple[DoubleDouble, Exponents]:
         return self._sum.total(self._rows())
 
     def read(self) -> Float64:
@@ -75,7 +75,7 @@ class BlockSums:
     def merge(self, other: BlockSums, _count: npt.NDArray[np.int64]) -> None:
         """Add another's rows."""
         if other._tail is not None and self._tail is None:
-            self._tail = Tail(self._b, self._d, other._tail.rows.format)
+            self._tail = BlockBuffer(self._b, self._d, other._tail.rows.format)
         self._sum.merge(*other._total())
         self._weight = self._weight + other._weight
 
@@ -92,12 +92,12 @@ class BlockSums:
         """Return the sums that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         shaped(arrays["exponents"], np.int32, (b, d))  # before room is made for what the fields claim
         self = cls(b, d)
-        self._sum = MomentSum.from_parts(fields, arrays, b, d)
+        self._sum = GramAccumulator.from_parts(fields, arrays, b, d)
         self._weight = _weights_of(arrays, b)
         if fields["format"] not in (None, *_FORMATS):
             raise ValueError(f"keys are of format {fields['format']!r}")
         if fields["format"] is not None:
-            self._tail = Tail(b, d, fields["format"])
+            self._tail = BlockBuffer(b, d, fields["format"])
             self._tail.hold(arrays["tail"])
         return self
 
@@ -125,7 +125,7 @@ class RunningSums:
 
     def add(self, rows: Rows, weights: Any, _present: npt.NDArray[np.int64]) -> None:
         """Add rows, or raise and stay as it was."""
-        held, X = self.held, numbers(rows.keys, rows.format)
+        held, X = self.held, decode_half(rows.keys, rows.format)
         if held is not None and array_namespace(held[0]) is not array_namespace(X):
             held = tuple(to_device(to_numpy(part), X) for part in held)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -151,7 +151,7 @@ class RunningSums:
             total = np.where(np.eye(self._shape[1], dtype=np.bool_), total[:, :, None], 0.0)
         exponents = np.zeros(total.shape[:2], np.int32)
         like = Rows(np.empty((total.shape[0], 0, total.shape[1])), "float64")
-        return factor_of_sum(Twofold.plain(total), exponents, like)
+        return factor_of_sum(DoubleDouble.plain(total), exponents, like)
 
     def check(self, other: RunningSums) -> None:
         """Raise if what came after cannot be added."""

@@ -8,12 +8,12 @@ import numpy as np
 
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor, factor_moments, factor_sum
-from levattn.linalg.gram import Exponents, MomentSum, Twofold
+from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator
 
 __all__ = ["factor_of", "factor_of_sum"]
 
 
-def factor_of(sums: MomentSum, tail: Rows) -> Factor:
+def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
     """Return the factor of the keys of a sum and of the rows that wait, and forget these."""
     if sums.merged is None and not sums.blocks.count:
         return factor_moments(tail, single="scores").forget_keys()
@@ -21,7 +21,7 @@ def factor_of(sums: MomentSum, tail: Rows) -> Factor:
     return factor_of_sum(*sums.total(tail), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))
 
 
-def factor_of_sum(moments: Twofold, exponents: Exponents, like: Rows) -> Factor:
+def factor_of_sum(moments: DoubleDouble, exponents: Exponents, like: Rows) -> Factor:
     """Return the factor of moments whose columns were divided by powers of two, for keys as `like` has none of."""
     scale = np.ldexp(1.0, -exponents) if exponents.any() else None
     return factor_sum(moments, replace(like, mask=None, scale=scale))

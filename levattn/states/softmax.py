@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, numbers, on_cuda, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, decode_half, on_cuda, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
 from levattn._kernels import kernels_for
@@ -291,6 +291,6 @@ def _as_computed(matrices: Matrices, double: bool) -> Any:
     data = matrices.data
     kind = "float64" if double else "float32"
     if isinstance(data, np.ndarray) or on_cuda(data):
-        return numbers(data, matrices.format).astype(kind, copy=False)
+        return decode_half(data, matrices.format).astype(kind, copy=False)
     xp = array_namespace(data)
     return xp.astype(data, getattr(xp, kind), copy=False)

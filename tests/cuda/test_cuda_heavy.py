@@ -15,7 +15,7 @@ import levattn
 import naive
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._core.arrays import numbers
+from levattn._core.arrays import decode_half
 from levattn._kernels.heavy import cpu as _cpu
 from levattn._kernels.heavy import cuda as _cuda_heavy
 from strategies import as_float64, examples, integer_keys
@@ -114,10 +114,10 @@ def test_rows_in_float64() -> None:
     for format in ("float64", "float32", "float16"):
         stored = X.astype(format)
         words = stored.view(np.uint16) if format == "float16" else stored
-        np.testing.assert_array_equal(numbers(words, format)[0], stored[0].astype(np.float64))
+        np.testing.assert_array_equal(decode_half(words, format)[0], stored[0].astype(np.float64))
     words = (X.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     expected = (words.astype(np.uint32) << 16).view(np.float32)[0]
-    np.testing.assert_array_equal(numbers(words, "bfloat16")[0], expected.astype(np.float64))
+    np.testing.assert_array_equal(decode_half(words, "bfloat16")[0], expected.astype(np.float64))
 
 
 # -- attention on the device -----------------------------------------------------------

@@ -20,7 +20,7 @@ from levattn._kernels import kernels_for
 from levattn._kernels.latent import cuda as _cuda_latent
 from levattn._kernels.latent import decay as _decay
 from levattn._kernels.latent import definition as _generic_latent
-from levattn._kernels.latent.contract import Mixture
+from levattn._kernels.latent.contract import LatentArguments
 from levattn._kernels.latent.cuda import backward, decayed_scan, forward, joined, summary
 
 Float = NDArray[np.floating]
@@ -48,7 +48,7 @@ def mixture(
     gate: bool = False,
     mask: bool = False,
     state: bool = False,
-) -> Mixture:
+) -> LatentArguments:
     """Arguments of shape (b, T, L, D) at random, logits as large as `scale`."""
     rng, (b, T, L, D) = np.random.default_rng(seed), shape
     U = T if U is None else U
@@ -61,7 +61,7 @@ def mixture(
         S = rng.standard_normal((b, n, L, D))
         m[:, :, 0], s[:, :, 0], S[:, :, 0] = -np.inf, 0, 0
         before = m, s, S
-    return Mixture(
+    return LatentArguments(
         Q.astype(dtype),
         K.astype(dtype),
         rng.standard_normal((b, U, D)).astype(dtype),
@@ -75,13 +75,13 @@ def mixture(
     )
 
 
-def wide(x: Mixture) -> Mixture:
+def wide(x: LatentArguments) -> LatentArguments:
     names = ("Q", "K", "V", "gate", "beside")
     parts = {name: getattr(x, name) for name in names}
     return replace(x, **{name: None if part is None else part.astype(np.float64) for name, part in parts.items()})
 
 
-def gradients(x: Mixture, dY: Float) -> list[Float | None]:
+def gradients(x: LatentArguments, dY: Float) -> list[Float | None]:
     """The gradients of ``Σ dY · forward(x)`` in float64, by torch."""
     torch = pytest.importorskip("torch")
 
@@ -91,7 +91,7 @@ def gradients(x: Mixture, dY: Float) -> list[Float | None]:
     parts = [tensor(part) for part in (x.Q, x.K, x.V, x.gate, x.beside)]
     mask = None if x.mask is None else torch.tensor(x.mask)
     state = None if x.state is None else tuple(map(torch.tensor, x.state))
-    Y = _generic_latent.forward(Mixture(*parts[:3], x.offsets, x.causal, x.ahead, *parts[3:], mask, state))
+    Y = _generic_latent.forward(LatentArguments(*parts[:3], x.offsets, x.causal, x.ahead, *parts[3:], mask, state))
     (Y * torch.tensor(np.asarray(dY, np.float64))).sum().backward()
     return [
         None if part is None else np.zeros(part.shape) if part.grad is None else part.grad.numpy() for part in parts
@@ -102,7 +102,7 @@ def once(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def check(x: Mixture, tolerance: float | None = None, *, run: Any = once) -> None:
+def check(x: LatentArguments, tolerance: float | None = None, *, run: Any = once) -> None:
     """Compare output and gradients with those of the definitions in float64."""
     rtol = TOLERANCE[x.V.dtype.name] if tolerance is None else tolerance
     Y = run(forward, x)
@@ -174,7 +174,7 @@ def test_nothing_to_do(causal: bool) -> None:
     x = mixture(6, (2, 5, 3, 4), U=0, causal=causal, ahead=-5 if causal else 0, gate=True)
     np.testing.assert_array_equal(forward(x), x.beside)  # there is nothing beside the gate's output
     assert not backward(x, x.beside)[0].any()
-    x = Mixture(x.Q[:, :0], x.K, x.V, np.zeros(1, np.int64), causal)
+    x = LatentArguments(x.Q[:, :0], x.K, x.V, np.zeros(1, np.int64), causal)
     assert forward(x).shape == (2, 0, 4)
     assert summary(x.K, x.V, None, x.offsets)[2].shape == (2, 0, 3, 4)
 
@@ -207,7 +207,7 @@ def test_a_late_jump_changes_no_earlier_bit(jump: int, dtype: str) -> None:
     later = np.cumsum(x.V[:, jump:].astype(np.float64), axis=1) / np.arange(1, 61 - jump)[:, None]
     expected[:, jump:] = later  # what was before weighs e^−200
     np.testing.assert_allclose(Y, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    cut = Mixture(x.Q[:, short], K[:, short], x.V[:, short], np.array([0, jump]), causal=True)
+    cut = LatentArguments(x.Q[:, short], K[:, short], x.V[:, short], np.array([0, jump]), causal=True)
     np.testing.assert_array_equal(Y[:, short], forward(cut))
     check(replace(x, K=K))
 
@@ -229,7 +229,7 @@ def test_no_bit_depends_on_heads_sequences_or_how_work_is_cut(monkeypatch: pytes
     np.testing.assert_array_equal(forward(x), Y)
     for low, high in ((0, 40), (40, 70)):
         part = slice(low, high)
-        one = Mixture(
+        one = LatentArguments(
             x.Q[1:2, part], x.K[1:2, part], x.V[1:2, part], np.array([0, high - low]), True, mask=x.mask[1:2, part]
         )
         np.testing.assert_array_equal(forward(one), Y[1:2, part])
@@ -333,7 +333,7 @@ def test_summaries_are_those_of_the_definitions(scale: float, dtype: str) -> Non
 def test_going_on_from_a_state_is_going_on(dtype: str) -> None:
     x = mixture(19, (2, 60, 6, 4), scale=10, dtype=dtype)
     state = summary(x.K[:, :37], x.V[:, :37], None, np.array([0, 37]))
-    rest = Mixture(x.Q[:, 37:], x.K[:, 37:], x.V[:, 37:], np.array([0, 23]), causal=True, state=state)
+    rest = LatentArguments(x.Q[:, 37:], x.K[:, 37:], x.V[:, 37:], np.array([0, 23]), causal=True, state=state)
     np.testing.assert_allclose(forward(rest), forward(x)[:, 37:], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

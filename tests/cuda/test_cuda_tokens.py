@@ -18,7 +18,7 @@ from emulator import in_orders
 from levattn._kernels import kernels_for
 from levattn._kernels.tokens import cuda as _cuda_tokens
 from levattn._kernels.tokens import definition as _generic_tokens
-from levattn._kernels.tokens.contract import Statistics
+from levattn._kernels.tokens.contract import TokenArguments
 from levattn._kernels.tokens.cuda import backward, forward, memberships
 
 Float = NDArray[np.floating]
@@ -43,7 +43,7 @@ def statistics(
     state: bool = False,
     causal: bool = True,
     **options: Any,
-) -> Statistics:
+) -> TokenArguments:
     """Arguments of shape (b, h, T, d) at random."""
     rng, (b, h, T, d) = np.random.default_rng(seed), shape
     offsets = np.asarray([0, T] if offsets is None else offsets, np.int64)
@@ -53,7 +53,7 @@ def statistics(
         before = tuple(size * rng.random((b, h, n, *rest)) for size, rest in ((9, (d,)), (9, ()), (3, (d,)), (3, ())))
         for part in before:
             part[:, :, : int(causal)] = 0  # the first sequence begins with nothing
-    return Statistics(
+    return TokenArguments(
         rng.standard_normal(shape).astype(dtype),
         rng.uniform(0.5, 1.5, (b, h)).astype(dtype),
         rng.standard_normal((b, h, T)).astype(dtype) if offset else None,
@@ -66,12 +66,12 @@ def statistics(
     )
 
 
-def wide(x: Statistics) -> Statistics:
+def wide(x: TokenArguments) -> TokenArguments:
     parts = {name: getattr(x, name) for name in ("W", "temperature", "offset")}
     return replace(x, **{name: None if part is None else part.astype(np.float64) for name, part in parts.items()})
 
 
-def gradients(x: Statistics, dY: Float) -> list[Float | None]:
+def gradients(x: TokenArguments, dY: Float) -> list[Float | None]:
     """The gradients of ``Σ dY · forward(x)`` in float64, by torch."""
     torch = pytest.importorskip("torch")
 
@@ -93,7 +93,7 @@ def once(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def check(x: Statistics, tolerance: float | None = None, *, run: Any = once) -> None:
+def check(x: TokenArguments, tolerance: float | None = None, *, run: Any = once) -> None:
     """Compare output, memberships, sums and gradients with those of the definitions in float64."""
     rtol, dtype = TOLERANCE[x.W.dtype.name] if tolerance is None else tolerance, x.W.dtype
 
@@ -360,7 +360,7 @@ def test_the_table_takes_arrays_of_a_device(causal: bool, monkeypatch: pytest.Mo
     state = statistics(20, (2, 3, 40, 4), causal=causal, state=True).state
     dY = np.random.default_rng(21).standard_normal(x.W.shape).astype(np.float32)
 
-    def results(table: Any, x: Statistics, dY: Any, state: Any) -> list[Any]:
+    def results(table: Any, x: TokenArguments, dY: Any, state: Any) -> list[Any]:
         found = []
         for given in (x, replace(x, state=state)):
             Y, sums = table.forward(given, state=True)

@@ -12,7 +12,7 @@ from levattn import thread_limit
 from levattn._kernels import kernels_for, tasks
 from levattn._kernels.pruned import cpu as _pruned
 from levattn._kernels.pruned import definition as _generic_slots
-from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn.attention import pruned_attention
 from libraries import needs_torch
 
@@ -25,7 +25,7 @@ def strict(value: Any) -> Any:
     """Arrays of numpy, and what holds them, in the strict namespace; others as they are."""
     if isinstance(value, np.ndarray):
         return array_api_strict.asarray(np.ascontiguousarray(value))
-    if isinstance(value, Summaries | SlotMixture):
+    if isinstance(value, Summaries | PrunedArguments):
         return type(value)(**{name: strict(part) for name, part in vars(value).items()})
     return value
 
@@ -66,7 +66,7 @@ def mixture(
     labelled: bool = True,
     power: float | None = None,
     seed: int = 0,
-) -> SlotMixture:
+) -> PrunedArguments:
     rng = np.random.default_rng(seed)
     q, keys, values, kept, kept_values = (
         rng.standard_normal(shape).astype(dtype)
@@ -93,12 +93,12 @@ def mixture(
     at = np.arange(m)
     first, last = (np.maximum(at - window, 0), np.minimum(at + window + 1, n)) if window else (0 * at, 0 * at)
     count = rng.integers(0, s + 1, b) if counted else None
-    return SlotMixture(
+    return PrunedArguments(
         q, kept, kept_values, count, held, keys, values, first.tolist(), last.tolist(), role, log_weight, power
     )
 
 
-def agree(x: SlotMixture) -> None:
+def agree(x: PrunedArguments) -> None:
     tolerance = TOLERANCE[x.q.dtype.name]
     for found, expected in zip(_pruned.mixture(x), _generic_slots.mixture(strict(x)), strict=True):
         close(found, expected, tolerance)
@@ -184,7 +184,7 @@ def test_nan_is_not_hidden() -> None:
 def test_views_that_are_not_contiguous() -> None:
     x = mixture(g=2)
     parts = {name: np.moveaxis(np.moveaxis(getattr(x, name), 0, -2).copy(), -2, 0) for name in ("q", "keys", "values")}
-    turned = SlotMixture(**{**vars(x), **parts})
+    turned = PrunedArguments(**{**vars(x), **parts})
     assert not turned.q.flags.c_contiguous
     for one, other in zip(_pruned.mixture(x), _pruned.mixture(turned), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -11,7 +11,7 @@ import pytest
 
 import levattn
 import naive_attention as naive
-from levattn._kernels import Statistics
+from levattn._kernels import TokenArguments
 from levattn._kernels.tokens import cpu as _tokens
 from levattn._kernels.tokens import definition as definitions
 
@@ -23,7 +23,7 @@ TOLERANCE = {np.float64: 1e-12, np.float32: 2e-6}
 
 def arguments(
     seed: int, T: int, kind: Any, causal: bool, dtype: Any = np.float64, *, heads_last: bool = True, **flags: Any
-) -> Statistics:
+) -> TokenArguments:
     """Arguments in a dtype; `b`, `h` and `d` among the flags are sizes."""
     rng = np.random.default_rng([seed, T])
     b, h, d = (flags.pop(name, size) for name, size in (("b", 2), ("h", 3), ("d", 21)))
@@ -33,7 +33,7 @@ def arguments(
     n = len(offsets) - 1
     state = tuple(rng.random((b, h, n, *more)) + 1 for more in ((d,), (), (d,), ()))
     scale = {"none": 1.0, "norm": 0.05, "diagonal": 0.1 if flags.get("mean") else 1.0}[kind]
-    return Statistics(
+    return TokenArguments(
         W.transpose(0, 2, 1, 3) if heads_last else W,
         (scale * (rng.random((b, h)) + 0.5)).astype(dtype),
         rng.standard_normal((b, h, T)).astype(dtype) if flags.get("offset") else None,
@@ -51,7 +51,7 @@ def arguments(
     )
 
 
-def wide(x: Statistics) -> Statistics:
+def wide(x: TokenArguments) -> TokenArguments:
     """The same numbers in float64."""
     offset = None if x.offset is None else x.offset.astype(np.float64)
     return replace(x, W=x.W.astype(np.float64), temperature=x.temperature.astype(np.float64), offset=offset)
@@ -153,7 +153,7 @@ def test_arrays_may_have_any_strides() -> None:
 # -- gradients ---------------------------------------------------------------------------
 
 
-def by_autograd(x: Statistics, dY: Any) -> list[Any]:
+def by_autograd(x: TokenArguments, dY: Any) -> list[Any]:
     torch = pytest.importorskip("torch")
     W, temperature, offset, mask = (
         None if a is None else torch.tensor(a) for a in (x.W, x.temperature, x.offset, x.mask)
@@ -202,7 +202,7 @@ def test_bits_do_not_depend_on_threads_and_batch(causal: bool, masked: bool) -> 
     x = arguments(6, 16_400, "diagonal", causal, np.float32, b=2, h=4, d=16, **flags)  # two slabs and a block
     dY = np.random.default_rng(7).standard_normal(x.W.shape).astype(np.float32)
 
-    def everything(y: Statistics, part: Any = slice(None)) -> list[Any]:
+    def everything(y: TokenArguments, part: Any = slice(None)) -> list[Any]:
         Y, state = _tokens.forward(y, state=True)
         return [Y, _tokens.forward(y)[0], *state, _tokens.memberships(y), *_tokens.backward(y, dY[part])]
 
@@ -289,7 +289,9 @@ def test_arguments_are_not_changed() -> None:
 def test_equal_tokens_keep_their_output_in_float32_over_many(causal: bool) -> None:
     T = 300_000
     w = np.float32(0.51)
-    x = Statistics(np.full((1, 2, T, 2), w), np.ones((1, 2), np.float32), None, np.array([0, T]), causal, ridge=0.0)
+    x = TokenArguments(
+        np.full((1, 2, T, 2), w), np.ones((1, 2), np.float32), None, np.array([0, T]), causal, ridge=0.0
+    )
     expected = -0.5 * float(w) / (1 + float(w) ** 2)
     np.testing.assert_allclose(_tokens.forward(x)[0], expected, rtol=2e-6)
 

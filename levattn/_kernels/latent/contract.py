@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LatentGradients", "LatentKernels", "Mixture", "State"]
+__all__ = ["LatentArguments", "LatentGradients", "LatentKernels", "State"]
 
 State = tuple[Any, Any, Any]  # (m, s, S) of the softmax over positions, of each sequence and latent
 
 
 @dataclass(frozen=True, eq=False)
-class Mixture:
+class LatentArguments:
     """The arguments of latent attention, for a stack of heads.
 
     Row t weighs the latents by ``p(l|t)``, the softmax of Q[t], and each latent weighs the positions u that row t may
@@ -53,7 +53,7 @@ class Mixture:
 class LatentKernels(Protocol):
     """Latent attention, and linear recurrences. In torch, gradients follow the definitions."""
 
-    def forward(self, x: Mixture, /) -> Any:
+    def forward(self, x: LatentArguments, /) -> Any:
         """Return the output (b, T, D)."""
 
     def summary(self, K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64], /) -> State:
@@ -69,5 +69,5 @@ class LatentKernels(Protocol):
 class LatentGradients(LatentKernels, Protocol):
     """The same on a device for which there are compiled kernels, with gradients; `state` has none."""
 
-    def backward(self, x: Mixture, dY: Any, /) -> tuple[Any, Any, Any, Any, Any]:
+    def backward(self, x: LatentArguments, dY: Any, /) -> tuple[Any, Any, Any, Any, Any]:
         """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and beside, None for what is not there."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.latent import compiled as _cpu_latent
-from levattn._kernels.latent.contract import Mixture, State
+from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
 from levattn._kernels.rows.contract import Float64
 from levattn._kernels.tasks import share
@@ -27,7 +27,7 @@ _Indices = npt.NDArray[np.int64]
 _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after the last
 
 
-def forward(x: Mixture) -> Any:
+def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `Mixture`."""
     b, L, D = len(x.Q), x.Q.shape[2], x.V.shape[2]
     out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
@@ -43,7 +43,7 @@ def forward(x: Mixture) -> Any:
     return out
 
 
-def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
+def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and beside; None for what there is not."""
     (b, T, L), (_, U, D) = x.Q.shape, x.V.shape
     dQ, dK, dV = (np.zeros((b, n, width), x.V.dtype) for n, width in ((T, L), (U, L), (U, D)))
@@ -72,7 +72,7 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:
     """Return the state of all positions of each sequence, in float64."""
     cuts = _cuts(offsets)
-    parts = _summaries(Mixture(K, K, V, offsets, False, mask=mask), [(low, high) for _, low, high in cuts])
+    parts = _summaries(LatentArguments(K, K, V, offsets, False, mask=mask), [(low, high) for _, low, high in cuts])
     n = len(offsets) - 1
     if [i for i, _, _ in cuts] == list(range(n)):
         return parts
@@ -120,7 +120,7 @@ def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
 class _Views:
     """Where the arrays of a mixture lie, for compiled code: addresses, and steps in bytes. It keeps them alive."""
 
-    def __init__(self, x: Mixture, **further: Any) -> None:
+    def __init__(self, x: LatentArguments, **further: Any) -> None:
         names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
         self.table = np.zeros((_cpu_latent.VIEWS, 3), np.int64)
         self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
@@ -153,7 +153,7 @@ def _add(states: State, at: int, others: State, place: int) -> None:
         held[:, at] = part
 
 
-def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
+def _summaries(x: LatentArguments, cuts: list[tuple[int, int]]) -> State:
     """Return the states of cuts of the positions: m (b, cuts, L), s, S."""
     (b, _, L), D = x.K.shape, x.V.shape[2]
     m, s, S = _nothing(b, len(cuts), L, D)
@@ -168,7 +168,7 @@ def _summaries(x: Mixture, cuts: list[tuple[int, int]]) -> State:
     return m, s, S
 
 
-def _lead(x: Mixture) -> State | None:
+def _lead(x: LatentArguments) -> State | None:
     """Return what all rows of a sequence read: its state, and positions before those of rows; None for nothing."""
     positions, last = x.offsets, x.K.shape[1]
     if x.causal:
@@ -186,7 +186,7 @@ def _lead(x: Mixture) -> State | None:
     return whole
 
 
-def _runs(x: Mixture) -> tuple[list[tuple[int, int, int, int]], State]:
+def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], State]:
     """Cut the rows into runs (first, after the last, first position of the sequence, place of the state before it).
 
     The states are those of all places of one head, then of the next, (b · places, ...); empty if none is needed.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._kernels.cuda_source import NOTHING, launch, namespace
-from levattn._kernels.latent.contract import Mixture, State
+from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.rows.cuda import on_device, sum_in_pairs
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
@@ -39,7 +39,7 @@ _CHANNELS, _LINES = 32, 16
 Int64 = npt.NDArray[np.int64]
 
 
-def forward(x: Mixture) -> Any:
+def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `Mixture`."""
     work = _Work(x)
     if not work.T:
@@ -48,7 +48,7 @@ def forward(x: Mixture) -> Any:
     return work.rows(work.row_weights(), starts)
 
 
-def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
+def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return the gradients of Q, K, V, gate and beside; the last two are None where there are none of these."""
     xp, work = namespace(), _Work(x)
     if not work.T:
@@ -61,7 +61,7 @@ def backward(x: Mixture, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     """Return the state of all positions of each sequence, in float64."""
-    work = _Work(Mixture(K[:, :0, :], K, V, offsets, causal=False, mask=mask), np.diff(offsets))
+    work = _Work(LatentArguments(K[:, :0, :], K, V, offsets, causal=False, mask=mask), np.diff(offsets))
     return work.totals()
 
 
@@ -131,7 +131,7 @@ class _Starts:
 class _Work:
     """One call: its sizes, its runs, and the launches that a pass is made of."""
 
-    def __init__(self, x: Mixture, lengths: Int64 | None = None) -> None:
+    def __init__(self, x: LatentArguments, lengths: Int64 | None = None) -> None:
         self.x = x
         self.b, self.T, self.L = x.Q.shape
         self.U, self.D = x.V.shape[1:]

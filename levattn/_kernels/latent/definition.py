@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace
 from levattn._kernels.finite import surely_finite
-from levattn._kernels.latent.contract import Mixture, State
+from levattn._kernels.latent.contract import LatentArguments, State
 
 __all__ = ["decayed_scan", "forward", "joined", "summary"]
 
 _BLOCK = 16  # rows whose exponents are formed together, for each pair of them
 
 
-def forward(x: Mixture) -> Any:
+def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `Mixture`."""
     xp = array_namespace(x.Q)
     one = len(x.offsets) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["PrunedKernels", "SlotMixture", "Summaries"]
+__all__ = ["PrunedArguments", "PrunedKernels", "Summaries"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Summaries:
 
 
 @dataclass(frozen=True, eq=False)
-class SlotMixture:
+class PrunedArguments:
     """One normalised mixture for each query over kept keys, keys near it, and summaries of the others.
 
     q: (b, g, m, d), g queries for each position, already times the scale (for powers any numbers).
@@ -61,7 +61,7 @@ class SlotMixture:
 class PrunedKernels(Protocol):
     """Pruned attention. In torch, gradients follow the definitions."""
 
-    def mixture(self, x: SlotMixture, /) -> tuple[Any, Any]:
+    def mixture(self, x: PrunedArguments, /) -> tuple[Any, Any]:
         """Return the output (b, g, m, D) and the share of each query's weights that summaries have, (b, g, m)."""
 
     def cluster(self, X: Any, weight: Any, R: int, iterations: int, /) -> tuple[Any, Any]:

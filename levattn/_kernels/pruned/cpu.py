@@ -10,7 +10,7 @@ from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import compiled
 from levattn._kernels.pruned import definition as _generic_slots
 from levattn._kernels.pruned.compiled import ROWS
-from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
 from levattn._kernels.tasks import share
 
@@ -19,7 +19,7 @@ __all__ = ["cluster", "levels", "merged", "mixture", "moments", "places", "radii
 _FEW = 256  # rows whose moments need no kernel
 
 
-def mixture(x: SlotMixture) -> tuple[Any, Any]:
+def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m)."""
     b, g, m, d = x.q.shape
     D, kind, s = x.values.shape[2], x.q.dtype, x.kept_keys.shape[1]

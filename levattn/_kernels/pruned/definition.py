@@ -11,7 +11,7 @@ from typing import Any
 import array_api_compat
 
 from levattn._core.arrays import _is_torch, array_namespace
-from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 
 __all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
 
@@ -176,7 +176,7 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def mixture(x: SlotMixture) -> tuple[Any, Any]:
+def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of each query's weights that summaries have, (b, g, m)."""
     xp = array_namespace(x.q)
     b, g, m, _ = x.q.shape
@@ -196,7 +196,7 @@ def mixture(x: SlotMixture) -> tuple[Any, Any]:
     return Y, rest
 
 
-def _block(xp: Any, x: SlotMixture, low: int, high: int, begin: int, end: int) -> tuple[Any, Any]:
+def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: int) -> tuple[Any, Any]:
     """Return the same for positions low to high, which are near keys from begin to end at most."""
     b, g, _, d = x.q.shape
     device = array_api_compat.device(x.q)
@@ -230,7 +230,7 @@ def _block(xp: Any, x: SlotMixture, low: int, high: int, begin: int, end: int) -
 
 def _with_summaries(
     xp: Any,
-    x: SlotMixture,
+    x: PrunedArguments,
     held: Summaries,
     q: Any,
     exact: Any,

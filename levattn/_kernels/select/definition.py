@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Csr, array_namespace, take, to_device, to_numpy
+from levattn._core.arrays import Csr, array_namespace, take_rows, to_device, to_numpy
 from levattn._kernels.rows.contract import Float64
 
 __all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
@@ -78,8 +78,8 @@ def stacked(keys: Any, starts: Int64, indices: Int64) -> tuple[Any, Any]:
     rows[there] = indices
     flags = None if there.all() else to_device(there, keys)
     if isinstance(keys, Csr):
-        return take(keys, rows[0]), flags
+        return take_rows(keys, rows[0]), flags
     if isinstance(keys, np.ndarray):
         return keys[np.arange(len(keys))[:, None], rows], flags
-    parts = [take(keys[item : item + 1, :, :], each) for item, each in enumerate(rows)]
+    parts = [take_rows(keys[item : item + 1, :, :], each) for item, each in enumerate(rows)]
     return array_namespace(keys).concat(parts, axis=0), flags

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Logits", "Statistics", "TokenGradients", "TokenKernels", "TokenSums"]
+__all__ = ["Logits", "TokenArguments", "TokenGradients", "TokenKernels", "TokenSums"]
 
 TokenSums = tuple[Any, Any, Any, Any]  # (A, n, M, N) of each head and sequence, in float64
 
@@ -16,7 +16,7 @@ Logits = Literal["none", "norm", "diagonal"]
 
 
 @dataclass(frozen=True, eq=False)
-class Statistics:
+class TokenArguments:
     """The arguments of token statistics attention, for a stack of groups of heads that share out their tokens.
 
     With ``x = w²`` channel by channel, token t of head h has the logit ``temperature · (ℓ_t + offset_t)``, and the
@@ -65,13 +65,13 @@ class Statistics:
 class TokenKernels(Protocol):
     """Token statistics attention. In torch, gradients follow the definitions."""
 
-    def forward(self, x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
+    def forward(self, x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
         """Return the output (b, h, T, d) and, if `state`, the sums after all tokens of each sequence, else None.
 
         The sums are those that were given where no token is added.
         """
 
-    def memberships(self, x: Statistics, /) -> Any:
+    def memberships(self, x: TokenArguments, /) -> Any:
         """Return the memberships (b, h, T)."""
 
     def add_squares(self, X: Any, mask: Any, weights: Any, decay: Any, held: Any, *, full: bool = False) -> Any:
@@ -81,5 +81,5 @@ class TokenKernels(Protocol):
 class TokenGradients(TokenKernels, Protocol):
     """The same on a device for which there are compiled kernels, with gradients; `state` has none."""
 
-    def backward(self, x: Statistics, dY: Any, /) -> tuple[Any, Any, Any]:
+    def backward(self, x: TokenArguments, dY: Any, /) -> tuple[Any, Any, Any]:
         """Return the gradients of ``Σ dY · forward(x)`` in W, temperature (b, h) and offset (b, h, T) or None."""

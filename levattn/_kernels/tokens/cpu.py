@@ -16,7 +16,7 @@ from levattn._kernels.rows.contract import Float64
 from levattn._kernels.tasks import share
 from levattn._kernels.tokens import forward as compiled
 from levattn._kernels.tokens.backward import backward_tasks
-from levattn._kernels.tokens.contract import Statistics, TokenSums
+from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 from levattn._kernels.tokens.forward import BAND, KINDS, SLAB, SPAN, VIEWS, scratch_sizes
 from levattn._kernels.tokens.simd import BLOCK
 
@@ -27,7 +27,7 @@ _SMALL = 2_000_000  # multiply-adds that are not shared out
 _ROWS = 4096  # rows of float16 that are widened at a time
 
 
-def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
+def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
     """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
     out, after = _like(x.W), None
     if x.state is not None and not x.causal:
@@ -38,14 +38,14 @@ def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | Non
     return out, after if state else None
 
 
-def memberships(x: Statistics) -> Any:
+def memberships(x: TokenArguments) -> Any:
     """Return the memberships (b, h, T)."""
     work = _Work(x)
     work.share_out()
     return work.P
 
 
-def backward(x: Statistics, dY: Any) -> tuple[Any, Any, Any]:
+def backward(x: TokenArguments, dY: Any) -> tuple[Any, Any, Any]:
     """Return the gradients of ``Σ dY · forward(x)`` in W, temperature and offset; None for an offset there is not."""
     b, h, _, _ = x.W.shape
     out, blame = _like(x.W), np.zeros((b, h, len(x.offsets) - 1))
@@ -98,7 +98,7 @@ def _rows(X: Any) -> Any:
     return X if X.strides[-1] == X.itemsize else np.ascontiguousarray(X)
 
 
-def _begin(x: Statistics) -> TokenSums:
+def _begin(x: TokenArguments) -> TokenSums:
     """Return the sums before the tokens, in arrays of their own."""
     if x.state is not None:
         A, n, M, N = (np.array(part, np.float64, order="C") for part in x.state)
@@ -114,7 +114,7 @@ _NO_SUMS: TokenSums = _DEEP, _FLAT, _DEEP, _FLAT
 class _Work:
     """What the compiled code works on. It keeps the arrays alive; P are the memberships, once they are known."""
 
-    def __init__(self, x: Statistics, after: TokenSums | None = None, blame: Any = _FLAT, **further: Any) -> None:
+    def __init__(self, x: TokenArguments, after: TokenSums | None = None, blame: Any = _FLAT, **further: Any) -> None:
         h, d, kind = x.W.shape[1], x.W.shape[3], x.W.dtype
         info = np.finfo(kind)
         self.P = np.empty(x.W.shape[:3], kind)

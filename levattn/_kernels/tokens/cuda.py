@@ -22,7 +22,7 @@ import numpy as np
 
 from levattn._kernels.cuda_source import NOTHING, launch, namespace, shared_limit
 from levattn._kernels.rows.cuda import on_device, sum_in_pairs
-from levattn._kernels.tokens.contract import Statistics, TokenSums
+from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 from levattn._kernels.tokens.definition import add_squares
 
 __all__ = ["add_squares", "backward", "forward", "memberships"]
@@ -37,7 +37,7 @@ _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number a
 _BACK_UNITS = 2
 
 
-def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
+def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
     """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
     work = _Work(x)
     squares, A, n = work.squares(whole=state)
@@ -46,13 +46,13 @@ def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | Non
     return work.write(P, starts), (A, n, M, N) if state else None
 
 
-def memberships(x: Statistics) -> Any:
+def memberships(x: TokenArguments) -> Any:
     """Return the memberships (b, h, T)."""
     work = _Work(x)
     return work.weigh(work.squares()[0])[0]
 
 
-def backward(x: Statistics, dY: Any) -> tuple[Any, Any, Any]:
+def backward(x: TokenArguments, dY: Any) -> tuple[Any, Any, Any]:
     """Return the gradients of W (b, h, T, d), temperature (b, h), and offset (b, h, T) or None."""
     work = _Work(x)
     squares, *_ = work.squares()
@@ -64,7 +64,7 @@ def backward(x: Statistics, dY: Any) -> tuple[Any, Any, Any]:
 class _Work:
     """One call: its sizes, its runs, and the passes over its tokens."""
 
-    def __init__(self, x: Statistics) -> None:
+    def __init__(self, x: TokenArguments) -> None:
         self.x = x
         self.b, self.h, self.T, self.d = x.W.shape
         self.n = len(x.offsets) - 1

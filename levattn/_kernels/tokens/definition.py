@@ -13,20 +13,20 @@ import numpy as np
 
 from levattn._core.arrays import array_namespace
 from levattn._kernels.latent.definition import decayed_scan
-from levattn._kernels.tokens.contract import Statistics, TokenSums
+from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 
 __all__ = ["add_squares", "forward", "memberships"]
 
 _BLOCK = 64  # tokens whose sums are formed together, so that no sum is kept for every token
 
 
-def forward(x: Statistics, *, state: bool = False) -> tuple[Any, TokenSums | None]:
+def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
     """Return the output (b, h, T, d), and if `state` the sums after all tokens of each sequence."""
     Y, _, after = _run(x)
     return Y, after if state else None
 
 
-def memberships(x: Statistics) -> Any:
+def memberships(x: TokenArguments) -> Any:
     """Return the memberships (b, h, T)."""
     return _run(x)[1]
 
@@ -60,7 +60,7 @@ def add_squares(
     return xp.reshape(kept, (-1, *[1] * (total.ndim - 1))) * held[0] + total, kept * held[1] + weight
 
 
-def _run(x: Statistics) -> tuple[Any, Any, TokenSums]:
+def _run(x: TokenArguments) -> tuple[Any, Any, TokenSums]:
     xp = array_namespace(x.W)
     ends = x.offsets.tolist()
     outputs, members, sums = [], [], []
@@ -99,7 +99,7 @@ def _like(xp: Any, numbers: Any, like: Any) -> Any:
     return xp.asarray(np.asarray(numbers).tolist(), dtype=like.dtype, device=array_api_compat.device(like))
 
 
-def _begin(xp: Any, x: Statistics, W: Any, i: int) -> TokenSums | None:
+def _begin(xp: Any, x: TokenArguments, W: Any, i: int) -> TokenSums | None:
     """Return the sums before a sequence, of a numpy or other array as one of W's library; None for nothing."""
     if x.state is None:
         return None
@@ -107,7 +107,7 @@ def _begin(xp: Any, x: Statistics, W: Any, i: int) -> TokenSums | None:
     return A[:, :, i, :], n[:, :, i], M[:, :, i, :], N[:, :, i]
 
 
-def _members(xp: Any, x: Statistics, scores: Any, offset: Any, there: Any) -> Any:
+def _members(xp: Any, x: TokenArguments, scores: Any, offset: Any, there: Any) -> Any:
     """Return the softmax over the heads, 0 for tokens that are not there."""
     logits = scores if offset is None else scores + offset
     logits = logits * x.temperature[..., None]
@@ -116,7 +116,7 @@ def _members(xp: Any, x: Statistics, scores: Any, offset: Any, there: Any) -> An
     return xp.where(there, P, xp.zeros_like(P))
 
 
-def _scores(xp: Any, x: Statistics, X: Any, A: Any, n: Any) -> Any:
+def _scores(xp: Any, x: TokenArguments, X: Any, A: Any, n: Any) -> Any:
     """Return what the logits are made of; A and n are of the shapes of X and of its rows, or broadcast to these."""
     if x.logits == "none":
         return xp.zeros_like(X[..., 0])
@@ -127,14 +127,14 @@ def _scores(xp: Any, x: Statistics, X: Any, A: Any, n: Any) -> Any:
     return scores * n if x.mean else scores
 
 
-def _output(xp: Any, x: Statistics, W: Any, P: Any, M: Any, N: Any) -> Any:
+def _output(xp: Any, x: TokenArguments, W: Any, P: Any, M: Any, N: Any) -> Any:
     weight = N + x.ridge
     moment = M / xp.where(weight == 0, xp.ones_like(weight), weight)[..., None]
     return -x.gain * (P[..., None] * W) / (1 + x.c * moment)
 
 
 def _everywhere(
-    xp: Any, x: Statistics, W: Any, there: Any, offset: Any, begin: TokenSums | None
+    xp: Any, x: TokenArguments, W: Any, there: Any, offset: Any, begin: TokenSums | None
 ) -> tuple[Any, Any, TokenSums]:
     X, wide = W * W, xp.float64
     if begin is None:
@@ -154,7 +154,7 @@ def _as(xp: Any, numbers: Any, like: Any) -> Any:
 
 
 def _causal(
-    xp: Any, x: Statistics, W: Any, there: Any, offset: Any, begin: TokenSums | None
+    xp: Any, x: TokenArguments, W: Any, there: Any, offset: Any, begin: TokenSums | None
 ) -> tuple[Any, Any, TokenSums]:
     """Return what causal tokens read, block by block: sums before by `begin`, and the block's own."""
     b, h, T, d = W.shape

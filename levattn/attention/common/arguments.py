@@ -20,29 +20,29 @@ from levattn._core.arrays import (
     to_device,
     to_numpy,
 )
-from levattn._kernels import Mixture, kernels_for
+from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.packed import compiling, cumulative
 from levattn.states import SoftmaxState
 
 __all__ = [
-    "Prepared",
+    "Stacks",
     "check_sizes",
     "cumulative",
     "decayed_scan",
-    "dense",
+    "dense_array",
     "is_wide",
     "latent_attention",
-    "prepare",
     "promoted",
     "reshaped",
+    "stacked",
     "state_after",
     "state_stacks",
 ]
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Stacks:
     """The arrays of a call in the form that the kernels read.
 
     stacks: (b, ...) arrays of one library, one device and one kind, float32 or float64, in the order of the arguments;
@@ -67,7 +67,7 @@ class Prepared:
         return array_namespace(array).astype(array, self.dtype, copy=False)
 
 
-def dense(name: str, array: Any) -> Any:
+def dense_array(name: str, array: Any) -> Any:
     """Return a dense array of any library, lists by numpy, or raise."""
     if isinstance(array, np.ndarray):
         if isinstance(array, np.ma.MaskedArray):
@@ -92,7 +92,7 @@ def dense(name: str, array: Any) -> Any:
     )
 
 
-def prepare(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None) -> Prepared:
+def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None) -> Stacks:
     """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
 
     `arguments` names each array and its number of axes behind the leading ones; an array may be None. `like` is the
@@ -105,7 +105,7 @@ def prepare(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
     for name, (given, axes) in arguments.items():
         if given is None:
             continue
-        array = arrays[name] = dense(name, given)
+        array = arrays[name] = dense_array(name, given)
         _refuse_short(name, array, axes)
         if axes > 1 and not array.shape[-1]:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
@@ -121,7 +121,7 @@ def prepare(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
         None if given is None else _stacked(promoted(arrays[name], wide), batch, axes)
         for name, (given, axes) in arguments.items()
     ]
-    return Prepared(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
+    return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
 
 
 def check_sizes(sizes: dict[str, tuple[Any, int, str]]) -> None:
@@ -211,7 +211,9 @@ def latent_attention(
         return _torch.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
     if offsets is None:
         offsets = np.array([0, Q.shape[1]], np.int64)
-    return kernels_for("latent", Q).forward(Mixture(Q, K, V, offsets, causal, ahead, gate, beside, mask, state))
+    return kernels_for("latent", Q).forward(
+        LatentArguments(Q, K, V, offsets, causal, ahead, gate, beside, mask, state)
+    )
 
 
 def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
@@ -324,7 +326,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 
 def _flags(mask: Any, U: int, like: Any) -> Any:
     """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
-    mask = dense("mask", mask)
+    mask = dense_array("mask", mask)
     if str(mask.dtype).rpartition(".")[2] != "bool":
         raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a position that takes part")
     if not mask.ndim or mask.shape[-1] != U:

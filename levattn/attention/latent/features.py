@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.arrays import _is_torch
-from levattn.attention.common.arguments import check_sizes, decayed_scan, dense, prepare, reshaped
+from levattn.attention.common.arguments import check_sizes, decayed_scan, dense_array, reshaped, stacked
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import device_of, namespace_of
 
@@ -89,7 +89,7 @@ def rg_lru(
     True
     """
     x, gate_x, gate_a, a_param = (
-        dense(name, array)
+        dense_array(name, array)
         for name, array in zip(("x", "gate_x", "gate_a", "a_param"), (x, gate_x, gate_a, a_param), strict=True)
     )
     check_sizes(
@@ -98,7 +98,7 @@ def rg_lru(
     )
     T, C = x.shape[-2:]
     arguments = {"x": (x, 2), "gate_x": (gate_x, 2), "gate_a": (gate_a, 2), "a_param": (a_param, 1)}
-    given = prepare(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
+    given = stacked(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     _refuse_packed(bounds, state, return_state)
     X, Gx, Ga, speed, before = given.stacks
@@ -198,12 +198,12 @@ def causal_conv(
     >>> causal_conv(np.arange(5.0)[:, None], np.array([[-1.0, 1.0]])).ravel()  # differences
     array([0., 1., 1., 1., 1.])
     """
-    x, weight = dense("x", x), dense("weight", weight)
+    x, weight = dense_array("x", x), dense_array("weight", weight)
     sizes = {"x": (x, -1, "C"), "weight": (weight, -2, "C")}
-    check_sizes(sizes if bias is None else sizes | {"bias": (dense("bias", bias), -1, "C")})
+    check_sizes(sizes if bias is None else sizes | {"bias": (dense_array("bias", bias), -1, "C")})
     T, width = x.shape[-2], weight.shape[-1]
     arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
-    given = prepare(arguments, like="x", mask=(mask, T))
+    given = stacked(arguments, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     _refuse_packed(bounds, state, return_state)
     X, W, add, before = given.stacks

@@ -7,9 +7,9 @@ from typing import Any
 from levattn.attention.common.arguments import (
     check_sizes,
     cumulative,
-    dense,
+    dense_array,
     latent_attention,
-    prepare,
+    stacked,
     state_after,
     state_stacks,
 )
@@ -127,7 +127,7 @@ def latte(
     >>> np.allclose(latte(Q[60:], K[60:], V[60:], state=state), Y[60:])
     True
     """
-    q_logits, k_logits, V = dense("q_logits", q_logits), dense("k_logits", k_logits), dense("V", V)
+    q_logits, k_logits, V = dense_array("q_logits", q_logits), dense_array("k_logits", k_logits), dense_array("V", V)
     rows = "T" if causal or offsets is not None or lengths is not None else "U"
     check_sizes(
         {
@@ -139,7 +139,7 @@ def latte(
         }
     )
     arguments = {"q_logits": (q_logits, 2), "k_logits": (k_logits, 2), "V": (V, 2)}
-    given = prepare(arguments, like="V", mask=(mask, V.shape[-2]))
+    given = stacked(arguments, like="V", mask=(mask, V.shape[-2]))
     Q, K, V = given.stacks
     bounds = cumulative(offsets, lengths, Q.shape[1])
     before = state_stacks(state, given.batch, bounds, K, V)

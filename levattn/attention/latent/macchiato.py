@@ -11,10 +11,10 @@ from levattn._core.checks import whole_number
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.arguments import (
     check_sizes,
-    dense,
+    dense_array,
     latent_attention,
-    prepare,
     reshaped,
+    stacked,
     state_after,
     state_stacks,
 )
@@ -213,7 +213,7 @@ def macchiato(
     if overlap not in ("mixture", "exclusive"):
         raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
     named = zip(("q", "k", "V", "q_logits", "k_logits", "gate"), (q, k, V, q_logits, k_logits, gate), strict=True)
-    q, k, V, q_logits, k_logits, gate = (dense(name, array) for name, array in named)
+    q, k, V, q_logits, k_logits, gate = (dense_array(name, array) for name, array in named)
     check_sizes(
         {"q": (q, -2, "T"), "k": (k, -2, "T"), "V": (V, -2, "T"), "q .": (q, -1, "d"), "k .": (k, -1, "d")}
         | {"q_logits": (q_logits, -2, "T"), "k_logits": (k_logits, -2, "T"), "gate": (gate, -1, "T")}
@@ -228,7 +228,7 @@ def macchiato(
         "k_logits": (heads.per_query("k_logits", k_logits, 2), 3),
         "gate": (heads.per_query("gate", gate[..., None], 2), 3),
     }
-    given = prepare(arguments, like="V", mask=(mask, V.shape[-2]))
+    given = stacked(arguments, like="V", mask=(mask, V.shape[-2]))
     bounds = cumulative(offsets, lengths, q.shape[-2])
     if bounds is not None and (state is not None or return_state):
         raise ValueError(

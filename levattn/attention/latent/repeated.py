@@ -11,7 +11,7 @@ import numpy.typing as npt
 from levattn._core.arrays import _is_torch, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._kernels import Float64
-from levattn.attention.common.arguments import check_sizes, dense, prepare
+from levattn.attention.common.arguments import check_sizes, dense_array, stacked
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
 
@@ -84,7 +84,7 @@ def repeated_mass(
     """
     window = whole_number("window", window)
     named = zip(("q_logits", "k_logits", "gate"), (q_logits, k_logits, gate), strict=True)
-    q_logits, k_logits, gate = (dense(name, array) for name, array in named)
+    q_logits, k_logits, gate = (dense_array(name, array) for name, array in named)
     check_sizes(
         {"q_logits": (q_logits, -2, "T"), "k_logits": (k_logits, -2, "T"), "gate": (gate, -1, "T")}
         | {"q_logits .": (q_logits, -1, "L"), "k_logits .": (k_logits, -1, "L")}
@@ -96,7 +96,7 @@ def repeated_mass(
         "gate": (heads.per_query("gate", gate[..., None], 2), 3),
     }
     T = q_logits.shape[-2]
-    given = prepare(arguments, like="q_logits", mask=(mask, T))
+    given = stacked(arguments, like="q_logits", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     ends = [0, T] if bounds is None else bounds.tolist()
     stacks = (x.detach() if _is_torch(x) else x for x in given.stacks)

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from levattn._core.arrays import _as_tensor, as_cupy
-from levattn._kernels import Mixture, kernels_for
+from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import LatentGradients, State
 from levattn.attention.common.packed import check_offsets
 
@@ -56,7 +56,7 @@ def latent_attention(
     """
     tensors = (Q, K, V, gate, beside)
     if not has_kernels(Q) or any(map(is_transformed, tensors)):
-        x = Mixture(Q, K, V, bounds_of(offsets, Q), causal, ahead, gate, beside, mask, _state_of(state, Q))
+        x = LatentArguments(Q, K, V, bounds_of(offsets, Q), causal, ahead, gate, beside, mask, _state_of(state, Q))
         return kernels_for("latent", Q).forward(x)
     if is_plain(tensors):
         held = state if Q.device.type == "cpu" else _state_of(state, Q)
@@ -196,10 +196,10 @@ def _mixture(
     m: Any,
     s: Any,
     S: Any,
-) -> Mixture:
+) -> LatentArguments:
     bounds = bounds_of(offsets, Q)
     Q, K, V, gate, beside, mask, m, s, S = map(memory_of, (Q, K, V, gate, beside, mask, m, s, S))
-    return Mixture(Q, K, V, bounds, causal, ahead, gate, beside, mask, None if m is None else (m, s, S))
+    return LatentArguments(Q, K, V, bounds, causal, ahead, gate, beside, mask, None if m is None else (m, s, S))
 
 
 def _forward(Q: Any, K: Any, V: Any, *others: Any) -> Any:

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from levattn._core.arrays import _is_torch, to_device, to_numpy
-from levattn.attention.common.arguments import dense, prepare
+from levattn.attention.common.arguments import dense_array, stacked
 from levattn.attention.common.space import device_of, namespace_of
 
 __all__ = ["check_base", "rotate_values"]
@@ -68,16 +68,16 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     >>> np.allclose(vapor(np.arange(50)), vapor(np.arange(50) + 10_000_000))
     True
     """
-    V = dense("V", V)
+    V = dense_array("V", V)
     D = V.shape[-1]
     if V.ndim < 2 or not D or D % 2:
         raise ValueError(f"V has shape {tuple(V.shape)}; expected (..., T, D) with an even D, whose halves are pairs")
     check_base(base)
-    given = prepare({"V": (V, 2)}, like="V")
+    given = stacked({"V": (V, 2)}, like="V")
     (stack,) = given.stacks
     xp = namespace_of(stack)
     device = device_of(stack)
-    places = dense("positions", positions)
+    places = dense_array("positions", positions)
     if not _is_real(places):
         raise TypeError(f"positions has dtype {places.dtype}; expected whole numbers or real floats")
     if _is_torch(places):

@@ -13,7 +13,7 @@ import numpy as np
 from levattn._core.arrays import _is_torch
 from levattn._core.checks import whole_number
 from levattn._kernels.finite import surely_finite
-from levattn.attention.common.arguments import check_sizes, dense, prepare
+from levattn.attention.common.arguments import check_sizes, dense_array, stacked
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import device_of, namespace_of
@@ -109,11 +109,11 @@ def window_attention(
     True
     """
     window, softcap = whole_number("window", window), check_softcap(softcap)
-    q, k, V = (dense(name, array) for name, array in (("q", q), ("k", k), ("V", V)))
+    q, k, V = (dense_array(name, array) for name, array in (("q", q), ("k", k), ("V", V)))
     check_sizes({"q": (q, -2, "T"), "k": (k, -2, "T"), "V": (V, -2, "T"), "q .": (q, -1, "d"), "k .": (k, -1, "d")})
     heads = heads_of(q, k, V)
     arrays = {"q": (heads.per_query("q", q, 2), 3), "k": (k, 2), "V": (V, 2)}
-    given = prepare(arrays, like="V", mask=(mask, V.shape[-2]))
+    given = stacked(arrays, like="V", mask=(mask, V.shape[-2]))
     stack_q, stack_k, stack_v = given.stacks
     Y, _ = windowed(
         stack_q,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import lengths
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.choice import TILT, means_of
@@ -55,7 +55,7 @@ class PrunedCertificate:
     slots: Any
 
 
-def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
+def bounded(x: PrunedArguments, radius: Any, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
     """Return lower and upper bounds of the captured mass and a bound of the error of outputs, each (b, g, m).
 
     radius: (b, R), how far members are from the means of the summaries of x. rest: the share of these in the mixture.
@@ -111,7 +111,7 @@ def bounded(x: SlotMixture, radius: Any, rest: Any, reach: Any) -> tuple[Any, An
     return 1 - most_rest, 1 - least_rest, xp.where(known & ~xp.isnan(error), error, xp.full_like(error, math.inf))
 
 
-def detached(x: SlotMixture) -> SlotMixture:
+def detached(x: PrunedArguments) -> PrunedArguments:
     """Return a mixture without gradients."""
 
     def plain(value: Any) -> Any:
@@ -119,7 +119,7 @@ def detached(x: SlotMixture) -> SlotMixture:
             return Summaries(**{name: plain(array) for name, array in vars(value).items()})
         return value if value is None or isinstance(value, list | float) else without_gradient(value)
 
-    return SlotMixture(**{name: plain(value) for name, value in vars(x).items()})
+    return PrunedArguments(**{name: plain(value) for name, value in vars(x).items()})
 
 
 def longest_of(*stacks: Any) -> Any:

@@ -14,8 +14,8 @@ import numpy as np
 
 from levattn._core.arrays import _is_torch, to_numpy
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import SlotMixture, Summaries
-from levattn.attention.common.arguments import Prepared, check_sizes, dense, prepare, reshaped
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries
+from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stacked
 from levattn.attention.common.heads import Heads, heads_of
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale
@@ -23,9 +23,9 @@ from levattn.attention.pruned.certificate import PrunedCertificate, bounded, det
 from levattn.attention.pruned.choice import Sums, chosen, flips, grouped, measured, rows_of, scored
 from levattn.attention.pruned.slots import slots_for
 from levattn.attention.pruned.state import (
-    Part,
+    PrunedPart,
     PrunedState,
-    Rule,
+    SelectionRule,
     arrays_of,
     converted,
     empty_part,
@@ -202,7 +202,7 @@ def pruned_attention(
     True
     """
     power = _power(f)
-    Q, K, V = (dense(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
+    Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
     check_sizes({"Q": (Q, -1, "d"), "K": (K, -1, "d"), "K ": (K, -2, "n"), "V": (V, -2, "n")})
     m, n = Q.shape[-2], K.shape[-2]
     if causal and m != n:
@@ -212,7 +212,7 @@ def pruned_attention(
     heads = heads_of(Q, K, V, names=("Q", "K", "V"))
     if isinstance(scores, str) and scores not in _KINDS:
         raise ValueError(f"scores is {scores!r}; expected one of {', '.join(_KINDS)}, or an array of scores")
-    given = None if isinstance(scores, str) else dense("scores", scores)
+    given = None if isinstance(scores, str) else dense_array("scores", scores)
     open_end = causal and return_state and isinstance(budget, Integral)
     rule_of = partial(
         _rule,
@@ -272,7 +272,7 @@ class _Call:
     present: Any
     asking: Any
     heads: Heads
-    given: Prepared
+    given: Stacks
     tensors: bool
 
     @classmethod
@@ -287,10 +287,10 @@ class _Call:
         query_mask: Any,
         *,
         tied: bool,
-        held: tuple[Part, ...] | None,
+        held: tuple[PrunedPart, ...] | None,
     ) -> _Call:
         arrays = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
-        given = prepare(arrays, like="V", mask=(mask, K.shape[-2]))
+        given = stacked(arrays, like="V", mask=(mask, K.shape[-2]))
         stacks, tensors = given.stacks, False
         if _is_torch(given.stacks[0]):
             from levattn.attention.latent import torch as _torch
@@ -360,7 +360,7 @@ class _Call:
 
         return _torch.tensor_of(array)
 
-    def memory_of(self, part: Part) -> Part:
+    def memory_of(self, part: PrunedPart) -> PrunedPart:
         """Return a part of a state with its arrays as this call computes with them."""
         if not self.tensors:
             return part
@@ -388,7 +388,7 @@ def _spread(xp: Any, array: Any, places: Any, m: int) -> Any:
 
 
 def _query_flags(query_mask: Any, batch: tuple[int, ...], m: int) -> Any:
-    flags = to_numpy(dense("query_mask", query_mask))
+    flags = to_numpy(dense_array("query_mask", query_mask))
     if flags.dtype != np.bool_:
         raise TypeError(f"query_mask has dtype {flags.dtype}; expected bool, True for a query that counts")
     try:
@@ -418,7 +418,7 @@ def _rule(
     scores: Any,
     power: float | None,
     causal: bool,
-) -> Rule:
+) -> SelectionRule:
     """Return how keys are to be chosen: by the options, or as a state says."""
     if state is not None:
         if not isinstance(state, PrunedState):
@@ -450,7 +450,7 @@ def _rule(
     if center and power is not None:
         raise ValueError("center is True and f is a power; expected center only for softmax, which sees no mean")
     slots = slots_for(n, causal=causal, aligned=aligned, by_threshold=epsilon is not None, **options)
-    return Rule(
+    return SelectionRule(
         slots,
         scores,
         None if epsilon is None else float(epsilon),
@@ -459,7 +459,7 @@ def _rule(
     )
 
 
-def _whole(call: _Call, rule_of: Callable[[int], Rule], factor: float, certified: bool) -> Any:
+def _whole(call: _Call, rule_of: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
     """Return the result of attention that is not causal; the rule is of how many keys are there."""
     outputs, kept, most = [], [], 0
     bounds: list[list[Any]] = [[], [], []]
@@ -501,8 +501,8 @@ def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[in
 
 
 def _planned(
-    rule: Rule, q: Any, K: Any, V: Any, scores: Any, near: tuple[list[int], list[int]]
-) -> tuple[SlotMixture, Any]:
+    rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, near: tuple[list[int], list[int]]
+) -> tuple[PrunedArguments, Any]:
     """Return the mixture of some items, and which keys are kept (b, n)."""
     xp = namespace_of(q)
     b, g, m, d = q.shape
@@ -538,7 +538,7 @@ def _planned(
         left = xp.astype(~flags, K.dtype)
         labels, log_weight, summaries = grouped(X, along, items, left, R, rule.power, clusters)
         role = xp.where(flags, role, labels)
-    x = SlotMixture(
+    x = PrunedArguments(
         q=q if rule.power is None else in_range(q, K),
         kept_keys=rows_of(K, order),
         kept_values=rows_of(V, order),
@@ -555,7 +555,7 @@ def _planned(
     return x, flags
 
 
-def _bounds(x: SlotMixture, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
+def _bounds(x: PrunedArguments, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
     """Return the bounds of `bounded` for a mixture of keys in memory; keys that were dropped are summarised for it."""
     xp = namespace_of(x.q)
     labels, ones = x.role, xp.ones_like(x.keys[..., 0])
@@ -573,7 +573,7 @@ def _bounds(x: SlotMixture, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
     return bounded(x, radius, rest, reach)
 
 
-def _reach(rule: Rule, V: Any) -> Any:
+def _reach(rule: SelectionRule, V: Any) -> Any:
     """Return the radius (b,) of a ball that holds the values, and outputs of nothing, which are zero."""
     slots = rule.slots
     reads = slots.summaries or slots.window or slots.sinks or (slots.selected and rule.epsilon is None)
@@ -584,7 +584,7 @@ def _reach(rule: Rule, V: Any) -> Any:
 
 
 def _causal(
-    call: _Call, rule: Rule, factor: float, state: PrunedState | None, return_state: bool, certified: bool
+    call: _Call, rule: SelectionRule, factor: float, state: PrunedState | None, return_state: bool, certified: bool
 ) -> Any:
     """Return the result of causal attention, which goes on from a state if there is one."""
     before = 0 if state is None else state.positions
@@ -604,7 +604,7 @@ def _causal(
         q, K, V, scores = call.taken(rows, places, places)
         found: list[Any] = []
 
-        def watch(x: SlotMixture, at: Part, rest: Any, found: list[Any] = found) -> None:
+        def watch(x: PrunedArguments, at: PrunedPart, rest: Any, found: list[Any] = found) -> None:
             found.append(bounded(detached(x), at.radius, without_gradient(rest), at.largest))
 
         Y, part = stepped(rule, part, q * factor, K, V, scores, watch if certified else None)
@@ -625,7 +625,7 @@ def _causal(
     return answer[0] if len(answer) == 1 else tuple(answer)
 
 
-def _parts(call: _Call, state: PrunedState | None) -> list[tuple[Part, Any, Any]]:
+def _parts(call: _Call, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
     """Return what is held of items of the batch, which items they are, and the places of their positions."""
     b = call.K.shape[0]
     if state is None:

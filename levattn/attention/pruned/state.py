@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import SlotMixture, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.certificate import longest_of
 from levattn.attention.pruned.choice import (
@@ -26,11 +26,21 @@ from levattn.attention.pruned.choice import (
 from levattn.attention.pruned.slots import Slots
 from levattn.sensitivity.leverage import TIE
 
-__all__ = ["Part", "PrunedState", "Rule", "arrays_of", "converted", "empty_part", "in_range", "picked", "stepped"]
+__all__ = [
+    "PrunedPart",
+    "PrunedState",
+    "SelectionRule",
+    "arrays_of",
+    "converted",
+    "empty_part",
+    "in_range",
+    "picked",
+    "stepped",
+]
 
 
 @dataclass(frozen=True)
-class Rule:
+class SelectionRule:
     """How keys are chosen: what does not change while a sequence is read."""
 
     slots: Slots
@@ -41,7 +51,7 @@ class Rule:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PrunedPart:
     """What is held of sequences that have had the same number of positions.
 
     rows: (b,) int64 of numpy, which items of the batch these are.
@@ -100,8 +110,8 @@ class PrunedState:
 
     slots: Slots
     batch: tuple[int, ...]
-    rule: Rule
-    parts: tuple[Part, ...]
+    rule: SelectionRule
+    parts: tuple[PrunedPart, ...]
 
     @property
     def positions(self) -> int:
@@ -124,7 +134,7 @@ def _size(value: Any) -> int:
     return int(math.prod(value.shape) * info(value.dtype).bits // 8)
 
 
-def empty_part(rows: Any, K: Any, V: Any, scores: Any) -> Part:
+def empty_part(rows: Any, K: Any, V: Any, scores: Any) -> PrunedPart:
     """Return the part that has seen nothing, for keys and values like those of stacks."""
     xp = namespace_of(K)
     none, no_values = K[:, :0, :], V[:, :0, :]
@@ -132,19 +142,19 @@ def empty_part(rows: Any, K: Any, V: Any, scores: Any) -> Part:
     places = xp.zeros((K.shape[0], 0), dtype=xp.int64, device=device_of(K))
     sums = Sums.of(none)
     zeros = xp.zeros((K.shape[0],), dtype=V.dtype, device=device_of(V))
-    return Part(
+    return PrunedPart(
         rows, none, no_values, no_scores, places, None, None, None, none, no_values, no_scores, sums, sums, zeros, 0
     )
 
 
-def picked(part: Part, which: Any) -> Part:
+def picked(part: PrunedPart, which: Any) -> PrunedPart:
     """Return a part of some of its items, by their places in it, an array of numpy."""
     xp = namespace_of(part.recent)
     places = xp.asarray(which, device=device_of(part.recent))
     return replace(converted(part, lambda array: xp.take(array, places, axis=0)), rows=part.rows[which])
 
 
-def converted(part: Part, convert: Callable[[Any], Any]) -> Part:
+def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
     """Return a part whose arrays, but for `rows`, are what a function makes of them."""
 
     def found(value: Any) -> Any:
@@ -157,14 +167,16 @@ def converted(part: Part, convert: Callable[[Any], Any]) -> Part:
     return replace(part, **{name: found(value) for name, value in vars(part).items() if name != "rows"})
 
 
-def arrays_of(part: Part) -> list[Any]:
+def arrays_of(part: PrunedPart) -> list[Any]:
     """Return the arrays of a part, but for `rows`."""
     found: list[Any] = []
     converted(part, found.append)
     return found
 
 
-def stepped(rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: Any = None) -> tuple[Any, Part]:
+def stepped(
+    rule: SelectionRule, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, watch: Any = None
+) -> tuple[Any, PrunedPart]:
     """Return the output (b, g, T, D) for the next T positions, and the part after them.
 
     q: (b, g, T, d), times the scale. scores: (b, T), where they are given. watch: called with each mixture and part.
@@ -224,7 +236,7 @@ def in_range(q: Any, keys: Any, before: Any = None) -> Any:
     return q * 2.0**steps
 
 
-def _held(part: Part) -> Any:
+def _held(part: PrunedPart) -> Any:
     """Return the keys of a part, those of its summaries as means."""
     stacks = [part.kept, part.recent]
     if part.summaries is not None:
@@ -234,13 +246,13 @@ def _held(part: Part) -> Any:
 
 
 def _within_chunk(
-    xp: Any, rule: Rule, part: Part, q: Any, K: Any, V: Any, scores: Any, watch: Any
-) -> tuple[Any, Part]:
+    xp: Any, rule: SelectionRule, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, watch: Any
+) -> tuple[Any, PrunedPart]:
     """Return the output for positions of one chunk, and the part after them."""
     b, g, T, d = q.shape
     held = part.recent.shape[1]
     keys, values = xp.concat([part.recent, K], axis=1), xp.concat([part.recent_values, V], axis=1)
-    x = SlotMixture(
+    x = PrunedArguments(
         q=q if rule.power is None else in_range(q, K, _held(part)),
         kept_keys=part.kept,
         kept_values=part.kept_values,
@@ -272,7 +284,7 @@ def _within_chunk(
     return Y, (part if part.positions % rule.slots.chunk else _renewed(xp, rule, part))
 
 
-def _renewed(xp: Any, rule: Rule, part: Part) -> Part:
+def _renewed(xp: Any, rule: SelectionRule, part: PrunedPart) -> PrunedPart:
     """Return the part after a selection among the keys that were kept and those that are no longer recent."""
     leaving = part.recent.shape[1] - rule.slots.window
     if leaving <= 0:

@@ -13,23 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import _is_torch, to_numpy
-from levattn._kernels import Statistics
+from levattn._kernels import TokenArguments
 from levattn.attention.common.arguments import (
-    Prepared,
+    Stacks,
     check_sizes,
     cumulative,
-    dense,
+    dense_array,
     is_wide,
-    prepare,
     promoted,
     reshaped,
+    stacked,
 )
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.states import Moments, TokenState
 from levattn.states.block_buffer import readable
 
-__all__ = ["Call", "Membership", "check_form", "decay_rates", "positive_number", "prepared"]
+__all__ = ["Membership", "TokenCall", "check_form", "checked_call", "decay_rates", "positive_number"]
 
 Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
 _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
@@ -39,7 +39,7 @@ _LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class TokenCall:
     """A call whose arguments are checked.
 
     given: the arrays, and how results go back.
@@ -50,15 +50,15 @@ class Call:
     state: what was given, not looked at yet.
     """
 
-    given: Prepared
-    x: Statistics
+    given: Stacks
+    x: TokenArguments
     bounds: Any
     keeps_norms: bool
     leverage: bool
     state: TokenState | None
 
 
-def prepared(
+def checked_call(
     W: Any,
     temperature: Any,
     membership: Any,
@@ -73,9 +73,9 @@ def prepared(
     *,
     c: Any = 1.0,
     step: Any = 1.0,
-) -> Call:
+) -> TokenCall:
     """Check the arguments of `tssa` or `memberships`; the state is looked at by `entered`."""
-    W = dense("W", W)
+    W = dense_array("W", W)
     if W.ndim < 3:
         raise ValueError(f"W has shape {tuple(W.shape)}; expected (..., h, T, d), heads last but two")
     if not W.shape[-3]:
@@ -83,8 +83,8 @@ def prepared(
     name = membership if isinstance(membership, str) else "logits"
     check_form(name, normalize, bool(causal), bias)
     theta = _temperatures(temperature, W)
-    own = None if isinstance(membership, str) else dense("membership", membership)
-    bias = None if bias is None else dense("bias", bias)
+    own = None if isinstance(membership, str) else dense_array("membership", membership)
+    bias = None if bias is None else dense_array("bias", bias)
     sizes = {"W heads": (W, -3, "h"), "W": (W, -2, "T"), "temperature": (theta, -1, "h")}
     for label, array in (("membership", own), ("bias", bias)):
         if array is not None:
@@ -94,7 +94,7 @@ def prepared(
     if bias is not None:  # multiplied before it is repeated for each of the batch
         bias = d * promoted(bias, is_wide("bias", bias))
     beside = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
-    given = prepare({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
+    given = stacked({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
     stack, theta, own, bias = given.stacks
     bounds = cumulative(offsets, lengths, T)
     rates = decay_rates(decay, h, bool(causal))
@@ -104,7 +104,7 @@ def prepared(
     if own is not None:
         offset = own[..., 0] if offset is None else offset + own[..., 0]
     released = name == "diag_leverage" and normalize == "sum"
-    x = Statistics(
+    x = TokenArguments(
         stack,
         theta,
         offset,
@@ -119,7 +119,7 @@ def prepared(
         rates,
         given.mask,
     )
-    return Call(given, x, bounds, name == "diag_leverage", name == "leverage", state)
+    return TokenCall(given, x, bounds, name == "diag_leverage", name == "leverage", state)
 
 
 def _least_normal(array: Any) -> float:
@@ -156,7 +156,7 @@ def _temperatures(temperature: Any, W: Any) -> Any:
         xp = namespace_of(W)
         kind = "float64" if str(W.dtype).endswith("float64") else "float32"  # in which halves are computed
         return xp.full((h,), float(temperature), dtype=getattr(xp, kind), device=device_of(W))
-    theta = dense("temperature", temperature)
+    theta = dense_array("temperature", temperature)
     if not theta.ndim:
         return namespace_of(theta).broadcast_to(theta, (h,))
     return theta

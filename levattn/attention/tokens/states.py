@@ -11,27 +11,27 @@ import numpy.typing as npt
 from levattn._core.arrays import _is_torch, to_device, to_numpy
 from levattn._kernels import TokenSums
 from levattn.attention.common.arguments import reshaped
-from levattn.attention.tokens.arguments import Call
+from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
 from levattn.states.common import same_decay
 
 __all__ = ["entered", "state_after"]
 
 
-def _axes(call: Call) -> tuple[int, ...]:
+def _axes(call: TokenCall) -> tuple[int, ...]:
     """Return the axes of the state of a call."""
     axes = (*call.given.batch, int(call.x.W.shape[1]))
     return axes if call.bounds is None else (*axes, len(call.bounds) - 1)
 
 
-def entered(call: Call, *, reads: bool = True) -> Call:
+def entered(call: TokenCall, *, reads: bool = True) -> TokenCall:
     """Return a call with the sums of its state; without `reads` weighted ones are not looked at."""
     if call.state is None:
         return call
     return replace(call, x=replace(call.x, state=_sums_of(call, reads)))
 
 
-def _sums_of(call: Call, needs_tokens: bool) -> TokenSums:
+def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
     """Check a state and return its sums as the kernels read them."""
     state, W = call.state, call.x.W
     if not isinstance(state, TokenState):
@@ -62,7 +62,7 @@ def _sums_of(call: Call, needs_tokens: bool) -> TokenSums:
     return found[0], found[1], found[2], found[3]
 
 
-def state_after(call: Call, sums: TokenSums | None) -> TokenState:
+def state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
     """Return sums (b, h, n, ...) of the kernels as a state."""
     if sums is None:
         raise AssertionError("a kernel was asked for its sums and gave none")
@@ -89,7 +89,7 @@ def state_after(call: Call, sums: TokenSums | None) -> TokenState:
     return TokenState(norms, Moments.from_arrays(M, N, counted(before.tokens), decay=decay))
 
 
-def _counts(call: Call) -> npt.NDArray[np.int64]:
+def _counts(call: TokenCall) -> npt.NDArray[np.int64]:
     """Return how many tokens take part, of the axes of the state."""
     x, axes = call.x, _axes(call)
     ends = np.asarray(x.offsets)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from levattn._core.arrays import to_numpy
-from levattn._kernels import Statistics, TokenSums, kernels_for
+from levattn._kernels import TokenArguments, TokenSums, kernels_for
 from levattn._kernels.tokens.contract import Logits, TokenGradients
 from levattn.attention.latent.torch import (
     bounds_of,
@@ -27,7 +27,7 @@ __all__ = ["leverage", "token_memberships", "token_statistics", "token_statistic
 _LOGITS = get_args(Logits)
 
 
-def token_statistics(x: Statistics) -> Any:
+def token_statistics(x: TokenArguments) -> Any:
     """Return the output (b, h, T, d) of token statistics attention on tensors."""
     tensors = (x.W, x.temperature, x.offset)
     if not has_kernels(x.W) or any(map(is_transformed, tensors)):
@@ -37,7 +37,7 @@ def token_statistics(x: Statistics) -> Any:
     return _STATISTICS(*_arguments(x))
 
 
-def token_statistics_and_sums(x: Statistics) -> tuple[Any, TokenSums | None]:
+def token_statistics_and_sums(x: TokenArguments) -> tuple[Any, TokenSums | None]:
     """Return the output, and the sums after all tokens as arrays of numpy or CuPy, or as tensors elsewhere."""
     held = _in_memory(x)
     if is_plain((x.W, x.temperature, x.offset)) or not has_kernels(x.W):
@@ -46,7 +46,7 @@ def token_statistics_and_sums(x: Statistics) -> tuple[Any, TokenSums | None]:
     return token_statistics(x), kernels_for("tokens", held.W).forward(held, state=True)[1]
 
 
-def token_memberships(x: Statistics) -> Any:
+def token_memberships(x: TokenArguments) -> Any:
     """Return the memberships (b, h, T), without a gradient."""
     held = _in_memory(x)
     found = kernels_for("tokens", held.W).memberships(held)
@@ -102,7 +102,7 @@ def _laid_out(array: Any) -> Any:
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else tensor_of(array)
 
 
-def _in_memory(x: Statistics) -> Statistics:
+def _in_memory(x: TokenArguments) -> TokenArguments:
     """Return the arguments where the kernels read them."""
     W, temperature, offset, mask = map(memory_of, (x.W, x.temperature, x.offset, x.mask))
     state = x.state
@@ -111,7 +111,7 @@ def _in_memory(x: Statistics) -> Statistics:
     return replace(x, W=W, temperature=temperature, offset=offset, mask=mask, offsets=_ends(x), state=state)
 
 
-def _ends(x: Statistics) -> Any:
+def _ends(x: TokenArguments) -> Any:
     return bounds_of(x.offsets, x.W[:, 0, :, :])
 
 
@@ -124,12 +124,12 @@ def _state_on(array: Any, state: TokenSums) -> TokenSums:
     return found[0], found[1], found[2], found[3]
 
 
-def _on_tensors(x: Statistics) -> Statistics:
+def _on_tensors(x: TokenArguments) -> TokenArguments:
     state = None if x.state is None else _state_on(x.W, x.state)
     return replace(x, offsets=_ends(x), state=state)
 
 
-def _arguments(x: Statistics) -> tuple[Any, ...]:
+def _arguments(x: TokenArguments) -> tuple[Any, ...]:
     offsets = torch.from_numpy(x.offsets) if isinstance(x.offsets, np.ndarray) else x.offsets
     decay = None if x.decay is None else torch.from_numpy(x.decay)
     state = (None,) * 4 if x.state is None else tuple(torch.from_numpy(np.array(to_numpy(part))) for part in x.state)
@@ -140,10 +140,10 @@ def _arguments(x: Statistics) -> tuple[Any, ...]:
 
 def _statistics(
     W: Any, temperature: Any, offset: Any, mask: Any, offsets: Any, decay: Any, *others: Any
-) -> Statistics:
+) -> TokenArguments:
     """Return the arguments of the operator as the kernels read them."""
     A, n, M, N, causal, kind, mean, least, ridge, c, gain = others
-    x = Statistics(
+    x = TokenArguments(
         W,
         temperature,
         offset,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from levattn._core.arrays import _is_torch
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
-from levattn.attention.tokens.arguments import Call, Membership, prepared
+from levattn.attention.tokens.arguments import Membership, TokenCall, checked_call
 from levattn.attention.tokens.states import entered, state_after
 from levattn.states import TokenState
 
@@ -228,7 +228,7 @@ def memberships(
     True
     """
     form = membership, normalize, bias, causal, decay
-    call = entered(prepared(W, temperature, *form, mask, offsets, lengths, state), reads=False)
+    call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state), reads=False)
     x = call.x
     if _is_torch(x.W):
         from levattn.attention.tokens import torch as _torch_tokens
@@ -251,14 +251,14 @@ def _answer(
     c: Any,
     step: Any,
 ) -> Any:
-    call = entered(prepared(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
+    call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
     if return_state:
         Y, state = _with_state(call)
         return call.given.give_back(Y), state
     return call.given.give_back(_output(call))
 
 
-def _output(call: Call) -> Any:
+def _output(call: TokenCall) -> Any:
     x = call.x
     if _is_torch(x.W):
         from levattn.attention.tokens import torch as _torch_tokens
@@ -267,7 +267,7 @@ def _output(call: Call) -> Any:
     return kernels_for("tokens", x.W).forward(x)[0]
 
 
-def _with_state(call: Call) -> tuple[Any, TokenState]:
+def _with_state(call: TokenCall) -> tuple[Any, TokenState]:
     """Return the output and the state after all tokens."""
     if not _is_torch(call.x.W):
         Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from levattn._core.arrays import array_namespace, pick
+from levattn._core.arrays import array_namespace, take_entries
 from levattn.attention import MacchiatoState
 from levattn.states import SoftmaxState
 
@@ -141,7 +141,7 @@ def _of_sequences(state: MacchiatoState, indices: Any) -> MacchiatoState:
         """Take them from an array (sequences, ...) or (sequences · heads, ...)."""
         xp = array_namespace(array)
         apart = xp.reshape(array, (sequences, -1, *array.shape[1:]))
-        return xp.reshape(pick(apart, chosen), (-1, *array.shape[1:]))
+        return xp.reshape(take_entries(apart, chosen), (-1, *array.shape[1:]))
 
     latents = state.latents
     return replace(

@@ -11,14 +11,14 @@ from levattn.attention import macchiato
 from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, refuse, seen_by
 from levattn.integrations.transformers.latents.cache import StateLayer, layer_for
 
-__all__ = ["EXTENSION", "NAME", "Call", "Probe", "check_reached", "hand_on", "padding_mask", "register"]
+__all__ = ["EXTENSION", "NAME", "LatentCall", "LatentProbe", "check_reached", "hand_on", "padding_mask", "register"]
 
 NAME = "levattn_macchiato"  # no "flash", "sdpa", "flex_attention", "/" or ":", which transformers reads in names
 EXTENSION = "macchiato"  # the submodule of an attention module that holds what is trained
 
 
 @dataclass
-class Call:
+class LatentCall:
     """One call of an attention module, on its way from the hook in front to the attention function."""
 
     hidden: Any
@@ -27,7 +27,7 @@ class Call:
 
 
 @dataclass
-class Probe(Call):
+class LatentProbe(LatentCall):
     """A call that is only to tell what the module hands to attention."""
 
     heads: int = 0
@@ -54,7 +54,7 @@ def hand_on(
     if past is not None:
         held = layer_for(past, module.layer_idx)
         held.expected = True
-    return args, {**kwargs, NAME: Call(given["hidden_states"], held)}
+    return args, {**kwargs, NAME: LatentCall(given["hidden_states"], held)}
 
 
 def check_reached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
@@ -63,7 +63,7 @@ def check_reached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if call.reached:
         return
     layer = layer_of(module)
-    if isinstance(call, Probe):
+    if isinstance(call, LatentProbe):
         raise ValueError(
             f"{layer} does not go through the attention interface of transformers; expected a model whose "
             "attention can be chosen by its config"
@@ -106,7 +106,7 @@ def _attention(
         attention="the mixture of a window and latents",
         remedy="use the base model",
     )
-    if isinstance(call, Probe):
+    if isinstance(call, LatentProbe):
         call.heads, call.kv_heads, call.sliding_window, call.like = query.shape[1], key.shape[1], sliding_window, query
         return torch.zeros_like(query[..., :1]).expand(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
     part = getattr(module, EXTENSION)

@@ -10,7 +10,7 @@ import torch
 
 from levattn.integrations.transformers.calls import given_to, numbers_among, parameters_of
 from levattn.integrations.transformers.changes import PART, Changes, check_pretrained, tried
-from levattn.integrations.transformers.latents.interface import EXTENSION, NAME, Probe, check_reached
+from levattn.integrations.transformers.latents.interface import EXTENSION, NAME, LatentProbe, check_reached
 
 __all__ = ["RECORD", "Record", "attention_modules", "check_model", "chosen_among", "probed"]
 
@@ -94,9 +94,9 @@ def chosen_among(candidates: dict[int, Any], layers: Iterable[int] | None) -> li
     return chosen
 
 
-def probed(model: Any, modules: list[Any], record: Record) -> list[Probe]:
+def probed(model: Any, modules: list[Any], record: Record) -> list[LatentProbe]:
     """Give modules a config of their own with our attention, and return what each hands to it, from one token."""
-    probes = {id(module): Probe(None, None) for module in modules}
+    probes = {id(module): LatentProbe(None, None) for module in modules}
 
     def probe(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = probes[id(module)]

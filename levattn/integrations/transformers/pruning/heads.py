@@ -13,7 +13,7 @@ from levattn.attention import PrunedState, Slots, pruned_attention
 from levattn.attention.pruned.slots import slots_for
 from levattn.integrations.transformers.pruning.cache import Held
 
-__all__ = ["Arrays", "Group", "Rule", "joined", "outputs", "weights"]
+__all__ = ["Arrays", "Group", "SharedOptions", "joined", "outputs", "weights"]
 
 _ENDLESS = 1 << 40  # more keys than any sequence has: a budget in numbers does not depend on how many there are yet
 
@@ -35,7 +35,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Rule:
+class SharedOptions:
     """The options of `pruned_attention` that a whole model shares."""
 
     size: int | None = None
@@ -153,7 +153,7 @@ class Arrays:
         )
 
 
-def outputs(arrays: Arrays, group: int, budget: float | None, rule: Rule, states: list[Held] | None) -> Any:
+def outputs(arrays: Arrays, group: int, budget: float | None, rule: SharedOptions, states: list[Held] | None) -> Any:
     """Return the output (B, H, m, D) of a group of heads, and where states are kept those after it.
 
     states: those before, none where nothing was before, or None where none are kept.
@@ -172,7 +172,7 @@ def outputs(arrays: Arrays, group: int, budget: float | None, rule: Rule, states
     return joined(pieces, [rows for rows, _, _ in found], 0), after
 
 
-def plans(arrays: Arrays, budget: float | None, rule: Rule) -> list[tuple[Any, dict[str, Any]]]:
+def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[tuple[Any, dict[str, Any]]]:
     """Return which sequences go together, and the options of their call.
 
     A share is of the keys that a sequence has, and a number of slots may cover them all: neither depends on what the
@@ -188,7 +188,7 @@ def plans(arrays: Arrays, budget: float | None, rule: Rule) -> list[tuple[Any, d
     return found
 
 
-def weights(arrays: Arrays, budget: float | None, rule: Rule) -> Any:
+def weights(arrays: Arrays, budget: float | None, rule: SharedOptions) -> Any:
     """Return the weight of each key for each query, (B, H, m, n), that of a summary spread over its members."""
     n = arrays.k.shape[2]
     each = torch.eye(n, dtype=arrays.v.dtype, device=arrays.v.device).expand(*arrays.v.shape[:2], n, n)

@@ -13,17 +13,27 @@ from levattn.integrations.transformers.calls import cache_among, given_to, layer
 from levattn.integrations.transformers.changes import PART, Changes
 from levattn.integrations.transformers.latents.interface import padding_mask
 from levattn.integrations.transformers.pruning.cache import Progress, PrunedLayer, StreamedLayer, pruned_layer_for
-from levattn.integrations.transformers.pruning.heads import Arrays, Group, Rule, joined, outputs, weights
+from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions, joined, outputs, weights
 from levattn.integrations.transformers.pruning.sample import Tally, sampled
 
-__all__ = ["NAME", "STREAM", "Call", "Part", "Probe", "Pruning", "check_reached", "hand_on", "register"]
+__all__ = [
+    "NAME",
+    "STREAM",
+    "LayerPruning",
+    "PrunedCall",
+    "PrunedProbe",
+    "Pruning",
+    "check_reached",
+    "hand_on",
+    "register",
+]
 
 NAME = "levattn"  # no "flash", "sdpa", "flex_attention", "/" or ":", which transformers reads in names
 STREAM = "levattn_stream"  # the same with masks of padding alone, which are of one row
 
 
 @dataclass
-class Probe:
+class PrunedProbe:
     """What is in the place of a `Part` while a model is tried out: what a module hands to its attention."""
 
     reached: list[Any]  # modules, in the order of their calls
@@ -33,13 +43,13 @@ class Probe:
 
 
 @dataclass
-class Part:
+class LayerPruning:
     """How an attention module is pruned."""
 
     number: int  # of the layer
     pruning: int  # which call of `prune` this is of
     groups: tuple[Group, ...]
-    rule: Rule
+    rule: SharedOptions
     tally: Tally
     measure: bool = False
     stream: bool = False  # whether caches hold states alone
@@ -49,7 +59,7 @@ class Part:
 class Pruning(Changes):
     """What pruning, or trying it out, changed in a model."""
 
-    def give_part(self, module: Any, part: Part | Probe) -> None:
+    def give_part(self, module: Any, part: LayerPruning | PrunedProbe) -> None:
         """Let a module call our attention, which finds the part at it."""
         self.give_config(module, NAME)
         setattr(module, PART, part)
@@ -63,7 +73,7 @@ class Pruning(Changes):
 
 
 @dataclass
-class Call:
+class PrunedCall:
     """One call of an attention module, on its way from the hook in front to the attention function."""
 
     held: PrunedLayer | None = None
@@ -100,11 +110,11 @@ def hand_on(
     """Add the layer of the cache to a call of an attention module: a forward pre-hook."""
     past = cache_among(given_to(names, args, kwargs))
     part = getattr(module, PART)
-    stream = isinstance(part, Part) and part.stream
+    stream = isinstance(part, LayerPruning) and part.stream
     held = None if past is None else pruned_layer_for(past, module.layer_idx, stream)
     if isinstance(held, StreamedLayer):
         held.expected = True
-    return args, {**kwargs, NAME: Call(held)}
+    return args, {**kwargs, NAME: PrunedCall(held)}
 
 
 def check_reached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
@@ -147,7 +157,9 @@ def _attention(
             "scale. Take a newer version of transformers, which tells it"
         )
     rows, keys = query.shape[2], key.shape[2]
-    progress = None if isinstance(part, Probe) or call is None or call.held is None else call.held.begin(part.pruning)
+    progress = (
+        None if isinstance(part, PrunedProbe) or call is None or call.held is None else call.held.begin(part.pruning)
+    )
     seen = (0 if progress is None else progress.positions) + rows
     if sliding_window is not None and seen > sliding_window:
         raise ValueError(
@@ -172,7 +184,7 @@ def _attention(
         raise ValueError(f"{layer} has a cache and is not causal; expected causal attention. Set use_cache=False")
     if call is not None:
         call.reached = True
-    if isinstance(part, Probe):
+    if isinstance(part, PrunedProbe):
         part.reached.append(module)
         part.heads, part.causal, part.handed = key.shape[1], causal, call is not None
         return torch.zeros_like(query[..., :1]).expand(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
@@ -203,7 +215,7 @@ def _group(
     module: Any,
     mask: Any,
     is_causal: bool | None,
-    part: Part,
+    part: LayerPruning,
     number: int,
     arrays: Arrays,
     progress: Progress | None,

@@ -14,7 +14,7 @@ from levattn.integrations.transformers.calls import given_to, layer_of, numbers_
 from levattn.integrations.transformers.changes import PART, check_pretrained, tried
 from levattn.integrations.transformers.latents.interface import NAME as MACCHIATO
 from levattn.integrations.transformers.pruning.heads import Group
-from levattn.integrations.transformers.pruning.interface import NAME, Call, Probe, Pruning
+from levattn.integrations.transformers.pruning.interface import NAME, PrunedCall, PrunedProbe, Pruning
 
 __all__ = [
     "Layer",
@@ -118,12 +118,12 @@ def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> di
 
 
 @contextmanager
-def _probing(model: Any, reached: list[Any], ran: list[Any], crossed: list[Any]) -> Iterator[dict[int, Probe]]:
+def _probing(model: Any, reached: list[Any], ran: list[Any], crossed: list[Any]) -> Iterator[dict[int, PrunedProbe]]:
     """Let all attention modules of a model tell when they run, when they reach our attention, and what it is given."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     changes = Pruning()
-    probes: dict[int, Probe] = {}
+    probes: dict[int, PrunedProbe] = {}
 
     def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names, others = parameters_of(module)
@@ -132,7 +132,7 @@ def _probing(model: Any, reached: list[Any], ran: list[Any], crossed: list[Any])
             crossed.append(module)
         if not any("Attention" in type(inner).__name__ for inner in list(module.modules())[1:]):
             ran.append(module)
-        return (args, {**kwargs, NAME: Call()}) if others and hasattr(module, PART) else (args, kwargs)
+        return (args, {**kwargs, NAME: PrunedCall()}) if others and hasattr(module, PART) else (args, kwargs)
 
     try:
         for module in model.modules():
@@ -143,7 +143,7 @@ def _probing(model: Any, reached: list[Any], ran: list[Any], crossed: list[Any])
                 continue
             changes.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             if isinstance(getattr(module, "config", None), PretrainedConfig):
-                probes[id(module)] = Probe(reached)
+                probes[id(module)] = PrunedProbe(reached)
                 changes.give_part(module, probes[id(module)])
         yield probes
     finally:

@@ -14,11 +14,11 @@ from levattn.attention import pruned_attention
 from levattn.integrations.transformers.calibration.calibration import Calibration
 from levattn.integrations.transformers.calls import numbers_among, parameters_of
 from levattn.integrations.transformers.changes import Changes
-from levattn.integrations.transformers.pruning.heads import Arrays, Rule
+from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions
 from levattn.integrations.transformers.pruning.interface import (
     NAME,
     STREAM,
-    Part,
+    LayerPruning,
     Pruning,
     check_reached,
     hand_on,
@@ -174,7 +174,7 @@ def prune(
     }
     if isinstance(budget, Calibration):
         options = _calibrated(budget, options)
-    rule = Rule(**options)
+    rule = SharedOptions(**options)
     layers, heads = (None if value is None else _listed(value) for value in (layers, heads))
     named = _named_layers(budget) if isinstance(budget, Mapping) else layers
     register()
@@ -200,7 +200,7 @@ def prune(
                 "as dense ones need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
             )
         measured = not stream if measure is None else bool(measure)
-        parts.append(Part(number, pruning, groups, rule, tally, measured, bool(stream)))
+        parts.append(LayerPruning(number, pruning, groups, rule, tally, measured, bool(stream)))
         report._watch(number, tally, sorted(head for group in groups if not group.dense for head in group.heads))
     report._take(model, _changed(model, there, parts))
     return report
@@ -208,7 +208,7 @@ def prune(
 
 def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a calibration was made with, or raise if others were given."""
-    defaults = vars(Rule())
+    defaults = vars(SharedOptions())
     given = [name for name, value in options.items() if value != defaults[name]]
     if given:
         raise ValueError(
@@ -233,7 +233,7 @@ def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None
     pruning, parts = next(_prunings), []
     for number in numbers_among("layers", layers, list(there)):
         groups = groups_of(there[number], {})
-        parts.append(Part(number, pruning, groups, Rule(), Tally(there[number].heads), look=look))
+        parts.append(LayerPruning(number, pruning, groups, SharedOptions(), Tally(there[number].heads), look=look))
     changes = _changed(model, there, parts)
     try:
         yield
@@ -241,7 +241,7 @@ def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None
         changes.undo()
 
 
-def _changed(model: Any, layers: dict[int, Layer], parts: list[Part]) -> Pruning:
+def _changed(model: Any, layers: dict[int, Layer], parts: list[LayerPruning]) -> Pruning:
     """Give layers of a model their parts, and return how to undo it; a model that is refused is as it was."""
     modules = [layers[part.number].module for part in parts]
     masks = NAME if needs_masks(model, modules) else None
@@ -270,7 +270,7 @@ def _hook(layer: Layer, changes: Changes) -> None:
         changes.hooks.append(layer.module.register_forward_hook(check_reached, with_kwargs=True))
 
 
-def _check_options(rule: Rule, budgets: set[tuple[Any, bool]]) -> None:
+def _check_options(rule: SharedOptions, budgets: set[tuple[Any, bool]]) -> None:
     """Raise for options that a call would refuse."""
     if not isinstance(rule.scores, str):
         raise TypeError(

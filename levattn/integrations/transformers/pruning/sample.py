@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from levattn.integrations.transformers.pruning.cache import Held, exactly, of_sequences
-from levattn.integrations.transformers.pruning.heads import Arrays, Rule, plans
+from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions, plans
 
 __all__ = ["Tally", "sampled"]
 
@@ -50,7 +50,7 @@ class Tally:
 
 
 def sampled(
-    arrays: Arrays, budget: float | None, rule: Rule, before: list[Held] | None, Y: Any
+    arrays: Arrays, budget: float | None, rule: SharedOptions, before: list[Held] | None, Y: Any
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Return sums over some queries of a call, for each head of its keys, given its output Y (B, H, m, D).
 
