@@ -94,10 +94,10 @@ def tokenize(text: str, vocabulary: dict[str, int]) -> list[str]:
 
 
 def layer_norm(x: Floats, weights: dict[str, Floats], name: str) -> Floats:
-    """Normalise each row to mean 0 and variance 1, then scale and shift."""
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = np.square(centred).mean(axis=-1, keepdims=True)
-    unit: Floats = centred / np.sqrt(variance + LAYER_NORM_EPS)
+    """Normalize each row to mean 0 and variance 1, then scale and shift."""
+    centered = x - x.mean(axis=-1, keepdims=True)
+    variance = np.square(centered).mean(axis=-1, keepdims=True)
+    unit: Floats = centered / np.sqrt(variance + LAYER_NORM_EPS)
     return unit * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
 

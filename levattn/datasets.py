@@ -74,7 +74,7 @@ def minilm() -> AttentionHeads:
     Notes
     -----
     Memory 7.1 MB, read from the installed package on the first call. Where weights and text come from, their
-    licences and the sha256 of the file: ``levattn/data/NOTICE.md``. The script that made the file:
+    licenses and the sha256 of the file: ``levattn/data/NOTICE.md``. The script that made the file:
     ``examples/make_minilm_data.py``.
 
     References
@@ -342,7 +342,7 @@ def planted(
 
 
 def _background_rank(variant: Variant, asked: int | None, d: int, s: int) -> int:
-    """Return the number of directions that background keys favour."""
+    """Return the number of directions that background keys favor."""
     if variant == "isotropic":
         if asked is not None:
             raise ValueError(f"background_rank is not for variant 'isotropic', got {asked}; leave it out")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import specialisations
+import specializations
 import strategies
 import tiers
 from emulator import device
@@ -79,7 +79,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(specialisations.Counter())
+    config.pluginmanager.register(specializations.Counter())
     config.pluginmanager.register(tiers.Tiers())
     stub_torchvision()
     root = Path(__file__).parents[1]

@@ -166,7 +166,7 @@ def leverage_exact(
 ) -> Float:
     """Leverage scores of the stored keys, correct to the last bits of a double.
 
-    `ridge` is relative: λ = ridge · ‖K‖_F² / d, taken after masking and centring.
+    `ridge` is relative: λ = ridge · ‖K‖_F² / d, taken after masking and centering.
     """
     kept, scatter = _take_part(K, mask)
     return scatter(_scores(kept.tobytes(), kept.shape, ridge, center))
@@ -610,7 +610,7 @@ def latte_recurrence(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
 
 
 def latte_normalized(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
-    """Causal Latte as a gated linear attention: decays and keys are normalised by what all positions so far weigh."""
+    """Causal Latte as a gated linear attention: decays and keys are normalized by what all positions so far weigh."""
     Q, K, V = (np.asarray(x, dtype=np.float64) for x in (Q, K, V))
     Z = np.logaddexp.accumulate(K, axis=0)
     S = np.zeros((K.shape[1], V.shape[1]))

@@ -208,9 +208,9 @@ def query_metric(queries, power):
 
 
 def k_means(X, weight, R, M=None, rounds=2):
-    """The cluster of each row of X, and its squared distance xᵀMx from the centre.
+    """The cluster of each row of X, and its squared distance xᵀMx from the center.
 
-    Centres begin as the row farthest from the weighted mean, then always the farthest from those so far. Ties go to
+    Centers begin as the row farthest from the weighted mean, then always the farthest from those so far. Ties go to
     the first; rows of weight 0 begin no cluster and count in no mean.
     """
     n, d = X.shape
@@ -221,18 +221,18 @@ def k_means(X, weight, R, M=None, rounds=2):
 
     mean = sum(w * x for w, x in zip(weight, X, strict=True)) / max(sum(weight), 1e-300)
     far = [squared(x, mean) if w > 0 else -1.0 for w, x in zip(weight, X, strict=True)]
-    centres = []
+    centers = []
     for _ in range(R):
-        centres.append(X[int(np.argmax(far))])
-        far = [min(squared(x, c) for c in centres) if w > 0 else -1.0 for w, x in zip(weight, X, strict=True)]
+        centers.append(X[int(np.argmax(far))])
+        far = [min(squared(x, c) for c in centers) if w > 0 else -1.0 for w, x in zip(weight, X, strict=True)]
     labels = []
     for i in range(rounds + 1):
-        labels = [int(np.argmin([squared(x, c) for c in centres])) for x in X]
+        labels = [int(np.argmin([squared(x, c) for c in centers])) for x in X]
         for c in range(R if i < rounds else 0):
             inside = [j for j in range(n) if labels[j] == c and weight[j] > 0]
             if inside:
-                centres[c] = sum(weight[j] * X[j] for j in inside) / sum(weight[j] for j in inside)
-    return labels, np.array([squared(x, centres[c]) for x, c in zip(X, labels, strict=True)])
+                centers[c] = sum(weight[j] * X[j] for j in inside) / sum(weight[j] for j in inside)
+    return labels, np.array([squared(x, centers[c]) for x, c in zip(X, labels, strict=True)])
 
 
 FIELDS = ("w", "k", "v", "places")
@@ -277,9 +277,9 @@ def pruned_choice(queries, keys, items, options):
     if options["kind"] == "given":
         score = np.array([options["scores"][item.places[0]] for item in items])
     elif options["kind"] == "leverage":
-        centre = keys.mean(axis=0) if options["center"] else 0.0
-        inverse = np.linalg.pinv((keys - centre).T @ (keys - centre), rcond=1e-12, hermitian=True)
-        score = np.array([(x - centre) @ inverse @ (x - centre) for x in X])
+        center = keys.mean(axis=0) if options["center"] else 0.0
+        inverse = np.linalg.pinv((keys - center).T @ (keys - center), rcond=1e-12, hermitian=True)
+        score = np.array([(x - center) @ inverse @ (x - center) for x in X])
     else:
         labels, far = k_means(X, count, R, M) if R else (None, squares)
         labels = labels if options["kind"] == "residual" else None

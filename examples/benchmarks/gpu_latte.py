@@ -2,7 +2,7 @@
 
 Ours is `levattn.attention.latte` on tensors, in bfloat16 as the rivals take it and in float32. The rivals are causal
 `scaled_dot_product_attention` of torch with its flash kernel, and where flash-linear-attention is installed its
-`chunk_gla`, which computes the same sums from keys and decays that are normalised before: it gets them as a gift.
+`chunk_gla`, which computes the same sums from keys and decays that are normalized before: it gets them as a gift.
 As many latents as channels. A step of decoding is one row from a state of all positions before, against flash
 attention over the cache of their keys and values.
 
@@ -45,7 +45,7 @@ def flash(torch: Any, q: Any, k: Any, v: Any, *, causal: bool = True) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def normalised(torch: Any, Q: Any, K: Any, V: Any) -> tuple[Any, ...]:
+def normalized(torch: Any, Q: Any, K: Any, V: Any) -> tuple[Any, ...]:
     """What chunk_gla takes, (B, T, H, ·): weights of latents, keys e^(K − Z), values, and the decays of log sums Z."""
     Z = torch.logcumsumexp(K.double(), dim=-2)
     decays = torch.cat([torch.zeros_like(Z[..., :1, :]), Z[..., :-1, :] - Z[..., 1:, :]], dim=-2)
@@ -66,7 +66,7 @@ def routes(torch: Any, shape: tuple[int, ...]) -> dict[str, tuple[Callable[..., 
     if find_spec("fla") is not None:
         from fla.ops.gla import chunk_gla
 
-        found[GLA] = (lambda q, k, v, g: chunk_gla(q, k, v, g, scale=1.0)[0], [*normalised(torch, Q, K, V)])
+        found[GLA] = (lambda q, k, v, g: chunk_gla(q, k, v, g, scale=1.0)[0], [*normalized(torch, Q, K, V)])
     return found
 
 

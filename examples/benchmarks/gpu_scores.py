@@ -5,7 +5,7 @@ Bars, on an H200:
   the measured speed of a copy, errors as on the CPU;
 - heads of shape (1024, 8192, 128), bfloat16: at least 5 times as fast as torch's batched route (Gram matrix in
   float32, Cholesky, triangular solve), and at least 3 times as fast as what kvpress' LeverageScorePress computes at
-  its defaults (48 random combinations of the centred columns, a ridge of 0.01), which is not exact.
+  its defaults (48 random combinations of the centered columns, a ridge of 0.01), which is not exact.
 
 The rivals get the heads in parts, at the best of three sizes. torch is needed, as it has bfloat16.
 
@@ -37,7 +37,7 @@ def by_torch(torch: Any, K: Any) -> Any:
 
 
 def by_combinations(torch: Any, K: Any) -> Any:
-    """What LeverageScorePress computes: scores of 48 random combinations of the centred columns, with a ridge."""
+    """What LeverageScorePress computes: scores of 48 random combinations of the centered columns, with a ridge."""
     X = K - K.mean(-2, keepdim=True)
     X = (X @ (torch.randn(K.shape[-1], 48, device=K.device, dtype=K.dtype) / 48**0.5)).float()
     factor = torch.linalg.cholesky(X.mT @ X + 0.01 * torch.eye(48, device=K.device))

@@ -1,7 +1,7 @@
 """Heavy attention against blocked dense attention, and its cost per query against n.
 
 Bar at m = 1024, d = 64, ε = 0.05, n = 131 072: at least 30 times blocked dense attention (the best of the block
-sizes, normaliser by the same pass), with the same entries; after preparation a cost that does not depend on n.
+sizes, normalizer by the same pass), with the same entries; after preparation a cost that does not depend on n.
 
     python examples/benchmarks/heavy.py [--rounds 5]
 """
@@ -27,7 +27,7 @@ def keys(n: int) -> Array:
 
 
 def dense(Q: Array, K: Array, block: int) -> list[tuple[Array, Array, Array]]:
-    """Heavy entries by brute force in blocks of queries and keys: normalisers first, entries second."""
+    """Heavy entries by brute force in blocks of queries and keys: normalizers first, entries second."""
     out = []
     for i in range(0, len(Q), 256):
         q = Q[i : i + 256]

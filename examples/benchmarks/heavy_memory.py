@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def queries_and_keys(m: int, n: int) -> tuple[Array, Array]:
-    """Gaussian rows; 200 keys are longer, and half of the queries lean towards one of these. Without temporaries."""
+    """Gaussian rows; 200 keys are longer, and half of the queries lean toward one of these. Without temporaries."""
     rng = np.random.default_rng(n)
     Q, K = np.empty((m, D), np.float32), np.empty((n, D), np.float32)
     for array in (Q, K):

@@ -59,17 +59,17 @@ digits = load_digits()
 images = torch.tensor(digits.images / 8 - 1, dtype=torch.float32)
 labels = torch.tensor(digits.target)
 order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-judged, learnt = order[: len(order) // 3], order[len(order) // 3 :]
+judged, learned = order[: len(order) // 3], order[len(order) // 3 :]
 
 torch.manual_seed(0)
 model = Classifier()
 epochs, batch = 4, 32
-steps = epochs * (len(learnt) // batch)
+steps = epochs * (len(learned) // batch)
 optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.05)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=steps)
 for step in range(steps):
     if step % (steps // epochs) == 0:
-        shuffled = learnt[torch.randperm(len(learnt))]
+        shuffled = learned[torch.randperm(len(learned))]
     part = shuffled[step % (steps // epochs) * batch :][:batch]
     set_dense(model, step < 0.15 * steps)
     loss = nn.functional.cross_entropy(model(images[part]), labels[part])
@@ -118,7 +118,7 @@ figure.colorbar(drawn, ax=axes, label="share of heads that keep a patch", pad=0.
 print("digits:", *labels[shown].tolist())
 
 # %%
-# Both over each other: the image is grey, so that the colours mean the share of the heads alone.
+# Both over each other: the image is gray, so that the colors mean the share of the heads alone.
 
 figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
 for ax, i in zip(axes, (0, 3), strict=True):

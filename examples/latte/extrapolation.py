@@ -103,8 +103,8 @@ def main(given: Sequence[str] | None = None) -> int:
     width = max(1, T // 8)
     places = np.arange(LONGER * T).reshape(-1, width).mean(-1)
     for name, b in bits.items():
-        colour, dashes = STYLES.get(name, ("#000000", "-"))
-        ax.plot(places, b.mean(0).reshape(-1, width).mean(-1), color=colour, linestyle=dashes, label=name)
+        color, dashes = STYLES.get(name, ("#000000", "-"))
+        ax.plot(places, b.mean(0).reshape(-1, width).mean(-1), color=color, linestyle=dashes, label=name)
     ax.axvline(T, color="#8C8C8C", linewidth=0.8)
     ax.text(T, ax.get_ylim()[1], " end of training", va="top", size="small")
     ax.set_xscale("log", base=2)

@@ -46,7 +46,7 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
-def _centred(X: Tensor) -> Tensor:
+def _centered(X: Tensor) -> Tensor:
     return X - X.mean(-2, keepdim=True)
 
 
@@ -82,8 +82,8 @@ def _protected(scores: Tensor, first: int, last: int = 0) -> Tensor:
 
 
 def leverage(heads: Heads) -> Tensor:
-    """Leverage scores of the centred keys."""
-    X = _centred(heads.K).double()
+    """Leverage scores of the centered keys."""
+    X = _centered(heads.K).double()
     return (X @ torch.linalg.pinv(X.mT @ X, hermitian=True) * X).sum(-1).float()
 
 
@@ -103,10 +103,10 @@ def attention_sums(heads: Heads) -> Tensor:
 
 
 def leverage_press(heads: Heads, columns: int = 48) -> Tensor:
-    """LeverageScorePress: centred keys through a Gaussian sketch, with a ridge."""
+    """LeverageScorePress: centered keys through a Gaussian sketch, with a ridge."""
     *shape, _, d = heads.K.shape
     sketch = torch.randn(*shape, d, columns, generator=_generator()) / math.sqrt(columns)
-    X = _centred(heads.K) @ sketch
+    X = _centered(heads.K) @ sketch
     factor = torch.linalg.cholesky(X.mT @ X + 1e-2 * torch.eye(columns))
     return (X * torch.cholesky_solve(X.mT, factor).mT).sum(-1)
 
@@ -135,8 +135,8 @@ def expected_attention_press(heads: Heads, first: int = 4) -> Tensor:
     """ExpectedAttentionPress: attention of Gaussian queries times the norms of the values; the first keys are kept."""
     Q, K, V = (X[..., first:, :] for X in heads[:3])
     d = K.shape[-1]
-    centred = _centred(Q)
-    spread = centred.mT @ centred / Q.shape[-2]
+    centered = _centered(Q)
+    spread = centered.mT @ centered / Q.shape[-2]
     logits = (K @ Q.mean(-2, keepdim=True).mT)[..., 0] / math.sqrt(d) + (K @ spread * K).sum(-1) / (2 * d)
     return _protected(functional.pad(logits.softmax(-1) * V.norm(dim=-1), (first, 0)), first)
 
@@ -215,15 +215,15 @@ def window_only(sinks: int = 0) -> Method:
 
 def _clusters(K: Tensor, count: int) -> Tensor:
     """Return to which of so many clusters (B, H, n, count) keys belong: Lloyd's algorithm from random keys."""
-    centres = _rows(K, torch.rand(K.shape[:-1], generator=_generator()).topk(count, -1).indices)
+    centers = _rows(K, torch.rand(K.shape[:-1], generator=_generator()).topk(count, -1).indices)
     counted = torch.cat([K, torch.ones_like(K[..., :1])], -1)
     for _ in range(ROUNDS):
-        nearest = (K @ centres.mT - centres.square().sum(-1)[..., None, :] / 2).argmax(-1, keepdim=True)
-        sums = torch.zeros(*centres.shape[:-1], counted.shape[-1]).scatter_add_(
+        nearest = (K @ centers.mT - centers.square().sum(-1)[..., None, :] / 2).argmax(-1, keepdim=True)
+        sums = torch.zeros(*centers.shape[:-1], counted.shape[-1]).scatter_add_(
             -2, nearest.expand(*counted.shape), counted
         )
         sizes = sums[..., -1:]
-        centres = torch.where(sizes > 0, sums[..., :-1] / sizes.clamp_min(1), centres)
+        centers = torch.where(sizes > 0, sums[..., :-1] / sizes.clamp_min(1), centers)
     return torch.zeros(*K.shape[:-1], count).scatter_(-1, nearest, 1.0)
 
 
@@ -250,11 +250,11 @@ def centroids(window: int | None = None) -> Method:
 
 
 def _pivoted(K: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return pivots (B, H, r) and factor (B, H, n, r) of the kernel of centred keys: randomly pivoted Cholesky.
+    """Return pivots (B, H, r) and factor (B, H, n, r) of the kernel of centered keys: randomly pivoted Cholesky.
 
     Each pivot is drawn by what is left of the diagonal (Chen, Epperly, Tropp and Webber, arXiv:2207.06503).
     """
-    X = _centred(K).double() / K.shape[-1] ** 0.25
+    X = _centered(K).double() / K.shape[-1] ** 0.25
     left = torch.exp(X.square().sum(-1))
     least = PIVOT * left
     factor = X.new_zeros(*left.shape, rank)
@@ -285,7 +285,7 @@ def nystrom(window: int | None = None) -> Method:
         n, d = K.shape[-2:]
         pivots, factor = _pivoted(K, min(n, slots - _width(window)))
         weights = torch.linalg.solve_triangular(_rows(factor, pivots).mT, factor.mT, upper=True)
-        X = _centred(K).double()
+        X = _centered(K).double()
         logits = Q.double() @ X.mT / math.sqrt(d)
         highest = logits.amax(-1, keepdim=True)
         kernel = torch.exp(logits.gather(-1, pivots[..., None, :].expand(*logits.shape[:-1], -1)) - highest) @ weights

@@ -1,6 +1,6 @@
 """Real texts for an encoder of 512 tokens, and short queries that ask for each of them.
 
-The texts are what every Python carries: the topics of ``help()``, English prose and definitions under the licence of
+The texts are what every Python carries: the topics of ``help()``, English prose and definitions under the license of
 Python, and two speeches in the public domain. A passage is the first 510 word pieces of a text between the two marks
 of the model. The text that follows the passage is one query for it, its heading is another.
 

@@ -103,7 +103,7 @@ class Run:
     seed: int
 
 
-def learnt(run: Run) -> dict[str, Any]:
+def learned(run: Run) -> dict[str, Any]:
     """Return the accuracies that came of a training, by how the model attends when it is judged, and its time."""
     use_threads(1)
     images, judged = digits(run.seed)
@@ -158,9 +158,9 @@ def main(given: Sequence[str] | None = None) -> int:
     runs = [Run(options, chosen.slots, shape, epochs, seed) for options in trainings.values() for seed in range(seeds)]
     if chosen.jobs > 1:
         with ProcessPoolExecutor(chosen.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(learnt, runs))
+            found = list(pool.map(learned, runs))
     else:
-        found = list(map(learnt, runs))
+        found = list(map(learned, runs))
     by_training = {name: found[i * seeds : (i + 1) * seeds] for i, name in enumerate(trainings)}
     softmax = by_training.pop("softmax")
     results = {
@@ -218,9 +218,9 @@ def _report(results: dict[str, Any], seconds: dict[str, float], how: str) -> Non
 def _drawn(results: dict[str, Any]) -> Any:
     names = list(results["trained with"])
     figure, ax = pyplot().subplots(figsize=(8, 3.6), layout="constrained")
-    for kind, colour, offset in (("trained with", "#0072B2", -0.18), ("at inference alone", "#D55E00", 0.18)):
+    for kind, color, offset in (("trained with", "#0072B2", -0.18), ("at inference alone", "#D55E00", 0.18)):
         heights = [100 * statistics.fmean(results[kind][name]) for name in names]
-        ax.barh([i + offset for i in range(len(names))], heights, 0.34, color=colour, label=kind)
+        ax.barh([i + offset for i in range(len(names))], heights, 0.34, color=color, label=kind)
         for i, name in enumerate(names):
             ax.plot(
                 [100 * a for a in results[kind][name]], [i + offset] * len(results[kind][name]), "k.", markersize=4

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-FOLDS = 3  # seed s is judged on the part s mod 3 of the images, and has learnt the others
+FOLDS = 3  # seed s is judged on the part s mod 3 of the images, and has learned the others
 BATCH = 64
 EPOCHS = 20
 
@@ -85,20 +85,20 @@ def learning_rates(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.
 
 
 def trained(
-    name: str, shape: Shape, learnt: Digits, *, epochs: int, rate: float, seed: int
+    name: str, shape: Shape, learned: Digits, *, epochs: int, rate: float, seed: int
 ) -> tuple[Transformer, float]:
     """Return a transformer after so many epochs, and the seconds of processor time that they took."""
     torch.manual_seed(seed)
     model = Transformer(name, shape)
     optimizer = optimizer_of(model, rate)
-    each = len(learnt.labels) // BATCH
+    each = len(learned.labels) // BATCH
     schedule = learning_rates(optimizer, epochs * each)
     orders = torch.Generator().manual_seed(seed)  # the same for all mixers
     started = time.process_time()
     for _ in range(epochs):
-        for batch in torch.randperm(len(learnt.labels), generator=orders)[: each * BATCH].split(BATCH):
-            images = placed(learnt.images[batch], shape.side, orders)
-            step(model, optimizer, images, learnt.labels[batch])
+        for batch in torch.randperm(len(learned.labels), generator=orders)[: each * BATCH].split(BATCH):
+            images = placed(learned.images[batch], shape.side, orders)
+            step(model, optimizer, images, learned.labels[batch])
             schedule.step()
     return model.eval(), time.process_time() - started
 

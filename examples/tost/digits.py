@@ -67,14 +67,14 @@ class Run:
     seed: int
 
 
-def learnt(run: Run) -> dict[str, Any]:
+def learned(run: Run) -> dict[str, Any]:
     """Return what came of a training: accuracy, processor time, and the number of parameters."""
     use_threads(1)
     images, judged = digits(run.seed)
     model, seconds = trained(run.mixer, run.shape, images, epochs=run.epochs, rate=run.rate, seed=run.seed)
     return {
         "accuracy": accuracy(model, judged),
-        "of those learnt": accuracy(model, images),
+        "of those learned": accuracy(model, images),
         "seconds": seconds,
         "milliseconds for an image": 1e3 * inference(model, judged) / len(judged.labels),
         "parameters": parameters(model),
@@ -144,7 +144,7 @@ def main(given: Sequence[str] | None = None) -> int:
     tasks = [Run(mixer, shape, epochs, rate, seed) for mixer, rate in runs for seed in range(seeds)]
     grown: dict[str, int] = {}
     if chosen.quick:
-        found = list(map(learnt, tasks))
+        found = list(map(learned, tasks))
     else:
         found, grown = _in_processes(tasks, chosen.jobs)
     results = {run: _together(found[i * seeds : (i + 1) * seeds]) for i, run in enumerate(runs)}
@@ -175,7 +175,7 @@ def _in_processes(tasks: list[Run], jobs: int) -> tuple[list[dict[str, Any]], di
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
         found = []
-        for run, result in zip(tasks, pool.map(learnt, tasks), strict=True):
+        for run, result in zip(tasks, pool.map(learned, tasks), strict=True):
             found.append(result)
             said = f"{run.mixer}, rate {run.rate:g}, seed {run.seed}: {100 * result['accuracy']:.2f} %"
             print(f"{len(found)} of {len(tasks)}: {said}", file=sys.stderr)
@@ -192,7 +192,7 @@ def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
         "accuracies": accuracies,
         "accuracy": statistics.fmean(accuracies),
         "spread": max(accuracies) - min(accuracies),
-        "of those learnt": statistics.fmean(result["of those learnt"] for result in found),
+        "of those learned": statistics.fmean(result["of those learned"] for result in found),
         "seconds": statistics.median(result["seconds"] for result in found),
         "milliseconds for an image": statistics.median(result["milliseconds for an image"] for result in found),
         "parameters": found[0]["parameters"],
@@ -212,7 +212,17 @@ def _report(
 
     table(
         f"accuracy on images left out, %, at the better rate of each; {how}",
-        ("mixer", "parameters", "rate", "mean", "of each seed", "learnt", "training, s", "an image, ms", "memory, MB"),
+        (
+            "mixer",
+            "parameters",
+            "rate",
+            "mean",
+            "of each seed",
+            "learned",
+            "training, s",
+            "an image, ms",
+            "memory, MB",
+        ),
         (
             (
                 mixer,
@@ -220,7 +230,7 @@ def _report(
                 f"{rate:g}",
                 percent([r["accuracy"]]),
                 percent(r["accuracies"]),
-                percent([r["of those learnt"]]),
+                percent([r["of those learned"]]),
                 f"{r['seconds']:.1f}",
                 f"{r['milliseconds for an image']:.2f}",
                 f"{grown[mixer] / 1e6:.0f}" if mixer in grown else "",
@@ -251,8 +261,8 @@ def _drawn(results: dict[str, Any], times: dict[str, list[float]], lengths: Sequ
     left.invert_yaxis()
     left.set(xlabel="accuracy, %", title="each seed (dots) and their mean (bars)")
     for name, row in times.items():
-        colour, dashes, marker = STYLES[name]
-        right.plot(lengths, row, color=colour, linestyle=dashes, marker=marker, label=name)
+        color, dashes, marker = STYLES[name]
+        right.plot(lengths, row, color=color, linestyle=dashes, marker=marker, label=name)
     right.set(xscale="log", yscale="log", xlabel="tokens", title="a mixer alone, forward, ms of a processor")
     right.set_xticks(lengths, map(str, lengths))
     right.minorticks_off()

@@ -127,16 +127,16 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def _drawn(curves: dict[str, Any], heads: int) -> Any:
     figure, axes = pyplot().subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    # Means of neighbouring places too, a quarter of an octave at a time: those of few draws are ragged. A first token
+    # Means of neighboring places too, a quarter of an octave at a time: those of few draws are ragged. A first token
     # is shared out evenly, so the curves begin with the second.
     last = next(iter(curves.values())).shape[-1]
     ends = np.unique(np.round(2.0 ** np.arange(1, np.log2(last) + 0.01, 0.25)).astype(int))
     middles = [(low + high - 1) / 2 for low, high in pairwise(ends)]
     for i, (ax, what) in enumerate(zip(axes, ("mean logit", f"h·max|Π − 1/h|, at most {heads - 1}"), strict=True)):
         for name, curve in curves.items():
-            colour, dashes = STYLES[name]
+            color, dashes = STYLES[name]
             spans = [curve[:, i, low - 1 : high - 1].mean() for low, high in pairwise(ends)]
-            ax.plot(middles, spans, color=colour, linestyle=dashes, label=name)
+            ax.plot(middles, spans, color=color, linestyle=dashes, label=name)
         ax.set(xscale="log", yscale="log", xlabel="tokens seen, t + 1", title=what)
         ax.grid(alpha=0.3)
     axes[0].legend(fontsize="small")

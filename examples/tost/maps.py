@@ -76,11 +76,11 @@ def main(given: Sequence[str] | None = None) -> int:
     shape, epochs, which = Shape(), chosen.epochs, SHOWN
     if chosen.quick:
         shape, epochs, which = replace(shape, dim=24, depth=2, hidden=48), 1, SHOWN[:2]
-    learnt, judged = digits(chosen.seed)
+    learned, judged = digits(chosen.seed)
     first = [int((judged.labels == digit).nonzero()[0, 0]) for digit in which]
     results, steps, pictures = {}, {}, {}
     for name in STYLES:
-        model, _ = trained(name, shape, learnt, epochs=epochs, rate=chosen.rate, seed=chosen.seed)
+        model, _ = trained(name, shape, learned, epochs=epochs, rate=chosen.rate, seed=chosen.seed)
         steps[name] = layers(model, judged.images)
         results[name] = {
             "accuracy": accuracy(model, judged),
@@ -168,12 +168,12 @@ def _left(images: Tensor, shown: list[Layer]) -> Any:
 def _descent(steps: dict[str, list[Layer]]) -> Any:
     figure, ax = pyplot().subplots(figsize=(6.4, 4.2), layout="constrained")
     for name, found in steps.items():
-        colour, dashes, marker = STYLES[name]
+        color, dashes, marker = STYLES[name]
         for i, layer in enumerate(found, 1):
             ends = layer.before.mean().item(), layer.after.mean().item()
-            ax.plot((i - 0.2, i + 0.2), ends, color=colour, linestyle=dashes, label=name if i == 1 else None)
-            ax.plot(i - 0.2, ends[0], marker, color=colour, markerfacecolor="white")
-            ax.plot(i + 0.2, ends[1], marker, color=colour)
+            ax.plot((i - 0.2, i + 0.2), ends, color=color, linestyle=dashes, label=name if i == 1 else None)
+            ax.plot(i - 0.2, ends[0], marker, color=color, markerfacecolor="white")
+            ax.plot(i + 0.2, ends[1], marker, color=color)
     ax.set_xticks(range(1, len(found) + 1))
     ax.set(xlabel="layer", title="variational rate of what a layer reads: before (open), after its step (filled)")
     ax.title.set_fontsize(10)

@@ -378,7 +378,7 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
 
     So it falls strictly below the bound (`largest_step`) unless the gradient is zero. Where memberships sum to 1 + δ,
     as rounded ones do, eigenvalues may be as much larger: the bound is then 1/(1 + δ) of it. Nothing is promised for
-    memberships that are computed anew from the new tokens, for untied outputs, or for steps on normalised tokens.
+    memberships that are computed anew from the new tokens, for untied outputs, or for steps on normalized tokens.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     """Universal set of the keys of a dask array: one pass over its chunks, each where it is.
 
     The set of all keys k_j for which some query q reaches ``f(<q, k_j>) / sum_l f(<q, k_l>) >= epsilon``. Every chunk
-    of rows becomes a `levattn.StreamingUniversalSet`; neighbours are merged, in order, in a tree.
+    of rows becomes a `levattn.StreamingUniversalSet`; neighbors are merged, in order, in a tree.
 
     For f(x) = x² the result is exact and has the indices of ``levattn.universal_set(K, epsilon)``, whatever the chunks
     and the workers; for other functions it is a superset, as that of the state. It has the same bits in every run with
@@ -450,7 +450,7 @@ def _by_chunk(K: Any, task: Callable[..., Any], **options: Any) -> Any:
 
 
 def _in_tree(states: Any, merged: Callable[[list[Any]], Any], read: Callable[[Any], Any]) -> Any:
-    """Return what is read from all states, lazily; neighbours are merged, in order, so that rows keep their order."""
+    """Return what is read from all states, lazily; neighbors are merged, in order, so that rows keep their order."""
     import dask.array as da
 
     axes = tuple(range(states.ndim))

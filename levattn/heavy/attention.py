@@ -1,4 +1,4 @@
-"""Heavy attention: the large attention scores themselves, with exact normalisers and what they leave out."""
+"""Heavy attention: the large attention scores themselves, with exact normalizers and what they leave out."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class HeavyAttention:
         For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε, but for
         prefixes so ill-conditioned or rank-deficient that their moments do not tell the scores.
     distortion : float
-        For method="jl" the relative error that normalisers may have (but for a probability of 1e-6), and with them
+        For method="jl" the relative error that normalizers may have (but for a probability of 1e-6), and with them
         scores and masses; else 0.
 
     Examples
@@ -110,7 +110,7 @@ class HeavyAttention:
 
     @property
     def entries(self) -> csr_array:
-        """The scores A_ij ≥ ε, exact (of the full softmax-free normaliser), indices sorted.
+        """The scores A_ij ≥ ε, exact (of the full softmax-free normalizer), indices sorted.
 
         Returns
         -------
@@ -265,7 +265,7 @@ class HeavyAttention:
             return output, xp.minimum(r * light.largest, xp.sqrt(e * r) * light.norm), error
         output += residual[:, None] * to_device(light.mean, residual)
         variance = _variance(e, r, residual - error, light.count)
-        return output, xp.minimum(r * light.spread, xp.sqrt(variance) * light.centred_norm), error
+        return output, xp.minimum(r * light.spread, xp.sqrt(variance) * light.centered_norm), error
 
     def _causal_output(self, causal: _Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64]:
         """Return the output and its bound chunk by chunk; what is left out lies before the chunk.
@@ -297,9 +297,9 @@ class HeavyAttention:
                     output[part] += residual[:, None] * mean
                     spread = before.largest + float(_norms(mean[None])[0])
                     variance = _variance(causal.epsilon, r, residual - error, left)
-                    wide = np.minimum(r * spread, np.sqrt(variance) * before.norm(centred=True))
+                    wide = np.minimum(r * spread, np.sqrt(variance) * before.norm(centered=True))
                 else:
-                    wide = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * before.norm(centred=False))
+                    wide = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * before.norm(centered=False))
                 bound[part] = wide * (1 + TIE) + rounding
             before.add(here, sizes, int(causal.present[part].sum()))
         return output, bound
@@ -330,12 +330,12 @@ class _Before:
             self._squares = np.ldexp(self._squares, 2 * (self._power - power)) + V.T @ V
             self._power = power
 
-    def norm(self, *, centred: bool) -> float:
+    def norm(self, *, centered: bool) -> float:
         """Return a bound of the 2-norm of the values, or of what they differ from their mean by."""
         if not self.largest > 0:
             return 0.0
         squares = self._squares
-        if centred:
+        if centered:
             total = np.ldexp(self.total, -self._power)
             squares = squares - np.outer(total, total) / self.count
         trace = float(np.trace(self._squares)) * (2 * self._chunks + 2 * CHUNK + 64 * len(squares)) * UNIT  # rounding
@@ -368,7 +368,7 @@ class _Figures:
     """What is known of each query, and the entries, where they were computed; in main memory once asked for.
 
     n: number of keys.
-    normalizers, captured, residual: (m,), the normalisers and the mass on the keys of the set and on the others.
+    normalizers, captured, residual: (m,), the normalizers and the mass on the keys of the set and on the others.
     error: (m,), estimated relative errors of the scores.
     found: the entries, or their (starts, keys, scores) in CSR order.
     others: entries that are not among these, in main memory.
@@ -384,7 +384,7 @@ class _Figures:
 
     @cached_property
     def of_queries(self) -> tuple[Float64, Float64, Float64]:
-        """Normalisers, captured and residual mass."""
+        """Normalizers, captured and residual mass."""
         return to_numpy(self.normalizers), to_numpy(self.captured), to_numpy(self.residual)
 
     @cached_property
@@ -430,7 +430,7 @@ _Stored = tuple[Any, npt.NDArray[np.int32], Any]
 
 @dataclass(frozen=True)
 class _Products:
-    """Queries and the keys of a universal set, both scaled by powers of two, and the normalisers that go with them.
+    """Queries and the keys of a universal set, both scaled by powers of two, and the normalizers that go with them.
 
     They are in main memory, or for f(x) = x² and queries and keys on a CUDA device there.
 
@@ -506,15 +506,15 @@ class _Light:
     largest: float  # Euclidean norm of a value
     spread: float  # of a value's difference to the mean
     norm: float  # 2-norm of the matrix of values
-    centred_norm: float
+    centered_norm: float
 
     @classmethod
     def of(cls, rows: Rows) -> _Light:
         count = rows.shape[1] if rows.mask is None else int(flag_counts(rows.mask)[0])
         mean = rows.column_sums()[0] / max(count, 1)
         scale = 1.0 if rows.scale is None else rows.scale[0]
-        centred = replace(rows, shift=(mean / scale)[None])
-        return cls(count, mean, *(_largest_norm(r) for r in (rows, centred)), *map(_spectral_norm, (rows, centred)))
+        centered = replace(rows, shift=(mean / scale)[None])
+        return cls(count, mean, *(_largest_norm(r) for r in (rows, centered)), *map(_spectral_norm, (rows, centered)))
 
 
 def _largest_norm(rows: Rows) -> float:
@@ -545,7 +545,7 @@ def heavy_attention(
     r"""Find every attention score of at least ε, without forming the attention matrix.
 
     For f(x) = x² and :math:`A_{ij} = \langle q_i, k_j\rangle^2 / \sum_l \langle q_i, k_l\rangle^2`, only keys of
-    the universal set can have a score of at least ε, and the normaliser is :math:`\|N q_i\|^2` with
+    the universal set can have a score of at least ε, and the normalizer is :math:`\|N q_i\|^2` with
     :math:`N^T N = K^T K`. So a query costs O(d² + \|U\| d), whatever n. No entry of at least ε is missed, and all
     values are those of the full attention.
 
@@ -564,11 +564,11 @@ def heavy_attention(
         The universal set of the same keys for ε or less, if it is known already: then nothing of size n is touched
         but the rows of K in the set.
     causal : bool, default False
-        Query t attends to the keys up to t alone, and its normaliser is the sum over these; m = n. For x² only, and
+        Query t attends to the keys up to t alone, and its normalizer is the sum over these; m = n. For x² only, and
         without `universal`: the set of keys changes from row to row.
     method : {"auto", "countsketch", "jl"}
         "auto": exact. For x² without `causal` also "countsketch": entries are recovered from a CountSketch of the
-        keys of the set, and those that may be heavy are computed; "jl": normalisers are estimated by a projection.
+        keys of the set, and those that may be heavy are computed; "jl": normalizers are estimated by a projection.
         See Notes.
     sketch_size : int or (int, int), optional
         Buckets and repetitions of "countsketch", columns of the projection of "jl".
@@ -580,7 +580,7 @@ def heavy_attention(
     Returns
     -------
     HeavyAttention
-        The heavy entries as a sparse matrix, with normalisers and masses.
+        The heavy entries as a sparse matrix, with normalizers and masses.
 
     Raises
     ------
@@ -598,13 +598,13 @@ def heavy_attention(
     Notes
     -----
     Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output. With
-    n < d the preparation takes O(n² d), and a normaliser is summed over the keys, O(n d), of which the set has a copy.
+    n < d the preparation takes O(n² d), and a normalizer is summed over the keys, O(n d), of which the set has a copy.
     Queries and keys are scaled by powers of two, so that squares neither overflow nor vanish. Sums run in float64; for
-    a query so nearly orthogonal to the keys that its products or its normaliser would lose their digits they run as if
+    a query so nearly orthogonal to the keys that its products or its normalizer would lose their digits they run as if
     in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
-    normaliser summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
+    normalizer summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
 
-    For other functions the normaliser of a query is summed over all keys, O(n d), and once or twice more, as if in
+    For other functions the normalizer of a query is summed over all keys, O(n d), and once or twice more, as if in
     twice the precision, where rounding of the products could be seen in it; for an even power p > 2 it comes from the
     D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
     to D = 1024 by itself) and that is less.
@@ -613,13 +613,13 @@ def heavy_attention(
     the moments of a prefix are too ill-conditioned to tell (`HeavyAttention.alive`). No entry is missed either.
 
     "countsketch" with the default size misses an entry with a probability of at most 1e-6 in all, and what it returns
-    is exact. "jl" misses none, and normalisers and scores err by at most `HeavyAttention.distortion`, but for a
+    is exact. "jl" misses none, and normalizers and scores err by at most `HeavyAttention.distortion`, but for a
     probability of 1e-6. The exact route was faster than both at all sizes tried.
 
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462): universal sets (Theorem 1)
-    and exact normalisers for even p.
+    and exact normalizers for even p.
 
     Examples
     --------
@@ -682,7 +682,7 @@ def heavy_attention(
         distortion = max(short, more)
         if distortion >= 1:
             raise ValueError(
-                f"sketch_size is {columns}, which leaves normalisers of {len(Q64)} queries without a bound; expected "
+                f"sketch_size is {columns}, which leaves normalizers of {len(Q64)} queries without a bound; expected "
                 f"more, such as the default {jl_size(max(len(Q64), 1), 0.5, FAILURE)}"
             )
         error = np.full(len(D), distortion / (1 - distortion))
@@ -824,7 +824,7 @@ def _of_other_function(
     epsilon: float,
     f: AttentionFunction | Softmax,
 ) -> HeavyAttention:
-    """Do what `heavy_attention` does for a function whose normaliser is a sum over all keys."""
+    """Do what `heavy_attention` does for a function whose normalizer is a sum over all keys."""
     if isinstance(f, Softmax):
         _check_radius(Q, f)
     powers, lost = np.zeros(len(Q), np.int32), np.zeros(len(Q), np.bool_)

@@ -1,4 +1,4 @@
-"""Causal heavy attention for f(x) = x²: row t attends to the keys up to t, and is normalised over these."""
+"""Causal heavy attention for f(x) = x²: row t attends to the keys up to t, and is normalized over these."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class CausalUniversalSet:
     r"""The keys of a growing prefix that can still receive an attention score of at least ε, for f(x) = x².
 
     Append keys one at a time or in chunks, and ask at any time for the heavy entries of a query over all keys so far.
-    They are exact: no score of at least ε is missed, and normalisers count every key that ever came. A key is let go
+    They are exact: no score of at least ε is missed, and normalizers count every key that ever came. A key is let go
     when its leverage score among the keys so far is below ε: it never rises again.
 
     Parameters
@@ -126,7 +126,7 @@ class CausalUniversalSet:
         self._format: Any = None
         self._sums = GramAccumulator(0, 1)
         self._factor: Factor | None = None
-        self._even: list[tuple[Float64, npt.NDArray[np.int32]]] = []  # its normalisers
+        self._even: list[tuple[Float64, npt.NDArray[np.int32]]] = []  # its normalizers
         self._held: list[Candidates] = []  # of each matrix: those that were judged, and the recent ones after them
         self._recent = 0
 

@@ -1,4 +1,4 @@
-"""Normalisers of queries from the factor of the keys, where rounding of the factor lets them be."""
+"""Normalizers of queries from the factor of the keys, where rounding of the factor lets them be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heavy entries recovered from a CountSketch of the keys of a set, and normalisers estimated by a projection."""
+"""Heavy entries recovered from a CountSketch of the keys of a set, and normalizers estimated by a projection."""
 
 from __future__ import annotations
 

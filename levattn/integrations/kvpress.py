@@ -48,7 +48,7 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
     Notes
     -----
     Time O(S d²) a head for S keys, memory O(S). Padded keys, by the mask that the layer was given, take no part in the
-    scores and have score 0. kvpress masks or drops keys; nothing is summarised as in
+    scores and have score 0. kvpress masks or drops keys; nothing is summarized as in
     `levattn.attention.pruned_attention`, and for softmax there is no guarantee for what is dropped.
 
     References

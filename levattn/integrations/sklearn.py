@@ -50,7 +50,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     .. math:: \tau(x) = x^T (X^T X)^+ x = \max_q \langle q, x\rangle^2 / \sum_l \langle q, x_l\rangle^2.
 
     For a row of X it is its leverage score, in [0, 1]; these scores sum to the rank of X. Rows are taken as they
-    are: for the scores of least squares with an intercept, centre them first or add a column of ones.
+    are: for the scores of least squares with an intercept, center them first or add a column of ones.
 
     The universal set is that of `universal_set`, and scores are those of `leverage_scores` to rounding. All have the
     same bits for the same rows in any chunks.

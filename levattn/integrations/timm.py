@@ -48,7 +48,7 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
     TypeError
         If the class has no options; `of` makes one that has some.
     ValueError
-        By a call with `attn_mask`, or with dropout of weights while it trains, which few keys would not honour.
+        By a call with `attn_mask`, or with dropout of weights while it trains, which few keys would not honor.
 
     Notes
     -----

@@ -1,7 +1,7 @@
-"""The factor of a second moment: scores of rows, exact normalisers, and witness queries.
+"""The factor of a second moment: scores of rows, exact normalizers, and witness queries.
 
 A factor is a matrix W (d, d), upper triangular, for which ``K W`` has orthonormal columns (and zero columns where
-the keys are rank-deficient). Then ``‖k W‖²`` is the leverage score of k, ``‖W⁻¹ q‖²`` the normaliser of a query q
+the keys are rank-deficient). Then ``‖k W‖²`` is the leverage score of k, ``‖W⁻¹ q‖²`` the normalizer of a query q
 and ``W Wᵀ k`` the query that gives k its leverage score.
 """
 
@@ -92,7 +92,7 @@ class Factor:
     rank : array of int64, shape (b,)
         Numerical rank.
     error : array of float64, shape (b,)
-        Estimate of the relative error that W brings into a score, or a normaliser that comes from it. Decisions allow
+        Estimate of the relative error that W brings into a score, or a normalizer that comes from it. Decisions allow
         for four times as much.
     arithmetic : tuple of str
         How scores are computed, for each matrix.
@@ -382,7 +382,7 @@ class Factor:
         Returns
         -------
         N : array of float64, shape (d, d)
-            The scaled normaliser; of wide keys these themselves, (n, columns).
+            The scaled normalizer; of wide keys these themselves, (n, columns).
         exponents : array of int32, shape (d,)
             The exponents, (columns,) of wide keys.
         """
@@ -419,7 +419,7 @@ class Factor:
         return N, exponents - self._scale_powers(item)
 
     def even_basis(self, item: int, exponents: npt.NDArray[np.int32]) -> tuple[Float64, Float64] | None:
-        """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normaliser of a query so scaled.
+        """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normalizer of a query so scaled.
 
         They hold what the inverse, rounded, does not.
 
@@ -433,7 +433,7 @@ class Factor:
         Returns
         -------
         tuple of two arrays of float64, shape (d, d), or None
-            None for rank-deficient keys, whose normalisers have no such form, and so for wide ones.
+            None for rank-deficient keys, whose normalizers have no such form, and so for wide ones.
         """
         if self.rank[item] < len(exponents):
             return None
@@ -609,10 +609,10 @@ def centered(rows: Rows, *, center: bool) -> Rows:
     divisor = np.maximum(counts, 1)[:, None]
     sums = rows.column_sums()
     if require_finite(rows, sums):
-        raise ValueError("the column sums of K overflow float64, so K cannot be centred; scale K down first")
-    centred = replace(rows, shift=sums / divisor)
+        raise ValueError("the column sums of K overflow float64, so K cannot be centered; scale K down first")
+    centered = replace(rows, shift=sums / divisor)
     # once more, so that the rounding of the first mean does not leave a direction of its own
-    rest = centred.column_sums() / divisor
+    rest = centered.column_sums() / divisor
     return replace(rows, shift=sums / divisor + rest)
 
 
@@ -778,7 +778,7 @@ def factor_moments(
     for the moments as well.
     """
     b, n, d = rows.shape
-    precision = rows.format if single == "yes" else "float64"  # normalisers need more than scores
+    precision = rows.format if single == "yes" else "float64"  # normalizers need more than scores
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
     short = rows.format != "float64"

@@ -312,7 +312,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         Returns
         -------
         set of str
-            Names within this layer. Optimisers that ask a whole model for them (timm's) need them with the path of
+            Names within this layer. Optimizers that ask a whole model for them (timm's) need them with the path of
             the layer in front, from the model's own method.
         """
         held = {"temperature": self.temperature, "position_bias": self.position_bias}

@@ -2,7 +2,7 @@
 
 Display objects in scikit-learn's manner: a class method ``from_...`` takes the data, draws them and returns a
 display with the drawn values as attributes, ``ax_`` and ``figure_``; ``plot`` draws it again on other axes.
-matplotlib is imported when something is drawn. Colour-blind eyes can tell the colours apart, on light and on
+matplotlib is imported when something is drawn. Color-blind eyes can tell the colors apart, on light and on
 dark backgrounds.
 """
 

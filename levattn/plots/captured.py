@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import BLUE, GREEN, GREY, OCHRE, PINK, RED, Display, Floats, spread
+from levattn.plots.common import BLUE, GRAY, GREEN, OCHRE, PINK, RED, Display, Floats, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_REFERENCES = {"oracle": (GREEN, "-."), "random": (GREY, ":")}
+_REFERENCES = {"oracle": (GREEN, "-."), "random": (GRAY, ":")}
 _CURVES = ((BLUE, "-"), (PINK, "--"), (OCHRE, (0, (5, 1))), (RED, (0, (3, 1, 1, 1))))
 
 

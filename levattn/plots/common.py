@@ -1,4 +1,4 @@
-"""What the displays share: colours, axes and figures, thinning of many keys."""
+"""What the displays share: colors, axes and figures, thinning of many keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ints: TypeAlias = npt.NDArray[np.intp]
 
 # From the palette of Okabe and Ito; OCHRE is its orange, darkened. Each has a contrast of at least 3 to white and to
 # black, the least that WCAG 2 asks of graphics. Dashes and marks tell curves apart as well.
-BLUE, RED, GREEN, PINK, GREY, OCHRE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C8C8C", "#BF8300"
+BLUE, RED, GREEN, PINK, GRAY, OCHRE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C8C8C", "#BF8300"
 COLORS = "cividis"  # of images: perceptually uniform, nearly the same to eyes without red or green receptors
 
 _CURVE_POINTS = 2000

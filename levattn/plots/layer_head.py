@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import COLORS, GREY, Display, Floats, Ints
+from levattn.plots.common import COLORS, GRAY, Display, Floats, Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ _TICKS = 16
 
 
 class LayerHeadDisplay(Display):
-    """A number for each layer and head of a model, as colours.
+    """A number for each layer and head of a model, as colors.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class LayerHeadDisplay(Display):
 
     def _draw(self, ax: Axes) -> None:
         if np.isnan(self.values).any():
-            ax.patch.set(hatch="////", edgecolor=GREY)  # of which blank places show a part
+            ax.patch.set(hatch="////", edgecolor=GRAY)  # of which blank places show a part
         if self.values.size:
             image = ax.imshow(self.values, cmap=COLORS, aspect="auto", interpolation="nearest")
             self.figure_.colorbar(image, ax=ax, label=self.label, pad=0.02)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import BLUE, GREY, RED, Display, Floats, Ints, spread
+from levattn.plots.common import BLUE, GRAY, RED, Display, Floats, Ints, spread
 from levattn.sensitivity.leverage import TIE
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class LeverageSpectrumDisplay(Display):
             vacuous = " ≥ n: vacuous" if self.size_bound >= self.scores.shape[-1] else ""
             ax.axvline(
                 self.size_bound,
-                color=GREY,
+                color=GRAY,
                 lw=1.5,
                 ls=":",
                 label=f"{what} = {self.size_bound:.4g}{vacuous}",

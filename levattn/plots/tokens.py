@@ -30,8 +30,8 @@ _MOST_LINES = 1000
 _SIZE = 100.0  # of letters where outlines are measured; that in which matplotlib returns them
 _POINTS, _LEAST_POINTS = 8.5, 4.0  # size of the letters on a new figure, and the least on given axes
 _PITCH, _BASELINE = 1.8, 0.62  # from line to line, in font sizes; the place of letters, in lines
-_LEAST_WIDTH = 60  # in columns: room for the colour bar and the words beside it
-_BAR, _BAR_ROOM = 0.1, 0.7  # height of the colour bar, and with its labels, in inches
+_LEAST_WIDTH = 60  # in columns: room for the color bar and the words beside it
+_BAR, _BAR_ROOM = 0.1, 0.7  # height of the color bar, and with its labels, in inches
 
 
 class TokenStripDisplay:
@@ -235,7 +235,7 @@ class TokenStripDisplay:
             ax.add_collection(letters, autolim=False)
 
     def _plot_marks(self, ax: Axes) -> None:
-        """Underline the kept tokens, which are bold too: marks that need no colour."""
+        """Underline the kept tokens, which are bold too: marks that need no color."""
         import matplotlib as mpl
 
         lines = [_underline(piece) for piece in self._pieces if self._is_kept(piece)]
@@ -378,14 +378,14 @@ _MIDDLE = (1.05 * 0.05) ** 0.5 - 0.05  # the luminance that contrasts with black
 
 
 def _luminance(colors: npt.ArrayLike) -> Floats:
-    """Relative luminance of WCAG 2 of colours (n, 4), that is of sRGB and opacity."""
+    """Relative luminance of WCAG 2 of colors (n, 4), that is of sRGB and opacity."""
     rgb = np.asarray(colors, dtype=np.float64).reshape(-1, 4)[:, :3]
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     return np.asarray(linear @ [0.2126, 0.7152, 0.0722])
 
 
 def _inches(columns: int, rows: int) -> tuple[float, float]:
-    """Size of a figure with letters of the usual size, and the colour bar below."""
+    """Size of a figure with letters of the usual size, and the color bar below."""
     return max(columns, _LEAST_WIDTH) * 0.6 * _POINTS / 72 + 0.2, rows * _PITCH * _POINTS / 72 + _BAR_ROOM
 
 

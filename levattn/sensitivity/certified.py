@@ -39,7 +39,7 @@ _LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
 _FELT = 1e-10  # relative rise of a bound from which coordinates are computed in twice the precision
 _LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
-_STEPS = 20  # towards the exact softmax sensitivity of each key that is undecided
+_STEPS = 20  # toward the exact softmax sensitivity of each key that is undecided
 _BALL_KEYS = 50_000  # up to which "auto" takes these steps
 _MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
 _LOG_ERROR = 1e-12  # of a logarithm, by which bounds are raised
@@ -392,7 +392,7 @@ def _direct(tau: Float64, p: float, rows: Rows) -> Float64:
 def _iterated(
     rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int
 ) -> tuple[Float64, Float64, Float64, Float64]:
-    """Iterate towards Lewis weights w from equal ones, whose leverage scores are `tau` and whose ranks `rank`.
+    """Iterate toward Lewis weights w from equal ones, whose leverage scores are `tau` and whose ranks `rank`.
 
     Returned are the row weights v, at most 1, the leverage scores of the rows weighted by them, the factor (b,) by
     which the rounding of weighted rows may raise the root of a score, and the scale (b, 1) for which v times that is

@@ -317,7 +317,7 @@ def _check_angle(angle: Any) -> float:
 
 @dataclass(frozen=True)
 class _Directions:
-    """Whitened keys of one matrix, normalised and rounded to float32, and the factor and rows that they come from."""
+    """Whitened keys of one matrix, normalized and rounded to float32, and the factor and rows that they come from."""
 
     unit: npt.NDArray[np.float32]
     factor: Factor
@@ -332,7 +332,7 @@ class _Directions:
         near = chords <= limit
         close = np.flatnonzero(np.abs(chords - limit) <= _SINGLE_CHORD)
         for part in _parts(len(close), _CHUNK):
-            pairs = [_normalised(_whitened(self.factor, self.rows[ends[close[part]]], even=True)) for ends in (a, b)]
+            pairs = [_normalized(_whitened(self.factor, self.rows[ends[close[part]]], even=True)) for ends in (a, b)]
             near[close[part]] = _chords(*pairs) <= limit
         return np.asarray(near)
 
@@ -344,7 +344,7 @@ def _chords(A: npt.NDArray[Any], B: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.asarray(np.sqrt(np.einsum("ij,ij->i", A, A)))
 
 
-def _normalised(X: Float64) -> Float64:
+def _normalized(X: Float64) -> Float64:
     squares = np.einsum("ij,ij->i", X, X)[:, None]
     return X / np.sqrt(np.where(squares > 0, squares, 1.0))
 

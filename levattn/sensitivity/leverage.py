@@ -148,7 +148,7 @@ def leverage_scores(
         ridge scores may miss keys. The sum of the scores is then the effective dimension.
     center : bool, default False
         Subtracts the mean of the keys first: right for softmax, which does not see a common shift. These are the
-        exact scores of the centred keys, and with 1/n added an *over-estimate* of those of K.
+        exact scores of the centered keys, and with 1/n added an *over-estimate* of those of K.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others are removed: their score is 0 and their values are not read.
         Leading axes of size 1 are repeated.
@@ -191,7 +191,7 @@ def leverage_scores(
     space is the same (not with `ridge` or `rtol`). Rows that are independent have the score 1, exactly.
     Results are the same, to the last bit, for every number of threads, memory layout and batch.
 
-    *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K. Centred,
+    *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K. Centered,
     ill-conditioned or hardly sparse keys cost O(n d²).
 
     *Approximate methods.* "countsketch", "osnap" and "srht" factor a sketch SK of the keys instead of K. If S

@@ -1,4 +1,4 @@
-"""Certificates of softmax for queries in a ball or an ellipsoid: Jensen's bound, and steps towards the exact value."""
+"""Certificates of softmax for queries in a ball or an ellipsoid: Jensen's bound, and steps toward the exact value."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def _groups(keys: Float64, size: float, moved: float) -> _Terms:
     first = np.unique(sample, axis=0)
     first = first[rng.choice(len(first), min(_GROUPS, len(first)), replace=False)]
     spread = float(np.sqrt(np.mean(np.sum(sample**2, axis=1))))
-    centres = kmeans(sample, first, thresh=1e-3 * spread)[0] if spread > 0 else first
-    labels = vq(rest, centres)[0]
-    sizes = np.bincount(labels, minlength=len(centres))
-    sums = np.stack([np.bincount(labels, column, len(centres)) for column in rest.T], axis=1)
+    centers = kmeans(sample, first, thresh=1e-3 * spread)[0] if spread > 0 else first
+    labels = vq(rest, centers)[0]
+    sizes = np.bincount(labels, minlength=len(centers))
+    sums = np.stack([np.bincount(labels, column, len(centers)) for column in rest.T], axis=1)
     live = sizes > 0
     error = UNIT * int(sizes.max()) * float(np.abs(rest).max()) * keys.shape[1] ** 0.5
     means = np.vstack([alone, sums[live] / sizes[live, None]])

@@ -117,7 +117,7 @@ class CandidateStore:
         self.epsilon, self.batch, self.d, self.format = epsilon, batch, d, format
         self.running: Running = running_bounds(f, epsilon, b, d)
         numbers = np.zeros((1, 0), np.int64)
-        if self.running.labelled:
+        if self.running.labeled:
             beside = [numbers, *beside]
         self.tail = BlockBuffer(b, d, format, numbers, *beside)
         self.present = np.zeros(b, np.int64)
@@ -137,7 +137,7 @@ class CandidateStore:
     @property
     def beside(self) -> list[npt.NDArray[Any]]:
         """Arrays like those that come beside the keys, without rows."""
-        return [array[:, :0] for array in self.tail.beside[1 + self.running.labelled :]]
+        return [array[:, :0] for array in self.tail.beside[1 + self.running.labeled :]]
 
     def push(self, rows: Rows, index: RowNumbers, *beside: npt.NDArray[Any]) -> None:
         """Add a chunk; FloatingPointError if it is not finite. If it raises, the state is void."""
@@ -173,7 +173,7 @@ class CandidateStore:
 
     def _labels(self, beside: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
         """Return the labels among what comes beside keys, (1, k)."""
-        return beside[0].reshape(1, -1) if self.running.labelled else None
+        return beside[0].reshape(1, -1) if self.running.labeled else None
 
     def _take(self, rows: Rows, index: Any, *beside: npt.NDArray[Any]) -> None:
         """Add whole blocks; if it raises, the state is void."""
@@ -323,8 +323,8 @@ class CandidateStore:
             raise ValueError("a limit is negative")
         require_backed(f, epsilon, b, d, arrays)
         likes = [arrays[f"tail.beside{i + 1}"] for i in range(whole(fields["beside"]))]
-        labelled = running_bounds(f, epsilon, b, d).labelled
-        self = cls(epsilon, f, batch, d, format, [like[:, :0] for like in likes[labelled:]])
+        labeled = running_bounds(f, epsilon, b, d).labeled
+        self = cls(epsilon, f, batch, d, format, [like[:, :0] for like in likes[labeled:]])
         self.running.restore(fields, arrays)
         self.tail.hold(arrays["tail.keys"], arrays["tail.beside0"], *likes)
         if isinstance(self.running, RunningSquares):

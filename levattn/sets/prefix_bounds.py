@@ -84,7 +84,7 @@ class RunningSquares:
     `screen`; the key itself counted in.
     """
 
-    labelled = False  # whether keys come with labels that tell what they were summed up with
+    labeled = False  # whether keys come with labels that tell what they were summed up with
     certificate: Literal["leverage", "lift"]
 
     def __init__(self, b: int, d: int, m: int = 1) -> None:
@@ -238,7 +238,7 @@ class RunningBlocks:
     to the groups in turn, a part of a block at a time.
     """
 
-    labelled = True
+    labeled = True
     certificate: Literal["block"] = "block"
 
     def __init__(self, b: int, d: int, epsilon: float) -> None:

@@ -72,7 +72,7 @@ class UniversalSet:
     rank : int or array of int64, shape (...,)
         Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
     factor : levattn.linalg.Factor
-        The factor of the keys' second moment: normalisers and witness queries. It does not hold the keys, but for
+        The factor of the keys' second moment: normalizers and witness queries. It does not hold the keys, but for
         those with n < d, of which it has a copy.
     by_size : bool
         Whether a size was asked for instead of ε.
@@ -82,7 +82,7 @@ class UniversalSet:
     total_bound : float or array of shape (...,)
         What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
     exact_factor : bool
-        Whether `factor` is that of the keys; False where it is that of a sketch, whose normalisers are approximate:
+        Whether `factor` is that of the keys; False where it is that of a sketch, whose normalizers are approximate:
         `heavy_attention` does not take such a set.
     groups : array of int64, shape (..., n), or None
         The groups of keys that were given, -1 for a key in none.
@@ -299,7 +299,7 @@ def universal_set(
         which is measured, and so bound the true ones from above, but for a probability of 1e-6.
     center : bool, default False
         Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
-        centred keys and promises nothing over K itself: ``guarantee`` is "none".
+        centered keys and promises nothing over K itself: ``guarantee`` is "none".
     groups : array of int, shape (..., n), optional
         Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none. The set then also holds
         every group that some query can give at least ε as a whole: more than 1/ε copies of a key hide from a set of
@@ -379,7 +379,7 @@ def universal_set(
         raise ValueError(f"recheck is {recheck!r}; expected False but for approximate methods with epsilon")
     if center and not square:
         raise ValueError(
-            "center is True; expected False for all functions but x² (the bound of softmax centres by itself)"
+            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
         )
     if (epsilon is None) == (size is None):
         given = "neither" if epsilon is None else "both"
@@ -663,7 +663,7 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         raise ValueError(f"universal is of keys with d = {universal.factor.columns}; K has d = {keys.d}")
     if not universal.exact_factor:
         raise ValueError(
-            f"universal was made by method {universal.certificate[0]!r} and knows no exact normalisers; expected a "
+            f"universal was made by method {universal.certificate[0]!r} and knows no exact normalizers; expected a "
             "set of an exact method, or one made with recheck=True"
         )
     if universal.factor.rows.format != keys.format:

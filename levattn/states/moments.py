@@ -238,7 +238,7 @@ class Moments:
         return self._shaped(self._sums.read())
 
     def factor(self) -> Factor:
-        """Return the factor of the second moment: scores of rows, exact normalisers, and witness queries.
+        """Return the factor of the second moment: scores of rows, exact normalizers, and witness queries.
 
         Of a diagonal one, that of the matrix which it is the diagonal of: scores are ``Σ k²/g`` over the columns.
 

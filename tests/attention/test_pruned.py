@@ -218,11 +218,11 @@ def test_clusters_are_those_of_k_means(kind: str) -> None:
     theirs = sklearn.cluster.KMeans(R, init=starts, n_init=1, max_iter=2, tol=0, algorithm="lloyd")
     theirs.fit(X[there], sample_weight=weight[there])
     np.testing.assert_array_equal(labels[0][there], theirs.labels_)
-    centres = np.array(
+    centers = np.array(
         [np.average(X[there & (labels[0] == c)], axis=0, weights=weight[there & (labels[0] == c)]) for c in range(R)]
     )
     levels = kernels.levels(labels, X[None, :, 0], weight[None], R)
-    np.testing.assert_allclose(levels[0], centres[:, 0], atol=1e-12)
+    np.testing.assert_allclose(levels[0], centers[:, 0], atol=1e-12)
 
 
 def farthest_first(X: Float, weight: Float, R: int) -> Float:

@@ -188,7 +188,7 @@ def test_a_sign_and_a_bucket_come_of_different_bits() -> None:
 def test_buckets_are_in_range_and_even(size: int) -> None:
     words_of_ends = np.array([0, 1, 2, 2**32 - 2, 2**32 - 1], np.uint32)
     assert below(words_of_ends, size)[[0, 1, 3, 4]].tolist() == [0, 0, size - 1, size - 1]
-    # The words of a bucket are neighbours: it has floor or ceiling of 2³¹/size of them, by where it begins.
+    # The words of a bucket are neighbors: it has floor or ceiling of 2³¹/size of them, by where it begins.
     begins = -(-np.arange(min(size, 1000) + 1, dtype=object) * 2**31 // size)
     counts = np.diff(begins)
     assert max(counts) - min(counts) <= 1
@@ -238,7 +238,7 @@ def independent(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> None:
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 4, 5])
-def test_neighbouring_rows_are_independent(distance: int) -> None:
+def test_neighboring_rows_are_independent(distance: int) -> None:
     drawn = column(3)
     usable = drawn[: DRAWS // (2 * distance) * 2 * distance].reshape(-1, 2, distance)
     independent(usable[:, 0].reshape(-1), usable[:, 1].reshape(-1))
@@ -291,7 +291,7 @@ def test_normals_are_normal() -> None:
 
 
 @pytest.mark.parametrize("shift", [(0, 1), (0, 2), (1, 0), (2, 0), (4, 0), (1, 1), (1, 499)], ids=str)
-def test_neighbouring_normals_are_uncorrelated(shift: tuple[int, int]) -> None:
+def test_neighboring_normals_are_uncorrelated(shift: tuple[int, int]) -> None:
     X = many_normals()
     x, y = X[: len(X) - shift[0], : 500 - shift[1]], X[shift[0] :, shift[1] :]
     for power, (mean, variance) in {1: (0, 1), 2: (1, 2)}.items():  # squares show what shares a radius or an angle

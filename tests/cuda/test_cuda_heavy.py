@@ -26,7 +26,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.on_host(monkeypatch)
 
 
-# -- normalisers -----------------------------------------------------------------------
+# -- normalizers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("m", [0, 1, 63, 64, 65, 130])
@@ -138,7 +138,7 @@ def test_heavy_attention_is_exact(kind: str, cupy: Any) -> None:
     if kind == "ill-conditioned":  # the witnesses take more than float64
         K = K * np.geomspace(1, 1e-9, 5) @ np.linalg.qr(rng.standard_normal((5, 5)))[0]
         Q = np.vstack([Q, levattn.universal_set(K, 0.5).factor.witness(K[:60])])
-    if kind == "deficient":  # the last query's normaliser is a sum over the keys
+    if kind == "deficient":  # the last query's normalizer is a sum over the keys
         K[:, 4] = K[:, 0]
         K[[7, 9], 4] += 1e-9, 2e-9
         Q = np.vstack([Q, [[1.0, 0, 0, 0, -1]]])

@@ -1,4 +1,4 @@
-"""Sequence shards on the ranks of a torch process group: the set of all keys on each, and what travelled for it.
+"""Sequence shards on the ranks of a torch process group: the set of all keys on each, and what traveled for it.
 
 The ranks are processes on this machine with the backend gloo. They are started once and run a table of cases; each
 answer is a test of its own.
@@ -178,16 +178,16 @@ def run_rank(rank: int, folder: str) -> None:
     store = dist.FileStore(str(Path(folder, "store")), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=90))
     groups = {size: dist.new_group(list(range(RANKS - size, RANKS))) for size in range(1, RANKS)}
-    travelled: list[bytes] = []
+    traveled: list[bytes] = []
     for name in ("broadcast", "all_gather"):
-        setattr(dist, name, recorded(getattr(dist, name), travelled))
+        setattr(dist, name, recorded(getattr(dist, name), traveled))
     answers: dict[str, Any] = {}
     with levattn.thread_limit(1):
         for name, case in (SOUND | WRONG).items():
             place = rank - (RANKS - case.size)  # the last ranks form the smaller groups: their numbers are not those
             if place >= 0:
-                travelled.clear()
-                answers[name] = answer(case, place, groups.get(case.size)), list(travelled)
+                traveled.clear()
+                answers[name] = answer(case, place, groups.get(case.size)), list(traveled)
         answers["softmax"] = [softmax_state(softmax_shards()[rank], before=before) for before in (False, True)]
         for name, wrong in WRONG_STATES.items():
             try:
@@ -203,7 +203,7 @@ def run_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def recorded(collective: Callable[..., Any], travelled: list[bytes]) -> Callable[..., Any]:
+def recorded(collective: Callable[..., Any], traveled: list[bytes]) -> Callable[..., Any]:
     """A collective that notes what this rank gives and gets, once it is done."""
 
     class Noted:
@@ -213,7 +213,7 @@ def recorded(collective: Callable[..., Any], travelled: list[bytes]) -> Callable
         def wait(self) -> None:
             if self.work is not None:
                 self.work.wait()
-            travelled.extend(tensor.numpy().tobytes() for tensor in self.tensors)
+            traveled.extend(tensor.numpy().tobytes() for tensor in self.tensors)
 
     def call(target: Any, *others: Any, **options: Any) -> Any:
         noted = Noted(collective(target, *others, **options), target if isinstance(target, list) else [target])
@@ -301,10 +301,10 @@ def test_values_come_with_the_keys(answers: list[dict[str, Any]], name: str) -> 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["three", "random cuts 0", "heads"])
-def test_counts_all_that_travelled(answers: list[dict[str, Any]], name: str) -> None:
+def test_counts_all_that_traveled(answers: list[dict[str, Any]], name: str) -> None:
     for of_rank in answers:
-        (_, traffic), travelled = of_rank[name]
-        assert sum(map(len, travelled)) == traffic.gathered
+        (_, traffic), traveled = of_rank[name]
+        assert sum(map(len, traveled)) == traffic.gathered
 
 
 @pytest.mark.thorough
@@ -312,8 +312,8 @@ def test_only_keys_of_the_set_travel(answers: list[dict[str, Any]]) -> None:
     name = "random cuts 0"
     K = SOUND[name].keys().numpy()
     for of_rank in answers:
-        (sets, _), travelled = of_rank[name]
-        all_of_it = b"".join(travelled)
+        (sets, _), traveled = of_rank[name]
+        all_of_it = b"".join(traveled)
         found = np.array([row.tobytes() in all_of_it for row in K])
         assert np.array_equal(np.flatnonzero(found), sets.indices)
 

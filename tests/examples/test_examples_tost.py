@@ -98,15 +98,15 @@ def test_logits_of_dilution_are_those_of_the_definition(example):
             np.testing.assert_allclose(found[:, t], temperature * score, rtol=1e-12)
 
 
-def test_thirds_of_the_images_are_judged_once_and_never_learnt(example):
+def test_thirds_of_the_images_are_judged_once_and_never_learned(example):
     recipe = example("_recipe")
     parts = [recipe.digits(seed) for seed in range(3)]
     assert sum(len(judged.labels) for _, judged in parts) == 1797
-    for learnt, judged in parts:
-        assert len(learnt.labels) + len(judged.labels) == 1797
-        assert learnt.images.shape[1:] == (8, 8)
-        assert learnt.images.min() == -1
-        assert learnt.images.max() == 1
+    for learned, judged in parts:
+        assert len(learned.labels) + len(judged.labels) == 1797
+        assert learned.images.shape[1:] == (8, 8)
+        assert learned.images.min() == -1
+        assert learned.images.max() == 1
         assert np.bincount(judged.labels.numpy(), minlength=10).min() > 40
     everything = torch.cat([judged.images for _, judged in parts]).flatten(1)
     assert torch.equal(everything.sum(0), torch.cat([part.images for part in parts[1]]).flatten(1).sum(0))
@@ -155,8 +155,8 @@ def test_transformers_of_one_shape_have_equally_many_parameters_and_all_learn(vi
         model = vit.Transformer(name, shape)
         sizes.append(vit.parameters(model))
         model(torch.randn(3, 8, 8)).square().sum().backward()
-        learnt = [p for path, p in model.named_parameters() if name != "nothing" or "norms.0" not in path]
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in learnt), name
+        learned = [p for path, p in model.named_parameters() if name != "nothing" or "norms.0" not in path]
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in learned), name
     assert max(sizes) - min(sizes) < shape.depth * (2 * shape.dim + 1)
 
 

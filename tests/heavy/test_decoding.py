@@ -209,7 +209,7 @@ def test_errors_are_large_only_beside_deficient_keys(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*TAME, "conditioned-1e6", "conditioned-1e8", "one-huge-row", "growing"])
 def test_errors_are_small_for_every_query_of_keys_of_full_rank(kind: str) -> None:
-    # ... those all but orthogonal to the keys as well, whose products and normalisers lose their digits in float64
+    # ... those all but orthogonal to the keys as well, whose products and normalizers lose their digits in float64
     K, rng = keys(kind), _rng(f"{kind} precise")
     for n in (40, 70, 90, 130, 150):
         Q = queries(rng, K[:n])
@@ -231,7 +231,7 @@ def test_queries_all_but_orthogonal_to_deficient_keys(rank: int) -> None:
 
 
 @pytest.mark.parametrize("kind", TAME)
-def test_normalisers_count_every_key_that_ever_came(kind: str) -> None:
+def test_normalizers_count_every_key_that_ever_came(kind: str) -> None:
     K = keys(kind)
     scale = even(K)
     Q = _rng(kind).standard_normal((50, D)) * scale

@@ -140,7 +140,7 @@ def test_values_of_any_scale(scale: float, compensate: str | None) -> None:
 
 
 def test_queries_orthogonal_to_most_keys_of_a_deficient_matrix() -> None:
-    """Normalisers that neither the factor nor a basis holds are summed over the keys."""
+    """Normalizers that neither the factor nor a basis holds are summed over the keys."""
     K = np.random.default_rng(4).standard_normal((3000, 6))
     K[:, 5] = K[:, 0]
     K[:, 4] = 0

@@ -1,4 +1,4 @@
-"""Heavy attention by CountSketch and with projected normalisers, against the exact route."""
+"""Heavy attention by CountSketch and with projected normalizers, against the exact route."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_thirty_one_repetitions_miss_nothing_in_two_hundred_trials() -> None:
 
 
 @pytest.mark.parametrize("columns", [None, 150, 2000])
-def test_projected_normalisers_are_within_their_distortion(columns: int | None) -> None:
+def test_projected_normalizers_are_within_their_distortion(columns: int | None) -> None:
     Q, K = _keys(3)
     exact = levattn.heavy_attention(Q, K, 0.05)
     V = np.random.default_rng(0).standard_normal((len(K), 2))

@@ -369,7 +369,7 @@ def test_weights_are_those_of_the_mixture(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`output_attentions=True` is not supported:UserWarning:transformers")
-def test_weights_on_what_a_cache_has_summarised_are_refused() -> None:
+def test_weights_on_what_a_cache_has_summarized_are_refused() -> None:
     model, ids = base(), tokens()
     with torch.no_grad(), prune(model, **SPLIT):
         past = model(ids, use_cache=True).past_key_values
@@ -707,7 +707,7 @@ def test_masks_of_pairs_that_are_causal_with_padding_are_taken() -> None:
             assert difference(output(model, attention_mask=mask, **positions), wanted, LEFT) == 0
 
 
-def test_scales_of_layers_are_honoured_or_refused() -> None:
+def test_scales_of_layers_are_honored_or_refused() -> None:
     model = other("GPT2", scale_attn_by_inverse_layer_idx=True, attn_implementation="eager").eval()
     wanted = output(model)
     try:

@@ -212,8 +212,8 @@ def test_a_pickled_estimator_goes_on_with_the_same_bits() -> None:
 def test_works_in_a_pipeline() -> None:
     X = with_outliers(500)
     pipeline = make_pipeline(StandardScaler(), LeverageScorer(0.2)).fit(X)
-    centred = StandardScaler().fit_transform(X)
-    np.testing.assert_allclose(pipeline.score_samples(X), levattn.leverage_scores(centred), rtol=1e-9)
+    centered = StandardScaler().fit_transform(X)
+    np.testing.assert_allclose(pipeline.score_samples(X), levattn.leverage_scores(centered), rtol=1e-9)
     assert pipeline.transform(X).shape == (500, 4)
     assert list(pipeline.get_feature_names_out()) == [f"leveragescorer{i}" for i in range(4)]
     assert type(pipeline.set_output(transform="default").transform(X)) is np.ndarray

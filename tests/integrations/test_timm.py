@@ -132,7 +132,7 @@ def test_other_attention_is_refused_by_name(name: str) -> None:
         prune(model, 0.5)
 
 
-def test_what_cannot_be_honoured_is_refused() -> None:
+def test_what_cannot_be_honored_is_refused() -> None:
     model = vit()
     for options, error, message in (
         ({}, ValueError, "budget=None, size=None"),

@@ -63,7 +63,7 @@ def mixture(
     R: int = 6,
     window: int = 4,
     counted: bool = False,
-    labelled: bool = True,
+    labeled: bool = True,
     power: float | None = None,
     seed: int = 0,
 ) -> PrunedArguments:
@@ -75,9 +75,9 @@ def mixture(
     held, role, log_weight = None, None, None
     if R:
         held = summaries(rng, b, R, d, D, dtype, plain=power is not None)
-    if labelled:
+    if labeled:
         role = rng.integers(-2, R, (b, n))
-    if R and labelled:
+    if R and labeled:
         # a summary must have the members that are near: all of them, and others
         assert held is not None
         assert role is not None
@@ -119,9 +119,9 @@ def test_numpy_has_the_compiled_table() -> None:
 
 @over_dtypes
 @over_powers
-@pytest.mark.parametrize("labelled", [True, False], ids=["labelled", "apart"])
-def test_mixtures_are_their_definition(dtype: str, power: float | None, labelled: bool) -> None:
-    agree(mixture(dtype, power=power, labelled=labelled, counted=True))
+@pytest.mark.parametrize("labeled", [True, False], ids=["labeled", "apart"])
+def test_mixtures_are_their_definition(dtype: str, power: float | None, labeled: bool) -> None:
+    agree(mixture(dtype, power=power, labeled=labeled, counted=True))
 
 
 @over_powers
@@ -199,8 +199,8 @@ CLUSTERS = [(2, 301, 7, 12), (1, 40, 1, 3), (2, 5, 3, 9), (3, 64, 16, 1), (1, 21
 def test_clusters_are_their_definition(shape: tuple[int, ...], iterations: int, dtype: str) -> None:
     b, n, d, R = shape
     rng = np.random.default_rng(1)
-    centres = 10 * rng.standard_normal((b, 1 + R // 2, d))  # groups that are apart, so that rounding decides nothing
-    X = np.take_along_axis(centres, rng.integers(0, centres.shape[1], (b, n, 1)), 1)
+    centers = 10 * rng.standard_normal((b, 1 + R // 2, d))  # groups that are apart, so that rounding decides nothing
+    X = np.take_along_axis(centers, rng.integers(0, centers.shape[1], (b, n, 1)), 1)
     X = (X + (0.3 if dtype == "float64" else 0) * rng.standard_normal((b, n, d))).astype(dtype)
     weight = (rng.random((b, n)) * (rng.random((b, n)) < 0.8)).astype(dtype)
     labels, distance = _pruned.cluster(X, weight, R, iterations)
@@ -208,7 +208,7 @@ def test_clusters_are_their_definition(shape: tuple[int, ...], iterations: int, 
     if dtype == "float64":
         np.testing.assert_array_equal(labels, expected)
         close(distance, other, 1e-9)
-    else:  # rows of one group are the same: they lie on their centre
+    else:  # rows of one group are the same: they lie on their center
         assert labels.dtype == expected.dtype
         assert labels.min() >= 0
         assert labels.max() < R
@@ -220,8 +220,8 @@ def test_a_row_is_in_the_nearest_cluster() -> None:
     X = rng.standard_normal((2, 500, 19)).astype(np.float32)
     labels, distance = _pruned.cluster(X, np.ones((2, 500), np.float32), 17, 0)
     for x, own, gap in zip(X.astype(np.float64), labels, distance, strict=True):
-        centres = np.stack([x[own == c][np.argmin(gap[own == c])] for c in range(17)])  # they begin as rows
-        apart = ((x[:, None] - centres) ** 2).sum(-1)
+        centers = np.stack([x[own == c][np.argmin(gap[own == c])] for c in range(17)])  # they begin as rows
+        apart = ((x[:, None] - centers) ** 2).sum(-1)
         np.testing.assert_allclose(gap, apart.min(1), atol=1e-4)
         np.testing.assert_allclose(apart[np.arange(500), own], apart.min(1), atol=1e-4)
 
@@ -257,16 +257,16 @@ def test_radii_are_their_definition_and_bounds(scale: float, dtype: str) -> None
     b, n, d, R = 2, 40, 3, 5
     rng = np.random.default_rng(8)
     labels, reach = rng.integers(-1, R, (b, n)), scale * rng.random((b, n))
-    items, centres = summaries(rng, b, n, d, 2, "float64"), summaries(rng, b, R, d, 2, "float64")
+    items, centers = summaries(rng, b, n, d, 2, "float64"), summaries(rng, b, R, d, 2, "float64")
     scale = min(max(scale, 1e-30), 1e30) if dtype == "float32" else scale
     items = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(items).items()))
-    centres = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(centres).items()))
+    centers = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(centers).items()))
     items = Summaries(*(X.astype(dtype) for X in vars(items).values()))
-    found = _pruned.radii(labels, items, reach, centres)
-    expected = np.asarray(_generic_slots.radii(strict(labels), strict(items), strict(reach), strict(centres)))
+    found = _pruned.radii(labels, items, reach, centers)
+    expected = np.asarray(_generic_slots.radii(strict(labels), strict(items), strict(reach), strict(centers)))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     means, others = (
-        x.keys.astype(np.longdouble) / np.where(x.weight > 0, x.weight, 1)[..., None] for x in (items, centres)
+        x.keys.astype(np.longdouble) / np.where(x.weight > 0, x.weight, 1)[..., None] for x in (items, centers)
     )
     for i, c in np.ndindex(b, R):
         inside = labels[i] == c

@@ -161,7 +161,7 @@ def test_ridge_on_graded_columns(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
-def test_centred_copies_vanish(method: str) -> None:
+def test_centered_copies_vanish(method: str) -> None:
     # The mean of equal numbers is off by an ulp: what is left of them is no direction.
     for n in (3, 34, 49):
         keys = np.tile([0.1, 0.7, -0.3, 0.9], (n, 1))
@@ -174,7 +174,7 @@ def test_centred_copies_vanish(method: str) -> None:
 
 @stores("float64", "float32")
 @pytest.mark.parametrize("mean", [0.0, 1.0, 1e3, 1e5])
-def test_centred_keys_with_a_large_mean(mean: float, storage: str) -> None:
+def test_centered_keys_with_a_large_mean(mean: float, storage: str) -> None:
     keys = STORAGE[storage](_rng("mean").standard_normal((400, 12)) + mean)
     exact = naive.leverage_exact(as_float64(keys), center=True)
     scores = levattn.leverage_scores(keys, center=True)
@@ -311,12 +311,12 @@ DEGENERATE: dict[str, Callable[[Any], Any]] = {
 
 
 @stores("float64", "float32")
-@pytest.mark.parametrize("neighbour", list(DEGENERATE))
+@pytest.mark.parametrize("neighbor", list(DEGENERATE))
 @pytest.mark.parametrize("name", ["gaussian", "conditioned-1e4", "deficient-exact"])
-def test_a_batch_mate_changes_no_bit(name: str, neighbour: str, storage: str) -> None:
+def test_a_batch_mate_changes_no_bit(name: str, neighbor: str, storage: str) -> None:
     K = STORAGE[storage](strategies.case(name))
     plain = levattn.leverage_scores(np.stack([K, K, K]))
-    other = DEGENERATE[neighbour](K)
+    other = DEGENERATE[neighbor](K)
     mixed = levattn.leverage_scores(np.stack([other, K, other]))
     assert np.array_equal(mixed[1], plain[1])
     assert np.array_equal(plain[0], plain[1])

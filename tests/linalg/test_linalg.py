@@ -1,4 +1,4 @@
-"""The factor as an object: scores of other rows, normalisers and witness queries for any keys."""
+"""The factor as an object: scores of other rows, normalizers and witness queries for any keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def route(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_normaliser_is_the_sum_of_squares(route, name: str) -> None:
+def test_normalizer_is_the_sum_of_squares(route, name: str) -> None:
     K = strategies.case(name)
     N = route(Rows(K[None], "float64")).normalizer[0]
     Q = np.random.default_rng(0).standard_normal((50, K.shape[1]))

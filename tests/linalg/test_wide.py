@@ -160,10 +160,12 @@ def test_no_keys(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", ["gaussian", "integers", "copies", "graded columns"])
 def test_the_mean_is_subtracted(name: str) -> None:
     K = CASES[name]
-    centred = K - K.mean(axis=0)
+    centered = K - K.mean(axis=0)
     # the mean is rounded, which moves scores by some units of 2^-52 times a condition number below 100
     np.testing.assert_allclose(
-        levattn.leverage_scores(K, center=True), naive.leverage_svd(centred / np.abs(centred).max(axis=0)), atol=1e-12
+        levattn.leverage_scores(K, center=True),
+        naive.leverage_svd(centered / np.abs(centered).max(axis=0)),
+        atol=1e-12,
     )
     assert levattn.universal_set(K, 0.5, center=True).guarantee == "none"
 
@@ -373,7 +375,7 @@ def test_memory_is_that_of_a_few_copies_of_the_keys(repeated: int) -> None:
     universal = levattn.universal_set(K, 0.1)
     calls = {
         "scores": lambda: levattn.leverage_scores(K),
-        "centred": lambda: levattn.leverage_scores(K, center=True),
+        "centered": lambda: levattn.leverage_scores(K, center=True),
         "set": lambda: levattn.universal_set(K, 0.1),
         "heavy": lambda: levattn.heavy_attention(K, K, 0.1, universal=universal).apply(K[:, :8]),
         "huber": lambda: levattn.universal_set(K, 0.1, f=Huber(1.0)),

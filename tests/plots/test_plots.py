@@ -269,7 +269,7 @@ def test_layers_that_do_not_fit_are_refused() -> None:
 # -- tokens ----------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_shaded_by_their_scores_and_marked_without_colour(ax: Any) -> None:
+def test_tokens_are_shaded_by_their_scores_and_marked_without_color(ax: Any) -> None:
     tokens, scores = ["heavy", "at", "##tention", "$x_1^2$", "it"], [0.1, 0.2, 0.8, 0.3, 0.0]
     display = TokenStripDisplay.from_scores(tokens, scores, kept=[2, 3], columns=20, ax=ax)
     assert display.lines == ["heavy attention", "$x_1^2$ it"]
@@ -524,7 +524,7 @@ def test_the_marks_of_a_map_stand_out_from_the_brightest_cells_and_from_the_dark
         assert contrast(marks.get_edgecolor()[0][:3], dark) > 10
 
 
-def test_marks_of_a_map_differ_without_colour(ax: Any) -> None:
+def test_marks_of_a_map_differ_without_color(ax: Any) -> None:
     HeavyMapDisplay.from_attention(np.full((2, 3), 1 / 3), 0.3, [0], ax=ax)
     caught, missed = ax.collections[:2]
     assert len(caught.get_paths()[0]) != len(missed.get_paths()[0])

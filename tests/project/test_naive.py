@@ -83,7 +83,7 @@ def test_ridge_by_definition() -> None:
         np.testing.assert_allclose(naive.leverage_svd(K, ridge=ridge), expected, rtol=1e-8, atol=1e-14)
 
 
-def test_centring_shifts_by_one_over_n() -> None:
+def test_centering_shifts_by_one_over_n() -> None:
     K = strategies.case("large-mean")
     n = K.shape[0]
     extended = np.hstack([np.ones((n, 1)), K])

@@ -391,6 +391,6 @@ def test_public_names_are_listed_once_and_by_dir() -> None:
     assert set(levattn.__all__) <= set(dir(levattn))
 
 
-def test_misspelt_name_is_an_attribute_error() -> None:
+def test_misspelled_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="leverage_scoers"):
         _ = levattn.leverage_scoers

@@ -98,15 +98,15 @@ def test_a_batch_is_its_matrices(method: str) -> None:
 
 
 @EVERY
-def test_masked_and_centred_keys(method: str) -> None:
+def test_masked_and_centered_keys(method: str) -> None:
     rng = np.random.default_rng(1)
     K = rng.standard_normal((500, 4)) + 5
     mask = rng.random(500) < 0.6
     K[~mask] = np.nan
-    centred = levattn.leverage_scores(K, mask=mask, center=True, **options(method, 4))
+    centered = levattn.leverage_scores(K, mask=mask, center=True, **options(method, 4))
     exact = levattn.leverage_scores(K, mask=mask, center=True)
-    assert np.all(centred[~mask] == 0)
-    assert 0.4 < np.median(centred[mask] / exact[mask]) < 2
+    assert np.all(centered[~mask] == 0)
+    assert 0.4 < np.median(centered[mask] / exact[mask]) < 2
     found = levattn.universal_set(K, 0.02, mask=mask, center=True, **options(method, 4))
     assert found.guarantee == "none"
     assert not np.any((exact >= 0.02) & ~found.mask)

@@ -342,9 +342,9 @@ def test_small_keys_against_all_pairs(K: Any, angle: float, seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_clusters_of_all_widths_give_verified_groups(angle: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    centres = np.repeat(rng.standard_normal((20, 6)), 12, axis=0)
+    centers = np.repeat(rng.standard_normal((20, 6)), 12, axis=0)
     width = np.repeat(np.geomspace(1e-3, 0.5, 20), 12)[:, None]
-    K = centres * rng.choice([-1, 1], (240, 1)) + width * rng.standard_normal((240, 6))
+    K = centers * rng.choice([-1, 1], (240, 1)) + width * rng.standard_normal((240, 6))
     found = near_duplicates(K, angle=angle, rng=seed)
     check_groups(K, found, angle)
     all_links = naive.components(naive.angles(naive.whitened(K)) <= angle * (1 + 1e-6))

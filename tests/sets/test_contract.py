@@ -68,7 +68,7 @@ class Implementation:
     thorough: bool = False
 
     def _stack(self, K: Float) -> Float:
-        """The keys between two neighbours that must not matter: long ones and no ones."""
+        """The keys between two neighbors that must not matter: long ones and no ones."""
         return np.stack([K[::-1] * 16 + 1, K, np.zeros_like(K)]) if self.batch else K
 
     def _limit(self) -> Any:
@@ -572,18 +572,18 @@ def test_row_norms_do_not_pass(impl: Implementation) -> None:
         assert set(np.flatnonzero(impl.universal(keys_of_one_turn, size=2).mask)) == {40, 77}
 
 
-# -- property 30: centring, and the other options ----------------------------------------
+# -- property 30: centering, and the other options ----------------------------------------
 
 
 @contract
 @SETTINGS
 @given(K=keys(columns=(3,), min_rows=1))
-def test_centring(impl: Implementation, K: Float) -> None:
+def test_centering(impl: Implementation, K: Float) -> None:
     n = K.shape[0]
-    centred = impl.scores(K, center=True)
-    impl.close(centred, naive.leverage_exact(K, center=True))
-    impl.close(centred + 1 / n, impl.scores(np.hstack([np.ones((n, 1)), K])))
-    impl.close(impl.scores(K + 2.0, center=True), centred)
+    centered = impl.scores(K, center=True)
+    impl.close(centered, naive.leverage_exact(K, center=True))
+    impl.close(centered + 1 / n, impl.scores(np.hstack([np.ones((n, 1)), K])))
+    impl.close(impl.scores(K + 2.0, center=True), centered)
 
 
 @contract

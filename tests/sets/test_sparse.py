@@ -114,7 +114,7 @@ def test_masks(dtype: str, K: Float, seed: int) -> None:
 @formats
 @SETTINGS
 @given(K=strategies.sparse_keys())
-def test_centred_and_ridge(dtype: str, K: Float) -> None:
+def test_centered_and_ridge(dtype: str, K: Float) -> None:
     bar = 1e-9 if dtype == "float64" else 2e-6
     for options in ({"center": True}, {"ridge": 0.1}):
         scores = levattn.leverage_scores(csr(K, dtype), **options)

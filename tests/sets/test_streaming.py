@@ -962,7 +962,7 @@ def test_figures_of_a_set() -> None:
     assert (other.f, other.certificate) == (levattn.Huber(2.0), ("block",))
 
 
-def test_normalisers_and_witnesses_come_from_the_factor() -> None:
+def test_normalizers_and_witnesses_come_from_the_factor() -> None:
     K = keys("heavy-tailed")
     found = stream(K, 0.05).result()
     Q = np.vstack([_rng("queries").standard_normal((20, D)), found.factor.witness(found.keys)])

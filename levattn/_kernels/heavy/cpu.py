@@ -14,7 +14,7 @@ __all__ = ["heavy_entries", "query_norms"]
 
 
 def query_norms(Q: Float64, N: Float64) -> tuple[Float64, Float64]:
-    """Return the normalisers of queries."""
+    """Return the normalizers of queries."""
     Q, columns = np.ascontiguousarray(Q), np.ascontiguousarray(N.T)
     squares, bounds = np.empty(len(Q)), np.empty(len(Q))
     for A, B, out in ((Q, columns, squares), (np.abs(Q), np.abs(columns), bounds)):

@@ -1,4 +1,4 @@
-// Squared attention of queries: their normalisers, and heavy entries in two passes (count, then write them down).
+// Squared attention of queries: their normalizers, and heavy entries in two passes (count, then write them down).
 //
 // A block multiplies tiles of queries by tiles of keys in float64, and keeps the products to itself. Each product is one
 // chain of fma, and sums over keys are those of chunks, added in their order: no bit depends on the other queries.

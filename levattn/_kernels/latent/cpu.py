@@ -28,7 +28,7 @@ _Cuts = list[tuple[int, int, int]]  # the sequence, the first row, the row after
 
 
 def forward(x: LatentArguments) -> Any:
-    """Return the output (b, T, D) of latent attention; see `Mixture`."""
+    """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     b, L, D = len(x.Q), x.Q.shape[2], x.V.shape[2]
     out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
     runs, states = _runs(x)

@@ -40,7 +40,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def forward(x: LatentArguments) -> Any:
-    """Return the output (b, T, D) of latent attention; see `Mixture`."""
+    """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     work = _Work(x)
     if not work.T:
         return namespace().empty((work.b, 0, work.D), work.dtype)

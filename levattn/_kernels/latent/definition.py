@@ -23,7 +23,7 @@ _BLOCK = 16  # rows whose exponents are formed together, for each pair of them
 
 
 def forward(x: LatentArguments) -> Any:
-    """Return the output (b, T, D) of latent attention; see `Mixture`."""
+    """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     xp = array_namespace(x.Q)
     one = len(x.offsets) == 2
     parts = []

@@ -24,7 +24,7 @@ __all__ = [
     "level_tasks",
     "mixture_tasks",
     "moment_tasks",
-    "pack_centres",
+    "pack_centers",
     "pack_slots",
     "place_tasks",
     "radius_tasks",
@@ -405,8 +405,8 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
 
 
 @jit
-def far_tasks(X, weight, step, centres, first, last):
-    """Write rows that are far from one another as centres (b, R, d), chosen among every `step`-th row."""
+def far_tasks(X, weight, step, centers, first, last):
+    """Write rows that are far from one another as centers (b, R, d), chosen among every `step`-th row."""
     _, n, d = X.shape
     size = X.itemsize
     lanes = VECTOR_BYTES // size
@@ -436,13 +436,13 @@ def far_tasks(X, weight, step, centres, first, last):
                 away[i] = -1
             if away[i] > away[place]:
                 place = i
-        for c in range(centres.shape[1]):
-            centre_at = at + place * wide * size
+        for c in range(centers.shape[1]):
+            center_at = at + place * wide * size
             for k in range(d):
-                centres[item, c, k] = rows[place, k]
+                centers[item, c, k] = rows[place, k]
             following, largest = 0, X.dtype.type(-2)
             for i in range(count):
-                distance = apart(X, at + i * wide * size, centre_at, wide // lanes)
+                distance = apart(X, at + i * wide * size, center_at, wide // lanes)
                 held = away[i]
                 if c == 0 and held >= 0:
                     held = distance
@@ -454,23 +454,23 @@ def far_tasks(X, weight, step, centres, first, last):
 
 
 @jit
-def pack_centres(centres, panels, norms, first, last):
-    """Write centres times −2 to panels, and their squared norms, which are infinite where there is none."""
-    R, d = centres.shape[1:]
+def pack_centers(centers, panels, norms, first, last):
+    """Write centers times −2 to panels, and their squared norms, which are infinite where there is none."""
+    R, d = centers.shape[1:]
     for item in range(first, last):
         panels[item] = 0
         norms[item] = np.inf
         for c in range(R):
-            _pack_column(centres[item, c], centres.dtype.type(-2), panels[item], c)
-            square = centres.dtype.type(0)
+            _pack_column(centers[item, c], centers.dtype.type(-2), panels[item], c)
+            square = centers.dtype.type(0)
             for k in range(d):
-                square += centres[item, c, k] * centres[item, c, k]
+                square += centers[item, c, k] * centers[item, c, k]
             norms[item, c] = square
 
 
 @jit
 def assign_tasks(X, panels, norms, labels, distances, first, last):
-    """Write the nearest centre of each row, and its squared distance, for blocks of rows."""
+    """Write the nearest center of each row, and its squared distance, for blocks of rows."""
     _, n, d = X.shape
     size, width = X.itemsize, panels.shape[3]
     lanes = VECTOR_BYTES // size
@@ -536,16 +536,16 @@ def level_tasks(labels, values, weight, total, mass, first, last):
 
 
 @jit
-def radius_tasks(labels, keys, weight, reach, centres, centre_weight, radii, first, last):
-    """Raise the radius of each label to how far its items may be from its centre; keys are divided by weights."""
+def radius_tasks(labels, keys, weight, reach, centers, center_weight, radii, first, last):
+    """Raise the radius of each label to how far its items may be from its center; keys are divided by weights."""
     n, d = keys.shape[1:]
     up = 1 + (d + 8) * 2.0**-52
     for item in range(first, last):
         for i in range(n):
             c = labels[item, i]
             if c >= 0:
-                own, other = keys[item, i], centres[item, c]
-                own_weight, whole_weight = weight[item, i], centre_weight[item, c]
+                own, other = keys[item, i], centers[item, c]
+                own_weight, whole_weight = weight[item, i], center_weight[item, c]
                 inverse = 1.0 / own_weight if own_weight > 0 else 1.0
                 whole = 1.0 / whole_weight if whole_weight > 0 else 1.0
                 square = 0.0

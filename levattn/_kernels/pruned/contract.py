@@ -30,7 +30,7 @@ class Summaries:
 
 @dataclass(frozen=True, eq=False)
 class PrunedArguments:
-    """One normalised mixture for each query over kept keys, keys near it, and summaries of the others.
+    """One normalized mixture for each query over kept keys, keys near it, and summaries of the others.
 
     q: (b, g, m, d), g queries for each position, already times the scale (for powers any numbers).
     kept_keys, kept_values: (b, s, d) and (b, s, D).

@@ -75,11 +75,11 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
-    """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the centre, (b, n)."""
+    """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the center, (b, n)."""
     (b, n, d), kind = X.shape, X.dtype
     X, weight = np.ascontiguousarray(X), np.ascontiguousarray(weight, kind)
     labels, distances, ones = np.zeros((b, n), np.int64), np.zeros((b, n), kind), np.ones((b, n), kind)
-    centres = np.empty((b, R, d), kind)
+    centers = np.empty((b, R, d), kind)
     if not labels.size:
         return labels, distances
     size, step = kind.itemsize, sample_step(n, R)
@@ -87,16 +87,16 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     norms = np.empty((b, panels.shape[1] * panels.shape[3]), kind)
 
     def begin(first: int, last: int) -> None:
-        compiled.far_tasks(X, weight, step, centres, first, last)
+        compiled.far_tasks(X, weight, step, centers, first, last)
 
     def pack(first: int, last: int) -> None:
-        compiled.pack_centres(centres, panels, norms, first, last)
+        compiled.pack_centers(centers, panels, norms, first, last)
 
     def body(first: int, last: int) -> None:
         compiled.assign_tasks(X, panels, norms, labels, distances, first, last)
 
     def assign() -> None:
-        share(pack, b, float(centres.size))
+        share(pack, b, float(centers.size))
         share(body, b * -(-n // ROWS), float(b) * n * R * d)
 
     share(begin, b, float(b) * (n // step) * R * d)
@@ -104,7 +104,7 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
         assign()
         sums, mass = _row_sums(X, labels, weight, R), _level_sums(labels, weight, ones, R)[0]
         there = mass > 0
-        centres[there] = sums[there] / mass[there][:, None]
+        centers[there] = sums[there] / mass[there][:, None]
     assign()
     return labels, distances
 

@@ -17,11 +17,11 @@ __all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "plac
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
-_SAMPLE, _EACH = 1024, 4  # rows among which centres begin: at least so many, and so many for each centre
+_SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least so many, and so many for each center
 
 
 def sample_step(n: int, R: int) -> int:
-    """Return s such that centres begin among every s-th row: 1 unless there are many rows for each centre."""
+    """Return s such that centers begin among every s-th row: 1 unless there are many rows for each center."""
     return max(1, n // max(_SAMPLE, _EACH * R))
 
 
@@ -38,17 +38,17 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     K: (b, n, d). origin, query: (b, d). root: (b, d, d).
     """
     xp = array_namespace(K)
-    centred = K - origin[:, None, :]
-    return xp.matmul(centred, root), xp.sum(centred * query[:, None, :], axis=-1)
+    centered = K - origin[:, None, :]
+    return xp.matmul(centered, root), xp.sum(centered * query[:, None, :], axis=-1)
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
-    """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the centre, (b, n).
+    """Return which of R clusters each row of X is in, (b, n) int64, and its squared distance to the center, (b, n).
 
-    Centres begin as rows far from one another (the farthest from the weighted mean, then always the farthest from all
+    Centers begin as rows far from one another (the farthest from the weighted mean, then always the farthest from all
     chosen so far; Gonzalez, 1985), of every s-th row if there are many, see `sample_step`. They become the weighted
     means of their clusters, `iterations` times (Lloyd, 1982).
-    Ties go to the lower index; a cluster that is left empty keeps its centre. Rows of weight 0 begin no cluster and
+    Ties go to the lower index; a cluster that is left empty keeps its center. Rows of weight 0 begin no cluster and
     count in no mean, but are assigned as well.
 
     X: (b, n, d). weight: (b, n), at least 0.
@@ -71,22 +71,22 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
         chosen.append(pick)
         nearest = xp.minimum(nearest, xp.sum((some - pick) ** 2, axis=-1))
         away = xp.where(here, nearest, none)
-    centres = xp.concat(chosen, axis=1)
-    labels, distance = _assigned(xp, X, squares, centres)
+    centers = xp.concat(chosen, axis=1)
+    labels, distance = _assigned(xp, X, squares, centers)
     for _ in range(iterations):
         sums, weights = _sums(xp, labels, weight, X, R)
         divisor = xp.where(weights > 0, weights, xp.ones_like(weights))[..., None]
-        centres = xp.where((weights > 0)[..., None], sums / divisor, centres)
-        labels, distance = _assigned(xp, X, squares, centres)
+        centers = xp.where((weights > 0)[..., None], sums / divisor, centers)
+        labels, distance = _assigned(xp, X, squares, centers)
     return labels, distance
 
 
-def _assigned(xp: Any, X: Any, squares: Any, centres: Any) -> tuple[Any, Any]:
-    """Return the nearest centre of each row, and its squared distance."""
+def _assigned(xp: Any, X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
+    """Return the nearest center of each row, and its squared distance."""
     n = X.shape[1]
-    step = _step(X.shape[0] * centres.shape[1])
-    norms = xp.sum(centres * centres, axis=-1)[:, None, :]
-    turned = xp.matrix_transpose(centres)
+    step = _step(X.shape[0] * centers.shape[1])
+    norms = xp.sum(centers * centers, axis=-1)[:, None, :]
+    turned = xp.matrix_transpose(centers)
     labels, least = [], []
     for low in range(0, max(n, 1), step):
         relative = norms - 2 * xp.matmul(X[:, low : min(n, low + step), :], turned)
@@ -132,11 +132,11 @@ def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> An
     is -1. 0 for a summary without members.
     """
     xp = array_namespace(reach)
-    means, centres = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
+    means, centers = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
     up = 1 + (means.shape[-1] + 8) * 2.0**-52
     found = []
-    for c in range(centres.shape[1]):
-        far = up * (reach + lengths(means - centres[:, c, None, :]))
+    for c in range(centers.shape[1]):
+        far = up * (reach + lengths(means - centers[:, c, None, :]))
         found.append(xp.max(xp.where(labels == c, far, xp.zeros_like(far)), axis=1))
     return xp.stack(found, axis=1)
 

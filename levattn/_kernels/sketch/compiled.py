@@ -87,7 +87,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
 
 @helper
 def _combine_groups(X, group, vectors):
-    """Finish the Hadamard transform of the rows of X, in which each `group` of neighbours is transformed already."""
+    """Finish the Hadamard transform of the rows of X, in which each `group` of neighbors is transformed already."""
     row_bytes = X.strides[0]
     half = group
     while half < X.shape[0]:

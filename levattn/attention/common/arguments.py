@@ -200,7 +200,7 @@ def latent_attention(
     mask: Any = None,
     state: State | None = None,
 ) -> Any:
-    """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `Mixture`.
+    """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `LatentArguments`.
 
     offsets: as `cumulative` returns it. state: arrays of the library of Q, for torch in main memory numpy's.
     Gradients of torch reach Q, K, V, gate and beside.

@@ -49,7 +49,7 @@ def latent_attention(
     ahead: int,
     state: State | None,
 ) -> Any:
-    """Return the output (b, T, D) of latent attention on stacks of tensors; see `Mixture`.
+    """Return the output (b, T, D) of latent attention on stacks of tensors; see `LatentArguments`.
 
     offsets: None for one sequence, a numpy array, or a tensor while torch compiles. state: arrays that numpy or CuPy
     hold, or tensors.
@@ -77,7 +77,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
 def memory_of(tensor: Any) -> Any:
     """Return what the kernels read of a tensor: its memory as an array of numpy or CuPy, without its gradient.
 
-    It is copied only where neighbours along the last axis are apart. Tensors of other devices stay tensors, and
+    It is copied only where neighbors along the last axis are apart. Tensors of other devices stay tensors, and
     what is no tensor as it is.
     """
     if not isinstance(tensor, torch.Tensor):

@@ -24,7 +24,7 @@ class PrunedCertificate:
     captured_lower, captured_upper : array of shape (..., H, m)
         The weights that dense attention gives to the keys that a query attended exactly have a sum between the two.
         The upper one is that of the mixture itself, as a summary never counts for more than its members do (Jensen's
-        inequality). The lower one has each member as far from the mean of its cluster, towards the query, as any is:
+        inequality). The lower one has each member as far from the mean of its cluster, toward the query, as any is:
         for large queries it says little.
     error_bound : array of shape (..., H, m)
         The output is no farther, in Euclidean norm, from that of dense attention, to rounding: it is the diameter of

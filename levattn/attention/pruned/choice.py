@@ -57,10 +57,10 @@ class Sums:
         """The mean row, (b, d)."""
         return self.total / max(self.count, 1)
 
-    def moment(self, centred: bool) -> Any:
+    def moment(self, centered: bool) -> Any:
         """Return the mean of x xᵀ, (b, d, d), about the mean or about zero."""
         second = self.second / max(self.count, 1)
-        return second - self.mean[:, :, None] * self.mean[:, None, :] if centred else second
+        return second - self.mean[:, :, None] * self.mean[:, None, :] if centered else second
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ def pruned_attention(
         \quad \bar v_c = \frac{1}{W_c} \sum_{j \in c} w_j v_j,
 
     with logits :math:`z_j = \text{scale} \langle q, k_j \rangle`, :math:`W_c = \sum_{j \in c} w_j`, and one
-    normalisation for all. Members that q attends as near keys are taken out of the sums, exactly. The weights are
+    normalization for all. Members that q attends as near keys are taken out of the sums, exactly. The weights are
     :math:`w_j \propto \exp(\text{scale} \langle \bar q, k_j \rangle)` (within a factor of e³ of their cluster's) for
     the mean query q̄: so the summary is the tangent of the cluster's mass at q̄, and with w = 1 the plain centroid with
     the logarithm of its count. Whatever the weights, :math:`W_c e^{\bar z_c} \le \sum_{j \in c} e^{z_j}` by Jensen's
@@ -556,7 +556,7 @@ def _planned(
 
 
 def _bounds(x: PrunedArguments, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
-    """Return the bounds of `bounded` for a mixture of keys in memory; keys that were dropped are summarised for it."""
+    """Return the bounds of `bounded` for a mixture of keys in memory; keys that were dropped are summarized for it."""
     xp = namespace_of(x.q)
     labels, ones = x.role, xp.ones_like(x.keys[..., 0])
     items = Summaries(ones, x.keys, x.values, xp.zeros_like(ones), ones)

@@ -379,10 +379,10 @@ def _prefix_leverage(xp: Any, keys: Sums, K: Any, center: bool) -> Any:
     top = values[:, -1:]
     sound = values > top * moment.shape[-1] * 2.0**-50
     wide = xp.astype(K, xp.float64)
-    centred = wide - keys.mean[:, None, :] if center else wide
-    along = xp.matmul(centred, directions) ** 2
+    centered = wide - keys.mean[:, None, :] if center else wide
+    along = xp.matmul(centered, directions) ** 2
     inverse = xp.where(sound, 1 / xp.where(sound, values, xp.ones_like(values)), xp.zeros_like(values))
     scores = xp.sum(along * inverse[:, None, :], axis=-1) / keys.count
     outside = xp.sum(xp.where(sound[:, None, :], xp.zeros_like(along), along), axis=-1)
-    beyond = outside > 2.0**-40 * xp.sum(centred * centred, axis=-1)
+    beyond = outside > 2.0**-40 * xp.sum(centered * centered, axis=-1)
     return xp.astype(xp.where(beyond, xp.ones_like(scores), xp.clip(scores, 0.0, 1.0)), K.dtype)

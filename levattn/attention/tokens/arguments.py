@@ -136,7 +136,7 @@ def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
     if normalize == "mean" and name not in ("diag_leverage", "leverage"):
         raise ValueError(
             f"normalize is 'mean' and membership is {'an array' if name == 'logits' else repr(name)}; expected "
-            "leverage scores, which have a sum to be normalised. Leave normalize out, and choose the temperature"
+            "leverage scores, which have a sum to be normalized. Leave normalize out, and choose the temperature"
         )
     if name == "leverage" and causal:
         raise ValueError(

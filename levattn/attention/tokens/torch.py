@@ -172,7 +172,7 @@ def _forward(W: Any, *others: Any) -> Any:
 def _like_output(W: Any, *_others: Any) -> Any:
     """Return a tensor laid out as the kernels do: tokens with their heads side by side where those of W are.
 
-    Where neighbours along the last axis are apart, `memory_of` makes a copy, head by head.
+    Where neighbors along the last axis are apart, `memory_of` makes a copy, head by head.
     """
     b, h, T, d = W.shape
     if W.stride(3) == 1 and W.stride(1) < W.stride(2):

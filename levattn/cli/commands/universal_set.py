@@ -213,7 +213,7 @@ def _check_choice(
     if method is not Method.auto and not f.is_square:
         raise typer.BadParameter(f"--method {method.value} is for --function 2; others take only auto")
     if center and not f.is_square:
-        raise typer.BadParameter("--center is for --function 2 (the bound of softmax centres by itself)")
+        raise typer.BadParameter("--center is for --function 2 (the bound of softmax centers by itself)")
     if duplicates is not None and (epsilon is None or not f.is_square):
         raise typer.BadParameter("--duplicates is for --epsilon and --function 2")
 

@@ -34,7 +34,7 @@ STREAM = "levattn_stream"  # the same with masks of padding alone, which are of 
 
 @dataclass
 class PrunedProbe:
-    """What is in the place of a `Part` while a model is tried out: what a module hands to its attention."""
+    """What is in the place of a `LayerPruning` while a model is tried out: what a module hands to its attention."""
 
     reached: list[Any]  # modules, in the order of their calls
     heads: int = 0  # of the keys

@@ -69,7 +69,7 @@ def prune(
     **Guarantee.** Layers and heads that are not named are dense. Heads whose slots cover all keys are, to rounding.
     A sequence of a padded batch comes out as it does alone. Decoding with a cache gives what one call over the
     same positions gives, for budgets in numbers of slots (a share is of the positions of the first call). Whatever a
-    layer hands to its attention is honoured, or refused by name.
+    layer hands to its attention is honored, or refused by name.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How many specialisations of kernels the suite compiles or loads: each takes a user some tenth of a second.
+"""How many specializations of kernels the suite compiles or loads: each takes a user some tenth of a second.
 
 A plugin of pytest, which conftest registers. Processes of pytest-xdist tell theirs to the one that started them.
 """
@@ -16,7 +16,7 @@ _others: set[str] = set()
 
 
 def here() -> set[str]:
-    """The specialisations of this process, as a kernel and the types of its arguments."""
+    """The specializations of this process, as a kernel and the types of its arguments."""
     found = set()
     for name, module in list(sys.modules.items()):
         if name.startswith("levattn._kernels."):
@@ -31,15 +31,15 @@ class Counter:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        _others.update(getattr(node, "workeroutput", {}).get("specialisations", ()))
+        _others.update(getattr(node, "workeroutput", {}).get("specializations", ()))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["specialisations"] = sorted(here())
+            output["specializations"] = sorted(here())
         elif len(_others | here()) > MOST and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         count = len(_others | here())
-        terminalreporter.write_line(f"{count} specialisations of kernels were compiled or loaded; {MOST} may be.")
+        terminalreporter.write_line(f"{count} specializations of kernels were compiled or loaded; {MOST} may be.")
