@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import real_number
 
-__all__ = ["INSIDE", "L1L2", "AttentionFunction", "Fair", "Huber", "Power", "Softmax", "Tukey", "as_function"]
+__all__ = [
+    "FAMILIES",
+    "INSIDE",
+    "L1L2",
+    "AttentionFunction",
+    "Fair",
+    "Huber",
+    "Power",
+    "Softmax",
+    "Tukey",
+    "as_function",
+    "is_square",
+]
 
 Floats = npt.NDArray[np.float64]
 
@@ -420,10 +432,19 @@ def _axes(matrix: Floats) -> tuple[Floats, Floats, Floats] | None:
 _GRID = np.geomspace(1e-6, 1e6, 193)
 
 
+# By their names, as saved states and the program know them
+FAMILIES: dict[str, type[Any]] = {family.__name__: family for family in (Power, Huber, Tukey, L1L2, Fair)}
+
+
+def is_square(f: Any) -> bool:
+    """Tell whether f is x², of which sensitivities are leverage scores."""
+    return isinstance(f, Power) and f.p == 2
+
+
 def as_function(f: Any) -> AttentionFunction | Softmax:
     """Return f, or `Power` of it if it is a number; raise if the theory does not admit it."""
-    if isinstance(f, Power | Huber | Tukey | L1L2 | Fair | Softmax):
-        return f
+    if isinstance(f, (*FAMILIES.values(), Softmax)):
+        return cast(AttentionFunction | Softmax, f)
     if isinstance(f, int | float | np.integer | np.floating) and not isinstance(f, bool):
         return Power(_positive("f", f))
     if not isinstance(f, AttentionFunction):

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import levattn
+from levattn.functions import FAMILIES, is_square
 
 __all__ = ["ALLOWED", "Function", "parse_function"]
 
 ALLOWED = "a number p for |x|^p, huber[:delta], tukey[:c], l1l2, fair[:c] or softmax:radius"
 _BY_NAME: dict[str, Callable[..., Any]] = {
-    "huber": levattn.Huber,
-    "tukey": levattn.Tukey,
-    "l1l2": levattn.L1L2,
-    "fair": levattn.Fair,
+    **{name.lower(): family for name, family in FAMILIES.items() if name != "Power"},
     "softmax": levattn.Softmax,
 }
 
@@ -29,7 +27,7 @@ class Function:
     @property
     def is_square(self) -> bool:
         """Whether it is x², whose scores are leverage scores."""
-        return bool(self.f == 2)
+        return self.f == 2 or is_square(self.f)
 
 
 def parse_function(text: str) -> Function:

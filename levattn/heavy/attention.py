@@ -29,7 +29,7 @@ from levattn._kernels import (
     kernels_for,
 )
 from levattn.exceptions import NonFiniteError
-from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.heavy.causal import CHUNK, CausalChunk, causal_chunks
 from levattn.heavy.normalizers import (
     LOWEST,
@@ -489,7 +489,7 @@ class _Products:
                 if isinstance(self.f, Softmax):
                     some = np.exp(Z - D)
                 else:
-                    f = Z * Z if _is_square(self.f) else self.f(Z)
+                    f = Z * Z if is_square(self.f) else self.f(Z)
                     some = xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
                 if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
                     some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
@@ -642,7 +642,7 @@ def heavy_attention(
             raise ValueError(f"{name} has shape {shape}; expected one matrix. Call heavy_attention for each head")
     if queries.d != keys.d:
         raise ValueError(f"Q has {queries.d} columns and K has {keys.d}; expected the same number d")
-    square = _is_square(function)
+    square = is_square(function)
     if method not in ("auto", "countsketch", "jl"):
         raise ValueError(f"method is {method!r}; expected 'auto', 'countsketch' or 'jl'")
     if method == "auto":
@@ -706,10 +706,6 @@ def heavy_attention(
         _figures=_Figures(keys.n, normalizers, captured, residual, products.error, found, others),
         distortion=distortion,
     )
-
-
-def _is_square(f: AttentionFunction | Softmax) -> bool:
-    return isinstance(f, Power) and f.p == 2
 
 
 def _sketch_size(given: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -781,7 +777,7 @@ def _causal_attention(
     mask: Any,
 ) -> HeavyAttention:
     """Do what `heavy_attention` does where each query attends to the keys up to its own."""
-    if not (isinstance(f, Power) and f.p == 2):
+    if not is_square(f):
         raise ValueError(f"f is {f!r}; expected 2 for causal attention")
     if universal is not None:
         raise ValueError("universal and causal: both given; expected no set, as it changes from row to row")

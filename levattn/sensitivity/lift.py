@@ -12,13 +12,36 @@ import numpy.typing as npt
 from levattn._core.arrays import to_numpy
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64, Rows, kernels_for
-from levattn.linalg.factor import UNIT, Factor, float64_rows
+from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.linalg.factor import UNIT, Factor, factor_moments, float64_rows
+from levattn.sensitivity.certificate import Problem, in_row_space, raised_scores
 
-__all__ = ["lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
+__all__ = ["Lift", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
 
 _MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
 _ROWS = 512  # that are lifted at a time
 _ENTRIES = 1 << 22  # numbers in a block of lifted queries
+_LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
+_FELT = 1e-10  # relative rise of a bound from which coordinates are computed in twice the precision
+_LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
+
+
+class Lift:
+    """Bounds from the leverage scores of products of coordinates, for even powers above 2: their squares."""
+
+    name = "lift"
+
+    def applies(self, f: AttentionFunction | Softmax) -> bool:
+        """Tell whether f is an even power above 2."""
+        return isinstance(f, Power) and f.p > 2 and f.p % 2 == 0
+
+    def is_cheap(self, problem: Problem) -> bool:
+        """Tell whether the lifted keys are few numbers."""
+        return _lift_is_small(problem.rows, problem.growth)
+
+    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
+        """Return bounds (b, n), and the factor of the lifted keys."""
+        return _scored(replace(problem.factor, wide=None), problem.tau, round(problem.growth / 2))
 
 
 def lift_columns(d: int, m: int) -> int:
@@ -152,3 +175,34 @@ def _lift(X: Float64, m: int, out: Float64, *, weighted: bool = True) -> None:
         out[part] = products
 
     parallel_for(lambda i: body(slice(_ROWS * i, _ROWS * (i + 1))), -(-len(X) // _ROWS))
+
+
+def _lift_is_small(rows: Rows, p: float) -> bool:
+    b, n, d = rows.shape
+    columns = lift_columns(d, math.ceil(p / 2))
+    return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
+
+
+def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> tuple[Float64, Factor | None]:
+    """Bound by the leverage scores of the lift, whose factor is returned too.
+
+    Coordinates are computed, and errors of lifted keys raise their scores: see docs/design.md. Where the products lack
+    directions, rounding may hide a key in what is left out, and nothing is bounded.
+    """
+    keys, relative, absolute = lifted_keys(factor, m, precise=precise)
+    lift = factor_moments(keys, single="no")
+    upper, felt = np.sqrt(raised_scores(lift, tau > 0)), 0.0
+    resolved = lift.rank == [lift_columns(int(rank), m) for rank in factor.rank]
+    resolved &= [in_row_space(factor, item) for item in range(len(tau))]
+    raised = root_error(lift, relative)
+    for item in np.flatnonzero(resolved).tolist():
+        W = lift.whitening[item] if lift.rows.scale is None else lift.whitening[item] * lift.rows.scale[item][:, None]
+        powers = tau[item] ** (m / 2)
+        moved = absolute[item] * spread(W)
+        kept = 1 - moved * math.sqrt(float(np.sum(powers**2)))
+        felt = max(felt, float(np.max(moved * powers / upper[item], initial=1 - kept, where=tau[item] > 0)))
+        upper[item] = (upper[item] * raised[item] + moved * powers) / kept if kept > 0 else 1.0
+    if felt > _FELT and not precise:
+        return _scored(factor, tau, m, precise=True)
+    upper = np.where(resolved[:, None], np.fmin(upper, 1.0) ** 2, 1.0)
+    return upper, lift.forget_keys() if resolved.all() else None

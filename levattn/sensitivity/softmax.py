@@ -9,10 +9,12 @@ import numpy as np
 from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.threads import parallel_for
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
-from levattn.linalg.factor import UNIT
+from levattn.functions import INSIDE, AttentionFunction, Softmax
+from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.gram import as_read
+from levattn.sensitivity.certificate import Problem
 
-__all__ = ["ball", "jensen"]
+__all__ = ["Ball", "Jensen"]
 
 _NUMBERS = 1 << 18  # logits in a block
 _UNGROUPED = 4096  # keys up to which each stands for itself from the beginning
@@ -20,6 +22,55 @@ _LINE_STEPS = 6
 _GROUPS = 128
 _ALONE = 128  # keys that are in no group
 _PAIRS = 3 * 10**8  # of undecided keys and all keys, up to which each stands for itself after all
+_STEPS = 20  # toward the exact softmax sensitivity of each key that is undecided
+_BALL_KEYS = 50_000  # up to which "auto" takes these steps
+
+
+class Jensen:
+    """Bounds of softmax by Jensen's inequality."""
+
+    name = "jensen"
+
+    def applies(self, f: AttentionFunction | Softmax) -> bool:
+        """Tell whether f is softmax."""
+        return isinstance(f, Softmax)
+
+    def is_cheap(self, _problem: Problem) -> bool:
+        """Tell that "auto" takes it."""
+        return True
+
+    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
+        """Return bounds (b, n)."""
+        return jensen(problem.rows, _root(problem)), None
+
+
+class Ball:
+    """The same, lowered key by key where they are at least ε."""
+
+    name = "ball"
+
+    def applies(self, f: AttentionFunction | Softmax) -> bool:
+        """Tell whether f is softmax."""
+        return isinstance(f, Softmax)
+
+    def is_cheap(self, problem: Problem) -> bool:
+        """Tell whether there are few keys."""
+        b, n, _ = problem.rows.shape
+        return b * n <= _BALL_KEYS
+
+    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
+        """Return bounds (b, n)."""
+        root = _root(problem)
+        return ball(problem.rows, root, jensen(problem.rows, root), problem.epsilon, _STEPS), None
+
+
+def _root(problem: Problem) -> Float64 | float:
+    """Return what multiplies keys so that queries are in the unit ball: a matrix, or a number for few wide keys."""
+    f = problem.f
+    if not isinstance(f, Softmax):
+        raise TypeError(f"f is {f!r}; expected Softmax")
+    root = f.radius if f.matrix is None and problem.factor.wide is not None else f.root(problem.rows.shape[2])
+    return (1 + 2 * INSIDE) * root
 
 
 def jensen(rows: Rows, root: Float64 | float) -> Float64:

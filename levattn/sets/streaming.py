@@ -14,7 +14,7 @@ import numpy.typing as npt
 from levattn._core.checks import whole_number
 from levattn._core.serialize import as_damage, pack, unpack, whole
 from levattn._kernels import BLOCK, Float64
-from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, as_function
+from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import refuse_nonfinite
@@ -448,7 +448,7 @@ class StreamingUniversalSet:
         fields, arrays = unpack(data, "StreamingUniversalSet", _VERSION)
         with as_damage():
             name, parameters = fields["f"]
-            self = cls(fields["epsilon"], f=_FAMILIES[name](**parameters))
+            self = cls(fields["epsilon"], f=FAMILIES[name](**parameters))
             self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
             last = -1
             for start, stop in fields["spans"]:
@@ -514,14 +514,11 @@ class StreamingUniversalSet:
             raise ValueError(f"{path}: {error}") from error
 
 
-_FAMILIES = {family.__name__: family for family in (Power, Huber, Tukey, L1L2, Fair)}
-
-
 def _check(f: AttentionFunction | Softmax, epsilon: float) -> list[Any]:
     """Raise for functions without a bound that never rises; return how a state names f, empty if it cannot."""
     require_bounds(f, epsilon)
     name = type(f).__name__
-    return [name, asdict(f)] if _FAMILIES.get(name) is type(f) and is_dataclass(f) else []
+    return [name, asdict(f)] if FAMILIES.get(name) is type(f) and is_dataclass(f) else []
 
 
 def _with_span(spans: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:

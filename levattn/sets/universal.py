@@ -27,7 +27,7 @@ from levattn._core.random import as_seed
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn._kernels.select.contract import SelectKernels
 from levattn.exceptions import NonFiniteError
-from levattn.functions import AttentionFunction, Power, Softmax, as_function
+from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
@@ -371,7 +371,7 @@ def universal_set(
     array([10, 20, 30])
     """
     function = as_function(f)
-    square = isinstance(function, Power) and function.p == 2
+    square = is_square(function)
     approximate = square and check_method(method)
     if not approximate:
         refuse_randomness(method, sketch_size, rng)

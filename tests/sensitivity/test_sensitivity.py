@@ -16,7 +16,7 @@ import levattn
 import naive
 import strategies
 from levattn.functions import Softmax, as_function
-from levattn.sensitivity import certified as sensitivity
+from levattn.sensitivity import block
 from strategies import STORAGE, as_bool, as_float64
 
 POWERS = (0.5, 1, 1.5, 2, 3, 4, 6)
@@ -171,13 +171,13 @@ def test_a_tiny_epsilon_costs_no_more_than_the_keys(f: Any, epsilon: float) -> N
 
 def test_blocks_are_few_where_none_decides() -> None:
     """For ε ≤ 1/n no bound made of blocks falls below ε, so that more of them would say nothing."""
-    assert sensitivity._block_count(100_000, 1e-9) == 256
-    assert sensitivity._block_count(100, 1e-9) == 100
-    assert sensitivity._block_count(100, 5e-324) == 100
-    assert sensitivity._block_count(100, 0.015) == 100
-    assert sensitivity._block_count(100_000, 0.1) == 20
-    assert sensitivity._block_count(3, 0.1) == 3
-    assert sensitivity._block_count(0, 0.1) == 1
+    assert block._block_count(100_000, 1e-9) == 256
+    assert block._block_count(100, 1e-9) == 100
+    assert block._block_count(100, 5e-324) == 100
+    assert block._block_count(100, 0.015) == 100
+    assert block._block_count(100_000, 0.1) == 20
+    assert block._block_count(3, 0.1) == 3
+    assert block._block_count(0, 0.1) == 1
 
 
 @pytest.mark.parametrize("f", FUNCTIONS, ids=str)

@@ -1,0 +1,114 @@
+"""The certificate of blocks, for every even function that does not decrease in abs(x) and is of known growth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import take_rows, to_numpy
+from levattn._kernels import Float64, Rows
+from levattn.functions import AttentionFunction, Power, Softmax, is_square
+from levattn.linalg.factor import Factor, factor_moments
+from levattn.sensitivity.certificate import Problem, by_chunks, raised_scores
+from levattn.sensitivity.lewis import iterated
+
+__all__ = ["Block"]
+
+_BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
+_MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
+
+
+class Block:
+    """Bounds from what every block of keys adds where one key has attention; the only ones of functions in general."""
+
+    name = "block"
+
+    def applies(self, f: AttentionFunction | Softmax) -> bool:
+        """Tell whether f is even and not x²."""
+        return not isinstance(f, Softmax) and not is_square(f)
+
+    def is_cheap(self, problem: Problem) -> bool:
+        """Tell whether f is no power: for these it takes as long as all the others together."""
+        return not isinstance(problem.f, Power)
+
+    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
+        """Return bounds (b, n)."""
+        rows, growth = problem.rows, max(2.0, problem.growth)
+        each = [_block(rows.item(i), growth, problem.epsilon, problem.rng) for i in range(len(problem.tau))]
+        return np.stack(each), None
+
+
+def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
+    """Bound the sensitivity of all even monotone functions of growth p ≥ 2, for a batch of one.
+
+    Where ⟨k_j, y⟩ = 1, a block b of rows adds at least min(1, 1/t) to Σ min(1, |⟨k_l, y⟩|^p) with 1/t the least
+    ‖K_b y‖_p^p: one of its entries is at least 1, or the sum of powers is at least 1/t. In its own block j adds 1
+    itself, and the others at least min(1, 1/t − 1).
+    """
+    n = rows.shape[1]
+    present = np.arange(n) if rows.mask is None else np.flatnonzero(to_numpy(rows.mask)[0])
+    generator = rng if isinstance(rng, np.random.Generator) else np.random.default_rng(0 if rng is None else rng)
+    order = generator.permutation(present)
+    sums = np.zeros(n)
+    undecided = np.sort(present)
+    left = _taken(rows, undecided)
+    for members in np.array_split(order, _block_count(len(order), epsilon)):
+        if not len(undecided):
+            break
+        factor, constant = _of_block(_taken(rows, np.sort(members)), p)
+        t = to_numpy(factor.on(left).scores(member=False)[0])[0]
+        own = np.zeros(n, np.float32)
+        own[members] = 1.0
+        shrink = (1 + 4 * float(factor.score_error[0])) ** (-p / 2) / constant  # 0 where the error is infinite
+
+        def body(part: slice, t: Any = t, own: Any = own, shrink: float = shrink, at: Any = undecided) -> None:
+            mine = own[at[part]]
+            with np.errstate(divide="ignore", over="ignore"):
+                each = shrink / (t[part] if p == 2 else t[part].astype(np.float64) ** (p / 2))
+            sums[at[part]] += np.clip(each, mine, 1 + mine) if shrink else mine
+
+        by_chunks(body, len(undecided))
+        still = np.flatnonzero(sums[undecided] * epsilon <= 1 + 1e-6)
+        if len(still) < 0.8 * len(undecided):  # a copy of the rest costs less than to go on with all
+            undecided = undecided[still]
+            left = _taken(rows, undecided)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.minimum((1 + 1e-6) / sums, 1.0))
+
+
+def _block_count(n: int, epsilon: float) -> int:
+    """Return into how many blocks n keys go: none is empty, and there are few where no number of them decides a key.
+
+    Blocks of one key each add up to at most n, and others to less: for ε ≤ 1/n no bound falls below ε.
+    """
+    most = n if n * epsilon > 1 else min(n, _MOST_IN_VAIN)
+    return max(1, math.ceil(min(2 / epsilon, most)))
+
+
+def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
+    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `_lewis`.
+
+    M is of equal weights where others, rounded, would not leave the row space as it is.
+    """
+    factor = factor_moments(members, single="yes")
+    if p == 2:
+        return factor, 1.0
+    tau = raised_scores(factor)
+    v, _, moved, _ = iterated(members, tau, factor.rank, p, _BLOCK_ITERATIONS)
+    raised = float(moved[0])
+    if math.isfinite(raised):
+        factor = factor_moments(replace(members, weights=v), single="yes")
+    else:
+        v, raised = np.ones(v.shape), 1.0
+    total = float(np.sum(v ** (2 * p / (p - 2)), where=tau > 0))
+    return factor, max(total, 1.0) ** (p / 2 - 1) * raised**p * (1 + 1e-9)
+
+
+def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
+    """Return some rows of a batch of one, none of them masked; all of them without a copy."""
+    keys = rows.keys if len(indices) == rows.shape[1] else take_rows(rows.keys, indices)
+    return replace(rows, keys=keys, mask=None)

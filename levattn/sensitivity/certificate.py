@@ -1,0 +1,99 @@
+"""What a certificate is: whether it holds for f, and the bounds that it proves; and what several of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import take_rows, to_float64, to_numpy
+from levattn._core.threads import parallel_for
+from levattn._kernels import Float64, Rows
+from levattn.functions import AttentionFunction, Softmax
+from levattn.linalg.factor import Factor
+
+__all__ = ["LOG_ERROR", "Certificate", "Problem", "by_chunks", "in_row_space", "raised_scores"]
+
+LOG_ERROR = 1e-12  # of a logarithm, by which bounds are raised
+_CHUNK = 1 << 15  # keys whose figures are worked on at a time
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What bounds are asked of.
+
+    factor: of the keys, and rows: the keys that it is of (for softmax as they are given).
+    tau: (b, n) leverage scores, raised by their error; 0 for keys of zeros, and for no others.
+    epsilon: the bound from which a key is of interest; iterations: of Lewis weights.
+    """
+
+    f: AttentionFunction | Softmax
+    factor: Factor
+    rows: Rows
+    tau: Float64
+    epsilon: float
+    iterations: int
+    rng: int | np.random.Generator | None
+
+    @property
+    def growth(self) -> float:
+        """The exponent p of f(x) ≤ |x/y|^p f(y); 0 for softmax."""
+        return 0.0 if isinstance(self.f, Softmax) else float(self.f.growth)
+
+
+class Certificate(Protocol):
+    """A proof that no query gives a key more than a bound."""
+
+    @property
+    def name(self) -> str:
+        """What ``method`` and `Sensitivities.certificate` call it."""
+
+    def applies(self, f: AttentionFunction | Softmax, /) -> bool:
+        """Tell whether it holds for f."""
+
+    def is_cheap(self, problem: Problem, /) -> bool:
+        """Tell whether "auto" takes it."""
+
+    def bound(self, problem: Problem, /) -> tuple[Float64, Factor | None]:
+        """Return bounds (b, n), and the factor of lifted keys where it was made and holds all their directions."""
+
+
+def raised_scores(factor: Factor, live: npt.NDArray[np.bool_] | None = None) -> Float64:
+    """Return leverage scores in float64, raised by their estimated error, at most 1; 0 for rows of zeros alone.
+
+    Which rows are not zero (`live`) is told by their entries where it is not known: a score may vanish.
+    """
+    given, _ = factor.scores()
+    least = 4 * factor.rows.shape[2] * (2.0**-126 if "32" in str(given.dtype) else 2.0**-1022)
+    scores = to_numpy(given).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        scores *= 1 + 4 * factor.score_error[:, None]
+    low = ~(scores >= least)  # squares below this may have vanished; not a number where the error is infinite
+    if low.any():
+        there = _not_zero(factor.rows, low) if live is None else live & low
+        scores[low] = np.where(there[low], np.where(np.isnan(scores[low]), 1.0, least), 0.0)
+    return np.minimum(scores, 1.0, out=scores)
+
+
+def _not_zero(rows: Rows, among: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Tell which of some rows take part and have an entry that is not zero, (b, n)."""
+    found = np.zeros(among.shape, np.bool_)
+    if rows.mask is not None:
+        among = among & to_numpy(rows.mask)
+    for item in np.flatnonzero(among.any(axis=1)).tolist():
+        which = np.flatnonzero(among[item])
+        found[item, which] = to_float64(take_rows(rows.item(item).keys, which), rows.format)[0].any(axis=1)
+    return found
+
+
+def by_chunks(body: Callable[[slice], None], n: int) -> None:
+    """Call `body` on slices of n keys that stay in the cache, on all threads."""
+    parallel_for(lambda i: body(slice(i * _CHUNK, min((i + 1) * _CHUNK, n))), -(-n // _CHUNK))
+
+
+def in_row_space(factor: Factor, item: int) -> bool:
+    """Tell whether all keys lie exactly in the row space that was kept."""
+    return item not in factor.outside or (item in factor.spans and item not in factor.hidden)

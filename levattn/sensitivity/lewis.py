@@ -1,0 +1,151 @@
+"""The certificate of Lewis weights, for powers other than 2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import array_namespace, to_device
+from levattn._kernels import Float64, Rows
+from levattn.functions import AttentionFunction, Power, Softmax, is_square
+from levattn.linalg.factor import UNIT, Factor, factor_moments
+from levattn.sensitivity.certificate import LOG_ERROR, Problem, by_chunks, in_row_space, raised_scores
+from levattn.sensitivity.lift import root_error
+
+__all__ = ["Lewis", "iterated"]
+
+_LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
+
+
+class Lewis:
+    """Bounds from weights of rows, whichever they are; Lewis weights make them small."""
+
+    name = "lewis"
+
+    def applies(self, f: AttentionFunction | Softmax) -> bool:
+        """Tell whether f is a power other than 2."""
+        return isinstance(f, Power) and not is_square(f)
+
+    def is_cheap(self, _problem: Problem) -> bool:
+        """Tell that "auto" takes it."""
+        return True
+
+    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
+        """Return bounds (b, n)."""
+        factor = replace(problem.factor, wide=None)
+        return _lewis_of_each(factor, problem.tau, problem.growth, problem.iterations), None
+
+
+def iterated(
+    rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int
+) -> tuple[Float64, Float64, Float64, Float64]:
+    """Iterate toward Lewis weights w from equal ones, whose leverage scores are `tau` and whose ranks `rank`.
+
+    Returned are the row weights v, at most 1, the leverage scores of the rows weighted by them, the factor (b,) by
+    which the rounding of weighted rows may raise the root of a score, and the scale (b, 1) for which v times that is
+    w^{1/2 − 1/p}. Where weights would push directions beyond the rank tolerance, those before stay.
+    """
+    live = tau > 0
+    v: Float64 = np.ones(tau.shape)
+    mean: Float64 = np.zeros(tau.shape)
+    going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.ones((len(tau), 1))
+    last: Factor | None = None
+    for step in range(iterations):
+        new: Float64 = np.empty(tau.shape)
+
+        def body(part: slice, v: Float64 = v, tau: Float64 = tau, new: Float64 = new, step: int = step) -> None:
+            t = tau[:, part]
+            if p < 4:  # w = (τ/v²)^{p/2}
+                new[:, part] = (t / v[:, part] ** 2) ** (p / 4 - 0.5)
+            else:
+                mean[:, part] += (t - mean[:, part]) / (step + 1)
+                new[:, part] = mean[:, part] ** (0.5 - 1 / p)
+
+        with np.errstate(divide="ignore", over="ignore"):
+            by_chunks(body, v.shape[1])
+        largest = np.max(new, axis=1, keepdims=True, initial=0.0, where=live & np.isfinite(new))
+        largest[largest == 0] = 1.0
+        new /= largest
+        np.clip(new, _LEAST_WEIGHT, 1.0, out=new)
+        new[~live] = 1.0
+        new[~going] = v[~going]
+        factor = factor_moments(replace(rows, weights=new))
+        sound = (factor.rank == rank) & np.isfinite(factor.score_error)
+        lost = going & ~sound
+        if last is not None and lost.any():
+            moved[lost] = root_error(last, UNIT)[lost]
+        going &= sound
+        if not going.any():
+            break
+        last, scores = factor, raised_scores(factor, live)
+        scale = np.where(going[:, None], largest * (scale ** (1 - p / 2) if p < 4 else 1.0), scale)
+        if going.all():
+            v, tau = new, scores
+        else:
+            v, tau = (np.where(going[:, None], x, y) for x, y in ((new, v), (scores, tau)))
+    if last is not None and going.any():
+        moved[going] = root_error(last, UNIT)[going]
+    return v, tau, moved, scale
+
+
+def _lewis_of_each(factor: Factor, tau: Float64, p: float, iterations: int) -> Float64:
+    """Bound by Lewis weights; keys that lack directions are replaced by as many independent columns of theirs.
+
+    These have the same column space, so the same sensitivities. The rounding of weighted rows is then one of
+    columns that are independent by far more.
+    """
+    rows, upper = replace(factor.rows, scale=None), np.ones(tau.shape)
+    lacking = factor.rank < np.count_nonzero(np.any(factor.whitening != 0, axis=2), axis=1)
+    if not lacking.any():
+        return _lewis(rows, tau, factor.rank, p, iterations)
+    for item in range(len(tau)):
+        one, its_tau = rows.item(item), tau[item : item + 1]
+        if lacking[item]:
+            if not in_row_space(factor, item):
+                continue
+            within = factor_moments(_independent(one, factor.even_normalizer(item)[0], int(factor.rank[item])))
+            if within.rank[0] < factor.rank[item]:
+                continue
+            one, its_tau = replace(within.rows, scale=None), raised_scores(within)
+        upper[item] = _lewis(one, its_tau, factor.rank[item : item + 1], p, iterations)[0]
+    return upper
+
+
+def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
+    """Return as many columns of one matrix as it has rank; they span the column space. N has its row space."""
+    from scipy.linalg import qr
+
+    columns = np.asarray(qr(N, mode="r", pivoting=True)[1][:rank], np.int64)
+    keys = array_namespace(rows.keys).take(rows.keys, to_device(columns, rows.keys), axis=2)
+    return Rows(keys, rows.format, rows.mask)
+
+
+def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iterations: int) -> Float64:
+    r"""Bound by weights, whichever they are.
+
+    With v = w^{1/2−1/p}, M = Σ v² k kᵀ, h = (kᵀM⁺k)^{p/2} and z = Ky: \|z_j\|^p ≤ h_j (yᵀMy)^{p/2}, and
+    (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder), and at most c^{2/p−1} ‖z‖_p^p with c = max h/w
+    for p ≤ 2.
+    """
+    v, tau, moved, _ = iterated(rows, tau, rank, p, iterations)
+    log_h, log_w, raised = np.empty(v.shape), np.empty(v.shape), p * np.log(moved)[:, None]
+
+    def body(part: slice) -> None:
+        with np.errstate(divide="ignore"):
+            logs = np.log(v[:, part])
+            log_h[:, part] = p / 2 * (np.log(tau[:, part]) - 2 * logs) + raised
+        log_w[:, part] = 2 * p / (p - 2) * logs
+
+    by_chunks(body, v.shape[1])
+    live = tau > 0
+    if p >= 2:
+        top = np.max(log_w, axis=1, keepdims=True, initial=-np.inf, where=live)
+        top = np.where(np.isfinite(top), top, 0.0)
+        total = np.sum(np.exp(log_w - top, where=live, out=np.zeros(live.shape)), axis=1, keepdims=True)
+        constant = (p / 2 - 1) * (top + np.log(np.maximum(total, 1.0)))
+    else:
+        ratio = np.max(log_h - log_w, axis=1, keepdims=True, initial=-np.inf, where=live)
+        constant = (2 / p - 1) * np.where(np.isfinite(ratio), ratio, 0.0)
+    return np.asarray(np.exp(np.minimum(constant + log_h + LOG_ERROR * (1 + p + 1 / p + p / abs(p - 2)), 0.0)))
