@@ -22,8 +22,9 @@ from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sensitivity.online import online_leverage_scores
+from levattn.sets.result import UniversalSet
 from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
-from levattn.sets.universal import UniversalSet, universal_set
+from levattn.sets.universal import universal_set
 
 if TYPE_CHECKING:
     from levattn import datasets

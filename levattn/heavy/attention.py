@@ -59,7 +59,8 @@ from levattn.sensitivity.sums import (
     sums,
     uncertain_sums,
 )
-from levattn.sets.universal import UniversalSet, flag_counts, require_set_of, universal_set
+from levattn.sets.result import UniversalSet, flag_counts, require_set_of
+from levattn.sets.universal import universal_set
 from levattn.sketch import jl_size
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from levattn.plots.common import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from levattn.sets.universal import UniversalSet
+    from levattn.sets.result import UniversalSet
 
 _CELLS = 1024
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
     from matplotlib.transforms import Affine2DBase
 
-    from levattn.sets.universal import UniversalSet
+    from levattn.sets.result import UniversalSet
 
 _SPACES = ("Ġ", "▁")  # how byte-level vocabularies and those of SentencePiece write a space
 _CONTINUED = "##"  # how WordPiece marks a token that goes on with a word

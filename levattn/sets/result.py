@@ -1,0 +1,352 @@
+"""The result of `universal_set`: the keys, and what is known of them; and whether keys are those of a set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_device, to_float64, to_numpy
+from levattn._kernels import Rows
+from levattn.exceptions import NonFiniteError
+from levattn.linalg.factor import Factor
+from levattn.sensitivity.leverage import TIE
+
+__all__ = [
+    "Guarantee",
+    "UniversalSet",
+    "flag_counts",
+    "known_by",
+    "reaches",
+    "require_set_of",
+    "rescored",
+    "result_of",
+]
+
+_SAMPLE = 64  # keys outside a set whose scores are compared with those of K
+
+Guarantee = Literal["exact", "superset", "none"]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class UniversalSet:
+    """Keys that hold every large attention score, and what is known of them.
+
+    The result of `universal_set`, for one matrix (n, d) or for a batch (..., n, d) of them.
+
+    Attributes
+    ----------
+    mask : array of bool, shape (..., n)
+        True for the keys of the set.
+    scores : array of shape (..., n)
+        The leverage scores of all keys for f(x) = x², else certified upper bounds of their sensitivities. Of keys
+        with directions below the numerical rank the scores are upper bounds as well: raised by up to 3 %, or 1.
+    epsilon : float or array of shape (...,)
+        The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
+        outside exceeds it.
+    guarantee : {"exact", "superset", "none"}
+        "exact": the smallest set that holds every score of at least ε (for a set of a given size: every score above
+        it, and ties are cut). "superset": it holds them all, but perhaps other keys as well: those whose scores
+        float64 does not tell apart from ε, keys with a direction below the numerical rank, or whatever a certified
+        bound does not tell apart. "none": nothing is promised for attention over K.
+    f : float, AttentionFunction or Softmax
+        The attention function; a number is the exponent p of abs(x)^p.
+    rank : int or array of int64, shape (...,)
+        Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
+    factor : levattn.linalg.Factor
+        The factor of the keys' second moment: normalizers and witness queries. It does not hold the keys, but for
+        those with n < d, of which it has a copy.
+    by_size : bool
+        Whether a size was asked for instead of ε.
+    certificate : tuple of str
+        What the guarantee rests on: the certificates of `sensitivities` whose minimum `scores` is. For f(x) = x² it is
+        "leverage", which is exact.
+    total_bound : float or array of shape (...,)
+        What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
+    exact_factor : bool
+        Whether `factor` is that of the keys; False where it is that of a sketch, whose normalizers are approximate:
+        `heavy_attention` does not take such a set.
+    groups : array of int64, shape (..., n), or None
+        The groups of keys that were given, -1 for a key in none.
+    group_scores : array of float64, shape (..., g), or None
+        The largest attention that a query can give to each group as a whole; see `group_leverage`.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> levattn.universal_set(np.eye(3), 0.5)
+    UniversalSet(3 of 3 keys, epsilon=0.5, guarantee='exact', rank=3, bound=6, vacuous)
+    """
+
+    mask: Any
+    scores: Any
+    epsilon: Any
+    guarantee: Guarantee
+    f: Any
+    rank: Any
+    factor: Factor = field(repr=False)
+    by_size: bool
+    certificate: tuple[str, ...]
+    total_bound: Any
+    exact_factor: bool
+    _leverage: Any = field(repr=False)  # of all keys, to be compared with those of keys that come with the set
+    _present: Any = field(repr=False)  # the mask that was given, in the kind of `mask`, or None
+    groups: Any = field(default=None, repr=False)
+    group_scores: Any = field(default=None, repr=False)
+    _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, where it was made
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Leading axes of the keys; () for one matrix."""
+        return tuple(int(size) for size in self.mask.shape[:-1])
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """The keys that took part: the mask that was given.
+
+        Returns
+        -------
+        array of bool, shape (..., n)
+        """
+        return np.full(tuple(self.mask.shape), True) if self._present is None else to_numpy(self._present)
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Ascending indices of the keys of the set, for one matrix.
+
+        Returns
+        -------
+        array of int64, shape (size,)
+
+        Raises
+        ------
+        ValueError
+            If there is a batch of matrices.
+        """
+        if self.batch:
+            raise ValueError(
+                f"indices are of one matrix, but this set has batch {self.batch}; use mask and sizes, "
+                "or call universal_set on each matrix"
+            )
+        return to_numpy(array_namespace(self.mask).nonzero(self.mask)[0])
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Number of keys in the set of each matrix.
+
+        Returns
+        -------
+        array of int64, shape (...,)
+        """
+        return flag_counts(self.mask)
+
+    @property
+    def hidden_groups(self) -> npt.NDArray[np.bool_]:
+        """Which groups can receive at least ε as a whole, though none of their keys can by itself.
+
+        Returns
+        -------
+        array of bool, shape (..., g)
+            With no groups where none were given.
+        """
+        if self.groups is None:
+            return np.zeros((*self.batch, 0), np.bool_)
+        scores = to_numpy(self.group_scores)
+        largest, leverage = np.zeros(scores.shape), to_numpy(self._leverage)
+        for item in np.ndindex(self.batch):
+            labels = to_numpy(self.groups)[item]
+            np.maximum.at(largest[item], labels[labels >= 0], leverage[item][labels >= 0])
+        return reaches(scores, self.epsilon) & ~reaches(largest, self.epsilon)
+
+    @property
+    def size_bound(self) -> Any:
+        """The theorem's bound on the size: `total_bound`/ε (rank/ε for f(x) = x²), infinite for ε = 0.
+
+        For other functions it bounds the smallest such set, and up to quadratic growth the expected size of one made
+        of blocks; a set made of other certified bounds may be larger.
+
+        Returns
+        -------
+        float or array of shape (...,)
+        """
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            bound = np.where(np.asarray(self.rank) == 0, 0.0, np.asarray(self.total_bound, float) / self.epsilon)
+        return bound if self.batch else float(bound)
+
+    @property
+    def is_vacuous(self) -> Any:
+        """Whether the bound promises nothing, since it is not below the number of keys.
+
+        Returns
+        -------
+        bool or array of bool, shape (...,)
+        """
+        n = self.mask.shape[-1] if self._present is None else flag_counts(self._present)
+        vacuous = np.asarray(self.size_bound) >= n
+        return vacuous if self.batch else bool(vacuous)
+
+    @property
+    def _left(self) -> Any:
+        """The keys that took part and are not in the set, in the kind of the mask."""
+        xp = array_namespace(self.mask)
+        left = xp.logical_not(self.mask)
+        return left if self._present is None else xp.logical_and(left, self._present)
+
+    @property
+    def _largest_left(self) -> float:
+        """The largest score of one of them, for one matrix; 0 where there are none."""
+        xp = array_namespace(self.mask)
+        scores = xp.where(self._left, self.scores, xp.zeros_like(self.scores))
+        return float(xp.max(scores)) if scores.shape[0] else 0.0
+
+    @property
+    def condition(self) -> Any:
+        """The condition number of the keys in the 2-norm, on their row space.
+
+        Returns
+        -------
+        float or array of shape (...,)
+        """
+        condition = self.factor.condition.reshape(self.batch)
+        return condition if self.batch else float(condition)
+
+    def __len__(self) -> int:
+        """Return the number of keys in the set of one matrix."""
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        n = self.mask.shape[-1]
+        if self.batch:
+            sizes = self.sizes
+            span = f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
+            return f"UniversalSet({span} of {n} keys in each of {self.batch}, guarantee={self.guarantee!r})"
+        vacuous = ", vacuous" if self.is_vacuous else ""
+        hidden = f", {self.hidden_groups.sum()} hidden groups" if self.groups is not None else ""
+        return (
+            f"UniversalSet({len(self)} of {n} keys, epsilon={self.epsilon:.6g}, guarantee={self.guarantee!r}, "
+            f"rank={self.rank}, bound={self.size_bound:.6g}{vacuous}{hidden})"
+        )
+
+
+def result_of(
+    matrices: Matrices,
+    chosen: Any,
+    scores: Any,
+    factor: Factor,
+    leverage: Any,
+    *,
+    epsilon: float | None,
+    left: npt.NDArray[np.float64] | None,
+    guarantee: Guarantee,
+    present: Any = None,
+    f: Any = 2,
+    certificate: tuple[str, ...] = ("leverage",),
+    total_bound: npt.NDArray[np.float64] | None = None,
+    exact_factor: bool = True,
+    labels: npt.NDArray[np.int64] | None = None,
+    group_scores: Any = None,
+    lift: Factor | None = None,
+) -> UniversalSet:
+    """Return the set of the keys that were chosen, flags (b, n), in the caller's kind.
+
+    scores: (b, n), what the keys were chosen by, and leverage: (b, n), by which they are known again. left: (b,) the
+    largest score left out, of a set of a given size, which has no `epsilon`.
+    """
+
+    def figures(values: npt.NDArray[Any]) -> Any:
+        return values.reshape(matrices.batch) if matrices.batch else values[0].item()
+
+    def given_back(array: Any) -> Any:
+        return (
+            None
+            if array is None
+            else matrices.wrap(to_device(array, matrices.data) if isinstance(array, np.ndarray) else array)
+        )
+
+    rank = figures(factor.rank)
+    return UniversalSet(
+        mask=given_back(chosen),
+        scores=given_back(scores),
+        epsilon=epsilon if left is None else figures(left),
+        guarantee=guarantee,
+        f=f,
+        rank=rank,
+        factor=factor.forget_keys(),
+        by_size=left is not None,
+        certificate=certificate,
+        total_bound=rank if total_bound is None else figures(total_bound),
+        exact_factor=exact_factor,
+        _leverage=leverage.reshape((*matrices.batch, leverage.shape[1])),
+        _present=given_back(present),
+        groups=given_back(labels),
+        group_scores=given_back(group_scores),
+        _lift=lift,
+    )
+
+
+def flag_counts(flags: Any) -> npt.NDArray[np.int64]:
+    """Return how many flags are set along the last axis, of any namespace."""
+    xp = array_namespace(flags)
+    return np.asarray(to_numpy(xp.sum(xp.astype(flags, xp.uint8), axis=-1, dtype=xp.int64)))
+
+
+def reaches(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
+    """Tell which scores count as at least ε."""
+    return np.asarray(scores >= epsilon * (1 - TIE))
+
+
+def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the scores of some keys of one matrix, computed in float64."""
+    keys = take_rows(matrices.data[item : item + 1, :, :], rows)
+    scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(wide=True)
+    found: npt.NDArray[np.float64] = to_numpy(scores)[0]
+    return found
+
+
+def known_by(chosen: npt.NDArray[np.int64], present: Any, n: int) -> npt.NDArray[np.int64]:
+    """Return the keys of the set and some of the others, by whose scores the keys of a set are known again."""
+    others = np.arange(n)
+    if present is not None:
+        others = array_namespace(present).nonzero(present)[0]
+    step = max(1, others.shape[0] // _SAMPLE)
+    return np.union1d(chosen, to_numpy(others[::step]))
+
+
+def require_set_of(keys: Matrices, universal: Any) -> None:
+    """Raise if `universal` is not the set of these keys, as far as shape, storage and a sample of scores tell."""
+    if not isinstance(universal, UniversalSet):
+        raise TypeError(f"universal is of type {type(universal).__name__}; expected the result of universal_set")
+    shape = tuple(universal.mask.shape)
+    if shape != (keys.n,):
+        raise ValueError(f"universal is of keys of shape {shape}; expected the set of K's {keys.n} keys")
+    if universal.factor.columns != keys.d:
+        raise ValueError(f"universal is of keys with d = {universal.factor.columns}; K has d = {keys.d}")
+    if not universal.exact_factor:
+        raise ValueError(
+            f"universal was made by method {universal.certificate[0]!r} and knows no exact normalizers; expected a "
+            "set of an exact method, or one made with recheck=True"
+        )
+    if universal.factor.rows.format != keys.format:
+        raise ValueError(
+            f"universal is of {universal.factor.rows.format} keys and K is {keys.format}, which is rounded otherwise; "
+            "expected the set of these very keys"
+        )
+    margin = max(TIE, 4 * float(universal.factor.score_error[0]))
+    sample = known_by(universal.indices, universal._present, keys.n)
+    scores = to_numpy(take_entries(universal._leverage, sample)).astype(np.float64)
+    rows = to_float64(take_rows(keys.data, sample), keys.format)[0]
+    bad = sample[~np.isfinite(rows).all(axis=1)]
+    if len(bad):
+        raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
+    wide = universal.factor.wide
+    if wide is None:
+        again = rescored(universal.factor, keys, 0, sample)
+        counted = scores == 1  # rows that reach outside the numerical row space among them
+        same = counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)
+    else:  # their scores are those of some columns, but the keys themselves are known
+        same = rows == to_float64(take_rows(wide.rows.keys, sample), keys.format)[0]
+    if not same.all():
+        raise ValueError("universal is of other keys than K: their scores differ; expected the set of these very keys")

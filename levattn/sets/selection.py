@@ -1,0 +1,89 @@
+"""Which keys are chosen by their scores, where some of these are too close to call for their precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import Matrices, to_numpy
+from levattn._kernels import Float64, Rows
+from levattn._kernels.select.contract import SelectKernels
+from levattn.linalg.factor import Factor
+from levattn.sensitivity.leverage import TIE
+from levattn.sets.result import flag_counts
+
+__all__ = ["at_least", "largest", "rescored_all"]
+
+_Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # scores of the rows listed in float64, one after the other
+_SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
+
+
+def at_least(
+    select: SelectKernels, factor: Factor, scores: Any, present: Any, epsilon: float, rescore: _Rescore
+) -> tuple[Any, bool]:
+    """Tell which scores are at least ε, and whether doubt counted as that.
+
+    Those too close to ε for their precision are computed again in float64.
+    """
+    margin = _margin(factor)
+    least = epsilon * (1 - margin) if epsilon > _SMALL_SCORE else np.zeros(len(margin))
+    chosen, starts, near = select.threshold(scores, present, least, epsilon * (1 + margin))
+    doubt = False
+    if len(near):
+        slack, again = np.repeat(np.maximum(TIE, 4 * factor.error), np.diff(starts)), rescore(starts, near)
+        taken = ~(again < epsilon * (1 - slack))
+        select.include(chosen, starts, near, taken)
+        doubt = bool((taken & (slack > 2 * TIE) & ~(again >= epsilon * (1 + slack))).any())
+    return chosen, doubt
+
+
+def largest(
+    select: SelectKernels, factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
+) -> tuple[Any, Float64, bool]:
+    """Choose by score descending, then index ascending; return the largest score of each matrix left out, too.
+
+    Scores too close to call are computed again in float64. The largest score is raised by an error that is not small,
+    and the last result tells whether others may then lie below it.
+    """
+    margin = _margin(factor)
+    chosen, starts, close = select.largest(scores, present, size, margin)
+    if len(close):
+        again, taken = rescore(starts, close), np.zeros(len(close), np.bool_)
+        missing = np.maximum(size - flag_counts(chosen), 0)
+        for item, start in enumerate(starts[:-1].tolist()):
+            order = np.argsort(-again[start : starts[item + 1]], kind="stable")
+            taken[start + order[: missing[item]]] = True
+        select.include(chosen, starts, close, taken)
+    among = ~chosen if present is None else present & ~chosen
+    top = select.maxima(scores, among) * (1 - margin)
+    _, starts, rows = select.threshold(scores, among, top, np.full(len(top), np.inf))
+    left, some = np.zeros(len(top)), np.flatnonzero(np.diff(starts))
+    if len(some):
+        left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])
+    slack = 4 * factor.error
+    raised = (slack > TIE) & (left > 0)
+    left[raised] = np.minimum(left[raised] * (1 + slack[raised]), 1.0)
+    unsure = raised & (slack > 2 * TIE)
+    if not unsure.any():
+        return chosen, left, False
+    with np.errstate(divide="ignore", over="ignore"):
+        reciprocal = select.maxima(1 / scores, chosen)  # of the smallest score that was chosen
+    return chosen, left, bool((unsure & (reciprocal * left * (1 + margin) > 1)).any())
+
+
+def rescored_all(
+    select: SelectKernels, factor: Factor, matrices: Matrices, starts: npt.NDArray[np.int64], rows: Any
+) -> Float64:
+    """Return the scores of the keys listed of every matrix, computed in float64, one after the other."""
+    keys, there = select.stacked(matrices.data, starts, rows)
+    found, _ = factor.exactly().on(Rows(keys, matrices.format, there)).scores(wide=True)
+    scores = to_numpy(found)
+    return np.asarray(scores[np.arange(scores.shape[1]) < np.diff(starts)[:, None]])
+
+
+def _margin(factor: Factor) -> Float64:
+    """Return the relative difference below which scores of each matrix are too close to call."""
+    return np.maximum(4 * factor.score_error, TIE)
