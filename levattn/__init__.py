@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from levattn._core.threads import thread_limit
 from levattn.exceptions import CacheWarning, KeyFileError, LevattnError, NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
-from levattn.heavy.attention import HeavyAttention, heavy_attention
+from levattn.heavy.attention import heavy_attention
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
+from levattn.heavy.result import HeavyAttention
 from levattn.io import KeySource, open_keys
 from levattn.sensitivity.certified import Sensitivities, lewis_weights, sensitivities
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities

@@ -18,7 +18,8 @@ from levattn.heavy.normalizers import (
     even_rows,
     flushed,
 )
-from levattn.linalg.factor import UNIT, factor_moments, float64_rows
+from levattn.linalg.factor import UNIT, float64_rows
+from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.leverage import TIE
 
 __all__ = ["CHUNK", "CausalChunk", "causal_chunks"]

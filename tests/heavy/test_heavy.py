@@ -171,7 +171,7 @@ def test_normalizers_of_even_powers_from_lifted_moments(kind: str, p: int, monke
         def refuse(*_: object) -> None:
             raise AssertionError
 
-        monkeypatch.setattr("levattn.heavy.attention.sums", refuse)
+        monkeypatch.setattr("levattn.heavy.entries.sums", refuse)
     assert universal.certificate == ("leverage", "lewis", "lift")
     Q = np.vstack([universal.factor.witness(K[:200]), K[:5] / np.max(K**2, axis=0)])
     found = levattn.heavy_attention(Q, K, 0.02, f=p, universal=universal)

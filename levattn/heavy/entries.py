@@ -1,0 +1,228 @@
+"""Heavy entries and normalizers of functions other than x², and the entries of any."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import Matrices, array_namespace, to_device, to_float64, to_numpy
+from levattn._kernels import Float64, kernels_for
+from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.heavy.normalizers import (
+    PRODUCT_ERROR,
+    PreciseSums,
+    even_queries,
+    even_rows,
+    flushed,
+    normalizers_by,
+    relative,
+)
+from levattn.heavy.result import LEAST, Figures, HeavyAttention, Products
+from levattn.sensitivity.leverage import TIE
+from levattn.sensitivity.lift import lifted_sums
+from levattn.sensitivity.sums import (
+    BLOCK_ENTRIES,
+    LEAST_POSITIVE,
+    entry_change,
+    evaluation_error,
+    mild_changes,
+    mild_entry_change,
+    product_noise,
+    sums,
+    uncertain_sums,
+)
+from levattn.sets.result import UniversalSet
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+__all__ = ["csr_of", "entries_of", "heavy_places", "normalizers_of", "of_other_function"]
+
+_LARGEST_POWER = 1000  # of two in a query
+_LARGEST_SHARE = 500  # of two in a term of a sum
+_UNKNOWN = 0.1  # relative error of scores from which on nothing is said of a query
+_FEW_QUERIES = 1024  # that are summed for once more at a time
+_SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
+
+
+def of_other_function(
+    Q: Float64,
+    selected: Float64,
+    keys: Matrices,
+    universal: UniversalSet,
+    epsilon: float,
+    f: AttentionFunction | Softmax,
+) -> HeavyAttention:
+    """Do what `heavy_attention` does for a function whose normalizer is a sum over all keys."""
+    if isinstance(f, Softmax):
+        _check_radius(Q, f)
+    powers, lost = np.zeros(len(Q), np.int32), np.zeros(len(Q), np.bool_)
+    if isinstance(f, Power):  # homogeneous: the scale of a query is taken out, so that powers stay in range
+        N, exponents = universal.factor.even_normalizer(0)
+        Q = np.where(np.any(N != 0, axis=0), Q, 0.0)  # other entries meet no key
+        even, taken = even_queries(Q, exponents)
+        powers = np.frexp(np.sqrt(kernels_for("heavy", even).query_norms(even, N)[0]))[1].astype(np.int32)
+        largest = np.max(np.abs(even), axis=1, initial=0.0)
+        powers = np.where(largest > 0, powers, 0) + taken
+        fraction, exponent = np.frexp(Q)
+        least = np.min(np.where(fraction != 0, exponent, 1 << 20), axis=1, initial=1 << 20)
+        powers = np.clip(least + 1021, powers - int(_LARGEST_SHARE / max(f.p, 1)), powers)  # no entry loses digits
+        powers = np.maximum(powers, np.max(exponent, axis=1, initial=0) - _LARGEST_POWER)
+        given, Q = Q, np.ldexp(fraction, exponent - powers[:, None])
+        lost = flushed(given, Q)
+    D, error, precise = _other_sums(Q, selected, keys, universal, epsilon, f)
+    error, precise = np.where(lost, np.inf, error), precise | lost
+    products = Products(universal, f, Q, selected, D, precise, error, epsilon)
+    captured = np.zeros(len(Q))
+    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    for part, scores in products.scores():
+        captured[part] = scores.sum(axis=1)
+        i, j, heavy = heavy_places(scores, epsilon, error[part])
+        found.append((part[i], universal.indices[j], heavy))
+    captured = np.clip(captured, 0.0, 1.0)
+    with np.errstate(over="ignore"):
+        normalizers = np.exp(D) if isinstance(f, Softmax) else D
+        if isinstance(f, Power):
+            normalizers = _powered(D, f.p * powers)
+    residual = np.where(products.live, 1 - captured, 0.0)
+    return HeavyAttention(
+        universal=universal,
+        _products=products,
+        _figures=Figures(keys.n, normalizers, captured, residual, error, csr_of(found, (len(Q), keys.n))),
+    )
+
+
+def _powered(D: Float64, powers: npt.NDArray[Any]) -> Float64:
+    """Return D times 2 to these powers, which need not be whole; infinite or 0 where that leaves the range."""
+    whole = np.floor(powers)
+    return np.asarray(np.ldexp(D * 2.0 ** (powers - whole), np.clip(whole, -(2**20), 2**20).astype(np.int32)))
+
+
+def heavy_places(
+    scores: Float64, epsilon: float, error: Float64
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]:
+    """Return the rows, columns and values of scores (m, k) that may be at least ε, for relative errors (m,)."""
+    least = np.maximum(epsilon * (1 - np.maximum(TIE, 4 * error)), LEAST_POSITIVE)
+    places = np.flatnonzero(scores >= least[:, None])  # faster than to look for rows and columns at once
+    i, j = np.divmod(places, max(scores.shape[1], 1))
+    return i, j, scores.ravel()[places]
+
+
+def csr_of(
+    found: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]], shape: tuple[int, int]
+) -> csr_array:
+    """Return the matrix of entries that were found in parts: rows, columns and values."""
+    from scipy.sparse import csr_array
+
+    rows, columns, values = (np.concatenate(each) for each in zip(*found, strict=True))
+    return csr_array((values, (rows, columns)), shape=shape)
+
+
+def _check_radius(Q: Float64, f: Softmax) -> None:
+    """Raise if a query lies outside the ball or ellipsoid for which softmax is certified."""
+    bad = np.flatnonzero(~f.contains(Q))
+    if len(bad):
+        raise ValueError(
+            f"Q has {len(bad)} queries outside the set of f = {f!r}, first in rows {bad[:5].tolist()}; "
+            "expected queries within the radius. Give a larger radius (with the scale of the logits multiplied in)"
+        )
+
+
+def _other_sums(
+    Q: Float64,
+    selected: Float64,
+    keys: Matrices,
+    universal: UniversalSet,
+    epsilon: float,
+    f: AttentionFunction | Softmax,
+) -> tuple[Float64, Float64, npt.NDArray[np.bool_]]:
+    """Return Σ f(⟨q, k⟩) for each query, the error of its scores of ε, and for which of them products are precise.
+
+    The sums are of products in float64, or come from lifted moments where these are known and cost less. Where what is
+    known of the sums alone does not show that rounding leaves them be, it is found for every product, and where it
+    does not, these are computed as in twice the precision.
+    """
+    D, error = _mild_sums(Q, selected, keys, universal, epsilon, f)
+    doubtful = np.zeros(len(Q), np.bool_)
+    for precise in (False, True):
+        doubtful = ~(error <= PRODUCT_ERROR)
+        for part in np.array_split(np.flatnonzero(doubtful), -(-int(doubtful.sum()) // _FEW_QUERIES) or 1):
+            if not len(part):
+                continue
+            D[part], change, adding = uncertain_sums(Q[part], keys, universal.present, f, precise=precise)
+            entry = entry_change(Q[part], selected, f, D[part], epsilon, precise=precise)
+            error[part] = change + entry + np.where(D[part] == 0, 0.0, adding + evaluation_error(f, D[part], epsilon))
+            if precise:
+                error[part] = np.where(error[part] <= _UNKNOWN, error[part], np.inf)
+                if not isinstance(f, Softmax):
+                    D[part] = np.where((D[part] == 0) & (error[part] > 0), LEAST, D[part])
+    return D, error, doubtful
+
+
+def _mild_sums(
+    Q: Float64,
+    selected: Float64,
+    keys: Matrices,
+    universal: UniversalSet,
+    epsilon: float,
+    f: AttentionFunction | Softmax,
+) -> tuple[Float64, Float64]:
+    """Return the sums in float64, and as much of their error and that of scores of ε as follows from them."""
+    lift, d = universal._lift, Q.shape[1]
+    D, error, others = np.zeros(len(Q)), np.zeros(len(Q)), np.full(len(Q), True)
+    with np.errstate(over="ignore"):
+        if lift is not None and universal.rank == d and lift.rows.shape[2] ** 2 <= keys.n * d and isinstance(f, Power):
+            D, error = lifted_sums(Q, universal.factor, lift, round(f.p / 2))
+            others = ~(error <= _SUM_ERROR)
+        if others.any() or not len(Q):
+            D[others], largest, error[others] = sums(Q[others], keys, universal.present, f)
+            count = keys.n
+        else:
+            largest, count = np.max(np.abs(selected), axis=0, initial=0.0), len(selected)
+        noise = product_noise(np.abs(Q) @ largest, d)
+        change = mild_changes(f, D, count, noise) + mild_entry_change(f, D, epsilon, noise)
+        nothing = (D == 0) & ~np.any(Q, axis=1) & (not isinstance(f, Softmax))  # queries of zeros
+        return D, np.where(nothing, 0.0, error + change + evaluation_error(f, D, epsilon))
+
+
+def entries_of(
+    products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float
+) -> tuple[tuple[Any, Any, Any], csr_array | None, Any]:
+    """Return the scores of at least ε, those of precise queries by themselves, and the mass on the keys of the set."""
+    xp = array_namespace(products.queries)
+    threshold = epsilon * (1 - TIE)
+    D = xp.where(products.precise, 0.0, products.normalizers)
+    starts, columns, values, captured = kernels_for("heavy", products.queries).heavy_entries(
+        products.queries, products.keys, indices, D, threshold
+    )
+    others = []
+    for part, some in products.scores(products.precise):
+        rows, scores = to_numpy(part), to_numpy(some)
+        captured[part] = to_device(scores.sum(axis=1), captured)
+        i, j, heavy = heavy_places(scores, epsilon, to_numpy(products.error)[rows])
+        others.append((rows[i], indices[j], heavy))
+    return (starts, columns, values), csr_of(others, (len(D), n)) if others else None, xp.clip(captured, 0.0, 1.0)
+
+
+def normalizers_of(
+    Q: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
+) -> tuple[Any, Any, Any]:
+    """Return ``Σ ⟨q, k⟩²`` for each query, over 4 to a power that is returned, and its estimated relative error."""
+    D, loss = normalizers_by(universal.factor, Q, N, exponents)
+    xp = array_namespace(D)
+    error = relative(loss, D) + float(universal.factor.normalizer_error[0])
+    shift = xp.zeros(len(D), dtype=xp.int32)
+    doubtful = xp.nonzero(~(error <= _SUM_ERROR))[0]
+    if len(doubtful):
+        sums, present = PreciseSums(to_numpy(Q[doubtful])), universal.present
+        step = max(16, BLOCK_ENTRIES // len(doubtful))
+        for start in range(0, keys.n, step):
+            part = slice(start, min(start + step, keys.n))
+            rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
+            sums.add(*even_rows(rows, -exponents))
+        total, rounding, _ = sums.result(keys.n)
+        D[doubtful], error[doubtful] = to_device(total, D), to_device(rounding, D)
+        shift[doubtful] = to_device(np.where(total > 0, sums.shift, 0).astype(np.int32), D)
+    return D, error, shift

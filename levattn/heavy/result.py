@@ -1,0 +1,493 @@
+"""The result of `heavy_attention`: entries, normalizers, and outputs with an error bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import (
+    Matrices,
+    array_namespace,
+    as_mask,
+    as_matrices,
+    take_rows,
+    to_device,
+    to_float64,
+    to_numpy,
+)
+from levattn._kernels import Float64, Rows, kernels_for
+from levattn.exceptions import NonFiniteError
+from levattn.functions import AttentionFunction, Softmax, is_square
+from levattn.heavy.causal import CHUNK, CausalChunk, causal_chunks
+from levattn.heavy.normalizers import LOWEST, PreciseSums, even_rows
+from levattn.linalg.factor import UNIT, float64_rows
+from levattn.linalg.gram import second_moments
+from levattn.sensitivity.leverage import TIE
+from levattn.sensitivity.sums import BLOCK_ENTRIES, certain_products
+from levattn.sets.result import UniversalSet, flag_counts
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+__all__ = ["LEAST", "Causal", "Figures", "HeavyAttention", "Products", "Stored"]
+
+_FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
+LEAST = 2.0**-1022  # a score of which nothing is known
+
+
+@dataclass(frozen=True, eq=False)
+class HeavyAttention:
+    """The heavy part of attention with f(x) = x²; the result of `heavy_attention`.
+
+    Attributes
+    ----------
+    universal : UniversalSet or None
+        The set that the entries were taken from; None for causal attention.
+    alive : array of int64, shape (chunks,), or None
+        For causal attention the number of keys that were kept after each chunk of rows: at most rank/ε, but for
+        prefixes so ill-conditioned or rank-deficient that their moments do not tell the scores.
+    distortion : float
+        For method="jl" the relative error that normalizers may have (but for a probability of 1e-6), and with them
+        scores and masses; else 0.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> heavy = levattn.heavy_attention(np.array([[1.0, 0], [1, 1]]), np.eye(2), 0.9)
+    >>> heavy.entries.toarray()
+    array([[1., 0.],
+           [0., 0.]])
+    >>> heavy.normalizers, heavy.captured_mass
+    (array([1., 2.]), array([1., 1.]))
+    """
+
+    universal: UniversalSet | None
+    _products: Products | Causal = field(repr=False)
+    _figures: Figures = field(repr=False)
+    alive: npt.NDArray[np.int64] | None = None
+    distortion: float = 0.0
+
+    @property
+    def entries(self) -> csr_array:
+        """The scores A_ij ≥ ε, exact (of the full softmax-free normalizer), indices sorted.
+
+        Returns
+        -------
+        scipy.sparse.csr_array, shape (m, n)
+        """
+        return self._figures.entries
+
+    @property
+    def normalizers(self) -> Float64:
+        """``Σ ⟨q_i, k_l⟩²`` over all keys; 0 for a query orthogonal to all keys, whose row of A is zero.
+
+        Infinite or 0 where the sum leaves the range of float64, which spoils none of the other figures.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return self._figures.of_queries[0]
+
+    @property
+    def error(self) -> Float64:
+        """Estimated relative error of the normalizer and of the scores of each query.
+
+        It counts the rounding of the products with all keys. Above 1e-9 it is only for queries all but orthogonal to
+        the keys, keys of a condition number above 10¹¹ or, for softmax, logits above 10⁶, whose last digits float64
+        does not hold. A score within four times this error of ε counts as at least ε, and is among the entries.
+        Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets: all keys
+        of the set are among the entries then. The values of a function of one's own are taken to be right to some
+        roundings.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return to_numpy(self._figures.error)
+
+    @property
+    def captured_mass(self) -> Float64:
+        """``Σ A_ij`` over the keys of the universal set.
+
+        For causal attention over the keys that were kept and those of the row's own chunk.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return self._figures.of_queries[1]
+
+    @property
+    def residual_mass(self) -> Float64:
+        """``Σ A_ij`` over the other keys.
+
+        Returns
+        -------
+        array of float64, shape (m,)
+        """
+        return self._figures.of_queries[2]
+
+    def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
+        r"""Multiply the attention on the universal set by the values, with a bound on what is left out.
+
+        The output is :math:`\sum_{j \in U} A_{ij} v_j` with the exact scores A of the full attention. With
+        ``compensate="mean"`` the residual mass times the mean value of the other keys is added, which is the best
+        guess where the light scores are even.
+
+        Parameters
+        ----------
+        V : array of shape (n, d_v)
+            Values, one a key.
+        compensate : {None, "mean"}
+            What stands in for the keys outside the set.
+
+        Returns
+        -------
+        output : array of float64, shape (m, d_v)
+            In the kind of array of V.
+        error_bound : array of float64, shape (m,)
+            For each query a bound on the Euclidean distance to the dense attention output. With residual mass r, e
+            the largest leverage score outside U, and v̄ the mean of the n' values outside: plain
+            :math:`\min(r \max \|v_j\|, \sqrt{e r}\, \|V_{\bar U}\|_2)`, compensated :math:`\min(r \max
+            \|v_j - \bar v\|, \sqrt{e r - r^2/n'}\, \|V_{\bar U} - 1 \bar v^T\|_2)`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If V does not go with the keys or `compensate` is unknown.
+        NonFiniteError
+            If the values hold NaN or infinity.
+
+        Notes
+        -----
+        Time O(m \|U\| (d + d_v) + n d_v²) and memory O(m d_v + n), with blocks of at most 32 MB of scores. The bounds
+        hold up to the rounding of the scores, which is estimated and added.
+
+        Examples
+        --------
+        >>> import numpy as np, levattn
+        >>> rng = np.random.default_rng(0)
+        >>> Q, K, V = rng.standard_normal((3, 50, 4))
+        >>> A = (Q @ K.T) ** 2 / ((Q @ K.T) ** 2).sum(axis=1, keepdims=True)
+        >>> output, bound = levattn.heavy_attention(Q, K, 0.1).apply(V, compensate="mean")
+        >>> bool((np.linalg.norm(output - A @ V, axis=1) <= bound).all())
+        True
+        """
+        if compensate not in (None, "mean"):
+            raise ValueError(f"compensate is {compensate!r}; expected None or 'mean'")
+        n = self._figures.n
+        values = as_matrices(V, "V")
+        if values.batch or values.n != n:
+            shape = (*values.batch, values.n, values.d)
+            raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
+        everything = Rows(values.data, values.format, as_mask(self._products.present, values))
+        largest = everything.column_maxima().max(initial=0.0)
+        if not np.isfinite(largest):
+            bad = everything.nonfinite_rows(0, 5)
+            raise NonFiniteError(
+                f"V holds NaN or infinity, first in rows {bad}; expected finite values for every key that takes part"
+            )
+        if isinstance(self._products, Causal):
+            output, bound = self._causal_output(self._products, everything, compensate is not None)
+            return values.give_back(output), bound
+        power = int(np.frexp(largest)[1])  # taken out of the values, so that squares stay in range
+        scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -np.clip(power, -1020, 1020))))
+        output, bound, error = self._output(self._products, values, scaled, compensate is not None)
+        rounding = (error + 16 * UNIT * values.d) * _largest_norm(scaled)
+        xp = array_namespace(output)
+        with np.errstate(over="ignore"):
+            output, bound = xp.ldexp(output, power), to_numpy(xp.ldexp(bound * (1 + TIE) + rounding, power))
+        if array_namespace(values.data) is not xp:
+            output = to_numpy(output)
+        return values.give_back(output), bound
+
+    def _output(self, products: Products, values: Matrices, scaled: Rows, compensate: bool) -> tuple[Any, Any, Any]:
+        """Return the output, its bound, and the relative error of the scores, for values scaled to a tame range."""
+        universal, residual = products.universal, self._figures.residual
+        xp = array_namespace(residual)
+        light = _Light.of(replace(scaled, mask=as_mask(universal._left, values)))
+        inside = replace(scaled, keys=take_rows(scaled.keys, universal.indices), mask=None)
+        chosen = to_device(float64_rows(inside, 0, inside.shape[1]), residual)
+        output = xp.empty((len(residual), values.d))
+        for part, scores in products.scores():
+            output[part] = scores @ chosen
+        error = xp.minimum(4 * products.error, to_device(np.full(1, 2.0), residual)) * _spread(
+            len(chosen), products.epsilon
+        )
+        error = error + 16 * UNIT * len(chosen)
+        # what rounding of the scores may hide of the residual mass
+        r = xp.where(products.live, residual + error, 0.0)
+        # the scores may be rounded to float32, and a bound must not be rounded down
+        e = universal._largest_left * (1 + 4 * float(universal.factor.score_error[0]))
+        if not compensate:
+            return output, xp.minimum(r * light.largest, xp.sqrt(e * r) * light.norm), error
+        output += residual[:, None] * to_device(light.mean, residual)
+        variance = _variance(e, r, residual - error, light.count)
+        return output, xp.minimum(r * light.spread, xp.sqrt(variance) * light.centered_norm), error
+
+    def _causal_output(self, causal: Causal, values: Rows, compensate: bool) -> tuple[Float64, Float64]:
+        """Return the output and its bound chunk by chunk; what is left out lies before the chunk.
+
+        So the bounds are of the values before it. About their own mean those left out are no wider, in the 2-norm,
+        than all before the chunk are about theirs.
+        """
+        m, d = len(self.normalizers), values.shape[2]
+        output, bound, before = np.empty((m, d)), np.empty(m), _Before(d)
+        for chunk in causal.chunks():
+            part = slice(*chunk.rows)
+            here = float64_rows(values, *chunk.rows)
+            kept = chunk.keys[chunk.keys < chunk.rows[0]]
+            chosen = float64_rows(_rows(values, kept), 0, len(kept))
+            rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
+            scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # of one shape, as BLAS sums each in its order
+            scores[: len(here)] = chunk.scores
+            output[part] = (scores @ np.vstack([chosen, here, rest]))[: len(here)]
+            error = np.minimum(4 * chunk.error, 2.0) * _spread(chunk.scores.shape[1], causal.epsilon)
+            error = np.where(chunk.live, error + 16 * UNIT * chunk.scores.shape[1], 0.0)
+            residual = self.residual_mass[part]
+            r = np.where(chunk.live, residual + error, 0.0)
+            sizes = _norms(here)
+            rounding = (error + 16 * UNIT * d) * np.maximum(np.maximum.accumulate(sizes), before.largest)
+            with np.errstate(over="ignore"):
+                if compensate:
+                    left = before.count - int(causal.present[kept].sum())
+                    mean = (before.total - chosen.sum(axis=0)) / max(left, 1)
+                    output[part] += residual[:, None] * mean
+                    spread = before.largest + float(_norms(mean[None])[0])
+                    variance = _variance(causal.epsilon, r, residual - error, left)
+                    wide = np.minimum(r * spread, np.sqrt(variance) * before.norm(centered=True))
+                else:
+                    wide = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * before.norm(centered=False))
+                bound[part] = wide * (1 + TIE) + rounding
+            before.add(here, sizes, int(causal.present[part].sum()))
+        return output, bound
+
+
+def _spread(count: int, epsilon: float) -> float:
+    """Return what carries the error of a score of ε to a sum of scores, whose roots sum to at most √count."""
+    return float(np.sqrt(max(1.0, count * epsilon)))
+
+
+class _Before:
+    """What the bounds of causal attention need of the values before a chunk."""
+
+    def __init__(self, d: int) -> None:
+        self.count = 0
+        self.total, self.largest = np.zeros(d), 0.0
+        self._squares, self._power = np.zeros((d, d)), LOWEST  # Σ v vᵀ, of values divided by 2^power
+        self._chunks = 0
+
+    def add(self, V: Float64, sizes: Float64, count: int) -> None:
+        """Add the values of `count` keys, with their norms."""
+        self.count, self._chunks = self.count + count, self._chunks + 1
+        self.total = self.total + V.sum(axis=0)
+        self.largest = max(self.largest, float(sizes.max(initial=0.0)))
+        if self.largest > 0:
+            power = max(self._power, int(np.frexp(np.abs(V).max(initial=0.0))[1]) if sizes.max() > 0 else LOWEST)
+            V = np.ldexp(V, -power)
+            self._squares = np.ldexp(self._squares, 2 * (self._power - power)) + V.T @ V
+            self._power = power
+
+    def norm(self, *, centered: bool) -> float:
+        """Return a bound of the 2-norm of the values, or of what they differ from their mean by."""
+        if not self.largest > 0:
+            return 0.0
+        squares = self._squares
+        if centered:
+            total = np.ldexp(self.total, -self._power)
+            squares = squares - np.outer(total, total) / self.count
+        trace = float(np.trace(self._squares)) * (2 * self._chunks + 2 * CHUNK + 64 * len(squares)) * UNIT  # rounding
+        rows = np.abs(squares).sum(axis=1).max()  # bounds the largest eigenvalue
+        largest = np.linalg.eigvalsh(squares)[-1] if len(squares) <= _FEW_COLUMNS else rows
+        return float(np.ldexp(np.sqrt(max(largest, 0.0) + trace), self._power))
+
+
+def _norms(A: Float64) -> Float64:
+    """Return the Euclidean norms of the rows; no square leaves the range."""
+    power = np.frexp(np.max(np.abs(A), axis=1, initial=0.0))[1]
+    with np.errstate(over="ignore"):
+        return np.asarray(np.ldexp(np.linalg.norm(np.ldexp(A, -power[:, None]), axis=1), power))
+
+
+def _rows(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
+    """Return some rows of a batch of one."""
+    mask = None if rows.mask is None else to_device(to_numpy(rows.mask)[:, indices], rows.keys)
+    return replace(rows, keys=take_rows(rows.keys, indices), mask=mask)
+
+
+def _variance(e: float, r: Any, least: Any, count: int) -> Any:
+    """Return a bound of the squared norm of light scores about their mean: each at most e, their sum r."""
+    xp = array_namespace(r)
+    return xp.maximum(e * r - xp.maximum(least, 0.0) ** 2 / max(count, 1), 0.0)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is known of each query, and the entries, where they were computed; in main memory once asked for.
+
+    n: number of keys.
+    normalizers, captured, residual: (m,), the normalizers and the mass on the keys of the set and on the others.
+    error: (m,), estimated relative errors of the scores.
+    found: the entries, or their (starts, keys, scores) in CSR order.
+    others: entries that are not among these, in main memory.
+    """
+
+    n: int
+    normalizers: Any
+    captured: Any
+    residual: Any
+    error: Any
+    found: csr_array | tuple[Any, Any, Any]
+    others: csr_array | None = None
+
+    @cached_property
+    def of_queries(self) -> tuple[Float64, Float64, Float64]:
+        """Normalizers, captured and residual mass."""
+        return to_numpy(self.normalizers), to_numpy(self.captured), to_numpy(self.residual)
+
+    @cached_property
+    def entries(self) -> csr_array:
+        """The matrix of all entries."""
+        from scipy.sparse import csr_array
+
+        if not isinstance(self.found, tuple):
+            return self.found
+        starts, columns, values = (to_numpy(part) for part in self.found)
+        entries = csr_array((values, columns, starts), shape=(len(self.normalizers), self.n))
+        return entries if self.others is None else entries + self.others
+
+
+@dataclass(frozen=True)
+class Causal:
+    """What it takes to run through the chunks of causal attention again."""
+
+    queries: Matrices
+    rows: Rows
+    epsilon: float
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """The keys that take part."""
+        mask = self.rows.mask
+        return np.full(self.rows.shape[1], True) if mask is None else np.asarray(to_numpy(mask)[0])
+
+    def read(self, start: int, stop: int) -> Float64:
+        """Return some queries, or raise where they are not finite."""
+        Q = to_float64(self.queries.data[:, start:stop, :], self.queries.format)[0]
+        bad = np.flatnonzero(~np.isfinite(Q).all(axis=1))[:5] + start
+        if len(bad):
+            raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
+        return np.asarray(Q)
+
+    def chunks(self) -> Iterator[CausalChunk]:
+        """Compute the entries anew, chunk by chunk."""
+        return causal_chunks(self.read, self.rows, self.epsilon)
+
+
+Stored = tuple[Any, npt.NDArray[np.int32], Any]
+
+
+@dataclass(frozen=True)
+class Products:
+    """Queries and the keys of a universal set, both scaled by powers of two, and the normalizers that go with them.
+
+    They are in main memory, or for f(x) = x² and queries and keys on a CUDA device there.
+
+    universal: the set.
+    f: the attention function.
+    normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
+    precise: the queries whose products with keys cancel so far that they take more than float64, or whose scores err
+        by so much that thresholds are their own.
+    error: estimated relative error of a score of ε in each row.
+    epsilon: that ε.
+    stored: for f(x) = x² the keys of the set as they are stored, the powers of two of their columns, and those by
+        which products of each query are divided in its normalizer.
+    """
+
+    universal: UniversalSet
+    f: AttentionFunction | Softmax
+    queries: Any
+    keys: Any
+    normalizers: Any
+    precise: Any
+    error: Any
+    epsilon: float
+    stored: Stored | None = None
+
+    @property
+    def present(self) -> Any:
+        """The keys that take part, or None for all."""
+        return self.universal._present
+
+    @property
+    def live(self) -> Any:
+        """Which queries have a row of A that is not zero."""
+        return np.full(len(self.normalizers), True) if isinstance(self.f, Softmax) else self.normalizers > 0
+
+    def _precise_products(self, part: Any) -> Any:
+        Q = to_numpy(self.queries[part])
+        if self.stored is None:
+            zeros = not isinstance(self.f, Softmax)
+            return to_device(certain_products(Q, to_numpy(self.keys), zeros=zeros)[0], self.queries)
+        keys, exponents, shift = self.stored
+        K, powers, unknown = even_rows(to_numpy(keys), -exponents)
+        Z = PreciseSums(Q).add(K, powers, unknown)
+        with np.errstate(over="ignore"):  # of queries whose normalizer is 0
+            return to_device(np.ldexp(Z, powers - to_numpy(shift[part])[:, None]), self.queries)
+
+    def scores(self, among: Any = None) -> Iterator[tuple[Any, Any]]:
+        """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
+        xp = array_namespace(self.queries)
+        step = max(16, BLOCK_ENTRIES // max(len(self.keys), 1))
+        for precise in (False, True):
+            rows = xp.nonzero(self.precise == precise if among is None else among & (self.precise == precise))[0]
+            for start in range(0, len(rows), step):
+                part = rows[start : start + step]
+                Q, D = self.queries[part], self.normalizers[part, None]
+                Z = self._precise_products(part) if precise else Q @ self.keys.T
+                if isinstance(self.f, Softmax):
+                    some = np.exp(Z - D)
+                else:
+                    f = Z * Z if is_square(self.f) else self.f(Z)
+                    some = xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
+                if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
+                    some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
+                    some = xp.where(xp.isinf(self.error[part])[:, None] & (some < LEAST), LEAST, some)
+                yield part, some
+
+
+@dataclass(frozen=True)
+class _Light:
+    """What the error bounds need of the values outside the set."""
+
+    count: int
+    mean: Float64
+    largest: float  # Euclidean norm of a value
+    spread: float  # of a value's difference to the mean
+    norm: float  # 2-norm of the matrix of values
+    centered_norm: float
+
+    @classmethod
+    def of(cls, rows: Rows) -> _Light:
+        count = rows.shape[1] if rows.mask is None else int(flag_counts(rows.mask)[0])
+        mean = rows.column_sums()[0] / max(count, 1)
+        scale = 1.0 if rows.scale is None else rows.scale[0]
+        centered = replace(rows, shift=(mean / scale)[None])
+        return cls(count, mean, *(_largest_norm(r) for r in (rows, centered)), *map(_spectral_norm, (rows, centered)))
+
+
+def _largest_norm(rows: Rows) -> float:
+    kernels = kernels_for("gram", rows.keys)
+    squares = rows.zeros(wide=True)
+    kernels.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
+    return float(np.sqrt(float(array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
+
+
+def _spectral_norm(rows: Rows) -> float:
+    return float(np.sqrt(max(np.linalg.eigvalsh(to_numpy(second_moments(rows, [0])[0]))[-1], 0.0)))
