@@ -13,7 +13,8 @@ from levattn._core.arrays import to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.random import normals
 from levattn._kernels import Float64, Rows, kernels_for
-from levattn.linalg.factor import UNIT, Factor, factor_moments, float64_rows
+from levattn.linalg.factor import UNIT, Factor, float64_rows
+from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from levattn._core.arrays import take_rows, to_numpy
 from levattn._kernels import Float64, Rows
 from levattn.functions import AttentionFunction, Power, Softmax, is_square
-from levattn.linalg.factor import Factor, factor_moments
+from levattn.linalg.factor import Factor
+from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.certificate import Problem, by_chunks, raised_scores
 from levattn.sensitivity.lewis import iterated
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from levattn._core.arrays import as_matrices, to_float64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import Power, Softmax, as_function
-from levattn.linalg.factor import rank_tolerance
+from levattn.linalg.routes import rank_tolerance
 
 __all__ = ["ExactSensitivities", "exact_sensitivities"]
 

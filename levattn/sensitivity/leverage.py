@@ -12,7 +12,8 @@ from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices
 from levattn._core.checks import real_number
 from levattn._core.random import as_seed
 from levattn._kernels import Rows
-from levattn.linalg.factor import Factor, centered, factor_moments, factor_qr, rank_tolerance, require_finite
+from levattn.linalg.factor import Factor
+from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance, require_finite
 from levattn.linalg.wide import Wide
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 

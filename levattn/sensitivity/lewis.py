@@ -10,7 +10,8 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, to_device
 from levattn._kernels import Float64, Rows
 from levattn.functions import AttentionFunction, Power, Softmax, is_square
-from levattn.linalg.factor import UNIT, Factor, factor_moments
+from levattn.linalg.factor import UNIT, Factor
+from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.certificate import LOG_ERROR, Problem, by_chunks, in_row_space, raised_scores
 from levattn.sensitivity.lift import root_error
 

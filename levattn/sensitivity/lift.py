@@ -13,7 +13,8 @@ from levattn._core.arrays import to_numpy
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
-from levattn.linalg.factor import UNIT, Factor, factor_moments, float64_rows
+from levattn.linalg.factor import UNIT, Factor, float64_rows
+from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.certificate import Problem, in_row_space, raised_scores
 
 __all__ = ["Lift", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]

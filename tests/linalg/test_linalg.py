@@ -14,7 +14,7 @@ import levattn
 import naive
 import strategies
 from levattn._kernels import Rows
-from levattn.linalg.factor import factor_moments, factor_qr, rank_tolerance
+from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 
 ROUTES = {
     "moments": lambda rows: factor_moments(rows, single="no"),
