@@ -1,4 +1,4 @@
-"""Which array came in: its namespace, device and format, and how a result goes back the same way."""
+"""Which array came in: its namespace and device, and how a result goes back the same way."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.formats import decode_half, dtype_name, format_of
+from levattn._core.sparse import Csr, from_csr, is_scipy_sparse
+
 __all__ = [
-    "Csr",
     "Matrices",
     "array_namespace",
     "as_cupy",
     "as_mask",
     "as_matrices",
-    "decode_half",
     "float64_beside",
     "item_entries",
     "nonzero",
@@ -32,63 +33,6 @@ __all__ = [
     "to_numpy",
     "where",
 ]
-
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
-_CHUNK = 1 << 20  # entries whose order is looked at together
-
-
-@dataclass(frozen=True, eq=False)
-class Csr:
-    """One sparse matrix in the form that the kernels read: rows of (column, value), columns ascending, none twice.
-
-    It stands where a (1, n, d) array does, and is cut like one.
-
-    indptr: (n + 1,) int64, ascending; row r has the entries ``indptr[r]:indptr[r + 1]``. It need not begin at 0.
-    indices: int32 or int64 columns, checked to be in ``range(d)``.
-    values: float32 or float64, of native byte order.
-    d: number of columns.
-    """
-
-    indptr: npt.NDArray[np.int64]
-    indices: npt.NDArray[Any]
-    values: npt.NDArray[Any]
-    d: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(1, n, d)."""
-        return 1, len(self.indptr) - 1, self.d
-
-    def __getitem__(self, key: tuple[slice, slice, slice]) -> Csr:
-        """Return some consecutive rows of the one matrix; the entries are not copied."""
-        start, stop, step = key[1].indices(len(self.indptr) - 1)
-        if key[0].indices(1) != (0, 1, 1) or step != 1 or key[2] != slice(None):
-            raise IndexError(f"[{key}] of sparse keys; expected consecutive rows of matrix 0")
-        return Csr(self.indptr[start : max(start, stop) + 1], self.indices, self.values, self.d)
-
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """(n,) number of entries of each row."""
-        return np.diff(self.indptr)
-
-    def entries(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return columns and values of all entries of these rows, without a copy."""
-        held = slice(int(self.indptr[0]), int(self.indptr[-1]))
-        return self.indices[held], self.values[held]
-
-    def take(self, rows: npt.NDArray[np.int64]) -> Csr:
-        """Return some rows."""
-        counts = self.counts[rows]
-        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-        places = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
-        return Csr(indptr, self.indices[places], self.values[places], self.d)
-
-    def to_dense(self) -> npt.NDArray[Any]:
-        """Return (1, n, d) with the zeros written out: for a block of rows."""
-        columns, values = self.entries()
-        out = np.zeros(self.shape, self.values.dtype)
-        out[0, np.repeat(np.arange(len(self.indptr) - 1), self.counts), columns] = values
-        return out
 
 
 @dataclass(frozen=True)
@@ -160,7 +104,7 @@ def as_cupy(array: Any, name: str) -> Any | None:
         import cupy
 
         torch = sys.modules["torch"]
-        kind = _dtype_name(array.dtype)
+        kind = dtype_name(array.dtype)
         words = {"bool": torch.uint8, "bfloat16": torch.int16}.get(kind)  # DLPack or CuPy lacks these
         array = cupy.from_dlpack(array if words is None else array.view(words))
         if words is not None:
@@ -217,96 +161,12 @@ def _from_list(values: Any, name: str) -> npt.NDArray[Any]:
         ) from error
 
 
-def _format_of(dtype: Any, name: str, conversion: str) -> str:
-    """Return the name of the format of real floats, or raise with the `conversion` that helps."""
-    kind = _dtype_name(dtype)
-    if kind not in _FLOATS:
-        raise TypeError(
-            f"{name} has dtype {dtype}; expected a real floating dtype ({', '.join(_FLOATS)}). "
-            f"Convert it first, e.g. {conversion}"
-        )
-    return kind
-
-
-def _dtype_name(dtype: Any) -> str:
-    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
-
-
 def _numpy_words(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a numpy array of floats with 16-bit floats seen as words."""
     if not array.dtype.isnative or not array.flags.aligned:
         array = array.astype(array.dtype.newbyteorder("="))
     array = np.asarray(array)  # a memory map stays one, its subclass does not
     return array.view(np.uint16) if array.dtype.itemsize == 2 else array
-
-
-def _is_scipy_sparse(array: Any) -> bool:
-    sparse = sys.modules.get("scipy.sparse")  # a sparse matrix can only come from a module that is loaded
-    return sparse is not None and bool(sparse.issparse(array))
-
-
-def _from_csr(K: Any, name: str) -> Csr:
-    """Return a scipy CSR matrix or array as `Csr`, or raise; entries in order are not copied."""
-    if K.format != "csr":
-        raise TypeError(
-            f"{name} is a scipy sparse matrix in {K.format} format; expected csr, which is read row by row. "
-            f"Convert it first: {name}.tocsr()"
-        )
-    if K.ndim != 2:
-        raise ValueError(
-            f"{name} is a sparse array of shape {tuple(K.shape)}; expected one matrix (n, d). "
-            f"Give one row as {name}.reshape(1, -1).tocsr()"
-        )
-    kind = _format_of(np.dtype(K.dtype), name, f"{name}.astype('float64')")
-    n, d = (int(size) for size in K.shape)
-    if d == 0:
-        raise ValueError(f"{name} has shape {(n, d)}; expected at least one column (d >= 1)")
-    indptr, indices, values = (np.asarray(part) for part in (K.indptr, K.indices, K.data))
-    problem = _csr_problem(indptr, indices, values, n, d)
-    if problem:
-        raise ValueError(
-            f"{name} is a corrupted sparse matrix: {problem}. Build it anew, e.g. from (data, (row, column)) "
-            f"with scipy.sparse.coo_array, and see {name}.check_format()"
-        )
-    indptr = indptr.astype(np.int64)
-    indices, values = indices[: indptr[-1]], values[: indptr[-1]]  # there may be room for more
-    if not _in_order(indptr, indices):
-        again = type(K)((values.astype(kind), indices.copy(), indptr.copy()), shape=(n, d))
-        again.has_sorted_indices = again.has_canonical_format = False  # newly looked at, not taken over
-        again.sum_duplicates()
-        indptr, indices, values = again.indptr.astype(np.int64), again.indices, again.data
-    if indices.dtype != np.int32:
-        indices = indices.astype(np.int64, copy=False)
-    values = np.ascontiguousarray(values, kind)
-    return Csr(indptr, np.require(indices, requirements=["C", "A"]), np.require(values, requirements=["C", "A"]), d)
-
-
-def _csr_problem(
-    indptr: npt.NDArray[Any], indices: npt.NDArray[Any], values: npt.NDArray[Any], n: int, d: int
-) -> str | None:
-    """Return what is wrong with the three arrays of a CSR matrix: the kernels would read and write out of bounds."""
-    for label, array in (("indptr", indptr), ("indices", indices), ("data", values)):
-        if array.ndim != 1 or (label != "data" and array.dtype.kind not in "iu"):
-            return f"{label} is an array of {array.dtype} of shape {array.shape}"
-    if len(indptr) != n + 1:
-        return f"indptr has {len(indptr)} entries, which should be {n + 1}"
-    if indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
-        return "indptr does not ascend from 0"
-    if indptr[-1] > min(len(indices), len(values)):
-        return f"indptr ends at {indptr[-1]}, with {len(indices)} indices and {len(values)} data"
-    used = indices[: indptr[-1]]
-    if len(used) and not (used.min() >= 0 and used.max() < d):
-        return f"indices run from {used.min()} to {used.max()}, which should be in [0, {d})"
-    return None
-
-
-def _in_order(indptr: npt.NDArray[np.int64], indices: npt.NDArray[Any]) -> bool:
-    """Tell whether the columns of each row ascend, none of them twice."""
-    begins = np.zeros(len(indices) + 1, np.bool_)
-    begins[indptr] = True
-    before, after, begins = indices[:-1], indices[1:], begins[1:-1]
-    parts = (slice(low, low + _CHUNK) for low in range(0, len(after), _CHUNK))
-    return all(bool(np.all((after[part] > before[part]) | begins[part])) for part in parts)
 
 
 def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
@@ -319,13 +179,13 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     give_back: Callable[[Any], Any]
     data: Any
     conversion = f"{name}.astype('float64')"
-    if _is_scipy_sparse(array):
+    if is_scipy_sparse(array):
         if not sparse:
             raise TypeError(
                 f"{name} is a scipy sparse matrix; expected a dense array here. leverage_scores and universal_set, by "
                 f"their exact methods and for f = 2, take sparse keys (csr). Convert it first: {name}.toarray()"
             )
-        held = _from_csr(array, name)
+        held = from_csr(array, name)
         return Matrices(held, (), held.values.dtype.name, np.asarray)
     if isinstance(array, list | tuple):
         array, conversion = _from_list(array, name), f"numpy.array({name}, 'float64')"
@@ -333,15 +193,15 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
     if _is_torch(array) and _in_main_memory(array):
         torch = sys.modules["torch"]
-        kind = _format_of(array.dtype, name, conversion)
+        kind = format_of(array.dtype, name, conversion)
         data = array.view(torch.uint16).numpy() if array.element_size() == 2 else array.numpy()
         give_back = torch.from_numpy
     elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        kind = _format_of(array.dtype, name, conversion)
+        kind = format_of(array.dtype, name, conversion)
         data = _numpy_words(array)
         give_back = np.asarray
     elif (data := as_cupy(array, name)) is not None:
-        kind = _format_of(array.dtype, name, conversion)
+        kind = format_of(array.dtype, name, conversion)
         data = data.view(np.uint16) if data.dtype.itemsize == 2 else data
 
         def give_back(result: Any) -> Any:
@@ -354,7 +214,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     ):
         if not _is_torch(array):
             conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
-        kind = _format_of(array.dtype, name, conversion)
+        kind = format_of(array.dtype, name, conversion)
         data = array
 
         def give_back(result: Any) -> Any:
@@ -394,7 +254,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
         raise ValueError(
             f"mask has shape {shape}; expected {expected}, one entry a key (leading axes of size 1 are repeated)"
         )
-    if _dtype_name(mask.dtype) != "bool":
+    if dtype_name(mask.dtype) != "bool":
         raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
@@ -461,13 +321,6 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
     if array_api_compat.is_torch_array(array):
         array = array_api_compat.to_device(array, "cpu")
     return np.asarray(array)
-
-
-def decode_half(data: Any, kind: str) -> Any:
-    """Return an array of numpy or CuPy, in which 16-bit floats are words, as the numbers that it holds."""
-    if kind == "float16":
-        return data.view(np.float16)
-    return (data.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else data
 
 
 def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:

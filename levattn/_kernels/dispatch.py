@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from levattn._core.arrays import Csr, on_cuda
+from levattn._core.arrays import on_cuda
+from levattn._core.sparse import Csr
 
 if TYPE_CHECKING:
     from levattn._kernels.factor.contract import FactorKernels

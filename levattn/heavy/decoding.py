@@ -22,7 +22,8 @@ from levattn.heavy.normalizers import (
     normalizers_by,
 )
 from levattn.linalg.factor import UNIT, Factor
-from levattn.linalg.gram import GramAccumulator, check_finite, refuse_nonfinite
+from levattn.linalg.gram import GramAccumulator
+from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import TIE, check_epsilon
 from levattn.sets.candidates import Candidates
 from levattn.states import factor_of_sum

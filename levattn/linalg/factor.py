@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy, where
 from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
-from levattn.linalg.gram import UNIT, as_read
+from levattn.linalg.gram import UNIT
+from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.linalg.wide import Wide
 

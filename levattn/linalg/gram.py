@@ -1,32 +1,19 @@
-"""Second moments of keys: of all rows at once, and of blocks of rows that come one after the other.
-
-The blocks are numbered and summed in fixed order, so that it does not matter how they come.
-"""
+"""Second moments: at once, and as sums that go over to double-double arithmetic where float64 would not do."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import on_cuda, to_float64, to_numpy
+from levattn._core.arrays import on_cuda, to_numpy
 from levattn._core.serialize import MOST_ROWS, shaped, whole
-from levattn._kernels import (
-    BLOCK,
-    Arithmetic,
-    Float64,
-    PairwiseSum,
-    Pieces,
-    Rows,
-    kernels_for,
-)
-from levattn.exceptions import NonFiniteError
+from levattn._kernels import BLOCK, Arithmetic, Float64, PairwiseSum, Pieces, Rows, kernels_for
+from levattn.linalg.reading import check_finite, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
 __all__ = [
@@ -36,27 +23,20 @@ __all__ = [
     "UNIT",
     "DoubleDouble",
     "GramAccumulator",
-    "as_read",
-    "check_finite",
-    "refuse_nonfinite",
-    "require_room",
     "second_moments",
     "spectral_norm",
 ]
 
 UNIT = 2.0**-53  # rounding of float64
 PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
-
 PLAIN_NOISE = 24 * UNIT  # of such a sum, relative to the columns: the most that was seen, of copied rows
 _SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
 _LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
-_PIECE = BLOCK // 4  # rows that are written out in float64 at a time
 _SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
 LARGEST_EXPONENT = 1024  # of a column
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
-
 Flags = npt.NDArray[np.bool_]
 Exponents = npt.NDArray[np.int32]
 
@@ -340,7 +320,7 @@ class GramAccumulator:
         high = term.high.copy()
         low = np.zeros_like(high) if term.low is None else term.low.copy()
         for item in np.flatnonzero(items).tolist():
-            pieces = _read_in_pieces(self.scaled(run).item(item))
+            pieces = read_in_pieces(self.scaled(run).item(item))
             multiply = kernels_for("precise", high).twofold_product
             high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
         return DoubleDouble(high, low, term.wide | items)
@@ -459,64 +439,3 @@ def _spans(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> tu
     rows = shaped(arrays[f"{name}.rows"], np.float64, (int(ranks.sum()), d) if b else (0, 0))
     parts = np.split(rows, edges[:-1]) if b else []
     return tuple(Span.checked(mine, part) for mine, part in zip(units, parts, strict=True))
-
-
-def as_read(rows: Rows) -> Float64:
-    """Return the rows of a batch of one in float64, after shift, scale and weights, zero where masked."""
-    X = to_float64(rows.keys, rows.format)[0]
-    if rows.mask is not None:
-        X[~to_numpy(rows.mask)[0]] = 0.0
-    if rows.shift is not None:
-        X = X - rows.shift[0]
-    if rows.scale is not None:
-        X = X * rows.scale[0]
-    if rows.weights is not None:
-        X = X * rows.weights[0][:, None]
-    return X if rows.mask is None else np.where(to_numpy(rows.mask)[0][:, None], X, 0.0)
-
-
-def _read_in_pieces(rows: Rows) -> Iterator[Float64]:
-    """Give the rows of a batch of one as they are read, a part of a block at a time."""
-    for start in range(0, rows.shape[1], _PIECE):
-        yield as_read(rows.between(start, start + _PIECE))
-
-
-def check_finite(rows: Rows, figures: Float64) -> None:
-    """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
-    for item in np.flatnonzero(~np.isfinite(figures).all(axis=tuple(range(1, figures.ndim)))).tolist():
-        if rows.nonfinite_rows(item, 1):
-            raise FloatingPointError("rows are not finite")
-
-
-def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
-    """Raise for rows that hold NaN or infinity, which are numbered from `before` on."""
-    for item in range(rows.shape[0]):
-        found = [before + row for row in rows.nonfinite_rows(item, 5)]
-        if found:
-            where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
-            more = "first such rows" if len(found) > 1 else "row"
-            raise NonFiniteError(
-                f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}, counted from the first row "
-                "that this state was given; expected finite numbers. Remove them, or leave padded rows out with "
-                "mask=. The state is as it was"
-            )
-    raise AssertionError("all rows are finite")
-
-
-@cache
-def _memory() -> int | None:
-    """Return the bytes of physical memory, where the system tells."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def require_room(b: int, d: int) -> None:
-    """Raise if b sums of d × d numbers are larger than the memory of this machine."""
-    size, memory = 8 * b * d * d, _memory()
-    if memory is not None and size > memory:
-        raise ValueError(
-            f"keys have d = {d} columns, and sums of d × d numbers take {size} bytes ({b} of them): more than the "
-            f"{memory} of this machine; expected keys (..., n, d) with one key a row. Are they transposed?"
-        )

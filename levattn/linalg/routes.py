@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Csr, to_device, to_numpy
+from levattn._core.arrays import to_device, to_numpy
+from levattn._core.sparse import Csr
 from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import SINGLE_REACH, Factor, column_norms, float64_rows, upper_form

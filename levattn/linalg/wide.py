@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device
 from levattn._kernels import Float64, Rows
-from levattn.linalg.gram import UNIT, as_read
+from levattn.linalg.gram import UNIT
+from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span
 
 __all__ = ["Wide"]

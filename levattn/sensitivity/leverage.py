@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levattn._core.arrays import Csr, Matrices, as_mask, as_matrices
+from levattn._core.arrays import Matrices, as_mask, as_matrices
 from levattn._core.checks import real_number
 from levattn._core.random import as_seed
+from levattn._core.sparse import Csr
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
 from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance, require_finite

@@ -11,7 +11,7 @@ from levattn._core.threads import parallel_for
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn.functions import INSIDE, AttentionFunction, Softmax
 from levattn.linalg.factor import UNIT, Factor
-from levattn.linalg.gram import as_read
+from levattn.linalg.reading import as_read
 from levattn.sensitivity.certificate import Problem
 
 __all__ = ["Ball", "Jensen"]

@@ -20,7 +20,8 @@ from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble, GramAccumulator, as_read
+from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble, GramAccumulator
+from levattn.linalg.reading import as_read
 from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
 from levattn.states import factor_of, factor_of_sum

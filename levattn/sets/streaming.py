@@ -17,7 +17,7 @@ from levattn._kernels import BLOCK, Float64
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import refuse_nonfinite
+from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidates import CandidateStore, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds

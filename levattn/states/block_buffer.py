@@ -15,7 +15,7 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, as_cupy, as_mask, as_matrices, on_cuda, to_device, to_float64, to_numpy
 from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
-from levattn.linalg.gram import check_finite
+from levattn.linalg.reading import check_finite
 
 __all__ = ["BlockBuffer", "RowNumbers", "in_main_memory", "payload_of", "present_rows", "readable"]
 

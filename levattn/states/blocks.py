@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, decode_half, to_device, to_float64, to_numpy
+from levattn._core.arrays import array_namespace, to_device, to_float64, to_numpy
+from levattn._core.formats import decode_half
 from levattn._core.serialize import shaped
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator, check_finite, refuse_nonfinite, require_room
+from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator
+from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
 from levattn.states.block_buffer import BlockBuffer
 from levattn.states.factors import factor_of, factor_of_sum
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, decode_half, on_cuda, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, on_cuda, to_numpy
 from levattn._core.checks import whole_number
+from levattn._core.formats import decode_half
 from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
 from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State

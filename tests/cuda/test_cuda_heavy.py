@@ -15,7 +15,7 @@ import levattn
 import naive
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._core.arrays import decode_half
+from levattn._core.formats import decode_half
 from levattn._kernels.heavy import cpu as _cpu
 from levattn._kernels.heavy import cuda as _cuda_heavy
 from strategies import as_float64, examples, integer_keys

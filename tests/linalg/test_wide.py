@@ -13,7 +13,7 @@ import levattn
 import naive
 import strategies
 from levattn.functions import L1L2, Huber, Softmax, Tukey
-from levattn.linalg import gram as _moments
+from levattn.linalg import reading
 from levattn.sensitivity.exact import exact_sensitivities
 from levattn.states import Moments
 
@@ -388,7 +388,7 @@ def test_memory_is_that_of_a_few_copies_of_the_keys(repeated: int) -> None:
 
 
 def test_states_refuse_sums_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_moments, "_memory", lambda: 10**6)
+    monkeypatch.setattr(reading, "_memory", lambda: 10**6)
     with pytest.raises(ValueError, match=r"d = 354 .* 1002528 bytes .* transposed"):
         Moments(354)
     with pytest.raises(ValueError, match="transposed"):
@@ -400,10 +400,10 @@ def test_states_refuse_sums_larger_than_the_memory(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match="transposed"):
             state.update(K)
         state.update(K[:, :100])  # it is as it was
-    monkeypatch.setattr(_moments, "_memory", lambda: None)
+    monkeypatch.setattr(reading, "_memory", lambda: None)
     assert Moments(10**6).d == 10**6
 
 
 def test_memory_is_known_or_not_at_all() -> None:
-    known = _moments._memory()
+    known = reading._memory()
     assert known is None or known > 2**20

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Csr
+from levattn._core.sparse import Csr
 from levattn._core.threads import num_threads, parallel_for
 from levattn._kernels.gram import cpu
 from levattn._kernels.gram.csr_compiled import (

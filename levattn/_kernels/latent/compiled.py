@@ -1,4 +1,4 @@
-"""Latent attention, compiled: sums over positions for each latent, that are read as they grow, and their gradients.
+"""Latent attention, compiled: sums over positions for each latent, that are read as they grow.
 
 A task is a run of rows of one sequence of one head, with the state before it. Exponentials are relative to a reference
 logit of each latent, which is raised where a logit exceeds it by more than SLACK, at that very position: what came
@@ -14,28 +14,51 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper, jit
-from levattn._kernels.latent.simd import (
-    copy_vectors,
-    differs,
-    dot_vectors,
-    exceeds,
-    exp_row,
-    fold_vectors,
-    key_row,
-    query_row,
-    state_tile,
-    weigh_row,
-)
+from levattn._kernels.latent.simd import copy_vectors, differs, exceeds, exp_row, fold_vectors, state_tile, weigh_row
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.rows.compiled import copy_numbers
 from levattn._kernels.scratch import empty
 
-__all__ = ["ROWS", "SINGLE", "VIEWS", "backward_tasks", "forward_tasks", "join_rows", "join_runs", "summary_tasks"]
+__all__ = [
+    "BESIDE",
+    "D_BESIDE",
+    "D_GATE",
+    "D_Q",
+    "D_Y",
+    "FOLD",
+    "GATE",
+    "PLAIN",
+    "ROWS",
+    "SINGLE",
+    "SLACK",
+    "VIEWS",
+    "Q",
+    "add_rows",
+    "copy_rows",
+    "enter",
+    "fill_row",
+    "fold_gain",
+    "forward_tasks",
+    "grow_and_read",
+    "grow_tiles",
+    "is_due",
+    "join_rows",
+    "join_runs",
+    "place_of",
+    "raise_references",
+    "read_positions",
+    "read_tiles",
+    "rescale",
+    "scale_columns",
+    "scale_rows",
+    "summary_tasks",
+    "write_positions",
+    "write_rows",
+]
 
 # places in `views`
 Q, K, V, GATE, BESIDE, MASK, Y, D_Y, D_Q, D_K, D_V, D_GATE, D_BESIDE = range(13)
 VIEWS = 13
-
 ROWS = 32  # of a segment: what it reads and writes stays in the first cache
 SLACK = 8.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
 FOLD = 64  # rows whose gain is summed apart, and then added to sums in float64
@@ -45,19 +68,19 @@ SINGLE = 9  # rows of scratch that stand alone
 
 
 @helper
-def _at(views, which, head, row):
+def place_of(views, which, head, row):
     return views[which, 0] + head * views[which, 1] + row * views[which, 2]
 
 
 @helper
-def _fill(like, address, n, value):
+def fill_row(like, address, n, value):
     target = as_pointer(address, like)
     for j in range(n):
         target[j] = value
 
 
 @helper
-def _copy_rows(like, address, step, rows, n, fill, target_at, width):
+def copy_rows(like, address, step, rows, n, fill, target_at, width):
     """Write rows of n numbers, `step` bytes apart, to padded rows."""
     size = like.itemsize
     whole = n // (VECTOR_BYTES // size)
@@ -74,7 +97,7 @@ def _copy_rows(like, address, step, rows, n, fill, target_at, width):
 
 
 @helper
-def _write_rows(like, row_at, width, rows, n, address, step):
+def write_rows(like, row_at, width, rows, n, address, step):
     """Write the first n numbers of padded rows to rows that are `step` bytes apart."""
     size = like.itemsize
     whole = n // (VECTOR_BYTES // size)
@@ -87,7 +110,7 @@ def _write_rows(like, row_at, width, rows, n, address, step):
 
 
 @helper
-def _read_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
+def read_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
     """Write logits and values of positions to padded rows; −inf and zeros for those before `begin` and masked ones.
 
     The values of a position whose logits all are −inf are zeros as well.
@@ -95,33 +118,33 @@ def _read_positions(like, flag, views, head, first, rows, begin, latents, channe
     size = like.itemsize
     missing = smaller(larger(begin - first, 0), rows)
     k_at, v_at = logits_at + missing * wide * size, values_at + missing * deep * size
-    _fill(like, logits_at, missing * wide, -np.inf)
-    _fill(like, values_at, missing * deep, 0)
-    k, v, masks = _at(views, K, head, first), _at(views, V, head, first), _at(views, MASK, head, first)
+    fill_row(like, logits_at, missing * wide, -np.inf)
+    fill_row(like, values_at, missing * deep, 0)
+    k, v, masks = place_of(views, K, head, first), place_of(views, V, head, first), place_of(views, MASK, head, first)
     there = rows - missing
-    _copy_rows(like, k + missing * views[K, 2], views[K, 2], there, latents, -np.inf, k_at, wide)
-    _copy_rows(like, v + missing * views[V, 2], views[V, 2], there, channels, 0, v_at, deep)
+    copy_rows(like, k + missing * views[K, 2], views[K, 2], there, latents, -np.inf, k_at, wide)
+    copy_rows(like, v + missing * views[V, 2], views[V, 2], there, channels, 0, v_at, deep)
     least = like.dtype.type(-np.inf)
     masked, step, vectors = views[MASK, 0] != 0, views[MASK, 2], wide // (VECTOR_BYTES // size)
     for i in range(missing, rows):
         if masked and as_pointer(masks + i * step, flag)[0] == 0:
-            _fill(like, logits_at + i * wide * size, wide, -np.inf)
+            fill_row(like, logits_at + i * wide * size, wide, -np.inf)
         if not differs(like, logits_at + i * wide * size, least, vectors):
-            _fill(like, values_at + i * deep * size, deep, 0)
+            fill_row(like, values_at + i * deep * size, deep, 0)
 
 
 @helper
-def _write_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
+def write_positions(like, flag, views, head, first, rows, begin, latents, channels, logits_at, wide, values_at, deep):
     """Write the gradients of positions that there are and that are not masked."""
     size = like.itemsize
     for i in range(smaller(larger(begin - first, 0), rows), rows):
-        if views[MASK, 0] == 0 or as_pointer(_at(views, MASK, head, first + i), flag)[0] != 0:
-            _write_rows(like, logits_at + i * wide * size, wide, 1, latents, _at(views, D_K, head, first + i), 0)
-            _write_rows(like, values_at + i * deep * size, deep, 1, channels, _at(views, D_V, head, first + i), 0)
+        if views[MASK, 0] == 0 or as_pointer(place_of(views, MASK, head, first + i), flag)[0] != 0:
+            write_rows(like, logits_at + i * wide * size, wide, 1, latents, place_of(views, D_K, head, first + i), 0)
+            write_rows(like, values_at + i * deep * size, deep, 1, channels, place_of(views, D_V, head, first + i), 0)
 
 
 @helper
-def _raise_references(logits, slack, reference, base, limit, total, factors):
+def raise_references(logits, slack, reference, base, limit, total, factors):
     """Raise the references that a row exceeds to its logits, and write by what the sums are to be multiplied."""
     for j in range(len(logits)):
         factors[j] = 1
@@ -134,7 +157,7 @@ def _raise_references(logits, slack, reference, base, limit, total, factors):
 
 
 @helper
-def _add_rows(like, row_at, n, gain):
+def add_rows(like, row_at, n, gain):
     """Add n padded rows to one."""
     width = len(gain)
     for i in range(n):
@@ -150,13 +173,13 @@ def _multiply(kept, factors):
 
 
 @helper
-def _folds(single, fresh, row, rows):
+def is_due(single, fresh, row, rows):
     """Tell whether what a row of a run adds is summed apart; the last rows are not followed by any."""
     return single and row // FOLD < (rows - 1) // FOLD and not (fresh and row < PLAIN)
 
 
 @helper
-def _fold(like, kept, gain, total, wide_total, gains, state, wide_state, turned):
+def fold_gain(like, kept, gain, total, wide_total, gains, state, wide_state, turned):
     """Add what was gained since the last time to the sums in float64, and begin anew with these, rounded.
 
     Additions of single positions to a sum that is much larger are rounded, and for like ones all in one direction. So
@@ -177,7 +200,7 @@ def _fold(like, kept, gain, total, wide_total, gains, state, wide_state, turned)
 
 
 @helper
-def _scale_rows(state, factors):
+def scale_rows(state, factors):
     for i in range(len(state)):
         if factors[i] != 1:
             f = factors[i]
@@ -186,7 +209,7 @@ def _scale_rows(state, factors):
 
 
 @helper
-def _scale_columns(state, factors):
+def scale_columns(state, factors):
     for i in range(len(state)):
         for j in range(len(factors)):
             state[i, j] *= factors[j]
@@ -196,13 +219,13 @@ def _scale_columns(state, factors):
 def _scale(state, factors, turned):
     """Multiply the latents of a state, which are its rows, or its columns if `turned`."""
     if turned:
-        _scale_columns(state, factors)
+        scale_columns(state, factors)
     else:
-        _scale_rows(state, factors)
+        scale_rows(state, factors)
 
 
 @helper
-def _rescale(factors, state, turned, folds, kept, gain, gains):
+def rescale(factors, state, turned, folds, kept, gain, gains):
     """Follow references that were raised with a state, and if it `folds` with what is summed apart."""
     _scale(state, factors, turned)
     if folds:
@@ -238,13 +261,13 @@ def _tiles(adds, reads):
     return run
 
 
-_grow = _tiles(1, 0)
-_read = _tiles(0, 1)
-_grow_and_read = _tiles(1, 1)
+grow_tiles = _tiles(1, 0)
+read_tiles = _tiles(0, 1)
+grow_and_read = _tiles(1, 1)
 
 
 @helper
-def _begin(state_m, state_s, task, slack, reference, base, limit, total, wide_total, kept):
+def enter(state_m, state_s, task, slack, reference, base, limit, total, wide_total, kept):
     """Take the state before a run: its references, and its sums, which are relative to them; return if it has none."""
     reference[:] = -np.inf
     wide_total[:] = 0
@@ -277,27 +300,27 @@ def summary_tasks(like, flag, views, latents, channels, tasks, m, s, S, room, wi
     de, dx = wide * size, deep * size
     for task in range(first, last):
         head, low, high = tasks[task]
-        _begin(empty(0.0, (0, 0)), empty(0.0, (0, 0)), task, 0.0, reference, base, limit, total, wide_total, kept)
+        enter(empty(0.0, (0, 0)), empty(0.0, (0, 0)), task, 0.0, reference, base, limit, total, wide_total, kept)
         wide_state[:] = 0
         gains[:] = 0
         gain[:] = 0
         for start in range(low, high, ROWS):
             n = smaller(ROWS, high - start)
             copy_numbers(reference, top)
-            _read_positions(like, flag, views, head, start, n, low, latents, channels, e_at, wide, x_at, deep)
+            read_positions(like, flag, views, head, start, n, low, latents, channels, e_at, wide, x_at, deep)
             E = room[SINGLE * wide + 2 * wide * deep :][: n * wide].reshape(n, wide)
             for i in range(n):
                 for j in range(wide):
                     top[j] = E[i, j] if E[i, j] > top[j] else top[j]
             if exceeds(like, address(top), address(reference), wide // lanes):
-                _raise_references(top, 0.0, reference, base, limit, gain, factors)
+                raise_references(top, 0.0, reference, base, limit, gain, factors)
                 _multiply(kept, factors)
-                _scale_rows(gains, factors)
+                scale_rows(gains, factors)
             for i in range(n):
                 exp_row(like, e_at + i * de, address(base), address(gain), wide // lanes)
-            _grow(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, address(gains), wide, deep)
+            grow_tiles(like, e_at, de, x_at, dx, e_at, de, x_at, dx, n, address(gains), wide, deep)
             if (start + n - low) % FOLD == 0 or start + n == high:
-                _fold(like, kept, gain, total, wide_total, gains, state, wide_state, False)
+                fold_gain(like, kept, gain, total, wide_total, gains, state, wide_state, False)
         for k in range(latents):
             m[task, k] = reference[k]
             s[task, k] = wide_total[k]
@@ -371,7 +394,7 @@ def forward_tasks(
     for task in range(first, last):
         head, low, high, begin, place = tasks[task]
         place += head * places
-        fresh = _begin(state_m, state_s, place, SLACK, reference, base, limit, total, wide_total, kept)
+        fresh = enter(state_m, state_s, place, SLACK, reference, base, limit, total, wide_total, kept)
         wide_state[:] = 0
         if len(state_m):
             for k in range(latents):
@@ -382,24 +405,24 @@ def forward_tasks(
         gain[:] = 0
         for start in range(low, high, ROWS):
             n = smaller(ROWS, high - start)
-            folds = _folds(enters and size == 4, fresh, start - low, high - low)
+            folds = is_due(enters and size == 4, fresh, start - low, high - low)
             if folds and start - low == PLAIN and fresh:
                 copy_numbers(total, wide_total)
                 copy_numbers(state, wide_state)
             if enters:
                 position = start + ahead
-                _read_positions(like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep)
-            _copy_rows(like, _at(views, Q, head, start), views[Q, 2], n, latents, -np.inf, c_at, wide)
-            out_at = _at(views, Y, head, start)
+                read_positions(like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep)
+            copy_rows(like, place_of(views, Q, head, start), views[Q, 2], n, latents, -np.inf, c_at, wide)
+            out_at = place_of(views, Y, head, start)
             y_at = out_at if channels == deep else padded_at  # rows of the output follow each other
-            _fill(like, y_at, n * deep, 0)
+            fill_row(like, y_at, n * deep, 0)
             done = 0
             while done < n:
                 i = done
                 if enters and exceeds(like, e_at + i * de, limit_at, vectors):
                     logits = room[(e_at + i * de - address(room)) // size :][:wide]
-                    _raise_references(logits, SLACK, reference, base, limit, total, factors)
-                    _rescale(factors, state, False, folds, kept, gain, gains)
+                    raise_references(logits, SLACK, reference, base, limit, total, factors)
+                    rescale(factors, state, False, folds, kept, gain, gains)
                 while i < n:
                     if enters:
                         if i > done and exceeds(like, e_at + i * de, limit_at, vectors):
@@ -407,237 +430,25 @@ def forward_tasks(
                         exp_row(like, e_at + i * de, base_at, total_at, vectors)
                     gate = least
                     if views[GATE, 0] != 0:
-                        gate = as_pointer(_at(views, GATE, head, start + i), like)[0]
+                        gate = as_pointer(place_of(views, GATE, head, start + i), like)[0]
                     row_at = c_at + i * de
                     p = weigh_row(like, False, row_at, total_at, gate, vectors, row_at, row_at)
                     if views[GATE, 0] != 0 and p != 0:
-                        beside = as_pointer(_at(views, BESIDE, head, start + i), like)
+                        beside = as_pointer(place_of(views, BESIDE, head, start + i), like)
                         out = as_pointer(y_at + i * dx, like)
                         for j in range(channels):
                             out[j] = p * beside[j]
                     i += 1
                 e, c, x, y = e_at + done * de, c_at + done * de, x_at + done * dx, y_at + done * dx
                 if enters:
-                    _grow_and_read(like, e, de, x, dx, c, de, y, dx, i - done, state_at, wide, deep)
+                    grow_and_read(like, e, de, x, dx, c, de, y, dx, i - done, state_at, wide, deep)
                     if folds:
-                        _grow(like, e, de, x, dx, e, de, x, dx, i - done, gains_at, wide, deep)
-                        _add_rows(like, e, i - done, gain)
+                        grow_tiles(like, e, de, x, dx, e, de, x, dx, i - done, gains_at, wide, deep)
+                        add_rows(like, e, i - done, gain)
                 else:
-                    _read(like, c, de, y, dx, c, de, y, dx, i - done, state_at, wide, deep)
+                    read_tiles(like, c, de, y, dx, c, de, y, dx, i - done, state_at, wide, deep)
                 done = i
             if folds and (start + n - low) % FOLD == 0:
-                _fold(like, kept, gain, total, wide_total, gains, state, wide_state, False)
+                fold_gain(like, kept, gain, total, wide_total, gains, state, wide_state, False)
             if channels != deep:
-                _write_rows(like, y_at, deep, n, channels, out_at, views[Y, 2])
-
-
-@helper
-def _sweep_back(like, enters, e, c, x, z, r_at, v_at, p_at, n, rho_at, wide, deep, R_at, T_at):
-    """Take a segment of rows into the states of later rows, from the last to the first; its positions read them.
-
-    The states are ``R_l = Σ c dY`` (wide, deep), its transpose, and rho, the sum of the rows at `r_at`. A position
-    reads ``Σ_l e R_l`` to its row at `v_at`, and ``e (⟨V, R_l⟩ − rho)`` to that at `p_at`.
-    """
-    size = like.itemsize
-    de, dx, end = wide * size, deep * size, n - 1
-    vectors = wide // (VECTOR_BYTES // size)
-    c, z, e, x = c + end * de, z + end * dx, e + end * de, x + end * dx
-    if enters:
-        _fill(like, v_at, n * deep, 0)
-        _fill(like, p_at, n * wide, 0)
-        _grow_and_read(like, c, -de, z, -dx, e, -de, v_at + end * dx, -dx, n, R_at, wide, deep)
-        _grow_and_read(like, z, -dx, c, -de, x, -dx, p_at + end * de, -de, n, T_at, deep, wide)
-    else:
-        _grow(like, c, -de, z, -dx, c, -de, z, -dx, n, R_at, wide, deep)
-        _grow(like, z, -dx, c, -de, z, -dx, c, -de, n, T_at, deep, wide)
-    for i in range(end, -1, -1):  # without positions what is written here is not read
-        key_row(like, e + (i - end) * de, p_at + i * de, rho_at, r_at + i * de, vectors)
-
-
-@jit
-def backward_tasks(
-    like,
-    flag,
-    views,
-    latents,
-    channels,
-    ahead,
-    enters,
-    lead,
-    tasks,
-    runs,
-    places,
-    before_m,
-    before_s,
-    before_S,
-    room,
-    wide_room,
-    first,
-    last,
-):
-    """Write the gradients of tasks (head, first position of a sequence, after the last, its first run, after them).
-
-    Runs are (first row, row after the last, first position, place); `before_m`, `before_s` and `before_S` are the
-    states before them, as in `forward_tasks`. The first `lead` positions of a sequence are in these states, and all
-    rows read them.
-    """
-    size = like.itemsize
-    lanes = VECTOR_BYTES // size
-    wide, deep = -(-latents // lanes) * lanes, -(-channels // lanes) * lanes
-    vectors, de, dx = wide // lanes, wide * size, deep * size
-    reference, base, limit, total, factors, held, rho, idle, gain = room[: 9 * wide].reshape(9, wide)
-    kept_factors, wide_total = wide_room[: 2 * wide].reshape(2, wide)
-    wide_state = wide_room[2 * wide :][: wide * deep].reshape(deep, wide)
-    limit_at, base_at, total_at, rho_at = address(limit), address(base), address(total), address(rho)
-    states = room[SINGLE * wide :][: 4 * wide * deep]
-    M = states[: wide * deep].reshape(deep, wide)  # Σ e V of the latents, transposed
-    R = states[wide * deep : 2 * wide * deep].reshape(wide, deep)
-    T = states[2 * wide * deep : 3 * wide * deep].reshape(deep, wide)
-    gains = states[3 * wide * deep :].reshape(deep, wide)
-    M_at, R_at, T_at, gains_at = address(M), address(R), address(T), address(gains)
-    e_at = address(room) + (SINGLE * wide + 4 * wide * deep) * size
-    p_at = e_at + ROWS * de
-    inverse_at = p_at + ROWS * de
-    g_at = inverse_at + ROWS * de
-    x_at = g_at + ROWS * de
-    z_at = x_at + ROWS * dx
-    v_at = z_at + ROWS * dx
-    kept = room[SINGLE * wide + 4 * wide * deep + ROWS * (4 * wide + 3 * deep) :]
-    longest = (len(kept) // wide - 1) // 3
-    c_at = address(kept)  # c of every row of a run, then c g / s, then the references of segments
-    r_at = c_at + longest * de
-    references = kept[2 * longest * wide :][: (longest + 1) * wide].reshape(longest + 1, wide)
-    zero = like.dtype.type(0)
-    segments = empty(0, (longest, 3))  # first row, number of rows, place of the references
-    least = like.dtype.type(-np.inf)
-    for task in range(first, last):
-        head, begin, end, early, late = tasks[task]
-        R[:] = 0
-        T[:] = 0
-        rho[:] = 0
-        held[:] = -np.inf
-        for run in range(late - 1, early - 1, -1):
-            low, high, _, before = runs[run]
-            before += head * places
-            fresh = _begin(before_m, before_s, before, SLACK, reference, base, limit, total, wide_total, kept_factors)
-            wide_state[:] = 0
-            if len(before_m):
-                for k in range(latents):
-                    for j in range(channels):
-                        wide_state[j, k] = before_S[before, k, j]
-            copy_numbers(wide_state, M)
-            gains[:] = 0
-            gain[:] = 0
-            copy_numbers(reference, references[0])
-            place, count = 0, 0
-            for start in range(low, high, ROWS):
-                n = smaller(ROWS, high - start)
-                folds = _folds(enters and size == 4, fresh, start - low, high - low)
-                if folds and start - low == PLAIN and fresh:
-                    copy_numbers(total, wide_total)
-                    copy_numbers(M, wide_state)
-                if enters:
-                    position = start + ahead
-                    _read_positions(
-                        like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep
-                    )
-                skip = (start - low) * de
-                _copy_rows(like, _at(views, Q, head, start), views[Q, 2], n, latents, -np.inf, c_at + skip, wide)
-                _copy_rows(like, _at(views, D_Y, head, start), views[D_Y, 2], n, channels, 0, z_at, deep)
-                _fill(like, g_at, n * wide, 0)
-                done = 0
-                while done < n:
-                    i = done
-                    if enters and exceeds(like, e_at + i * de, limit_at, vectors):
-                        logits = room[(e_at + i * de - address(room)) // size :][:wide]
-                        _raise_references(logits, SLACK, reference, base, limit, total, factors)
-                        _rescale(factors, M, True, folds, kept_factors, gain, gains)
-                        place += 1
-                        copy_numbers(reference, references[place])
-                    while i < n:
-                        if enters:
-                            if i > done and exceeds(like, e_at + i * de, limit_at, vectors):
-                                break
-                            exp_row(like, e_at + i * de, base_at, total_at, vectors)
-                        gate = least
-                        if views[GATE, 0] != 0:
-                            gate = as_pointer(_at(views, GATE, head, start + i), like)[0]
-                        at = c_at + skip + i * de
-                        p = weigh_row(like, True, at, total_at, gate, vectors, p_at + i * de, inverse_at + i * de)
-                        if not differs(like, z_at + i * dx, zero, deep // lanes):  # of no weight: a masked row, say
-                            _fill(like, at, wide, 0)
-                            _fill(like, p_at + i * de, wide, 0)
-                            p = zero
-                        as_pointer(v_at, like)[i] = p
-                        i += 1
-                    e, x, z, g = e_at + done * de, x_at + done * dx, z_at + done * dx, g_at + done * de
-                    if enters:
-                        _grow_and_read(like, x, dx, e, de, z, dx, g, de, i - done, M_at, deep, wide)
-                        if folds:
-                            _grow(like, x, dx, e, de, x, dx, e, de, i - done, gains_at, deep, wide)
-                            _add_rows(like, e, i - done, gain)
-                    else:
-                        _read(like, z, dx, g, de, z, dx, g, de, i - done, M_at, deep, wide)
-                    segments[count, 0], segments[count, 1], segments[count, 2] = start + done, i - done, place
-                    count += 1
-                    done = i
-                if folds and (start + n - low) % FOLD == 0:
-                    _fold(like, kept_factors, gain, total, wide_total, gains, M, wide_state, True)
-                for i in range(n):
-                    row = start + i
-                    at = c_at + skip + i * de
-                    mean = dot_vectors(like, at, g_at + i * de, vectors)
-                    if views[GATE, 0] != 0:
-                        p = as_pointer(v_at, like)[i]
-                        z = z_at + i * dx
-                        _copy_rows(like, _at(views, BESIDE, head, row), 0, 1, channels, 0, x_at, deep)
-                        beside = dot_vectors(like, x_at, z, deep // lanes) if p != 0 else p
-                        mean += p * beside
-                        as_pointer(_at(views, D_GATE, head, row), like)[0] = p * (beside - mean)
-                        dY, out = as_pointer(z, like), as_pointer(_at(views, D_BESIDE, head, row), like)
-                        for j in range(channels):
-                            out[j] = p * dY[j]
-                    query_row(like, at, g_at + i * de, p_at + i * de, inverse_at + i * de, mean, vectors)
-                _write_rows(like, p_at, wide, n, latents, _at(views, D_Q, head, start), views[D_Q, 2])
-                copy_vectors(like, g_at, r_at + skip, n * vectors)
-            for k in range(count - 1, -1, -1):
-                start, n = segments[k, 0], segments[k, 1]
-                if k == count - 1 or segments[k, 2] != segments[k + 1, 2]:
-                    now = references[segments[k, 2]]
-                    for j in range(wide):
-                        factors[j] = 1 if held[j] == now[j] or held[j] == -np.inf else np.exp(now[j] - held[j])
-                        held[j] = now[j]
-                        base[j] = 0 if now[j] == -np.inf else now[j]
-                        rho[j] *= factors[j]
-                    _scale_rows(R, factors)
-                    _scale_columns(T, factors)
-                position = start + ahead
-                if enters:
-                    _read_positions(
-                        like, flag, views, head, position, n, begin, latents, channels, e_at, wide, x_at, deep
-                    )
-                    for i in range(n):
-                        exp_row(like, e_at + i * de, base_at, address(idle), vectors)
-                _copy_rows(like, _at(views, D_Y, head, start), views[D_Y, 2], n, channels, 0, z_at, deep)
-                skip = (start - low) * de
-                _sweep_back(
-                    *(like, enters, e_at, c_at + skip, x_at, z_at, r_at + skip, v_at, p_at),
-                    *(n, rho_at, wide, deep, R_at, T_at),
-                )
-                if enters:
-                    _write_positions(
-                        like, flag, views, head, position, n, begin, latents, channels, p_at, wide, v_at, deep
-                    )
-        _fill(like, g_at, wide, 0)
-        for start in range(begin, smaller(begin + lead, end), ROWS):
-            n = smaller(ROWS, smaller(begin + lead, end) - start)
-            _read_positions(like, flag, views, head, start, n, begin, latents, channels, e_at, wide, x_at, deep)
-            for i in range(n):
-                exp_row(like, e_at + i * de, base_at, address(idle), vectors)
-            _fill(like, v_at, n * deep, 0)
-            _fill(like, p_at, n * wide, 0)
-            _read(like, e_at, de, v_at, dx, e_at, de, v_at, dx, n, R_at, wide, deep)
-            _read(like, x_at, dx, p_at, de, x_at, dx, p_at, de, n, T_at, deep, wide)
-            for i in range(n):
-                key_row(like, e_at + i * de, p_at + i * de, rho_at, g_at, vectors)
-            _write_positions(like, flag, views, head, start, n, begin, latents, channels, p_at, wide, v_at, deep)
+                write_rows(like, y_at, deep, n, channels, out_at, views[Y, 2])

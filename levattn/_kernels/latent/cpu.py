@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.latent import compiled as _cpu_latent
+from levattn._kernels.latent.backward import backward_tasks
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
 from levattn._kernels.rows.contract import Float64
@@ -63,7 +64,7 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     longest = max((high - low for low, high, *_ in runs), default=0)
 
     def body(first: int, last: int) -> None:
-        _cpu_latent.backward_tasks(*arguments, *views.scratch(L, D, longest), first, last)
+        backward_tasks(*arguments, *views.scratch(L, D, longest), first, last)
 
     share(body, len(tasks), 6 * b * T * D * L)
     return dQ, dK, dV, gate, beside

@@ -12,18 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from levattn._kernels.llvm import (
-    _I64,
-    _fma,
-    _int,
-    _literals,
-    _load,
-    _pointer,
-    _splat,
-    _store,
-    _vector_type,
-    primitive,
-)
+from levattn._kernels.llvm import _I64, _fma, _int, _literals, _load, _pointer, _splat, _store, _vector_type, primitive
 
 __all__ = [
     "copy_vectors",

@@ -9,7 +9,8 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Csr, array_namespace
+from levattn._core.arrays import array_namespace
+from levattn._core.sparse import Csr
 from levattn._kernels.dispatch import kernels_for
 
 __all__ = ["BLOCK", "Arithmetic", "Float64", "Pieces", "RowKernels", "Rows"]

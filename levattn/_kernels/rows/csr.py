@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Csr
+from levattn._core.sparse import Csr
 from levattn._kernels.rows import cpu
 from levattn._kernels.rows.contract import BLOCK, Float64, Rows
 

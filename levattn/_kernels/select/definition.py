@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Csr, array_namespace, take_rows, to_device, to_numpy
+from levattn._core.arrays import array_namespace, take_rows, to_device, to_numpy
+from levattn._core.sparse import Csr
 from levattn._kernels.rows.contract import Float64
 
 __all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]

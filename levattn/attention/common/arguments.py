@@ -10,16 +10,8 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import (
-    _format_of,
-    _from_list,
-    _is_torch,
-    array_namespace,
-    as_cupy,
-    on_cuda,
-    to_device,
-    to_numpy,
-)
+from levattn._core.arrays import _from_list, _is_torch, array_namespace, as_cupy, on_cuda, to_device, to_numpy
+from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.packed import compiling, cumulative
@@ -263,7 +255,7 @@ def is_wide(name: str, array: Any) -> bool:
     """Tell whether an array of real floats is of float64, or raise for another kind."""
     if isinstance(array, np.ndarray) and array.dtype.char in "fd":
         return bool(array.dtype.char == "d")
-    return _format_of(array.dtype, name, f"{name} to float64") == "float64"
+    return format_of(array.dtype, name, f"{name} to float64") == "float64"
 
 
 def promoted(array: Any, wide: bool) -> Any:

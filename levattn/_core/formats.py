@@ -1,0 +1,33 @@
+"""What the numbers of an array are: the floats that keys may be stored in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["decode_half", "dtype_name", "format_of"]
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def format_of(dtype: Any, name: str, conversion: str) -> str:
+    """Return the name of the format of real floats, or raise with the `conversion` that helps."""
+    kind = dtype_name(dtype)
+    if kind not in _FLOATS:
+        raise TypeError(
+            f"{name} has dtype {dtype}; expected a real floating dtype ({', '.join(_FLOATS)}). "
+            f"Convert it first, e.g. {conversion}"
+        )
+    return kind
+
+
+def dtype_name(dtype: Any) -> str:
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+
+
+def decode_half(data: Any, kind: str) -> Any:
+    """Return an array of numpy or CuPy, in which 16-bit floats are words, as the numbers that it holds."""
+    if kind == "float16":
+        return data.view(np.float16)
+    return (data.astype(np.uint32) << 16).view(np.float32) if kind == "bfloat16" else data

@@ -1,0 +1,139 @@
+"""Sparse keys: rows of (column, value), checked so that kernels may follow them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.formats import format_of
+
+__all__ = ["Csr", "from_csr", "is_scipy_sparse"]
+
+_CHUNK = 1 << 20  # entries whose order is looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class Csr:
+    """One sparse matrix in the form that the kernels read: rows of (column, value), columns ascending, none twice.
+
+    It stands where a (1, n, d) array does, and is cut like one.
+
+    indptr: (n + 1,) int64, ascending; row r has the entries ``indptr[r]:indptr[r + 1]``. It need not begin at 0.
+    indices: int32 or int64 columns, checked to be in ``range(d)``.
+    values: float32 or float64, of native byte order.
+    d: number of columns.
+    """
+
+    indptr: npt.NDArray[np.int64]
+    indices: npt.NDArray[Any]
+    values: npt.NDArray[Any]
+    d: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(1, n, d)."""
+        return 1, len(self.indptr) - 1, self.d
+
+    def __getitem__(self, key: tuple[slice, slice, slice]) -> Csr:
+        """Return some consecutive rows of the one matrix; the entries are not copied."""
+        start, stop, step = key[1].indices(len(self.indptr) - 1)
+        if key[0].indices(1) != (0, 1, 1) or step != 1 or key[2] != slice(None):
+            raise IndexError(f"[{key}] of sparse keys; expected consecutive rows of matrix 0")
+        return Csr(self.indptr[start : max(start, stop) + 1], self.indices, self.values, self.d)
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """(n,) number of entries of each row."""
+        return np.diff(self.indptr)
+
+    def entries(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return columns and values of all entries of these rows, without a copy."""
+        held = slice(int(self.indptr[0]), int(self.indptr[-1]))
+        return self.indices[held], self.values[held]
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Csr:
+        """Return some rows."""
+        counts = self.counts[rows]
+        indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        places = np.arange(indptr[-1]) + np.repeat(self.indptr[rows] - indptr[:-1], counts)
+        return Csr(indptr, self.indices[places], self.values[places], self.d)
+
+    def to_dense(self) -> npt.NDArray[Any]:
+        """Return (1, n, d) with the zeros written out: for a block of rows."""
+        columns, values = self.entries()
+        out = np.zeros(self.shape, self.values.dtype)
+        out[0, np.repeat(np.arange(len(self.indptr) - 1), self.counts), columns] = values
+        return out
+
+
+def is_scipy_sparse(array: Any) -> bool:
+    sparse = sys.modules.get("scipy.sparse")  # a sparse matrix can only come from a module that is loaded
+    return sparse is not None and bool(sparse.issparse(array))
+
+
+def from_csr(K: Any, name: str) -> Csr:
+    """Return a scipy CSR matrix or array as `Csr`, or raise; entries in order are not copied."""
+    if K.format != "csr":
+        raise TypeError(
+            f"{name} is a scipy sparse matrix in {K.format} format; expected csr, which is read row by row. "
+            f"Convert it first: {name}.tocsr()"
+        )
+    if K.ndim != 2:
+        raise ValueError(
+            f"{name} is a sparse array of shape {tuple(K.shape)}; expected one matrix (n, d). "
+            f"Give one row as {name}.reshape(1, -1).tocsr()"
+        )
+    kind = format_of(np.dtype(K.dtype), name, f"{name}.astype('float64')")
+    n, d = (int(size) for size in K.shape)
+    if d == 0:
+        raise ValueError(f"{name} has shape {(n, d)}; expected at least one column (d >= 1)")
+    indptr, indices, values = (np.asarray(part) for part in (K.indptr, K.indices, K.data))
+    problem = _csr_problem(indptr, indices, values, n, d)
+    if problem:
+        raise ValueError(
+            f"{name} is a corrupted sparse matrix: {problem}. Build it anew, e.g. from (data, (row, column)) "
+            f"with scipy.sparse.coo_array, and see {name}.check_format()"
+        )
+    indptr = indptr.astype(np.int64)
+    indices, values = indices[: indptr[-1]], values[: indptr[-1]]  # there may be room for more
+    if not _in_order(indptr, indices):
+        again = type(K)((values.astype(kind), indices.copy(), indptr.copy()), shape=(n, d))
+        again.has_sorted_indices = again.has_canonical_format = False  # newly looked at, not taken over
+        again.sum_duplicates()
+        indptr, indices, values = again.indptr.astype(np.int64), again.indices, again.data
+    if indices.dtype != np.int32:
+        indices = indices.astype(np.int64, copy=False)
+    values = np.ascontiguousarray(values, kind)
+    return Csr(indptr, np.require(indices, requirements=["C", "A"]), np.require(values, requirements=["C", "A"]), d)
+
+
+def _csr_problem(
+    indptr: npt.NDArray[Any], indices: npt.NDArray[Any], values: npt.NDArray[Any], n: int, d: int
+) -> str | None:
+    """Return what is wrong with the three arrays of a CSR matrix: the kernels would read and write out of bounds."""
+    for label, array in (("indptr", indptr), ("indices", indices), ("data", values)):
+        if array.ndim != 1 or (label != "data" and array.dtype.kind not in "iu"):
+            return f"{label} is an array of {array.dtype} of shape {array.shape}"
+    if len(indptr) != n + 1:
+        return f"indptr has {len(indptr)} entries, which should be {n + 1}"
+    if indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
+        return "indptr does not ascend from 0"
+    if indptr[-1] > min(len(indices), len(values)):
+        return f"indptr ends at {indptr[-1]}, with {len(indices)} indices and {len(values)} data"
+    used = indices[: indptr[-1]]
+    if len(used) and not (used.min() >= 0 and used.max() < d):
+        return f"indices run from {used.min()} to {used.max()}, which should be in [0, {d})"
+    return None
+
+
+def _in_order(indptr: npt.NDArray[np.int64], indices: npt.NDArray[Any]) -> bool:
+    """Tell whether the columns of each row ascend, none of them twice."""
+    begins = np.zeros(len(indices) + 1, np.bool_)
+    begins[indptr] = True
+    before, after, begins = indices[:-1], indices[1:], begins[1:-1]
+    parts = (slice(low, low + _CHUNK) for low in range(0, len(after), _CHUNK))
+    return all(bool(np.all((after[part] > before[part]) | begins[part])) for part in parts)

@@ -1,0 +1,79 @@
+"""Rows as they are read, in float64: block by block, finite, and no more than memory holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import NoReturn
+
+import numpy as np
+
+from levattn._core.arrays import to_float64, to_numpy
+from levattn._kernels import BLOCK, Float64, Rows
+from levattn.exceptions import NonFiniteError
+
+__all__ = ["as_read", "check_finite", "read_in_pieces", "refuse_nonfinite", "require_room"]
+
+_PIECE = BLOCK // 4  # rows that are written out in float64 at a time
+
+
+def as_read(rows: Rows) -> Float64:
+    """Return the rows of a batch of one in float64, after shift, scale and weights, zero where masked."""
+    X = to_float64(rows.keys, rows.format)[0]
+    if rows.mask is not None:
+        X[~to_numpy(rows.mask)[0]] = 0.0
+    if rows.shift is not None:
+        X = X - rows.shift[0]
+    if rows.scale is not None:
+        X = X * rows.scale[0]
+    if rows.weights is not None:
+        X = X * rows.weights[0][:, None]
+    return X if rows.mask is None else np.where(to_numpy(rows.mask)[0][:, None], X, 0.0)
+
+
+def read_in_pieces(rows: Rows) -> Iterator[Float64]:
+    """Give the rows of a batch of one as they are read, a part of a block at a time."""
+    for start in range(0, rows.shape[1], _PIECE):
+        yield as_read(rows.between(start, start + _PIECE))
+
+
+def check_finite(rows: Rows, figures: Float64) -> None:
+    """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
+    for item in np.flatnonzero(~np.isfinite(figures).all(axis=tuple(range(1, figures.ndim)))).tolist():
+        if rows.nonfinite_rows(item, 1):
+            raise FloatingPointError("rows are not finite")
+
+
+def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
+    """Raise for rows that hold NaN or infinity, which are numbered from `before` on."""
+    for item in range(rows.shape[0]):
+        found = [before + row for row in rows.nonfinite_rows(item, 5)]
+        if found:
+            where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
+            more = "first such rows" if len(found) > 1 else "row"
+            raise NonFiniteError(
+                f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}, counted from the first row "
+                "that this state was given; expected finite numbers. Remove them, or leave padded rows out with "
+                "mask=. The state is as it was"
+            )
+    raise AssertionError("all rows are finite")
+
+
+@cache
+def _memory() -> int | None:
+    """Return the bytes of physical memory, where the system tells."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def require_room(b: int, d: int) -> None:
+    """Raise if b sums of d × d numbers are larger than the memory of this machine."""
+    size, memory = 8 * b * d * d, _memory()
+    if memory is not None and size > memory:
+        raise ValueError(
+            f"keys have d = {d} columns, and sums of d × d numbers take {size} bytes ({b} of them): more than the "
+            f"{memory} of this machine; expected keys (..., n, d) with one key a row. Are they transposed?"
+        )
