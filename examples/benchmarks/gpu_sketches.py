@@ -29,14 +29,14 @@ BAR = 0.6
 
 def kernel(cp: Any, K: Any, distribution: Distribution, dtype: str) -> Callable[[], object]:
     """A sparse sketch without the checks of `Sketch.apply`."""
-    from levattn._kernels.sketch import cuda as _cuda_sketch
+    from levattn._kernels.sketch import cuda as sketch_cuda
 
     words = K.view(np.uint16) if K.dtype.itemsize == 2 else K
     rows = Rows(words[None], K.dtype.name)
     out = cp.zeros((1, distribution.size, K.shape[1]), dtype)
     blocks = getattr(distribution, "nonzeros", 1)
     size = distribution.size // blocks
-    return lambda: _cuda_sketch.scatter(rows, 0, 1, 0, blocks, size, out)
+    return lambda: sketch_cuda.scatter(rows, 0, 1, 0, blocks, size, out)
 
 
 def rivals(cp: Any, K: Any, size: int) -> dict[str, Callable[[], object]]:

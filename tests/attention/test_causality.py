@@ -11,7 +11,7 @@ import pytest
 
 from emulator import device
 from levattn import CausalUniversalSet, HeavyKeys, heavy_attention, online_leverage_scores
-from levattn._kernels.latent import cuda as _cuda_latent
+from levattn._kernels.latent import cuda as latent_cuda
 from levattn.attention import (
     causal_conv,
     latte,
@@ -142,7 +142,7 @@ def runs_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if request.getfixturevalue("storage") == "device":
         device.library_on_device(monkeypatch)
         for name, length in (("_SHORTEST", 16), ("_LONGEST", 32), ("_STRETCH", 32)):
-            monkeypatch.setattr(_cuda_latent, name, length)
+            monkeypatch.setattr(latent_cuda, name, length)
 
 
 def results(name: str, arrays: Any, storage: str) -> Any:

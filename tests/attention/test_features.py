@@ -9,15 +9,14 @@ import pytest
 
 import naive_attention as naive
 from levattn import thread_limit
-from levattn._kernels.latent import decay as _decay
-from levattn._kernels.latent import definition as _generic_latent
+from levattn._kernels.latent import decay, definition
 from levattn.attention import causal_conv, rg_lru
 from libraries import HAS_TORCH, needs_torch, over_storages, stored
 
 if HAS_TORCH:
     import torch
 
-    from levattn.attention.latent import torch as _torch
+    from levattn.attention.latent import torch as torch_latent
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -201,7 +200,7 @@ def test_a_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "definition":
-        monkeypatch.setattr(_torch, "has_kernels", lambda _: False)
+        monkeypatch.setattr(torch_latent, "has_kernels", lambda _: False)
     rng = np.random.default_rng(6)
     lengths, rows = [4, 4, 5], slice(4, 8)
     clean = torch.from_numpy(rng.standard_normal((3, 13, 3)))
@@ -240,25 +239,25 @@ def test_the_compiled_scan_is_its_definition(kind: str, shape: tuple[int, ...]) 
     rng = np.random.default_rng(3)
     a, x, first = (rng.uniform(-1, 1, size).astype(kind) for size in (shape, shape, (shape[0], shape[2])))
     for options in ({}, {"first": first}, {"reverse": True}):
-        found = _decay.decayed_scan(a, x, **options)
+        found = decay.decayed_scan(a, x, **options)
         assert found.dtype == kind
         np.testing.assert_allclose(
-            found, _generic_latent.decayed_scan(a, x, **options), atol={"float32": 2e-6, "float64": 1e-14}[kind]
+            found, definition.decayed_scan(a, x, **options), atol={"float32": 2e-6, "float64": 1e-14}[kind]
         )
     a[:, ::3] = 0
     with_nan = x.copy()
     with_nan[:, 1::3] = np.nan
     for options in ({}, {"first": np.full_like(first, np.nan)}, {"reverse": True}):
-        found, other = (table.decayed_scan(a, with_nan, **options) for table in (_decay, _generic_latent))
+        found, other = (table.decayed_scan(a, with_nan, **options) for table in (decay, definition))
         np.testing.assert_array_equal(np.isnan(found), np.isnan(other))
         assert np.isfinite(found[:, 2::3] if options.get("reverse") else found[:, ::3]).all()
     turned = np.asfortranarray(a), x[:, ::-1][:, ::-1]
-    np.testing.assert_array_equal(_decay.decayed_scan(*turned), _decay.decayed_scan(a, x))
+    np.testing.assert_array_equal(decay.decayed_scan(*turned), decay.decayed_scan(a, x))
 
 
 def test_the_compiled_scan_has_the_same_bits_on_any_number_of_threads() -> None:
     rng = np.random.default_rng(4)
     a, x = rng.uniform(0, 1, (2, 3, 2000, 400))
-    many = _decay.decayed_scan(a, x)
+    many = decay.decayed_scan(a, x)
     with thread_limit(1):
-        np.testing.assert_array_equal(_decay.decayed_scan(a, x), many)
+        np.testing.assert_array_equal(decay.decayed_scan(a, x), many)

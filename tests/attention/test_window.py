@@ -11,7 +11,7 @@ import pytest
 import naive_attention as naive
 from differences import assert_gradients
 from levattn.attention import window_attention
-from levattn.attention.latent import window as _window
+from levattn.attention.latent import window as latent_window
 from libraries import HAS_TORCH, over_storages, stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,8 +40,8 @@ def expected(q: Any, k: Any, V: Any, window: int, mask: Any = None, **options: A
 def test_the_window_is_that_of_the_loops(
     monkeypatch: pytest.MonkeyPatch, storage: str, pairs: int, T: int, window: int
 ) -> None:
-    monkeypatch.setattr(_window, "_PAIRS", pairs)
-    monkeypatch.setattr(_window, "_MANY_PAIRS", pairs)
+    monkeypatch.setattr(latent_window, "_PAIRS", pairs)
+    monkeypatch.setattr(latent_window, "_MANY_PAIRS", pairs)
     q, k, V = some(T)
     rng = np.random.default_rng(0)
     for softcap in (None, 2.0):
@@ -205,8 +205,8 @@ def test_gradients_are_those_of_finite_differences(
 ) -> None:
     import torch
 
-    monkeypatch.setattr(_window, "_MANY_PAIRS", pairs)
-    monkeypatch.setattr(_window, "_LEAST", 2)
+    monkeypatch.setattr(latent_window, "_MANY_PAIRS", pairs)
+    monkeypatch.setattr(latent_window, "_LEAST", 2)
     arrays = [torch.from_numpy(x[:1]).requires_grad_() for x in some(11, 2, 1, 3, 2)]
     mask = torch.ones(11, dtype=torch.bool)
     mask[2:7] = False

@@ -10,7 +10,7 @@ import pytest
 import levattn
 import naive
 import strategies
-from levattn._core import arrays as _array
+from levattn._core import arrays
 from strategies import LAYOUTS, STORAGE, as_bool, as_float64, stores
 
 RESULT_DTYPE = {
@@ -273,7 +273,7 @@ def test_generic_and_compiled_agree(name: str, dtype: Any) -> None:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are taken for those of another device, which the compiled kernels cannot read."""
-    monkeypatch.setattr(_array, "_in_main_memory", lambda _: False)
+    monkeypatch.setattr(arrays, "_in_main_memory", lambda _: False)
 
 
 @needs_torch
@@ -286,7 +286,7 @@ def test_torch_by_the_definitions(name: str, options: dict[str, Any], dtype: Any
 
     K = STORAGE[dtype](strategies.case(name))
     tensor = torch.from_numpy(K.copy())
-    assert isinstance(_array.as_matrices(tensor, "K").data, torch.Tensor)  # the generic route
+    assert isinstance(arrays.as_matrices(tensor, "K").data, torch.Tensor)  # the generic route
     if options.get("mask"):
         options = {"mask": np.arange(len(K)) % 7 > 0}
     scores = levattn.leverage_scores(tensor, **options)
@@ -329,11 +329,11 @@ def test_numpy_arrays_go_where_another_is(storage: str, lay: Any) -> None:
     if storage not in STORAGE:
         pytest.skip(f"no package for {storage}")
     like, array = STORAGE[storage](keys()), lay(keys(1))
-    there = _array.to_device(array, like)
+    there = arrays.to_device(array, like)
     assert type(there) is type(like)
     assert np.array_equal(as_float64(there), array)
     assert there is array or storage != "float64"
-    assert dtype_name(_array.to_device(np.arange(3) > 1, like)) == "bool"
+    assert dtype_name(arrays.to_device(np.arange(3) > 1, like)) == "bool"
 
 
 @needs_torch

@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 import naive
 from levattn._core.random import as_seed, below, normals, philox, signs, words
 from levattn._kernels.jit import jit
-from levattn._kernels.sketch import random as _cpu_random
+from levattn._kernels.sketch import random as sketch_random
 from strategies import examples, trials
 
 fill_group, fill_normals, fill_signs, fill_words, cos_sin, minus_log = map(
     jit,
     (
-        _cpu_random.fill_group,
-        _cpu_random.fill_normals,
-        _cpu_random.fill_signs,
-        _cpu_random.fill_words,
-        _cpu_random._cos_sin,
-        _cpu_random._minus_log,
+        sketch_random.fill_group,
+        sketch_random.fill_normals,
+        sketch_random.fill_signs,
+        sketch_random.fill_words,
+        sketch_random._cos_sin,
+        sketch_random._minus_log,
     ),
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from levattn._core import threads as _threads
+from levattn._core import threads as _core_threads
 from levattn._core.threads import parallel_for
 
 PATIENCE = 20.0  # seconds, that are only waited where something is broken
@@ -103,7 +103,7 @@ def test_another_ctrl_c_waits_for_those_at_work_as_well(monkeypatch: pytest.Monk
         time.sleep(0.1)
         done.append(i)
 
-    monkeypatch.setattr(_threads, "wait", wait)
+    monkeypatch.setattr(_core_threads, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         parallel_for(body, 2, threads=2)
     assert next(again, None) is None

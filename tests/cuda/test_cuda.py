@@ -10,13 +10,12 @@ import pytest
 from emulator import on_host
 from levattn._core.arrays import to_float64
 from levattn._kernels import BLOCK, Rows
-from levattn._kernels.factor import cpu as _cpu_factor
-from levattn._kernels.factor import cuda as _cuda_dense
-from levattn._kernels.factor import cuda as _cuda_factor
-from levattn._kernels.gram import cpu as _cpu
-from levattn._kernels.gram import cuda as _cuda
-from levattn._kernels.gram import cuda_blas as _cuda_wide
-from levattn._kernels.rows import cuda as _cuda_rows
+from levattn._kernels.factor import cpu as factor_cpu
+from levattn._kernels.factor import cuda as factor_cuda
+from levattn._kernels.gram import cpu as gram_cpu
+from levattn._kernels.gram import cuda as gram_cuda
+from levattn._kernels.gram import cuda_blas
+from levattn._kernels.rows import cuda as rows_cuda
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -27,7 +26,7 @@ def device(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_cuda, _cuda_wide):
+    for module in (gram_cuda, cuda_blas):
         monkeypatch.setattr(module, "BLOCK", 16)
 
 
@@ -86,7 +85,7 @@ def test_moments(device: None, kind: str, shape: tuple[int, int, int], monkeypat
         middle = n // 32 * 16
         pieces = np.array([[0, b - 1, 0, middle], [1, 0, middle, n], [0, b - 1, middle, middle]])
         for arithmetic, error in (("double", 1e-15), ("single", 1e-6)):
-            found = _cuda.moments(rows, pieces, arithmetic=arithmetic)
+            found = gram_cuda.moments(rows, pieces, arithmetic=arithmetic)
             for G, (_, item, start, stop) in zip(found, pieces, strict=True):
                 part = X[item, start:stop]
                 assert np.abs(G - part.T @ part).max() <= 8 * error * np.abs(part).T.dot(np.abs(part)).max(initial=0)
@@ -97,13 +96,13 @@ def test_moments(device: None, kind: str, shape: tuple[int, int, int], monkeypat
 @pytest.mark.parametrize("kind", KINDS)
 def test_turned_moments(device: None, kind: str, arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch)
-    monkeypatch.setattr(_cuda, "_ROOM", 8 * 66 * 16)
+    monkeypatch.setattr(gram_cuda, "_ROOM", 8 * 66 * 16)
     rows = rows_of(kind, 2, 70, 66)
     X = read(rows)
     B = np.triu(np.random.default_rng(1).standard_normal((2, 66, 66)))
     pieces = np.array([[1, 0, 0, 64], [0, 1, 0, 70]])
     for G, (slot, item, start, stop) in zip(
-        _cuda.moments(rows, pieces, basis=B, arithmetic=arithmetic), pieces, strict=True
+        gram_cuda.moments(rows, pieces, basis=B, arithmetic=arithmetic), pieces, strict=True
     ):
         Y = X[item, start:stop] @ B[slot]
         assert np.abs(G - Y.T @ Y).max() <= 1e-13 * np.abs(Y).T.dot(np.abs(Y)).max()
@@ -115,24 +114,24 @@ def test_sums_are_those_of_the_cpu_in_pairs(device: None) -> None:
     K = rng.standard_normal((1, 7 * BLOCK + 5, 4))
     rows = Rows(K, "float64")
     whole, parts = (
-        _cuda.moments(rows, np.array(pieces))
+        gram_cuda.moments(rows, np.array(pieces))
         for pieces in ([[0, 0, 0, 4 * BLOCK]], [[0, 0, i * BLOCK, (i + 1) * BLOCK] for i in range(4)])
     )
     assert np.array_equal(whole[0], (parts[0] + parts[1]) + (parts[2] + parts[3]))
     integers = Rows(rng.integers(-9, 10, K.shape).astype(np.float64), "float64")
     pieces = np.array([[0, 0, 0, K.shape[1]]])
-    assert np.array_equal(_cuda.moments(integers, pieces), _cpu.moments(integers, pieces))
+    assert np.array_equal(gram_cuda.moments(integers, pieces), gram_cpu.moments(integers, pieces))
 
 
 def test_room_for_partial_sums_changes_nothing(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of("plain", 5, 300, 7)
     small_blocks(monkeypatch)
     pieces = np.array([[i, i, a, z] for i in range(5) for a, z in ((0, 128), (128, 300))])
-    expected = _cuda.moments(rows, pieces)
+    expected = gram_cuda.moments(rows, pieces)
     for room in (1, 8 * 49 * 9, 8 * 49 * 40):
-        monkeypatch.setattr(_cuda, "_ROOM", room)
-        assert np.array_equal(_cuda.moments(rows, pieces), expected)
-        assert 0 <= _cuda.longest_run(rows, 5) <= 5
+        monkeypatch.setattr(gram_cuda, "_ROOM", room)
+        assert np.array_equal(gram_cuda.moments(rows, pieces), expected)
+        assert 0 <= gram_cuda.longest_run(rows, 5) <= 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,12 +147,12 @@ def test_squared_norms(device: None, kind: str, shape: tuple[int, int, int]) -> 
         X = read(rows)
         for arithmetic, error in (("double", 1e-14), ("single", 3e-6)):
             out = rows.zeros(wide=True) if arithmetic == "double" else rows.zeros()
-            _cuda.sqnorms(rows, items, lower, out, arithmetic=arithmetic)
+            gram_cuda.sqnorms(rows, items, lower, out, arithmetic=arithmetic)
             bound = np.sum((np.abs(X[items]) @ np.abs(W)) ** 2, axis=2)
             exact = np.sum((X[items] @ W) ** 2, axis=2)
             stored_error = 0 if out.dtype == np.float64 else 6e-8
             assert (np.abs(out[items] - exact) <= (error + stored_error) * bound + 1e-300).all()
-            _cuda.sqnorms(rows, items, lower, out, arithmetic=arithmetic, ceiling=0.5)
+            gram_cuda.sqnorms(rows, items, lower, out, arithmetic=arithmetic, ceiling=0.5)
             assert out.max() <= 0.5
 
 
@@ -161,12 +160,12 @@ def test_squared_norms(device: None, kind: str, shape: tuple[int, int, int]) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_squared_norms_in_a_basis(device: None, kind: str, arithmetic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch)
-    monkeypatch.setattr(_cuda, "_ROOM", 8 * 9 * 16)
+    monkeypatch.setattr(gram_cuda, "_ROOM", 8 * 9 * 16)
     rng = np.random.default_rng(3)
     rows = rows_of(kind, 2, 70, 9, "float64")
     B, W = np.triu(rng.standard_normal((2, 2, 9, 9)))
     out = rows.zeros()
-    _cuda.sqnorms(rows, np.array([1, 0]), W, out, basis=B, arithmetic=arithmetic)
+    gram_cuda.sqnorms(rows, np.array([1, 0]), W, out, basis=B, arithmetic=arithmetic)
     exact = np.sum((read(rows)[::-1] @ B @ W) ** 2, axis=2)[::-1]
     np.testing.assert_allclose(out, exact, rtol=1e-11)
 
@@ -181,7 +180,7 @@ def test_wide_keys(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         X = read(rows)
         pieces = np.array([[0, 1, 0, 32], [1, 0, 16, 50], [0, 0, 48, 48]])
         partial = np.full((5, 9, 9), np.nan)
-        _cuda_wide.partial_moments(rows, pieces, partial)
+        cuda_blas.partial_moments(rows, pieces, partial)
         spans = ((1, 0, 16), (1, 16, 32), (0, 16, 32), (0, 32, 48), (0, 48, 50))
         for G, (item, start, stop) in zip(partial, spans, strict=True):
             part = X[item, start:stop]
@@ -191,7 +190,7 @@ def test_wide_keys(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
             used = np.triu(W) if triangular else W
             for dtype, error in ((np.float64, 1e-12), (np.float32, 1e-4)):
                 out = np.zeros((2, 50), dtype)
-                _cuda_wide.square_rows(rows, np.array([1, 0]), W, out, dtype, 3.0, triangular=triangular)
+                cuda_blas.square_rows(rows, np.array([1, 0]), W, out, dtype, 3.0, triangular=triangular)
                 exact = np.minimum(np.sum((X[::-1] @ used) ** 2, axis=2)[::-1], 3.0)
                 np.testing.assert_allclose(out, exact, rtol=error, atol=error)
 
@@ -205,7 +204,7 @@ def test_compensated_products_are_rounded_once(device: None) -> None:
     out = np.zeros((1, 40))
     W = np.zeros((1, 6, 6))
     W[0, 5, 5] = 1.0
-    _cuda.sqnorms(Rows(K, "float64"), np.zeros(1, np.int64), W, out, basis=B, arithmetic="compensated")
+    gram_cuda.sqnorms(Rows(K, "float64"), np.zeros(1, np.int64), W, out, basis=B, arithmetic="compensated")
     np.testing.assert_allclose(out[0], (3 * K[0, :, 4:].sum(axis=1)) ** 2, rtol=1e-12)
 
 
@@ -216,7 +215,7 @@ def test_projected_squared_norms(device: None, arithmetic: Any) -> None:
         rows = rows_of("transformed", 2, 70, d)
         P = rng.standard_normal((2, d, k))
         out = rows.zeros(wide=True)
-        _cuda.projected_sqnorms(rows, np.array([1, 0]), P, out, arithmetic, np.inf)
+        gram_cuda.projected_sqnorms(rows, np.array([1, 0]), P, out, arithmetic, np.inf)
         exact = np.sum((read(rows)[::-1] @ P) ** 2, axis=2)[::-1]
         np.testing.assert_allclose(out, exact, rtol=1e-11 if arithmetic == "double" else 1e-3)
 
@@ -227,27 +226,27 @@ def test_columns(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     for b, n, d in (*SHAPES, (1, 0, 3), (3, 100, 300)):
         rows = rows_of(kind, b, n, d)
         X = read(rows)
-        np.testing.assert_allclose(_cuda_rows.column_sums(rows), X.sum(axis=1), rtol=1e-12, atol=1e-12)
-        assert np.array_equal(_cuda_rows.column_maxima(rows), np.abs(X).max(axis=1, initial=0.0))
+        np.testing.assert_allclose(rows_cuda.column_sums(rows), X.sum(axis=1), rtol=1e-12, atol=1e-12)
+        assert np.array_equal(rows_cuda.column_maxima(rows), np.abs(X).max(axis=1, initial=0.0))
 
 
 def test_rows_that_are_not_finite(device: None) -> None:
     K = np.zeros((2, 50, 40), np.float32)
     K[1, [3, 17, 49], [0, 39, 33]] = np.nan, np.inf, -np.inf
     rows = Rows(K, "float32")
-    assert _cuda_rows.nonfinite_rows(rows, 1, 5) == [3, 17, 49]
-    assert _cuda_rows.nonfinite_rows(rows, 1, 2) == [3, 17]
-    assert _cuda_rows.nonfinite_rows(rows, 0, 5) == []
+    assert rows_cuda.nonfinite_rows(rows, 1, 5) == [3, 17, 49]
+    assert rows_cuda.nonfinite_rows(rows, 1, 2) == [3, 17]
+    assert rows_cuda.nonfinite_rows(rows, 0, 5) == []
     mask = np.ones((2, 50), np.bool_)
     mask[1, 17] = False
-    assert _cuda_rows.nonfinite_rows(Rows(K, "float32", mask), 1, 5) == [3, 49]
-    assert np.isnan(_cuda_rows.column_maxima(rows)[1, 0])
-    assert np.isinf(_cuda_rows.column_maxima(rows)[1, [33, 39]]).all()
+    assert rows_cuda.nonfinite_rows(Rows(K, "float32", mask), 1, 5) == [3, 49]
+    assert np.isnan(rows_cuda.column_maxima(rows)[1, 0])
+    assert np.isinf(rows_cuda.column_maxima(rows)[1, [33, 39]]).all()
 
 
 @pytest.mark.parametrize("shared", [1 << 10, 232448], ids=["room", "shared"])
 def test_inverse_cholesky(device: None, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda_dense, "shared_limit", lambda: shared)
+    monkeypatch.setattr(factor_cuda, "shared_limit", lambda: shared)
     rng = np.random.default_rng(6)
     for d in (1, 2, 17, 65):
         A = rng.standard_normal((4, 2 * d + 1, d))
@@ -256,8 +255,8 @@ def test_inverse_cholesky(device: None, shared: int, monkeypatch: pytest.MonkeyP
         A[3, :, -1] = A[3, :, 0]  # no pivot, or a tiny one
         G = np.swapaxes(A, 1, 2) @ A
         for shift in (0.0, 1e-3):
-            W, pivot, reach = _cuda_factor.inverse_cholesky(G, shift)
-            expected = _cpu_factor.inverse_cholesky(G, shift)
+            W, pivot, reach = factor_cuda.inverse_cholesky(G, shift)
+            expected = factor_cpu.inverse_cholesky(G, shift)
             good = pivot > 1e-6
             assert np.array_equal(good, expected[1] > 1e-6)
             assert good[[0, 2]].all()
@@ -270,8 +269,8 @@ def test_inverse_cholesky(device: None, shared: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("block", [4, 7, 16])
 def test_inverse_cholesky_in_blocks(device: None, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda_dense, "_WIDE", 1)
-    monkeypatch.setattr(_cuda_dense, "_BLOCK", block)
+    monkeypatch.setattr(factor_cuda, "_WIDE", 1)
+    monkeypatch.setattr(factor_cuda, "_BLOCK", block)
     rng = np.random.default_rng(8)
     for d in (1, 5, 16, 33):
         A = rng.standard_normal((5, 2 * d + 1, d))
@@ -281,8 +280,8 @@ def test_inverse_cholesky_in_blocks(device: None, block: int, monkeypatch: pytes
         G[3] -= (1.5 if d > 1 else 0) * np.linalg.eigvalsh(G[3])[0] * np.eye(d)  # not positive definite
         G[4] = np.outer(A[4, 0], A[4, 0])  # of rank 1
         for shift in (0.0, 1e-3):
-            W, pivot, reach = _cuda_factor.inverse_cholesky(G, shift)
-            expected = _cpu_factor.inverse_cholesky(G, shift)
+            W, pivot, reach = factor_cuda.inverse_cholesky(G, shift)
+            expected = factor_cpu.inverse_cholesky(G, shift)
             assert np.array_equal(pivot[:4] > 0, expected[1][:4] > 0)
             sure = slice(0, 3)
             np.testing.assert_allclose(reach[sure], expected[2][sure], rtol=1e-9)
@@ -296,7 +295,7 @@ def test_what_cannot_be_factored_says_so(device: None) -> None:
     G = np.array(
         [[[1.0, 2.0], [2.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], [[1.0, np.nan], [np.nan, 1.0]], np.zeros((2, 2))]
     )
-    W, pivot, reach = _cuda_factor.inverse_cholesky(G)
+    W, pivot, reach = factor_cuda.inverse_cholesky(G)
     assert not pivot[0] > 0
     assert not pivot[2] > 0
     assert pivot[1] == reach[1] == 1
@@ -314,14 +313,14 @@ def test_halves_and_bfloats_are_read_as_they_are(device: None) -> None:
         keys = words[~np.isnan(values)].reshape(1, -1, 1)
         expected = values[~np.isnan(values)]
         rows = Rows(np.ascontiguousarray(keys.transpose(0, 2, 1)), format)  # one row, a column each
-        assert np.array_equal(_cuda_rows.column_maxima(rows)[0], np.abs(expected))
+        assert np.array_equal(rows_cuda.column_maxima(rows)[0], np.abs(expected))
         finite = np.isfinite(expected)
-        assert np.array_equal(_cuda_rows.column_sums(rows)[0][finite], expected[finite])
+        assert np.array_equal(rows_cuda.column_sums(rows)[0][finite], expected[finite])
 
 
 def test_arguments_have_the_order_of_the_parameters(device: None) -> None:
     rows = rows_of("transformed", 2, 5, 3)
-    keys, *steps, mask, mask_step, shift, scale, weights, weight_step, d = _cuda_rows.key_arguments(rows)
+    keys, *steps, mask, mask_step, shift, scale, weights, weight_step, d = rows_cuda.key_arguments(rows)
     assert keys is rows.keys
     assert steps == [15, 3, 1]
     assert np.array_equal(mask, rows.mask)

@@ -16,8 +16,8 @@ import naive
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._core.formats import decode_half
-from levattn._kernels.heavy import cpu as _cpu
-from levattn._kernels.heavy import cuda as _cuda_heavy
+from levattn._kernels.heavy import cpu as heavy_cpu
+from levattn._kernels.heavy import cuda as heavy_cuda
 from strategies import as_float64, examples, integer_keys
 
 
@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_normalizers_are_squared_norms(m: int, d: int) -> None:
     rng = np.random.default_rng([m, d])
     Q, N = rng.standard_normal((m, d)), rng.standard_normal((d, d))
-    squares, bounds = in_orders(_cuda_heavy.query_norms, Q, N)
+    squares, bounds = in_orders(heavy_cuda.query_norms, Q, N)
     np.testing.assert_allclose(squares, np.sum((Q @ N.T) ** 2, axis=1), rtol=1e-12)
     np.testing.assert_allclose(bounds, np.sum((np.abs(Q) @ np.abs(N).T) ** 2, axis=1), rtol=1e-13)
 
@@ -42,7 +42,7 @@ def test_normalizers_are_squared_norms(m: int, d: int) -> None:
 def test_normalizers_of_small_integers_are_exact() -> None:
     rng = np.random.default_rng(0)
     Q, N = rng.integers(-9, 10, (90, 20)).astype(float), rng.integers(-9, 10, (33, 20)).astype(float)
-    squares, bounds = _cuda_heavy.query_norms(Q, N)
+    squares, bounds = heavy_cuda.query_norms(Q, N)
     np.testing.assert_array_equal(squares, np.sum((Q @ N.T) ** 2, axis=1))
     np.testing.assert_array_equal(bounds, np.sum((np.abs(Q) @ np.abs(N).T) ** 2, axis=1))
 
@@ -72,7 +72,7 @@ def test_entries_are_those_of_the_full_attention(K: Any, seed: int, data: st.Dat
     indices = np.flatnonzero(rng.random(len(K)) < data.draw(st.sampled_from([0.0, 0.3, 1.0])))
     A = naive.attention(Q, K)
     D = np.sum((Q @ K.T) ** 2, axis=1)  # whole numbers, so that both are exact
-    found = in_orders(_cuda_heavy.heavy_entries, Q, K[indices], indices, D, epsilon * (1 - 1e-12))
+    found = in_orders(heavy_cuda.heavy_entries, Q, K[indices], indices, D, epsilon * (1 - 1e-12))
     part = np.zeros(A.shape)
     part[:, indices] = A[:, indices]
     np.testing.assert_allclose(matrix(found, len(K)), np.where(part >= epsilon * (1 - 1e-12), part, 0), rtol=1e-12)
@@ -87,8 +87,8 @@ def test_entries_of_chunks_of_keys_are_in_one_order(u: int) -> None:
     D = np.sum((Q @ keys.T) ** 2, axis=1)
     D[2] = 0
     indices = np.sort(rng.choice(10 * u, u, replace=False))
-    found = in_orders(_cuda_heavy.heavy_entries, Q, keys, indices, D, 1e-4)
-    expected = _cpu.heavy_entries(Q, keys, indices, D, 1e-4)
+    found = in_orders(heavy_cuda.heavy_entries, Q, keys, indices, D, 1e-4)
+    expected = heavy_cpu.heavy_entries(Q, keys, indices, D, 1e-4)
     assert found[0][-1] > 10
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(found[1], expected[1])
@@ -100,9 +100,9 @@ def test_no_bit_depends_on_the_other_queries() -> None:
     rng = np.random.default_rng(3)
     keys, Q = rng.standard_normal((2100, 5)), rng.standard_normal((100, 5))
     D, indices = np.sum((Q @ keys.T) ** 2, axis=1), np.arange(2100)
-    starts, columns, scores, mass = _cuda_heavy.heavy_entries(Q, keys, indices, D, 1e-3)
+    starts, columns, scores, mass = heavy_cuda.heavy_entries(Q, keys, indices, D, 1e-3)
     for i in (0, 63, 99):
-        one = _cuda_heavy.heavy_entries(Q[i : i + 1], keys, indices, D[i : i + 1], 1e-3)
+        one = heavy_cuda.heavy_entries(Q[i : i + 1], keys, indices, D[i : i + 1], 1e-3)
         part = slice(starts[i], starts[i + 1])
         np.testing.assert_array_equal(one[1], columns[part])
         np.testing.assert_array_equal(one[2], scores[part])

@@ -17,9 +17,8 @@ import emulator
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
-from levattn._kernels.latent import cuda as _cuda_latent
-from levattn._kernels.latent import decay as _decay
-from levattn._kernels.latent import definition as _generic_latent
+from levattn._kernels.latent import cuda as latent_cuda
+from levattn._kernels.latent import decay, definition
 from levattn._kernels.latent.contract import LatentArguments
 from levattn._kernels.latent.cuda import backward, decayed_scan, forward, joined, summary
 
@@ -30,9 +29,9 @@ TOLERANCE = {"float64": 1e-13, "float32": 5e-6}  # sums of some dozen terms, who
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.on_host(monkeypatch)
-    monkeypatch.setattr(_cuda_latent, "_SHORTEST", 16)
-    monkeypatch.setattr(_cuda_latent, "_LONGEST", 32)
-    monkeypatch.setattr(_cuda_latent, "_STRETCH", 32)
+    monkeypatch.setattr(latent_cuda, "_SHORTEST", 16)
+    monkeypatch.setattr(latent_cuda, "_LONGEST", 32)
+    monkeypatch.setattr(latent_cuda, "_STRETCH", 32)
 
 
 def mixture(
@@ -91,7 +90,7 @@ def gradients(x: LatentArguments, dY: Float) -> list[Float | None]:
     parts = [tensor(part) for part in (x.Q, x.K, x.V, x.gate, x.beside)]
     mask = None if x.mask is None else torch.tensor(x.mask)
     state = None if x.state is None else tuple(map(torch.tensor, x.state))
-    Y = _generic_latent.forward(LatentArguments(*parts[:3], x.offsets, x.causal, x.ahead, *parts[3:], mask, state))
+    Y = definition.forward(LatentArguments(*parts[:3], x.offsets, x.causal, x.ahead, *parts[3:], mask, state))
     (Y * torch.tensor(np.asarray(dY, np.float64))).sum().backward()
     return [
         None if part is None else np.zeros(part.shape) if part.grad is None else part.grad.numpy() for part in parts
@@ -107,7 +106,7 @@ def check(x: LatentArguments, tolerance: float | None = None, *, run: Any = once
     rtol = TOLERANCE[x.V.dtype.name] if tolerance is None else tolerance
     Y = run(forward, x)
     assert Y.dtype == x.V.dtype
-    np.testing.assert_allclose(Y, _generic_latent.forward(wide(x)), rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(Y, definition.forward(wide(x)), rtol=rtol, atol=rtol)
     dY = np.random.default_rng(99).standard_normal(Y.shape).astype(Y.dtype)
     found = run(lambda: tuple(part for part in backward(x, dY) if part is not None))
     expected = [part for part in gradients(x, dY) if part is not None]
@@ -225,7 +224,7 @@ def test_no_bit_depends_on_heads_sequences_or_how_work_is_cut(monkeypatch: pytes
     x = mixture(11, (3, 70, 20, 130), dtype="float32", offsets=[0, 40, 70], mask=True)
     dY = np.random.default_rng(12).standard_normal(x.V.shape).astype(np.float32)
     Y, found = forward(x), backward(x, dY)
-    monkeypatch.setattr(_cuda_latent, "_BUSY", 0)
+    monkeypatch.setattr(latent_cuda, "_BUSY", 0)
     np.testing.assert_array_equal(forward(x), Y)
     for low, high in ((0, 40), (40, 70)):
         part = slice(low, high)
@@ -321,7 +320,7 @@ def test_summaries_are_those_of_the_definitions(scale: float, dtype: str) -> Non
     x = mixture(18, (2, 90, 7, 5), scale=scale, dtype=dtype, offsets=[0, 50, 50, 51, 90], mask=True)
     x.K[0, :50, 2] = -np.inf
     found = in_orders(summary, x.K, x.V, x.mask, x.offsets)
-    expected = _generic_latent.summary(x.K.astype(np.float64), x.V.astype(np.float64), x.mask, x.offsets)
+    expected = definition.summary(x.K.astype(np.float64), x.V.astype(np.float64), x.mask, x.offsets)
     for part, other in zip(found, expected, strict=True):
         assert part.dtype == np.float64
         assert part.shape == other.shape
@@ -350,7 +349,7 @@ def test_joined_states_are_those_of_the_definitions(shape: tuple[int, ...]) -> N
     for (m, s, S), nothing in zip(states, (np.s_[..., 0:2], np.s_[..., 1:3]), strict=True):
         m[nothing], s[nothing], S[(*nothing, slice(None))] = -np.inf, 0, 0
     found = in_orders(joined, *states)
-    for part, other in zip(found, _generic_latent.joined(*states), strict=True):
+    for part, other in zip(found, definition.joined(*states), strict=True):
         assert part.shape == other.shape
         np.testing.assert_allclose(part, other, rtol=1e-14)
 
@@ -407,7 +406,7 @@ def test_decayed_scans_read_nothing_of_what_is_before_a_zero(reverse: bool) -> N
     a[:, [7, 100, 200, 201]] = 0
     x[:, [3, 50, 150, 200]] = np.nan, np.inf
     with np.errstate(invalid="ignore"):
-        expected = _decay.decayed_scan(a, x, reverse=reverse)
+        expected = decay.decayed_scan(a, x, reverse=reverse)
         found = in_orders(lambda: decayed_scan(a, x, reverse=reverse))
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
     assert np.isfinite(found).any()
@@ -450,7 +449,7 @@ def test_the_table_takes_arrays_of_a_device(monkeypatch: pytest.MonkeyPatch) -> 
         *table.summary(there.K, there.V, there.mask, x.offsets),
         table.decayed_scan(there.gate[..., None], there.V[..., :1]),
     ]
-    assert table is _cuda_latent
+    assert table is latent_cuda
     for part, other in zip(found, expected, strict=True):
         assert isinstance(part, emulated.DeviceArray)
         np.testing.assert_array_equal(part.get(), other)

@@ -13,7 +13,7 @@ import pytest
 
 import levattn
 from emulator import device
-from levattn._core import arrays as _array
+from levattn._core import arrays
 from levattn._kernels import BLOCK
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, SignJL, Sketch
 from strategies import as_float64
@@ -252,8 +252,8 @@ class CudaTensor:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_tensors_of_torch_are_handed_over_and_back(cupy: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    is_torch = _array._is_torch
-    monkeypatch.setattr(_array, "_is_torch", lambda array: isinstance(array, CudaTensor) or is_torch(array))
+    is_torch = arrays._is_torch
+    monkeypatch.setattr(arrays, "_is_torch", lambda array: isinstance(array, CudaTensor) or is_torch(array))
     monkeypatch.setattr(cupy, "from_dlpack", lambda t: device.DeviceArray(t.tensor.numpy()), raising=False)
     monkeypatch.setattr(torch, "from_dlpack", lambda here: CudaTensor(torch.from_numpy(here.get())))
     K = torch.from_numpy(keys(500, 5)).to(getattr(torch, dtype))
@@ -269,5 +269,5 @@ def test_tensors_of_torch_are_handed_over_and_back(cupy: Any, dtype: str, monkey
 
 
 def test_the_predicate_is_that_of_cupy() -> None:
-    assert not _array.on_cuda(np.zeros(3))
-    assert not _array.on_cuda([1.0])
+    assert not arrays.on_cuda(np.zeros(3))
+    assert not arrays.on_cuda([1.0])

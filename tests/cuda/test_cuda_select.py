@@ -17,8 +17,8 @@ import naive
 import strategies
 from emulator import device as emulated
 from emulator import in_orders
-from levattn._kernels.select import cuda as _cuda_select
-from levattn._kernels.select import definition as _select
+from levattn._kernels.select import cuda as select_cuda
+from levattn._kernels.select import definition
 from strategies import as_bool, as_float64, examples
 
 SIZES = (0, 1, 31, 33, 255, 256, 2047, 2048, 2049, 4100, 8193)  # around warps, their runs, tiles and spans
@@ -75,14 +75,14 @@ def scored(draw: st.DrawFn) -> tuple[Any, Any]:
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_what_is_chosen_is_listed_in_order(n: int, share: float) -> None:
     chosen = np.random.default_rng(n).random((2, n)) < share
-    found = in_orders(doubtful, _cuda_select, chosen)
-    assert as_lists(*found) == as_lists(*doubtful(_select, chosen)) == listed(chosen)
+    found = in_orders(doubtful, select_cuda, chosen)
+    assert as_lists(*found) == as_lists(*doubtful(definition, chosen)) == listed(chosen)
 
 
 def test_lists_of_scores_in_another_layout_and_of_no_matrix() -> None:
     chosen = np.random.default_rng(1).random((300, 2)) < 0.5
-    assert as_lists(*doubtful(_cuda_select, chosen.T)) == listed(chosen.T)
-    assert as_lists(*doubtful(_cuda_select, np.zeros((0, 5), np.bool_))) == []
+    assert as_lists(*doubtful(select_cuda, chosen.T)) == listed(chosen.T)
+    assert as_lists(*doubtful(select_cuda, np.zeros((0, 5), np.bool_))) == []
 
 
 # -- thresholds ------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def test_thresholds_are_those_of_the_definition(case: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
     low = rng.choice([-np.inf, 0, 0.1, 0.125, 0.3, 1, np.nan], len(scores))
     high = rng.choice([0, 0.125, 0.125 + 2.0**-21, 0.3, 1, np.inf, np.nan], len(scores))
-    chosen, *near = in_orders(_cuda_select.threshold, scores, present, low, high)
-    expected, *doubtful = _select.threshold(scores, present, low, high)
+    chosen, *near = in_orders(select_cuda.threshold, scores, present, low, high)
+    expected, *doubtful = definition.threshold(scores, present, low, high)
     np.testing.assert_array_equal(chosen, expected)
     assert as_lists(*near) == as_lists(*doubtful)
     there = np.ones(scores.shape, np.bool_) if present is None else present
@@ -113,8 +113,8 @@ def test_the_largest_are_those_of_the_definition(case: Any, data: st.DataObject)
     size = data.draw(st.sampled_from([0, 1, 2, n // 2, max(n - 1, 0), n, n + 1]))
     margin = np.full(b, data.draw(st.sampled_from([0.0, 1e-9, 1e-5, 0.5, np.inf])))
     with np.errstate(invalid="ignore"):
-        chosen, *close = in_orders(_cuda_select.largest, scores, present, size, margin)
-        expected, *ties = _select.largest(scores, present, size, margin)
+        chosen, *close = in_orders(select_cuda.largest, scores, present, size, margin)
+        expected, *ties = definition.largest(scores, present, size, margin)
     np.testing.assert_array_equal(chosen, expected)
     assert as_lists(*close) == as_lists(*ties)
     if not np.isfinite(scores).all():
@@ -135,9 +135,9 @@ def test_the_score_of_a_rank_for_every_rank() -> None:
         scores = np.array([numbers], kind)
         ranked = np.sort(scores[0])[::-1]  # NaN comes first
         for size in range(1, len(ranked)):
-            found = _cuda_select._of_rank(scores, None, size)
+            found = select_cuda._of_rank(scores, None, size)
             np.testing.assert_array_equal(found, ranked[size - 1 : size])
-        assert _cuda_select._of_rank(scores, None, len(ranked)) == -np.inf
+        assert select_cuda._of_rank(scores, None, len(ranked)) == -np.inf
 
 
 def test_flags_are_set_and_maxima_found() -> None:
@@ -145,7 +145,7 @@ def test_flags_are_set_and_maxima_found() -> None:
     scores = rng.random((3, 500)).astype(np.float32)
     among = rng.random((3, 500)) < 0.3
     among[1] = False
-    for table in (_select, _cuda_select):
+    for table in (definition, select_cuda):
         chosen = np.zeros((3, 500), np.bool_)
         starts, indices = doubtful(table, among)
         which = rng.random(len(indices)) < 0.5
@@ -184,19 +184,19 @@ def test_rows_are_gathered_from_any_layout(kind: str, dtype: Any, d: int) -> Non
     keys = laid_out(kind, 3, 100, d, dtype)
     chosen = np.random.default_rng(d).random((3, 100)) < 0.3
     chosen[1] = False
-    starts, indices = doubtful(_cuda_select, chosen)
+    starts, indices = doubtful(select_cuda, chosen)
     expected = np.concatenate([keys[item, row] for item, row in enumerate(chosen)])
-    rows, there = in_orders(_cuda_select.stacked, keys, starts, indices)
+    rows, there = in_orders(select_cuda.stacked, keys, starts, indices)
     assert rows.shape == (3, chosen.sum(axis=1).max(), d)
     np.testing.assert_array_equal(rows[there], expected)
-    again, where = _select.stacked(keys, starts, indices)
+    again, where = definition.stacked(keys, starts, indices)
     np.testing.assert_array_equal(where, there)
     np.testing.assert_array_equal(again[where], expected)
 
 
 def test_no_rows_are_gathered() -> None:
-    none = doubtful(_cuda_select, np.zeros((2, 5), np.bool_))
-    assert _cuda_select.stacked(np.ones((2, 5, 3)), *none)[0].shape == (2, 0, 3)
+    none = doubtful(select_cuda, np.zeros((2, 5), np.bool_))
+    assert select_cuda.stacked(np.ones((2, 5, 3)), *none)[0].shape == (2, 0, 3)
 
 
 # -- sets on the device ----------------------------------------------------------------

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 import emulator
 from emulator.device import library_on_device
-from levattn._core import random as _random
+from levattn._core import random as _core_random
 from levattn._core.arrays import to_float64
 from levattn._core.random import below, normals, signs, words
 from levattn._kernels import Rows
 from levattn._kernels.cuda_source import path_of, text
-from levattn._kernels.sketch import cpu as _cpu
-from levattn._kernels.sketch import cuda as _cuda_sketch
+from levattn._kernels.sketch import cpu as sketch_cpu
+from levattn._kernels.sketch import cuda as sketch_cuda
 from levattn._kernels.sketch import definition
 from levattn._kernels.sketch.cuda import scatter
 from levattn.exceptions import NonFiniteError
@@ -68,7 +68,7 @@ def in_orders(function: Callable[[], Any]) -> Any:
 
 def cut(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     for name, value in CUTS[how].items():
-        monkeypatch.setattr(_cuda_sketch, name, value)
+        monkeypatch.setattr(sketch_cuda, name, value)
 
 
 def stored(X: Float, format: str) -> Any:
@@ -155,16 +155,16 @@ def test_constants_are_those_of_the_generator() -> None:
     code = path_of("philox.cuh").read_text()
     for name in ("MULTIPLIERS", "INCREMENTS"):
         (figures,) = re.findall(rf"#define PHILOX_{name} (.*)", code)
-        assert tuple(int(figure, 16) for figure in figures.split(", ")) == getattr(_random, name)
-    assert re.findall(r"#define PHILOX_ROUNDS (\d+)", code) == [str(_random.ROUNDS)]
+        assert tuple(int(figure, 16) for figure in figures.split(", ")) == getattr(_core_random, name)
+    assert re.findall(r"#define PHILOX_ROUNDS (\d+)", code) == [str(_core_random.ROUNDS)]
 
 
 def test_constants_are_those_of_the_source() -> None:
     code = text("sketch")
     for name in ("THREADS", "TILE", "GROUP", "SIDE", "FLIPS"):
         (figure,) = re.findall(rf"constexpr int {name} = (\d+)", code) or re.findall(rf"\b{name} = (\d+)", code)
-        assert int(figure) == getattr(_cuda_sketch, f"_{name}"), name
-    assert _cuda_sketch._WARPS * 32 == _cuda_sketch._THREADS
+        assert int(figure) == getattr(sketch_cuda, f"_{name}"), name
+    assert sketch_cuda._WARPS * 32 == sketch_cuda._THREADS
 
 
 DRAW = """
@@ -225,7 +225,7 @@ def test_integers_have_the_sums_of_the_cpu(shape: tuple[int, ...]) -> None:
             found = in_orders(partial(sketched, scatter, rows, blocks * size, *args, dtype=dtype))
             assert found.dtype == dtype
             assert np.array_equal(found, expected)
-    assert np.array_equal(sketched(_cpu.scatter, integers(b, n, d), blocks * size, *args), expected)
+    assert np.array_equal(sketched(sketch_cpu.scatter, integers(b, n, d), blocks * size, *args), expected)
     assert np.array_equal(sketched(definition.scatter, integers(b, n, d), blocks * size, *args), expected)
 
 
@@ -243,7 +243,7 @@ def test_how_work_is_cut_up_changes_no_sum_of_integers(
 
 @examples(60)
 @given(
-    n=st.integers(1, 200) | st.integers(1, 3 * _cuda_sketch._TILE),
+    n=st.integers(1, 200) | st.integers(1, 3 * sketch_cuda._TILE),
     blocks=st.integers(1, 4),
     size=st.integers(1, 12) | st.integers(1, 9000),
     parts=st.integers(1, 5),
@@ -254,8 +254,8 @@ def test_rows_are_put_in_order(n: int, blocks: int, size: int, parts: int, digit
     """By part, block and place, and those of one place as they were."""
     n, span = n // blocks + 1, -(-(n // blocks + 1) // parts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cuda_sketch, "_DIGIT", digit)
-        ordered, starts, step = _cuda_sketch._order(n, SEED, STREAM, offset, blocks, size, span)
+        patch.setattr(sketch_cuda, "_DIGIT", digit)
+        ordered, starts, step = sketch_cuda._order(n, SEED, STREAM, offset, blocks, size, span)
     drawn = words(SEED, STREAM, offset, n, blocks)
     expected, counts = [], []
     for first in range(0, n, span):
@@ -343,24 +343,24 @@ def test_products(shape: tuple[int, ...], format: str) -> None:
     S = np.random.default_rng(n).integers(-5, 6, (size, n)).astype(np.float64)
     for layout in ("plain", "columns"):
         rows = integers(b, n, d, format, layout)
-        found = in_orders(partial(sketched, _cuda_sketch.add_products, rows, size, S))
+        found = in_orders(partial(sketched, sketch_cuda.add_products, rows, size, S))
         assert np.array_equal(found, S @ read(rows))
-        assert np.array_equal(sketched(_cuda_sketch.add_products, rows, size, S, dtype=np.float32), found)
+        assert np.array_equal(sketched(sketch_cuda.add_products, rows, size, S, dtype=np.float32), found)
     rows = transformed(reals(b, n, d, format), whole=False)
     expected = S @ read(rows)
-    np.testing.assert_allclose(sketched(_cuda_sketch.add_products, rows, size, S), expected, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(sketched(sketch_cuda.add_products, rows, size, S), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("drawn", [1 << 25, 500])
 @pytest.mark.parametrize("offset", [0, 5, FAR])
 def test_dense_sketches(drawn: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cuda_sketch, "_DRAWN", drawn)
+    monkeypatch.setattr(sketch_cuda, "_DRAWN", drawn)
     for b, n, d, size in ((2, 333, 5, 67), (1, 70, 65, 1), (1, 1, 1, 32), (1, 0, 3, 4)):
         rows = integers(b, n, d)
         drawn_signs = SignJL(size).columns(SEED, offset, n)
         drawn_normals = normals(SEED, 2, offset, n, size).T
         for dtype, tolerance in ((np.float64, 1e-11), (np.float32, 1e-2)):
-            sketch = partial(sketched, _cuda_sketch.dense_sketch, rows, size, dtype=dtype)
+            sketch = partial(sketched, sketch_cuda.dense_sketch, rows, size, dtype=dtype)
             found = in_orders(partial(sketch, SEED, 3, offset, False))
             assert np.array_equal(found, drawn_signs @ read(rows))
             found = sketch(SEED, 2, offset, True)
@@ -370,12 +370,12 @@ def test_dense_sketches(drawn: int, offset: int, monkeypatch: pytest.MonkeyPatch
 def test_products_have_the_same_bits_in_any_order_layout_and_batch() -> None:
     rows = reals(3, 1300, 6)
     args = 9, SEED, 2, 7, True
-    found = in_orders(partial(sketched, _cuda_sketch.dense_sketch, rows, *args))
+    found = in_orders(partial(sketched, sketch_cuda.dense_sketch, rows, *args))
     for layout in LAYOUTS:
         assert np.array_equal(
-            sketched(_cuda_sketch.dense_sketch, Rows(laid_out(rows.keys, layout), "float32"), *args), found
+            sketched(sketch_cuda.dense_sketch, Rows(laid_out(rows.keys, layout), "float32"), *args), found
         )
-    assert np.array_equal(sketched(_cuda_sketch.dense_sketch, rows.item(2), *args)[0], found[2])
+    assert np.array_equal(sketched(sketch_cuda.dense_sketch, rows.item(2), *args)[0], found[2])
 
 
 # -- Hadamard transforms --------------------------------------------------------------------------
@@ -397,17 +397,17 @@ def test_products_have_the_same_bits_in_any_order_layout_and_batch() -> None:
 def test_hadamard_transforms_of_integers_are_exact(
     fewest: int, distribution: SRHT, shape: tuple[int, int, int], offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_cuda_sketch, "_FEWEST", fewest)
-    monkeypatch.setattr(_cuda_sketch, "_TRANSFORMED", 1 << (16 if fewest == 10 else fewest + 5))
+    monkeypatch.setattr(sketch_cuda, "_FEWEST", fewest)
+    monkeypatch.setattr(sketch_cuda, "_TRANSFORMED", 1 << (16 if fewest == 10 else fewest + 5))
     size, block = distribution.size, distribution.block
     args = SEED, (4, 6), offset, block, distribution._chosen(SEED)
     for format, dtype in zip(FORMATS, (np.float64, np.float32, np.float64, np.float32), strict=True):
         for layout in ("plain", "columns"):
             rows = integers(*shape, format, layout)
-            found = sketched(_cuda_sketch.subsampled_hadamard, rows, size, *args, dtype=dtype)
+            found = sketched(sketch_cuda.subsampled_hadamard, rows, size, *args, dtype=dtype)
             assert np.array_equal(found, distribution.columns(SEED, offset, shape[1]) @ read(rows))
     rows = transformed(integers(*shape))
-    found = in_orders(partial(sketched, _cuda_sketch.subsampled_hadamard, rows, size, *args))
+    found = in_orders(partial(sketched, sketch_cuda.subsampled_hadamard, rows, size, *args))
     assert np.array_equal(found, distribution.columns(SEED, offset, shape[1]) @ read(rows))
 
 
@@ -415,14 +415,14 @@ def test_hadamard_transforms_have_the_same_bits_in_any_order_layout_and_batch(mo
     distribution = SRHT(3, block=16)
     rows = reals(3, 900, 6)
     args = 3, SEED, (4, 6), 7, 16, distribution._chosen(SEED)
-    found = in_orders(partial(sketched, _cuda_sketch.subsampled_hadamard, rows, *args))
+    found = in_orders(partial(sketched, sketch_cuda.subsampled_hadamard, rows, *args))
     np.testing.assert_allclose(found, distribution.columns(SEED, 7, 900) @ read(rows), rtol=0, atol=1e-11)
     for layout in LAYOUTS:
         other = Rows(laid_out(rows.keys, layout), "float32")
-        assert np.array_equal(sketched(_cuda_sketch.subsampled_hadamard, other, *args), found)
-    assert np.array_equal(sketched(_cuda_sketch.subsampled_hadamard, rows.item(2), *args)[0], found[2])
+        assert np.array_equal(sketched(sketch_cuda.subsampled_hadamard, other, *args), found)
+    assert np.array_equal(sketched(sketch_cuda.subsampled_hadamard, rows.item(2), *args)[0], found[2])
     out = np.ones((3, 3, 0))
-    _cuda_sketch.subsampled_hadamard(Rows(np.zeros((3, 0, 6)), "float64"), *args[1:], out)
+    sketch_cuda.subsampled_hadamard(Rows(np.zeros((3, 0, 6)), "float64"), *args[1:], out)
 
 
 # -- through the public names, on arrays that never become numpy's by themselves ------------------------------

@@ -13,8 +13,8 @@ import emulator
 from emulator import on_host
 from levattn._kernels import BLOCK, Rows
 from levattn._kernels.cuda_source import path_of
-from levattn._kernels.gram import cuda as _cuda
-from levattn._kernels.gram import cuda_tensor as _cuda_tensor
+from levattn._kernels.gram import cuda as gram_cuda
+from levattn._kernels.gram import cuda_tensor
 
 FORMATS = ("float32", "float16", "bfloat16")
 UNIT = 2.0**-24
@@ -136,16 +136,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def moments_of(rows: Rows) -> Any:
     b, n, _ = rows.shape
-    return _cuda.moments(rows, np.array([[i, i, 0, n] for i in range(b)]), arithmetic="single")
+    return gram_cuda.moments(rows, np.array([[i, i, 0, n] for i in range(b)]), arithmetic="single")
 
 
 def squares_of(rows: Rows, W: Any, *, triangular: bool = True, wide: bool = False) -> Any:
     out = rows.zeros(wide=wide)
     items = np.arange(rows.shape[0])
     if triangular:
-        _cuda.sqnorms(rows, items, W, out, arithmetic="single")
+        gram_cuda.sqnorms(rows, items, W, out, arithmetic="single")
     else:
-        _cuda.projected_sqnorms(rows, items, W, out, "single", np.inf)
+        gram_cuda.projected_sqnorms(rows, items, W, out, "single", np.inf)
     return out
 
 
@@ -211,7 +211,7 @@ class TestBits:
                 on_host(monkeypatch, order)
                 found.append((moments_of(layout), squares_of(layout, W)))
             for layout, (G, s) in zip(layouts, found, strict=True):
-                if _cuda_tensor._multiplied(layout) == _cuda_tensor._multiplied(rows):  # in sums of as many rows
+                if cuda_tensor._multiplied(layout) == cuda_tensor._multiplied(rows):  # in sums of as many rows
                     assert np.array_equal(G, found[0][0])
                 assert np.array_equal(s, found[0][1])
 
@@ -228,16 +228,16 @@ class TestBits:
 
     @pytest.mark.usefixtures("device")
     def test_batch_mates_and_pieces(self, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_cuda, "BLOCK", 64)
+        monkeypatch.setattr(gram_cuda, "BLOCK", 64)
         rows, W = rows_of("plain", 3, 200, 16, format), factors_of(3, 16)
         G, s = moments_of(rows), squares_of(rows, W)
-        monkeypatch.setattr(_cuda_tensor, "_BUSY", 1)
-        monkeypatch.setattr(_cuda_tensor, "_ROOM", 1 << 15)
+        monkeypatch.setattr(cuda_tensor, "_BUSY", 1)
+        monkeypatch.setattr(cuda_tensor, "_ROOM", 1 << 15)
         assert np.array_equal(squares_of(rows, W), s)
         for i in range(3):
             one = rows.item(i)
             assert np.array_equal(squares_of(one, W[i : i + 1])[0], s[i])
-            parts = _cuda.moments(one, np.array([[0, 0, 0, 128], [0, 0, 128, 200]]), arithmetic="single")
+            parts = gram_cuda.moments(one, np.array([[0, 0, 0, 128], [0, 0, 128, 200]]), arithmetic="single")
             assert np.array_equal(parts[0] + parts[1], G[i])
 
 
@@ -294,13 +294,13 @@ def test_what_is_not_finite_shows(device: None) -> None:
 
 def test_where_tensor_cores_multiply(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    launch = _cuda_tensor.launch
+    launch = cuda_tensor.launch
 
     def noted(source: str, name: str, *rest: Any) -> None:
         launched.append(name)
         launch(source, name, *rest)
 
-    monkeypatch.setattr(_cuda_tensor, "launch", noted)
+    monkeypatch.setattr(cuda_tensor, "launch", noted)
     for format, d, expected in (("float32", 128, True), ("float32", 129, False), ("float64", 4, False)):
         rows = rows_of("plain", 1, 20, d, format)
         launched.clear()
@@ -309,5 +309,5 @@ def test_where_tensor_cores_multiply(device: None, monkeypatch: pytest.MonkeyPat
         assert launched == (["tensor_moments", "split_factors", "tensor_squares"] if expected else [])
     launched.clear()
     squares_of(rows_of("plain", 1, 20, 100), factors_of(1, 100, 129), triangular=False)
-    _cuda.moments(rows_of("plain", 1, 20, 8), np.array([[0, 0, 0, 20]]), arithmetic="double")
+    gram_cuda.moments(rows_of("plain", 1, 20, 8), np.array([[0, 0, 0, 20]]), arithmetic="double")
     assert not launched

@@ -16,8 +16,8 @@ import emulator
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
-from levattn._kernels.tokens import cuda as _cuda_tokens
-from levattn._kernels.tokens import definition as _generic_tokens
+from levattn._kernels.tokens import cuda as tokens_cuda
+from levattn._kernels.tokens import definition
 from levattn._kernels.tokens.contract import TokenArguments
 from levattn._kernels.tokens.cuda import backward, forward, memberships
 
@@ -82,7 +82,7 @@ def gradients(x: TokenArguments, dY: Float) -> list[Float | None]:
     mask = None if x.mask is None else torch.tensor(x.mask)
     state = None if x.state is None else tuple(map(torch.tensor, x.state))
     given = replace(x, W=parts[0], temperature=parts[1], offset=parts[2], mask=mask, state=state)
-    Y = _generic_tokens.forward(given)[0]
+    Y = definition.forward(given)[0]
     (Y * torch.tensor(np.asarray(dY, np.float64))).sum().backward()
     return [
         None if part is None else np.zeros(part.shape) if part.grad is None else part.grad.numpy() for part in parts
@@ -106,10 +106,10 @@ def check(x: TokenArguments, tolerance: float | None = None, *, run: Any = once)
         return Y, memberships(x), *sums
 
     Y, P, *sums = run(all_of_it)
-    expected, after = _generic_tokens.forward(wide(x), state=True)
+    expected, after = definition.forward(wide(x), state=True)
     assert Y.dtype == P.dtype == dtype
     close(Y, expected)
-    close(P, _generic_tokens.memberships(wide(x)))
+    close(P, definition.memberships(wide(x)))
     for part, other in zip(sums, after, strict=True):
         assert part.dtype == np.float64
         close(part, other)
@@ -174,7 +174,7 @@ def test_nothing_to_do(logits: str, causal: bool) -> None:
             Y, sums = forward(x, state=True)
             assert Y.shape == backward(x, Y)[0].shape == shape
             assert memberships(x).shape == shape[:3]
-            for part, other in zip(sums, _generic_tokens.forward(x, state=True)[1], strict=True):
+            for part, other in zip(sums, definition.forward(x, state=True)[1], strict=True):
                 np.testing.assert_array_equal(part, other)
             for part, source in zip(backward(x, Y), (x.W, x.temperature, x.offset), strict=True):
                 assert part.shape == source.shape
@@ -295,7 +295,7 @@ def test_errors_do_not_grow_with_the_number_of_tokens() -> None:
     x = statistics(14, (1, 2, 20000, 3), dtype="float32", mean=True)
     for given in (x, replace(x, decay=np.array([1, 0.9999999]))):
         Y, sums = forward(given, state=True)
-        expected, after = _generic_tokens.forward(wide(given), state=True)
+        expected, after = definition.forward(wide(given), state=True)
         np.testing.assert_allclose(Y, expected, rtol=3e-5, atol=1e-6)  # a logit is a mean of 20 000 tokens
         for part, other in zip(sums, after, strict=True):
             np.testing.assert_allclose(part, other, rtol=3e-6)
@@ -307,7 +307,7 @@ def test_memberships_that_are_almost_all_or_nothing(scale: float, dtype: str) ->
     x = statistics(15, (1, 4, 40, 3), dtype=dtype, logits="norm", ridge=0.0)
     x = replace(x, W=(x.W * scale).astype(dtype))
     Y, P = forward(x)[0], memberships(x)
-    expected = _generic_tokens.forward(wide(x))[0]
+    expected = definition.forward(wide(x))[0]
     np.testing.assert_allclose(Y, expected, rtol=0, atol=1e-3 * scale if dtype == "float32" else 1e-12 * scale)
     np.testing.assert_allclose(P.sum(axis=1), 1, rtol=1e-6)
     for part in backward(x, np.ones_like(x.W))[:2]:
@@ -320,7 +320,7 @@ def test_channels_of_zeros_are_finite(dtype: str) -> None:
     x.W[:, :, :20, 1] = 0
     x.W[1] = 0
     Y, found = forward(x)[0], backward(x, np.ones_like(x.W))
-    np.testing.assert_allclose(Y, _generic_tokens.forward(wide(x))[0], rtol=0, atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(Y, definition.forward(wide(x))[0], rtol=0, atol=TOLERANCE[dtype])
     for part, other in zip(found[:2], gradients(x, np.ones_like(x.W))[:2], strict=True):
         np.testing.assert_allclose(part, other, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(other).max()))
 
@@ -345,7 +345,7 @@ def test_going_on_from_a_state_is_going_on(logits: str, dtype: str) -> None:
 
 def test_more_heads_than_shared_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = statistics(18, (1, 40, 3, 1))
-    monkeypatch.setattr(_cuda_tokens, "shared_limit", lambda: 48 * 1024)
+    monkeypatch.setattr(tokens_cuda, "shared_limit", lambda: 48 * 1024)
     forward(x)
     with pytest.raises(ValueError, match=r"W has 400 heads; expected at most \d+ in float64"):
         forward(statistics(18, (1, 400, 3, 1)))
@@ -367,12 +367,12 @@ def test_the_table_takes_arrays_of_a_device(causal: bool, monkeypatch: pytest.Mo
             found += [Y, *sums, table.memberships(given), *table.backward(given, dY)]
         return found
 
-    expected = results(_cuda_tokens, x, dY, state)
+    expected = results(tokens_cuda, x, dY, state)
     cupy = emulated.library_on_device(monkeypatch)
     names = ("W", "temperature", "offset", "mask")
     there = replace(x, **{name: cupy.asarray(getattr(x, name)) for name in names})
     table = kernels_for("tokens", there.W)
-    assert table is _cuda_tokens
+    assert table is tokens_cuda
     for part, other in zip(results(table, there, cupy.asarray(dY), state), expected, strict=True):
         assert isinstance(part, emulated.DeviceArray)
         np.testing.assert_array_equal(part.get(), other)
@@ -382,8 +382,8 @@ def test_squares_are_added_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(22)
     X, mask, weights = rng.standard_normal((2, 30, 4)), rng.random((2, 30)) < 0.5, rng.random((2, 30))
     decay, held = np.array([1, 0.8]), (rng.random((2, 4)), rng.random(2))
-    expected = _generic_tokens.add_squares(X, mask, weights, decay, held)
+    expected = definition.add_squares(X, mask, weights, decay, held)
     cupy = emulated.library_on_device(monkeypatch)
     given = [*map(cupy.asarray, (X, mask, weights)), decay, tuple(map(cupy.asarray, held))]
-    for part, other in zip(_cuda_tokens.add_squares(*given), expected, strict=True):
+    for part, other in zip(tokens_cuda.add_squares(*given), expected, strict=True):
         np.testing.assert_allclose(part.get(), other, rtol=1e-14)

@@ -11,10 +11,10 @@ import pytest
 
 import emulator
 from emulator import DeviceError, Host, Kernel, compiled, on_host
-from levattn._kernels import cuda_source as _cuda_source
+from levattn._kernels import cuda_source
 
 ORDERS = range(6)
-NOTHING = _cuda_source.NOTHING
+NOTHING = cuda_source.NOTHING
 FULL = "0xffffffffu"
 DTYPES = {
     "int": "i4",
@@ -454,7 +454,7 @@ class TestMemory:
 
     def test_shared_memory_of_any_size(self) -> None:
         code = (
-            _cuda_source.path_of("shared.cuh").read_text()
+            cuda_source.path_of("shared.cuh").read_text()
             + """
             __global__ void run(double *out, int at) {
                 DYNAMIC_SHARED(bytes);
@@ -592,27 +592,27 @@ class TestOnHost:
         (tmp_path / "own.cuh").write_text(
             "template <typename T>\n__device__ void scaled(T *x, T by) { x[blockIdx.x * 64 + threadIdx.x] *= by; }\n"
         )
-        monkeypatch.setattr(_cuda_source, "FOLDER", tmp_path)
-        monkeypatch.setitem(_cuda_source.KERNELS, "own", {"scale": (("float",), ("double",))})
+        monkeypatch.setattr(cuda_source, "FOLDER", tmp_path)
+        monkeypatch.setitem(cuda_source.KERNELS, "own", {"scale": (("float",), ("double",))})
         return "own"
 
     def test_launches_run_here(self, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
         with monkeypatch.context() as patch:
             xp = on_host(patch, 3)
-            assert (_cuda_source.namespace(), emulator.order) == (xp, 3)
+            assert (cuda_source.namespace(), emulator.order) == (xp, 3)
             for types, dtype in ((["float"], np.float32), (["double"], np.float64)):
                 x = xp.ones(128, dtype)
-                _cuda_source.launch(source, "scale", types, (2,), 64, [x, dtype(3)])
-                _cuda_source.launch(source, "scale", types, (2, 0), 64, [])  # nothing to do
+                cuda_source.launch(source, "scale", types, (2,), 64, [x, dtype(3)])
+                cuda_source.launch(source, "scale", types, (2, 0), 64, [])  # nothing to do
                 np.testing.assert_array_equal(x, 3)
             with pytest.raises(LookupError, match=r"scale<int> of own\.cu is not among"):
-                _cuda_source.launch(source, "scale", ["int"], (1,), 64, [])
+                cuda_source.launch(source, "scale", ["int"], (1,), 64, [])
         assert emulator.order == 1
 
     def test_much_shared_memory_is_asked_for(self, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
         xp = on_host(monkeypatch)
         x = xp.ones(64)
-        _cuda_source.launch(source, "scale", ["double"], (1,), 64, [x, np.float64(2)], shared=200_000)
+        cuda_source.launch(source, "scale", ["double"], (1,), 64, [x, np.float64(2)], shared=200_000)
         assert x[0] == 2
 
     @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (4, 5)])

@@ -1,6 +1,6 @@
 """The CUDA kernels on the CPU: compiled with g++, their launches checked as a device would and more strictly.
 
-``emulated`` gives one kernel, ``on_host`` runs all that `_cuda_source.launch` is asked for. Arrays are numpy's. A
+``emulated`` gives one kernel, ``on_host`` runs all that `cuda_source.launch` is asked for. Arrays are numpy's. A
 kernel works on copies between zones of NaN, so that what it reads out of bounds poisons its results and what it
 writes there is reported; shared memory is NaN when a block begins. Barriers that cannot fill are reported, and so are
 threads that leave the bounds of a C array, touch memory that is not there, divide by zero or shift too far. Arguments
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from levattn._kernels import cuda_source as _cuda_source
+from levattn._kernels import cuda_source
 
 order = 1
 
@@ -107,13 +107,11 @@ def declared(code: str) -> Iterator[Declared]:
 
 def emulated(source: str, name: str, types: Sequence[str]) -> Kernel:
     """A kernel of the table `KERNELS`, compiled for the CPU."""
-    if tuple(types) not in _cuda_source.KERNELS[source][name]:
-        raise LookupError(
-            f"{_cuda_source.expression(name, types)} of {source}.cu is not among those that are compiled"
-        )
-    table = _cuda_source.KERNELS[source]
-    names = tuple(_cuda_source.expression(kernel, each) for kernel, choices in table.items() for each in choices)
-    return compiled(_cuda_source.text(source), names, f"{source}.cu")[_cuda_source.expression(name, types)]
+    if tuple(types) not in cuda_source.KERNELS[source][name]:
+        raise LookupError(f"{cuda_source.expression(name, types)} of {source}.cu is not among those that are compiled")
+    table = cuda_source.KERNELS[source]
+    names = tuple(cuda_source.expression(kernel, each) for kernel, choices in table.items() for each in choices)
+    return compiled(cuda_source.text(source), names, f"{source}.cu")[cuda_source.expression(name, types)]
 
 
 @cache
@@ -342,15 +340,15 @@ def _poisoned(array: np.ndarray) -> np.ndarray:
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
-    """Let `_cuda_source` make arrays and run kernels on the CPU until the test ends."""
+    """Let `cuda_source` make arrays and run kernels on the CPU until the test ends."""
     host = Host()
 
     def of_host(source: str, name: str, types: tuple[str, ...], _device: int) -> Kernel:
         return emulated(source, name, types)
 
-    monkeypatch.setattr(_cuda_source, "_module", lambda: host)
-    monkeypatch.setattr(_cuda_source, "_compiled", of_host)
-    monkeypatch.setattr(_cuda_source, "_shared_limit", lambda _device: MOST_SHARED)
+    monkeypatch.setattr(cuda_source, "_module", lambda: host)
+    monkeypatch.setattr(cuda_source, "_compiled", of_host)
+    monkeypatch.setattr(cuda_source, "_shared_limit", lambda _device: MOST_SHARED)
     monkeypatch.setattr(sys.modules[__name__], "order", seed)
     return host
 

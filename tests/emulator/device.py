@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import emulator
-from levattn._kernels import cuda_source as _cuda_source
+from levattn._kernels import cuda_source
 
 
 def true_cupy() -> Any:
@@ -243,10 +243,10 @@ def is_on_device(array: Any) -> bool:
 def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Namespace:
     """Let the library take arrays of `NAMESPACE` for CuPy's until the test ends."""
     emulator.on_host(monkeypatch, seed)
-    compiled = _cuda_source._compiled
+    compiled = cuda_source._compiled
 
-    monkeypatch.setattr(_cuda_source, "_compiled", lambda *which: DeviceKernel(compiled(*which)))
-    monkeypatch.setattr(_cuda_source, "_module", lambda: NAMESPACE)
+    monkeypatch.setattr(cuda_source, "_compiled", lambda *which: DeviceKernel(compiled(*which)))
+    monkeypatch.setattr(cuda_source, "_module", lambda: NAMESPACE)
     monkeypatch.setitem(sys.modules, "cupy", NAMESPACE)
     for name, module in list(sys.modules.items()):
         if name.startswith("levattn.") and hasattr(module, "on_cuda"):

@@ -30,10 +30,8 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import cache as _cpu_cache
-from levattn._kernels import jit as _cpu_jit
-from levattn._kernels import llvm as _cpu_simd
-from levattn._kernels import shipped as _cpu_shipped
+from levattn._kernels import cache as _kernels_cache
+from levattn._kernels import jit, llvm, shipped
 
 SMALL = """
 from levattn._kernels.jit import jit
@@ -75,7 +73,7 @@ def test_code_is_compiled_again_when_what_it_imports_changes_and_only_then(tmp_p
     assert hits_and_misses(tmp_path) == "1 0"
 
 
-FOLDER = Path(_cpu_jit.__file__).parent
+FOLDER = Path(jit.__file__).parent
 KERNELS = sorted(
     path.relative_to(FOLDER).as_posix()
     for path in FOLDER.rglob("*.py")
@@ -93,7 +91,7 @@ def kernels_imported_by(path: Path) -> list[str]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_stamped_by_the_modules_that_it_reaches(name: str) -> None:
     """What its module names of other modules of kernels, and these of others, is among its sources."""
-    sources = _cpu_jit._sources(FOLDER / name)
+    sources = jit._sources(FOLDER / name)
     for source in sources:
         for module in kernels_imported_by(FOLDER / source):
             assert module.removeprefix("levattn._kernels.").replace(".", "/") + ".py" in sources
@@ -102,7 +100,7 @@ def test_a_kernel_is_stamped_by_the_modules_that_it_reaches(name: str) -> None:
 def test_no_address_is_a_float() -> None:
     @numba.njit
     def read(at, like):  # type: ignore[no-untyped-def]
-        return _cpu_simd.as_pointer(at, like)[0]
+        return llvm.as_pointer(at, like)[0]
 
     X = np.array([2.0])
     assert read(X.ctypes.data, X) == 2
@@ -128,11 +126,11 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return _cpu_jit.jit(module.twice)
+        return jit.jit(module.twice)
 
-    _cpu_jit._say_uncached.cache_clear()
+    jit._say_uncached.cache_clear()
     yield new
-    _cpu_jit._say_uncached.cache_clear()
+    jit._say_uncached.cache_clear()
 
 
 def was_cached(function: Any, x: Any = 3) -> bool:
@@ -176,7 +174,7 @@ def test_code_runs_where_there_is_no_room_for_it(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(_cpu_cache._Files, name, full)
+        patch.setattr(_kernels_cache._Files, name, full)
         with pytest.warns(levattn.CacheWarning, match=r"No space left"):
             assert not was_cached(compiled())
         assert not was_cached(compiled())
@@ -227,27 +225,23 @@ def archive(tmp_path: Path, compiled: Callable[[], Any], monkeypatch: pytest.Mon
     """Give the archive of the level of this processor, with the function's code for whole numbers."""
     folder = tmp_path / "compiled"
     folder.mkdir()
-    monkeypatch.setattr(_cpu_shipped, "FOLDER", folder)
+    monkeypatch.setattr(shipped, "FOLDER", folder)
     kernel = compiled()
     kernel(3)
     has = llvmlite.binding.get_host_cpu_features()
     kinds = {"x86_64": "x86", "arm64": "aarch64"}
     kind = kinds.get(platform.machine(), platform.machine())
     level = next(
-        (
-            name
-            for name, all_of in _cpu_shipped.FEATURES.items()
-            if name.startswith(kind) and all(map(has.get, all_of))
-        ),
+        (name for name, all_of in shipped.FEATURES.items() if name.startswith(kind) and all(map(has.get, all_of))),
         None,
     )
     if level is None:
         pytest.skip("no code is made for processors of this kind")
-    write(folder / f"{level}.zip", _cpu_cache.packed(kernel), _cpu_shipped.versions())
+    write(folder / f"{level}.zip", _kernels_cache.packed(kernel), shipped.versions())
     shutil.rmtree(tmp_path / "cache")
-    _cpu_shipped._archive.cache_clear()
+    shipped._archive.cache_clear()
     yield folder / f"{level}.zip"
-    _cpu_shipped._archive.cache_clear()
+    shipped._archive.cache_clear()
 
 
 def write(path: Path, code: dict[str, bytes], versions: str) -> None:
@@ -279,11 +273,11 @@ def test_code_of_the_wheel_needs_no_folder(
 def test_code_of_an_older_source_is_not_used(archive: Path, compiled: Callable[[], Any]) -> None:
     source = archive.parents[1] / "source.py"
     source.write_text(FUNCTION + "# changed\n")
-    _cpu_jit._source.cache_clear()
+    jit._source.cache_clear()
     assert not was_cached(compiled())
 
 
-@pytest.mark.parametrize("level", list(_cpu_shipped.FEATURES))
+@pytest.mark.parametrize("level", list(shipped.FEATURES))
 def test_code_for_vectors_of_another_width_is_not_used(
     archive: Path, compiled: Callable[[], Any], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +288,7 @@ def test_code_for_vectors_of_another_width_is_not_used(
     else:
         features = dict(llvmlite.binding.get_host_cpu_features())
         features["avx512f"] = not features.get("avx512f", False)
-        monkeypatch.setattr(_cpu_shipped.llvm, "get_host_cpu_features", lambda: features)
+        monkeypatch.setattr(shipped.llvm, "get_host_cpu_features", lambda: features)
         assert not was_cached(compiled())
 
 
@@ -311,7 +305,7 @@ def test_code_of_the_wheel_that_does_not_fit_is_compiled_anew(
     elif fault == "other code":
         with zipfile.ZipFile(archive) as sound:
             names = sound.namelist()
-        write(archive, dict.fromkeys(names, b"no code"), _cpu_shipped.versions())
+        write(archive, dict.fromkeys(names, b"no code"), shipped.versions())
     elif fault == "cut short":
         archive.write_bytes(content[: len(content) // 2])
     else:
@@ -323,12 +317,12 @@ def test_garbage_is_collected_again_when_the_last_has_compiled() -> None:
     within, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with _cpu_jit._uncollected:
+        with jit._uncollected:
             within.set()
             leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with suppress(ZeroDivisionError), _cpu_jit._uncollected:
+    with suppress(ZeroDivisionError), jit._uncollected:
         thread.start()
         assert within.wait(60)
         assert not gc.isenabled()

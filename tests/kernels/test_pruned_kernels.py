@@ -10,8 +10,8 @@ import pytest
 
 from levattn import thread_limit
 from levattn._kernels import kernels_for, tasks
-from levattn._kernels.pruned import cpu as _pruned
-from levattn._kernels.pruned import definition as _generic_slots
+from levattn._kernels.pruned import cpu as pruned_cpu
+from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn.attention import pruned_attention
 from libraries import needs_torch
@@ -100,7 +100,7 @@ def mixture(
 
 def agree(x: PrunedArguments) -> None:
     tolerance = TOLERANCE[x.q.dtype.name]
-    for found, expected in zip(_pruned.mixture(x), _generic_slots.mixture(strict(x)), strict=True):
+    for found, expected in zip(pruned_cpu.mixture(x), definition.mixture(strict(x)), strict=True):
         close(found, expected, tolerance)
 
 
@@ -112,9 +112,9 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numpy_has_the_compiled_table() -> None:
-    assert kernels_for("pruned", np.empty(0)) is _pruned
-    assert kernels_for("pruned", array_api_strict.asarray([0.0])) is _generic_slots
-    assert set(_pruned.__all__) <= set(_generic_slots.__all__)
+    assert kernels_for("pruned", np.empty(0)) is pruned_cpu
+    assert kernels_for("pruned", array_api_strict.asarray([0.0])) is definition
+    assert set(pruned_cpu.__all__) <= set(definition.__all__)
 
 
 @over_dtypes
@@ -151,17 +151,17 @@ def test_mixtures_of_all_shapes(shape: dict[str, int], power: float | None) -> N
     if x.q.size:
         agree(x)
     else:
-        assert [part.shape for part in _pruned.mixture(x)] == [(*x.q.shape[:3], 5), x.q.shape[:3]]
+        assert [part.shape for part in pruned_cpu.mixture(x)] == [(*x.q.shape[:3], 5), x.q.shape[:3]]
 
 
 def test_summaries_whose_members_all_are_near_are_left_out() -> None:
     x = mixture(s=0, R=2, window=61)  # the last summary has these members alone
     agree(x)
-    assert np.all(_pruned.mixture(x)[1] < 1)
+    assert np.all(pruned_cpu.mixture(x)[1] < 1)
 
 
 def test_queries_that_read_nothing_have_zero_rows() -> None:
-    Y, rest = _pruned.mixture(mixture(s=0, R=0, window=0))
+    Y, rest = pruned_cpu.mixture(mixture(s=0, R=0, window=0))
     assert not Y.any()
     assert not rest.any()
 
@@ -170,13 +170,13 @@ def test_large_logits_leave_no_range() -> None:
     x = mixture("float32")
     x.q[:] *= 200
     agree(x)
-    assert np.isfinite(_pruned.mixture(x)[0]).all()
+    assert np.isfinite(pruned_cpu.mixture(x)[0]).all()
 
 
 def test_nan_is_not_hidden() -> None:
     x = mixture()
     x.q[0, 0, 3] = np.nan
-    Y = _pruned.mixture(x)[0]
+    Y = pruned_cpu.mixture(x)[0]
     assert np.isnan(Y[0, 0, 3]).all()
     assert np.isfinite(np.delete(Y[0, 0], 3, axis=0)).all()
 
@@ -186,7 +186,7 @@ def test_views_that_are_not_contiguous() -> None:
     parts = {name: np.moveaxis(np.moveaxis(getattr(x, name), 0, -2).copy(), -2, 0) for name in ("q", "keys", "values")}
     turned = PrunedArguments(**{**vars(x), **parts})
     assert not turned.q.flags.c_contiguous
-    for one, other in zip(_pruned.mixture(x), _pruned.mixture(turned), strict=True):
+    for one, other in zip(pruned_cpu.mixture(x), pruned_cpu.mixture(turned), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -203,8 +203,8 @@ def test_clusters_are_their_definition(shape: tuple[int, ...], iterations: int, 
     X = np.take_along_axis(centers, rng.integers(0, centers.shape[1], (b, n, 1)), 1)
     X = (X + (0.3 if dtype == "float64" else 0) * rng.standard_normal((b, n, d))).astype(dtype)
     weight = (rng.random((b, n)) * (rng.random((b, n)) < 0.8)).astype(dtype)
-    labels, distance = _pruned.cluster(X, weight, R, iterations)
-    expected, other = (np.asarray(a) for a in _generic_slots.cluster(strict(X), strict(weight), R, iterations))
+    labels, distance = pruned_cpu.cluster(X, weight, R, iterations)
+    expected, other = (np.asarray(a) for a in definition.cluster(strict(X), strict(weight), R, iterations))
     if dtype == "float64":
         np.testing.assert_array_equal(labels, expected)
         close(distance, other, 1e-9)
@@ -218,7 +218,7 @@ def test_clusters_are_their_definition(shape: tuple[int, ...], iterations: int, 
 def test_a_row_is_in_the_nearest_cluster() -> None:
     rng = np.random.default_rng(2)
     X = rng.standard_normal((2, 500, 19)).astype(np.float32)
-    labels, distance = _pruned.cluster(X, np.ones((2, 500), np.float32), 17, 0)
+    labels, distance = pruned_cpu.cluster(X, np.ones((2, 500), np.float32), 17, 0)
     for x, own, gap in zip(X.astype(np.float64), labels, distance, strict=True):
         centers = np.stack([x[own == c][np.argmin(gap[own == c])] for c in range(17)])  # they begin as rows
         apart = ((x[:, None] - centers) ** 2).sum(-1)
@@ -236,15 +236,15 @@ def test_sums_by_label_are_their_definition(shape: tuple[int, ...], dtype: str) 
     items = summaries(rng, b, n, d, d + 2, dtype)
     tolerance = TOLERANCE[dtype]
     close(
-        _pruned.levels(labels, values, weight, R),
-        _generic_slots.levels(*map(strict, (labels, values, weight)), R),
+        pruned_cpu.levels(labels, values, weight, R),
+        definition.levels(*map(strict, (labels, values, weight)), R),
         tolerance,
     )
     found, expected = (
         table.merged(*given, R)
         for table, given in (
-            (_pruned, (labels, tilt, items)),
-            (_generic_slots, (strict(labels), strict(tilt), strict(items))),
+            (pruned_cpu, (labels, tilt, items)),
+            (definition, (strict(labels), strict(tilt), strict(items))),
         )
     )
     for name, array in vars(found).items():
@@ -262,8 +262,8 @@ def test_radii_are_their_definition_and_bounds(scale: float, dtype: str) -> None
     items = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(items).items()))
     centers = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(centers).items()))
     items = Summaries(*(X.astype(dtype) for X in vars(items).values()))
-    found = _pruned.radii(labels, items, reach, centers)
-    expected = np.asarray(_generic_slots.radii(strict(labels), strict(items), strict(reach), strict(centers)))
+    found = pruned_cpu.radii(labels, items, reach, centers)
+    expected = np.asarray(definition.radii(strict(labels), strict(items), strict(reach), strict(centers)))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     means, others = (
         x.keys.astype(np.longdouble) / np.where(x.weight > 0, x.weight, 1)[..., None] for x in (items, centers)
@@ -281,10 +281,10 @@ def test_moments_and_places_are_their_definition(n: int, d: int, dtype: str) -> 
     rng = np.random.default_rng(4)
     X, root = rng.standard_normal((2, n, d)).astype(dtype), rng.standard_normal((2, d, d)).astype(dtype)
     origin, query = rng.standard_normal((2, 2, d)).astype(dtype)
-    for found, expected in zip(_pruned.moments(X), _generic_slots.moments(strict(X)), strict=True):
+    for found, expected in zip(pruned_cpu.moments(X), definition.moments(strict(X)), strict=True):
         close(found, expected, 1e-11)
     given = X, origin, root, query
-    for found, expected in zip(_pruned.places(*given), _generic_slots.places(*map(strict, given)), strict=True):
+    for found, expected in zip(pruned_cpu.places(*given), definition.places(*map(strict, given)), strict=True):
         close(found, expected, 5 * TOLERANCE[dtype])
 
 

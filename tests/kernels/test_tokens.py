@@ -12,7 +12,7 @@ import pytest
 import levattn
 import naive_attention as naive
 from levattn._kernels import TokenArguments
-from levattn._kernels.tokens import cpu as _tokens
+from levattn._kernels.tokens import cpu as tokens_cpu
 from levattn._kernels.tokens import definition as definitions
 
 KINDS = ("none", "norm", "diagonal")
@@ -79,17 +79,17 @@ def test_outputs_memberships_and_states_are_those_of_the_definitions(kind: Any, 
     for seed, flags in enumerate(cases(1)):
         T = LENGTHS[seed % len(LENGTHS)]
         x = arguments(seed, T, kind, causal, dtype, heads_last=seed % 2 == 0, **flags)
-        Y, state = _tokens.forward(x, state=True)
+        Y, state = tokens_cpu.forward(x, state=True)
         expected, after = definitions.forward(wide(x), state=True)
         assert Y.dtype == dtype
         assert Y.strides == x.W.strides or not Y.size
         message = f"{flags}, T = {T}"
         assert_near(Y, expected, TOLERANCE[dtype], message)
-        assert_near(_tokens.memberships(x), definitions.memberships(wide(x)), TOLERANCE[dtype], message)
+        assert_near(tokens_cpu.memberships(x), definitions.memberships(wide(x)), TOLERANCE[dtype], message)
         for mine, theirs in zip(state, after, strict=True):
             assert mine.dtype == np.float64
             assert_near(mine, theirs, TOLERANCE[dtype], message)
-        np.testing.assert_array_equal(_tokens.forward(x)[0], Y)
+        np.testing.assert_array_equal(tokens_cpu.forward(x)[0], Y)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -115,8 +115,8 @@ def test_equals_the_loop_over_tokens(kind: Any, causal: bool) -> None:
             None if x.mask is None else x.mask[0],
             x.offsets,
         )
-        np.testing.assert_allclose(_tokens.forward(x)[0][0], expected, atol=1e-12, err_msg=str(flags))
-        np.testing.assert_allclose(_tokens.memberships(x)[0], P, atol=1e-12, err_msg=str(flags))
+        np.testing.assert_allclose(tokens_cpu.forward(x)[0][0], expected, atol=1e-12, err_msg=str(flags))
+        np.testing.assert_allclose(tokens_cpu.memberships(x)[0], P, atol=1e-12, err_msg=str(flags))
 
 
 @pytest.mark.parametrize("d", [1, 2, 7, 16, 31, 64, 100, 160])
@@ -125,29 +125,29 @@ def test_any_number_of_channels(dtype: Any, d: int) -> None:
     for causal in (True, False):
         x = arguments(1, 40, "diagonal", causal, dtype, d=d, decay=True)
         x = replace(x, temperature=x.temperature / d**0.5)
-        assert_near(_tokens.forward(x)[0], definitions.forward(wide(x))[0], TOLERANCE[dtype], f"{causal}")
+        assert_near(tokens_cpu.forward(x)[0], definitions.forward(wide(x))[0], TOLERANCE[dtype], f"{causal}")
 
 
 def test_arrays_may_have_any_strides() -> None:
     x = arguments(2, 50, "diagonal", True, offset=True, mask=True)
     dY = np.random.default_rng(3).standard_normal(x.W.shape)
-    expected, gradients = _tokens.forward(x)[0], _tokens.backward(x, dY)
+    expected, gradients = tokens_cpu.forward(x)[0], tokens_cpu.backward(x, dY)
     room = np.zeros((2, 50, 2, 3, 42))
     room[:, :, 1, :, :21] = x.W.transpose(0, 2, 1, 3)
     view = room[:, :, 1, :, :21].transpose(0, 2, 1, 3)
     reverse = np.ascontiguousarray(x.W[:, ::-1])[:, ::-1]
     for W in (view, reverse, np.asfortranarray(x.W), np.ascontiguousarray(x.W)):
         y = replace(x, W=W, mask=np.asfortranarray(x.mask), offset=np.asfortranarray(x.offset))
-        np.testing.assert_array_equal(_tokens.forward(y)[0], expected)
+        np.testing.assert_array_equal(tokens_cpu.forward(y)[0], expected)
         for gradient in (dY, np.asfortranarray(dY), np.ascontiguousarray(dY[:, ::-1])[:, ::-1]):
-            for mine, theirs in zip(_tokens.backward(y, gradient), gradients, strict=True):
+            for mine, theirs in zip(tokens_cpu.backward(y, gradient), gradients, strict=True):
                 np.testing.assert_array_equal(mine, theirs)
     same = np.broadcast_to(dY[:, :1, :1], dY.shape)
-    for mine, theirs in zip(_tokens.backward(x, same), _tokens.backward(x, same.copy()), strict=True):
+    for mine, theirs in zip(tokens_cpu.backward(x, same), tokens_cpu.backward(x, same.copy()), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     one = replace(x, offset=np.broadcast_to(x.offset[:, :, :1], x.offset.shape))
     again = replace(one, offset=np.array(one.offset))
-    np.testing.assert_array_equal(_tokens.forward(one)[0], _tokens.forward(again)[0])
+    np.testing.assert_array_equal(tokens_cpu.forward(one)[0], tokens_cpu.forward(again)[0])
 
 
 # -- gradients ---------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_gradients_are_those_of_the_definitions(kind: Any, causal: bool, dtype: 
         T = LENGTHS[1:][seed % (len(LENGTHS) - 1)]
         x = arguments(seed, T, kind, causal, dtype, heads_last=seed % 2 == 0, **flags)
         dY = np.random.default_rng(seed).standard_normal(x.W.shape).astype(dtype)
-        found = [gradient for gradient in _tokens.backward(x, dY) if gradient is not None]
+        found = [gradient for gradient in tokens_cpu.backward(x, dY) if gradient is not None]
         expected = by_autograd(wide(x), dY.astype(np.float64))
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.dtype == dtype
@@ -188,7 +188,7 @@ def test_gradients_are_those_of_the_definitions(kind: Any, causal: bool, dtype: 
 def test_no_gradient_goes_through_a_sum_that_is_replaced_by_the_least(causal: bool) -> None:
     x = replace(arguments(4, 40, "diagonal", causal, mask=True), least=15.0)  # some channels and tokens are below
     dY = np.random.default_rng(5).standard_normal(x.W.shape)
-    for mine, theirs in zip(_tokens.backward(x, dY)[:2], by_autograd(x, dY), strict=True):
+    for mine, theirs in zip(tokens_cpu.backward(x, dY)[:2], by_autograd(x, dY), strict=True):
         assert_near(mine, theirs, 1e-10, "")
 
 
@@ -203,8 +203,8 @@ def test_bits_do_not_depend_on_threads_and_batch(causal: bool, masked: bool) -> 
     dY = np.random.default_rng(7).standard_normal(x.W.shape).astype(np.float32)
 
     def everything(y: TokenArguments, part: Any = slice(None)) -> list[Any]:
-        Y, state = _tokens.forward(y, state=True)
-        return [Y, _tokens.forward(y)[0], *state, _tokens.memberships(y), *_tokens.backward(y, dY[part])]
+        Y, state = tokens_cpu.forward(y, state=True)
+        return [Y, tokens_cpu.forward(y)[0], *state, tokens_cpu.memberships(y), *tokens_cpu.backward(y, dY[part])]
 
     with levattn.thread_limit(1):
         expected = everything(x)
@@ -222,10 +222,10 @@ def test_bits_do_not_depend_on_threads_and_batch(causal: bool, masked: bool) -> 
 @pytest.mark.parametrize("causal", [True, False])
 def test_sequences_of_a_packed_call_are_as_alone(causal: bool) -> None:
     x = arguments(8, 300, "diagonal", causal, packed=True, mask=True)
-    Y = _tokens.forward(x)[0]
+    Y = tokens_cpu.forward(x)[0]
     for low, high in ((0, 100), (100, 300)):
         alone = replace(x, W=x.W[:, :, low:high], mask=x.mask[:, low:high], offsets=np.array([0, high - low]))
-        np.testing.assert_array_equal(_tokens.forward(alone)[0], Y[:, :, low:high])
+        np.testing.assert_array_equal(tokens_cpu.forward(alone)[0], Y[:, :, low:high])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -237,15 +237,15 @@ def test_masked_tokens_are_as_if_not_there(dtype: Any, causal: bool) -> None:
     short = replace(x, W=x.W[:, :, there], mask=None, offsets=np.array([0, there.sum()]))
     x.W[:, :, ~there] = np.nan
     dY[:, :, ~there] = np.nan
-    Y, state = _tokens.forward(x, state=True)
-    expected, after = _tokens.forward(short, state=True)
+    Y, state = tokens_cpu.forward(x, state=True)
+    expected, after = tokens_cpu.forward(short, state=True)
     np.testing.assert_array_equal(Y[:, :, there], expected)
     assert not Y[:, :, ~there].any()
-    assert not _tokens.memberships(x)[:, :, ~there].any()
+    assert not tokens_cpu.memberships(x)[:, :, ~there].any()
     for mine, theirs in zip(state, after, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    dW, warmth, _ = _tokens.backward(x, dY)
-    expected, warm, _ = _tokens.backward(short, dY[:, :, there])
+    dW, warmth, _ = tokens_cpu.backward(x, dY)
+    expected, warm, _ = tokens_cpu.backward(short, dY[:, :, there])
     np.testing.assert_array_equal(dW[:, :, there], expected)
     np.testing.assert_array_equal(warmth, warm)
     assert not dW[:, :, ~there].any()
@@ -256,7 +256,7 @@ def test_masked_tokens_are_as_if_not_there(dtype: Any, causal: bool) -> None:
 def test_steps_and_chunks_are_as_all_at_once(dtype: Any, tolerance: float, kind: Any) -> None:
     T = 400
     x = arguments(11, T, kind, True, dtype, decay=kind == "norm", mean=kind == "diagonal", mask=True)
-    expected, end = _tokens.forward(x, state=True)
+    expected, end = tokens_cpu.forward(x, state=True)
     for size in (1, 7, 128, 300):
         state, parts = None, []
         for low in range(0, T, size):
@@ -264,7 +264,7 @@ def test_steps_and_chunks_are_as_all_at_once(dtype: Any, tolerance: float, kind:
             y = replace(
                 x, W=x.W[:, :, part], mask=x.mask[:, part], offsets=np.array([0, part.stop - low]), state=state
             )
-            Y, state = _tokens.forward(y, state=True)
+            Y, state = tokens_cpu.forward(y, state=True)
             parts.append(Y)
         np.testing.assert_allclose(np.concatenate(parts, axis=2), expected, atol=tolerance)
         for mine, theirs in zip(state, end, strict=True):
@@ -276,8 +276,8 @@ def test_arguments_are_not_changed() -> None:
     copies = [np.array(a) for a in (x.W, x.temperature, x.offset, *x.state)]
     for array in (x.W, x.temperature, x.offset, x.offsets, *x.state):
         array.flags.writeable = False
-    _tokens.forward(x, state=True)
-    _tokens.backward(x, np.ones(x.W.shape))
+    tokens_cpu.forward(x, state=True)
+    tokens_cpu.backward(x, np.ones(x.W.shape))
     for before, after in zip(copies, (x.W, x.temperature, x.offset, *x.state), strict=True):
         np.testing.assert_array_equal(before, after)
 
@@ -293,7 +293,7 @@ def test_equal_tokens_keep_their_output_in_float32_over_many(causal: bool) -> No
         np.full((1, 2, T, 2), w), np.ones((1, 2), np.float32), None, np.array([0, T]), causal, ridge=0.0
     )
     expected = -0.5 * float(w) / (1 + float(w) ** 2)
-    np.testing.assert_allclose(_tokens.forward(x)[0], expected, rtol=2e-6)
+    np.testing.assert_allclose(tokens_cpu.forward(x)[0], expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-19, 1e-15, 1e15, 1e18, 1.5e18])
@@ -304,29 +304,29 @@ def test_very_large_and_small_tokens_in_float32(causal: bool, scale: float) -> N
     with np.errstate(over="ignore", under="ignore"):
         expected, P = definitions.forward(wide(x))[0], definitions.memberships(wide(x))
     assert np.isfinite(x.W.astype(np.float64) ** 2).all()
-    np.testing.assert_allclose(_tokens.memberships(x), P, atol=1e-5)
-    np.testing.assert_allclose(_tokens.forward(x)[0], expected, rtol=1e-4, atol=1e-45)
+    np.testing.assert_allclose(tokens_cpu.memberships(x), P, atol=1e-5)
+    np.testing.assert_allclose(tokens_cpu.forward(x)[0], expected, rtol=1e-4, atol=1e-45)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_a_token_that_is_not_finite_spoils_what_sees_it(dtype: Any, value: float) -> None:
     x = arguments(14, 150, "diagonal", True, dtype)
-    Y = _tokens.forward(x)[0]
+    Y = tokens_cpu.forward(x)[0]
     x.W[1, 2, 77, 3] = value
-    spoilt = _tokens.forward(x)[0]
+    spoilt = tokens_cpu.forward(x)[0]
     np.testing.assert_array_equal(spoilt[0], Y[0])
     np.testing.assert_array_equal(spoilt[1, :, :77], Y[1, :, :77])
     assert np.isnan(spoilt[1, :, 77:]).all()
-    assert np.isnan(_tokens.forward(replace(x, causal=False))[0][1]).all()
+    assert np.isnan(tokens_cpu.forward(replace(x, causal=False))[0][1]).all()
 
 
 def test_zero_tokens_give_zero_and_a_uniform_share() -> None:
     for causal in (True, False):
         x = replace(arguments(15, 20, "diagonal", causal, np.float32), ridge=0.0)
         x.W[:] = 0
-        assert not _tokens.forward(x)[0].any()
-        np.testing.assert_allclose(_tokens.memberships(x), 1 / 3, rtol=1e-6)
+        assert not tokens_cpu.forward(x)[0].any()
+        np.testing.assert_allclose(tokens_cpu.memberships(x), 1 / 3, rtol=1e-6)
 
 
 # -- running second moments --------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_squares_are_those_of_the_definitions_and_do_not_depend_on_chunks(dtype:
     mask, weights, decay = rng.random(X.shape[:2]) > 0.2, rng.random(X.shape[:2]), np.array([1.0, 0.99, 0.5])
     X[~mask] = np.nan
     for w, rates in ((None, None), (weights, None), (weights, decay)):
-        total, mass = _tokens.add_squares(X, mask, w, rates, None, full=full)
+        total, mass = tokens_cpu.add_squares(X, mask, w, rates, None, full=full)
         expected, sums = definitions.add_squares(X, mask, w, rates, None, full=full)
         np.testing.assert_allclose(total, expected, rtol=1e-11, atol=1e-10)
         np.testing.assert_allclose(mass, sums, rtol=1e-11)
@@ -349,7 +349,7 @@ def test_squares_are_those_of_the_definitions_and_do_not_depend_on_chunks(dtype:
             for low in range(0, 5000 if size > 1 else 50, size):
                 part = slice(low, low + size)
                 before = None if held is None else [np.array(S) for S in held]
-                new = _tokens.add_squares(
+                new = tokens_cpu.add_squares(
                     X[:, part], mask[:, part], None if w is None else w[:, part], rates, held, full=full
                 )
                 for mine, theirs in zip(held or (), before or (), strict=True):
@@ -362,7 +362,7 @@ def test_squares_are_those_of_the_definitions_and_do_not_depend_on_chunks(dtype:
 
 
 def test_squares_of_nothing_are_zero() -> None:
-    total, mass = _tokens.add_squares(np.zeros((2, 0, 4), np.float32), None, None, None, None)
+    total, mass = tokens_cpu.add_squares(np.zeros((2, 0, 4), np.float32), None, None, None, None)
     assert not total.any()
     assert total.shape == (2, 4)
     assert mass.shape == (2,)

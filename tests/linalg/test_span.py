@@ -14,7 +14,7 @@ import levattn
 import naive
 import strategies
 from levattn._kernels import Rows
-from levattn._kernels.precise import span as _cpu_span
+from levattn._kernels.precise import span as precise_span
 from levattn.linalg.span import Span
 from levattn.states import Moments
 from strategies import STORAGE, Float, as_float64, stores
@@ -80,7 +80,7 @@ def test_rows_that_are_no_basis_are_refused() -> None:
 def test_no_two_powers_of_two_are_alike() -> None:
     """Their ratio is one of a power of two below 2^2100, of which none is 1 modulo the prime."""
     for _ in range(20):
-        p, power = int(_cpu_span.draw_field()[0]), 1
+        p, power = int(precise_span.draw_field()[0]), 1
         for _ in range(2100):
             power = 2 * power % p
             assert power != 1
@@ -88,10 +88,10 @@ def test_no_two_powers_of_two_are_alike() -> None:
 
 def test_fields_are_drawn_anew_and_their_primes_are_primes() -> None:
     """By Fermat's theorem to other bases than those of the test of Miller and Rabin."""
-    primes = {int(_cpu_span.draw_field()[0]) for _ in range(20)}
+    primes = {int(precise_span.draw_field()[0]) for _ in range(20)}
     assert len(primes) == 20
     assert all(2**61 < p < 2**62 and pow(base, p - 1, p) == 1 for p in primes for base in (41, 43, 47, 1001))
-    assert [p for p in range(3, 2000, 2) if _cpu_span._is_prime(p)] == [
+    assert [p for p in range(3, 2000, 2) if precise_span._is_prime(p)] == [
         p for p in range(3, 2000, 2) if all(p % k for k in range(2, p))
     ]
 

@@ -29,7 +29,7 @@ def wide_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: 
 
 
 def wide_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, reach: Float64) -> None:
-    """Factor matrices by LAPACK; the contract of `_cpu_dense.cholesky_tasks`."""
+    """Factor matrices by LAPACK, as `cholesky_tasks` of `factor` does."""
     from scipy.linalg.lapack import dpotrf, dtrtri
 
     for item, moment in enumerate(G):

@@ -1,6 +1,6 @@
 """Sparse keys: second moments, row by row or band by band, and squared norms of rows times a triangle.
 
-Rows are given by three arrays as in `_array.Csr`: row r has the entries ``indptr[r]:indptr[r + 1]`` of `indices`,
+Rows are given by three arrays as in `Csr`: row r has the entries ``indptr[r]:indptr[r + 1]`` of `indices`,
 which ascend, and of `values`. A mask of size 0 masks nothing.
 """
 
@@ -224,7 +224,7 @@ def row_sqnorms(indptr, indices, values, mask, panels, start, stop, ceiling, out
 def scatter_entries(indptr, indices, values, mask, begin, end, key0, key1, stream, offset, blocks, size, out):
     """Add the rows ``begin:end``, of which the first of all has the number `offset`, to the sketch `out`.
 
-    As in `_cpu_sketch.scatter_rows`: each goes, with a sign, to one place in each block of `size` rows.
+    As in `scatter_rows` of `sketch`: each goes, with a sign, to one place in each block of `size` rows.
     """
     drawn = empty(np.uint32(0), (blocks, _DRAWN))
     start = begin

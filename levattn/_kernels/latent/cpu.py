@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._kernels.jit import VECTOR_BYTES
-from levattn._kernels.latent import compiled as _cpu_latent
+from levattn._kernels.latent import compiled
 from levattn._kernels.latent.backward import backward_tasks
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
@@ -38,7 +38,7 @@ def forward(x: LatentArguments) -> Any:
     arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, len(states[0]) // max(b, 1), *states)
 
     def body(first: int, last: int) -> None:
-        _cpu_latent.forward_tasks(*arguments, *views.scratch(L, D), first, last)
+        compiled.forward_tasks(*arguments, *views.scratch(L, D), first, last)
 
     share(body, len(tasks), 2 * out.size * L)
     return out
@@ -94,7 +94,7 @@ def joined(state: State, other: State) -> State:
         rows = slice(first, last)
         flat = (part.reshape(-1)[rows] for part in (m, s, n, t, *new[:2]))
         deep = (part.reshape(-1, D)[rows] for part in (S, U, new[2]))
-        _cpu_latent.join_rows(*flat, *deep)
+        compiled.join_rows(*flat, *deep)
 
     share(body, m.size, 2 * S.size)
     return new
@@ -123,7 +123,7 @@ class _Views:
 
     def __init__(self, x: LatentArguments, **further: Any) -> None:
         names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
-        self.table = np.zeros((_cpu_latent.VIEWS, 3), np.int64)
+        self.table = np.zeros((compiled.VIEWS, 3), np.int64)
         self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
         self._kept = []
         for name, array in names.items():
@@ -131,13 +131,13 @@ class _Views:
                 if array.ndim == 3 and array.strides[2] != array.itemsize:
                     array = np.ascontiguousarray(array)
                 self._kept.append(array)
-                self.table[getattr(_cpu_latent, name)] = array.ctypes.data, *array.strides[:2]
+                self.table[getattr(compiled, name)] = array.ctypes.data, *array.strides[:2]
 
     def scratch(self, L: int, D: int, longest: int | None = None) -> tuple[Any, Float64]:
         """Return the scratch of a task, more of it backwards, if given the longest run of rows."""
         lanes = VECTOR_BYTES // self.kinds[0].itemsize
         wide, deep = -(-L // lanes) * lanes, -(-D // lanes) * lanes
-        size = _cpu_latent.SINGLE * wide + 2 * wide * deep + _cpu_latent.ROWS * (4 * wide + 3 * deep)
+        size = compiled.SINGLE * wide + 2 * wide * deep + compiled.ROWS * (4 * wide + 3 * deep)
         if longest is not None:
             size += 2 * wide * deep + (3 * longest + 1) * wide
         return np.empty(size, self.kinds[0].dtype), np.empty(2 * wide + wide * deep)
@@ -163,7 +163,7 @@ def _summaries(x: LatentArguments, cuts: list[tuple[int, int]]) -> State:
     arguments = (*views.kinds, views.table, L, D, tasks, *flat)
 
     def body(first: int, last: int) -> None:
-        _cpu_latent.summary_tasks(*arguments, *views.scratch(L, D), first, last)
+        compiled.summary_tasks(*arguments, *views.scratch(L, D), first, last)
 
     share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
     return m, s, S
@@ -208,7 +208,7 @@ def _runs(x: LatentArguments) -> tuple[list[tuple[int, int, int, int]], State]:
             if not later[k]:
                 _add(states, k, lead, i)
     joins = np.array(later)
-    share(lambda low, high: _cpu_latent.join_runs(*states, joins, low, high), b, states[2].size)
+    share(lambda low, high: compiled.join_runs(*states, joins, low, high), b, states[2].size)
     return [(low, high, begins[i], k) for k, (i, low, high) in enumerate(cuts)], _representable(states, x.V.dtype)
 
 

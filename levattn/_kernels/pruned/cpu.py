@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
-from levattn._kernels.pruned import compiled
-from levattn._kernels.pruned import definition as _generic_slots
+from levattn._kernels.pruned import compiled, definition
 from levattn._kernels.pruned.compiled import ROWS
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
@@ -140,7 +139,7 @@ def moments(X: Any) -> tuple[Any, Any]:
     """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
     b, n, d = X.shape
     if n < _FEW:
-        return _generic_slots.moments(X)
+        return definition.moments(X)
     second, (views, kept_alive) = np.empty((b, d, d + 1)), _views(X)
     arguments = np.empty(1, X.dtype), np.empty(1), views[0], n, d, second
 

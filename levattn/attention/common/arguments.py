@@ -160,18 +160,18 @@ def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
 def state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
     """Return the state after the positions of stacks, from one that `state_stacks` took or from nothing."""
     if compiling():
-        from levattn.attention.latent import torch as _torch
+        from levattn.attention.latent import torch as torch_latent
 
-        return _torch.untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
+        return torch_latent.untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
     return _state_after(state, batch, bounds, K, V, mask)
 
 
 def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
     ends = np.array([0, K.shape[1]], np.int64) if bounds is None else np.asarray(bounds)
     if _is_torch(K):
-        from levattn.attention.latent import torch as _torch
+        from levattn.attention.latent import torch as torch_latent
 
-        K, V, mask = (_torch.memory_of(array) for array in (K, V, mask))
+        K, V, mask = (torch_latent.memory_of(array) for array in (K, V, mask))
     axes = batch if bounds is None else (*batch, len(bounds) - 1)
     parts = kernels_for("latent", K).summary(K, V, mask, ends)
     m, s, S = (reshaped(part, (*axes, *part.shape[2:])) for part in parts)
@@ -198,9 +198,9 @@ def latent_attention(
     Gradients of torch reach Q, K, V, gate and beside.
     """
     if _is_torch(Q):
-        from levattn.attention.latent import torch as _torch
+        from levattn.attention.latent import torch as torch_latent
 
-        return _torch.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
+        return torch_latent.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
     if offsets is None:
         offsets = np.array([0, Q.shape[1]], np.int64)
     return kernels_for("latent", Q).forward(
@@ -214,9 +214,9 @@ def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
     Gradients of torch reach all three.
     """
     if _is_torch(a):
-        from levattn.attention.latent import torch as _torch
+        from levattn.attention.latent import torch as torch_latent
 
-        return _torch.decayed_scan(a, x, first)
+        return torch_latent.decayed_scan(a, x, first)
     return kernels_for("latent", a).decayed_scan(a, x, first)
 
 

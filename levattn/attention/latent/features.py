@@ -284,9 +284,9 @@ def _root(xp: Any, x: Any) -> Any:
     """Return the square root, in torch with a slope of at most `_STEEPEST`."""
     if not _is_torch(x):
         return xp.sqrt(x)
-    from levattn.attention.latent import torch as _torch
+    from levattn.attention.latent import torch as torch_latent
 
-    return _torch.held_root(x, _STEEPEST)
+    return torch_latent.held_root(x, _STEEPEST)
 
 
 def _batched(array: Any, batch: tuple[int, ...]) -> Any:

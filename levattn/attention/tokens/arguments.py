@@ -218,10 +218,10 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         if state is not None:
             scores = _scores_in(state.norms, part, there)
         elif _is_torch(part):
-            from levattn.attention.latent import torch as _torch
-            from levattn.attention.tokens import torch as _torch_tokens
+            from levattn.attention.latent import torch as torch_latent
+            from levattn.attention.tokens import torch as torch_tokens
 
-            scores = _torch.untraced(_torch_tokens.leverage, part, there)
+            scores = torch_latent.untraced(torch_tokens.leverage, part, there)
         else:
             scores = leverage_scores(part, mask=there)
         if mean:

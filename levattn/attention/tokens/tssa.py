@@ -150,9 +150,9 @@ def tssa(
     form = membership, normalize, bias, causal, decay
     arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
     if _is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
-        from levattn.attention.latent import torch as _torch
+        from levattn.attention.latent import torch as torch_latent
 
-        return _torch.untraced(_answer, *arguments)
+        return torch_latent.untraced(_answer, *arguments)
     return _answer(*arguments)
 
 
@@ -231,9 +231,9 @@ def memberships(
     call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state), reads=False)
     x = call.x
     if _is_torch(x.W):
-        from levattn.attention.tokens import torch as _torch_tokens
+        from levattn.attention.tokens import torch as torch_tokens
 
-        found = _torch_tokens.token_memberships(x)
+        found = torch_tokens.token_memberships(x)
     else:
         found = kernels_for("tokens", x.W).memberships(x)
     return reshaped(found, (*call.given.batch, *found.shape[1:]))
@@ -261,9 +261,9 @@ def _answer(
 def _output(call: TokenCall) -> Any:
     x = call.x
     if _is_torch(x.W):
-        from levattn.attention.tokens import torch as _torch_tokens
+        from levattn.attention.tokens import torch as torch_tokens
 
-        return _torch_tokens.token_statistics(x)
+        return torch_tokens.token_statistics(x)
     return kernels_for("tokens", x.W).forward(x)[0]
 
 
@@ -272,7 +272,7 @@ def _with_state(call: TokenCall) -> tuple[Any, TokenState]:
     if not _is_torch(call.x.W):
         Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=True)
         return Y, state_after(call, sums)
-    from levattn.attention.tokens import torch as _torch_tokens
+    from levattn.attention.tokens import torch as torch_tokens
 
-    Y, sums = _torch_tokens.token_statistics_and_sums(call.x)
+    Y, sums = torch_tokens.token_statistics_and_sums(call.x)
     return Y, state_after(call, sums)
