@@ -13,12 +13,15 @@ __all__ = ["real_number", "whole_number"]
 def whole_number(
     name: str, value: Any, least: int = 1, most: int | None = None, *, what: str = "a whole number"
 ) -> int:
-    """Return an argument that is a whole number in a range, or raise; `what` says what it counts."""
+    """Return an argument that is a whole number of Python or numpy in a range, or raise; `what` says what it counts.
+
+    Arrays and tensors are none, whatever they hold.
+    """
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool):
+    if number is None or isinstance(value, bool) or (hasattr(value, "ndim") and not isinstance(value, np.integer)):
         raise TypeError(f"{name} is {value!r}; expected {what}")
     if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"{least} <= {name} <= {most}"
@@ -30,4 +33,7 @@ def real_number(name: str, value: Any, *, what: str = "a real number") -> float:
     """Return an argument that is a real number of Python or numpy, or raise."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} is {value!r}; expected {what}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is {value}; expected {what} in the range of float64") from None

@@ -64,9 +64,11 @@ def kernels_for(task: str, array: Any, /) -> Any:
 
 @cache
 def _table(task: str, device: str) -> Any:
-    folder = f"levattn._kernels.{task}"
-    there = find_spec(f"{folder}.{device}") is not None
-    return import_module(f"{folder}.{device if there else 'definition'}")
+    for file in (device, "definition"):
+        name = f"levattn._kernels.{task}.{file}"
+        if find_spec(name) is not None:
+            return import_module(name)
+    raise NotImplementedError(f"{task} has no kernels for arrays of {device}; give arrays of NumPy or CuPy")
 
 
 if TYPE_CHECKING:  # that tables keep their contracts

@@ -18,7 +18,7 @@ from levattn.linalg.wide import Wide
 
 __all__ = ["SINGLE_REACH", "UNIT", "Factor", "blockwise_product", "column_norms", "float64_rows", "upper_form"]
 
-SINGLE_REACH = 4.0  # of the squared inverse: float32 sums and products
+SINGLE_REACH = 4.0  # largest squared inverse up to which sums and products are in float32
 _LIFT = 2.0**500  # by which rows are raised whose squares may vanish, of size below
 _TINY = 2.0**-960
 _LARGEST_LIFT = 2.0**1000  # which no entry but 0 is too small for

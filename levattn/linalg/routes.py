@@ -33,10 +33,10 @@ _SMALL = 128  # columns up to which products of small matrices do without BLAS
 _NOISE = 2.0**-40  # singular values below this, of unit columns, may be the rounding of many equal rows
 _ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
 _SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
+_TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
 _SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
 _FINE_CUT = 2.0**-64  # as `rank_tolerance` where products are compensated from the beginning
 _FINE_ERROR = 2.0**-7  # estimated relative error of scores up to which such a factor is taken
-_TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
 _Turn = Callable[[Float64, Arithmetic], Float64]  # gives the moments of the keys of one matrix in another basis
 
 

@@ -91,7 +91,7 @@ def _block_count(n: int, epsilon: float) -> int:
 
 
 def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
-    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `_lewis`.
+    """Return a factor and a constant for which t ≤ constant (kᵀM⁺k)^{p/2}: see `lewis`.
 
     M is of equal weights where others, rounded, would not leave the row space as it is.
     """

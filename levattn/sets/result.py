@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_device, to_float64, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_float64, to_numpy
 from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import Factor
@@ -260,11 +260,7 @@ def result_of(
         return values.reshape(matrices.batch) if matrices.batch else values[0].item()
 
     def given_back(array: Any) -> Any:
-        return (
-            None
-            if array is None
-            else matrices.wrap(to_device(array, matrices.data) if isinstance(array, np.ndarray) else array)
-        )
+        return None if array is None else matrices.wrap(array)
 
     rank = figures(factor.rank)
     return UniversalSet(

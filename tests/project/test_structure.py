@@ -41,7 +41,12 @@ SIDE = {"datasets": 1, "data": 0}
 USERS_OF_SIDE = {"plots", "cli", *SIDE, ""}
 
 ANYWHERE = {"numpy", "scipy", "array_api_compat"}
-HIGH = tuple(pattern for name, level in LEVEL.items() if name and level >= 6 for pattern in (name, f"{name}.*"))
+HIGH = tuple(
+    pattern
+    for name, level in LEVEL.items()
+    if name and level >= 6 and name != "heavy"
+    for pattern in (name, f"{name}.*")
+)
 COMPILERS = (
     *("_kernels.jit", "_kernels.cache", "_kernels.shipped", "_kernels.parts", "_kernels.scratch", "_kernels.llvm"),
     *("_kernels.*.compiled", "_kernels.*.simd"),
@@ -113,7 +118,7 @@ class Import:
 
 @dataclass
 class Module:
-    """A source file of the package: "" is ``__init__.py``, "sketch._jl" a module of a sub-package."""
+    """A source file of the package: "" is ``__init__.py``, "sketch.sizes" a module of a sub-package."""
 
     name: str
     tree: ast.Module
@@ -187,7 +192,7 @@ def unknown_modules(modules: list[Module]) -> Iterator[str]:
         if module.head not in LEVEL and module.head not in SIDE:
             yield (
                 f"levattn.{module.name} has no level: move it into a module that has one, or add it "
-                f"to LAYERS in tests/{Path(__file__).name} and to the picture in docs/design.md"
+                f"to LAYERS in tests/project/{Path(__file__).name} and to the picture in docs/design.md"
             )
 
 

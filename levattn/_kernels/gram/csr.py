@@ -1,4 +1,4 @@
-"""The kernels for sparse keys on the CPU, with the contracts of `_cpu`; numpy arrays come back.
+"""Second moments and squared norms of sparse keys on the CPU; numpy arrays come back.
 
 As they are (and scaled or weighted) the rows are read entry by entry. In another basis or centered they are dense
 anyway, and so they are in effect where many of the entries are not zero: then the dense kernels read them, written out

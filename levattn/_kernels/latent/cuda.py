@@ -1,6 +1,6 @@
 """Latent attention on a CUDA device: launches of latent.cu, latent_back.cu and decay.cu.
 
-The contracts are `latent_kernels_for`'s. Sequences are cut into runs, of which a block of threads takes one, with
+Sequences are cut into runs, of which a block of threads takes one, with
 up to 128 latents and columns. Where the cuts are follows from the numbers of positions before them alone: short runs
 at first, so that few positions keep many blocks busy, and longer ones later, as each leaves a state behind. So no bit
 of a row depends on what comes after it, nor on the other sequences or heads.

@@ -30,7 +30,7 @@ __device__ inline float widen(Half x) {
 #endif
 }
 
-// The parameters of a kernel that reads keys, in the order of `_cuda._arguments`; absent arrays are null.
+// The parameters of a kernel that reads keys, in the order of `key_arguments` of rows/cuda.py; absent arrays are null.
 #define KEY_PARAMETERS                                                                                              \
     const Key *keys, long long item_stride, long long row_stride, long long column_stride,                          \
         const unsigned char *mask, long long mask_stride, const double *shift, const double *scale,                 \

@@ -1,6 +1,6 @@
 """Selecting keys by their scores on a CUDA device.
 
-The names and contracts are those of `_select`. Of what is listed `starts` is in main memory, as its copy is what a
+Of what is listed `starts` is in main memory, as its copy is what a
 call waits for, and the indices stay on the device.
 """
 

@@ -1,4 +1,4 @@
-"""Random sketches on a CUDA device, with the contracts of `_cpu`; `out` is there too, its rows next to each other.
+"""Random sketches on a CUDA device; `out` is there too, its rows next to each other.
 
 Sums over rows are those of parts of them, whose sketches are then added in one order. The parts follow from the shape
 of one matrix: so the bits depend neither on the layout of the keys nor on what else is in their batch.

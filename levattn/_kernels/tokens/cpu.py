@@ -62,7 +62,7 @@ def add_squares(
 ) -> tuple[Float64, Float64]:
     """Return ``Σ w x²`` (b, d), or if `full` ``Σ w x xᵀ`` (b, d, d), and ``Σ w`` (b,), after the sums `held`.
 
-    Row after row, so that the size of chunks does not show; see `_generic_tokens`.
+    Row after row, so that the size of chunks does not show; see `definition`.
     """
     b, T, d = X.shape
     if held is None:

@@ -1,6 +1,6 @@
 """Token statistics attention on a CUDA device: launches of tokens.cu and tokens_back.cu.
 
-The contracts are `token_kernels_for`'s. A sequence is cut into runs of 16 tokens, counted from its first one, of which
+A sequence is cut into runs of 16 tokens, counted from its first one, of which
 a block of threads takes all heads and channels. What runs sum up is combined in float64, in an order that depends on
 the runs before alone, so that no bit of a causal token depends on what comes after it, nor on the other sequences, and
 so that the error in single precision does not grow with the number of tokens.

@@ -23,7 +23,7 @@ __all__ = [
     "grouped",
     "means_of",
     "measured",
-    "rows_of",
+    "rows_at",
     "scored",
 ]
 
@@ -190,7 +190,7 @@ def grouped(
     if power is None:
         level = kernels.levels(labels, along, weight, R)
         tilt = along - xp.where(
-            here, rows_of(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0], along
+            here, rows_at(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0], along
         )
         tilt = xp.clip(tilt, -TILT, TILT)
     else:
@@ -223,7 +223,7 @@ def means_of(summaries: Summaries) -> tuple[Any, Any]:
     return summaries.keys / weight[..., None], weight
 
 
-def rows_of(A: Any, places: Any) -> Any:
+def rows_at(A: Any, places: Any) -> Any:
     """Return the rows of A (b, n, ...) at places (b, s): (b, s, ...)."""
     xp = namespace_of(A)
     b, n = A.shape[:2]

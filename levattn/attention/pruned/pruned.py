@@ -20,7 +20,7 @@ from levattn.attention.common.heads import Heads, heads_of
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, detached, longest_of
-from levattn.attention.pruned.choice import Sums, chosen, flips, grouped, measured, rows_of, scored
+from levattn.attention.pruned.choice import Sums, chosen, flips, grouped, measured, rows_at, scored
 from levattn.attention.pruned.slots import slots_for
 from levattn.attention.pruned.state import (
     PrunedPart,
@@ -540,8 +540,8 @@ def _planned(
         role = xp.where(flags, role, labels)
     x = PrunedArguments(
         q=q if rule.power is None else in_range(q, K),
-        kept_keys=rows_of(K, order),
-        kept_values=rows_of(V, order),
+        kept_keys=rows_at(K, order),
+        kept_values=rows_at(V, order),
         kept_count=count,
         summaries=summaries,
         keys=K,

@@ -20,7 +20,7 @@ from levattn.attention.pruned.choice import (
     grouped,
     means_of,
     measured,
-    rows_of,
+    rows_at,
     scored,
 )
 from levattn.attention.pruned.slots import Slots
@@ -346,10 +346,10 @@ def _renewed(xp: Any, rule: SelectionRule, part: PrunedPart) -> PrunedPart:
         radius = kernels_for("pruned", reach).radii(labels, _still(items), reach, _still(summaries))
     return replace(
         part,
-        kept=rows_of(keys, order),
-        kept_values=rows_of(values, order),
-        kept_scores=None if given is None else rows_of(given, order),
-        kept_places=rows_of(places, order),
+        kept=rows_at(keys, order),
+        kept_values=rows_at(values, order),
+        kept_scores=None if given is None else rows_at(given, order),
+        kept_places=rows_at(places, order),
         kept_count=count,
         summaries=summaries,
         radius=radius,

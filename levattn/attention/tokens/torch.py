@@ -1,4 +1,4 @@
-"""Token statistics attention as operators of torch; see `_torch`."""
+"""Token statistics attention as operators of torch; see `attention.latent.torch`."""
 
 from __future__ import annotations
 
