@@ -75,6 +75,9 @@ PACKAGING := build~=1.6.0 twine~=7.0.0 check-wheel-contents~=0.6.3
 MINIMUM_TESTS := test_import test_contract test_latte
 MINIMUM_PICK  := not cupy and not torch and not float32 and not float16
 
+# Where the tests of these names lie.
+files-of = $(foreach name,$(1),$(or $(wildcard tests/*/$(name).py),$(error no folder of tests has $(name).py)))
+
 # What pytest and Python make of a module is kept: each process would else make it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -126,7 +129,7 @@ kernels: .venv-test/.ready
 minimum: .venv-minimum/.ready
 	.venv-minimum/bin/python -m pip --disable-pip-version-check list
 	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/.venv-minimum/compiled .venv-minimum/bin/python -m pytest \
-	    --numprocesses $(PROCESSES) --dist loadfile -k "$(MINIMUM_PICK)" $(foreach test,$(MINIMUM_TESTS),$(wildcard tests/*/$(test).py))
+	    --numprocesses $(PROCESSES) --dist loadfile -k "$(MINIMUM_PICK)" $(call files-of,$(MINIMUM_TESTS))
 
 lint: .venv-lint/.ready
 	$(call lint-with,.venv-lint/bin)
@@ -138,7 +141,7 @@ bench: .venv-bench/.ready
 peers: $(PEERS:%=peer-%)
 
 $(PEERS:%=peer-%): peer-%: .venv-peer-%/.ready
-	.venv-peer-$*/bin/python -m pytest $(warnings-$*) $(passes-$*) $(foreach test,$(tests-$*),$(wildcard tests/*/$(test).py)) $(adapter-$*)
+	.venv-peer-$*/bin/python -m pytest $(warnings-$*) $(passes-$*) $(call files-of,$(tests-$*)) $(adapter-$*)
 
 $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 	@$(PYTHON) -m venv --clear .venv-peer-$*
