@@ -22,7 +22,10 @@ __all__ = [
     "as_cupy",
     "as_mask",
     "as_matrices",
+    "as_tensor",
     "float64_beside",
+    "from_list",
+    "is_torch",
     "item_entries",
     "nonzero",
     "on_cuda",
@@ -84,7 +87,8 @@ def array_namespace(*arrays: Any) -> Any:
     return array_api_compat.array_namespace(*arrays)
 
 
-def _is_torch(array: Any) -> bool:
+def is_torch(array: Any) -> bool:
+    """Tell whether an array is a tensor of torch."""
     torch = sys.modules.get("torch")  # a tensor can only come from a torch that is loaded
     return torch is not None and isinstance(array, torch.Tensor)
 
@@ -100,7 +104,7 @@ def as_cupy(array: Any, name: str) -> Any | None:
     Numbers of bfloat16, which CuPy lacks, come as words. What a stream of torch has yet to compute is waited for
     by the stream of CuPy, and the other way round where results go back.
     """
-    if _is_torch(array) and array.device.type == "cuda" and find_spec("cupy") is not None:
+    if is_torch(array) and array.device.type == "cuda" and find_spec("cupy") is not None:
         import cupy
 
         torch = sys.modules["torch"]
@@ -120,7 +124,7 @@ def as_cupy(array: Any, name: str) -> Any | None:
     return array
 
 
-def _as_tensor(array: Any) -> Any:
+def as_tensor(array: Any) -> Any:
     """Return an array of CuPy as a torch tensor on the same memory."""
     torch = sys.modules["torch"]
     if array.dtype == np.bool_:  # which not all releases hand over
@@ -149,7 +153,7 @@ def _plain_tensor(tensor: Any, name: str) -> Any:
     return tensor.detach().resolve_neg()
 
 
-def _from_list(values: Any, name: str) -> npt.NDArray[Any]:
+def from_list(values: Any, name: str) -> npt.NDArray[Any]:
     """Return what numpy makes of nested lists, or raise where that is no array."""
     try:
         return np.asarray(values)
@@ -188,10 +192,10 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         held = from_csr(array, name)
         return Matrices(held, (), held.values.dtype.name, np.asarray)
     if isinstance(array, list | tuple):
-        array, conversion = _from_list(array, name), f"numpy.array({name}, 'float64')"
-    elif _is_torch(array):
+        array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
+    elif is_torch(array):
         array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
-    if _is_torch(array) and _in_main_memory(array):
+    if is_torch(array) and _in_main_memory(array):
         torch = sys.modules["torch"]
         kind = format_of(array.dtype, name, conversion)
         data = array.view(torch.uint16).numpy() if array.element_size() == 2 else array.numpy()
@@ -206,13 +210,13 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
 
         def give_back(result: Any) -> Any:
             here = sys.modules["cupy"].asarray(result)
-            return _as_tensor(here) if _is_torch(array) else here
+            return as_tensor(here) if is_torch(array) else here
     elif (
         not isinstance(array, np.ndarray)
         and array_api_compat.is_array_api_obj(array)
         and not array_api_compat.is_lazy_array(array)
     ):
-        if not _is_torch(array):
+        if not is_torch(array):
             conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
         kind = format_of(array.dtype, name, conversion)
         data = array
@@ -241,10 +245,10 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     """Check a (..., n) boolean mask that goes with `matrices` and return it as (b, n), or None for None."""
     if mask is None:
         return None
-    if _is_torch(mask):
+    if is_torch(mask):
         mask = _plain_tensor(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):
-        mask = _from_list(mask, "mask")
+        mask = from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)
     shape = tuple(int(size) for size in mask.shape)
     if len(shape) != len(expected) or any(

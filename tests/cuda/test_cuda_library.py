@@ -252,8 +252,8 @@ class CudaTensor:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_tensors_of_torch_are_handed_over_and_back(cupy: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    is_torch = arrays._is_torch
-    monkeypatch.setattr(arrays, "_is_torch", lambda array: isinstance(array, CudaTensor) or is_torch(array))
+    is_torch = arrays.is_torch
+    monkeypatch.setattr(arrays, "is_torch", lambda array: isinstance(array, CudaTensor) or is_torch(array))
     monkeypatch.setattr(cupy, "from_dlpack", lambda t: device.DeviceArray(t.tensor.numpy()), raising=False)
     monkeypatch.setattr(torch, "from_dlpack", lambda here: CudaTensor(torch.from_numpy(here.get())))
     K = torch.from_numpy(keys(500, 5)).to(getattr(torch, dtype))

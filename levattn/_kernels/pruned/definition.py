@@ -10,7 +10,7 @@ from typing import Any
 
 import array_api_compat
 
-from levattn._core.arrays import _is_torch, array_namespace
+from levattn._core.arrays import array_namespace, is_torch
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 
 __all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
@@ -278,7 +278,7 @@ def _weights(xp: Any, x: Any, here: Any, copies: Any, power: float | None) -> An
     size = x if power is None else xp.abs(x)
     top = xp.max(xp.where(here, size, xp.full_like(size, -math.inf)), axis=-1, keepdims=True)
     zeros = xp.zeros_like(x)
-    if _is_torch(top):
+    if is_torch(top):
         top = top.detach()  # weights do not depend on it
     top = xp.where(top == -math.inf, xp.zeros_like(top), top)
     if power is None:

@@ -10,7 +10,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import _from_list, _is_torch, array_namespace, as_cupy, on_cuda, to_device, to_numpy
+from levattn._core.arrays import array_namespace, as_cupy, from_list, is_torch, on_cuda, to_device, to_numpy
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
@@ -54,7 +54,7 @@ class Stacks:
         array = reshaped(array, (*self.batch, *array.shape[1:]))
         if isinstance(array, np.ndarray):
             return array.astype(self.dtype, copy=False)
-        if _is_torch(array):
+        if is_torch(array):
             return array.to(self.dtype)
         return array_namespace(array).astype(array, self.dtype, copy=False)
 
@@ -68,8 +68,8 @@ def dense_array(name: str, array: Any) -> Any:
             )
         return array
     if isinstance(array, list | tuple):
-        return _from_list(array, name)
-    if _is_torch(array):
+        return from_list(array, name)
+    if is_torch(array):
         if array.is_nested or array.layout is not sys.modules["torch"].strided:
             raise TypeError(
                 f"{name} is a nested or sparse torch tensor; expected a dense one. Convert it first: "
@@ -152,7 +152,7 @@ def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
         )
     b = math.prod(batch)
     parts = (reshaped(part, (b, n, *part.shape[len(expected) :])) for part in (state.m, state.s, state.S))
-    here = isinstance(K, np.ndarray) or _is_torch(K)
+    here = isinstance(K, np.ndarray) or is_torch(K)
     m, s, S = (to_device(part, K) if not here and isinstance(part, np.ndarray) else part for part in parts)
     return m, s, S
 
@@ -168,7 +168,7 @@ def state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any,
 
 def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
     ends = np.array([0, K.shape[1]], np.int64) if bounds is None else np.asarray(bounds)
-    if _is_torch(K):
+    if is_torch(K):
         from levattn.attention.latent import torch as torch_latent
 
         K, V, mask = (torch_latent.memory_of(array) for array in (K, V, mask))
@@ -197,7 +197,7 @@ def latent_attention(
     offsets: as `cumulative` returns it. state: arrays of the library of Q, for torch in main memory numpy's.
     Gradients of torch reach Q, K, V, gate and beside.
     """
-    if _is_torch(Q):
+    if is_torch(Q):
         from levattn.attention.latent import torch as torch_latent
 
         return torch_latent.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
@@ -213,7 +213,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
 
     Gradients of torch reach all three.
     """
-    if _is_torch(a):
+    if is_torch(a):
         from levattn.attention.latent import torch as torch_latent
 
         return torch_latent.decayed_scan(a, x, first)
@@ -246,7 +246,7 @@ def _home(array: Any) -> tuple[Any, Any]:
     """Return the library and the device of an array."""
     if isinstance(array, np.ndarray):
         return "numpy", "cpu"
-    if _is_torch(array):
+    if is_torch(array):
         return "torch", array.device
     return type(array).__module__.partition(".")[0], array_api_compat.device(array)
 
@@ -263,7 +263,7 @@ def promoted(array: Any, wide: bool) -> Any:
     if isinstance(array, np.ndarray):
         array = np.asarray(array, np.float64 if wide else np.float32)
         return array if array.flags.aligned and _is_dense_along_rows(array) else array.copy()
-    if _is_torch(array):
+    if is_torch(array):
         torch = sys.modules["torch"]
         return array.to(torch.float64 if wide else torch.float32)
     xp = array_namespace(array)
@@ -302,7 +302,7 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
     if tuple(array.shape) != full:
         if isinstance(array, np.ndarray):
             array = np.broadcast_to(array, full)
-        elif _is_torch(array):
+        elif is_torch(array):
             array = array.expand(full)
         else:
             array = array_namespace(array).broadcast_to(array, full)
@@ -311,7 +311,7 @@ def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
-    if isinstance(array, np.ndarray) or _is_torch(array):
+    if isinstance(array, np.ndarray) or is_torch(array):
         return array.reshape(shape)
     return array_namespace(array).reshape(array, shape)
 

@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import _from_list, to_numpy
+from levattn._core.arrays import from_list, to_numpy
 
 __all__ = ["check_offsets", "compiling", "cumulative"]
 
@@ -62,7 +62,7 @@ def _shown(whole: npt.NDArray[Any]) -> str:
 
 def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:
     """Return one axis of whole numbers as a numpy array, or raise."""
-    array = _from_list(given, name) if isinstance(given, list | tuple) else given
+    array = from_list(given, name) if isinstance(given, list | tuple) else given
     if isinstance(given, list | tuple) and not len(given):
         array = array.astype(np.int64)
     found = to_numpy(array) if array_api_compat.is_array_api_obj(array) else np.asarray(None)

@@ -6,14 +6,14 @@ from typing import Any
 
 import array_api_compat
 
-from levattn._core.arrays import _is_torch, array_namespace
+from levattn._core.arrays import array_namespace, is_torch
 
 __all__ = ["device_of", "namespace_of", "without_gradient"]
 
 
 def namespace_of(array: Any) -> Any:
     """Return the functions of an array's library, by the names of the array-API standard."""
-    if _is_torch(array):
+    if is_torch(array):
         from array_api_compat import torch as functions
 
         return functions
@@ -22,9 +22,9 @@ def namespace_of(array: Any) -> Any:
 
 def device_of(array: Any) -> Any:
     """Return the device of an array."""
-    return array.device if _is_torch(array) else array_api_compat.device(array)
+    return array.device if is_torch(array) else array_api_compat.device(array)
 
 
 def without_gradient(array: Any) -> Any:
     """Return the same numbers, which gradients of torch do not reach."""
-    return array.detach() if _is_torch(array) else array
+    return array.detach() if is_torch(array) else array

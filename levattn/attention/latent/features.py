@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from levattn._core.arrays import _is_torch
+from levattn._core.arrays import is_torch
 from levattn.attention.common.arguments import check_sizes, decayed_scan, dense_array, reshaped, stacked
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import device_of, namespace_of
@@ -277,12 +277,12 @@ def _rows(xp: Any, X: Any, which: Any) -> Any:
 
 
 def _sigmoid(xp: Any, x: Any) -> Any:
-    return x.sigmoid() if _is_torch(x) else xp.exp(-xp.logaddexp(-x, xp.zeros_like(x)))
+    return x.sigmoid() if is_torch(x) else xp.exp(-xp.logaddexp(-x, xp.zeros_like(x)))
 
 
 def _root(xp: Any, x: Any) -> Any:
     """Return the square root, in torch with a slope of at most `_STEEPEST`."""
-    if not _is_torch(x):
+    if not is_torch(x):
         return xp.sqrt(x)
     from levattn.attention.latent import torch as torch_latent
 
@@ -295,6 +295,6 @@ def _batched(array: Any, batch: tuple[int, ...]) -> Any:
 
 def _detached(array: Any) -> Any:
     """Return an array without gradients, in memory of its own."""
-    if _is_torch(array):
+    if is_torch(array):
         return array.detach().clone()
     return namespace_of(array).asarray(array, copy=True)

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from levattn._core.arrays import _is_torch
 from levattn._core.checks import whole_number
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.arguments import (
@@ -20,7 +19,7 @@ from levattn.attention.common.arguments import (
 )
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale, check_softcap, windowed
 from levattn.states import SoftmaxState
 
@@ -350,7 +349,7 @@ def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
 def _last(array: Any, n: int, dtype: Any) -> Any:
     """Return the last n positions in memory of their own, without gradients."""
     xp = namespace_of(array)
-    array = array.detach() if _is_torch(array) else array
+    array = without_gradient(array)
     return xp.astype(array[:, array.shape[1] - n :, ...], dtype, copy=True)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import _is_torch, to_device, to_numpy
+from levattn._core.arrays import to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._kernels import Float64
 from levattn.attention.common.arguments import check_sizes, dense_array, stacked
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
+from levattn.attention.common.space import without_gradient
 
 __all__ = ["repeated_mass"]
 
@@ -99,7 +100,7 @@ def repeated_mass(
     given = stacked(arguments, like="q_logits", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     ends = [0, T] if bounds is None else bounds.tolist()
-    stacks = (x.detach() if _is_torch(x) else x for x in given.stacks)
+    stacks = (without_gradient(x) for x in given.stacks)
     Q, K, gates = (to_numpy(x) for x in stacks)
     flags = np.ones(K.shape[:2], np.bool_) if given.mask is None else to_numpy(given.mask)
     gates = np.broadcast_to(gates[..., 0], Q.shape[:-1])

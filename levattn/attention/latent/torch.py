@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
-from levattn._core.arrays import _as_tensor, as_cupy
+from levattn._core.arrays import as_cupy, as_tensor
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import LatentGradients, State
 from levattn.attention.common.packed import check_offsets
@@ -173,14 +173,14 @@ def _state_of(state: State | None, like: Any) -> State | None:
         if isinstance(part, np.ndarray):
             part = torch.from_numpy(np.require(part, requirements=["C", "W"]))
         elif not isinstance(part, torch.Tensor):
-            part = _as_tensor(part)
+            part = as_tensor(part)
         found.append(part.to(like.device))
     return found[0], found[1], found[2]
 
 
 def tensor_of(array: Any) -> Any:
     """Return what a kernel made as a tensor."""
-    return torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else _as_tensor(array)
+    return torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else as_tensor(array)
 
 
 def _mixture(

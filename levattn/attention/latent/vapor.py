@@ -6,7 +6,7 @@ import math
 from numbers import Real
 from typing import Any
 
-from levattn._core.arrays import _is_torch, to_device, to_numpy
+from levattn._core.arrays import is_torch, to_device, to_numpy
 from levattn.attention.common.arguments import dense_array, stacked
 from levattn.attention.common.space import device_of, namespace_of
 
@@ -80,11 +80,11 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     places = dense_array("positions", positions)
     if not _is_real(places):
         raise TypeError(f"positions has dtype {places.dtype}; expected whole numbers or real floats")
-    if _is_torch(places):
+    if is_torch(places):
         places = places.detach().double()
     if namespace_of(places) is not xp:
         places = to_device(to_numpy(places), stack)
-    places = places.to(stack.device) if _is_torch(places) else xp.asarray(places, device=device)
+    places = places.to(stack.device) if is_torch(places) else xp.asarray(places, device=device)
     places = xp.astype(places, xp.float64)
     if not places.shape or places.shape[-1] != V.shape[-2]:
         raise ValueError(

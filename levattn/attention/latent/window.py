@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import _is_torch
+from levattn._core.arrays import is_torch
 from levattn._core.checks import whole_number
 from levattn._kernels.finite import surely_finite
 from levattn.attention.common.arguments import check_sizes, dense_array, stacked
@@ -214,7 +214,7 @@ def windowed(
 
 def _any_in_window(xp: Any, flags: Any, lowest: Any) -> Any:
     """Return whether a flag, (b, U, ...), is set between the lowest position of a row and its own, (b, T, ...)."""
-    if _is_torch(flags):  # its namespace takes a way that its compiler warns of
+    if is_torch(flags):  # its namespace takes a way that its compiler warns of
         counts = sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
     else:
         counts = xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)
@@ -227,7 +227,7 @@ def _cut(x: Any, size: int, count: int) -> Any:
         return [None] * -(-count // size)
     if size >= count:
         return [x]
-    return x.split(size) if _is_torch(x) else [x[low : low + size, ...] for low in range(0, count, size)]
+    return x.split(size) if is_torch(x) else [x[low : low + size, ...] for low in range(0, count, size)]
 
 
 def _slabs(xp: Any, x: Any, axis: int, skipped: int, reach: int, cuts: list[tuple[int, int]]) -> Iterator[Any]:
@@ -237,7 +237,7 @@ def _slabs(xp: Any, x: Any, axis: int, skipped: int, reach: int, cuts: list[tupl
     """
     if x is None:
         yield from [None] * len(cuts)
-    elif _is_torch(x):  # a slice has a gradient of the size of all, and so many of them would take time T²
+    elif is_torch(x):  # a slice has a gradient of the size of all, and so many of them would take time T²
         head, *pieces = x.split([skipped, *(high - low for low, high in cuts)], axis)
         held = head.narrow(axis, max(skipped - reach, 0), min(skipped, reach))
         missing = reach - held.shape[axis]
@@ -273,7 +273,7 @@ def _blocks(xp: Any, slab: Any, step: int, size: int) -> Any:
     count = (slab.shape[1] - size) // step + 1
     if count == 1:
         return slab[:, None, ...]
-    if _is_torch(slab):
+    if is_torch(slab):
         return slab.unfold(1, size, step).movedim(-1, 2)
     return xp.stack([slab[:, low : low + size, ...] for low in range(0, count * step, step)], axis=1)
 
@@ -315,7 +315,7 @@ def _explicit(xp: Any, q: Any, k: Any, V: Any, sees: Any, scale: float, softcap:
 
 def _is_fused(*arrays: Any) -> bool:
     """Tell whether torch's kernels are asked: they have no forward mode."""
-    if not _is_torch(arrays[0]):
+    if not is_torch(arrays[0]):
         return False
     from levattn.attention.latent import torch as torch_latent
 

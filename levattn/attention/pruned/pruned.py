@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levattn._core.arrays import _is_torch, to_numpy
+from levattn._core.arrays import is_torch, to_numpy
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stacked
@@ -250,7 +250,7 @@ def pruned_attention(
 
 def _full_precision(like: Any) -> Any:
     """Return a block in which torch does not make products of half precision: sums over members would not bear it."""
-    if not _is_torch(like):
+    if not is_torch(like):
         return nullcontext()
     from levattn.attention.latent import torch as torch_latent
 
@@ -292,7 +292,7 @@ class _Call:
         arrays = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
         given = stacked(arrays, like="V", mask=(mask, K.shape[-2]))
         stacks, tensors = given.stacks, False
-        if _is_torch(given.stacks[0]):
+        if is_torch(given.stacks[0]):
             from levattn.attention.latent import torch as torch_latent
 
             before = tuple(array for part in held or () for array in arrays_of(part))

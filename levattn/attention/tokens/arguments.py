@@ -12,7 +12,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import _is_torch, to_numpy
+from levattn._core.arrays import is_torch, to_numpy
 from levattn._kernels import TokenArguments
 from levattn.attention.common.arguments import (
     Stacks,
@@ -24,7 +24,7 @@ from levattn.attention.common.arguments import (
     reshaped,
     stacked,
 )
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.states import Moments, TokenState
 from levattn.states.block_buffer import readable
@@ -175,7 +175,7 @@ def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | N
     """Return a decay for each head, or None where nothing decays. Numbers of Python are read as torch can trace it."""
     if isinstance(decay, int | float) and decay == 1:
         return None
-    if _is_torch(decay) and decay.requires_grad:
+    if is_torch(decay) and decay.requires_grad:
         raise ValueError("decay requires a gradient, which there is none of; give decay.detach()")
     each = list(decay) if isinstance(decay, list | tuple) else [decay] * h
     if not all(isinstance(rate, int | float) for rate in each):
@@ -205,7 +205,7 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
                 "state has no full second moment as norms, which membership 'leverage' reads; expected "
                 "TokenState(Moments(d, (..., h)).update(W))"
             )
-        if _is_torch(W) and W.requires_grad and sys.modules["torch"].is_grad_enabled():
+        if is_torch(W) and W.requires_grad and sys.modules["torch"].is_grad_enabled():
             raise ValueError(
                 "membership is 'leverage', a state is given and W requires a gradient, which does not go through it; "
                 "give W.detach(), or no state"
@@ -217,7 +217,7 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         part = W[:, :, low:high, :]
         if state is not None:
             scores = _scores_in(state.norms, part, there)
-        elif _is_torch(part):
+        elif is_torch(part):
             from levattn.attention.latent import torch as torch_latent
             from levattn.attention.tokens import torch as torch_tokens
 
@@ -241,6 +241,6 @@ def _beside(n: Any, scores: Any) -> Any:
 
 def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:
     """Return ``w G⁺ w`` of tokens (b, h, T, d) by a full second moment of them and others."""
-    matrices, rows = readable(W.detach() if _is_torch(W) else W, mask)
+    matrices, rows = readable(without_gradient(W), mask)
     scores = norms.factor().on(rows).scores(numerical=True)[0]
     return matrices.give_back(reshaped(scores, tuple(W.shape[:3])))

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import _is_torch, to_device, to_numpy
+from levattn._core.arrays import is_torch, to_device, to_numpy
 from levattn._kernels import TokenSums
 from levattn.attention.common.arguments import reshaped
+from levattn.attention.common.space import without_gradient
 from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
 from levattn.states.common import same_decay
@@ -55,9 +56,9 @@ def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
             raise ValueError(f"state has {name} with decay {part.decay}; expected {rates}, as in this call")
         total, weight = part.sums()
         found += [reshaped(total, (*shape, d)), reshaped(weight, shape)]
-    if isinstance(W, np.ndarray) or (_is_torch(W) and W.device.type == "cpu"):
+    if isinstance(W, np.ndarray) or (is_torch(W) and W.device.type == "cpu"):
         found = [to_numpy(part) for part in found]
-    elif not _is_torch(W):
+    elif not is_torch(W):
         found = [to_device(part, W) if isinstance(part, np.ndarray) else part for part in found]
     return found[0], found[1], found[2], found[3]
 
@@ -85,7 +86,7 @@ def state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
                 "return_state was given with membership 'leverage' and packed sequences; expected one sequence"
             )
         there = None if there is None else reshaped(there[:, None, :], (*call.given.batch, 1, x.W.shape[2]))
-        norms = Moments(int(W.shape[-1]), axes).update(W.detach() if _is_torch(W) else W, there)
+        norms = Moments(int(W.shape[-1]), axes).update(without_gradient(W), there)
     return TokenState(norms, Moments.from_arrays(M, N, counted(before.tokens), decay=decay))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from levattn._core.arrays import _is_torch
+from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.tokens.arguments import Membership, TokenCall, checked_call
@@ -149,7 +149,7 @@ def tssa(
     """
     form = membership, normalize, bias, causal, decay
     arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
-    if _is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
+    if is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
         from levattn.attention.latent import torch as torch_latent
 
         return torch_latent.untraced(_answer, *arguments)
@@ -230,7 +230,7 @@ def memberships(
     form = membership, normalize, bias, causal, decay
     call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state), reads=False)
     x = call.x
-    if _is_torch(x.W):
+    if is_torch(x.W):
         from levattn.attention.tokens import torch as torch_tokens
 
         found = torch_tokens.token_memberships(x)
@@ -260,7 +260,7 @@ def _answer(
 
 def _output(call: TokenCall) -> Any:
     x = call.x
-    if _is_torch(x.W):
+    if is_torch(x.W):
         from levattn.attention.tokens import torch as torch_tokens
 
         return torch_tokens.token_statistics(x)
@@ -269,7 +269,7 @@ def _output(call: TokenCall) -> Any:
 
 def _with_state(call: TokenCall) -> tuple[Any, TokenState]:
     """Return the output and the state after all tokens."""
-    if not _is_torch(call.x.W):
+    if not is_torch(call.x.W):
         Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=True)
         return Y, state_after(call, sums)
     from levattn.attention.tokens import torch as torch_tokens
