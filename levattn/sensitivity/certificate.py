@@ -25,7 +25,8 @@ _CHUNK = 1 << 15  # keys whose figures are worked on at a time
 class Problem:
     """What bounds are asked of.
 
-    factor: of the keys, and rows: the keys that it is of (for softmax as they are given).
+    factor: of the keys. rows: the keys that it is of (for softmax as they are given): some columns of wide ones, which
+        have the same column space, and no number of them is rounded. A masked key has no bound but 0.
     tau: (b, n) leverage scores, raised by their error; 0 for keys of zeros, and for no others.
     epsilon: the bound from which a key is of interest; iterations: of Lewis weights.
     """
