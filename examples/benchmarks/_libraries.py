@@ -192,7 +192,7 @@ def press_scores(press: Any, Q: Array, K: Array, V: Array) -> Array:
 
 
 def press_leverage(K: Array, columns: int) -> Array:
-    """Return LeverageScorePress's scores of keys (heads, n, d) before they are standardised: of centered keys."""
+    """Return LeverageScorePress's scores of keys (heads, n, d) before they are standardized: of centered keys."""
     import torch
     from kvpress import LeverageScorePress
 

@@ -50,7 +50,7 @@ def _centered(X: Tensor) -> Tensor:
     return X - X.mean(-2, keepdim=True)
 
 
-def _standardised(scores: Tensor) -> Tensor:
+def _standardized(scores: Tensor) -> Tensor:
     """Return z-scores over all heads of a document."""
     mean, deviation = (f(dim=(-2, -1), keepdim=True) for f in (scores.mean, scores.std))
     return (scores - mean) / deviation.clamp_min(1e-6)
@@ -126,8 +126,8 @@ def compactor_press(heads: Heads, first: int = 8, last: int = 4) -> Tensor:
     """CompactorPress: both of the above as z-scores, leverage times the share of keys that go; the ends are kept."""
     n = heads.K.shape[-2]
     inner = Heads(*(X[..., first : n - last, :] for X in heads[:3]), heads.slots)
-    blended = (1 - heads.slots / n) * _standardised(leverage_press(inner))
-    blended = blended + _standardised(local_attention_press(inner))
+    blended = (1 - heads.slots / n) * _standardized(leverage_press(inner))
+    blended = blended + _standardized(local_attention_press(inner))
     return _protected(functional.pad(blended, (first, last)), first, last)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["PairwiseSum"]
+__all__ = ["PairwiseSum", "pairwise_sum"]
 
 
 class _Addable(Protocol):
@@ -45,3 +46,12 @@ class PairwiseSum(Generic[_T]):
         for level in sorted(self.levels):
             tail = self.levels[level] if tail is None else tail + self.levels[level]
         return tail
+
+
+def pairwise_sum(terms: Iterable[Any], nothing: Any = 0.0) -> Any:
+    """Return the sum of terms as `PairwiseSum` has it, or `nothing` where there are none."""
+    sums: PairwiseSum[Any] = PairwiseSum()
+    for term in terms:
+        sums.add(term)
+    total = sums.total()
+    return nothing if total is None else total

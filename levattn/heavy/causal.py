@@ -110,7 +110,7 @@ def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: f
 
     A key is kept while its leverage score among the keys so far is at least ε. It never rises again, so no row after
     can give a key that was let go a score of ε. At most rank/ε keys are kept after a chunk, where the moments resolve
-    their scores; where they do not, keys are let go only after a stable factorisation of all keys so far, which is
+    their scores; where they do not, keys are let go only after a stable factorization of all keys so far, which is
     made when there are too many.
 
     What a row gets does not depend on later rows, to the last bit: units, error estimates and decisions are of the
@@ -209,7 +209,7 @@ def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> npt.NDArra
 
 
 def _still_by_factor(rows: Rows, stop: int, indices: npt.NDArray[np.int64], epsilon: float) -> npt.NDArray[np.bool_]:
-    """Tell the same by a stable factorisation of all keys so far."""
+    """Tell the same by a stable factorization of all keys so far."""
     factor = factor_moments(rows.between(0, stop), single="no")
     scores = to_numpy(factor.scores(wide=True)[0])[0][indices]
     return np.asarray(scores * (1 + 4 * float(factor.score_error[0])) >= epsilon * (1 - TIE))

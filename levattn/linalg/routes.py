@@ -403,7 +403,7 @@ def _complement(V: Float64) -> Float64:
 
 
 def _triangle(rows: Rows) -> Float64:
-    """Return R of the QR factorisation of a batch of one, block after block."""
+    """Return R of the QR factorization of a batch of one, block after block."""
     n, d = rows.shape[1:]
     step = max(4096, 4 * d)
     R = np.zeros((0, d))

@@ -98,7 +98,7 @@ def check_method(method: Any) -> bool:
 
 
 def refuse_randomness(method: str, sketch_size: Any, rng: Any) -> None:
-    """Raise if an option of the randomised methods is given to an exact one."""
+    """Raise if an option of the randomized methods is given to an exact one."""
     for name, value in (("sketch_size", sketch_size), ("rng", rng)):
         if value is not None:
             raise ValueError(f"{name} is {value!r}, but method={method!r} is exact and draws no sketch; leave it out")

@@ -312,7 +312,7 @@ class SignJL(_Dense):
 
 @dataclass(frozen=True)
 class SRHT(Distribution):
-    r"""A subsampled randomised Hadamard transform, block by block.
+    r"""A subsampled randomized Hadamard transform, block by block.
 
     The rows of K lie in blocks of `block` of them by their numbers. In each, rows get random signs and are mixed by
     the Hadamard matrix H, of which `size` rows are kept, the same for all blocks; each of these gets a random sign of

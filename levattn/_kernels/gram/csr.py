@@ -31,9 +31,9 @@ from levattn._kernels.gram.csr_compiled import (
     row_sqnorms,
 )
 from levattn._kernels.jit import VECTOR_BYTES
-from levattn._kernels.pairwise import PairwiseSum
+from levattn._kernels.pairwise import PairwiseSum, pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels.rows.csr import blocks_of, entries_of, pairwise, written_out
+from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
 
 __all__ = [
     "longest_run",
@@ -112,7 +112,7 @@ def _dense_moment(rows: Rows, basis: Float64 | None, arithmetic: Arithmetic) -> 
         parts[run] = sums.total()
 
     parallel_for(body, len(runs))
-    return pairwise(parts)
+    return pairwise_sum(parts)
 
 
 def _row_moment(rows: Rows) -> Any:
@@ -126,7 +126,7 @@ def _row_moment(rows: Rows) -> Any:
     arguments = entries_of(rows)
     levels = cpu.levels_of(tasks)
     _share(lambda first, last: row_moment_tasks(*arguments, BLOCK, levels, tasks, first, last, parts), len(runs), work)
-    return pairwise(list(parts))[:d, :d]
+    return pairwise_sum(parts)[:d, :d]
 
 
 def _band_moment(rows: Rows, out: Any) -> None:

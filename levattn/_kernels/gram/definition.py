@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import array_namespace, to_numpy
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels.rows.definition import load, pairwise, send
+from levattn._kernels.rows.definition import load, send
 
 __all__ = [
     "longest_run",
@@ -68,7 +69,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             if turn is not None:
                 x = _turned(x, turn[slot, :, :], arithmetic)
             sums.append(to_numpy(x.T @ x))
-        out[t] = pairwise(sums)
+        out[t] = pairwise_sum(sums)
     return out
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.sparse import Csr
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows import cpu
 from levattn._kernels.rows.contract import BLOCK, Float64, Rows
 
@@ -17,7 +18,6 @@ __all__ = [
     "column_sums",
     "entries_of",
     "nonfinite_rows",
-    "pairwise",
     "written_out",
 ]
 
@@ -51,20 +51,10 @@ def blocks_of(rows: Rows, size: int = BLOCK) -> Iterator[tuple[int, Rows]]:
         yield low, written_out(rows, low, min(low + size, n))
 
 
-def pairwise(terms: list[Any]) -> Any:
-    """Return the sum of terms, combined as `PairwiseSum` does; it is formed in their place."""
-    if len(terms) == 1:
-        return terms[0]
-    half = 1 << (len(terms) - 1).bit_length() - 1
-    total = pairwise(terms[:half])
-    total += pairwise(terms[half:])
-    return total
-
-
 def column_sums(rows: Rows) -> Float64:
     """Return the sums of the columns, (b, d), block by block and combined pairwise."""
-    sums = [cpu.column_sums(dense) for _, dense in blocks_of(rows)]
-    return np.asarray(pairwise(sums)) if sums else np.zeros((1, rows.shape[2]))
+    sums = (cpu.column_sums(dense) for _, dense in blocks_of(rows))
+    return np.asarray(pairwise_sum(sums, np.zeros((1, rows.shape[2]))))
 
 
 def column_maxima(rows: Rows) -> Float64:

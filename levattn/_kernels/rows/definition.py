@@ -8,6 +8,7 @@ import array_api_compat
 import numpy as np
 
 from levattn._core.arrays import array_namespace, to_numpy
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Float64, Rows
 
 __all__ = [
@@ -15,7 +16,6 @@ __all__ = [
     "column_sums",
     "load",
     "nonfinite_rows",
-    "pairwise",
     "send",
 ]
 
@@ -40,14 +40,6 @@ def send(matrix: Float64, rows: Rows) -> Any:
     return xp.asarray(matrix, dtype=xp.float64, device=array_api_compat.device(rows.keys))
 
 
-def pairwise(terms: list[Float64]) -> Float64 | float:
-    """Return the sum of terms in pairs, pairs of pairs, and so on."""
-    if len(terms) < 2:
-        return terms[0] if terms else 0.0
-    half = 1 << (len(terms) - 1).bit_length() - 1
-    return pairwise(terms[:half]) + pairwise(terms[half:])
-
-
 def column_sums(rows: Rows) -> Float64:
     """Return the sums of the columns, (b, d)."""
     return _columns(rows, "sum")
@@ -67,7 +59,7 @@ def _columns(rows: Rows, what: str) -> Float64:
         if what == "max":
             out[item] = np.max([to_numpy(xp.max(xp.abs(x), axis=0)) for x in blocks], axis=0, initial=0.0)
         else:
-            out[item] = pairwise([to_numpy(xp.sum(x, axis=0)) for x in blocks])
+            out[item] = pairwise_sum(to_numpy(xp.sum(x, axis=0)) for x in blocks)
     return out
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from levattn._core.threads import parallel_for
 from levattn._kernels.gram.csr_compiled import scatter_entries
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Float64, Rows
-from levattn._kernels.rows.csr import blocks_of, entries_of, pairwise
+from levattn._kernels.rows.csr import blocks_of, entries_of
 from levattn._kernels.sketch import cpu
 from levattn._kernels.sketch.cpu import sketch_zeros
 
@@ -36,7 +37,7 @@ def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: 
         scatter_entries(*arguments, *run, *keys, stream, offset, blocks, size, sums[part])
 
     parallel_for(body, parts)
-    out[0] += pairwise(list(sums))
+    out[0] += pairwise_sum(sums)
 
 
 def add_products(rows: Rows, S: Float64, out: Any) -> None:
