@@ -1,4 +1,4 @@
-"""Checks of numbers among arguments: an error names the argument, what came and what was expected."""
+"""Checks of arguments by themselves: an error names the argument, what came and what was expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["real_number", "whole_number"]
+__all__ = ["check_type", "real_number", "whole_number"]
+
+
+def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise TypeError unless an argument is an instance of a class, or of one of several."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is of type {type(value).__name__}; expected {expected}")
 
 
 def whole_number(

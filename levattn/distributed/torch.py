@@ -17,17 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_mask, as_matrices, to_float64
+from levattn._core.checks import check_type
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
 from levattn.sets.candidates import Candidates
-from levattn.sets.streaming import _VERSION as _STATE_VERSION
 from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.states import SoftmaxState
 
 __all__ = ["Traffic", "softmax_state", "universal_set"]
 
 _VERSION = 1  # of the messages
-_STATE = "StreamingUniversalSet"
 _CHUNK_BYTES = 64 * 2**20  # of keys that are brought into main memory at a time
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -262,8 +261,7 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
     ranks = _Ranks(group)
 
     def mine() -> tuple[_Fields, _Arrays]:
-        if not isinstance(state, SoftmaxState):
-            raise TypeError(f"state is of type {type(state).__name__}; expected SoftmaxState")
+        check_type("state", state, SoftmaxState, "SoftmaxState")
         sizes = [state.latents, state.d, list(state.batch)]
         return {"sizes": sizes, "before": bool(before)}, {"state": np.frombuffer(state.to_bytes(), np.uint8)}
 
@@ -348,7 +346,7 @@ class _Ranks:
 def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
     """Check the arguments of a rank, without reading its keys, and describe them."""
     state = StreamingUniversalSet(epsilon, f=f)
-    state.to_bytes()  # which raises for functions whose states cannot travel
+    state.parts()  # which raises for functions whose states cannot travel
     matrices = as_matrices(K, "K_local")
     as_mask(mask, matrices)
     shape, width = (*matrices.batch, matrices.n), _WIDTHS[matrices.format]
@@ -426,7 +424,7 @@ def _hold(state: StreamingUniversalSet, held: list[Candidates]) -> None:
 
 def _compact(state: StreamingUniversalSet) -> tuple[_Fields, _Arrays]:
     """Return a state as fields and arrays of few numbers: zeros as shapes, symmetric matrices as triangles."""
-    fields, arrays = unpack(state.to_bytes(), _STATE, _STATE_VERSION)
+    fields, arrays = state.parts()
     zeros: dict[str, Any] = {}
     triangles: dict[str, int] = {}
     for name, array in list(arrays.items()):
@@ -448,7 +446,7 @@ def _expanded(fields: _Fields, arrays: _Arrays) -> StreamingUniversalSet:
         square = np.empty((*arrays[name].shape[:-1], d, d), arrays[name].dtype)
         square[..., row, column] = square[..., column, row] = arrays[name]
         arrays[name] = square
-    return StreamingUniversalSet.from_bytes(pack(_STATE, _STATE_VERSION, fields["state"], arrays))
+    return StreamingUniversalSet.from_parts(fields["state"], arrays)
 
 
 def _as_arrays(held: list[Candidates]) -> tuple[_Fields, _Arrays]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy
-from levattn._core.checks import whole_number
-from levattn._core.serialize import MOST_ROWS, as_damage, counts, pack, shaped, unpack, whole
+from levattn._core.checks import check_type, whole_number
+from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
 from levattn.states.block_buffer import present_rows, readable
@@ -21,10 +20,8 @@ from levattn.states.common import held_as, same_decay
 
 __all__ = ["Moments"]
 
-_VERSION = 2
 
-
-class Moments:
+class Moments(StoredState, name="Moments", version=2):
     """The second moment ``G = Σ w k kᵀ`` of keys that come in chunks, or its diagonal, and the factor of it.
 
     One state for all that is made of second moments: leverage scores (all of it, w = 1), token statistics (its
@@ -285,8 +282,7 @@ class Moments:
         TypeError, ValueError
             If the states were made for different shapes or forms, or saw keys of different dtypes.
         """
-        if not isinstance(other, Moments):
-            raise TypeError(f"other is of type {type(other).__name__}; expected Moments")
+        check_type("other", other, Moments, "Moments")
         if other.d != self.d or other.batch != self.batch:
             raise ValueError(
                 f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
@@ -298,20 +294,8 @@ class Moments:
             )
         self._sums.check(other._sums)  # type: ignore[arg-type]
 
-    def __copy__(self) -> Moments:
-        """Return a state of its own."""
-        return copy.deepcopy(self)
-
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return the fields and arrays from which `from_parts` makes the state again.
-
-        Returns
-        -------
-        fields : dict
-            Numbers and strings by name, which JSON holds.
-        arrays : dict
-            Arrays of numpy by name.
-        """
+        """Return the sums and the numbers of keys; see `StoredState`."""
         fields, arrays = self._sums.parts()
         arrays |= {"count": self.count}
         if self.decay is not None:
@@ -320,23 +304,7 @@ class Moments:
 
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Moments:
-        """Return the state that `parts` took apart.
-
-        Parameters
-        ----------
-        fields, arrays : dict
-            What `parts` returned.
-
-        Returns
-        -------
-        Moments
-            It goes on exactly as the other would have.
-
-        Raises
-        ------
-        TypeError, ValueError, LookupError
-            If something is missing, or does not go together.
-        """
+        """Return the state of the same sums; see `StoredState`."""
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
         b = math.prod(batch)
         count = counts(arrays["count"], batch)  # before room is made for what the fields claim
@@ -355,41 +323,6 @@ class Moments:
             self._sums = sums
         self.count = count
         return self
-
-    def to_bytes(self) -> bytes:
-        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
-
-        Returns
-        -------
-        bytes
-            A header in JSON, the sums, the rows that wait, and a checksum.
-        """
-        return pack("Moments", _VERSION, *self.parts())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Moments:
-        """Return the state that `to_bytes` made bytes of.
-
-        Parameters
-        ----------
-        data : bytes
-            What `to_bytes` returned.
-
-        Returns
-        -------
-        Moments
-            It goes on exactly as the other would have.
-
-        Raises
-        ------
-        TypeError
-            If the data are no bytes.
-        ValueError
-            If they are damaged, of another kind, or of a version that is not known.
-        """
-        fields, arrays = unpack(data, "Moments", _VERSION)
-        with as_damage():
-            return cls.from_parts(fields, arrays)
 
 
 def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None:
