@@ -108,9 +108,9 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     """
     _require_dask()
     K = _in_row_chunks(K)
-    StreamingUniversalSet(epsilon, f=f).update(_no_rows(K))  # what is wrong with the arguments shows here
-    states = _by_chunk(K, _chunk_set, epsilon=epsilon, f=f)
-    lazy = _in_tree(states, partial(_merged_set, epsilon=epsilon, f=f), StreamingUniversalSet.result)
+    new = partial(StreamingUniversalSet, epsilon, f=f)
+    new().update(_no_rows(K))  # what is wrong with the arguments shows here
+    lazy = _in_tree(_by_chunk(_chunk_state, K, new=new), new, StreamingUniversalSet.result)
     return lazy if client is None else _computed(lazy, client)
 
 
@@ -166,8 +166,8 @@ def leverage_scores(K: Any, /) -> Any:
     K = _in_row_chunks(K)
     no_rows = _no_rows(K)
     matrices, _ = in_main_memory(no_rows)  # what is wrong with K shows here
-    states = _by_chunk(K, _chunk_moments)
-    factor = _in_tree(states, partial(_merged_moments, no_rows=no_rows), Moments.factor)
+    new = partial(_moments_of, no_rows)
+    factor = _in_tree(_by_chunk(_chunk_state, K, new=new), new, Moments.factor)
     dtype = np.dtype("float64" if matrices.format == "float64" else "float32")
     # Bound to the factor, the chunks of the second pass are others than those of the first, and wait for it: without
     # that dask would hold all of K from one pass to the next.
@@ -223,8 +223,6 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     True
     """
     _require_dask()
-    import dask.array as da
-
     logits, V = _in_row_chunks(logits, "logits"), _in_row_chunks(V, "V")
     rows, known = logits.chunks[-2], not any(map(math.isnan, (*logits.chunks[-2], *V.chunks[-2])))
     if known and logits.shape[-2] == V.shape[-2]:
@@ -235,9 +233,7 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
         )
     new = partial(SoftmaxState, logits.shape[-1], V.shape[-1], tuple(logits.shape[:-2]))
     new().update(_no_rows(logits), _no_rows(V))  # what is wrong with the arguments shows here
-    meta = np.empty((0,) * logits.ndim, object)
-    states = da.map_blocks(_chunk_softmax, logits, V, dtype=object, meta=meta, enforce_ndim=False, new=new)
-    lazy = _in_tree(states, partial(_merged_softmax, new=new), SoftmaxState.copy)
+    lazy = _in_tree(_by_chunk(_chunk_state, logits, V, new=new), new, SoftmaxState.copy)
     return lazy if client is None else _computed(lazy, client)
 
 
@@ -359,10 +355,10 @@ def universal_set_of_files(
     """
     _require_dask()
     source = open_keys(_absolute(paths), tensor=tensor, memory=memory)
-    StreamingUniversalSet(epsilon, f=f).update(_no_rows(source))  # what is wrong with the arguments shows here
+    new = partial(StreamingUniversalSet, epsilon, f=f)
+    new().update(_no_rows(source))  # what is wrong with the arguments shows here
     rows = math.ceil(min(_RANGE * source.d / epsilon, 2.0**62) / source.chunk_rows) * source.chunk_rows
-    states = _over(source, rows, _range_set, object, epsilon=epsilon, f=f)
-    lazy = _in_tree(states, partial(_merged_set, epsilon=epsilon, f=f), StreamingUniversalSet.result)
+    lazy = _in_tree(_over(source, rows, _range_state, object, new=new), new, StreamingUniversalSet.result)
     found: StreamedSet = lazy.compute() if scheduler is None else _computed(lazy, scheduler)
     return found
 
@@ -443,13 +439,15 @@ def _over(source: KeySource, rows: int, task: Callable[..., Any], dtype: Any, **
     )
 
 
-def _by_chunk(K: Any, task: Callable[..., Any], **options: Any) -> Any:
-    """Return a dask array whose blocks are states, one for each chunk of rows."""
-    meta = np.empty((0,) * K.ndim, object)
-    return K.map_blocks(task, dtype=object, meta=meta, enforce_ndim=False, **options)
+def _by_chunk(task: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    """Return a dask array whose blocks are states, one for each chunk of rows of arrays that are cut alike."""
+    import dask.array as da
+
+    meta = np.empty((0,) * arrays[0].ndim, object)
+    return da.map_blocks(task, *arrays, dtype=object, meta=meta, enforce_ndim=False, **options)
 
 
-def _in_tree(states: Any, merged: Callable[[list[Any]], Any], read: Callable[[Any], Any]) -> Any:
+def _in_tree(states: Any, new: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
     """Return what is read from all states, lazily; neighbors are merged, in order, so that rows keep their order."""
     import dask.array as da
 
@@ -457,8 +455,8 @@ def _in_tree(states: Any, merged: Callable[[list[Any]], Any], read: Callable[[An
     whole = da.reduction(
         states,
         chunk=_unchanged,
-        combine=partial(_merge, merged=merged),
-        aggregate=partial(_merge, merged=merged, read=read),
+        combine=partial(_merge, new=new),
+        aggregate=partial(_merge, new=new, read=read),
         axis=axes,
         concatenate=False,
         split_every=dict.fromkeys(axes, _FAN_IN),
@@ -497,49 +495,28 @@ def _unchanged(state: Any, axis: Any, keepdims: Any) -> Any:  # noqa: ARG001 (da
     return state
 
 
-def _merge(states: Any, merged: Callable[..., Any], read: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Merge states that dask gives as a list of lists, as many deep as the keys have axes."""
+def _merge(states: Any, new: Callable[[], Any], read: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """Merge states into a new one: those given are left as they are, for they may be needed again.
+
+    Dask gives them as a list of lists, as many deep as the keys have axes.
+    """
     while isinstance(states[0], list):
         states = [state for part in states for state in part]
     with _threads_of_worker():
-        state = merged(states)
-        return state if read is None else read(state)
+        merged = new()
+        for state in states:
+            merged.merge(state)
+        return merged if read is None else read(merged)
 
 
-def _chunk_set(K: Any, epsilon: float, f: Any, block_id: Any = None) -> StreamingUniversalSet:
+def _chunk_state(*arrays: Any, new: Callable[[], Any], block_id: Any = None) -> Any:
     with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
-        return StreamingUniversalSet(epsilon, f=f).update(K)
+        return new().update(*arrays)
 
 
-def _merged_set(states: list[StreamingUniversalSet], epsilon: float, f: Any) -> StreamingUniversalSet:
-    merged = StreamingUniversalSet(epsilon, f=f)  # the states are left as they are: they may be needed again
-    for state in states:
-        merged.merge(state)
-    return merged
-
-
-def _chunk_moments(K: Any, block_id: Any = None) -> Moments:
-    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
-        return Moments(K.shape[-1], K.shape[:-2]).update(K)
-
-
-def _merged_moments(states: list[Moments], no_rows: npt.NDArray[Any]) -> Moments:
-    merged = Moments(no_rows.shape[-1], no_rows.shape[:-2]).update(no_rows)  # which tells the dtype of the keys
-    for state in states:
-        merged.merge(state)
-    return merged
-
-
-def _chunk_softmax(logits: Any, V: Any, new: Callable[[], SoftmaxState]) -> SoftmaxState:
-    with _threads_of_worker():
-        return new().update(logits, V)
-
-
-def _merged_softmax(states: list[SoftmaxState], new: Callable[[], SoftmaxState]) -> SoftmaxState:
-    merged = new()
-    for state in states:
-        merged.merge(state)
-    return merged
+def _moments_of(no_rows: npt.NDArray[Any]) -> Moments:
+    """Return a state that knows the dtype of the keys."""
+    return Moments(no_rows.shape[-1], no_rows.shape[:-2]).update(no_rows)
 
 
 def _scores(K: Any, factor: Factor) -> Any:
@@ -553,9 +530,9 @@ def _read(source: KeySource, block_info: Any = None) -> npt.NDArray[Any]:
     return source.read(*_range(block_info))
 
 
-def _range_set(source: KeySource, epsilon: float, f: Any, block_info: Any = None) -> StreamingUniversalSet:
+def _range_state(source: KeySource, new: Callable[[], Any], block_info: Any = None) -> Any:
     start, stop = _range(block_info)
-    state = StreamingUniversalSet(epsilon, f=f).update(_no_rows(source))
+    state = new().update(_no_rows(source))
     with _threads_of_worker(), _named(f"rows from {start} on"):
         for chunk in source.between(start, stop):
             state.update(chunk)

@@ -30,6 +30,16 @@ _VERSION = 1  # of the messages
 _CHUNK_BYTES = 64 * 2**20  # of keys that are brought into main memory at a time
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
+# Fields that describe a shard, and have to be the same on all ranks.
+_ALIKE = {
+    "batch": "the batch",
+    "d": "d",
+    "dtype": "the dtype of K_local",
+    "V": "V (its dtype and further axes)",
+    "epsilon": "epsilon",
+    "f": "f",
+}
+
 _Fields = dict[str, Any]
 _Arrays = dict[str, npt.NDArray[Any]]
 
@@ -171,7 +181,7 @@ def universal_set(
     ranks = _Ranks(group)
     told = ranks.together("Shard", lambda: (_described(K_local, epsilon, V, mask, f), {}))
     shards = [fields for fields, _ in told]
-    _require_alike(shards)
+    _require_alike(shards, _ALIKE)
     shapes = ranks.gathered
 
     mine: list[Candidates] = []
@@ -179,8 +189,8 @@ def universal_set(
     def without_keys() -> tuple[_Fields, _Arrays]:
         before = sum(shard["n"] for shard in shards[: ranks.rank])
         state = StreamingUniversalSet(epsilon, f=f, row_start=before)
-        for K, beside in _parts(K_local, V, mask):
-            state.update(K, **beside)
+        for K, options in _parts(K_local, V, mask):
+            state.update(K, **options)
         sealed = StreamingUniversalSet(epsilon, f=f, row_start=0).merge(state)  # sums in one piece, and fewer keys
         mine.extend(_held(sealed))
         _hold(sealed, [held.take(np.zeros(0, np.int64)) for held in mine])
@@ -266,10 +276,7 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
         return {"sizes": sizes, "before": bool(before)}, {"state": np.frombuffer(state.to_bytes(), np.uint8)}
 
     told = ranks.together("Softmax", mine)
-    for name, what in (("sizes", "(latents, d, batch) of the state"), ("before", "before")):
-        values = [fields[name] for fields, _ in told]
-        if values.count(values[0]) < len(values):
-            raise ValueError(f"{what} differs between the ranks of the group: {values}; expected the same on all")
+    _require_alike([fields for fields, _ in told], {"sizes": "(latents, d, batch) of the state", "before": "before"})
     whole = SoftmaxState(state.latents, state.d, state.batch)
     for _, arrays in told[: ranks.rank if before else None]:
         whole.merge(SoftmaxState.from_bytes(arrays["state"].tobytes()))
@@ -364,29 +371,24 @@ def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
     return fields
 
 
-def _require_alike(shards: list[_Fields]) -> None:
-    """Raise, on all ranks alike, if they were given what does not go together."""
-    names = {"batch": "the batch", "d": "d", "dtype": "the dtype of K_local", "V": "V (its dtype and further axes)"}
-    for name, what in (names | {"epsilon": "epsilon", "f": "f"}).items():
-        values = [shard[name] for shard in shards]
+def _require_alike(told: list[_Fields], names: dict[str, str]) -> None:
+    """Raise, on all ranks alike, if a field that has to be the same is not; `names` says what each one is."""
+    for name, what in names.items():
+        values = [fields[name] for fields in told]
         if values.count(values[0]) < len(values):
             raise ValueError(f"{what} differs between the ranks of the group: {values}; expected the same on all")
 
 
 def _parts(K: Any, V: Any, mask: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the keys in chunks, and what comes beside them: keys on a device come into main memory one by one."""
+    """Yield the keys in chunks, each with its mask and payload: those on a device come into main memory one by one."""
     K, mask = (array if array is None or hasattr(array, "shape") else np.asarray(array) for array in (K, mask))
     n, lead = K.shape[-2], (slice(None),) * (K.ndim - 2)
     row = max(1, math.prod(K.shape[:-2]) * K.shape[-1] * 8)
     size = max(1, _CHUNK_BYTES // row // BLOCK) * BLOCK
     for start in range(0, max(n, 1), size):
         part = slice(start, start + size)
-        beside: dict[str, Any] = {}
-        if V is not None:
-            beside["payload"] = _storable(V[(*lead, part)])
-        if mask is not None:
-            beside["mask"] = mask[..., part]
-        yield K[..., part, :], beside
+        payload = None if V is None else _storable(V[(*lead, part)])
+        yield K[..., part, :], {"payload": payload, "mask": None if mask is None else mask[..., part]}
 
 
 def _is_bfloat16(V: Any) -> bool:
@@ -455,16 +457,16 @@ def _as_arrays(held: list[Candidates]) -> tuple[_Fields, _Arrays]:
     if held:
         all_of_them = sum(held[1:], start=held[0])
         arrays |= {"indices": all_of_them.indices, "keys": all_of_them.keys}
-        arrays |= {f"beside{i}": array for i, array in enumerate(all_of_them.beside)}
+        arrays |= {f"payload{i}": array for i, array in enumerate(all_of_them.beside)}
     return {}, arrays
 
 
 def _from_arrays(arrays: _Arrays) -> list[Candidates]:
     """Return the keys of each matrix that `_as_arrays` put together."""
     stops = np.cumsum(arrays["counts"]).tolist()
-    beside = [arrays[f"beside{i}"] for i in range(len(arrays) - 3)]
+    payloads = [arrays[f"payload{i}"] for i in range(len(arrays) - 3)]
     parts = [slice(start, stop) for start, stop in itertools.pairwise([0, *stops])]
     return [
-        Candidates(arrays["indices"][part], arrays["keys"][part], tuple(array[part] for array in beside))
+        Candidates(arrays["indices"][part], arrays["keys"][part], tuple(array[part] for array in payloads))
         for part in parts
     ]

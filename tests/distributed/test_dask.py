@@ -26,8 +26,7 @@ da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
 from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
-    _merged_moments,
-    _merged_set,
+    _merge,
     from_keys,
     leverage_scores,
     softmax_state,
@@ -176,18 +175,13 @@ def test_the_same_chunks_give_the_same_bits() -> None:
         assert np.array_equal(scores, results[0][1])
 
 
-def test_merging_leaves_the_states_as_they_are() -> None:
-    parts = np.split(keys(), 3)
-    states = [levattn.StreamingUniversalSet(0.1).update(part) for part in parts]
+@pytest.mark.parametrize("new", [lambda: levattn.StreamingUniversalSet(0.1), lambda: Moments(6)], ids=["set", "sums"])
+def test_merging_leaves_the_states_as_they_are(new: Callable[[], Any]) -> None:
+    states = [new().update(part) for part in np.split(keys(), 3)]
     before = [state.to_bytes() for state in states]
-    for _ in range(2):
-        assert _merged_set(states, 0.1, 2).n == 9000
+    first, second = (_merge([states], new).to_bytes() for _ in range(2))
+    assert first == second
     assert [state.to_bytes() for state in states] == before
-    moments = [Moments(6).update(part) for part in parts]
-    sums = [state.read() for state in moments]
-    first, second = (_merged_moments(moments, np.empty((0, 6))).read() for _ in range(2))
-    assert np.array_equal(first, second)
-    assert all(np.array_equal(state.read(), old) for state, old in zip(moments, sums, strict=True))
 
 
 # -- scores -------------------------------------------------------------------------------------------
