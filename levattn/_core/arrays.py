@@ -23,6 +23,7 @@ __all__ = [
     "as_mask",
     "as_matrices",
     "as_tensor",
+    "check_flags",
     "float64_beside",
     "from_list",
     "is_torch",
@@ -241,6 +242,25 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     return Matrices(data, batch, kind, give_back)
 
 
+def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) -> None:
+    """Raise unless an array of flags is one of bool of the expected shape.
+
+    Its leading axes may have size 1, and are any where the expected shape begins with an ellipsis. `meaning` says what
+    has the flag True.
+    """
+    shape = tuple(flags.shape)
+    leading = shape[:-1] if ... in expected else expected[:-1]
+    alike = len(shape) == len(leading) + 1 and all(s in (1, e) for s, e in zip(shape, leading, strict=False))
+    if not alike or shape[-1] != expected[-1]:
+        sizes = str(expected).replace("Ellipsis", "...")
+        one = meaning.partition(" that ")[0]
+        raise ValueError(
+            f"{name} has shape {shape}; expected {sizes}, one entry for {one} (leading axes of size 1 are repeated)"
+        )
+    if dtype_name(flags.dtype) != "bool":
+        raise TypeError(f"{name} has dtype {flags.dtype}; expected bool, True for {meaning}")
+
+
 def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     """Check a (..., n) boolean mask that goes with `matrices` and return it as (b, n), or None for None."""
     if mask is None:
@@ -250,16 +270,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     elif not array_api_compat.is_array_api_obj(mask):
         mask = from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)
-    shape = tuple(int(size) for size in mask.shape)
-    if len(shape) != len(expected) or any(
-        s not in ((1, e) if axis < len(expected) - 1 else (e,))
-        for axis, (s, e) in enumerate(zip(shape, expected, strict=True))
-    ):
-        raise ValueError(
-            f"mask has shape {shape}; expected {expected}, one entry a key (leading axes of size 1 are repeated)"
-        )
-    if dtype_name(mask.dtype) != "bool":
-        raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a key that takes part")
+    check_flags("mask", mask, expected, "a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_namespace(matrices.data)
