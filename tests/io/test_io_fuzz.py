@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 
 import strategies
+from damage import mutated
 from levattn.exceptions import KeyFileError
 from levattn.io import open_keys
 
@@ -28,8 +29,6 @@ Array = npt.NDArray[Any]
 Files = dict[str, bytes]  # by the path within a folder
 
 K = np.random.default_rng(3).standard_normal((41, 4)).astype(np.float32)
-NUMBERS = ["0", "1", "2", "5", "-1", "40", "42", "1e9", "2147483648", str(2**62), str(2**63), str(2**64), "9" * 40]
-WORDS = [b"null", b"true", b"[]", b"{}", b'""', b"NaN", b"1L", b"\\", b"[[[[", b"\x00", b"\xff\xff\xff\xff", b"\x80"]
 
 
 # -- sound files -------------------------------------------------------------------------------------------
@@ -141,41 +140,6 @@ KINDS = {
 
 
 # -- mutations ---------------------------------------------------------------------------------------------
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    data = bytearray(content)
-    for _ in range(chance.choice([1, 1, 1, 2, 4])):
-        if not data:
-            break
-        # Headers are at the beginning or at the end.
-        edge = min(len(data), 300)
-        where = chance.choice(
-            [chance.randrange(len(data)), chance.randrange(edge), len(data) - 1 - chance.randrange(edge)]
-        )
-        length = chance.choice([1, 2, 4, 8, 30])
-        match chance.randrange(9):
-            case 0 | 1:
-                data[where] ^= 1 << chance.randrange(8)
-            case 2:
-                data[where] = chance.choice([0, 1, 127, 128, 255, chance.randrange(256)])
-            case 3:
-                data[where : where + length] = chance.randbytes(length)
-            case 4:
-                data[where:where] = chance.choice([chance.randbytes(length), chance.choice(WORDS)])
-            case 5:
-                del data[where : where + length]
-            case 6:
-                del data[where:]
-            case 7:
-                source = chance.randrange(len(data))
-                data[where : where + length] = data[source : source + chance.choice([length, 100])]
-            case _:
-                runs = list(re.finditer(rb"[0-9]+", data))
-                if runs:
-                    run = chance.choice(runs)
-                    data[run.start() : run.end()] = chance.choice(NUMBERS).encode()
-    return bytes(data)
 
 
 def write(folder: Path, files: Files) -> Path:

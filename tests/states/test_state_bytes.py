@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 import levattn
 import strategies
+from damage import NUMBERS, mutated
 from levattn import StreamingUniversalSet
 from levattn._core.serialize import MOST_ROWS
 from levattn._kernels import BLOCK
@@ -39,25 +40,7 @@ State = StreamingUniversalSet | Moments | SketchedRows | SoftmaxState | TokenSta
 
 MUTATIONS = 100_000  # that break the checksum
 SEALED = strategies.trials(30_000)  # under a checksum made anew
-NUMBERS = [
-    "0",
-    "1",
-    "2",
-    "5",
-    "-1",
-    "3",
-    "1e9",
-    "0.5",
-    "1e-300",
-    str(2**31),
-    str(2**53),
-    str(2**62),
-    str(2**63),
-    "9" * 40,
-    "-0.0",
-]
 WORDS = ["null", "true", "[]", "{}", '""', '"x"', "NaN", "-Infinity", "[[[[", "[1,2,3]"]
-DAMAGE = b"\x00", b"\xff\xff\xff\xff", b"[[[[", b'"', b"}", b"\x80", b"null", b"1e999"
 
 
 def gaussian(n: int, d: int = 2, seed: int = 0) -> Float:
@@ -136,6 +119,17 @@ def test_the_bytes_hold_the_state(name: str) -> None:
     assert STATES[name]().to_bytes() == saved(name)  # nothing of them depends on time or place
     for data in (bytearray(saved(name)), memoryview(saved(name))):
         assert kind_of(name).from_bytes(data).to_bytes() == saved(name)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_loaded_and_copied_states_go_on_and_share_nothing(name: str) -> None:
+    state = STATES[name]()
+    loaded, copied = kind_of(name).from_bytes(saved(name)), state.copy()
+    for other in (loaded, copied):
+        use(other)
+        assert state.to_bytes() == saved(name)
+    use(state)
+    assert loaded.to_bytes() == copied.to_bytes() == state.to_bytes()
 
 
 def awkward(n: int) -> Float:
@@ -307,30 +301,6 @@ def test_every_truncation_and_every_bit(name: str) -> None:
         refused(kind_of(name), flipped)
     refused(kind_of(name), data + b"\0")
     refused(kind_of(name), data + data)
-
-
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """The data with one to four changes of many kinds."""
-    out = bytearray(data)
-    for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        at, length = chance.randrange(max(len(out), 1)), chance.choice((1, 2, 8, 30))
-        match chance.randrange(8):
-            case 0 | 1 if out:
-                out[at] ^= 1 << chance.randrange(8)
-            case 2 if out:
-                out[at] = chance.randrange(256)
-            case 3:
-                out[at : at + length] = chance.randbytes(length)
-            case 4:
-                out[at:at] = chance.choice(DAMAGE)
-            case 5:
-                del out[at : at + length]
-            case 6:
-                del out[at:]
-            case _:
-                source = chance.randrange(max(len(out), 1))
-                out[at : at + length] = out[source : source + length]
-    return bytes(out)
 
 
 @pytest.mark.parametrize("name", STATES)
