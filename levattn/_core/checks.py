@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-__all__ = ["check_type", "real_number", "whole_number"]
+__all__ = ["check_type", "needing", "real_number", "whole_number"]
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Say how to install what an import in the block lacks: `what` needs a package, which an extra of levattn has."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f'{what}: pip install "levattn[{extra}]"') from error
 
 
 def check_type(name: str, value: Any, kind: Any, expected: str) -> None:

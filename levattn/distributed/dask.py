@@ -18,6 +18,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import needing
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
@@ -367,22 +368,14 @@ def universal_set_of_files(
 
 
 def _require_dask() -> None:
-    try:
+    with needing("this needs dask", "dask"):
         import dask.array  # noqa: F401 (which is what is missing where dask was installed by itself)
-    except ImportError as error:
-        raise _missing("dask") from error
-
-
-def _missing(package: str) -> ImportError:
-    return ImportError(f'this needs {package}: pip install "levattn[dask]"')
 
 
 def _computed(lazy: Any, client: Any) -> Any:
     """Return a lazy value, computed by a client or by the scheduler that one is opened for."""
-    try:
+    with needing("this needs distributed", "dask"):
         from distributed import Client
-    except ImportError as error:
-        raise _missing("distributed") from error
     if isinstance(client, Client):
         return client.compute(lazy, sync=True)
     with Client(client, set_as_default=False) as own:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_mask, as_matrices, to_float64
-from levattn._core.checks import check_type
+from levattn._core.checks import check_type, needing
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
 from levattn.sets.candidates import Candidates
@@ -290,11 +290,9 @@ class _Ranks:
     """The processes of a group, which take every step together: all of them go on, or none."""
 
     def __init__(self, group: Any) -> None:
-        try:
+        with needing("this needs torch", "torch"):
             import torch
             import torch.distributed as dist
-        except ImportError as error:
-            raise ImportError('this needs torch: pip install "levattn[torch]"') from error
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("there is no process group; call torch.distributed.init_process_group first")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

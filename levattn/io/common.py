@@ -15,6 +15,7 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import needing
 from levattn.exceptions import KeyFileError
 
 _NAMES_SHOWN = 30
@@ -80,9 +81,9 @@ def refusing(path: Path, errors: type[Exception] | tuple[type[Exception], ...]) 
         raise damaged(path, "the file", error) from error
 
 
-def missing_package(what: object, package: str) -> ImportError:
-    """Return the error of a format whose package is not installed."""
-    return ImportError(printable(f'reading {what} needs {package}: pip install "levattn[io]"'))
+def needing_package(what: object, package: str) -> AbstractContextManager[None]:
+    """Return a block whose imports need a package that may not be installed."""
+    return needing(printable(f"reading {what} needs {package}"), "io")
 
 
 def check_shape(path: Path, opened: Opened) -> None:

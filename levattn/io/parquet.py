@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.io.common import Opened, check_size, choose, damaged, let_go, missing_package, refusal, refusing
+from levattn.io.common import Opened, check_size, choose, damaged, let_go, needing_package, refusal, refusing
 
 _FLOATS = {"double": "float64", "float": "float32", "halffloat": "float16"}
 _BATCH_BYTES = 2 * 2**20
@@ -31,11 +31,9 @@ class _Column:
     """A column that is read on from where the last reading ended, or else from the beginning of a row group."""
 
     def __init__(self, path: Path, stream: IO[bytes], tensor: str | None) -> None:
-        try:
+        with needing_package(path, "pyarrow"):
             from pyarrow import BufferReader
             from pyarrow.parquet import ParquetFile
-        except ModuleNotFoundError as error:
-            raise missing_package(path, "pyarrow") from error
         self._path = path
         self._stream = stream
         # Whatever pyarrow raises is due to the file. Mapped by itself or buffered, pyarrow would hold whole row groups
