@@ -32,6 +32,7 @@ from .oracle import (
     tukey,
 )
 from .promises import (
+    Breach,
     certificate_holds,
     entries_hold,
     groups_hold,
@@ -40,7 +41,7 @@ from .promises import (
     normalizers_hold,
     output_holds,
 )
-from .routes import FUNCTIONS, PRECISE, Route, judge_set
+from .routes import FUNCTIONS, PRECISE, ROUTES, Route, judge_set
 from .search import main
 from .shrink import script, shrunk
 
@@ -245,6 +246,15 @@ def test_numbers_without_a_short_form_are_printed_exactly() -> None:
     assert "def stored" in text
 
 
+def test_a_script_has_all_that_its_route_calls() -> None:
+    found = replace(case("plain", 0), keys=np.eye(2), queries=np.eye(2), mask=None, storage="float64", layout="C")
+    text = script(ROUTES["decoding"], found, Breach("kind", "this", "that"))
+    assert text.count("def ") == 3
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(text, "", "exec"), {})
+    assert "HeavyKeys" in out.getvalue()
+
+
 def test_promises_see_what_does_not_hold() -> None:
     truth = Truth(np.array([[1.0], [1.0], [0.0]]), np.ones((1, 1)))
     sure = np.array([True, True, False])
@@ -293,19 +303,8 @@ def test_certificates_are_judged_by_dense_attention() -> None:
 
 
 def test_the_program_says_what_it_tried(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--seconds",
-        "60",
-        "--matrices",
-        "25",
-        "--processes",
-        "1",
-        "--families",
-        "plain",
-        "--routes",
-        "set gram",
-    ]
-    assert main([*options, "--table"]) == 0
+    options = ["--seconds", "60", "--matrices", "25", "--processes", "1", "--families", "plain", "--table", "--routes"]
+    assert main([*options, "set gram"]) == 0
     printed = capsys.readouterr().out
     assert "25 matrices, 25 results of 1 routes" in printed
     assert "no promise was broken" in printed

@@ -157,8 +157,8 @@ def test_every_extra_that_an_error_names_is_there() -> None:
     named = {
         name
         for text in sources
-        for found in re.findall(r"levattn\[([a-z0-9,]+)\]\"", text)
-        for name in found.split(",")
+        for found in re.findall(r"levattn\[([a-z0-9,]+)\]\"|needing\(.*, \"(\w+)\"\)", text)
+        for name in "".join(found).split(",")
     }
     assert named
     assert named <= set(EXTRAS)
