@@ -181,9 +181,6 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     they are unaligned or in foreign byte order). Gradients are not followed. A scipy CSR matrix (n, d) is taken
     where `sparse` allows it; results then are numpy arrays.
     """
-    give_back: Callable[[Any], Any]
-    data: Any
-    conversion = f"{name}.astype('float64')"
     if is_scipy_sparse(array):
         if not sparse:
             raise TypeError(
@@ -192,43 +189,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
             )
         held = from_csr(array, name)
         return Matrices(held, (), held.values.dtype.name, np.asarray)
-    if isinstance(array, list | tuple):
-        array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
-    elif is_torch(array):
-        array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
-    if is_torch(array) and _in_main_memory(array):
-        torch = sys.modules["torch"]
-        kind = format_of(array.dtype, name, conversion)
-        data = array.view(torch.uint16).numpy() if array.element_size() == 2 else array.numpy()
-        give_back = torch.from_numpy
-    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        kind = format_of(array.dtype, name, conversion)
-        data = _numpy_words(array)
-        give_back = np.asarray
-    elif (data := as_cupy(array, name)) is not None:
-        kind = format_of(array.dtype, name, conversion)
-        data = data.view(np.uint16) if data.dtype.itemsize == 2 else data
-
-        def give_back(result: Any) -> Any:
-            here = sys.modules["cupy"].asarray(result)
-            return as_tensor(here) if is_torch(array) else here
-    elif (
-        not isinstance(array, np.ndarray)
-        and array_api_compat.is_array_api_obj(array)
-        and not array_api_compat.is_lazy_array(array)
-    ):
-        if not is_torch(array):
-            conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
-        kind = format_of(array.dtype, name, conversion)
-        data = array
-
-        def give_back(result: Any) -> Any:
-            return to_device(result, array) if isinstance(result, np.ndarray) else result
-    else:
-        raise TypeError(
-            f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
-            "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
-        )
+    data, kind, give_back = _dense(array, name)
     if data.ndim < 2:
         raise ValueError(
             f"{name} has shape {tuple(data.shape)}; expected (..., n, d), rows last but one. "
@@ -240,6 +201,46 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     shape = (math.prod(batch), int(data.shape[-2]), int(data.shape[-1]))
     data = array_namespace(data).reshape(data, shape)
     return Matrices(data, batch, kind, give_back)
+
+
+def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
+    """Return the numbers of an array as the kernels read them, their format, and the way back to its kind."""
+    conversion = f"{name}.astype('float64')"
+    if isinstance(array, list | tuple):
+        array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
+    elif is_torch(array):
+        array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
+    if (
+        isinstance(array, np.ma.MaskedArray)
+        or not array_api_compat.is_array_api_obj(array)
+        or array_api_compat.is_lazy_array(array)
+    ):
+        raise TypeError(
+            f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
+            "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
+        )
+    shared = as_cupy(array, name)
+    if shared is None and not isinstance(array, np.ndarray) and not is_torch(array):
+        conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
+    kind = format_of(array.dtype, name, conversion)
+    if isinstance(array, np.ndarray):
+        return _numpy_words(array), kind, np.asarray
+    if shared is not None:
+
+        def to_cupy(result: Any) -> Any:
+            here = sys.modules["cupy"].asarray(result)
+            return as_tensor(here) if is_torch(array) else here
+
+        return shared.view(np.uint16) if shared.dtype.itemsize == 2 else shared, kind, to_cupy
+    if is_torch(array) and _in_main_memory(array):
+        torch = sys.modules["torch"]
+        words = array.view(torch.uint16) if array.element_size() == 2 else array
+        return words.numpy(), kind, torch.from_numpy
+
+    def to_library(result: Any) -> Any:
+        return to_device(result, array) if isinstance(result, np.ndarray) else result
+
+    return array, kind, to_library
 
 
 def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) -> None:

@@ -17,7 +17,7 @@ from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
 from levattn.linalg.reading import check_finite
 
-__all__ = ["BlockBuffer", "RowNumbers", "in_main_memory", "payload_of", "present_rows", "readable"]
+__all__ = ["BlockBuffer", "RowNumbers", "in_main_memory", "payload_of", "present_rows", "readable", "rows_in_memory"]
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -44,6 +44,11 @@ def _moved(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices
     if present is not None:
         present = to_numpy(present)
     return matrices, Rows(matrices.data, matrices.format, present)
+
+
+def rows_in_memory(rows: Rows) -> Rows:
+    """Return rows of a CUDA device in main memory; others as they are."""
+    return replace(rows, keys=to_numpy(rows.keys), mask=None if rows.mask is None else to_numpy(rows.mask))
 
 
 class BlockBuffer:
@@ -124,11 +129,11 @@ class BlockBuffer:
             size = min(max(stop, 2 * self._held.shape[1], 64), BLOCK)
             self._held = replace(self._held, keys=_longer(self._held.keys, size))
             self._beside = [_longer(array, size) for array in self._beside]
-        part = rows.between(0, taken)
+        part = rows_in_memory(rows.between(0, taken))
         place = self._held.keys[:, self.count : stop]
-        place[...] = to_numpy(part.keys)
+        place[...] = part.keys
         if part.mask is not None:
-            place[~to_numpy(part.mask)] = 0
+            place[~part.mask] = 0
         for held, array in zip(self._beside, beside, strict=True):
             held[:, self.count : stop] = to_numpy(array[:, :taken])
         self.count = stop
