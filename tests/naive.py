@@ -25,6 +25,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from naive_attention import softmax
+
 Float = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 Exact = NDArray[np.object_]
@@ -552,13 +554,6 @@ def distortion(SU: ArrayLike) -> float:
 # -- latent attention --------------------------------------------------------------------
 
 
-def softmax(logits: ArrayLike) -> Float:
-    """Weights in proportion to the exponentials of logits, at least one of which is finite."""
-    x = np.asarray(logits, dtype=np.float64)
-    e = np.exp(x - np.max(x))
-    return np.asarray(e / np.sum(e))
-
-
 def latte_weights(
     Q: ArrayLike,
     K: ArrayLike,
@@ -606,17 +601,4 @@ def latte_recurrence(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
         a, b = np.exp(m - top), np.exp(k - top)
         m, s, S = top, a * s + b, a[:, None] * S + b[:, None] * v
         rows.append((softmax(q) / s) @ S)
-    return np.stack(rows)
-
-
-def latte_normalized(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
-    """Causal Latte as a gated linear attention: decays and keys are normalized by what all positions so far weigh."""
-    Q, K, V = (np.asarray(x, dtype=np.float64) for x in (Q, K, V))
-    Z = np.logaddexp.accumulate(K, axis=0)
-    S = np.zeros((K.shape[1], V.shape[1]))
-    rows = []
-    for t in range(len(Q)):
-        decay = np.exp(Z[t - 1] - Z[t]) if t else np.zeros(K.shape[1])
-        S = decay[:, None] * S + np.exp(K[t] - Z[t])[:, None] * V[t]
-        rows.append(softmax(Q[t]) @ S)
     return np.stack(rows)

@@ -292,7 +292,7 @@ class Moments(StoredState, name="Moments", version=2):
                 f"other has diagonal={other.diagonal} and decay={other.decay}; expected {self.diagonal} and "
                 f"{self.decay}, as here"
             )
-        self._sums.check(other._sums)  # type: ignore[arg-type]
+        self._sums.check(other._sums)
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return the sums and the numbers of keys; see `StoredState`."""

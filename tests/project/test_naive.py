@@ -24,16 +24,8 @@ RESOLVED = [
 
 
 @SETTINGS
-@given(strategies.integer_keys(max_rows=12))
+@given(strategies.integer_keys(max_rows=12) | strategies.real_keys(max_rows=9))
 def test_decimal_oracle_equals_rational_numbers(K: Float) -> None:
-    exact = naive.leverage_fractions(K)
-    assert sum(exact) == naive.rank_exact(K)
-    np.testing.assert_allclose(naive.leverage_exact(K), [float(x) for x in exact], rtol=1e-15)
-
-
-@SETTINGS
-@given(strategies.real_keys(max_rows=9))
-def test_decimal_oracle_equals_rational_numbers_on_real_keys(K: Float) -> None:
     exact = naive.leverage_fractions(K)
     assert sum(exact) == naive.rank_exact(K)
     np.testing.assert_allclose(naive.leverage_exact(K), [float(x) for x in exact], rtol=1e-15)
