@@ -21,7 +21,7 @@ from levattn.exceptions import NonFiniteError
 
 from . import oracle, promises
 from .families import Case
-from .oracle import Function, Precise, Truth
+from .oracle import Function, Truth
 from .promises import Breach
 from .ranks import universal_set_of_ranks
 
@@ -445,13 +445,6 @@ FUNCTIONS: dict[str, Function] = {
     "Fair(1.4)": oracle.fair(1.4),
     "L1L2()": oracle.l1l2,
 }
-PRECISE: dict[str, Precise] = {
-    **{f"Power({p})": oracle.precise_power(p) for p in _POWERS},
-    "Huber(1.0)": oracle.precise_huber(1.0),
-    "Tukey(4.685)": oracle.precise_tukey(4.685),
-    "Fair(1.4)": oracle.precise_fair(1.4),
-    "L1L2()": oracle.precise_l1l2,
-}
 
 
 def heavy_of_function(Q, K, epsilon, mask, f):
@@ -480,7 +473,7 @@ def judge_function_stream(case: Case, truth: Truth, result: Any, *, f: str) -> I
 
 
 def judge_function_heavy(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
-    yield from promises.shares_hold(truth, PRECISE[f], result.entries.toarray(), case.epsilon, result.error)
+    yield from promises.shares_hold(truth, FUNCTIONS[f], result.entries.toarray(), case.epsilon, result.error)
 
 
 def of_softmax(K, epsilon, mask):
