@@ -20,11 +20,9 @@ from .families import FAMILIES, LARGE, LAYOUTS, STORAGES, case, rounded, stored
 from .oracle import (
     DIGITS,
     Truth,
-    adjugate,
     huber,
     integers,
     orthogonal,
-    positive,
     power,
     product,
     queries_for,
@@ -44,12 +42,10 @@ from .routes import FUNCTIONS, ROUTES, Route, function, judge_set
 from .search import main
 from .shrink import script, shrunk
 
-SMALL = [name for name in FAMILIES if name not in LARGE]
 
-
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", ["many", *(name for name in FAMILIES if name not in LARGE)])
 def test_scores_are_those_of_another_oracle(family: str) -> None:
-    for seed in range(5):
+    for seed in range(1 if family in LARGE else 5):
         found = case(family, seed)
         truth = Truth(found.present, found.queries)
         fractions = naive.leverage_fractions(found.present)
@@ -58,14 +54,6 @@ def test_scores_are_those_of_another_oracle(family: str) -> None:
         for slack in (0.0, 1e-9):
             least = Fraction(found.epsilon) * (1 - Fraction(slack))
             assert truth.at_least(found.epsilon, slack).tolist() == [x >= least for x in fractions]
-
-
-def test_thousands_of_rows_are_those_of_a_few() -> None:
-    found = case("many", 3)
-    few = np.unique(found.keys, axis=0)
-    assert len(few) < len(found.keys) / 10
-    truth = Truth(found.keys, found.queries)
-    np.testing.assert_array_equal(truth.scores, naive.leverage_exact(found.keys))
 
 
 @pytest.mark.parametrize("family", ["plain", "graded_rows", "zero_columns", "extreme"])
@@ -108,12 +96,8 @@ def test_integers_hold_what_floats_do() -> None:
             assert Fraction(float(x)) == m * Fraction(2) ** int(e)
 
 
-def test_the_inverse_and_orthogonal_vectors_are_exact() -> None:
+def test_orthogonal_vectors_are_exact() -> None:
     M = np.array([[1, 2, 3, 0], [2, 4, 1, 0], [1, 2, 5, 0]], object)
-    kept, inverse, denominator = adjugate(product(M.T, M))
-    assert kept == [0, 2]
-    G = product(M[:, kept].T, M[:, kept])
-    assert (product(G, inverse) == denominator * np.eye(2, dtype=int)).all()
     y = orthogonal(M[:2])
     assert y is None or not product(M[:2], y[:, None]).any()
     assert orthogonal(M[[0, 0, 1]]) is None
@@ -266,15 +250,6 @@ def test_promises_see_what_does_not_hold() -> None:
     V = np.array([[1.0], [3.0], [9.0]])
     assert list(output_holds(truth, V, [[2.0]], [0.0])) == []
     assert [b.kind for b in output_holds(truth, V, [[2.5]], [0.4])] == ["output beyond its bound"]
-
-
-def test_a_matrix_is_positive_where_its_eigenvalues_are() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        B = rng.integers(-3, 4, (3, 3))
-        G = B + B.T + int(rng.integers(0, 9)) * np.eye(3, dtype=int)
-        least = np.linalg.eigvalsh(G)[0]
-        assert positive(G.astype(object)) == (least > 1e-9)
 
 
 def test_groups_are_judged_by_what_queries_give_them() -> None:
