@@ -199,28 +199,6 @@ def _digits(M: Exact) -> int:
     return max(len(str(abs(int(x)))) for x in (M.max(), M.min()))
 
 
-def leverage_fractions(K: ArrayLike) -> list[Fraction]:
-    """Leverage scores as rational numbers; for a few dozen small keys."""
-    M = to_integers(K)
-    columns = independent_columns(M)
-    rows = [[Fraction(int(x)) for x in row] for row in M[:, columns]]
-    r = len(columns)
-    # Gauss-Jordan on [G | I].
-    table = [
-        [sum((k[a] * k[b] for k in rows), Fraction(0)) for b in range(r)] + [Fraction(int(a == b)) for b in range(r)]
-        for a in range(r)
-    ]
-    for a in range(r):
-        pivot = table[a][a]
-        table[a] = [x / pivot for x in table[a]]
-        for b in range(r):
-            if b != a and table[b][a] != 0:
-                factor = table[b][a]
-                table[b] = [x - factor * y for x, y in zip(table[b], table[a], strict=True)]
-    inverse = [row[r:] for row in table]
-    return [sum((k[a] * inverse[a][b] * k[b] for a in range(r) for b in range(r)), Fraction(0)) for k in rows]
-
-
 def _take_part(K: ArrayLike, mask: ArrayLike | None) -> tuple[Float, Callable[[Float], Float]]:
     """Keys that take part, and the map that puts their scores back (0 for the others)."""
     stored = np.asarray(K)

@@ -74,32 +74,17 @@ class Traffic:
 
     @property
     def gathered(self) -> int:
-        """All that was gathered.
-
-        Returns
-        -------
-        int
-        """
+        """All that was gathered."""
         return self.shapes + self.moments + self.selected
 
     @property
     def saved(self) -> int:
-        """By how many bytes that is less than all keys and values; negative for few keys.
-
-        Returns
-        -------
-        int
-        """
+        """By how many bytes that is less than all keys and values; negative for few keys."""
         return self.dense - self.gathered
 
     @property
     def ratio(self) -> float:
-        """How many times that is less.
-
-        Returns
-        -------
-        float
-        """
+        """How many times that is less."""
         return self.dense / self.gathered
 
 

@@ -48,12 +48,12 @@ def test_scores_are_those_of_another_oracle(family: str) -> None:
     for seed in range(1 if family in LARGE else 5):
         found = case(family, seed)
         truth = Truth(found.present, found.queries)
-        fractions = naive.leverage_fractions(found.present)
-        np.testing.assert_array_equal(truth.scores, [float(x) for x in fractions])
-        assert sum(fractions) == truth.rank == naive.rank_exact(found.present)
+        np.testing.assert_array_equal(truth.scores, naive.leverage_exact(found.present))
+        assert truth.rank == naive.rank_exact(found.present)
+        exact = [Fraction(x, y) for x, y in zip(*truth._scores, strict=True)]
         for slack in (0.0, 1e-9):
             least = Fraction(found.epsilon) * (1 - Fraction(slack))
-            assert truth.at_least(found.epsilon, slack).tolist() == [x >= least for x in fractions]
+            assert truth.at_least(found.epsilon, slack).tolist() == [x >= least for x in exact]
 
 
 @pytest.mark.parametrize("family", ["plain", "graded_rows", "zero_columns", "extreme"])
