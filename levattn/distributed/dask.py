@@ -46,30 +46,24 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any) -> Stre
 def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) -> Any:
     """Universal set of the keys of a dask array: one pass over its chunks, each where it is.
 
-    The set of all keys k_j for which some query q reaches ``f(<q, k_j>) / sum_l f(<q, k_l>) >= epsilon``. Every chunk
-    of rows becomes a `levattn.StreamingUniversalSet`; neighbors are merged, in order, in a tree.
-
-    For f(x) = x² the result is exact and has the indices of ``levattn.universal_set(K, epsilon)``, whatever the chunks
-    and the workers; for other functions it is a superset, as that of the state. It has the same bits in every run with
-    the same chunks; other chunks agree to rounding.
+    Every chunk of rows becomes a `levattn.StreamingUniversalSet`; neighbors are merged, in order, in a tree. For
+    f(x) = x² the result is exact and has the indices of ``levattn.universal_set(K, epsilon)``, whatever the chunks and
+    the workers; for other functions it is a superset, as that of the state. The same chunks give the same bits in
+    every run, other chunks agree to rounding.
 
     Parameters
     ----------
     K : dask.array.Array of shape (..., n, d)
-        Keys, rows in chunks of any size, empty ones and such of unknown size (nan) among them; chunks of the other
-        axes are joined first. float64, float32, float16 or bfloat16.
-    epsilon : float in (0, 1]
-        Smallest attention score that counts as large.
-    f : float or AttentionFunction, default 2
+        Keys of a float dtype, rows in chunks of any size, also of an unknown one; other axes are joined first.
+    epsilon, f : float or AttentionFunction
         As in `levattn.StreamingUniversalSet`.
     client : distributed.Client, str or cluster, optional
-        Where to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster. Without it
-        nothing is computed yet.
+        Where to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster.
 
     Returns
     -------
     dask.delayed.Delayed or StreamedSet
-        The set as a lazy value, whose ``compute()`` returns the `levattn.StreamedSet`; with `client` that set itself.
+        With `client` the `levattn.StreamedSet`, without it a lazy value that computes it.
 
     Raises
     ------
@@ -80,17 +74,12 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     NonFiniteError
         When computed, if the keys hold NaN or infinity; the chunk and rows in it are named.
 
-    See Also
-    --------
-    levattn.universal_set : The same for keys in memory or in files.
-    from_keys : Files as a dask array.
-
     Notes
     -----
-    Time O(n d²), divided by the number of workers; memory of a worker: its chunks, and O(d²/ε) for each state, as in
-    `levattn.StreamingUniversalSet`. Nothing of size n comes to the client, which gets the O(d/ε) keys of the set and
-    their factor. Chunks should have many more than d/ε rows: a state holds all of its first d/ε or so. In a worker of
-    dask.distributed kernels use as many threads as that worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
+    Time O(n d²), divided by the number of workers; memory of a worker: its chunks, and O(d²/ε) for each state. The
+    client gets the O(d/ε) keys of the set and their factor, nothing of size n. Chunks should have many more than d/ε
+    rows: a state holds all of its first d/ε or so. In a worker of dask.distributed kernels use as many threads as that
+    worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
 
     References
     ----------
@@ -118,11 +107,8 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
 def leverage_scores(K: Any, /) -> Any:
     """Leverage scores of the keys of a dask array, in its own chunks.
 
-    The score of k_j is the largest value of ``<q, k_j>² / sum_l <q, k_l>²`` over queries q; see
-    `levattn.leverage_scores`. The second moments of the chunks are merged in a tree, and their factor, one small
-    matrix, is handed to every chunk.
-
-    The result is exact up to rounding, as by ``levattn.leverage_scores(K)``: a rank decision over-estimates.
+    They are those of `levattn.leverage_scores`, up to rounding. The second moments of the chunks are merged in a tree,
+    and their factor, one small matrix, is handed to every chunk.
 
     Parameters
     ----------
@@ -146,8 +132,7 @@ def leverage_scores(K: Any, /) -> Any:
     Notes
     -----
     Time O(n d²) and two passes. The chunks of K are *computed twice* rather than held between the passes, so that
-    memory is bounded by the chunks that are worked on; whoever has room for K calls ``K.persist()`` first. Nothing of
-    size n comes to the client unless the scores are asked for there.
+    memory is bounded by the chunks that are worked on; whoever has room for K calls ``K.persist()`` first.
 
     References
     ----------
@@ -180,9 +165,8 @@ def leverage_scores(K: Any, /) -> Any:
 def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     """Softmax state of values over all positions of dask arrays: one pass over the chunks, each where it is.
 
-    For each latent the mean of the values under the softmax of its logits over positions; see
-    `levattn.states.SoftmaxState`, which every chunk of positions becomes. These are merged in a tree. The result is
-    that of one state to rounding, whatever the chunks, and has the same bits in every run with the same chunks.
+    Every chunk of positions becomes a `levattn.states.SoftmaxState`; these are merged in a tree. The result is that of
+    one state to rounding, and has the same bits in every run with the same chunks.
 
     Parameters
     ----------
@@ -296,16 +280,15 @@ def universal_set_of_files(
 ) -> StreamedSet:
     """Universal set of keys in files, found by the workers of a dask scheduler.
 
-    The set of `universal_set`, with its guarantee, of the rows of all files; what ``levattn universal-set PATH...
-    --scheduler ADDRESS`` runs. Each task is a range of rows, which may be long: it reads them chunk by chunk into one
-    state.
+    The set of `universal_set`, with its guarantee; what ``levattn universal-set PATH... --scheduler ADDRESS`` runs.
+    Each task reads a range of rows, which may be long, chunk by chunk into one state.
 
     Parameters
     ----------
     paths : path-like, or sequence of path-like
-        A file, a folder of shards, or several, as in `levattn.open_keys`; on a file system that all workers see.
+        As in `levattn.open_keys`; on a file system that all workers see.
     epsilon : float in (0, 1]
-        Smallest attention score that counts as large.
+        As in `universal_set`.
     tensor : str, optional
         Name of the array, where a file holds several.
     f : float or AttentionFunction, default 2
@@ -336,9 +319,8 @@ def universal_set_of_files(
 
     Notes
     -----
-    One pass over the files; cost as in `universal_set`. A state holds all of its first d/ε rows or so, and looks at
-    them again and again, so that ranges are some multiple of that long. They do not depend on the scheduler, and the
-    set has the same bits on any number of workers.
+    One pass over the files; cost as in `universal_set`. Ranges are some multiple of d/ε rows, whatever the scheduler,
+    and the set has the same bits on any number of workers.
 
     References
     ----------

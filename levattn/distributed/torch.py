@@ -93,13 +93,10 @@ def universal_set(
 ) -> tuple[StreamedSet, Traffic]:
     """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
 
-    The keys are those of all ranks, one shard after the other in the order of the ranks: the set of all keys k_j for
-    which some query q reaches ``f(<q, k_j>) / sum_l f(<q, k_l>) >= epsilon``. This is a collective operation: all
-    ranks of the group call it.
-
-    For f(x) = x² the result is exact and has the indices of ``levattn.universal_set`` of all keys together. For other
-    functions it is a superset, as by `levattn.StreamingUniversalSet`. Every rank has the same set; the same shards
-    give the same bits in every run, other shards agree to rounding.
+    The keys are those of all ranks, one shard after the other in the order of the ranks. This is a collective
+    operation: all ranks of the group call it, and have the same set. For f(x) = x² it is exact and has the indices of
+    ``levattn.universal_set`` of all keys together; for other functions it is a superset, as by
+    `levattn.StreamingUniversalSet`. The same shards give the same bits in every run, other shards agree to rounding.
 
     Parameters
     ----------

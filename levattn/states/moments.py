@@ -24,16 +24,13 @@ __all__ = ["Moments"]
 class Moments(StoredState, name="Moments", version=2):
     """The second moment ``G = Σ w k kᵀ`` of keys that come in chunks, or its diagonal, and the factor of it.
 
-    One state for all that is made of second moments: leverage scores (all of it, w = 1), token statistics (its
-    diagonal, weighted by memberships), coding rates (all of it, for each group).
-
     The rows are numbered as they come and summed in fixed blocks, or one after the other where only the diagonal is
     kept or sums decay, so that the result has the same bits whatever the sizes of the chunks and the number of threads
     (to rounding on a CUDA device, for these). Merging two states agrees with one state to rounding.
 
     Sums are in float64 while that holds what the scores of the keys need, and else as pairs of float64, of about 100
-    bits; this is decided block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal,
-    and sums that decay, are in float64 always: squares of keys have to be within its range.
+    bits, block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal, and sums that
+    decay, are in float64 always: squares of keys have to be within its range.
 
     Parameters
     ----------
@@ -327,14 +324,14 @@ class Moments(StoredState, name="Moments", version=2):
 
 def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None:
     """Return decays as an array of float64 that broadcasts to the batch, or None where nothing decays."""
+    problem = f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}"
     try:
         rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay, np.float64)
-        np.broadcast_shapes(rates.shape, batch)
         fits = np.broadcast_shapes(rates.shape, batch) == batch
     except (TypeError, ValueError):
-        raise TypeError(f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}") from None
+        raise TypeError(problem) from None
     if not fits or not ((rates > 0) & (rates <= 1)).all():
-        raise ValueError(f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}")
+        raise ValueError(problem)
     return None if (rates == 1).all() else rates
 
 
