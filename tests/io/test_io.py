@@ -63,6 +63,19 @@ def refused_in_reading(message: str, path: Any, **options: Any) -> None:
         open_keys(path, **options).load()
 
 
+def check(source: KeySource, K: Array) -> None:
+    """What a source says of itself, its chunks and its whole are those of these keys."""
+    assert (source.shape, source.dtype) == (K.shape, K.dtype)
+    assert (source.n, source.d) == K.shape[-2:]
+    chunks = list(source)
+    assert all(chunk.shape[-2] == source.chunk_rows for chunk in chunks[:-1])
+    for array in (*chunks, source.read(0, source.n)):
+        assert (type(array), array.dtype) == (np.ndarray, K.dtype)
+        assert array.dtype.isnative
+    for found in (np.concatenate([K[..., :0, :], *chunks], axis=-2), source.load()):
+        np.testing.assert_array_equal(found.astype(np.float64), K.astype(np.float64))
+
+
 def some_keys(shape: tuple[int, ...] = (100, 8), dtype: Any = np.float32) -> Array:
     return np.random.default_rng(7).standard_normal(shape).astype(dtype)
 
@@ -70,21 +83,24 @@ def some_keys(shape: tuple[int, ...] = (100, 8), dtype: Any = np.float32) -> Arr
 # -- what comes back -------------------------------------------------------------------------------------
 
 
+EMPTY = [(0, 4), (4, 0), (0, 0), (2, 0, 4), (0, 7, 3)]
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-@pytest.mark.parametrize(("kind", "shape"), shapes_of_kinds((100, 8), (2, 3, 101, 5), (1, 1)))
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *shapes_of_kinds((100, 8), (2, 3, 101, 5), (1, 1)),
+        *((kind, shape) for kind in ("npy", "npz", "safetensors", "zarr") for shape in EMPTY),
+    ],
+)
 def test_chunks_and_load_return_what_was_stored(tmp_path: Path, kind: str, dtype: Any, shape: tuple[int, ...]) -> None:
     K = some_keys(shape, dtype)
     source = open_keys(write(kind, tmp_path, K), chunk_rows=17)
     assert isinstance(source, KeySource)
-    assert (source.shape, source.dtype) == (K.shape, K.dtype)
-    assert (source.n, source.d) == K.shape[-2:]
     assert source.tensor == (None if kind in ("npy", "zarr", "zarr-shards") else "K")
     for _ in range(2):  # as many passes as one likes
-        chunks = list(source)
-        assert all(chunk.shape[-2] == 17 for chunk in chunks[:-1])
-        assert {(type(chunk), chunk.dtype) for chunk in chunks} == {(np.ndarray, K.dtype)}
-        np.testing.assert_array_equal(np.concatenate(chunks, axis=-2), K)
-    np.testing.assert_array_equal(source.load(), K)
+        check(source, K)
 
 
 @pytest.mark.parametrize(("kind", "shape"), shapes_of_kinds((100, 8), (2, 3, 101, 5)))
@@ -92,18 +108,12 @@ def test_any_range_of_rows(tmp_path: Path, kind: str, shape: tuple[int, ...]) ->
     K = some_keys(shape)
     source = open_keys(write(kind, tmp_path, K), chunk_rows=17)
     for start, stop in [(0, 0), (0, 1), (3, 60), (29, 31), (np.int64(97), 100), (100, 100), (0, source.n)]:
-        rows = source.read(start, stop)
-        assert (type(rows), rows.dtype) == (np.ndarray, K.dtype)
-        np.testing.assert_array_equal(rows, K[..., start:stop, :])
+        np.testing.assert_array_equal(source.read(start, stop), K[..., start:stop, :])
         part = source.between(start, stop)
-        assert part.shape == part.load().shape == rows.shape
         assert part.chunk_rows == 17
-        np.testing.assert_array_equal(part.load(), rows)
-        chunks = list(part)
-        assert all(chunk.shape[-2] == 17 for chunk in chunks[:-1])
-        np.testing.assert_array_equal(np.concatenate([rows[..., :0, :], *chunks], axis=-2), rows)
+        check(part, K[..., start:stop, :])
     inner = source.between(20, 80).between(5, 25)
-    np.testing.assert_array_equal(inner.load(), K[..., 25:45, :])
+    check(inner, K[..., 25:45, :])
     np.testing.assert_array_equal(inner.read(2, 3), K[..., 27:28, :])
     with pytest.raises(ValueError, match=r"rows 5 to 21 are asked for; expected 0 <= start <= stop <= n = 20"):
         inner.read(5, 21)
@@ -119,32 +129,16 @@ def test_ranges_are_within_the_rows(tmp_path: Path, start: int, stop: int) -> No
             method(0.0, 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["npy", "npz", "safetensors", "zarr"])
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (2, 0, 4), (0, 7, 3)])
-def test_empty_arrays(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
-    source = open_keys(write(kind, tmp_path, some_keys(shape)), chunk_rows=3)
-    assert source.shape == source.load().shape == shape
-    assert sum(chunk.shape[-2] for chunk in source) == shape[-2]
-
-
 def test_bfloat16(tmp_path: Path) -> None:
     K = some_keys((2, 50, 4)).astype(ml_dtypes.bfloat16)
-    source = open_keys(write("safetensors", tmp_path, K), chunk_rows=20)
-    assert source.dtype == np.dtype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(np.concatenate(list(source), axis=-2).astype(float), K.astype(float))
-    np.testing.assert_array_equal(source.load().astype(float), K.astype(float))
+    check(open_keys(write("safetensors", tmp_path, K), chunk_rows=20), K)
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz"])
 def test_fortran_and_swapped_bytes(tmp_path: Path, kind: str) -> None:
     K = some_keys((40, 6), np.float64)
     swapped = np.asfortranarray(K.astype(K.dtype.newbyteorder("S")))
-    source = open_keys(write(kind, tmp_path, swapped), chunk_rows=7)
-    assert source.dtype == K.dtype
-    assert source.dtype.isnative
-    assert all(chunk.dtype.isnative for chunk in source)
-    np.testing.assert_array_equal(np.concatenate(list(source)), K)
-    np.testing.assert_array_equal(source.load(), K)
+    check(open_keys(write(kind, tmp_path, swapped), chunk_rows=7), K)
 
 
 def test_npy_is_memory_mapped(tmp_path: Path) -> None:
@@ -163,16 +157,12 @@ def test_upper_case_suffix_and_string_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
 def test_one_of_several_tensors(tmp_path: Path, kind: str) -> None:
     tensors: dict[str, Any] = {"a": some_keys((5, 3)), "b": some_keys((7, 2)), "tokens": np.arange(4)}
-    path = tmp_path / f"x.{kind}"
-    if kind == "npz":
-        np.savez(path, **tensors)
-    else:
-        safetensors_numpy.save_file(tensors, path)
+    path = write(kind, tmp_path, tensors["a"], **tensors)
     source = open_keys(path, tensor="b")
-    assert (source.tensor, source.shape) == ("b", (7, 2))
-    np.testing.assert_array_equal(source.load(), tensors["b"])
-    refused(r"holds 3 arrays \('a', 'b', 'tokens'\); say which one with tensor=", path)
-    refused(r"no tensor 'token', it holds 'a', 'b', 'tokens'; did you mean 'tokens'", path, tensor="token")
+    assert source.tensor == "b"
+    check(source, tensors["b"])
+    refused(r"holds 4 arrays \('K', 'a', 'b', 'tokens'\); say which one with tensor=", path)
+    refused(r"no tensor 'token', it holds 'K', 'a', 'b', 'tokens'; did you mean 'tokens'", path, tensor="token")
     refused(r"'tokens' has dtype (int|I)64, expected", path, tensor="tokens")
 
 
@@ -204,16 +194,8 @@ def test_default_chunks_are_whole_blocks_of_sums(tmp_path: Path, d: int) -> None
 
 def test_memory_of_a_chunk(tmp_path: Path) -> None:
     path = write("npy", tmp_path, np.zeros((2, 10_000, 8), np.float32))
-    for memory, rows in [
-        (1, 1),
-        (63, 1),
-        (128, 2),
-        (2**16, 1024),
-        (2**18, 4096),
-        (2**18 + 2**17, 6144),
-        (2**20, 16384),
-    ]:
-        assert open_keys(path, memory=memory).chunk_rows == rows
+    rows = {1: 1, 63: 1, 128: 2, 2**16: 1024, 2**18: 4096, 2**18 + 2**17: 6144, 2**20: 16384}
+    assert {memory: open_keys(path, memory=memory).chunk_rows for memory in rows} == rows
     assert open_keys(path, memory=2**25) == open_keys(path)
     refused("chunk_rows and memory: both given; expected at most one", path, memory=1, chunk_rows=1, error=ValueError)
     refused("memory is -1; expected at least 1", path, memory=-1, error=ValueError)
@@ -236,11 +218,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     K = np.random.default_rng(0).random((2**19, 32), np.float32)
+    path = tmp_path / f"keys.{kind}"
     if kind == "parquet":  # in one row group
-        path = tmp_path / "keys.parquet"
         parquet.write_table(pa.table({"K": lists_of(K)}), path, use_dictionary=False)
     else:
-        path = write(kind, tmp_path, K)
+        write(kind, tmp_path, K)
     del K
     source = open_keys(path, memory=2**20)
     sum(float(chunk[0, 0]) for chunk in source.between(0, 2**16))  # what pyarrow takes once
@@ -269,8 +251,7 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path, kind: str) -> None:
 def test_headers_of_other_writers(tmp_path: Path, version: int, shape: str) -> None:
     K = some_keys((3, 4))
     header = f'  {{"shape": {shape} , \'fortran_order\':False,"descr":"<f4"}} \n'
-    path = npy_of(tmp_path, header, K.tobytes(), version)
-    np.testing.assert_array_equal(open_keys(path).load(), K)
+    check(open_keys(npy_of(tmp_path, header, K.tobytes(), version)), K)
 
 
 # -- several files ---------------------------------------------------------------------------------------
@@ -289,14 +270,11 @@ def test_a_folder_is_read_in_natural_order(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no keys")
     (tmp_path / "logs").mkdir()
     source = open_keys(tmp_path, tensor="K", chunk_rows=20)
-    assert (source.path, source.tensor, source.shape, source.dtype) == (tmp_path, "K", K.shape, K.dtype)
-    np.testing.assert_array_equal(source.load(), K)
-    assert [chunk.shape[0] for chunk in source] == [20, 20, 20, 20, 20, 3]  # whatever the files
-    np.testing.assert_array_equal(np.concatenate(list(source)), K)
+    assert (source.path, source.tensor) == (tmp_path, "K")
+    check(source, K)
     for start, stop in [(0, 18), (17, 19), (30, 100), (50, 50), (103, 103)]:
         np.testing.assert_array_equal(source.read(start, stop), K[start:stop])
-        np.testing.assert_array_equal(source.between(start, stop).load(), K[start:stop])
-        np.testing.assert_array_equal(np.concatenate([K[:0], *source.between(start, stop)]), K[start:stop])
+        check(source.between(start, stop), K[start:stop])
     assert pickle.loads(pickle.dumps(source)) == source
 
 
@@ -304,9 +282,8 @@ def test_several_paths_are_read_in_their_order(tmp_path: Path) -> None:
     K = some_keys((2, 3, 100, 4))
     shards = write_shards(tmp_path, K, ["npy", "zarr", "npy"], ["b", "c", "a"])
     source = open_keys([str(shards[0]), *shards[1:]], chunk_rows=30)
-    assert (source.path, source.tensor, source.shape) == (tuple(shards), None, K.shape)
-    np.testing.assert_array_equal(source.load(), K)
-    np.testing.assert_array_equal(np.concatenate(list(source), axis=-2), K)
+    assert (source.path, source.tensor) == (tuple(shards), None)
+    check(source, K)
     refused("path is an empty sequence", [], error=ValueError)
     refused(r"d\.npy: no such file", [shards[0], tmp_path / "d.npy"], error=FileNotFoundError)
 
@@ -315,12 +292,9 @@ def test_empty_shards(tmp_path: Path) -> None:
     K = some_keys((10, 4))
     paths = [write("npy", tmp_path, part, f"{i}") for i, part in enumerate([K[:0], K[:5], K[5:5], K[5:], K[:0]])]
     source = open_keys(paths, chunk_rows=4)
-    np.testing.assert_array_equal(np.concatenate(list(source)), K)
-    np.testing.assert_array_equal(source.load(), K)
+    check(source, K)
     np.testing.assert_array_equal(source.read(4, 6), K[4:6])
-    nothing = open_keys(paths[:1] * 3)
-    assert nothing.load().shape == nothing.read(0, 0).shape == (0, 4)
-    assert list(nothing) == []
+    check(open_keys(paths[:1] * 3), K[:0])
 
 
 def test_a_folder_without_keys(tmp_path: Path) -> None:
@@ -389,8 +363,8 @@ def test_an_index_finds_the_file_of_a_tensor(tmp_path: Path, name: str) -> None:
     tensors = write_model(tmp_path)
     for tensor, K in tensors.items():
         source = open_keys(tmp_path / name, tensor=tensor, chunk_rows=4)
-        assert (source.tensor, source.shape, source.dtype) == (tensor, K.shape, K.dtype)
-        np.testing.assert_array_equal(np.concatenate(list(source)), K)
+        assert source.tensor == tensor
+        check(source, K)
     refused(r"holds 3 arrays \('a.k', 'b.k', 'b.v'\); say which one", tmp_path / name)
     refused(r"no tensor 'c.k', .*did you mean", tmp_path / name, tensor="c.k")
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
@@ -464,9 +438,7 @@ CODECS = {
 def test_zarr_codecs(tmp_path: Path, codec: str) -> None:
     K = some_keys((101, 6))
     write_zarr(tmp_path / "keys.zarr", K, chunks=(17, 4), **CODECS[codec])
-    source = open_keys(tmp_path / "keys.zarr", chunk_rows=20)
-    assert all(chunk.dtype.isnative for chunk in source)
-    np.testing.assert_array_equal(np.concatenate(list(source)), K)
+    check(open_keys(tmp_path / "keys.zarr", chunk_rows=20), K)
 
 
 def test_zarr_groups(tmp_path: Path) -> None:
@@ -578,8 +550,8 @@ def test_parquet_columns(tmp_path: Path) -> None:
     K, V = some_keys((10, 4)), some_keys((10, 2), np.float64)
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"layer.0.K": lists_of(K), "V": lists_of(V), "text": ["x"] * 10}), path)
-    np.testing.assert_array_equal(open_keys(path, tensor="layer.0.K").load(), K)
-    np.testing.assert_array_equal(open_keys(path, tensor="V").load(), V)
+    check(open_keys(path, tensor="layer.0.K"), K)
+    check(open_keys(path, tensor="V"), V)
     refused(r"holds 2 arrays \('layer\.0\.K', 'V'\); say which one", path)
     refused(r"no tensor 'layer\.0', it holds", path, tensor="layer.0")
     refused(r"column 'text' holds string, expected fixed-size lists of double", path, tensor="text")
@@ -588,10 +560,7 @@ def test_parquet_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 7, 30, 31])
 def test_parquet_row_groups(tmp_path: Path, rows: int) -> None:
     K = some_keys((rows, 3))
-    source = open_keys(write("parquet", tmp_path, K), chunk_rows=4)
-    assert source.shape == K.shape
-    np.testing.assert_array_equal(np.concatenate([K[:0], *source]), K)
-    np.testing.assert_array_equal(source.load(), K)
+    check(open_keys(write("parquet", tmp_path, K), chunk_rows=4), K)
 
 
 @pytest.mark.parametrize(
