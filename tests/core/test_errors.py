@@ -6,7 +6,9 @@ Empty matrices, one row, zero rows and rank 0 are no errors: they have defined r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -53,48 +55,49 @@ def ones(dtype: Any) -> Any:
     return np.ones((4, 3)).astype(np.int64).astype(dtype)
 
 
-WRONG_KEYS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
-    **{
-        str(value): (spoilt(value), exceptions.NonFiniteError, (r"\b4\b", r"\b7\b", "mask|remove|clean|replace"))
-        for value in (np.nan, np.inf, -np.inf)
-    },
-    **{f"shape {shape}": (np.ones(shape), ValueError, (r"\bn, ?d\b", re.escape(str(shape)))) for shape in ((), (5,))},
-    **{
-        np.dtype(dtype).name: (ones(dtype), TypeError, (np.dtype(dtype).name, "float", "real"))
-        for dtype in (np.int64, np.int8, np.uint16, np.bool_)
-    },
-    **{
-        f"of {dtype}": (ones(dtype), TypeError, ("float",))
-        for dtype in (np.complex64, np.complex128, object, "U3", "M8[s]")
-    },
-    **{repr(x): (x, TypeError, ("array", type(x).__name__)) for x in (None, "keys.npy", 3.0, {"K": 1})},
-    "uneven": ([[1.0, 2.0], [3.0]], ValueError, ("list", "equal length", "pad")),
-    "no columns": (np.ones((4, 0)), ValueError, (r"\bd\b|column",)),
-}
-WRONG_MASKS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
-    **{
-        f"shape {shape}": (np.ones(shape, bool), ValueError, (re.escape(str(shape)), r"\(12,\)"))
-        for shape in ((11,), (12, 1), (1, 12), (12, 3), ())
-    },
-    **{f"of {dtype}": (np.ones(12, dtype), TypeError, ("bool",)) for dtype in (np.int64, np.float64, object)},
-    "uneven": ([[True], [True, False]], ValueError, ("list", "equal length", "pad")),
-}
+def wrong_keys() -> Iterator[Any]:
+    """Name, keys, error, and words of the message."""
+    for value in (np.nan, np.inf, -np.inf):
+        words = (r"\b4\b", r"\b7\b", "mask|remove|clean|replace")
+        yield str(value), spoilt(value), exceptions.NonFiniteError, *words
+    for shape in ((), (5,)):
+        yield f"shape {shape}", np.ones(shape), ValueError, r"\bn, ?d\b", re.escape(str(shape))
+    for dtype in (np.int64, np.int8, np.uint16, np.bool_):
+        yield np.dtype(dtype).name, ones(dtype), TypeError, np.dtype(dtype).name, "float", "real"
+    for dtype in (np.complex64, np.complex128, object, "U3", "M8[s]"):
+        yield f"of {dtype}", ones(dtype), TypeError, "float"
+    for value in (None, "keys.npy", 3.0, {"K": 1}):
+        yield repr(value), value, TypeError, "array", type(value).__name__
+    yield "uneven", [[1.0, 2.0], [3.0]], ValueError, "list", "equal length", "pad"
+    yield "no columns", np.ones((4, 0)), ValueError, r"\bd\b|column"
+
+
+def wrong_masks() -> Iterator[Any]:
+    for shape in ((11,), (12, 1), (1, 12), (12, 3), ()):
+        yield f"shape {shape}", np.ones(shape, bool), ValueError, re.escape(str(shape)), r"\(12,\)"
+    for dtype in (np.int64, np.float64, object):
+        yield f"of {dtype}", np.ones(12, dtype), TypeError, "bool"
+    yield "uneven", [[True], [True, False]], ValueError, "list", "equal length", "pad"
+
+
+def table(rows: Iterator[Any]) -> pytest.MarkDecorator:
+    """Parameters `given`, the error and the words, of rows that begin with their names."""
+    found = [pytest.param(given, error, words, id=name) for name, given, error, *words in rows]
+    return pytest.mark.parametrize(("given", "error", "words"), found)
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name", WRONG_KEYS)
-def test_wrong_keys(function: str, name: str) -> None:
-    K, error, words = WRONG_KEYS[name]
-    fails(lambda: FUNCTIONS[function](K), error, r"\bK\b", *words)
+@table(wrong_keys())
+def test_wrong_keys(function: str, given: Any, error: Any, words: list[str]) -> None:
+    fails(lambda: FUNCTIONS[function](given), error, r"\bK\b", *words)
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name", WRONG_MASKS)
-def test_wrong_masks(function: str, name: str) -> None:
-    mask, error, words = WRONG_MASKS[name]
-    fails(lambda: FUNCTIONS[function](GOOD, mask=mask), error, r"\bmask\b", *words)
+@table(wrong_masks())
+def test_wrong_masks(function: str, given: Any, error: Any, words: list[str]) -> None:
+    fails(lambda: FUNCTIONS[function](GOOD, mask=given), error, r"\bmask\b", *words)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -194,125 +197,70 @@ def choose(*arguments: Any, **options: Any) -> Any:
     return levattn.universal_set(GOOD, *arguments, **options)
 
 
+def set_of(K: Any) -> Any:
+    return levattn.universal_set(np.array(K), 0.1)
+
+
 def apply(V: Any, **options: Any) -> Any:
     return attend(GOOD).apply(V, **options)
 
 
-TWO = np.stack([GOOD, GOOD])
-OUT_OF_RANGE = (0.0, -0.1, 1.0000001, 2.0, np.nan, np.inf)
-# name -> the call, its errors, and words of the message
-WRONG: dict[str, tuple[Callable[[], Any], Any, tuple[str, ...]]] = {
-    "integers in lists": (
-        lambda: levattn.leverage_scores([[1, 2], [3, 4]]),
-        TypeError,
-        (r"\bK\b", "int64", r"numpy\.array\(K, 'float64'\)"),
-    ),
-    "several pairs": (
-        lambda: attend(np.ones((2, 3)), np.ones((2, 12, 3))),
-        ValueError,
-        (r"\bK\b", "one|loop|head|batch", r"\(2, ?12, ?3\)"),
-    ),
-    "a batch of queries": (lambda: attend(np.ones((2, 4, 3))), ValueError, (r"\bQ\b",)),
-    "one query": (lambda: attend(np.ones(3)), ValueError, (r"\bQ\b",)),
-    "another width": (lambda: attend(np.ones((2, 5))), ValueError, (r"\bQ\b", r"\bK\b", r"\b5\b", r"\b3\b")),
-    "non-finite queries": (lambda: attend(nan_row()), exceptions.NonFiniteError, (r"\bQ\b", r"\b6\b")),
-    **{
-        f"queries of {np.dtype(dtype)}": (lambda t=dtype: attend(np.ones((2, 3), t)), TypeError, (r"\bQ\b",))
-        for dtype in (np.int64, np.complex128, object)
-    },
-    **{
-        f"{name} of epsilon {value}": (
-            lambda call=call, x=value: call(x),
-            ValueError,
-            ("epsilon", r"\(0, 1\]|0 < epsilon <= 1", re.escape(str(value))),
-        )
-        for name, call in (("set", choose), ("attention", lambda x: attend(GOOD, GOOD, x)))
-        for value in OUT_OF_RANGE
-    },
-    **{
-        f"epsilon {value!r}": (lambda x=value: choose(x), TypeError, ("epsilon",))
-        for value in ("0.1", [0.1], 1j, np.array([0.1, 0.2]), True)
-    },
-    **{
-        f"size {value}": (
-            lambda x=value: choose(size=x),
-            ValueError,
-            ("size", r"\[0, 12\]|0 <= size <= 12", re.escape(str(value))),
-        )
-        for value in (-1, 13, 10**9)
-    },
-    **{
-        f"size {value!r} of another type": (lambda x=value: choose(size=x), (TypeError, ValueError), ("size",))
-        for value in (2.5, 3.0, "3", True, None)
-    },
-    "epsilon and size": (lambda: choose(0.1, size=3), ValueError, ("epsilon", "size", "both|one of|exactly one")),
-    "neither": (lambda: choose(), ValueError, ("epsilon", "size", "neither|one of|exactly one")),
-    **{
-        f"{name} by no method": (
-            lambda call=call: call(GOOD, method="cholesky"),
-            ValueError,
-            ("method", "cholesky", "auto", "gram", r"\bqr\b", "svd"),
-        )
-        for name, call in list(FUNCTIONS.items())[:2]
-    },
-    **{
-        f"{name} by None": (lambda call=call: call(GOOD, method=None), (TypeError, ValueError), ("method",))
-        for name, call in list(FUNCTIONS.items())[:2]
-    },
-    **{
-        f"ridge {value}": (
-            lambda x=value: levattn.leverage_scores(GOOD, ridge=x),
-            ValueError,
-            ("ridge", re.escape(str(value))),
-        )
-        for value in (-1e-3, np.nan, np.inf)
-    },
-    **{
-        f"rtol {value}": (lambda x=value: levattn.leverage_scores(GOOD, rtol=x), ValueError, ("rtol",))
-        for value in (-1e-3, np.nan, 1.5, 0.0, 1e-17)
-    },
-    **{
-        f"{method} with {option}": (
-            lambda m=method, given=option, x=value: levattn.leverage_scores(GOOD, method=m, **{given: x}),
-            ValueError,
-            (option, "exact", method),
-        )
-        for method in METHODS
-        for option, value in (("sketch_size", 100), ("rng", 0))
-    },
-    **{
-        f"f {f!r}": (lambda x=f: choose(0.1, f=x), (TypeError, ValueError, NotImplementedError), (r"\bf\b",))
-        for f in (-1, 0, np.nan, "softmax", None, True)
-    },
-    "values of another length": (lambda: apply(np.ones((11, 2))), ValueError, (r"\bV\b", r"\b11\b", r"\b12\b")),
-    "values without columns": (lambda: apply(np.ones(12)), ValueError, (r"\bV\b",)),
-    "non-finite values": (lambda: apply(np.full((12, 2), np.nan)), exceptions.NonFiniteError, (r"\bV\b",)),
-    "complex values": (lambda: apply(np.ones((12, 2), complex)), TypeError, (r"\bV\b",)),
-    "compensation": (
-        lambda: apply(np.ones((12, 2)), compensate="median"),
-        ValueError,
-        ("compensate", "mean", "None"),
-    ),
-    "a mask for a set": (lambda: attend(GOOD, universal=np.ones(12, bool)), TypeError, ("universal",)),
-    "a set of other keys": (
-        lambda: attend(GOOD, universal=levattn.universal_set(GOOD[:7], 0.1)),
-        ValueError,
-        ("universal", r"\b7\b", r"\b12\b"),
-    ),
-    "a set of a batch": (
-        lambda: attend(GOOD, universal=levattn.universal_set(TWO, 0.1)),
-        ValueError,
-        ("universal",),
-    ),
-    "indices of a batch": (lambda: levattn.universal_set(TWO, 0.1).indices, ValueError, ("indices", "mask")),
-    "length of a batch": (lambda: len(levattn.universal_set(TWO, 0.1)), (TypeError, ValueError), ("sizes",)),
-}
+def wrong_arguments() -> Iterator[Any]:
+    """Name, call, errors, and words of the message."""
+    either = (TypeError, ValueError)
+    remedy = r"numpy\.array\(K, 'float64'\)"
+    yield "integers", partial(levattn.leverage_scores, [[1, 2], [3, 4]]), TypeError, r"\bK\b", "int64", remedy
+    several = partial(attend, np.ones((2, 3)), np.ones((2, 12, 3)))
+    yield "several pairs", several, ValueError, r"\bK\b", "one|loop|head|batch", r"\(2, ?12, ?3\)"
+    yield "a batch of queries", partial(attend, np.ones((2, 4, 3))), ValueError, r"\bQ\b"
+    yield "one query", partial(attend, np.ones(3)), ValueError, r"\bQ\b"
+    yield "another width", partial(attend, np.ones((2, 5))), ValueError, r"\bQ\b", r"\bK\b", r"\b5\b", r"\b3\b"
+    yield "non-finite queries", partial(attend, nan_row()), exceptions.NonFiniteError, r"\bQ\b", r"\b6\b"
+    for dtype in (np.int64, np.complex128, object):
+        yield f"queries of {np.dtype(dtype)}", partial(attend, np.ones((2, 3), dtype)), TypeError, r"\bQ\b"
+    for value in (0.0, -0.1, 1.0000001, 2.0, np.nan, np.inf):
+        words = ("epsilon", r"\(0, 1\]|0 < epsilon <= 1", re.escape(str(value)))
+        yield f"set of {value}", partial(choose, value), ValueError, *words
+        yield f"attention of {value}", partial(attend, GOOD, GOOD, value), ValueError, *words
+    for value in ("0.1", [0.1], 1j, np.array([0.1, 0.2]), True):
+        yield f"epsilon {value!r}", partial(choose, value), TypeError, "epsilon"
+    for value in (-1, 13, 10**9):
+        words = ("size", r"\[0, 12\]|0 <= size <= 12", re.escape(str(value)))
+        yield f"size {value}", partial(choose, size=value), ValueError, *words
+    for value in (2.5, 3.0, "3", True, None):
+        yield f"size {value!r} of another type", partial(choose, size=value), either, "size"
+    yield "epsilon and size", partial(choose, 0.1, size=3), ValueError, "epsilon", "size", "both|one of|exactly one"
+    yield "neither", choose, ValueError, "epsilon", "size", "neither|one of|exactly one"
+    for name in ("leverage_scores", "universal_set"):
+        unknown = partial(FUNCTIONS[name], GOOD, method="cholesky")
+        yield f"{name} by no method", unknown, ValueError, "method", "cholesky", "auto", "gram", r"\bqr\b", "svd"
+        yield f"{name} by None", partial(FUNCTIONS[name], GOOD, method=None), either, "method"
+    for value in (-1e-3, np.nan, np.inf):
+        ridge = partial(levattn.leverage_scores, GOOD, ridge=value)
+        yield f"ridge {value}", ridge, ValueError, "ridge", re.escape(str(value))
+    for value in (-1e-3, np.nan, 1.5, 0.0, 1e-17):
+        yield f"rtol {value}", partial(levattn.leverage_scores, GOOD, rtol=value), ValueError, "rtol"
+    for method, option in product(METHODS, ("sketch_size", "rng")):
+        call = partial(levattn.leverage_scores, GOOD, method=method, **{option: 100})
+        yield f"{method} with {option}", call, ValueError, option, "exact", method
+    for f in (-1, 0, np.nan, "softmax", None, True):
+        yield f"f {f!r}", partial(choose, 0.1, f=f), (*either, NotImplementedError), r"\bf\b"
+    yield "values of another length", partial(apply, np.ones((11, 2))), ValueError, r"\bV\b", r"\b11\b", r"\b12\b"
+    yield "values without columns", partial(apply, np.ones(12)), ValueError, r"\bV\b"
+    yield "non-finite values", partial(apply, np.full((12, 2), np.nan)), exceptions.NonFiniteError, r"\bV\b"
+    yield "complex values", partial(apply, np.ones((12, 2), complex)), TypeError, r"\bV\b"
+    median = partial(apply, np.ones((12, 2)), compensate="median")
+    yield "compensation", median, ValueError, "compensate", "mean", "None"
+    yield "a mask for a set", partial(attend, GOOD, universal=np.ones(12, bool)), TypeError, "universal"
+    yield "other keys", lambda: attend(GOOD, universal=set_of(GOOD[:7])), ValueError, "universal", r"\b7\b", r"\b12\b"
+    yield "a set of a batch", lambda: attend(GOOD, universal=set_of([GOOD, GOOD])), ValueError, "universal"
+    yield "indices of a batch", lambda: set_of([GOOD, GOOD]).indices, ValueError, "indices", "mask"
+    yield "length of a batch", lambda: len(set_of([GOOD, GOOD])), either, "sizes"
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(name: str) -> None:
-    call, errors, words = WRONG[name]
-    fails(call, errors, *words)
+@table(wrong_arguments())
+def test_wrong_arguments(given: Callable[[], Any], error: Any, words: list[str]) -> None:
+    fails(given, error, *words)
 
 
 def test_options_are_keyword_only() -> None:
