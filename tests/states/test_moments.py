@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -338,48 +339,34 @@ def test_rows_of_a_head_that_are_not_finite_are_named() -> None:
     assert np.all(np.isfinite(state.update(K, mask).read()))
 
 
-K = rows(15, 5)
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "decay": (lambda _: Moments(3, decay=0.0), ValueError, "decay is 0.0; expected numbers in"),
-    "decays": (lambda _: Moments(3, decay=[0.5, 0.5]), ValueError, "broadcast to"),
-    "no decay": (lambda _: Moments(3, decay="slow"), TypeError, "decay is 'slow'"),
-    "d": (lambda _: Moments(0), ValueError, "d is 0; expected at least 1"),
-    "columns": (lambda s: s.update(np.zeros((10, 4))), ValueError, r"\bK has batch"),
-    "batch": (lambda s: s.update(np.zeros((2, 10, 3))), ValueError, r"\bK has batch"),
-    "other columns": (lambda s: s.merge(Moments(4)), ValueError, r"\bother has batch .*expected"),
-    "other batch": (lambda s: s.merge(Moments(3, (2,))), ValueError, r"\bother has batch .*expected"),
-    "no state": (lambda s: s.merge(3), TypeError, "other is of type int; expected Moments"),
-    "diagonal": (
-        lambda s: s.merge(Moments(3, diagonal=True)),
-        ValueError,
-        "other has diagonal=True and decay=None; expected False",
-    ),
-    "decaying": (lambda s: s.merge(Moments(3, decay=0.5)), ValueError, "other has diagonal=False and decay=0.5"),
-    "negative": (
-        lambda s: s.update(K, weights=[1, 1, 1, 1, -1.0]),
-        ValueError,
-        "weights hold a number below 0",
-    ),
-    "too few": (
-        lambda s: s.update(K, weights=np.ones(4)),
-        ValueError,
-        r"weights has shape \(4,\); expected one that broadcasts to \(5,\)",
-    ),
-    "flags": (lambda s: s.update(K, weights=np.ones(5, bool)), TypeError, "weights is of dtype bool"),
-    "dtype": (
-        lambda s: s.update(K, weights=np.ones(5)).update(K.astype(np.float32)),
-        TypeError,
-        "dtype float32; the chunks before had float64",
-    ),
-    "arrays": (
-        lambda _: Moments.from_arrays(np.ones(3), np.ones(2), np.ones((), np.int64)),
-        ValueError,
-        r"expected \(..., d\), \(...,\) and \(...,\)",
-    ),
-}
+def wrong() -> Iterator[Any]:
+    """Name, act, error, and message."""
+    K = rows(15, 5)
+    yield "decay", lambda _: Moments(3, decay=0.0), ValueError, "decay is 0.0; expected numbers in"
+    yield "decays", lambda _: Moments(3, decay=[0.5, 0.5]), ValueError, "broadcast to"
+    yield "no decay", lambda _: Moments(3, decay="slow"), TypeError, "decay is 'slow'"
+    yield "d", lambda _: Moments(0), ValueError, "d is 0; expected at least 1"
+    yield "columns", lambda s: s.update(np.zeros((10, 4))), ValueError, r"\bK has batch"
+    yield "batch", lambda s: s.update(np.zeros((2, 10, 3))), ValueError, r"\bK has batch"
+    yield "other columns", lambda s: s.merge(Moments(4)), ValueError, r"\bother has batch .*expected"
+    yield "other batch", lambda s: s.merge(Moments(3, (2,))), ValueError, r"\bother has batch .*expected"
+    yield "no state", lambda s: s.merge(3), TypeError, "other is of type int; expected Moments"
+    of_diagonal = "other has diagonal=True and decay=None; expected False"
+    yield "diagonal", lambda s: s.merge(Moments(3, diagonal=True)), ValueError, of_diagonal
+    of_decay = "other has diagonal=False and decay=0.5"
+    yield "decaying", lambda s: s.merge(Moments(3, decay=0.5)), ValueError, of_decay
+    yield "negative", lambda s: s.update(K, weights=[1, 1, 1, 1, -1.0]), ValueError, "weights hold a number below 0"
+    of_shape = r"weights has shape \(4,\); expected one that broadcasts to \(5,\)"
+    yield "too few", lambda s: s.update(K, weights=np.ones(4)), ValueError, of_shape
+    yield "flags", lambda s: s.update(K, weights=np.ones(5, bool)), TypeError, "weights is of dtype bool"
+    of_dtype = "dtype float32; the chunks before had float64"
+    yield "dtype", lambda s: s.update(K, weights=np.ones(5)).update(K.astype(np.float32)), TypeError, of_dtype
+    arrays = np.ones(3), np.ones(2), np.ones((), np.int64)
+    of_arrays = r"expected \(..., d\), \(...,\) and \(...,\)"
+    yield "arrays", lambda _: Moments.from_arrays(*arrays), ValueError, of_arrays
 
 
-@pytest.mark.parametrize(("act", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("act", "error", "message"), [pytest.param(*rest, id=name) for name, *rest in wrong()])
 def test_bad_arguments_are_named(act: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         act(Moments(3))
