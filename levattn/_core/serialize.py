@@ -11,8 +11,6 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -198,8 +196,10 @@ class StoredState:
             If they are damaged, of another kind, or of a version that is not known.
         """
         fields, arrays = unpack(data, *cls._stored_as)
-        with _as_damage():
+        try:
             return cls.from_parts(fields, arrays)
+        except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
 
     def copy(self) -> Self:
         """Return a state of its own.
@@ -213,12 +213,3 @@ class StoredState:
 
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
-
-
-@contextmanager
-def _as_damage() -> Iterator[None]:
-    """Raise errors of the block, in which a state is made of what `unpack` returned, as those of the data."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error

@@ -93,18 +93,12 @@ def check_shape(path: Path, opened: Opened) -> None:
         shape = opened.shape if len(opened.shape) < 2 else f"of {len(opened.shape)} axes"
         raise refusal(path, f"{array} has shape {shape}, expected (..., n, d)", "save the keys as rows of a matrix")
     # The size of a file says nothing of an array without numbers, and going through it could take for ever.
-    if math.prod(opened.shape) == 0 and any(
-        map(operator.gt, _sizes([max(length, 1) for length in opened.shape]), _MOST_EMPTY)
-    ):
+    *batch, n, d = (max(length, 1) for length in opened.shape)
+    matrices = math.prod(batch)
+    if 0 in opened.shape and any(map(operator.gt, (matrices, matrices * n, matrices * d * d), _MOST_EMPTY)):
         raise refusal(
             path, f"{array} has shape {opened.shape}, but holds no number", "save the keys as rows of a matrix"
         )
-
-
-def _sizes(shape: Sequence[int]) -> tuple[int, int, int]:
-    *batch, n, d = shape
-    matrices = math.prod(batch)
-    return matrices, matrices * n, matrices * d * d
 
 
 def wrong_dtype(path: Path, array: str, dtype: object, expected: str) -> KeyFileError:

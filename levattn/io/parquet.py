@@ -52,23 +52,20 @@ class _Column:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         with refusing(self._path, Exception):
             rows = np.empty((stop - start, self.d), self.dtype)
-            self._read_into(rows, start)
+            check_size(self._path, self._stream, len(self._pages))
+            if start != self._next:
+                self._rest, self._batches = rows[:0], self._batches_from(start)
+            self._next, filled = -1, 0
+            while filled < len(rows):
+                if len(self._rest) == 0:
+                    self._rest = next(self._batches)
+                    let_go(self._pages)
+                part = self._rest[: len(rows) - filled]
+                rows[filled : filled + len(part)] = part
+                self._rest = self._rest[len(part) :]
+                filled += len(part)
+            self._next = stop
         return rows
-
-    def _read_into(self, rows: npt.NDArray[Any], start: int) -> None:
-        check_size(self._path, self._stream, len(self._pages))
-        if start != self._next:
-            self._rest, self._batches = rows[:0], self._batches_from(start)
-        self._next, filled = -1, 0
-        while filled < len(rows):
-            if len(self._rest) == 0:
-                self._rest = next(self._batches)
-                let_go(self._pages)
-            part = self._rest[: len(rows) - filled]
-            rows[filled : filled + len(part)] = part
-            self._rest = self._rest[len(part) :]
-            filled += len(part)
-        self._next = start + filled
 
     def _batches_from(self, start: int) -> Iterator[npt.NDArray[Any]]:
         group = bisect.bisect_right(self.starts, start) - 1

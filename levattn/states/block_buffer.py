@@ -105,7 +105,10 @@ class BlockBuffer:
         at = self._fill(rows, *beside) if self.count else 0
         if self.count == BLOCK:  # a block is summed where its last rows are
             take(replace(self.rows, keys=to_device(self.rows.keys, rows.keys)), *self.beside)
-            self._empty()
+            # new memory, as a copy may hold what is here
+            self.count = 0
+            self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
+            self._beside = [array[:, :0].copy() for array in self._beside]
         whole = (rows.shape[1] - at) // BLOCK * BLOCK
         if whole:
             take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in beside))
@@ -114,12 +117,6 @@ class BlockBuffer:
         with np.errstate(over="ignore", invalid="ignore"):
             check_finite(waiting, waiting.column_sums())
         self._fill(rest, *(array[:, at + whole :] for array in beside))
-
-    def _empty(self) -> None:
-        """Hold nothing, in new memory, as a copy may hold what is here."""
-        self.count = 0
-        self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
-        self._beside = [array[:, :0].copy() for array in self._beside]
 
     def _fill(self, rows: Rows, *beside: Any) -> int:
         """Take rows up to the end of the block and return their number; what was held before is not touched."""
