@@ -81,19 +81,19 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
     @property
     def m(self) -> Any:
         """The largest logit of each latent, (..., L); −inf where there is none."""
-        return self._parts()[0]
+        return self._sums()[0]
 
     @property
     def s(self) -> Any:
         """The sums of exponentials relative to `m`, (..., L); 0 where there is none."""
-        return self._parts()[1]
+        return self._sums()[1]
 
     @property
     def S(self) -> Any:  # noqa: N802
         """The sums of values times these exponentials, (..., L, D)."""
-        return self._parts()[2]
+        return self._sums()[2]
 
-    def _parts(self) -> State:
+    def _sums(self) -> State:
         if self._held is None:
             s = np.zeros((*self.batch, self.latents))
             return np.full_like(s, -np.inf), s, np.zeros((*s.shape, self.d))
@@ -219,7 +219,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         array of float64, shape (..., L, D)
             Zero for a latent that has seen nothing.
         """
-        _, s, S = self._parts()
+        _, s, S = self._sums()
         xp = array_namespace(S)
         return S / xp.where(s == 0, xp.ones_like(s), s)[..., None]
 
