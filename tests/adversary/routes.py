@@ -189,22 +189,18 @@ def judge_batch(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
         yield from promises.same_bits("bits in a batch", getattr(one, name), getattr(batch, name)[1])
 
 
-def judge_threads(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    yield from _same(result, "bits of a number of threads")
-
-
-def judge_layouts(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    yield from _same(result, "bits of a layout")
-
-
-def _same(results: list[Any], kind: str) -> Iterator[Breach]:
+def judge_bits(kind: str) -> Judge:
     """The figures of the first result are those of the others, to the bit."""
-    for other in results[1:]:
-        for mine, its in zip(results[0], other, strict=True):
-            breach = next(promises.same_bits(kind, mine, its), None)
-            if breach is not None:
-                yield breach
-                return
+
+    def judge(case: Case, truth: Truth, results: Any) -> Iterator[Breach]:
+        for other in results[1:]:
+            for mine, its in zip(results[0], other, strict=True):
+                breach = next(promises.same_bits(kind, mine, its), None)
+                if breach is not None:
+                    yield breach
+                    return
+
+    return judge
 
 
 def scores(K, mask, method):
@@ -310,21 +306,17 @@ def judge_stream(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 # -- queries ----------------------------------------------------------------------------------------------------------
 
 
-def heavy(Q, K, V, epsilon, mask=None, universal=None):
+def heavy(Q, K, V, epsilon, mask, universal=None):
     found = levattn.heavy_attention(Q, K, epsilon, mask=mask, universal=universal)
     return found, found.apply(V), found.apply(V, compensate="mean")
 
 
-def heavy_of_keys(Q, K, V, epsilon, mask):
-    return heavy(Q, K, V, epsilon, mask)
-
-
 def heavy_of_a_set(Q, K, V, epsilon, mask):
-    return heavy(Q, K, V, epsilon, universal=by_epsilon(K, epsilon, mask, "gram"))
+    return heavy(Q, K, V, epsilon, None, by_epsilon(K, epsilon, mask, "gram"))
 
 
 def heavy_of_two_passes(Q, K, V, epsilon, seed):
-    return heavy(Q, K, V, epsilon, universal=in_two_passes(K, epsilon, seed))
+    return heavy(Q, K, V, epsilon, None, in_two_passes(K, epsilon, seed))
 
 
 def a_query_each(Q, K):
@@ -365,10 +357,6 @@ def future(Q, K, epsilon, seed):
         part = found.entries[:cut]
         rows.append((part.indptr, part.indices, part.data, found.normalizers[:cut], found.captured_mass[:cut]))
     return rows
-
-
-def judge_future(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    yield from _same(result, "bits of the future")
 
 
 def decoded(Q, K, epsilon, mask, cuts):
@@ -591,11 +579,11 @@ ROUTES: dict[str, Route] = {
         Route("torch", in_torch, judge_set, (_torch_numbers, turn(1, 2))),
         Route("strict", strict, judge_set, (_plain_numbers, _few, turn(0, 2))),
         Route("batch", in_a_batch, judge_batch, (turn(1, 2),)),
-        *_each("layout", in_layouts, judge_layouts, "method", ("auto", "qr"), 2),
+        *_each("layout", in_layouts, judge_bits("bits of a layout"), "method", ("auto", "qr"), 2),
         *_each("scores", scores, judge_scores, "method", _METHODS, 2),
-        Route("threads", in_threads, judge_threads, (above(2000),)),
+        Route("threads", in_threads, judge_bits("bits of a number of threads"), (above(2000),)),
         Route("online", online, judge_online, (_few, turn(0, 2))),
-        Route("online future", online_future, judge_future, (_square, turn(1, 2))),
+        Route("online future", online_future, judge_bits("bits of the future"), (_square, turn(1, 2))),
         *(
             Route(f"sketch {m}{' recheck' * r}", sketched, judge_set, (turn(i, 5),), (("method", m), ("recheck", r)))
             for i, (m, r) in enumerate(_SKETCHES)
@@ -603,11 +591,11 @@ ROUTES: dict[str, Route] = {
         Route("stream", streamed, judge_stream),
         Route("stream in chunks", in_chunks, judge_stream, (turn(0, 2),)),
         Route("stream merged", merged, judge_stream, (turn(1, 2),)),
-        Route("heavy", heavy_of_keys, judge_heavy),
+        Route("heavy", heavy, judge_heavy),
         Route("heavy of a set", heavy_of_a_set, judge_heavy, (turn(0, 3),)),
         Route("heavy of two passes", heavy_of_two_passes, judge_heavy, (_no_mask, turn(1, 3))),
         Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), (_square, turn(0, 3))),
-        Route("future", future, judge_future, (_square, _no_mask, turn(1, 3))),
+        Route("future", future, judge_bits("bits of the future"), (_square, _no_mask, turn(1, 3))),
         Route("decoding by tokens", token_by_token, judge_decoding, (_few, turn(0, 2))),
         Route("decoding", in_large_steps, judge_decoding, (turn(1, 2),)),
         *(Route(f"decoding by {s}", in_steps, judge_decoding, (above(256),), (("step", s),)) for s in (300, 2048)),
