@@ -127,7 +127,7 @@ class StoredState:
             cls._stored_as = name, version
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return the fields and arrays from which `from_parts` makes the state again.
+        """Return the fields and arrays from which `from_parts` makes the state again, which `to_bytes` stores.
 
         Returns
         -------
