@@ -7,7 +7,6 @@ values. Softmax states travel as they are.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from levattn._core.arrays import as_mask, as_matrices, to_float64
 from levattn._core.checks import check_type, needing
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
-from levattn.sets.candidates import Candidates
 from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.states import SoftmaxState
 
@@ -166,7 +164,7 @@ def universal_set(
     _require_alike(shards, _ALIKE)
     shapes = ranks.gathered
 
-    mine: list[Candidates] = []
+    mine: _Arrays = {}
 
     def without_keys() -> tuple[_Fields, _Arrays]:
         before = sum(shard["n"] for shard in shards[: ranks.rank])
@@ -174,9 +172,9 @@ def universal_set(
         for K, options in _parts(K_local, V, mask):
             state.update(K, **options)
         sealed = StreamingUniversalSet(epsilon, f=f, row_start=0).merge(state)  # sums in one piece, and fewer keys
-        mine.extend(_held(sealed))
-        _hold(sealed, [held.take(np.zeros(0, np.int64)) for held in mine])
-        return _compact(sealed)
+        fields, arrays = sealed.parts()
+        mine.update(_of_keys(arrays))
+        return _compact(fields, arrays | _chosen(mine, np.zeros(0, np.int64)))
 
     sums = ranks.together("Sums", without_keys)
     moments = ranks.gathered - shapes
@@ -185,13 +183,11 @@ def universal_set(
     def selected() -> tuple[_Fields, _Arrays]:
         for fields, arrays in sums:
             whole.merge(_expanded(fields, arrays))
-        _hold(whole, mine)
-        kept = zip(mine, whole.result().items, strict=True)
-        return _as_arrays([held.take(np.isin(held.indices, item.indices)) for held, item in kept])
+        matrices, items = _matrices(mine), _holding(whole, mine).items
+        heavy = [np.isin(mine["held.indices"][matrices == at], item.indices) for at, item in enumerate(items)]
+        return {}, _chosen(mine, np.flatnonzero(np.concatenate([*heavy, np.zeros(0, np.bool_)])))
 
-    found = [_from_arrays(arrays) for _, arrays in ranks.together("Keys", selected)]
-    _hold(whole, [sum(of_one[1:], start=of_one[0]) for of_one in zip(*found, strict=True)])
-    sets = whole.result()
+    sets = _holding(whole, _joined([arrays for _, arrays in ranks.together("Keys", selected)]))
     if _is_bfloat16(V):
         sets = replace(sets, items=tuple(map(_with_numbers, sets.items)))
     dense = sum(shard["bytes"] for shard in shards)
@@ -393,20 +389,39 @@ def _with_numbers(item: SelectedKeys) -> SelectedKeys:
 # -- states as messages -------------------------------------------------------------------------------
 
 
-def _held(state: StreamingUniversalSet) -> list[Candidates]:
-    """Return the keys that a merged state holds, of each matrix."""
-    return [] if state._stream is None else state._stream.held
+def _of_keys(arrays: _Arrays) -> _Arrays:
+    """Return those arrays of a state that are of the keys it holds, one matrix after the other."""
+    return {name: array for name, array in arrays.items() if name == "counts" or name.startswith("held.")}
 
 
-def _hold(state: StreamingUniversalSet, held: list[Candidates]) -> None:
-    """Give a merged state other keys to hold, which must be among those that it has seen."""
-    if state._stream is not None:
-        state._stream.held = held
+def _matrices(held: _Arrays) -> npt.NDArray[np.int64]:
+    """Return to which matrix each of the keys belongs."""
+    return np.repeat(np.arange(len(held["counts"])), held["counts"])
 
 
-def _compact(state: StreamingUniversalSet) -> tuple[_Fields, _Arrays]:
-    """Return a state as fields and arrays of few numbers: zeros as shapes, symmetric matrices as triangles."""
+def _chosen(held: _Arrays, which: npt.NDArray[np.int64]) -> _Arrays:
+    """Return some of the keys, in their order."""
+    counts = np.bincount(_matrices(held)[which], minlength=len(held["counts"])).astype(np.int64)
+    return {name: array[which] for name, array in held.items() if name != "counts"} | {"counts": counts}
+
+
+def _joined(of_ranks: list[_Arrays]) -> _Arrays:
+    """Return the keys of all ranks, those of each matrix in the order of the ranks."""
+    order = np.argsort(np.concatenate([_matrices(held) for held in of_ranks]), kind="stable")
+    names = of_ranks[0].keys() - {"counts"}
+    joined = {name: np.concatenate([held[name] for held in of_ranks])[order] for name in names}
+    return joined | {"counts": np.sum([held["counts"] for held in of_ranks], axis=0)}
+
+
+def _holding(state: StreamingUniversalSet, held: _Arrays) -> StreamedSet:
+    """Return the set of a state if it holds these keys, which must be among those that it has seen."""
     fields, arrays = state.parts()
+    return StreamingUniversalSet.from_parts(fields, arrays | held).result()
+
+
+def _compact(fields: _Fields, arrays: _Arrays) -> tuple[_Fields, _Arrays]:
+    """Return the parts of a state as few numbers: zeros as shapes, symmetric matrices as triangles."""
+    arrays = dict(arrays)
     zeros: dict[str, Any] = {}
     triangles: dict[str, int] = {}
     for name, array in list(arrays.items()):
@@ -429,24 +444,3 @@ def _expanded(fields: _Fields, arrays: _Arrays) -> StreamingUniversalSet:
         square[..., row, column] = square[..., column, row] = arrays[name]
         arrays[name] = square
     return StreamingUniversalSet.from_parts(fields["state"], arrays)
-
-
-def _as_arrays(held: list[Candidates]) -> tuple[_Fields, _Arrays]:
-    """Return the keys of all matrices, one after the other."""
-    arrays = {"counts": np.array([len(one) for one in held], np.int64)}
-    if held:
-        all_of_them = sum(held[1:], start=held[0])
-        arrays |= {"indices": all_of_them.indices, "keys": all_of_them.keys}
-        arrays |= {f"payload{i}": array for i, array in enumerate(all_of_them.beside)}
-    return {}, arrays
-
-
-def _from_arrays(arrays: _Arrays) -> list[Candidates]:
-    """Return the keys of each matrix that `_as_arrays` put together."""
-    stops = np.cumsum(arrays["counts"]).tolist()
-    payloads = [arrays[f"payload{i}"] for i in range(len(arrays) - 3)]
-    parts = [slice(start, stop) for start, stop in itertools.pairwise([0, *stops])]
-    return [
-        Candidates(arrays["indices"][part], arrays["keys"][part], tuple(array[part] for array in payloads))
-        for part in parts
-    ]

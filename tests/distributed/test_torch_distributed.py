@@ -373,7 +373,7 @@ def test_states_travel_without_loss(condition: float) -> None:
     K = conditioned(generator(0), 5000, 7, condition)
     state = levattn.StreamingUniversalSet(0.02, row_start=3).update(np.stack([K, 3 * K]))
     for sent in (state, levattn.StreamingUniversalSet(0.02, row_start=0).merge(state)):
-        fields, arrays = _compact(sent)
+        fields, arrays = _compact(*sent.parts())
         assert _expanded(fields, arrays).to_bytes() == sent.to_bytes()
     assert {"merged.high", "merged.low"} - fields["zeros"].keys() <= fields["triangles"].keys()
 
