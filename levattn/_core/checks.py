@@ -1,13 +1,30 @@
-"""Checks of numbers among arguments: an error names the argument, what came and what was expected."""
+"""Checks of arguments by themselves: an error names the argument, what came and what was expected."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-__all__ = ["real_number", "whole_number"]
+__all__ = ["check_type", "needing", "real_number", "whole_number"]
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Say how to install what an import in the block lacks: `what` needs a package, which an extra of levattn has."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f'{what}: pip install "levattn[{extra}]"') from error
+
+
+def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise TypeError unless an argument is an instance of a class, or of one of several."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is of type {type(value).__name__}; expected {expected}")
 
 
 def whole_number(

@@ -10,7 +10,16 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import array_namespace, as_cupy, from_list, is_torch, on_cuda, to_device, to_numpy
+from levattn._core.arrays import (
+    array_namespace,
+    as_cupy,
+    check_flags,
+    from_list,
+    is_torch,
+    on_cuda,
+    to_device,
+    to_numpy,
+)
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
@@ -319,10 +328,7 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 def _flags(mask: Any, U: int, like: Any) -> Any:
     """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
     mask = dense_array("mask", mask)
-    if str(mask.dtype).rpartition(".")[2] != "bool":
-        raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a position that takes part")
-    if not mask.ndim or mask.shape[-1] != U:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected (..., {U}), one entry a position")
+    check_flags("mask", mask, (..., U), "a position that takes part")
     if _home(mask) == _home(like):
         return mask
     if on_cuda(like) and (shared := as_cupy(mask, "mask")) is not None:
