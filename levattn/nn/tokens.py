@@ -9,8 +9,7 @@ import torch
 
 from levattn._core.checks import whole_number
 from levattn.attention import tssa
-from levattn.attention.common.packed import compiling, cumulative
-from levattn.attention.latent import torch as torch_latent
+from levattn.attention.common.packed import compiling, cumulative, untraced
 from levattn.attention.tokens.arguments import Membership, check_form, decay_rates, positive_number
 from levattn.nn.checks import check_input, refuse_bidirectional, split_in_heads
 from levattn.nn.released import Released, read_released
@@ -407,7 +406,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         if self.position_bias is None:
             return None
         T = x.shape[1]
-        before = 0 if cache is None or cache.state is None else torch_latent.untraced(_counts, cache.state, x)
+        before = 0 if cache is None or cache.state is None else untraced(_counts, cache.state, x)
         if mask is None and offsets is None and isinstance(before, int):
             self._refuse_longer(before + T)
             return self.position_bias[:, before : before + T]

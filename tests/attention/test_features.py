@@ -16,7 +16,7 @@ from libraries import HAS_TORCH, needs_torch, over_storages, stored
 if HAS_TORCH:
     import torch
 
-    from levattn.attention.latent import torch as torch_latent
+    from levattn._kernels.latent import torch as torch_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -200,7 +200,7 @@ def test_a_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "definition":
-        monkeypatch.setattr(torch_latent, "has_kernels", lambda _: False)
+        monkeypatch.setattr(torch_kernels, "follows_definition", lambda _: True)
     rng = np.random.default_rng(6)
     lengths, rows = [4, 4, 5], slice(4, 8)
     clean = torch.from_numpy(rng.standard_normal((3, 13, 3)))

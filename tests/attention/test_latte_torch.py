@@ -10,14 +10,14 @@ import pytest
 
 from differences import assert_gradients
 from levattn.attention import latte
-from levattn.attention.common.arguments import decayed_scan, latent_attention
+from levattn.attention.common.arguments import latent_attention
 
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad, grad, gradcheck, gradgradcheck  # noqa: E402
 
-from levattn.attention.latent import torch as operators  # noqa: E402
+from levattn._kernels.latent import torch as operators  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -68,8 +68,8 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     if "state" in case:
         options["state"] = a_state(case["state"])
 
-    def run(Q: Any, K: Any, V: Any, gate: Any = None, beside: Any = None) -> Any:
-        return latent_attention(Q, K, V, gate=gate, beside=beside, **options)
+    def run(Q: Any, K: Any, V: Any, gate: Any = None, value: Any = None) -> Any:
+        return latent_attention(Q, K, V, gate=gate, gate_value=value, **options)
 
     with torch.no_grad():
         plain = run(*arrays)
@@ -175,11 +175,11 @@ def test_the_scan_has_gradients_of_all_orders() -> None:
     for t in range(6):
         h = a[:, t] * h + x[:, t]
         rows.append(h)
-    torch.testing.assert_close(decayed_scan(a, x, first), torch.stack(rows, 1))
-    assert gradcheck(decayed_scan, (a, x, first))
-    assert gradcheck(decayed_scan, (a, x))
-    assert gradgradcheck(decayed_scan, (a, x, first))
-    assert decayed_scan(a[:, :0], x[:, :0], first).shape == (2, 0, 3)
+    torch.testing.assert_close(operators.decayed_scan(a, x, first), torch.stack(rows, 1))
+    assert gradcheck(operators.decayed_scan, (a, x, first))
+    assert gradcheck(operators.decayed_scan, (a, x))
+    assert gradgradcheck(operators.decayed_scan, (a, x, first))
+    assert operators.decayed_scan(a[:, :0], x[:, :0], first).shape == (2, 0, 3)
 
 
 # -- the compiler, and tensors that are not plain numbers -------------------------------------
@@ -220,18 +220,18 @@ def test_compiled_with_packed_sequences_checks_them_when_it_runs() -> None:
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_operators_keep_the_rules_of_torch(gradients: bool) -> None:
-    Q, K, V, gate, beside = (
+    Q, K, V, gate, value = (
         x.detach().requires_grad_(gradients) for x in (*leaves(), leaf(2, 9, seed=3), leaf(2, 9, 2, seed=4))
     )
     mask, offsets = torch.ones(2, 9, dtype=torch.bool), torch.tensor([0, 4, 9])
     nothing = (None,) * 3
     for arguments in (
-        (Q, K, V, None, None, None, None, True, 0, *nothing),
-        (Q, K, V, gate, beside, mask, offsets, True, -1, *(torch.from_numpy(part) for part in a_state(2))),
+        (Q, K, V, None, None, None, torch.tensor([0, 9]), *nothing, True, 0),
+        (Q, K, V, gate, value, mask, offsets, *(torch.from_numpy(part) for part in a_state(2)), True, -1),
     ):
-        torch.library.opcheck(operators._ATTENTION, arguments)
-    torch.library.opcheck(operators._SCAN, (Q, K, leaf(2, 3).detach().requires_grad_(gradients), False))
-    torch.library.opcheck(operators._SCAN, (Q, K, None, True))
+        torch.library.opcheck(operators.ATTENTION, arguments)
+    torch.library.opcheck(operators.SCAN, (Q, K, leaf(2, 3).detach().requires_grad_(gradients), False))
+    torch.library.opcheck(operators.SCAN, (Q, K, None, True))
 
 
 def test_tensors_without_numbers_have_shapes() -> None:

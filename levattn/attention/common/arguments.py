@@ -14,14 +14,13 @@ from levattn._core.arrays import array_namespace, as_cupy, from_list, is_torch, 
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
-from levattn.attention.common.packed import compiling, cumulative
+from levattn.attention.common.packed import cumulative, untraced
 from levattn.states import SoftmaxState
 
 __all__ = [
     "Stacks",
     "check_sizes",
     "cumulative",
-    "decayed_scan",
     "dense_array",
     "is_wide",
     "latent_attention",
@@ -159,19 +158,11 @@ def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
 
 def state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
     """Return the state after the positions of stacks, from one that `state_stacks` took or from nothing."""
-    if compiling():
-        from levattn.attention.latent import torch as torch_latent
-
-        return torch_latent.untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
-    return _state_after(state, batch, bounds, K, V, mask)
+    return untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
 
 
 def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
     ends = np.array([0, K.shape[1]], np.int64) if bounds is None else np.asarray(bounds)
-    if is_torch(K):
-        from levattn.attention.latent import torch as torch_latent
-
-        K, V, mask = (torch_latent.memory_of(array) for array in (K, V, mask))
     axes = batch if bounds is None else (*batch, len(bounds) - 1)
     parts = kernels_for("latent", K).summary(K, V, mask, ends)
     m, s, S = (reshaped(part, (*axes, *part.shape[2:])) for part in parts)
@@ -179,45 +170,14 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
     return new if state is None else state.copy().merge(new)
 
 
-def latent_attention(
-    Q: Any,
-    K: Any,
-    V: Any,
-    *,
-    causal: bool,
-    offsets: Any = None,
-    ahead: int = 0,
-    gate: Any = None,
-    beside: Any = None,
-    mask: Any = None,
-    state: State | None = None,
-) -> Any:
+def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: Any) -> Any:
     """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `LatentArguments`.
 
-    offsets: as `cumulative` returns it. state: arrays of the library of Q, for torch in main memory numpy's.
-    Gradients of torch reach Q, K, V, gate and beside.
+    offsets: as `cumulative` returns it. Gradients of torch reach Q, K, V, gate and gate_value.
     """
-    if is_torch(Q):
-        from levattn.attention.latent import torch as torch_latent
-
-        return torch_latent.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
     if offsets is None:
         offsets = np.array([0, Q.shape[1]], np.int64)
-    return kernels_for("latent", Q).forward(
-        LatentArguments(Q, K, V, offsets, causal, ahead, gate, beside, mask, state)
-    )
-
-
-def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
-    """Return ``h_t = a_t h_{t−1} + x_t`` for stacks (b, T, C) of one kind, from ``first`` (b, C) or 0.
-
-    Gradients of torch reach all three.
-    """
-    if is_torch(a):
-        from levattn.attention.latent import torch as torch_latent
-
-        return torch_latent.decayed_scan(a, x, first)
-    return kernels_for("latent", a).decayed_scan(a, x, first)
+    return kernels_for("latent", Q).forward(LatentArguments(Q, K, V, offsets, **options))
 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:

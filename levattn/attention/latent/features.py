@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.arrays import is_torch
-from levattn.attention.common.arguments import check_sizes, decayed_scan, dense_array, reshaped, stacked
+from levattn._kernels import kernels_for
+from levattn.attention.common.arguments import check_sizes, dense_array, reshaped, stacked
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import device_of, namespace_of
 
@@ -122,7 +123,7 @@ def rg_lru(
         a = xp.where(given.mask[..., None], a, xp.ones_like(a))
         if bounds is not None:  # nothing so far of this sequence: not what the one before left
             a = xp.where((places < 0)[..., None], xp.zeros_like(a), a)
-    h = decayed_scan(a, u, None if before is None else before[:, :C])
+    h = kernels_for("latent", a).decayed_scan(a, u, None if before is None else before[:, :C])
     out = given.give_back(h)
     if not return_state:
         return out
@@ -284,9 +285,9 @@ def _root(xp: Any, x: Any) -> Any:
     """Return the square root, in torch with a slope of at most `_STEEPEST`."""
     if not is_torch(x):
         return xp.sqrt(x)
-    from levattn.attention.latent import torch as torch_latent
+    from levattn._kernels.latent.torch import held_root
 
-    return torch_latent.held_root(x, _STEEPEST)
+    return held_root(x, _STEEPEST)
 
 
 def _batched(array: Any, batch: tuple[int, ...]) -> Any:

@@ -243,7 +243,7 @@ def macchiato(
         _check_state(state, window, overlap, given.batch, new)
         seen = _followed(state, new)
         before = state_stacks(state.latents, lead, None, K, stack_v)
-    beside, some = windowed(
+    gate_value, some = windowed(
         stack_q,
         seen.k,
         seen.V,
@@ -253,11 +253,14 @@ def macchiato(
         mask=seen.mask,
         offsets=bounds,
     )
-    shape = tuple(beside.shape)
+    shape = tuple(gate_value.shape)
     read = (seen if overlap == "exclusive" else new).for_queries(heads.group)
     ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0
-    beside, some = _spread(beside, heads.group), None if some is None else _spread(some[:, None, :], heads.group)
-    Y = _mixed(Q, read, gates[..., 0], beside, some, ahead, bounds, before)
+    gate_value, some = (
+        _spread(gate_value, heads.group),
+        None if some is None else _spread(some[:, None, :], heads.group),
+    )
+    Y = _mixed(Q, read, gates[..., 0], gate_value, some, ahead, bounds, before)
     result = heads.joined(given.give_back(reshaped(Y, shape)))
     if not return_state:
         return result
@@ -300,9 +303,9 @@ class _Positions:
 
 
 def _mixed(
-    Q: Any, read: _Positions, gate: Any, beside: Any, some: Any, ahead: int, bounds: Any, before: State | None
+    Q: Any, read: _Positions, gate: Any, gate_value: Any, some: Any, ahead: int, bounds: Any, before: State | None
 ) -> Any:
-    """Return the output (b, T, D) of the softmax over the latents and what is beside them."""
+    """Return the output (b, T, D) of the softmax over the latents and what is gate_value them."""
     xp = namespace_of(Q)
     if some is not None:
         gate = xp.where(some, gate, xp.full_like(gate, -math.inf))
@@ -316,11 +319,11 @@ def _mixed(
         offsets=bounds,
         ahead=ahead,
         gate=gate,
-        beside=beside,
+        gate_value=gate_value,
         mask=read.mask,
         state=before,
     )
-    return xp.where(alone[..., None], beside, Y)
+    return xp.where(alone[..., None], gate_value, Y)
 
 
 def _spread(array: Any, group: int) -> Any:

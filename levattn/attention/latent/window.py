@@ -317,9 +317,9 @@ def _is_fused(*arrays: Any) -> bool:
     """Tell whether torch's kernels are asked: they have no forward mode."""
     if not is_torch(arrays[0]):
         return False
-    from levattn.attention.latent import torch as torch_latent
+    from levattn._kernels import tensors
 
-    return not torch_latent.has_tangent(arrays)
+    return not tensors.has_tangent(arrays)
 
 
 def _fused(q: Any, k: Any, V: Any, sees: Any, scale: float) -> Any:

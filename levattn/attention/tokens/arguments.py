@@ -24,6 +24,7 @@ from levattn.attention.common.arguments import (
     reshaped,
     stacked,
 )
+from levattn.attention.common.packed import untraced
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.states import Moments, TokenState
@@ -218,10 +219,9 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         if state is not None:
             scores = _scores_in(state.norms, part, there)
         elif is_torch(part):
-            from levattn.attention.latent import torch as torch_latent
-            from levattn.attention.tokens import torch as torch_tokens
+            from levattn.attention.tokens.torch import leverage
 
-            scores = torch_latent.untraced(torch_tokens.leverage, part, there)
+            scores = untraced(leverage, part, there)
         else:
             scores = leverage_scores(part, mask=there)
         if mean:
