@@ -42,10 +42,10 @@ def share(name: str, value: Any) -> float:
     return float(value)
 
 
-def projection(dim: int, width: int, *, bias: bool = False, **factory: Any) -> Any:
-    """Return a linear map, whose weights begin as normal numbers of standard deviation 1/√dim and biases as zero."""
+def projection(dim: int, width: int, *, bias: bool = False, std: float | None = None, **factory: Any) -> Any:
+    """Return a linear map, whose weights begin as normal numbers (of deviation 1/√dim if None) and biases as zero."""
     linear = torch.nn.Linear(dim, width, bias=bool(bias), **factory)
-    torch.nn.init.normal_(linear.weight, std=dim**-0.5)
+    torch.nn.init.normal_(linear.weight, std=dim**-0.5 if std is None else std)
     if bias:
         torch.nn.init.zeros_(linear.bias)
     return linear

@@ -10,7 +10,8 @@ import torch
 from levattn._core.checks import whole_number
 from levattn.attention import PrunedState, pruned_attention
 from levattn.attention.pruned.state import converted
-from levattn.nn.checks import check_input, projection, refuse_bidirectional, split_in_heads
+from levattn.nn.base import Layer
+from levattn.nn.checks import projection, split_in_heads
 
 __all__ = ["LevAttention", "LevAttentionCache", "Prunable", "set_dense"]
 
@@ -65,8 +66,8 @@ def set_dense(model: Any, dense: bool = True) -> None:
 class LevAttentionCache:
     """What decoding keeps of the positions so far: as many keys and summaries as a query reads, however many came.
 
-    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    module and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
+    layer and one batch of sequences. Gradients do not pass through it.
 
     Attributes
     ----------
@@ -101,7 +102,7 @@ class LevAttentionCache:
         return 0 if self.state is None else self.state.nbytes
 
 
-class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
+class LevAttention(Prunable, Layer[LevAttentionCache]):
     r"""Multi-head self-attention to few keys as a layer: those with the largest leverage scores, in each head.
 
     Of an input X (T, C) come queries, keys and values by one linear map; `levattn.attention.pruned_attention` of these
@@ -191,6 +192,9 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
     True
     """
 
+    _cache_class = LevAttentionCache
+    _shown = ("dim", "heads", "causal")
+
     def __init__(
         self,
         dim: int,
@@ -243,22 +247,6 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         self.qkv = projection(self.dim, width, bias=bias, **factory)
         self.proj = projection(self.dim, self.dim, bias=out_bias, **factory)
 
-    def new_cache(self) -> LevAttentionCache:
-        """Return an empty cache of decoding, for a batch of any size.
-
-        Returns
-        -------
-        LevAttentionCache
-            What ``forward(x, cache=cache)`` reads and updates.
-
-        Raises
-        ------
-        ValueError
-            If the layer is not causal: then all rows change with every new position.
-        """
-        refuse_bidirectional(self.causal)
-        return LevAttentionCache()
-
     def forward(self, x: Any, *, mask: Any = None, cache: LevAttentionCache | None = None) -> Any:
         """Return the attention of a batch of sequences.
 
@@ -283,7 +271,9 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         ValueError
             If shapes do not go together, or there is a cache and the layer is dense or not causal.
         """
-        check_input(self.dim, x, mask, None, cache, LevAttentionCache)
+        return self._called(x, mask, None, cache)
+
+    def _attended(self, x: Any, mask: Any, _offsets: Any, cache: LevAttentionCache | None) -> Any:
         G, d = self.kv_heads, self.head_dim
         parts = self.qkv(x).split([self.dim, G * d, G * d], dim=-1)
         Q, K, V = (X.unflatten(-1, (-1, d)).transpose(1, 2) for X in parts)
@@ -293,15 +283,15 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
             if not self.causal:
                 options["query_mask"] = mask[:, None, :]
         if cache is not None:
-            Y = self._step(Q, K, V, cache, options)
-        elif not self.dense:
-            Y = pruned_attention(Q, K, V, **self.options, **options)
-        else:
-            Y = attend_to_all(Q, K, V, options)
-        return self.proj(Y.transpose(1, 2).flatten(-2))
+            return self._step(Q, K, V, cache, options)
+        if self.dense:
+            return attend_to_all(Q, K, V, options)
+        return pruned_attention(Q, K, V, **self.options, **options)
+
+    def _combined(self, Y: Any) -> Any:
+        return self.proj(Y)
 
     def _step(self, Q: Any, K: Any, V: Any, cache: LevAttentionCache, options: dict[str, Any]) -> Any:
-        refuse_bidirectional(self.causal)
         if self.dense:
             raise ValueError("cache was given and the layer is dense; expected dense=False, as a cache holds few keys")
         more = self.options if cache.state is None else {"state": cache.state}
@@ -310,18 +300,11 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         cache.position, cache.state = cache.position + Q.shape[2], replace(state, parts=parts)
         return Y
 
-    def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
-
-        Returns
-        -------
-        str
-            The options that it was made with.
-        """
-        shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}"
-        shown += f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        given = (f"{name}={value!r}" for name, value in self.options.items() if value is not None)
-        return ", ".join([shown, *given, *([] if self.f == "softmax" else [f"f={self.f!r}"]), f"dense={self.dense}"])
+    def _options(self) -> dict[str, Any]:
+        grouped = {"kv_heads": self.kv_heads} if self.kv_heads != self.heads else {}
+        given = {name: value for name, value in self.options.items() if value is not None}
+        function = {} if self.f == "softmax" else {"f": self.f}
+        return super()._options() | grouped | given | function | {"dense": self.dense}
 
 
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:

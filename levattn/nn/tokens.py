@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -11,18 +12,19 @@ from levattn._core.checks import whole_number
 from levattn.attention import tssa
 from levattn.attention.common.packed import compiling, cumulative, untraced
 from levattn.attention.tokens.arguments import Membership, check_form, decay_rates, positive_number
-from levattn.nn.checks import check_input, refuse_bidirectional, split_in_heads
+from levattn.nn.base import Cache, Recurrent
+from levattn.nn.checks import projection, split_in_heads
 from levattn.nn.released import Released, read_released
 from levattn.states import TokenState
 
 __all__ = ["TokenStatistics", "TokenStatisticsCache"]
 
 
-class TokenStatisticsCache:
+class TokenStatisticsCache(Cache):
     """What decoding keeps of the tokens so far: two numbers for each channel and head, however many they are.
 
-    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    module and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
+    layer and one batch of sequences. Gradients do not pass through it.
 
     Attributes
     ----------
@@ -47,22 +49,11 @@ class TokenStatisticsCache:
     (5, True)
     """
 
-    def __init__(self) -> None:
-        self.position = 0
-        self.state: TokenState | None = None
-
-    def numbers(self) -> int:
-        """Return how many floats are held, of all sequences together.
-
-        Returns
-        -------
-        int
-            Zero before the first positions.
-        """
-        return 0 if self.state is None else self.state.numbers()
+    def _numbers(self) -> int:
+        return int(self.state.numbers())
 
 
-class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
+class TokenStatistics(Recurrent[TokenStatisticsCache]):
     r"""Token statistics self-attention as a layer: time linear in the number of tokens, and half the weights.
 
     Of an input X (T, C) each head k makes tokens :math:`W_k = X U_k` of d = C/h channels, takes
@@ -130,7 +121,8 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     Notes
     -----
     Parameters: 2C² + h and the biases, or C² + h if tied. Time of a call O(TC²) for the linear maps and O(TC) for
-    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h.
+    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h. Rows of masked tokens
+    are the bias of the output alone.
 
     Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do. Their language
     models leave temperatures and biases of positions out of weight decay: `no_weight_decay`. Their code drops out
@@ -156,6 +148,9 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-6)
     True
     """
+
+    _cache_class = TokenStatisticsCache
+    _shown = ("dim", "heads", "causal", "membership")
 
     def __init__(
         self,
@@ -197,14 +192,16 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         self.decay: Any = each[0] if len(set(each)) == 1 else tuple(each)
         self.positions = None if positions is None else whole_number("positions", positions)
         factory = {"device": device, "dtype": dtype}
-        self.project = _linear(self.dim, bias, 0.02, **factory)
+        self.project = projection(self.dim, self.dim, bias=bias, std=0.02, **factory)
         begin = self.head_dim**-0.5 if normalize == "mean" else 1.0
         temperature = None if membership == "uniform" else torch.full((self.heads,), begin, **factory)
         places = None if self.positions is None else torch.zeros(self.heads, self.positions, **factory)
         for name, values in (("temperature", temperature), ("position_bias", places)):
             self.register_parameter(name, None if values is None else torch.nn.Parameter(values))
         out_std = positive_number("out_std", out_std)
-        self.out = None if output == "tied" else _linear(self.dim, out_bias, out_std, **factory)
+        self.out = None
+        if output == "untied":
+            self.out = projection(self.dim, self.dim, bias=out_bias, std=out_std, **factory)
 
     @classmethod
     def from_released(
@@ -317,70 +314,10 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         held = {"temperature": self.temperature, "position_bias": self.position_bias}
         return {name for name, parameter in held.items() if parameter is not None}
 
-    def new_cache(self) -> TokenStatisticsCache:
-        """Return an empty cache of decoding, for a batch of any size.
-
-        Returns
-        -------
-        TokenStatisticsCache
-            What ``forward(x, cache=cache)`` reads and updates.
-
-        Raises
-        ------
-        ValueError
-            If the layer is not causal: then all rows change with every new token.
-        """
-        refuse_bidirectional(self.causal)
-        return TokenStatisticsCache()
-
-    def state_size(self) -> int:
-        """Return how many floats decoding keeps for each sequence.
-
-        Returns
-        -------
-        int
-            The size of a cache, divided by the size of its batch.
-
-        Raises
-        ------
-        ValueError
-            If the layer is not causal.
-        """
-        refuse_bidirectional(self.causal)
+    def _state_size(self) -> int:
         return (2 if self.membership == "diag_leverage" else 1) * (self.dim + self.heads)
 
-    def forward(
-        self, x: Any, *, mask: Any = None, offsets: Any = None, cache: TokenStatisticsCache | None = None
-    ) -> Any:
-        """Return what is to be added to the tokens of a batch of sequences.
-
-        Parameters
-        ----------
-        x : tensor of shape (B, T, C)
-            The input.
-        mask : tensor of bool, shape (B, T), optional
-            True for a token that takes part.
-        offsets : tensor or array of int, shape (n + 1,), optional
-            Packed sequences, from 0 to T, as in `levattn.attention.tssa`.
-        cache : TokenStatisticsCache, optional
-            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
-
-        Returns
-        -------
-        tensor of shape (B, T, C)
-            The output. Rows of masked tokens are the bias of the output alone.
-
-        Raises
-        ------
-        TypeError
-            If `x` or `mask` is no tensor, `cache` no `TokenStatisticsCache`, or offsets are no whole numbers.
-        ValueError
-            If shapes do not go together, the options of the call exclude one another, or a sequence has more tokens
-            than the layer has positions.
-        """
-        check_input(self.dim, x, mask, offsets, cache, TokenStatisticsCache)
-        if cache is not None:
-            refuse_bidirectional(self.causal)
+    def _attended(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
         options: dict[str, Any] = {
             "membership": self.membership,
             "normalize": self.normalize,
@@ -393,12 +330,9 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         }
         W = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # a view, which is read where it lies
         temperature = 1.0 if self.temperature is None else self.temperature
-        if cache is None:
-            Y = tssa(W, temperature, offsets=offsets, **options)
-        else:
-            Y, state = tssa(W, temperature, state=cache.state, return_state=True, **options)
-            cache.position, cache.state = cache.position + x.shape[1], state
-        Y = Y.transpose(1, 2).flatten(-2)
+        return self._continued(partial(tssa, W, temperature, **options), x.shape[1], offsets, cache)
+
+    def _combined(self, Y: Any) -> Any:
         return Y @ self.project.weight if self.out is None else self.out(Y)
 
     def _bias(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
@@ -425,26 +359,10 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
                 "that. Make the layer with more positions or without (positions=None), or cut the sequence"
             )
 
-    def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
-
-        Returns
-        -------
-        str
-            The options that it was made with.
-        """
-        shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}, membership={self.membership!r}"
-        shown += f", output={'tied' if self.out is None else 'untied'!r}"
+    def _options(self) -> dict[str, Any]:
         others = {"normalize": "sum", "decay": 1.0, "positions": None, "c": 1.0, "step": 1.0}
-        return shown + "".join(f", {k}={getattr(self, k)!r}" for k, v in others.items() if getattr(self, k) != v)
-
-
-def _linear(dim: int, bias: bool, std: float, **factory: Any) -> Any:
-    linear = torch.nn.Linear(dim, dim, bias=bool(bias), **factory)
-    torch.nn.init.normal_(linear.weight, std=std)
-    if linear.bias is not None:
-        torch.nn.init.zeros_(linear.bias)
-    return linear
+        changed = {name: getattr(self, name) for name, usual in others.items() if getattr(self, name) != usual}
+        return super()._options() | {"output": "tied" if self.out is None else "untied"} | changed
 
 
 def _counts(state: TokenState, x: Any) -> Any:
