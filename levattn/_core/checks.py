@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["check_offsets", "real_number", "shown", "whole_number"]
+__all__ = ["check_offsets", "positive_number", "real_number", "shown", "whole_number"]
 
 
 def whole_number(
@@ -38,6 +39,14 @@ def real_number(name: str, value: Any, *, what: str = "a real number") -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} is {value}; expected {what} in the range of float64") from None
+
+
+def positive_number(name: str, value: Any, *, what: str = "a finite number above 0") -> float:
+    """Return an argument that is a finite number above 0, or raise."""
+    number = real_number(name, value, what=what)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected {what}")
+    return number
 
 
 def check_offsets(offsets: npt.NDArray[np.int64], T: int) -> npt.NDArray[np.int64]:

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import positive_number, whole_number
 from levattn.attention import rotate_values
-from levattn.attention.latent.vapor import check_base
 from levattn.nn.base import Cache, Recurrent
 from levattn.nn.features import feature_map, feature_size, run_feature
 
@@ -32,7 +31,7 @@ class LatentLayer(Recurrent[C]):
             raise ValueError(
                 f"dim / heads is {self.head_dim}; expected an even number, as rotations turn pairs of channels"
             )
-        self.vapor, self.base = bool(vapor), check_base(base)
+        self.vapor, self.base = bool(vapor), positive_number("base", base)
         self.feature = feature_map(feature, self.dim, **factory)
 
     def _state_size(self) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from levattn._core.checks import whole_number
 from levattn.attention import macchiato
+from levattn.attention.latent.macchiato import check_overlap
 from levattn.attention.latent.window import check_softcap
 from levattn.nn.base import Cache
 from levattn.nn.checks import projection, share
@@ -160,8 +161,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
                 f"dim is {dim}, heads {heads} and kv_heads {kv_heads}; expected multiples, each of the next"
             )
         self.head_dim, self.rope = self.dim // self.heads, bool(rope)
-        if overlap not in ("mixture", "exclusive"):
-            raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
+        check_overlap(overlap)
         delta = None if delta is None else share("delta", delta)
         self.overlap, self.softcap = overlap, check_softcap(softcap)
         factory = {"device": device, "dtype": dtype}

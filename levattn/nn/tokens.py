@@ -8,10 +8,10 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import positive_number, whole_number
 from levattn.attention import tssa
 from levattn.attention.common.packed import compiling, cumulative, untraced
-from levattn.attention.tokens.arguments import Membership, check_form, decay_rates, positive_number
+from levattn.attention.tokens.arguments import Membership, check_form, decay_rates
 from levattn.nn.base import Cache, Recurrent
 from levattn.nn.checks import projection, split_in_heads
 from levattn.nn.released import Released, read_released

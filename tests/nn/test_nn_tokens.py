@@ -389,7 +389,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: TokenStatistics(8, causal=True, decay=learned), ValueError, "decay requires a gradient"),
         (lambda: TokenStatistics(8, positions=0), ValueError, "positions is 0; expected at least 1"),
         (lambda: TokenStatistics(8, c=0), ValueError, "c is 0; expected a finite number above 0"),
-        (lambda: TokenStatistics(8, step="1"), TypeError, "step is '1'; expected a number above 0"),
+        (lambda: TokenStatistics(8, step="1"), TypeError, "step is '1'; expected a finite number above 0"),
         (lambda: TokenStatistics(8, out_std=math.nan), ValueError, "out_std is nan; expected a finite number"),
         (lambda: TokenStatistics(8)([[[0.0] * 8]]), TypeError, "x is of type list; expected a tensor"),
         (lambda: layer(X, cache=LatteCache()), TypeError, "cache is of type LatteCache; expected a TokenStatisticsC"),

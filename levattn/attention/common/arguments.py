@@ -10,11 +10,12 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import array_namespace, as_cupy, from_list, is_torch, on_cuda, to_device, to_numpy
+from levattn._core.arrays import as_cupy, from_list, is_torch, on_cuda, to_device, to_numpy
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.attention.common.packed import cumulative, untraced
+from levattn.attention.common.space import namespace_of
 from levattn.states import SoftmaxState
 
 __all__ = [
@@ -22,7 +23,8 @@ __all__ = [
     "check_sizes",
     "cumulative",
     "dense_array",
-    "is_wide",
+    "dense_arrays",
+    "is_double",
     "latent_attention",
     "promoted",
     "reshaped",
@@ -51,11 +53,7 @@ class Stacks:
     def give_back(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's dtype."""
         array = reshaped(array, (*self.batch, *array.shape[1:]))
-        if isinstance(array, np.ndarray):
-            return array.astype(self.dtype, copy=False)
-        if is_torch(array):
-            return array.to(self.dtype)
-        return array_namespace(array).astype(array, self.dtype, copy=False)
+        return namespace_of(array).astype(array, self.dtype, copy=False)
 
 
 def dense_array(name: str, array: Any) -> Any:
@@ -83,6 +81,23 @@ def dense_array(name: str, array: Any) -> Any:
     )
 
 
+def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
+    """Return the arrays of a call as dense ones, or raise unless they agree in the sizes that they share.
+
+    A letter for each of the last axes of an array says which: those of one letter are as long. None stays None.
+    """
+    arrays = {name: None if array is None else dense_array(name, array) for name, (array, _) in given.items()}
+    check_sizes(
+        {
+            f"{name} {letter}": (arrays[name], axis - len(axes), letter)
+            for name, (_, axes) in given.items()
+            for axis, letter in enumerate(axes)
+            if arrays[name] is not None
+        }
+    )
+    return list(arrays.values())
+
+
 def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None) -> Stacks:
     """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
 
@@ -92,7 +107,7 @@ def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
     """
     arrays: dict[str, Any] = {}
     leading: dict[str, tuple[int, ...]] = {}
-    wide = False
+    double = False
     for name, (given, axes) in arguments.items():
         if given is None:
             continue
@@ -100,7 +115,7 @@ def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
         _refuse_short(name, array, axes)
         if axes > 1 and not array.shape[-1]:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
-        wide = is_wide(name, array) or wide
+        double = is_double(name, array) or double
         leading[name] = tuple(array.shape[: array.ndim - axes])
     first = next(iter(arrays))
     _refuse_mixtures(first, arrays)
@@ -109,7 +124,7 @@ def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
         leading["mask"] = tuple(flags.shape[:-1])
     batch = _broadcast(leading)
     stacks = [
-        None if given is None else _stacked(promoted(arrays[name], wide), batch, axes)
+        None if given is None else _stacked(promoted(arrays[name], double), batch, axes)
         for name, (given, axes) in arguments.items()
     ]
     return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
@@ -211,24 +226,20 @@ def _home(array: Any) -> tuple[Any, Any]:
     return type(array).__module__.partition(".")[0], array_api_compat.device(array)
 
 
-def is_wide(name: str, array: Any) -> bool:
+def is_double(name: str, array: Any) -> bool:
     """Tell whether an array of real floats is of float64, or raise for another kind."""
     if isinstance(array, np.ndarray) and array.dtype.char in "fd":
         return bool(array.dtype.char == "d")
     return format_of(array.dtype, name, f"{name} to float64") == "float64"
 
 
-def promoted(array: Any, wide: bool) -> Any:
+def promoted(array: Any, double: bool) -> Any:
     """Return an array in the kind that a call is computed in, its last axis contiguous where kernels read it."""
+    xp = namespace_of(array)
+    array = xp.astype(array, xp.float64 if double else xp.float32, copy=False)
     if isinstance(array, np.ndarray):
-        array = np.asarray(array, np.float64 if wide else np.float32)
         return array if array.flags.aligned and _is_dense_along_rows(array) else array.copy()
-    if is_torch(array):
-        torch = sys.modules["torch"]
-        return array.to(torch.float64 if wide else torch.float32)
-    xp = array_namespace(array)
-    array = xp.astype(array, xp.float64 if wide else xp.float32, copy=False)
-    return array if not on_cuda(array) or _is_dense_along_rows(array) else array.copy()
+    return array if is_torch(array) or not on_cuda(array) or _is_dense_along_rows(array) else array.copy()
 
 
 def _is_dense_along_rows(array: Any) -> bool:
@@ -255,25 +266,18 @@ def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
     """Return (..., axes) as (b, axes), broadcast; a copy only where the leading axes cannot be one stride."""
-    core = tuple(array.shape[array.ndim - axes :])
-    shape, full = (math.prod(batch), *core), (*batch, *core)
+    last = tuple(array.shape[array.ndim - axes :])
+    shape, full = (math.prod(batch), *last), (*batch, *last)
     if tuple(array.shape) == shape:
         return array
     if tuple(array.shape) != full:
-        if isinstance(array, np.ndarray):
-            array = np.broadcast_to(array, full)
-        elif is_torch(array):
-            array = array.expand(full)
-        else:
-            array = array_namespace(array).broadcast_to(array, full)
+        array = namespace_of(array).broadcast_to(array, full)
     return reshaped(array, shape)
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
-    if isinstance(array, np.ndarray) or is_torch(array):
-        return array.reshape(shape)
-    return array_namespace(array).reshape(array, shape)
+    return namespace_of(array).reshape(array, shape)
 
 
 def _flags(mask: Any, U: int, like: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from levattn._core.arrays import from_list, to_numpy
 from levattn._core.checks import check_offsets, shown
 
-__all__ = ["compiling", "cumulative", "untraced"]
+__all__ = ["compiling", "cumulative", "refuse_packed", "untraced"]
 
 
 def compiling() -> bool:
@@ -55,6 +55,15 @@ def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
             "the number of packed positions"
         )
     return check_offsets(np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)]), T)
+
+
+def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
+    """Raise if packed sequences are to go on from a state or to one."""
+    if bounds is not None and (state is not None or return_state):
+        raise ValueError(
+            "offsets or lengths were given with state or return_state; expected one sequence then: call this for each "
+            "sequence, or stack sequences of one length along a leading axis"
+        )
 
 
 def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:

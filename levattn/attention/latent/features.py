@@ -6,8 +6,8 @@ from typing import Any
 
 from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
-from levattn.attention.common.arguments import check_sizes, dense_array, reshaped, stacked
-from levattn.attention.common.packed import cumulative
+from levattn.attention.common.arguments import dense_arrays, reshaped, stacked
+from levattn.attention.common.packed import cumulative, refuse_packed
 from levattn.attention.common.space import device_of, namespace_of
 
 __all__ = ["causal_conv", "rg_lru"]
@@ -89,19 +89,14 @@ def rg_lru(
     >>> np.allclose(np.concatenate([h, rest]), rg_lru(x, x, x, np.zeros(3)))
     True
     """
-    x, gate_x, gate_a, a_param = (
-        dense_array(name, array)
-        for name, array in zip(("x", "gate_x", "gate_a", "a_param"), (x, gate_x, gate_a, a_param), strict=True)
-    )
-    check_sizes(
-        {"x": (x, -2, "T"), "gate_x": (gate_x, -2, "T"), "gate_a": (gate_a, -2, "T"), "x .": (x, -1, "C")}
-        | {"gate_x .": (gate_x, -1, "C"), "gate_a .": (gate_a, -1, "C"), "a_param": (a_param, -1, "C")}
+    x, gate_x, gate_a, a_param = dense_arrays(
+        {"x": (x, "TC"), "gate_x": (gate_x, "TC"), "gate_a": (gate_a, "TC"), "a_param": (a_param, "C")}
     )
     T, C = x.shape[-2:]
     arguments = {"x": (x, 2), "gate_x": (gate_x, 2), "gate_a": (gate_a, 2), "a_param": (a_param, 1)}
     given = stacked(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
-    _refuse_packed(bounds, state, return_state)
+    refuse_packed(bounds, state, return_state)
     X, Gx, Ga, speed, before = given.stacks
     if before is not None and before.shape[1] != C + 1:
         raise ValueError(f"state has {before.shape[1]} numbers along its last axis; expected C + 1 = {C + 1}")
@@ -199,14 +194,12 @@ def causal_conv(
     >>> causal_conv(np.arange(5.0)[:, None], np.array([[-1.0, 1.0]])).ravel()  # differences
     array([0., 1., 1., 1., 1.])
     """
-    x, weight = dense_array("x", x), dense_array("weight", weight)
-    sizes = {"x": (x, -1, "C"), "weight": (weight, -2, "C")}
-    check_sizes(sizes if bias is None else sizes | {"bias": (dense_array("bias", bias), -1, "C")})
+    x, weight, bias = dense_arrays({"x": (x, "TC"), "weight": (weight, "Ck"), "bias": (bias, "C")})
     T, width = x.shape[-2], weight.shape[-1]
     arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
     given = stacked(arguments, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
-    _refuse_packed(bounds, state, return_state)
+    refuse_packed(bounds, state, return_state)
     X, W, add, before = given.stacks
     b, _, C = X.shape
     if before is not None and tuple(before.shape[1:]) != (width - 1, C):
@@ -245,14 +238,6 @@ def causal_conv(
         counts = xp.sum(xp.astype(given.mask, xp.int64), axis=1, keepdims=True)
         tail = _rows(xp, all_, counts + xp.arange(width - 1, device=device))
     return out, _detached(given.give_back(tail))
-
-
-def _refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
-    if bounds is not None and (state is not None or return_state):
-        raise ValueError(
-            "offsets or lengths were given with state or return_state; expected one sequence then: call this for each "
-            "sequence, or stack sequences of one length along a leading axis"
-        )
 
 
 def _places(xp: Any, X: Any, mask: Any, bounds: Any) -> Any:

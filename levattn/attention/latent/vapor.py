@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
 from levattn._core.arrays import is_torch, to_device, to_numpy
+from levattn._core.checks import positive_number
 from levattn.attention.common.arguments import dense_array, stacked
 from levattn.attention.common.space import device_of, namespace_of
 
-__all__ = ["check_base", "rotate_values"]
+__all__ = ["rotate_values"]
 
 
 def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: bool = False) -> Any:
@@ -72,7 +71,7 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     D = V.shape[-1]
     if V.ndim < 2 or not D or D % 2:
         raise ValueError(f"V has shape {tuple(V.shape)}; expected (..., T, D) with an even D, whose halves are pairs")
-    check_base(base)
+    base = positive_number("base", base)
     given = stacked({"V": (V, 2)}, like="V")
     (stack,) = given.stacks
     xp = namespace_of(stack)
@@ -98,22 +97,15 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
             "to those of V"
         )
     half = D // 2
-    speeds = float(base) ** (xp.arange(half, dtype=xp.float64, device=device) * (-2 / D))
+    speeds = base ** (xp.arange(half, dtype=xp.float64, device=device) * (-2 / D))
     angles = places[..., None] * (-speeds if inverse else speeds)
     c, s = (xp.astype(part, stack.dtype) for part in (xp.cos(angles), xp.sin(angles)))
     values = xp.reshape(stack, tuple(V.shape))
     a, b = values[..., :half], values[..., half:]
-    turned = xp.concat([a * c - b * s, a * s + b * c], axis=-1)
-    return given.give_back(xp.reshape(turned, stack.shape))
+    rotated = xp.concat([a * c - b * s, a * s + b * c], axis=-1)
+    return given.give_back(xp.reshape(rotated, stack.shape))
 
 
 def _is_real(array: Any) -> bool:
     kind = str(array.dtype).rpartition(".")[2]  # by name, which torch's compiler can follow
     return "int" in kind or "float" in kind
-
-
-def check_base(base: Any) -> float:
-    """Return the base of the angles, or raise."""
-    if isinstance(base, bool) or not isinstance(base, Real) or not 0 < float(base) < math.inf:
-        raise ValueError(f"base is {base!r}; expected a finite number above 0")
-    return float(base)
