@@ -224,28 +224,14 @@ def macchiato(
     if state is not None:
         _check_state(state, window, overlap, given.batch, new)
         seen, latents = _followed(state, new), state.latents
-    near, some = windowed(
-        queries,
-        seen.k,
-        seen.V,
-        window=window,
-        scale=check_scale(scale, q.shape[-1]),
-        softcap=softcap,
-        mask=seen.mask,
-        offsets=bounds,
-    )
+    weights = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
+    weights = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
+    near, some = windowed(queries, seen.k, seen.V, **weights, mask=seen.mask, offsets=bounds)
     read = (seen if overlap == "exclusive" else new).for_queries(heads.group)
-    Y = _mixed(
-        Q,
-        read,
-        gates[..., 0],
-        _spread(near, heads.group),
-        None if some is None else _spread(some[:, None, :], heads.group),
-        ahead=read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0,
-        offsets=bounds,
-        state=state_stacks(latents, batch, None, K, values),
-    )
-    result = heads.joined(given.give_back(reshaped(Y, tuple(near.shape))))
+    ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0
+    before = state_stacks(latents, batch, None, K, values)
+    Y = _mixed(Q, read, gates[..., 0], near, some, ahead=ahead, offsets=bounds, state=before)
+    result = heads.joined(given.give_back(Y))
     if not return_state:
         return result
     if latents is None:
@@ -286,17 +272,19 @@ class _Positions:
 
 
 def _mixed(Q: Any, read: _Positions, gate: Any, near: Any, some: Any, **options: Any) -> Any:
-    """Return the output (b, T, D) of the softmax over the latents and the window, whose output is `near`.
+    """Return the output (b, g, T, D) of the softmax over the latents and the window, whose output is `near`.
 
-    some: which rows see a position in their window, or None for all.
+    some: which rows see a position in their window, (b, T), or None for all.
     """
-    xp = namespace_of(Q)
+    xp, (_, group, *_) = namespace_of(Q), near.shape
+    value = _spread(near, group)
     if some is not None:
-        gate = xp.where(some, gate, xp.full_like(gate, -math.inf))
+        gate = xp.where(_spread(some[:, None, :], group), gate, xp.full_like(gate, -math.inf))
     alone = gate == math.inf  # a softmax would be NaN
     gate = xp.where(alone, xp.zeros_like(gate), gate)
-    options |= {"causal": True, "gate": gate, "gate_value": near, "mask": read.mask}
-    return xp.where(alone[..., None], near, latent_attention(Q, read.logits, read.V, **options))
+    options |= {"causal": True, "gate": gate, "gate_value": value, "mask": read.mask}
+    Y = xp.where(alone[..., None], value, latent_attention(Q, read.logits, read.V, **options))
+    return reshaped(Y, tuple(near.shape))
 
 
 def _spread(array: Any, group: int) -> Any:
@@ -325,7 +313,7 @@ def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
 def _ring_and_latents(
     seen: _Positions, read: _Positions, latents: SoftmaxState, window: int, overlap: Overlap, kinds: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Return what a state holds of positions: `seen` by the window, and `read` by latents, in kinds of k, V, logits."""
+    """Return what a state holds of positions, `seen` by the window and `read` by latents; kinds: of k, V, logits."""
     ring = min(seen.V.shape[1], window - 1)
     exclusive = overlap == "exclusive"
     entered = read.until(read.V.shape[1] - (ring if exclusive else 0))
