@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -31,9 +32,9 @@ class Cache:
         held = 0 if self.state is None else self._numbers()
         return held + (0 if self.feature is None else int(self.feature.numel()))
 
+    @abstractmethod
     def _numbers(self) -> int:
         """Return how many floats the state holds."""
-        raise NotImplementedError
 
 
 C = TypeVar("C")
@@ -88,13 +89,13 @@ class Layer(Module, Generic[C]):
             refuse_bidirectional(self.causal)
         return self._combined(self._attended(x, mask, offsets, cache).transpose(1, 2).flatten(-2))
 
+    @abstractmethod
     def _attended(self, x: Any, mask: Any, offsets: Any, cache: Any) -> Any:
         """Return what the heads make of a checked call, (B, H, T, D)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _combined(self, Y: Any) -> Any:
         """Return the output of what the heads made, side by side."""
-        raise NotImplementedError
 
 
 class Recurrent(Layer[C]):
@@ -145,8 +146,9 @@ class Recurrent(Layer[C]):
         refuse_bidirectional(self.causal)
         return self._state_size()
 
+    @abstractmethod
     def _state_size(self) -> int:
-        raise NotImplementedError
+        """Return the same for a layer that is causal."""
 
     def _continued(self, attend: Callable[..., Any], count: int, offsets: Any, cache: Any) -> Any:
         """Return what an operator answers; with a cache, from its state, by which it moves on by so many positions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from typing import Any, TypeVar
 
@@ -49,9 +50,9 @@ class LatentLayer(Recurrent[C]):
             cache.feature = None if memory is None else memory.detach()
         return self._turned(Y, positions) if self.vapor else Y
 
+    @abstractmethod
     def _mixed(self, x: Any, h: Any, positions: Any) -> partial[Any]:
         """Return the operator with what it mixes, made of the input and its feature."""
-        raise NotImplementedError
 
     def _values(self, x: Any, positions: Any) -> Any:
         V = self._in_heads(self.Wv(x), self.head_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ class _Memory(Module):
     """A layer with a state that its call returns: `_operator`, with the arguments that `_arguments` makes."""
 
     dim: int
+    _size: int  # of a state, for each sequence
     _operator: ClassVar[Callable[..., Any]]
 
     def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, state: Any = None) -> tuple[Any, Any]:
@@ -57,8 +59,9 @@ class _Memory(Module):
         out, state = attend(return_state=True)
         return out, state
 
+    @abstractmethod
     def _arguments(self, x: Any) -> tuple[Any, ...]:
-        raise NotImplementedError
+        """Return what the operator reads of an input, and with what weights."""
 
     def state_size(self) -> int:
         """Return how many numbers a state has for each sequence.
@@ -68,10 +71,7 @@ class _Memory(Module):
         int
             The size of a state, divided by the size of its batch.
         """
-        return self._state_size()
-
-    def _state_size(self) -> int:
-        raise NotImplementedError
+        return self._size
 
 
 class CausalConv(_Memory):
@@ -121,16 +121,13 @@ class CausalConv(_Memory):
     def __init__(self, dim: int, width: int = 4, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.dim, self.width = whole_number("dim", dim), whole_number("width", width)
-        bound = self.width**-0.5
+        self._size, bound = (self.width - 1) * self.dim, self.width**-0.5
         self.weight = torch.nn.Parameter(torch.empty(self.dim, self.width, device=device, dtype=dtype))
         torch.nn.init.uniform_(self.weight, -bound, bound)
         self.bias = torch.nn.Parameter(torch.zeros(self.dim, device=device, dtype=dtype))
 
     def _arguments(self, x: Any) -> tuple[Any, ...]:
         return x, self.weight.to(x.dtype), self.bias.to(x.dtype)
-
-    def _state_size(self) -> int:
-        return (self.width - 1) * self.dim
 
 
 class RGLRU(_Memory):
@@ -184,7 +181,7 @@ class RGLRU(_Memory):
         super().__init__()
         self.dim = whole_number("dim", dim)
         _, self.heads = split_in_heads(self.dim, math.gcd(self.dim, 8) if heads is None else heads)
-        width = self.dim // self.heads
+        self._size, width = self.dim + 1, self.dim // self.heads
         factory = {"device": device, "dtype": dtype}
         self.gate_x, self.gate_a = (
             torch.nn.Parameter(torch.empty(self.heads, width, width, **factory)) for _ in range(2)
@@ -204,6 +201,3 @@ class RGLRU(_Memory):
             for weight, bias in ((self.gate_x, self.bias_x), (self.gate_a, self.bias_a))
         )
         return (x, *gates, self.a_param)
-
-    def _state_size(self) -> int:
-        return self.dim + 1

@@ -189,7 +189,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)  # type: ignore[no-any-return]
 
 
-@pytest.mark.thorough  # in every run tests/nn/test_nn.py compiles a layer of it
+@pytest.mark.thorough  # in every run tests/nn/test_layers.py compiles a layer of it
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: bool) -> None:

@@ -8,7 +8,7 @@ from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import dense_arrays, reshaped, stacked
 from levattn.attention.common.packed import cumulative, refuse_packed
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, running_counts
 
 __all__ = ["causal_conv", "rg_lru"]
 
@@ -227,7 +227,7 @@ def causal_conv(
     if add is not None:
         out = out + add[:, None, :]
     if given.mask is not None:
-        ranks = xp.cumulative_sum(xp.astype(given.mask, xp.int64), axis=1) - 1
+        ranks = running_counts(given.mask)[:, 1:] - 1
         out = _rows(xp, out, xp.where(given.mask, ranks, xp.zeros_like(ranks)))
         out = xp.where(given.mask[..., None], out, xp.zeros_like(out))
     out = given.give_back(out)
@@ -250,7 +250,7 @@ def _places(xp: Any, X: Any, mask: Any, bounds: Any) -> Any:
         begins = xp.take(ends, xp.searchsorted(ends[1:], rows, side="right"))
     if mask is None:
         return (rows - begins)[None, :]
-    counts = xp.cumulative_sum(xp.astype(mask, xp.int64), axis=1, include_initial=True)
+    counts = running_counts(mask)
     return counts[:, 1:] - xp.take(counts, begins, axis=1) - 1
 
 

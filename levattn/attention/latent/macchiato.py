@@ -224,8 +224,7 @@ def macchiato(
     if state is not None:
         _check_state(state, window, overlap, given.batch, new)
         seen, latents = _followed(state, new), state.latents
-    weights = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
-    weights = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
+    weights: dict[str, Any] = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
     near, some = windowed(queries, seen.k, seen.V, **weights, mask=seen.mask, offsets=bounds)
     read = (seen if overlap == "exclusive" else new).for_queries(heads.group)
     ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0

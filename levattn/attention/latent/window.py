@@ -15,7 +15,7 @@ from levattn._kernels.finite import surely_finite
 from levattn.attention.common.arguments import dense_arrays, stacked
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, running_counts
 
 __all__ = ["check_scale", "check_softcap", "window_attention", "windowed"]
 
@@ -210,10 +210,7 @@ def windowed(
 
 def _any_in_window(xp: Any, flags: Any, lowest: Any) -> Any:
     """Return whether a flag, (b, U, ...), is set between the lowest position of a row and its own, (b, T, ...)."""
-    if is_torch(flags):  # its namespace takes a way that its compiler warns of
-        counts = sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
-    else:
-        counts = xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)
+    counts = running_counts(flags)
     return counts[:, flags.shape[1] - lowest.shape[0] + 1 :, ...] > xp.take(counts, lowest, axis=1)
 
 

@@ -39,6 +39,8 @@ class _Leverage(torch.autograd.Function):  # type: ignore[misc]
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, e: Any) -> tuple[Any, None]:
         W, mask = ctx.saved_tensors
+        if not W.numel():
+            return torch.zeros_like(W), None
         X = W.double()
         if mask is not None:
             X, e = X.where(mask[..., None], X.new_zeros(())), e.where(mask, e.new_zeros(()))
