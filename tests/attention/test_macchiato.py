@@ -1,4 +1,4 @@
-"""Latte-Macchiato: against explicit matrices, at its limits, streamed, packed, masked, and its gradients."""
+"""Latte-Macchiato: against explicit matrices, at its limits, streamed, packed and masked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import naive_attention as naive
-from differences import assert_gradients
 from levattn.attention import MacchiatoState, latte, macchiato, repeated_mass, window_attention
-from libraries import needs_torch, over_storages, stored
+from libraries import over_storages, stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -178,19 +177,6 @@ def test_exclusive_weights_do_not_overlap(overlap: str) -> None:
     assert (near.max() < 1e-15) == (overlap == "exclusive")
 
 
-@needs_torch
-@over_overlaps
-def test_the_window_alone_is_windowed_attention_of_torch(overlap: str) -> None:
-    import torch
-
-    arrays = [torch.from_numpy(x).float() for x in some(n=300)]
-    arrays[5] = torch.full((2, 300), math.inf)
-    place = torch.arange(300)
-    seen = (place[:, None] >= place) & (place[:, None] - place < 32)
-    answer = torch.nn.functional.scaled_dot_product_attention(*arrays[:3], attn_mask=seen)
-    torch.testing.assert_close(macchiato(*arrays, window=32, overlap=overlap), answer, atol=1e-5, rtol=0)
-
-
 # Streaming
 
 
@@ -302,66 +288,6 @@ def test_repeated_mass_vanishes_far_beyond_the_window() -> None:
     expected = share * np.minimum(1, 16 / (1 + np.arange(4000)))
     np.testing.assert_allclose(repeated_mass(Q, K, gate, window=16), expected, rtol=0.15)
     assert repeated_mass(Q[0:1], K[0:1], gate[0:1], window=16).shape == (1,)
-
-
-@needs_torch
-def test_repeated_mass_of_torch_has_no_gradient() -> None:
-    import torch
-
-    Q, K, gate = (torch.randn(shape, requires_grad=True) for shape in ((3, 9, 4), (1, 9, 4), (3, 9)))
-    found = repeated_mass(Q, K, gate, window=2)
-    assert (found.shape, found.dtype, found.requires_grad) == ((3, 9), torch.float64, False)
-
-
-# Gradients
-
-
-@needs_torch
-@over_overlaps
-@pytest.mark.parametrize("options", ["plain", "packed", "masked", "softcap"])
-def test_gradients_are_those_of_finite_differences(overlap: str, options: str) -> None:
-    import torch
-
-    arrays = [torch.from_numpy(x).requires_grad_() for x in some(2, 1, n=7)]
-    mask = torch.ones(7, dtype=torch.bool)
-    mask[[0, 3, 4]] = False
-    given: dict[str, Any] = {"packed": {"offsets": [0, 4, 7]}, "masked": {"mask": mask}, "softcap": {"softcap": 1.0}}
-    chosen = {"window": 2, "overlap": overlap, **given.get(options, {})}
-    assert_gradients(lambda *x: macchiato(*x, **chosen), arrays)
-
-
-@needs_torch
-@over_overlaps
-def test_gradients_are_finite_and_zero_where_nothing_is_read(overlap: str) -> None:
-    import torch
-
-    arrays = [torch.from_numpy(x).requires_grad_() for x in some()]
-    mask = torch.ones(T, dtype=torch.bool)
-    mask[10:20] = False
-    gate = arrays[5].detach().clone()
-    gate[:, 25], gate[:, 27] = math.inf, -math.inf
-    arrays[5] = gate.requires_grad_()
-    macchiato(*arrays, window=4, overlap=overlap, mask=mask).square().sum().backward()
-    assert all(torch.isfinite(x.grad).all() for x in arrays)
-    for x in (arrays[1], arrays[2], arrays[4]):
-        assert (x.grad[:, 10:20] == 0).all()
-    assert (arrays[3].grad[:, 25] == 0).all()
-    torch.testing.assert_close(
-        arrays[4].grad.sum(1), torch.zeros_like(arrays[4].grad.sum(1)), atol=1e-12, rtol=0
-    )  # shifting all logits of a latent changes nothing
-
-
-@needs_torch
-@over_overlaps
-def test_gradients_of_a_continued_sequence_reach_the_chunk(overlap: str) -> None:
-    import torch
-
-    arrays = [torch.from_numpy(x) for x in some(1, 1, n=11)]
-    _, state = macchiato(*(x[:, :8] for x in arrays), window=3, overlap=overlap, return_state=True)
-    chunk = [x[:, 8:].clone().requires_grad_() for x in arrays]
-    assert torch.autograd.gradcheck(lambda *x: macchiato(*x, window=3, overlap=overlap, state=state), chunk)
-    _, after = macchiato(*chunk, window=3, overlap=overlap, state=state, return_state=True)
-    assert not any(x.requires_grad for x in (after.k, after.V))
 
 
 def test_wrong_arguments_are_named() -> None:

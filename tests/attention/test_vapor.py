@@ -9,7 +9,7 @@ import pytest
 
 import naive_attention as naive
 from levattn.attention import latte, macchiato, rotate_values
-from libraries import STORAGES, needs_torch, stored
+from libraries import STORAGES, stored
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -80,29 +80,6 @@ def test_numpy_keeps_half_precision() -> None:
     found = rotate_values(V, np.arange(9) + 10_000_000)
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, naive.rotate(V, np.arange(9) + 10_000_000), atol=2e-3)
-
-
-@needs_torch
-def test_torch_keeps_its_dtype_and_gradients_turn_back() -> None:
-    import torch
-
-    V = torch.randn(2, 9, 4, dtype=torch.bfloat16)
-    assert rotate_values(V, torch.arange(9)).dtype == torch.bfloat16
-    wide = V.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: rotate_values(x, torch.arange(9)), wide)
-
-
-@needs_torch
-def test_positions_may_require_gradients_that_they_do_not_get() -> None:
-    import torch
-
-    places = torch.arange(9.0, requires_grad=True)
-    V = np.random.default_rng(5).standard_normal((9, 4))
-    answer = naive.rotate(V, np.arange(9))
-    np.testing.assert_allclose(rotate_values(V, places), answer, atol=1e-14)
-    found = rotate_values(torch.from_numpy(V), places)
-    assert not found.requires_grad
-    np.testing.assert_allclose(found, answer, atol=1e-14)
 
 
 def test_wrong_arguments_are_named() -> None:
