@@ -100,15 +100,6 @@ def test_chunks_recurrences_and_the_explicit_matrix_agree(T: int, L: int, D: int
         np.testing.assert_allclose(naive.latte(*arrays), expected, atol=1e-11)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_causal_row_is_the_last_bidirectional_row_of_its_prefix(scale: float) -> None:
-    Q, K, V = logits_and_values(2, scale=scale)
-    Y = latte(Q, K, V)
-    for t in range(len(Q)):
-        prefix = latte(Q[t : t + 1], K[: t + 1], V[: t + 1], causal=False)
-        np.testing.assert_allclose(Y[t], prefix[0], atol=1e-12)
-
-
 @SETTINGS
 @given(
     seed=st.integers(0, 2**32),
@@ -138,37 +129,30 @@ def test_weights_are_distributions_over_what_is_seen(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scale", SCALES)
-def test_order_and_offset_of_latents_do_not_matter(causal: bool, scale: float) -> None:
+def test_order_and_offset_of_latents_do_not_matter_nor_does_that_of_positions_seen_at_once(
+    causal: bool, scale: float
+) -> None:
     Q, K, V = logits_and_values(3, scale=scale)
     rng = np.random.default_rng(4)
     order = rng.permutation(Q.shape[1])
     Y = latte(Q, K, V, causal=causal)
     np.testing.assert_allclose(latte(Q[:, order], K[:, order], V, causal=causal), Y, atol=1e-12)
-    rows, columns = rng.standard_normal((len(Q), 1)) * 50, rng.standard_normal((1, K.shape[1])) * 50
+    rows, columns = rng.standard_normal((len(Q), 1)) * 50, rng.standard_normal((1, K.shape[1])) * 50 - 200
     np.testing.assert_allclose(latte(Q + rows, K + columns, V, causal=causal), Y, atol=1e-11)
-
-
-def test_bidirectional_rows_follow_a_permutation_of_positions() -> None:
-    Q, K, V = logits_and_values(5, scale=30.0)
-    order = np.random.default_rng(6).permutation(len(Q))
-    Y = latte(Q, K, V, causal=False)
-    np.testing.assert_allclose(latte(Q[order], K[order], V[order], causal=False), Y[order], atol=1e-13)
-    np.testing.assert_allclose(latte(Q, K[order], V[order], causal=False), Y, atol=1e-13)
+    if not causal:
+        order = rng.permutation(len(Q))
+        np.testing.assert_allclose(latte(Q[order], K[order], V[order], causal=False), Y[order], atol=1e-12)
 
 
 # -- special cases that are other things -------------------------------------------------
 
 
-def test_equal_logits_give_the_running_mean_whatever_the_rows_ask() -> None:
-    Q, K, V = logits_and_values(7, scale=30.0)
-    mean = np.cumsum(V, axis=0) / np.arange(1, len(V) + 1)[:, None]
-    np.testing.assert_allclose(latte(Q, np.zeros_like(K), V), mean, atol=1e-14)
-
-
-def test_one_latent_gives_the_running_weighted_mean() -> None:
+def test_one_latent_gives_the_running_weighted_mean_whatever_the_rows_ask() -> None:
     Q, K, V = logits_and_values(8, L=1)
     E = np.exp(K)
     np.testing.assert_allclose(latte(Q, K, V), np.cumsum(E * V, axis=0) / np.cumsum(E, axis=0), atol=1e-14)
+    mean = np.cumsum(V, axis=0) / np.arange(1, len(V) + 1)[:, None]
+    np.testing.assert_allclose(latte(30 * Q, 0 * K, V), mean, atol=1e-14)
 
 
 def test_a_latent_per_position_gives_any_stochastic_matrix() -> None:
@@ -214,16 +198,6 @@ def test_decoding_token_by_token_equals_the_whole(storage: str) -> None:
         rows.append(as_float64(Y))
     expected = np.stack([naive.latte_recurrence(*(x[b, 0] for x in held)) for b in range(2)])[:, None]
     np.testing.assert_allclose(np.concatenate(rows, axis=-2), expected, atol=tolerance(storage))
-
-
-def test_merged_states_are_those_of_all_positions_in_any_order() -> None:
-    Q, K, V = logits_and_values(12, 40, scale=30.0)
-    a, b, c = (latte(Q[r], K[r], V[r], return_state=True)[1] for r in (slice(0, 9), slice(9, 10), slice(10, 39)))
-    first = a.copy().merge(b).merge(c)
-    second = c.copy().merge(a.copy().merge(b))
-    np.testing.assert_allclose(first.read(), second.read(), atol=1e-13)
-    last = latte(Q[39:], K[39:], V[39:], state=second)
-    np.testing.assert_allclose(last, latte(Q, K, V)[39:], atol=1e-13)
 
 
 def test_a_given_state_is_not_changed_and_an_empty_one_is_nothing() -> None:
@@ -329,12 +303,6 @@ def test_a_late_jump_of_logits_leaves_earlier_rows_alone(dtype: Any, jump: float
     early = latte(Q[:40], K[:40], V[:40])
     np.testing.assert_allclose(latte(Q, K, V)[:40], early, atol=1e-6 if dtype == np.float32 else 1e-14)
     np.testing.assert_allclose(latte(Q, K, V), naive.latte(Q, K, V), atol=tolerance(np.dtype(dtype).name))
-
-
-@pytest.mark.parametrize("T", [1, 17, 63, 65, 100])
-def test_a_partial_last_block_of_very_negative_logits(T: int) -> None:
-    Q, K, V = (x.astype(np.float32) for x in logits_and_values(26, T))
-    np.testing.assert_allclose(latte(Q, K - 200, V), latte(Q, K, V), atol=1e-5)
 
 
 @strategies.stores(*WIDE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -249,11 +250,7 @@ def test_a_cache_with_positions_goes_with_one_batch() -> None:
 
 
 def image_weights(dim: int = 192, heads: int = 4, *, bias: bool = True, prefix: str = "") -> dict[str, Any]:
-    rng = torch.Generator().manual_seed(dim)
-
-    def randn(*shape: int) -> Any:
-        return torch.randn(shape, generator=rng)
-
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
     stored = {"qkv.weight": randn(dim, dim) / dim**0.5, "temp": 1 + randn(heads, 1).exp()}
     stored |= {"to_out.0.weight": randn(dim, dim) / dim**0.5, "to_out.0.bias": randn(dim)}
     if bias:
@@ -264,11 +261,7 @@ def image_weights(dim: int = 192, heads: int = 4, *, bias: bool = True, prefix: 
 def language_weights(
     dim: int = 768, heads: int = 12, block: int = 1024, *, bias: bool = False, prefix: str = ""
 ) -> dict[str, Any]:
-    rng = torch.Generator().manual_seed(dim)
-
-    def randn(*shape: int) -> Any:
-        return torch.randn(shape, generator=rng)
-
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
     stored = {"c_attn.weight": randn(dim, dim) / dim**0.5, "temp": randn(heads, 1).exp()}
     stored |= {"denom_bias": 0.05 * randn(heads, block, 1), "c_proj.weight": randn(dim, dim) / dim**0.5}
     if bias:
@@ -356,83 +349,68 @@ def test_released_weights_keep_their_precision_and_are_copied() -> None:
     assert all(p.requires_grad for p in layer.parameters())
 
 
-def test_released_weights_that_do_not_fit_are_named() -> None:
-    images, language = image_weights(12, 3), language_weights(12, 3, 9, bias=True)
-    plain = TokenStatistics(12, heads=3, bias=True)
-    causal = TokenStatistics(12, heads=3, causal=True, positions=9, bias=True)
+IMAGES, LANGUAGE = image_weights(12, 3), language_weights(12, 3, 9, bias=True)
 
-    def without(stored: dict[str, Any], name: str) -> dict[str, Any]:
-        return {key: value for key, value in stored.items() if key != name}
 
-    read = TokenStatistics.from_released
-    for call, error, message in (
-        (lambda: read([1]), TypeError, "state_dict is of type list; expected a dict"),
-        (lambda: read(images, 3), TypeError, "prefix is 3; expected a string"),
-        (lambda: read(images, "blocks.0.attn."), ValueError, "neither of blocks.0.attn.qkv.weight and blocks.0.attn"),
-        (lambda: read(images | language), ValueError, "both of qkv.weight and c_attn.weight"),
-        (lambda: read(without(images, "temp")), ValueError, "state_dict has no temp; expected"),
-        (lambda: read(without(images, "to_out.0.weight")), ValueError, "state_dict has no to_out.0.weight"),
-        (lambda: read(without(language, "denom_bias")), ValueError, "state_dict has no denom_bias; expected"),
-        (lambda: read(images | {"mask": images["temp"]}), ValueError, "state_dict has mask, which is not of a layer"),
-        (
-            lambda: read({"a." + name: value for name, value in (language | {"bias": images["temp"]}).items()}, "a."),
-            ValueError,
-            "state_dict has a.bias, which is not of a layer",
-        ),
-        (lambda: read(images | {"temp": 3.0}), TypeError, "temp is no tensor of floats"),
-        (lambda: read(images | {"temp": torch.ones(3, 1).int()}), TypeError, "temp is no tensor of floats"),
-        (
-            lambda: read(images | {"temp": torch.ones(3)}),
-            ValueError,
-            r"temp has shape \(3,\); expected \(3, 1\), with dim = 12",
-        ),
-        (lambda: read(images | {"temp": torch.ones(5, 1)}), ValueError, "dim is 12 and heads is 5; expected a mult"),
-        (
-            lambda: read(images | {"qkv.weight": torch.ones(36, 12)}),
-            ValueError,
-            r"qkv.weight has shape \(36, 12\); expected \(12, 12\)",
-        ),
-        (lambda: read(images | {"qkv.bias": torch.ones(36)}), ValueError, r"qkv.bias has shape \(36,\); expected"),
-        (
-            lambda: read(language | {"denom_bias": torch.ones(3, 9)}),
-            ValueError,
-            r"denom_bias has shape \(3, 9\); expected \(3, 9, 1\)",
-        ),
-        (lambda: plain.load_released(language), ValueError, "of a language model, which is causal, and the layer has"),
-        (lambda: causal.load_released(images), ValueError, "of an image model, which is not causal, and the layer"),
-        (lambda: plain.load_released(without(images, "qkv.bias")), ValueError, "state_dict has no qkv.bias, which th"),
-        (
-            lambda: TokenStatistics(12, heads=3).load_released(images),
-            ValueError,
-            "state_dict has qkv.bias, which this layer has no place for",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=3, bias=True, output="tied").load_released(images),
-            ValueError,
-            "state_dict has to_out.0.weight, to_out.0.bias, which this layer has no place for",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=4, bias=True).load_released(images),
-            ValueError,
-            r"temp has shape \(3,\) .*; expected \(4,\), as temperature of this layer",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=3, positions=9, bias=True).load_released(images),
-            ValueError,
-            "state_dict has no position_bias, which this layer needs",
-        ),
-        (
-            lambda: causal.load_released(language | {"denom_bias": torch.ones(3, 8, 1)}),
-            ValueError,
-            r"denom_bias has shape \(3, 8\) .*; expected \(3, 9\), as position_bias of this layer",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=3, bias=True, device="meta").load_released(images),
-            ValueError,
-            "of this layer is on the device meta",
-        ),
-    ):
-        before = copy.deepcopy(plain.state_dict())
-        with pytest.raises(error, match=message):
-            call()
-        assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
+def without(stored: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in stored.items() if key != name}
+
+
+UNREADABLE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    (([1],), TypeError, "state_dict is of type list; expected a dict"),
+    ((IMAGES, 3), TypeError, "prefix is 3; expected a string"),
+    ((IMAGES, "blocks.0.attn."), ValueError, "neither of blocks.0.attn.qkv.weight and blocks.0.attn"),
+    ((IMAGES | LANGUAGE,), ValueError, "both of qkv.weight and c_attn.weight"),
+    ((without(IMAGES, "temp"),), ValueError, "state_dict has no temp; expected"),
+    ((without(IMAGES, "to_out.0.weight"),), ValueError, "state_dict has no to_out.0.weight"),
+    ((without(LANGUAGE, "denom_bias"),), ValueError, "state_dict has no denom_bias; expected"),
+    ((IMAGES | {"mask": torch.ones(3)},), ValueError, "state_dict has mask, which is not of a layer"),
+    (
+        ({f"a.{name}": value for name, value in LANGUAGE.items()} | {"a.bias": torch.ones(3)}, "a."),
+        ValueError,
+        "state_dict has a.bias, which is not of a layer",
+    ),
+    ((IMAGES | {"temp": 3.0},), TypeError, "temp is no tensor of floats"),
+    ((IMAGES | {"temp": torch.ones(3, 1).int()},), TypeError, "temp is no tensor of floats"),
+    ((IMAGES | {"temp": torch.ones(3)},), ValueError, r"temp has shape \(3,\); expected \(3, 1\), with dim = 12"),
+    ((IMAGES | {"temp": torch.ones(5, 1)},), ValueError, "dim is 12 and heads is 5; expected a mult"),
+    (
+        (IMAGES | {"qkv.weight": torch.ones(36, 12)},),
+        ValueError,
+        r"qkv.weight has shape \(36, 12\); expected \(12",
+    ),
+    ((IMAGES | {"qkv.bias": torch.ones(36)},), ValueError, r"qkv.bias has shape \(36,\); expected"),
+    ((LANGUAGE | {"denom_bias": torch.ones(3, 9)},), ValueError, r"denom_bias has shape \(3, 9\); expected \(3, 9, 1"),
+]
+OF_LANGUAGE = {"causal": True, "positions": 9}
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, LANGUAGE, "of a language model, which is causal, and the layer has"),
+    (OF_LANGUAGE, IMAGES, "of an image model, which is not causal, and the layer"),
+    ({}, without(IMAGES, "qkv.bias"), "state_dict has no qkv.bias, which th"),
+    ({"bias": False}, IMAGES, "state_dict has qkv.bias, which this layer has no place for"),
+    ({"output": "tied"}, IMAGES, "state_dict has to_out.0.weight, to_out.0.bias, which this layer has no place for"),
+    ({"heads": 4}, IMAGES, r"temp has shape \(3,\) .*; expected \(4,\), as temperature of this layer"),
+    ({"positions": 9}, IMAGES, "state_dict has no position_bias, which this layer needs"),
+    (
+        OF_LANGUAGE,
+        LANGUAGE | {"denom_bias": torch.ones(3, 8, 1)},
+        r"expected \(3, 9\), as position_bias of this",
+    ),
+    ({"device": "meta"}, IMAGES, "of this layer is on the device meta"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), UNREADABLE, ids=range(len(UNREADABLE)))
+def test_released_weights_that_are_none_are_named(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TokenStatistics.from_released(*given)
+
+
+@pytest.mark.parametrize(("options", "stored", "message"), MISFITS, ids=range(len(MISFITS)))
+def test_released_weights_that_do_not_fit_leave_the_layer_as_it_was(options: Any, stored: Any, message: str) -> None:
+    layer = TokenStatistics(12, **{"heads": 3, "bias": True} | options)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        layer.load_released(stored)
+    if "device" not in options:
+        assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
