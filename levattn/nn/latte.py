@@ -17,8 +17,8 @@ __all__ = ["Latte", "LatteCache"]
 class LatteCache(Cache):
     """What decoding keeps of the positions so far, the same number of floats however many they are.
 
-    ``new_cache()`` of a layer makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    layer and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
+    Gradients do not pass through it.
 
     Attributes
     ----------
@@ -75,10 +75,8 @@ class Latte(LatentLayer[LatteCache]):
         The map f in front of the two projections to logits: "conv" or "rg_lru" for a short memory, a module of one's
         own on (B, T, C), or None for none. Modules with a state have ``state_size()`` and
         ``forward(x, *, offsets, state)``, which returns the output and the state after it.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Raises
     ------
@@ -96,8 +94,7 @@ class Latte(LatentLayer[LatteCache]):
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512.
+    Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512.
 
     Examples
     --------

@@ -46,10 +46,10 @@ def set_dense(model: Any, dense: bool = True) -> None:
     --------
     >>> import torch
     >>> from levattn.nn import LevAttention, set_dense
-    >>> model = torch.nn.Sequential(LevAttention(16, heads=2, size=8), LevAttention(16, heads=2, size=8))
+    >>> model = torch.nn.Sequential(LevAttention(16, heads=2, size=8), torch.nn.LayerNorm(16))
     >>> for step in range(100):
     ...     set_dense(model, step < 15)
-    >>> model[1].dense
+    >>> model[0].dense
     False
     """
     if not isinstance(model, torch.nn.Module):
@@ -66,8 +66,8 @@ def set_dense(model: Any, dense: bool = True) -> None:
 class LevAttentionCache:
     """What decoding keeps of the positions so far: as many keys and summaries as a query reads, however many came.
 
-    ``new_cache()`` of a layer makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    layer and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
+    Gradients do not pass through it.
 
     Attributes
     ----------
@@ -118,38 +118,20 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         Number of heads of the queries, a divisor of `dim`.
     kv_heads : int, optional
         Number of heads of the keys and values, a divisor of `heads`; as many as `heads` if not given.
-    budget : int or float, optional
-        Slots of a query, as in `levattn.attention.pruned_attention`, like all options up to `chunk`. One of `budget`,
-        `size` and `epsilon` is given; the layer of the paper has a size alone.
-    size : int, optional
-        Instead of `budget`: the number of keys that are selected in each head.
-    epsilon : float in (0, 1], optional
-        Instead of `budget`: keys with a score of at least ε are selected.
-    summaries : int, optional
-        Number of clusters that the other keys are read in.
-    window : int, optional
-        Keys near a query that it attends to exactly.
-    sinks : int, optional
-        First positions that all queries attend to.
-    scores : {"leverage", "residual", "expected"}
-        What keys are selected by.
-    center : bool, optional
-        Whether the mean of the keys is subtracted before they are scored.
-    f : "softmax" or float
-        The attention function; a number p is abs(x)^p.
+    budget, size, epsilon, summaries, window, sinks, scores, center, f : optional
+        What keys a query attends to, and how, as in `levattn.attention.pruned_attention`. One of `budget`, `size` and
+        `epsilon` is given; the layer of the paper has a `size` alone.
     causal : bool
         True if a position sees itself and those before, False if it sees all.
     chunk : int, optional
-        Causal: positions between two selections.
+        Causal: positions between two selections, as there.
     bias, out_bias : bool
         Whether the two linear maps have biases.
     dense : bool
         Whether the layer attends to all keys for now. An attribute that may be set at any time; it is no part of the
         state dict.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Attributes
     ----------
@@ -174,8 +156,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
 
     References
     ----------
-    .. [1] Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm
-       for Heavy Attentions", arXiv:2410.05462, section 6.
+    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention", arXiv:2410.05462, section 6.
 
     Examples
     --------

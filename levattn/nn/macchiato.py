@@ -22,8 +22,8 @@ __all__ = ["Macchiato", "MacchiatoCache"]
 class MacchiatoCache(Cache):
     """What decoding keeps of the positions so far: from `window` positions on the same number of floats.
 
-    ``new_cache()`` of a layer makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    layer and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
+    Gradients do not pass through it.
 
     Attributes
     ----------
@@ -93,10 +93,8 @@ class Macchiato(LatentLayer[MacchiatoCache]):
         weight of about 1 − δ. For a layer put beside trained weights 0.05 to 0.1 is advised: gradients of the latents
         are proportional to δ, and much smaller ones may never be taken up. None for a gate that begins with random
         weights.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Raises
     ------
@@ -115,8 +113,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512v5.
+    Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512v5.
 
     Examples
     --------

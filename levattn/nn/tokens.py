@@ -23,8 +23,8 @@ __all__ = ["TokenStatistics", "TokenStatisticsCache"]
 class TokenStatisticsCache(Cache):
     """What decoding keeps of the tokens so far: two numbers for each channel and head, however many they are.
 
-    ``new_cache()`` of a layer makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    layer and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
+    Gradients do not pass through it.
 
     Attributes
     ----------
@@ -61,8 +61,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     (untied), or :math:`[U_1, \dots, U_h]^\top` (tied). What is returned is to be added to the tokens, as in any
     transformer: ``x + layer(norm(x))``.
 
-    Other tokens enter through 2d + 1 statistics of each head alone, so the layer copies no value from one token to
-    another: what needs that (recall, retrieval) has to come from another layer, e.g. `Latte`.
+    No value is copied from one token to another: what needs that (recall) has to come from another layer (`Latte`).
 
     Parameters
     ----------
@@ -73,13 +72,11 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     causal : bool
         True if a token sees itself and those before, False if it sees all.
     membership : {"diag_leverage", "norm", "leverage", "uniform"}
-        What tokens are shared out over the heads by, as in `levattn.attention.tssa`: "diag_leverage" is the released
-        code's, "norm" the paper's.
+        As in `levattn.attention.tssa`, like the next two: "diag_leverage" is the released code's, "norm" the paper's.
     normalize : {"sum", "mean"}
-        Whether leverage scores are multiplied by the number of tokens seen. Then temperatures begin as
-        :math:`d^{-1/2}`, else as 1.
+        With "mean" temperatures begin as :math:`d^{-1/2}`, else as 1.
     decay : float or sequence of h floats
-        What a token counts for after the next has come, in (0, 1]. Causal only. It is not learned.
+        Causal only. It is not learned.
     output : {"untied", "tied"}
         Whether there is an output matrix. With tied outputs, no biases, ``c = step = 1`` and :math:`\|U_k\|_2 <
         \sqrt 2`, adding the output to the tokens that it was made of lowers the variational rate
@@ -95,10 +92,8 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     out_std : float
         The standard deviation that weights of an untied output begin with; the released language models of n layers
         take ``0.02 / sqrt(2 * n)``.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Attributes
     ----------
@@ -124,17 +119,14 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h. Rows of masked tokens
     are the bias of the output alone.
 
-    Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do. Their language
+    Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do, whose language
     models leave temperatures and biases of positions out of weight decay: `no_weight_decay`. Their code drops out
-    the factors 1/(1 + c m) and the output while it trains. This layer has no dropout: put one behind it, and use
-    none of the former.
-
-    Numbers of float16 and bfloat16, and autocast, are computed in float32 within attention.
+    the factors 1/(1 + c m) and the output while it trains; this layer has no dropout. Numbers of float16 and bfloat16,
+    and autocast, are computed in float32 within attention.
 
     References
     ----------
-    .. [1] Wu, Ding, Lu, Pai, Zhang, Wang, Yu, Ma and Haeffele, "Token Statistics Transformer: Linear-Time Attention
-       via Variational Rate Reduction", arXiv:2412.17810, section 3 and Algorithm 1.
+    Wu et al., "Token Statistics Transformer", arXiv:2412.17810, section 3 and Algorithm 1.
 
     Examples
     --------
@@ -215,10 +207,8 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
             What a public model stores, as `load_released` reads it. Language models are causal, image models are not.
         prefix : str
             What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
-        device : torch.device or str, optional
-            Of the parameters; that of the stored weights if left out.
-        dtype : torch.dtype, optional
-            The same.
+        device, dtype : torch.device or str, torch.dtype, optional
+            Of the parameters; those of the stored weights if left out.
 
         Returns
         -------

@@ -26,6 +26,7 @@ __all__ = [
     "dense_arrays",
     "is_double",
     "latent_attention",
+    "moved",
     "promoted",
     "reshaped",
     "stacked",
@@ -280,6 +281,17 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return namespace_of(array).reshape(array, shape)
 
 
+def moved(name: str, array: Any, like: Any) -> Any:
+    """Return an array in the library and on the device of another."""
+    if _home(array) == _home(like):
+        return array
+    if is_torch(array) and is_torch(like):
+        return array.to(like.device)
+    if on_cuda(like) and (shared := as_cupy(array, name)) is not None:
+        return shared
+    return to_device(to_numpy(array), like)
+
+
 def _flags(mask: Any, U: int, like: Any) -> Any:
     """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
     mask = dense_array("mask", mask)
@@ -287,8 +299,4 @@ def _flags(mask: Any, U: int, like: Any) -> Any:
         raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a position that takes part")
     if not mask.ndim or mask.shape[-1] != U:
         raise ValueError(f"mask has shape {tuple(mask.shape)}; expected (..., {U}), one entry a position")
-    if _home(mask) == _home(like):
-        return mask
-    if on_cuda(like) and (shared := as_cupy(mask, "mask")) is not None:
-        return shared
-    return to_device(to_numpy(mask), like)
+    return moved("mask", mask, like)

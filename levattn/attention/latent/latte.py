@@ -109,8 +109,8 @@ def latte(
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512, equations of the bidirectional and the causal model in section 3.
+    Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512,
+    equations of the bidirectional and the causal model in section 3.
 
     Examples
     --------

@@ -60,8 +60,7 @@ class MacchiatoState:
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512v5, Latte-Macchiato. What a state has to hold for the exclusive mode is ours.
+    Dolga et al., arXiv:2402.17512v5, Latte-Macchiato. What a state has to hold for the exclusive mode is ours.
 
     Examples
     --------
@@ -189,9 +188,8 @@ def macchiato(
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512v5, Latte-Macchiato. The softmax over L + 1 logits is our reading of it, and the
-       exclusive mode is ours.
+    Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512v5,
+    Latte-Macchiato. The softmax over L + 1 logits is our reading of it, and the exclusive mode is ours.
 
     Examples
     --------

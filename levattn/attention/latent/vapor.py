@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from levattn._core.arrays import is_torch, to_device, to_numpy
 from levattn._core.checks import positive_number
-from levattn.attention.common.arguments import dense_array, stacked
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.arguments import dense_array, moved, stacked
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 
 __all__ = ["rotate_values"]
 
@@ -75,16 +74,11 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     given = stacked({"V": (V, 2)}, like="V")
     (stack,) = given.stacks
     xp = namespace_of(stack)
-    device = device_of(stack)
     places = dense_array("positions", positions)
     if not _is_real(places):
         raise TypeError(f"positions has dtype {places.dtype}; expected whole numbers or real floats")
-    if is_torch(places):
-        places = places.detach().double()
-    if namespace_of(places) is not xp:
-        places = to_device(to_numpy(places), stack)
-    places = places.to(stack.device) if is_torch(places) else xp.asarray(places, device=device)
-    places = xp.astype(places, xp.float64)
+    numbers = namespace_of(places)
+    places = moved("positions", numbers.astype(without_gradient(places), numbers.float64), stack)
     if not places.shape or places.shape[-1] != V.shape[-2]:
         raise ValueError(
             f"positions has shape {tuple(places.shape)}; expected (..., {V.shape[-2]}), one entry a row of V"
@@ -97,7 +91,7 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
             "to those of V"
         )
     half = D // 2
-    speeds = base ** (xp.arange(half, dtype=xp.float64, device=device) * (-2 / D))
+    speeds = base ** (xp.arange(half, dtype=xp.float64, device=device_of(stack)) * (-2 / D))
     angles = places[..., None] * (-speeds if inverse else speeds)
     c, s = (xp.astype(part, stack.dtype) for part in (xp.cos(angles), xp.sin(angles)))
     values = xp.reshape(stack, tuple(V.shape))
