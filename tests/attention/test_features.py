@@ -102,17 +102,6 @@ def test_the_recurrence_keeps_the_power_of_its_input() -> None:
     np.testing.assert_array_equal(h[0], x[0])  # nothing decays at the start
 
 
-@over_cases
-def test_half_precision_is_computed_in_single(name: str) -> None:
-    case = Case(name)
-    wide = case("numpy")
-    case.inputs = [x.astype(np.float16) for x in case.inputs]
-    case.others = [x.astype(np.float16) for x in case.others]
-    found = case("numpy")
-    assert found.dtype == np.float16
-    np.testing.assert_allclose(found, wide, atol=0.02)
-
-
 def test_wrong_arguments_are_named() -> None:
     x, w = np.zeros((2, 5, 3)), np.zeros((3, 4))
     for call, error, message in (

@@ -24,11 +24,12 @@ def test_rotations_are_those_of_the_loops(storage: str, inverse: bool) -> None:
         np.testing.assert_allclose(np.asarray(found), answer, atol=1e-13)
 
 
-def test_each_row_has_positions_of_its_own() -> None:
-    V, places = np.ones((2, 3, 4)), np.array([[0, 1, 2], [7, 8, 9]])
+def test_rows_may_have_positions_of_their_own_and_half_precision() -> None:
+    V, places = np.ones((2, 3, 4), np.float16), np.array([[0, 1, 2], [7, 8, 10_000_000]])
     found = rotate_values(V, places)
+    assert found.dtype == np.float16
     for item in range(2):
-        np.testing.assert_allclose(found[item], naive.rotate(V[item], places[item]), atol=1e-14)
+        np.testing.assert_allclose(found[item], naive.rotate(V[item], places[item]), atol=2e-3)
 
 
 def test_turning_back_is_the_inverse_and_keeps_lengths() -> None:
@@ -73,13 +74,6 @@ def test_values_are_turned_by_their_distance() -> None:
     places = np.arange(20)
     found = rotate_values(latte(Q, K, rotate_values(V, places, inverse=True)), places)
     np.testing.assert_allclose(found, answer, atol=1e-14)
-
-
-def test_numpy_keeps_half_precision() -> None:
-    V = np.random.default_rng(4).standard_normal((9, 4)).astype(np.float16)
-    found = rotate_values(V, np.arange(9) + 10_000_000)
-    assert found.dtype == np.float16
-    np.testing.assert_allclose(found, naive.rotate(V, np.arange(9) + 10_000_000), atol=2e-3)
 
 
 def test_wrong_arguments_are_named() -> None:

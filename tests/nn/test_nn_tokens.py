@@ -302,42 +302,48 @@ def language_layer(stored: dict[str, Any], prefix: str, X: Any) -> Any:
     return y.permute(0, 2, 1, 3).reshape(B, T, C) @ get["c_proj.weight"].T + get.get("c_proj.bias", nothing)
 
 
+# name -> what is stored, the layer by its definition, its prefix, its sizes, and how many tokens it is tried on
+RELEASED: dict[str, tuple[Any, Any, str, dict[str, Any], int]] = {
+    "image": (
+        image_weights,
+        image_layer,
+        "blocks.11.attn.",
+        {"dim": 192, "heads": 4, "causal": False, "positions": None},
+        197,
+    ),
+    "language": (
+        language_weights,
+        language_layer,
+        "transformer.h.0.attn.",
+        {"dim": 768, "heads": 12, "causal": True, "positions": 1024},
+        300,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RELEASED)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_released_image_weights_make_the_released_layer(dtype: Any, bias: bool) -> None:
-    prefix = "blocks.11.attn."
+def test_released_weights_make_the_released_layer(dtype: Any, bias: bool, kind: str) -> None:
+    weights, definition, prefix, sizes, T = RELEASED[kind]
     stored = {f"blocks.{i}.norm1.weight": torch.ones(192) for i in range(12)}
-    stored |= image_weights(bias=bias, prefix=prefix) | image_weights(prefix="blocks.1.attn.")
+    stored |= weights(bias=bias, prefix=prefix) | image_weights(prefix="blocks.1.attn.")
     layer = TokenStatistics.from_released(stored, prefix, dtype=dtype)
-    assert (layer.dim, layer.heads, layer.causal, layer.positions) == (192, 4, False, None)
-    X = torch.randn(2, 197, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
-    X[0, :, :7] = 0  # and channels that never are anything
-    room = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    torch.testing.assert_close(layer(X), image_layer(stored, prefix, X), atol=room, rtol=0)
-    again = TokenStatistics(192, heads=4, bias=bias).to(dtype)
+    assert {name: getattr(layer, name) for name in sizes} == sizes
+    X = torch.randn(2, T, sizes["dim"], generator=torch.Generator().manual_seed(1)).to(dtype)
+    X[0, :, :7] = 0  # channels that never are anything
+    X[:, 0] *= 1e-9  # so that the least sum of squares shows
+    expected, room = definition(stored, prefix, X), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(layer(X), expected, atol=room, rtol=0)
+    if layer.causal:
+        cache = layer.new_cache()
+        parts = [layer(X[:, low : low + 100], cache=cache) for low in (0, 100, 200)]
+        torch.testing.assert_close(torch.cat(parts, 1), expected, atol=room, rtol=0)
+    again = TokenStatistics(**sizes, bias=bias, out_bias=bias or kind == "image").to(dtype)
     kept = again.temperature
     assert again.load_released(stored, prefix) is again
     assert again.temperature is kept
     assert torch.equal(again(X), layer(X))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_released_language_weights_make_the_released_layer(dtype: Any, bias: bool) -> None:
-    prefix = "transformer.h.0.attn."
-    stored = {"transformer.wte.weight": torch.ones(3, 3), **language_weights(bias=bias, prefix=prefix)}
-    layer = TokenStatistics.from_released(stored, prefix, dtype=dtype)
-    assert (layer.dim, layer.heads, layer.causal, layer.positions) == (768, 12, True, 1024)
-    X = torch.randn(1, 300, 768, generator=torch.Generator().manual_seed(1)).to(dtype)
-    X[:, 0] = X[:, 0] * 1e-9  # so that the least sum of squares shows
-    room = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    expected = language_layer(stored, prefix, X)
-    torch.testing.assert_close(layer(X), expected, atol=room, rtol=0)
-    cache = layer.new_cache()
-    parts = [layer(X[:, low : low + 100], cache=cache) for low in (0, 100, 200)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=room, rtol=0)
-    again = TokenStatistics(768, heads=12, causal=True, positions=1024, bias=bias, out_bias=bias).to(dtype)
-    assert torch.equal(again.load_released(stored, prefix)(X), layer(X))
 
 
 def test_released_weights_keep_their_precision_and_are_copied() -> None:
