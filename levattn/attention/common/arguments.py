@@ -236,10 +236,11 @@ def is_double(name: str, array: Any) -> bool:
 
 def promoted(array: Any, double: bool) -> Any:
     """Return an array in the kind that a call is computed in, its last axis contiguous where kernels read it."""
+    if isinstance(array, np.ndarray):
+        array = np.asarray(array, np.float64 if double else np.float32)
+        return array if array.flags.aligned and _is_dense_along_rows(array) else array.copy()
     xp = namespace_of(array)
     array = xp.astype(array, xp.float64 if double else xp.float32, copy=False)
-    if isinstance(array, np.ndarray):
-        return array if array.flags.aligned and _is_dense_along_rows(array) else array.copy()
     return array if is_torch(array) or not on_cuda(array) or _is_dense_along_rows(array) else array.copy()
 
 
