@@ -46,12 +46,13 @@ VECTOR_CODE = (
     *("_kernels.jit", "_kernels.shipped", "_kernels.llvm", "_kernels.scratch"),
     *("_kernels.*.compiled", "_kernels.*.simd"),
 )
+TENSORS = ("_kernels.tensors", "_kernels.*.torch")
 COMPILERS = (*VECTOR_CODE, "_kernels.cache", "_kernels.parts")
 HOMES = {
     "numba": COMPILERS,
     "llvmlite": VECTOR_CODE,
     "cupy": ("_kernels.cuda_source", "_core.arrays"),
-    "torch": ("attention.*", "distributed.*", "nn", "nn.*", "integrations.*", "cli.*"),
+    "torch": ("attention.*", *TENSORS, "distributed.*", "nn", "nn.*", "integrations.*", "cli.*"),
     "transformers": ("integrations.*", "cli.*"),
     "timm": ("integrations.timm",),
     "kvpress": ("integrations.kvpress",),
@@ -73,7 +74,7 @@ EAGER = {
     "sklearn": ("integrations.sklearn",),
     "typer": ("cli.*",),
     "torch": (
-        "attention.latent.torch",
+        *TENSORS,
         "attention.tokens.torch",
         "nn",
         "nn.*",

@@ -252,9 +252,9 @@ def _full_precision(like: Any) -> Any:
     """Return a block in which torch does not make products of half precision: sums over members would not bear it."""
     if not is_torch(like):
         return nullcontext()
-    from levattn.attention.latent import torch as torch_latent
+    from levattn._kernels import tensors as torch_kernels
 
-    return torch_latent.without_autocast(like)
+    return torch_kernels.without_autocast(like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,11 +293,11 @@ class _Call:
         given = stacked(arrays, like="V", mask=(mask, K.shape[-2]))
         stacks, tensors = given.stacks, False
         if is_torch(given.stacks[0]):
-            from levattn.attention.latent import torch as torch_latent
+            from levattn._kernels import tensors as torch_kernels
 
             before = tuple(array for part in held or () for array in arrays_of(part))
-            tensors = torch_latent.in_memory((*stacks, *before))
-            stacks = tuple(map(torch_latent.memory_of, stacks)) if tensors else stacks
+            tensors = torch_kernels.in_memory((*stacks, *before))
+            stacks = tuple(map(torch_kernels.memory_of, stacks)) if tensors else stacks
         q, K, V, scores = stacks
         present = None if given.mask is None else to_numpy(given.mask)
         asking = present if tied else None
@@ -356,17 +356,17 @@ class _Call:
         """Return an array of the kernels in the library of the arguments."""
         if not self.tensors:
             return array
-        from levattn.attention.latent import torch as torch_latent
+        from levattn._kernels import tensors as torch_kernels
 
-        return torch_latent.tensor_of(array)
+        return torch_kernels.tensor_of(array)
 
     def memory_of(self, part: PrunedPart) -> PrunedPart:
         """Return a part of a state with its arrays as this call computes with them."""
         if not self.tensors:
             return part
-        from levattn.attention.latent import torch as torch_latent
+        from levattn._kernels import tensors as torch_kernels
 
-        return converted(part, torch_latent.memory_of)
+        return converted(part, torch_kernels.memory_of)
 
 
 def _taken(array: Any, places: Any, axis: int) -> Any:
