@@ -25,7 +25,7 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function, is
 from levattn.io import KeySource
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
-from levattn.sensitivity.certified import Bounds, certify
+from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import TIE, check_epsilon, check_method, factorize, refuse_randomness, rows_of
 from levattn.sets.result import Guarantee, UniversalSet, known_by, reaches, rescored, result_of
