@@ -457,7 +457,7 @@ def _as_arrays(held: list[Candidates]) -> tuple[_Fields, _Arrays]:
     if held:
         all_of_them = sum(held[1:], start=held[0])
         arrays |= {"indices": all_of_them.indices, "keys": all_of_them.keys}
-        arrays |= {f"beside{i}": array for i, array in enumerate(all_of_them.beside)}
+        arrays |= {f"beside{i}": array for i, array in enumerate(all_of_them.payload)}
     return {}, arrays
 
 

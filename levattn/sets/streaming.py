@@ -115,7 +115,7 @@ class StreamedSet:
 
     @property
     def payload(self) -> npt.NDArray[Any] | None:
-        """What came beside these keys, for one matrix.
+        """The payload of these keys, for one matrix.
 
         Returns
         -------
@@ -290,16 +290,16 @@ class StreamingUniversalSet:
             the state was made. After any error the state is as it was.
         """
         matrices, rows = readable(K, mask)
-        beside = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
+        payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
-            stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, beside)
+            stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
         else:
             stream = self._stream.copy()
-            stream.require(matrices.batch, matrices.d, matrices.format, beside, "K")
+            stream.require(matrices.batch, matrices.d, matrices.format, payloads, "K")
         index = RowNumbers(self._next_row, matrices.n)
         before = stream.blocks * BLOCK + stream.tail.count
         try:
-            stream.push(rows, index, *beside)
+            stream.push(rows, index, *payloads)
         except FloatingPointError:
             refuse_nonfinite(rows, before)
         stream.present = stream.present + present_rows(rows)
@@ -344,10 +344,10 @@ class StreamingUniversalSet:
             spans = _with_span(spans, (start + shift, stop + shift))
         if self._stream is None:
             theirs = other._stream
-            stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.beside)
+            stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.payload)
         else:
             stream, theirs = self._stream.copy(), other._stream
-            stream.require(theirs.batch, theirs.d, theirs.format, theirs.beside, "other")
+            stream.require(theirs.batch, theirs.d, theirs.format, theirs.payload, "other")
         stream.merge(other._stream, shift)
         self._placed |= other._placed
         self._stream, self._spans = stream, spans
@@ -466,7 +466,7 @@ class StreamingUniversalSet:
         summed = stream.blocks * BLOCK + stream.tail.count
         if max(summed, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:
             raise ValueError("more keys take part than there were rows")
-        for numbers in (stream.tail.beside[0], *(held.indices for held in stream.held)):
+        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.held)):
             if ((numbers < 0) | (numbers >= self._next_row)).any():
                 raise ValueError("a key is held that has the number of no row")
 

@@ -32,7 +32,7 @@ from levattn.sets.result import Guarantee, UniversalSet, known_by, reaches, resc
 from levattn.sets.selection import at_least, largest, rescored_all
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
-__all__ = ["universal_set"]
+__all__ = ["set_of", "universal_set"]
 
 _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
 
@@ -203,6 +203,14 @@ def universal_set(
     if approximate:
         return _from_sketch(matrices, epsilon, size, method, center, mask, sketch_size, rng, recheck)
     return _exact(matrices, epsilon, size, method, center, mask, labels)
+
+
+def set_of(matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, mask: Any) -> UniversalSet:
+    """Return the set of keys that were read, for a checked function and ε, by the method "auto"."""
+    if is_square(f):
+        return _exact(matrices, epsilon, None, "auto", False, mask, None)
+    bounds = certify(matrices, f, mask=mask, epsilon=epsilon)
+    return _certified(matrices, f, epsilon, None, mask, bounds, "superset")
 
 
 def _exact(
