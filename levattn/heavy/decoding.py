@@ -137,12 +137,7 @@ class CausalUniversalSet:
 
     @property
     def held(self) -> int:
-        """Number of keys that are held now, of all matrices.
-
-        Returns
-        -------
-        int
-        """
+        """Number of keys that are held now, of all matrices."""
         return sum(map(len, self._held))
 
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> CausalUniversalSet:
@@ -273,7 +268,7 @@ class CausalUniversalSet:
                 "queries for each matrix of keys, (..., g, d)"
             )
         Q64 = to_float64(rows.keys, rows.format)
-        require_finite_queries(np.isfinite(Q64).all(axis=(0, 2)))
+        require_finite_queries(np.asarray(np.isfinite(Q64).all(axis=(0, 2))))
         found = tuple(self._heavy(item, Q64[item]) for item in range(len(Q64)))
         return found if self._batch else found[0]
 

@@ -84,7 +84,7 @@ def of_squares(
 def _estimated(
     Q: Float64, N: Float64, epsilon: float, sketch_size: Any, rng: Any
 ) -> tuple[Float64, Float64, float, float]:
-    """Return normalizers from a projection, their relative errors, the largest of these, and the ε that allows for it."""
+    """Return normalizers from a projection, their errors, the largest of these, and the ε that allows for it."""
     default = jl_size(max(len(Q), 1), 0.5, FAILURE)
     columns = _sketch_size(sketch_size, 1, (default,))[0]
     D, (short, more) = estimated_normalizers(Q, N, columns, as_seed(rng))

@@ -85,74 +85,39 @@ class StreamedSet:
 
     @property
     def indices(self) -> Int64:
-        """Ascending row numbers of the keys of the set, for one matrix.
-
-        Returns
-        -------
-        array of int64, shape (size,)
-        """
+        """Ascending row numbers of the keys of the set, int64 (size,), for one matrix."""
         return self._one.indices
 
     @property
     def keys(self) -> npt.NDArray[Any]:
-        """The keys of the set, for one matrix.
-
-        Returns
-        -------
-        array of shape (size, d)
-        """
+        """The keys of the set, (size, d), for one matrix."""
         return self._one.keys
 
     @property
     def scores(self) -> Float64:
-        """Their leverage scores, or bounds of their sensitivities, for one matrix.
-
-        Returns
-        -------
-        array of float64, shape (size,)
-        """
+        """Their leverage scores, or bounds of their sensitivities, float64 (size,), for one matrix."""
         return self._one.scores
 
     @property
     def payload(self) -> npt.NDArray[Any] | None:
-        """The payload of these keys, for one matrix.
-
-        Returns
-        -------
-        array of shape (size, ...) or None
-        """
+        """The payload of these keys, (size, ...) or None, for one matrix."""
         return self._one.payload
 
     @property
     def sizes(self) -> Int64:
-        """Number of keys in the set of each matrix.
-
-        Returns
-        -------
-        array of int64, shape (...,)
-        """
+        """Number of keys in the set of each matrix, int64 (...,)."""
         return np.array([len(item) for item in self.items], np.int64).reshape(self.batch)
 
     @property
     def size_bound(self) -> Any:
-        """The bound on the size of the set: rank/ε, and 8 rank/ε for the block bound of rows in random order.
-
-        Returns
-        -------
-        float or array of shape (...,)
-        """
+        """The bound on the size: rank/ε, or 8 rank/ε for a block bound of rows in random order; a float, or (...,)."""
         with np.errstate(over="ignore"):
             bound = (8.0 if self.certificate == ("block",) else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
         return bound if self.batch else float(bound)
 
     @property
     def is_vacuous(self) -> Any:
-        """Whether the bound promises nothing, since it is not below the number of keys.
-
-        Returns
-        -------
-        bool or array of bool, shape (...,)
-        """
+        """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,)."""
         vacuous = np.asarray(self.size_bound) >= self.present
         return vacuous if self.batch else bool(vacuous)
 
@@ -242,22 +207,12 @@ class StreamingUniversalSet:
 
     @property
     def n(self) -> int:
-        """Number of rows so far, masked ones among them.
-
-        Returns
-        -------
-        int
-        """
+        """Number of rows so far, masked ones among them."""
         return sum(stop - start for start, stop in self._spans)
 
     @property
     def held(self) -> int:
-        """Number of keys that are held now, of all matrices.
-
-        Returns
-        -------
-        int
-        """
+        """Number of keys that are held now, of all matrices."""
         if self._stream is None:
             return 0
         return sum(map(len, self._stream.held)) + self._stream.tail.count * len(self._stream.held)
