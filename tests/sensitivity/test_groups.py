@@ -128,26 +128,6 @@ def test_some_query_attains_the_score_and_none_exceeds_it(K: Any, seed: int) -> 
         assert np.all(mass <= scores[label] + 1e-9)
 
 
-@pytest.mark.parametrize("m", [1, 2, 5, 16, 17, 300])
-def test_copies_of_a_key(m: int) -> None:
-    """m copies have m t/(1 + m t) together, with t = kᵀG⁻¹k of the second moment of the others."""
-    rng = np.random.default_rng(m)
-    others, k = rng.standard_normal((500, 16)), 3 * rng.standard_normal(16)
-    K = np.vstack([others, np.tile(k, (m, 1))])
-    t = k @ np.linalg.solve(others.T @ others, k)
-    labels = np.repeat([-1, 0], [500, m])
-    assert group_leverage(K, labels)[0] == pytest.approx(m * t / (1 + m * t), rel=1e-12)
-    assert group_leverage(K, labels)[0] == pytest.approx(levattn.leverage_scores(K)[labels == 0].sum(), rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["coherent", "deficient-exact", "zero-rows", "wide", "huge-rows", "tiny-rows"])
-def test_singletons_and_the_group_of_all(name: str) -> None:
-    K = strategies.case(name)
-    n = len(K)
-    np.testing.assert_allclose(group_leverage(K, np.arange(n)), levattn.leverage_scores(K), rtol=1e-13)
-    assert group_leverage(K, np.zeros(n, int)) == pytest.approx([1.0], rel=1e-12)
-
-
 def test_keys_in_no_group_and_groups_without_keys() -> None:
     K = strategies.case("coherent")
     labels = np.full(len(K), -1)
@@ -180,17 +160,6 @@ def test_keys_in_a_direction_below_the_rank_lift_their_group() -> None:
     assert found[7] == found[8] == -1
     K[[7, 8], 3] = K[7, 0]
     assert near_duplicates(K, angle=1e-3)[7] == near_duplicates(K, angle=1e-3)[8] >= 0
-
-
-def test_order_changes_nothing() -> None:
-    K = strategies.case("coherent")
-    rng = np.random.default_rng(0)
-    labels = rng.integers(-1, 30, len(K))
-    scores = group_leverage(K, labels)
-    keys, names = rng.permutation(len(K)), rng.permutation(30)
-    np.testing.assert_allclose(group_leverage(K[keys], labels[keys]), scores, rtol=1e-12)
-    renamed = np.where(labels < 0, -1, names[labels])
-    np.testing.assert_allclose(group_leverage(K, renamed)[names], scores, rtol=1e-12)
 
 
 def test_masked_keys_are_not_read() -> None:
@@ -420,12 +389,6 @@ def test_the_plan_keeps_what_is_stated(n: int, angle: float) -> None:
     assert bits + n.bit_length() <= 64
 
 
-def test_pairs_at_half_the_angle_are_all_but_surely_found() -> None:
-    """6000 pairs, each missed with a probability of at most 1e-4: more than 6 are missed with one of 4e-5."""
-    found = near_duplicates(pairs_at(0.05, 6000, 48, 0))[:12_000].reshape(-1, 2)
-    assert np.count_nonzero((found[:, 0] < 0) | (found[:, 0] != found[:, 1])) <= 6
-
-
 @pytest.mark.parametrize("angle", [3e-8, 1e-6, 1e-3, 0.1])
 def test_the_edge_of_the_angle_is_decided_in_float64(angle: float) -> None:
     """Pairs just within are linked, pairs just beyond are not, however coarse float32 is."""
@@ -497,20 +460,6 @@ def test_one_of_several_threads_gives_the_same_groups() -> None:
 
 
 # -- hidden mass and errors ---------------------------------------------------------------
-
-
-def test_hidden_mass_is_found() -> None:
-    """No copy is in the universal set, yet a query gives the group most of what it gives at all."""
-    rng = np.random.default_rng(0)
-    K = rng.standard_normal((1000, 8))
-    K[500:540] = 10 * np.eye(8)[2] + 0.01 * rng.standard_normal((40, 8))
-    assert len(levattn.universal_set(K, 0.1)) == 0
-    labels = near_duplicates(K)
-    scores = group_leverage(K, labels)
-    heavy = np.flatnonzero(scores >= 0.1)
-    assert np.flatnonzero(np.isin(labels, heavy)).tolist() == list(range(500, 540))
-    mass = naive.attention(np.eye(8)[2:3], K)[0, 500:540].sum()
-    assert 0.75 < mass <= scores[heavy[0]]
 
 
 GOOD = np.random.default_rng(0).standard_normal((12, 3))
