@@ -94,15 +94,14 @@ def heavy_attention(
     -----
     Preparation O(n d²); then O(m (d² + \|U\| d)) with \|U\| ≤ rank/ε. Memory O(m d + n + \|U\| d) and the output. With
     n < d the preparation takes O(n² d), and a normalizer is summed over the keys, O(n d), of which the set has a copy.
-    Queries and keys are scaled by powers of two, so that squares neither overflow nor vanish. Sums run in float64; for
-    a query so nearly orthogonal to the keys that its products or its normalizer would lose their digits they run as if
-    in twice the precision, at about ten times the cost. Only if the keys are rank-deficient as well is such a
-    normalizer summed over the keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
+    Squares neither overflow nor vanish. For a query so nearly orthogonal to the keys that float64 would lose digits,
+    sums run as if in twice the precision, at about ten times the cost, and if the keys are rank-deficient as well over
+    all keys, O(n d); a query orthogonal to them to rounding has a row of zeros.
 
-    For other functions the normalizer of a query is summed over all keys, O(n d), and once or twice more, as if in
-    twice the precision, where rounding of the products could be seen in it; for an even power p > 2 it comes from the
-    D = C(d + p/2 − 1, p/2) lifted moments, O(D²), where a lift was among the certificates of the set (up
-    to D = 1024 by itself) and that is less.
+    For other functions the normalizer of a query is summed over all keys, O(n d), and once or twice more where
+    rounding of the products could be seen in it; for an even power p > 2 it comes from the D = C(d + p/2 − 1, p/2)
+    lifted moments, O(D²), where a lift was among the certificates of the set (up to D = 1024 by itself) and that is
+    less.
 
     With `causal` a key is kept while its score among the keys so far is at least ε: at most rank/ε keys, or more where
     the moments of a prefix are too ill-conditioned to tell (`HeavyAttention.alive`). No entry is missed either.

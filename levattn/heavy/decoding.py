@@ -162,7 +162,7 @@ class CausalUniversalSet:
         TypeError, ValueError
             If the chunk does not go with those before.
         NonFiniteError
-            If the keys hold NaN or infinity outside the mask. The state is as it was.
+            If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
         """
         saved = dict(self.__dict__, _sums=self._sums.copy())
         try:

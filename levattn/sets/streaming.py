@@ -140,14 +140,12 @@ class StreamedSet:
 class StreamingUniversalSet:
     r"""The universal set of keys that come in chunks: one pass, bounded memory, merges.
 
-    For f(x) = x² the result is that of `universal_set`, exactly, at any time for the keys so far: a leverage score
-    never rises as keys are added, so a key whose score among the keys so far is below ε is let go for good, and all
-    others are held. There are at most rank/ε of them.
+    For f(x) = x² the result is that of `universal_set`, exactly, for the keys so far: a leverage score never rises as
+    keys are added, so a key whose score is below ε is let go for good. At most rank/ε others are held.
 
-    The rows are numbered as they come. Second moments are summed over fixed blocks of rows, so that the result has
-    the same bits whatever the sizes of the chunks and the number of threads; states of different rows merge in any
-    order, to rounding. The sums hold the digits of keys of any condition number up to the rank tolerance of
-    `universal_set`, about 10¹³.
+    The rows are numbered as they come. The result has the same bits whatever the sizes of the chunks and the number of
+    threads; states of different rows merge in any order, to rounding. Keys may have any condition number up to the
+    rank tolerance of `universal_set`, about 10¹³.
 
     Parameters
     ----------
@@ -172,12 +170,11 @@ class StreamingUniversalSet:
 
     Notes
     -----
-    For each matrix of a batch memory is O(d²/ε), independent of n: at most 2d/ε keys and one block of 2048 rows are
-    held, d² numbers for each of log₂(n/2048) partial sums, and d² for the scores that keys are screened by; keys that
-    are rank-deficient to float64 but not exactly are *all* held, as the sums cannot tell their scores (such are
-    products of float64 matrices). A block bound has 2/ε such sums, and takes time O(n d²/ε). Else time is O(n d²), as
-    for `universal_set`; keys of a condition number above some hundreds (after scaling columns alike) cost several
-    times that of others. D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
+    Time O(n d²), several times that for keys of a condition number above some hundreds (with columns scaled alike).
+    Memory O(d²/ε) for each matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
+    partial sums; but keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
+    are *all* held. A block bound has 2/ε such sums, and takes time O(n d²/ε). D = C(d + p/2 − 1, p/2) takes the place
+    of d for an even power p.
 
     References
     ----------
@@ -241,8 +238,7 @@ class StreamingUniversalSet:
         TypeError, ValueError
             If the chunk does not go with those before.
         NonFiniteError
-            If the keys hold NaN or infinity outside the mask; the first such rows are named by their number since
-            the state was made. After any error the state is as it was.
+            If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
         """
         matrices, rows = readable(K, mask)
         payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
@@ -274,7 +270,7 @@ class StreamingUniversalSet:
         Returns
         -------
         StreamingUniversalSet
-            This state, which now stands for the rows of both.
+            The state itself, which now stands for the rows of both.
 
         Raises
         ------
@@ -326,7 +322,6 @@ class StreamingUniversalSet:
         Returns
         -------
         StreamedSet
-            The set, its keys and their payload.
 
         Raises
         ------

@@ -55,10 +55,10 @@ def universal_set(
 
     .. math:: U_\varepsilon = \{j : \tau_j \ge \varepsilon\}, \qquad |U_\varepsilon| \le \mathrm{rank}(K)/\varepsilon
 
-    with the leverage scores τ. For *every* query, whichever it is, each key with :math:`A_{ij} \ge \varepsilon` lies
-    in the set; and each key in it has a query that gives it at least ε, so no smaller set would do. It depends on
-    neither the queries nor, in size, on n. Where the bound is not below n the theorem says nothing (`is_vacuous`).
-    For other functions f the set is that of the keys whose sensitivity is certified to be below ε left out.
+    with the leverage scores τ. For *every* query each key with :math:`A_{ij} \ge \varepsilon` lies in the set, and
+    each key in it has a query that gives it at least ε, so no smaller set would do. Where the bound is not below n the
+    theorem says nothing (`is_vacuous`). For other functions f a key is left out if its sensitivity is certified to be
+    below ε.
 
     Parameters
     ----------
@@ -67,28 +67,27 @@ def universal_set(
         with `open_keys`, any other object that can be iterated again and again (but a list, which is an array), or a
         function that returns an iterator. These are read twice for x², by the exact methods "auto" and "gram",
         and never held together. For all else files are loaded, and other chunks refused. Use the keys that enter the
-        attention: after rotary embedding, one set for each head of keys.
+        attention: after rotary embedding, one set for each head.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large. A score within 1e-9 (relative) of ε, or within four times
         its estimated error where that is more (condition numbers above about 10⁶), counts as at least ε.
     size : int in [0, n]
-        Instead of `epsilon`: take the `size` keys of the largest scores, of equal ones those of lower index. The
-        set then tells the ε that it certifies.
+        Instead of `epsilon`: that many keys of the largest scores, of equal ones those of lower index. The set then
+        tells the ε that it certifies.
     f : float, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
     method : str, default "auto"
-        For x² "gram", "qr" or "svd", see `leverage_scores`; else a certificate of `sensitivities`. The approximate
-        methods of `leverage_scores` make a superset: their scores are raised by the distortion that they have,
-        which is measured, and so bound the true ones from above, but for a probability of 1e-6.
+        For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
+        superset: their scores are raised by their distortion, which is measured, and so bound the true ones from
+        above, but for a probability of 1e-6.
     center : bool, default False
         Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
         centered keys and promises nothing over K itself: ``guarantee`` is "none".
     groups : array of int, shape (..., n), optional
-        Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none. The set then also holds
-        every group that some query can give at least ε as a whole: more than 1/ε copies of a key hide from a set of
-        single keys, whatever attention they receive together. At most rank/ε groups are added. For x² and by
-        `epsilon`.
+        Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none; for x² and by `epsilon`. The
+        set then also holds every group that some query can give at least ε as a whole (more than 1/ε copies of a key
+        hide from a set of single keys); at most rank/ε groups are added.
     sketch_size : int or (int, int), optional
         For the approximate methods, see `leverage_scores`.
     recheck : bool, default False
@@ -102,16 +101,14 @@ def universal_set(
         For chunks: True for a bar (of rich), or a function of the rows done and their total (None where it is not
         known), both passes together.
     checkpoint : path-like, optional
-        For chunks: a file in which to write down, now and then, how far the passes came. If it is there already, they
-        go on from it, to the same result, and refuse it if it is of another run or other keys. It is removed
-        in the end.
+        For chunks: a file in which to write down, now and then, how far the passes came; removed in the end. If it is
+        there already, they go on from it, to the same result, and refuse it if it is of another run or other keys.
     checkpoint_rows : int, optional
-        Rows from one checkpoint to the next, about; 2²² if left out. The second pass writes down the scores so far.
+        Rows from one checkpoint to the next, about; 2²² if left out.
 
     Returns
     -------
     UniversalSet
-        The keys of the set, the scores of all keys, and what is guaranteed.
 
     Raises
     ------
@@ -130,13 +127,9 @@ def universal_set(
     Notes
     -----
     Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it; with n < d and an exact method O(n² d)
-    and O(n d). Scores are computed in float32 for keys of at most that precision; those near ε are computed again in
-    float64, so that the set is exact.
-
-    For the approximate methods the scores are divided by the least factor by which they can fall short. It is measured
-    on the second moment: exactly up to d = 320 and with `recheck`, by Lanczos' method beyond.
-
-    A generator gives its chunks once, and is refused: `StreamingUniversalSet` takes them.
+    and O(n d). Scores of float32 keys are computed in float32, and those near ε again in float64. The distortion of
+    the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
+    Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
     References
     ----------

@@ -466,9 +466,10 @@ def test_other_formats_name_the_remedy(form: str) -> None:
         lambda K: levattn.universal_set(K, 0.5, f=4),
         lambda K: levattn.universal_set(K, 0.5, f=levattn.Softmax(1.0)),
         lambda K: levattn.near_duplicates(K, angle=0.1),
+        lambda K: levattn.online_leverage_scores(K),
         lambda K: levattn.states.Moments(6).update(K),
     ],
-    ids=["heavy keys", "heavy queries", "sensitivities", "p = 4", "softmax", "near duplicates", "moments"],
+    ids=["heavy keys", "heavy queries", "sensitivities", "p = 4", "softmax", "near duplicates", "online", "moments"],
 )
 def test_what_takes_no_sparse_matrix_says_so(call: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"sparse.*\.toarray\(\)"):
