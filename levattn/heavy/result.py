@@ -80,12 +80,11 @@ class HeavyAttention:
     def error(self) -> Float64:
         """Estimated relative error of the normalizer and of the scores of each query, float64 (m,).
 
-        It counts the rounding of the products with all keys. Above 1e-9 it is only for queries all but orthogonal to
-        the keys, keys of a condition number above 10¹¹ or, for softmax, logits above 10⁶, whose last digits float64
-        does not hold. A score within four times this error of ε counts as at least ε, and is among the entries.
-        Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets: all keys
-        of the set are among the entries then. The values of a function of one's own are taken to be right to some
-        roundings.
+        Above 1e-9 it is only for queries all but orthogonal to the keys, keys of a condition number above 10¹¹ or, for
+        softmax, logits above 10⁶. A score within four times this error of ε counts as at least ε, and is among the
+        entries. Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets:
+        all keys of the set are among the entries then. The values of a function of one's own are taken to be right to
+        some roundings.
         """
         return to_numpy(self._figures.error)
 

@@ -199,7 +199,6 @@ def sensitivities(
     Returns
     -------
     Sensitivities
-        The bounds, and what their sum is bounded by.
 
     Raises
     ------
@@ -215,11 +214,10 @@ def sensitivities(
 
     Notes
     -----
-    Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift"
-    with D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block", which leaves keys aside as soon as their bound is below ε;
-    O(n (n' + 256) d) for "ball", where n' keys are undecided after a pass in which most keys are taken together in
-    128 groups (n' is taken as 0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds are raised by
-    the estimated rounding error.
+    Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift" with
+    D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block"; O(n (n' + 256) d) for "ball", where n' keys are undecided after a
+    pass over groups of keys (n' is taken as 0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds
+    are raised by the estimated rounding error.
 
     References
     ----------
