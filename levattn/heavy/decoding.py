@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, to_float64, to_numpy
+from levattn._core.arrays import to_float64, to_numpy
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn.heavy.entries import heavy_places
 from levattn.heavy.normalizers import (
@@ -29,7 +28,7 @@ from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.gram import GramAccumulator
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import TIE, check_epsilon
-from levattn.sets.candidates import Candidates
+from levattn.sets.candidates import Candidates, ChunkForm
 from levattn.states import factor_of_sum
 from levattn.states.block_buffer import in_main_memory, payload_of
 
@@ -52,7 +51,7 @@ class HeavyKeys:
         Their attention scores, at least ε; within 1e-9 of it (relative), or four times `error` where that is more,
         doubt counts as that.
     payload : array of shape (k, ...) or None
-        What came beside these keys.
+        The payload of these keys.
     normalizers : array of float64, shape (g,)
         ``Σ ⟨q, k⟩²`` over all keys so far, those that were let go as well.
     captured_mass : array of float64, shape (g,)
@@ -127,13 +126,16 @@ class CausalUniversalSet:
     def __init__(self, epsilon: float) -> None:
         self.epsilon = check_epsilon(epsilon)
         self.n = 0
-        self._batch: tuple[int, ...] = ()
-        self._format: Any = None
+        self._form: ChunkForm | None = None  # of the keys
         self._sums = GramAccumulator(0, 1)
         self._factor: Factor | None = None
         self._even: list[tuple[Float64, npt.NDArray[np.int32]]] = []  # its normalizers
         self._held: list[Candidates] = []  # keys of each matrix that were judged, and the recent ones after them
         self._recent = 0
+
+    @property
+    def _format(self) -> Any:
+        return None if self._form is None else self._form.format
 
     @property
     def held(self) -> int:
@@ -178,17 +180,18 @@ class CausalUniversalSet:
         b, m, d = rows.shape
         payloads = () if payload is None else (payload_of(payload, matrices.batch, m),)
         held = self._held
-        if self._format is None:
+        form = ChunkForm.of(matrices, payloads)
+        if self._form is None:
             held = [Candidates.empty(d, matrices.format, [array[item] for array in payloads]) for item in range(b)]
         else:
-            self._require(matrices, payloads)
+            self._form.require(form, "K")
         with np.errstate(over="ignore", invalid="ignore"):
             try:
                 check_finite(rows, rows.column_sums())
             except FloatingPointError:
                 refuse_nonfinite(rows, self.n)
-        if self._format is None:
-            self._batch, self._format, self._sums = matrices.batch, matrices.format, GramAccumulator(b, d)
+        if self._form is None:
+            self._form, self._sums = form, GramAccumulator(b, d)
         index = np.arange(self.n, self.n + m, dtype=np.int64)
         for start in range(0, m, BLOCK):
             part = slice(start, min(start + BLOCK, m))
@@ -201,22 +204,6 @@ class CausalUniversalSet:
             if self._recent >= max(_RECENT, d):
                 held = self._fold()
         self._held, self.n = held, self.n + m
-
-    def _require(self, matrices: Matrices, payloads: Sequence[npt.NDArray[Any]]) -> None:
-        """Raise if a chunk of this shape cannot be appended."""
-        d = self._sums.exponents.shape[1]
-        if (matrices.batch, matrices.d) != (self._batch, d):
-            raise ValueError(
-                f"K has batch {matrices.batch} and d = {matrices.d}; expected {self._batch} and d = {d} as before"
-            )
-        if matrices.format != self._format:
-            raise TypeError(f"K has dtype {matrices.format}; expected {self._format} as before: convert chunks alike")
-        for held in self._held[:1]:
-            mine, its = (
-                [(a.shape[skip:], a.dtype) for a in arrays] for skip, arrays in ((1, held.payload), (2, payloads))
-            )
-            if mine != its:
-                raise ValueError(f"payload has entries of {its or 'nothing'}; expected {mine or 'nothing'} as before")
 
     def _fold(self) -> list[Candidates]:
         """Count the recent keys in, and let go those that cannot be heavy any more."""
@@ -258,19 +245,19 @@ class CausalUniversalSet:
         NonFiniteError
             If the queries hold NaN or infinity.
         """
-        if self._format is None:
+        form = self._form
+        if form is None:
             raise ValueError("there were no keys yet; expected at least one update, if only with 0 rows")
         queries, rows = in_main_memory(Q, name="Q")
-        d = self._sums.exponents.shape[1]
-        if (queries.batch, queries.d) != (self._batch, d):
+        if (queries.batch, queries.d) != (form.batch, form.d):
             raise ValueError(
-                f"Q has batch {queries.batch} and d = {queries.d}; the keys have {self._batch} and d = {d}. Give g "
-                "queries for each matrix of keys, (..., g, d)"
+                f"Q has batch {queries.batch} and d = {queries.d}; the keys have {form.batch} and d = {form.d}. Give "
+                "g queries for each matrix of keys, (..., g, d)"
             )
         Q64 = to_float64(rows.keys, rows.format)
         require_finite_queries(np.asarray(np.isfinite(Q64).all(axis=(0, 2))))
         found = tuple(self._heavy(item, Q64[item]) for item in range(len(Q64)))
-        return found if self._batch else found[0]
+        return found if form.batch else found[0]
 
     def _units(self, item: int, recent: Float64) -> tuple[Float64 | None, npt.NDArray[np.int32], Any]:
         """Return the normalizer of the factored keys, the powers of two of its columns, and which columns keys reach.

@@ -249,7 +249,7 @@ def _spread(count: int, epsilon: float) -> float:
 
 
 class _Before:
-    """What the bounds of causal attention need of the values before a chunk."""
+    """Figures of the values before a chunk, for the bounds of causal attention."""
 
     def __init__(self, d: int) -> None:
         self.count = 0
@@ -297,7 +297,7 @@ def _variance(e: float, r: Any, least: Any, count: int) -> Any:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is known of each query, and the entries, where they were computed; in main memory once asked for.
+    """The figures of each query and the entries, where they were computed; in main memory once they are asked for.
 
     n: number of keys.
     normalizers, captured, residual: (m,), the normalizers and the mass on the keys of the set and on the others.
@@ -409,7 +409,7 @@ class Products:
 
 @dataclass(frozen=True)
 class _Light:
-    """What the error bounds need of the values outside the set."""
+    """Figures of the values outside the set, for the error bounds."""
 
     count: int
     mean: Float64

@@ -1,4 +1,4 @@
-"""What a certificate is: whether it holds for f, and the bounds that it proves; and functions that several share."""
+"""The form of a certificate, the problem that it is asked to bound, and functions that several certificates share."""
 
 from __future__ import annotations
 

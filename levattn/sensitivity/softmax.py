@@ -101,7 +101,7 @@ def _ball(problem: Problem) -> Float64:
 
 @dataclass(frozen=True)
 class _Terms:
-    """What is summed: exp(⟨mean, u⟩ + log); the largest norm of a key, and what rounding moves a mean or a key by."""
+    """Terms exp(⟨mean, u⟩ + log) of a sum; the largest norm of a key, and the rounding of a mean or a key."""
 
     means: Float64
     logs: Float64

@@ -1,4 +1,4 @@
-"""What a stream of keys holds: sums of what it has seen, and the keys that may still be of the universal set."""
+"""The state of a stream: sums over all keys so far, and the keys that may still be of the universal set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from levattn.sets.prefix_bounds import (
 )
 from levattn.states.block_buffer import BlockBuffer, RowNumbers
 
-__all__ = ["CandidateStore", "Candidates", "SelectedKeys"]
+__all__ = ["CandidateStore", "Candidates", "ChunkForm", "SelectedKeys"]
 
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
@@ -46,7 +46,7 @@ class SelectedKeys:
     scores : array of float64, shape (k,)
         Their leverage scores for f(x) = x², else certified upper bounds of their sensitivities.
     payload : array of shape (k, ...) or None
-        What came beside them.
+        The payload of these keys.
 
     Examples
     --------
@@ -64,6 +64,37 @@ class SelectedKeys:
     def __len__(self) -> int:
         """Return the number of keys."""
         return len(self.indices)
+
+
+@dataclass(frozen=True)
+class ChunkForm:
+    """The form of keys in a chunk and of their payloads, which is the same in all chunks of a stream."""
+
+    batch: tuple[int, ...]
+    d: int
+    format: Any
+    payload: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # shape and dtype for one key
+
+    @classmethod
+    def of(cls, keys: Any, payload: Sequence[npt.NDArray[Any]]) -> ChunkForm:
+        """Return the form of keys, with payloads (b or 1, m, ...)."""
+        return cls(keys.batch, keys.d, keys.format, tuple((array.shape[2:], array.dtype) for array in payload))
+
+    def require(self, other: ChunkForm, name: str) -> None:
+        """Raise if keys of another form, named so, cannot be added."""
+        if (other.batch, other.d) != (self.batch, self.d):
+            raise ValueError(
+                f"{name} has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d} as before"
+            )
+        if other.format != self.format:
+            raise TypeError(
+                f"{name} has dtype {other.format}; the chunks before had {self.format}. Expected one dtype in all "
+                "chunks: convert them alike"
+            )
+        if other.payload != self.payload:
+            tails = (("".join(f", {size}" for size in shape), dtype) for shape, dtype in self.payload)
+            shapes = [f"{dtype} of shape (..., m{tail})" for tail, dtype in tails]
+            raise ValueError(f"payload of {name} differs from that before; expected {shapes[0] if shapes else 'none'}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,21 +186,10 @@ class CandidateStore:
         other.limits = self.limits.copy()
         return other
 
-    def require(
-        self, batch: tuple[int, ...], d: int, format: Any, payload: Sequence[npt.NDArray[Any]], name: str
-    ) -> None:
-        """Raise if keys of this shape cannot be added."""
-        if (batch, d) != (self.batch, self.d):
-            raise ValueError(f"{name} has batch {batch} and d = {d}; expected {self.batch} and d = {self.d} as before")
-        if format != self.format:
-            raise TypeError(
-                f"{name} has dtype {format}; the chunks before had {self.format}. Expected one dtype in all chunks: "
-                "convert them alike"
-            )
-        mine, theirs = ([(a.shape[2:], a.dtype) for a in arrays] for arrays in (self.payload, payload))
-        if mine != theirs:
-            shapes = [f"{dtype} of shape (..., m{''.join(f', {size}' for size in shape)})" for shape, dtype in mine]
-            raise ValueError(f"payload of {name} differs from that before; expected {shapes[0] if shapes else 'none'}")
+    @property
+    def form(self) -> ChunkForm:
+        """The form of all chunks."""
+        return ChunkForm.of(self, self.payload)
 
     def _labels(self, payload: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
         """Return the labels among what comes beside keys, (1, k)."""

@@ -19,7 +19,7 @@ from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
-from levattn.sets.candidates import CandidateStore, SelectedKeys
+from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
@@ -246,7 +246,7 @@ class StreamingUniversalSet:
             stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
         else:
             stream = self._stream.copy()
-            stream.require(matrices.batch, matrices.d, matrices.format, payloads, "K")
+            stream.form.require(ChunkForm.of(matrices, payloads), "K")
         index = RowNumbers(self._next_row, matrices.n)
         before = stream.blocks * BLOCK + stream.tail.count
         try:
@@ -298,7 +298,7 @@ class StreamingUniversalSet:
             stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.payload)
         else:
             stream, theirs = self._stream.copy(), other._stream
-            stream.require(theirs.batch, theirs.d, theirs.format, theirs.payload, "other")
+            stream.form.require(theirs.form, "other")
         stream.merge(other._stream, shift)
         self._placed |= other._placed
         self._stream, self._spans = stream, spans

@@ -300,15 +300,7 @@ def wide_indices(values: Float) -> Any:
     return K
 
 
-def read_only(values: Float) -> Any:
-    K = csr(values)
-    for part in (K.data, K.indices, K.indptr):
-        part.flags.writeable = False
-    return K
-
-
-def read_only_with_duplicates(values: Float) -> Any:
-    K = strategies.csr_with_duplicates(values)
+def read_only(K: Any) -> Any:
     for part in (K.data, K.indices, K.indptr):
         part.flags.writeable = False
     return K
@@ -352,9 +344,9 @@ def boasting(values: Float) -> Any:
 FORMS: dict[str, Callable[[Float], Any]] = {
     "csr_matrix": scipy.sparse.csr_matrix,
     "int64 indices": wide_indices,
-    "read-only": read_only,
+    "read-only": lambda values: read_only(csr(values)),
     "duplicates": strategies.csr_with_duplicates,
-    "read-only duplicates": read_only_with_duplicates,
+    "read-only duplicates": lambda values: read_only(strategies.csr_with_duplicates(values)),
     "flags that are wrong": boasting,
     "explicit zeros": with_zeros,
     "more room than entries": with_room,
