@@ -199,6 +199,7 @@ def sensitivities(
     Returns
     -------
     Sensitivities
+        The bounds, and what their sum is bounded by.
 
     Raises
     ------

@@ -102,6 +102,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     Returns
     -------
     ExactSensitivities
+        The brackets, and the queries that reach the lower ends.
 
     Raises
     ------

@@ -322,6 +322,7 @@ class StreamingUniversalSet:
         Returns
         -------
         StreamedSet
+            The set, its keys and their payload.
 
         Raises
         ------

@@ -109,6 +109,7 @@ def universal_set(
     Returns
     -------
     UniversalSet
+        The keys of the set, the scores of all keys, and what is guaranteed.
 
     Raises
     ------

@@ -55,6 +55,7 @@ class Implementation:
     """A way to run the library: how keys are stored, which method, how many threads.
 
     plain: the line of the table whose bits it has, if any.
+    sparse: whether keys are sparse, which heavy attention does not take.
     thorough: whether its properties are left to `make test-all`.
     """
 
@@ -65,6 +66,7 @@ class Implementation:
     batch: bool = False
     rtol: float = 1e-10
     plain: str = ""
+    sparse: bool = False
     thorough: bool = False
 
     def _stack(self, K: Float) -> Float:
@@ -101,8 +103,8 @@ class Implementation:
 
     def heavy(self, Q: Float, K: Float, epsilon: float) -> Any:
         """Attention of one pair; a batch implementation gives its keys and its set by method."""
-        if self.batch:
-            pytest.skip("heavy attention takes one pair of matrices")
+        if self.batch or self.sparse:
+            pytest.skip("heavy attention takes one pair of dense matrices")
         with self._limit():
             keys = self.convert(K)
             universal = levattn.universal_set(keys, epsilon, method=self.method)
@@ -146,6 +148,18 @@ TABLE = [
         for s in STORAGE
         if s.startswith(("strict", "cupy", "torch-cuda"))
         for m in (METHODS if s in ("strict-float32", "cupy-float32") else ("auto",))
+    ),
+    *(
+        Implementation(
+            f"csr-{dtype}-{method}",
+            lambda K, dtype=dtype: strategies.csr(K, dtype),
+            method,
+            rtol=2e-6 if dtype == "float32" else 1e-10,
+            sparse=True,
+            thorough=dtype == "float32" and method != "auto",
+        )
+        for dtype in ("float64", "float32")
+        for method in ("auto", "gram", "qr")
     ),
     *(_laid_out(layout, "float32") for layout in LAYOUTS),
     _laid_out("sliced", "float64"),
@@ -439,8 +453,8 @@ def test_output_and_bound(impl: Implementation, compensate: Any, K: Float, epsil
 @SETTINGS
 @given(K=keys(min_rows=1), seed=strategies.seeds())
 def test_a_set_of_all_keys_gives_dense_attention(impl: Implementation, K: Float, seed: int) -> None:
-    if impl.batch:
-        pytest.skip("heavy attention takes one pair of matrices")
+    if impl.batch or impl.sparse:
+        pytest.skip("heavy attention takes one pair of dense matrices")
     Q = _queries(K, seed)
     stored = impl.convert(K)
     everything = levattn.universal_set(stored, size=K.shape[0], method=impl.method)
