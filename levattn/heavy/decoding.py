@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.arrays import to_float64
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn.heavy.entries import heavy_places
 from levattn.heavy.normalizers import (
@@ -29,6 +29,7 @@ from levattn.linalg.gram import GramAccumulator
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import TIE, check_epsilon
 from levattn.sets.candidates import Candidates, ChunkForm
+from levattn.sets.result import rescored
 from levattn.states import factor_of_sum
 from levattn.states.block_buffer import in_main_memory, payload_of
 
@@ -221,9 +222,9 @@ class CausalUniversalSet:
         """Tell which keys, all of them factored, have a score of at least ε."""
         if self._factor is None:
             raise AssertionError("nothing was factored yet")
-        one = self._factor.item(item).exactly()
-        scores = to_numpy(one.on(Rows(held.keys[None], self._format)).scores(wide=True)[0])[0]
-        return np.asarray(~(scores < self.epsilon * (1 - max(TIE, 4 * float(one.error[0])))) & ~(scores <= 0))
+        scores, _ = rescored(self._factor, item, Rows(held.keys[None], self._format))
+        slack = max(TIE, 4 * float(self._factor.error[item]))
+        return np.asarray(~(scores < self.epsilon * (1 - slack)) & ~(scores <= 0))
 
     def heavy(self, Q: Any) -> Any:
         """Find the heavy entries of queries over all keys so far.

@@ -439,11 +439,6 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         levattn.universal_set(Chunks(K0), EPSILON, progress=True)
 
 
-def test_errors_of_the_callback_come_through() -> None:
-    with pytest.raises(KilledError):
-        levattn.universal_set(Chunks(K0), EPSILON, progress=after(3000))
-
-
 # -- checkpoints -------------------------------------------------------------------------
 
 
