@@ -201,6 +201,7 @@ def test_batches(storage: str) -> None:
         found = levattn.universal_set(Chunks(K, (300, 2500)), options[0], size=options[1])
         assert_agrees(found, levattn.universal_set(K, options[0], size=options[1]))
         assert found.batch == (2, 3)
+        assert np.array_equal(found.sizes, as_bool(found.mask).sum(axis=-1))
         if storage.startswith("torch"):
             assert type(found.mask) is type(found.scores) is type(K)
         assert_same(found, levattn.universal_set(Chunks(K, (5000,)), options[0], size=options[1]))
