@@ -18,7 +18,7 @@ from levattn.heavy.attention import heavy_attention
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
 from levattn.heavy.result import HeavyAttention
 from levattn.io import KeySource, open_keys
-from levattn.sensitivity.certified import Sensitivities, lewis_weights, sensitivities
+from levattn.sensitivity.bounds import Sensitivities, lewis_weights, sensitivities
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores

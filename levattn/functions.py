@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ __all__ = [
     "Tukey",
     "as_function",
     "is_square",
+    "scale_of",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -33,7 +34,7 @@ _ALIKE = 1e-12  # relative error of the entries of a matrix that is taken for sy
 
 @runtime_checkable
 class AttentionFunction(Protocol):
-    """What must be known of an attention function of one's own.
+    """An attention function of one's own.
 
     f must be even, finite, not negative, not constantly zero, not decreasing in abs(x), and of growth p:
     ``f(x) ≤ |x/y|^p f(y)`` for ``|x| ≥ |y| > 0``. For these functions, and no others, there is a certificate that
@@ -46,6 +47,9 @@ class AttentionFunction(Protocol):
         The exponent p > 0.
     monotone : bool
         True if f does not decrease in abs(x); a function that says otherwise is refused.
+    scale : float, optional
+        The number c, if f divides x by c and multiplies the value by c², as `Tukey` and `Fair` do. Values below c²
+        times the least positive float64 vanish, and `heavy_attention` misses none of their keys if it knows c.
 
     Examples
     --------
@@ -115,6 +119,7 @@ class Power:
     """
 
     p: float
+    monotone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the exponent."""
@@ -125,11 +130,6 @@ class Power:
         """The exponent p."""
         return self.p
 
-    @property
-    def monotone(self) -> bool:
-        """True: f does not decrease in abs(x)."""
-        return True
-
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate f at every entry of an array."""
         return np.asarray(x * x if self.p == 2 else np.abs(x) ** self.p)
@@ -138,15 +138,23 @@ class Power:
 class _Quadratic:
     """A function that is even, monotone and of at most quadratic growth."""
 
-    @property
-    def growth(self) -> float:
-        """The exponent of growth, 2."""
-        return 2.0
+    growth: ClassVar[float] = 2.0
+    monotone: ClassVar[bool] = True
+
+
+class _Scaled(_Quadratic):
+    """A quadratic function whose argument is divided by c, and its value multiplied by c²."""
+
+    c: float
+
+    def __post_init__(self) -> None:
+        """Check the parameter, whose square must not overflow."""
+        object.__setattr__(self, "c", _with_square("c", self.c))
 
     @property
-    def monotone(self) -> bool:
-        """True: f does not decrease in abs(x)."""
-        return True
+    def scale(self) -> float:
+        """The parameter c."""
+        return self.c
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ class Huber(_Quadratic):
 
 
 @dataclass(frozen=True)
-class Tukey(_Quadratic):
+class Tukey(_Scaled):
     """Tukey's biweight: (c²/6)(1 − (1 − (x/c)²)³) up to abs(x) = c, and constant from there.
 
     Parameters
@@ -214,10 +222,6 @@ class Tukey(_Quadratic):
     """
 
     c: float = 4.685
-
-    def __post_init__(self) -> None:
-        """Check the parameter."""
-        object.__setattr__(self, "c", _with_square("c", self.c))
 
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate f at every entry of an array."""
@@ -248,7 +252,7 @@ class L1L2(_Quadratic):
 
 
 @dataclass(frozen=True)
-class Fair(_Quadratic):
+class Fair(_Scaled):
     """The Fair function: c² (u − log(1 + u)) with u = abs(x)/c.
 
     Parameters
@@ -273,10 +277,6 @@ class Fair(_Quadratic):
     """
 
     c: float = 1.4
-
-    def __post_init__(self) -> None:
-        """Check the parameter."""
-        object.__setattr__(self, "c", _with_square("c", self.c))
 
     def __call__(self, x: Floats, /) -> Floats:
         """Evaluate f at every entry of an array."""
@@ -441,6 +441,11 @@ def is_square(f: Any) -> bool:
     return isinstance(f, Power) and f.p == 2
 
 
+def scale_of(f: AttentionFunction) -> float:
+    """Return the number by which f divides its argument; 1 if it names none."""
+    return float(getattr(f, "scale", 1.0))
+
+
 def as_function(f: Any) -> AttentionFunction | Softmax:
     """Return f, or `Power` of it if it is a number; raise if the theory does not admit it."""
     if isinstance(f, (*FAMILIES.values(), Softmax)):
@@ -453,6 +458,7 @@ def as_function(f: Any) -> AttentionFunction | Softmax:
             "the attributes growth and monotone (see AttentionFunction)"
         )
     growth = _positive("f.growth", f.growth)
+    _with_square("f.scale", getattr(f, "scale", 1.0))
     if not f.monotone:
         raise ValueError("f.monotone is not True; expected a function that does not decrease in |x|")
     with np.errstate(over="ignore", invalid="ignore"):

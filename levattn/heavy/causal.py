@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import to_numpy
+from levattn._core.arrays import to_float64
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn.heavy.normalizers import (
+    LEAST,
     PRODUCT_ERROR,
+    SUM_ERROR,
     Exponents,
     PreciseSums,
     even_rows,
     flushed,
+    require_finite_queries,
 )
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.leverage import TIE
 
-__all__ = ["CHUNK", "CausalChunk", "causal_chunks"]
+__all__ = ["CHUNK", "Causal", "CausalChunk"]
 
 CHUNK = 256  # rows that are worked on at a time
 _SCORE_ERROR = 1e-3  # estimated relative error of a score up to which keys are let go by it
-_SUM_ERROR = TIE / 2  # of a normalizer, beyond which it is summed over the keys
-_NOTHING = 2.0**-1022  # a score of which nothing is known
-_LEAST = 2.0**-900  # normalizers below may have lost squares
+_LEAST_SUM = 2.0**-900  # normalizers below may have lost squares
 _TAME = 100  # powers of two of queries and units that need no scaling
 _FAR = 250  # powers of two by which an entry may be larger than the unit of its column
+_BELOW = np.tri(CHUNK)  # 1 for keys up to a row
 
 
 @dataclass(frozen=True)
@@ -105,111 +107,169 @@ def _padded(A: Float64) -> Float64:
     return A if len(A) == CHUNK else np.concatenate([A, np.zeros((CHUNK - len(A), A.shape[1]))])
 
 
-def causal_chunks(queries: Callable[[int, int], Float64], rows: Rows, epsilon: float) -> Iterator[CausalChunk]:
-    """Give the chunks of causal attention over a batch of one; `queries` returns some rows of queries in float64.
+@dataclass(frozen=True)
+class Causal:
+    """Queries and keys of causal attention, both in main memory: their chunks are computed as often as they are read.
+
+    queries and rows: of one matrix each.
+    """
+
+    queries: Rows
+    rows: Rows
+    epsilon: float
+
+    @property
+    def present(self) -> npt.NDArray[np.bool_]:
+        """The keys that take part."""
+        return np.full(self.rows.shape[1], True) if self.rows.mask is None else self.rows.mask[0]
+
+    def chunks(self) -> Iterator[CausalChunk]:
+        """Give the chunks one after the other.
+
+        What a row gets does not depend on later rows, to the last bit: units, error estimates and decisions are of the
+        rows up to its own, and what comes after in its chunk is multiplied by zero.
+        """
+        n, prefix = self.rows.shape[1], _Prefix(self.rows, self.epsilon)
+        while prefix.stop < n:
+            start = prefix.stop
+            seen = prefix.read(min(start + CHUNK, n))
+            Q = to_float64(self.queries.keys[:, start : prefix.stop, :], self.queries.format)[0]
+            require_finite_queries(np.isfinite(Q).all(axis=1), start)
+            yield prefix.chunk(start, Q if seen.all() else np.where(seen, Q, 0.0))  # other entries meet no key
+
+
+class _Prefix:
+    """The keys of the chunks so far: their moments, and those that may still be heavy for a row to come.
 
     A key is kept while its leverage score among the keys so far is at least ε. It never rises again, so no row after
     can give a key that was let go a score of ε. At most rank/ε keys are kept after a chunk, where the moments resolve
     their scores; where they do not, keys are let go only after a stable factorization of all keys so far, which is
     made when there are too many.
-
-    What a row gets does not depend on later rows, to the last bit: units, error estimates and decisions are of the
-    rows up to its own, and what comes after in its chunk is multiplied by zero.
     """
-    n, d = rows.shape[1:]
-    units, G = _Units(d), np.zeros((d, d))
-    kept, kept_keys = np.zeros(0, np.int64), np.zeros((0, d))
-    held = kept_keys  # in their units
-    largest = np.zeros(d)  # in the columns of the keys so far
-    limit = 2 * d / epsilon
-    below = np.tri(CHUNK)
-    start = chunks = 0
-    while start < n:
-        stored = float64_rows(rows, start, min(start + CHUNK, n))
-        before_units = units.exponents
-        count, seen = units.take(stored)
-        stop, stored, exponents = start + count, stored[:count], units.exponents
-        change = before_units - exponents
+
+    def __init__(self, rows: Rows, epsilon: float) -> None:
+        d = rows.shape[2]
+        self._all, self._epsilon = rows, epsilon
+        self._units, self._G = _Units(d), np.zeros((d, d))
+        self._kept, self._kept_keys = np.zeros(0, np.int64), np.zeros((0, d))
+        self._held = self._kept_keys  # in their units
+        self._largest = np.zeros(d)  # in the columns of the keys so far
+        self._limit = 2 * d / epsilon
+        self._chunks = self.stop = 0
+
+    def read(self, stop: int) -> Any:
+        """Read the keys of a chunk, up to `stop` or fewer; return the columns that each row has seen."""
+        start, before = self.stop, self._units.exponents
+        stored = float64_rows(self._all, start, stop)
+        count, seen = self._units.take(stored)
+        self.stop, self._stored, exponents = start + count, stored[:count], self._units.exponents
+        change = before - exponents
         if change.any():
-            G, largest = np.ldexp(G, change[:, None] + change), np.ldexp(largest, change)
-            held = np.ldexp(kept_keys, -exponents)
-        K, stored_queries = np.ldexp(stored, -exponents), queries(start, stop)
-        if not seen.all():  # other entries meet no key
-            stored_queries = np.where(seen, stored_queries, 0.0)
-        Q, powers = _even(stored_queries, exponents)
-        q, own = _padded(Q), _padded(K)
-        squares = np.hstack([q @ held.T, q @ own.T])
+            self._G = np.ldexp(self._G, change[:, None] + change)
+            self._largest = np.ldexp(self._largest, change)
+            self._held = np.ldexp(self._kept_keys, -exponents)
+        self._keys = np.ldexp(self._stored, -exponents)
+        return seen
+
+    def chunk(self, start: int, given: Float64) -> CausalChunk:
+        """Return the scores of the queries of the chunk that was read, and go on to the next."""
+        count, before, chunks = len(given), len(self._kept), self._chunks
+        Q, powers = _even(given, self._units.exponents)
+        q, own = _padded(Q), _padded(self._keys)
+        squares = np.hstack([q @ self._held.T, q @ own.T])
         squares *= squares
-        squares[:, len(kept) :] *= below
-        before, sizes = np.einsum("ij,ij->i", q @ G, q)[:count], np.abs(q)
-        size = np.einsum("ij,ij->i", sizes @ np.abs(G), sizes)[:count]
-        D = before + squares[:count, len(kept) :].sum(axis=1)
-        here, seen_so_far = np.abs(K), np.tile(largest, (count, 1))
-        risen = np.flatnonzero(np.max(here, axis=0) > largest)
-        if len(risen):
-            so_far = np.maximum.accumulate(here[:, risen], axis=0)
-            seen_so_far[:, risen] = np.maximum(so_far, largest[risen])
-        reach = np.sum(sizes[:count] * seen_so_far, axis=1)
+        squares[:, before:] *= _BELOW
+        sums, sizes = np.einsum("ij,ij->i", q @ self._G, q)[:count], np.abs(q)
+        size = np.einsum("ij,ij->i", sizes @ np.abs(self._G), sizes)[:count]
+        D = sums + squares[:count, before:].sum(axis=1)
+        largest_product = np.sum(sizes[:count] * self._largest_so_far(), axis=1)
         scores = squares[:count]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             error = (32 + chunks) * UNIT * (1 + size / D)
-            product = d * UNIT * reach / np.sqrt(epsilon * D)
+            product = Q.shape[1] * UNIT * largest_product / np.sqrt(self._epsilon * D)
             scores /= D[:, None]
         live = D > 0
-        exact = np.flatnonzero(~(error <= _SUM_ERROR) | ~(product <= PRODUCT_ERROR) | ~(D >= _LEAST))
+        exact = np.flatnonzero(~(error <= SUM_ERROR) | ~(product <= PRODUCT_ERROR) | ~(D >= _LEAST_SUM))
         if len(exact):
-            sums = PreciseSums(Q[exact])
-            near = even_rows(np.concatenate([kept_keys, _padded(stored)]), -exponents)
-            mine = np.hstack([np.zeros((len(exact), len(kept))), below[exact]])
-            sums.add(*near, mine)
-            for low in range(0, start, 16 * CHUNK):
-                sums.add(*even_rows(float64_rows(rows, low, min(low + 16 * CHUNK, start)), -exponents))
-            total, error[exact], root = sums.result(start + 1 + exact)
-            mine[:, : len(kept)] = 1.0
-            some = sums.squares(PreciseSums(Q[exact]).add(*near, mine), near[1])
-            some /= np.where(total > 0, total, 1.0)[:, None]
-            scores[exact] = some / np.maximum(some.sum(axis=1, keepdims=True), 1.0)
-            live[exact], D[exact], product[exact] = total > 0, total, UNIT + root / np.sqrt(epsilon)
-            powers[exact] += np.where(total > 0, sums.shift, 0)
-        G += own.T @ own
-        largest = np.maximum(largest, np.max(here, axis=0, initial=0.0))
-        kept_now, keys_now = np.concatenate([kept, np.arange(start, stop)]), np.vstack([kept_keys, stored])
-        held = np.vstack([held, K])
-        still = _still(G, held, chunks, epsilon)
-        if still is None and len(kept_now) > limit:
-            still = _still_by_factor(rows, stop, kept_now, epsilon)
-            limit = max(2 * d / epsilon, 2 * int(still.sum()) + CHUNK)
-        elif still is None:
-            still = np.any(keys_now != 0, axis=1)
-        kept, kept_keys, held = kept_now[still], keys_now[still], held[still]
+            scores[exact], D[exact], error[exact], root, shift = self._precise(start, Q[exact], exact)
+            live[exact], product[exact] = D[exact] > 0, UNIT + root / np.sqrt(self._epsilon)
+            powers[exact] += shift
+        self._G += own.T @ own
+        seen = self._let_go(start)
         scores[~live] = 0.0
-        unknown = flushed(stored_queries, Q)
+        unknown = flushed(given, Q)
         unknown[exact] |= np.isinf(product[exact])
         lost = np.flatnonzero(unknown)
         for row in lost.tolist():  # nothing is known of its products with the keys up to it
-            visible = slice(0, len(kept_now) - count + row + 1)
-            scores[row, visible] = np.maximum(scores[row, visible], _NOTHING)
+            visible = slice(0, before + row + 1)
+            scores[row, visible] = np.maximum(scores[row, visible], LEAST)
         with np.errstate(over="ignore"):
             normalizers = np.ldexp(D, 2 * powers)
         captured, error = scores.sum(axis=1), np.where(live, error + 2 * product, 0.0)
         error[lost], live[lost] = np.inf, True
-        yield CausalChunk((start, stop), kept_now, scores, normalizers, live, captured, error, len(kept))
-        start, chunks = stop, chunks + 1
+        self._chunks += 1
+        return CausalChunk((start, self.stop), seen, scores, normalizers, live, captured, error, len(self._kept))
 
+    def _largest_so_far(self) -> Float64:
+        """Return the largest entries of the columns up to each row of the chunk."""
+        here = np.abs(self._keys)
+        out = np.tile(self._largest, (len(here), 1))
+        risen = np.flatnonzero(np.max(here, axis=0) > self._largest)
+        if len(risen):
+            out[:, risen] = np.maximum(np.maximum.accumulate(here[:, risen], axis=0), self._largest[risen])
+        return out
 
-def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> npt.NDArray[np.bool_] | None:
-    """Tell which keys may have a score of at least ε, or None where the moments are not good enough to tell."""
-    W, pivot, reach = kernels_for("factor", G).inverse_cholesky(G[None])
-    error = (32 + chunks) * UNIT * float(reach[0])
-    if not (pivot[0] > 0 and error <= _SCORE_ERROR):
-        return None
-    turned = keys @ W[0]
-    scores = np.einsum("ij,ij->i", turned, turned)
-    return np.asarray(scores * (1 + 4 * error) >= epsilon * (1 - TIE))
+    def _precise(
+        self, start: int, Q: Float64, places: npt.NDArray[np.int64]
+    ) -> tuple[Float64, Float64, Float64, Float64, Exponents]:
+        """Return scores of some rows from products in twice the precision, and their sums divided by 4^shift.
 
+        Also returned are the relative errors of the sums and of their roots, and the shift.
+        """
+        sums, exponents = PreciseSums(Q), self._units.exponents
+        near = even_rows(np.concatenate([self._kept_keys, _padded(self._stored)]), -exponents)
+        mine = np.hstack([np.zeros((len(Q), len(self._kept))), _BELOW[places]])
+        sums.add(*near, mine)
+        for low in range(0, start, 16 * CHUNK):
+            sums.add(*even_rows(float64_rows(self._all, low, min(low + 16 * CHUNK, start)), -exponents))
+        total, error, root = sums.result(start + 1 + places)
+        mine[:, : len(self._kept)] = 1.0
+        some = sums.squares(PreciseSums(Q).add(*near, mine), near[1])
+        some /= np.where(total > 0, total, 1.0)[:, None]
+        scores = some / np.maximum(some.sum(axis=1, keepdims=True), 1.0)
+        return scores, total, error, root, np.where(total > 0, sums.shift, 0)
 
-def _still_by_factor(rows: Rows, stop: int, indices: npt.NDArray[np.int64], epsilon: float) -> npt.NDArray[np.bool_]:
-    """Tell the same by a stable factorization of all keys so far."""
-    factor = factor_moments(rows.between(0, stop), single="no")
-    scores = to_numpy(factor.scores(wide=True)[0])[0][indices]
-    return np.asarray(scores * (1 + 4 * float(factor.score_error[0])) >= epsilon * (1 - TIE))
+    def _let_go(self, start: int) -> npt.NDArray[np.int64]:
+        """Keep those of the keys so far that can be heavy later; return the keys that were looked at."""
+        self._largest = np.maximum(self._largest, np.max(np.abs(self._keys), axis=0, initial=0.0))
+        kept, keys = (
+            np.concatenate([self._kept, np.arange(start, self.stop)]),
+            np.vstack([self._kept_keys, self._stored]),
+        )
+        held = np.vstack([self._held, self._keys])
+        still = self._still(held)
+        if still is None and len(kept) > self._limit:
+            still = self._still_by_factor(kept)
+            self._limit = max(2 * keys.shape[1] / self._epsilon, 2 * int(still.sum()) + CHUNK)
+        elif still is None:
+            still = np.any(keys != 0, axis=1)
+        self._kept, self._kept_keys, self._held = kept[still], keys[still], held[still]
+        return kept
+
+    def _still(self, keys: Float64) -> npt.NDArray[np.bool_] | None:
+        """Tell which keys may have a score of at least ε, or None where the moments are not good enough to tell."""
+        W, pivot, inverse_norm_bound = kernels_for("factor", self._G).inverse_cholesky(self._G[None])
+        error = (32 + self._chunks) * UNIT * float(inverse_norm_bound[0])
+        if not (pivot[0] > 0 and error <= _SCORE_ERROR):
+            return None
+        in_basis = keys @ W[0]
+        return self._may_be_heavy(np.einsum("ij,ij->i", in_basis, in_basis), error)
+
+    def _still_by_factor(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Tell the same by a stable factorization of all keys so far."""
+        factor = factor_moments(self._all.between(0, self.stop), single="no")
+        scores: Float64 = factor.scores(wide=True)[0][0][indices]
+        return self._may_be_heavy(scores, float(factor.score_error[0]))
+
+    def _may_be_heavy(self, scores: Float64, error: float) -> npt.NDArray[np.bool_]:
+        return np.asarray(scores * (1 + 4 * error) >= self._epsilon * (1 - TIE))

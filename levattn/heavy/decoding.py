@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, to_float64, to_numpy
+from levattn._core.arrays import to_float64
 from levattn._kernels import BLOCK, Float64, Rows
-from levattn.exceptions import NonFiniteError
+from levattn.heavy.entries import heavy_places
 from levattn.heavy.normalizers import (
+    LEAST,
     LOWEST,
     PRODUCT_ERROR,
+    EvenRows,
     PreciseSums,
     even_queries,
     even_rows,
     flushed,
     normalizers_by,
+    precise_error,
+    require_finite_queries,
 )
 from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.gram import GramAccumulator
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import TIE, check_epsilon
-from levattn.sets.candidates import Candidates
+from levattn.sets.candidates import Candidates, ChunkForm
+from levattn.sets.result import rescored
 from levattn.states import factor_of_sum
 from levattn.states.block_buffer import in_main_memory, payload_of
 
@@ -48,7 +52,7 @@ class HeavyKeys:
         Their attention scores, at least ε; within 1e-9 of it (relative), or four times `error` where that is more,
         doubt counts as that.
     payload : array of shape (k, ...) or None
-        What came beside these keys.
+        The payload of these keys.
     normalizers : array of float64, shape (g,)
         ``Σ ⟨q, k⟩²`` over all keys so far, those that were let go as well.
     captured_mass : array of float64, shape (g,)
@@ -123,22 +127,20 @@ class CausalUniversalSet:
     def __init__(self, epsilon: float) -> None:
         self.epsilon = check_epsilon(epsilon)
         self.n = 0
-        self._batch: tuple[int, ...] = ()
-        self._format: Any = None
+        self._form: ChunkForm | None = None  # of the keys
         self._sums = GramAccumulator(0, 1)
         self._factor: Factor | None = None
         self._even: list[tuple[Float64, npt.NDArray[np.int32]]] = []  # its normalizers
-        self._held: list[Candidates] = []  # of each matrix: those that were judged, and the recent ones after them
+        self._held: list[Candidates] = []  # keys of each matrix that were judged, and the recent ones after them
         self._recent = 0
 
     @property
-    def held(self) -> int:
-        """Number of keys that are held now, of all matrices.
+    def _format(self) -> Any:
+        return None if self._form is None else self._form.format
 
-        Returns
-        -------
-        int
-        """
+    @property
+    def held(self) -> int:
+        """Number of keys that are held now, of all matrices."""
         return sum(map(len, self._held))
 
     def update(self, K: Any, *, mask: Any = None, payload: Any = None) -> CausalUniversalSet:
@@ -163,7 +165,7 @@ class CausalUniversalSet:
         TypeError, ValueError
             If the chunk does not go with those before.
         NonFiniteError
-            If the keys hold NaN or infinity outside the mask. The state is as it was.
+            If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
         """
         saved = dict(self.__dict__, _sums=self._sums.copy())
         try:
@@ -177,47 +179,32 @@ class CausalUniversalSet:
         """Append keys; if it raises, the state is void."""
         matrices, rows = in_main_memory(K, mask)
         b, m, d = rows.shape
-        beside = () if payload is None else (payload_of(payload, matrices.batch, m),)
+        payloads = () if payload is None else (payload_of(payload, matrices.batch, m),)
         held = self._held
-        if self._format is None:
-            held = [Candidates.empty(d, matrices.format, [array[item] for array in beside]) for item in range(b)]
+        form = ChunkForm.of(matrices, payloads)
+        if self._form is None:
+            held = [Candidates.empty(d, matrices.format, [array[item] for array in payloads]) for item in range(b)]
         else:
-            self._require(matrices, beside)
+            self._form.require(form, "K")
         with np.errstate(over="ignore", invalid="ignore"):
             try:
                 check_finite(rows, rows.column_sums())
             except FloatingPointError:
                 refuse_nonfinite(rows, self.n)
-        if self._format is None:
-            self._batch, self._format, self._sums = matrices.batch, matrices.format, GramAccumulator(b, d)
+        if self._form is None:
+            self._form, self._sums = form, GramAccumulator(b, d)
         index = np.arange(self.n, self.n + m, dtype=np.int64)
         for start in range(0, m, BLOCK):
             part = slice(start, min(start + BLOCK, m))
             keys = rows.keys[:, part].copy()
             if rows.mask is not None:
                 keys[~rows.mask[:, part]] = 0
-            news = (Candidates(index[part], keys[item], tuple(a[item, part] for a in beside)) for item in range(b))
+            news = (Candidates(index[part], keys[item], tuple(a[item, part] for a in payloads)) for item in range(b))
             held = [old + new for old, new in zip(held, news, strict=True)]
             self._held, self._recent = held, self._recent + part.stop - start
             if self._recent >= max(_RECENT, d):
                 held = self._fold()
         self._held, self.n = held, self.n + m
-
-    def _require(self, matrices: Matrices, beside: Sequence[npt.NDArray[Any]]) -> None:
-        """Raise if a chunk of this shape cannot be appended."""
-        d = self._sums.exponents.shape[1]
-        if (matrices.batch, matrices.d) != (self._batch, d):
-            raise ValueError(
-                f"K has batch {matrices.batch} and d = {matrices.d}; expected {self._batch} and d = {d} as before"
-            )
-        if matrices.format != self._format:
-            raise TypeError(f"K has dtype {matrices.format}; expected {self._format} as before: convert chunks alike")
-        for held in self._held[:1]:
-            mine, its = (
-                [(a.shape[skip:], a.dtype) for a in arrays] for skip, arrays in ((1, held.beside), (2, beside))
-            )
-            if mine != its:
-                raise ValueError(f"payload has entries of {its or 'nothing'}; expected {mine or 'nothing'} as before")
 
     def _fold(self) -> list[Candidates]:
         """Count the recent keys in, and let go those that cannot be heavy any more."""
@@ -235,9 +222,9 @@ class CausalUniversalSet:
         """Tell which keys, all of them factored, have a score of at least ε."""
         if self._factor is None:
             raise AssertionError("nothing was factored yet")
-        one = self._factor.item(item).exactly()
-        scores = to_numpy(one.on(Rows(held.keys[None], self._format)).scores(wide=True)[0])[0]
-        return np.asarray(~(scores < self.epsilon * (1 - max(TIE, 4 * float(one.error[0])))) & ~(scores <= 0))
+        scores, _ = rescored(self._factor, item, Rows(held.keys[None], self._format))
+        slack = max(TIE, 4 * float(self._factor.error[item]))
+        return np.asarray(~(scores < self.epsilon * (1 - slack)) & ~(scores <= 0))
 
     def heavy(self, Q: Any) -> Any:
         """Find the heavy entries of queries over all keys so far.
@@ -259,64 +246,58 @@ class CausalUniversalSet:
         NonFiniteError
             If the queries hold NaN or infinity.
         """
-        if self._format is None:
+        form = self._form
+        if form is None:
             raise ValueError("there were no keys yet; expected at least one update, if only with 0 rows")
         queries, rows = in_main_memory(Q, name="Q")
-        d = self._sums.exponents.shape[1]
-        if (queries.batch, queries.d) != (self._batch, d):
+        if (queries.batch, queries.d) != (form.batch, form.d):
             raise ValueError(
-                f"Q has batch {queries.batch} and d = {queries.d}; the keys have {self._batch} and d = {d}. Give g "
-                "queries for each matrix of keys, (..., g, d)"
+                f"Q has batch {queries.batch} and d = {queries.d}; the keys have {form.batch} and d = {form.d}. Give "
+                "g queries for each matrix of keys, (..., g, d)"
             )
         Q64 = to_float64(rows.keys, rows.format)
-        if not np.isfinite(Q64).all():
-            bad = np.flatnonzero(~np.isfinite(Q64).all(axis=(0, 2)))[:5]
-            raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
+        require_finite_queries(np.asarray(np.isfinite(Q64).all(axis=(0, 2))))
         found = tuple(self._heavy(item, Q64[item]) for item in range(len(Q64)))
-        return found if self._batch else found[0]
+        return found if form.batch else found[0]
+
+    def _units(self, item: int, recent: Float64) -> tuple[Float64 | None, npt.NDArray[np.int32], Any]:
+        """Return the normalizer of the factored keys, the powers of two of its columns, and which columns keys reach.
+
+        Recent keys may be much larger than those that were factored, or in columns that had none.
+        """
+        new = np.any(recent != 0, axis=0)
+        exponents = np.frexp(np.max(np.abs(recent), axis=0, initial=0.0))[1].astype(np.int32)
+        if self._factor is None:
+            return None, exponents, new
+        N, factored = self._even[item]
+        alive = np.any(N != 0, axis=0)
+        exponents = np.where(new & ((exponents > factored) | ~alive), exponents, factored)
+        return np.ldexp(N, factored - exponents), exponents, alive | new
 
     def _heavy(self, item: int, Q: Float64) -> HeavyKeys:
         held, d = self._held[item], Q.shape[1]
-        keys = to_float64(held.keys, self._format)
-        recent = keys[len(keys) - self._recent :]
-        there = np.frexp(np.max(np.abs(recent), axis=0, initial=0.0))[1].astype(np.int32)
-        if self._factor is None:
-            met = np.any(recent != 0, axis=0)
-            even, powers = even_queries(np.where(met, Q, 0.0), there)
-            exponents, D, loss, known = there, np.zeros(len(Q)), np.zeros(len(Q)), 0.0
-        else:
-            N, exponents = self._even[item]
-            alive, new = np.any(N != 0, axis=0), np.any(recent != 0, axis=0)
-            # recent keys may be much larger than those that were factored, or in columns that had none
-            both = np.where(new & ((there > exponents) | ~alive), there, exponents)
-            N, exponents = np.ldexp(N, exponents - both), both
-            met = alive | new  # other entries of a query meet no key
-            even, powers = even_queries(np.where(met, Q, 0.0), exponents)
+        stored = to_float64(held.keys, self._format)
+        recent = slice(len(stored) - self._recent, len(stored))
+        N, exponents, met = self._units(item, stored[recent])
+        Q = np.where(met, Q, 0.0)  # other entries of a query meet no key
+        even, powers = even_queries(Q, exponents)
+        D, loss, known = np.zeros(len(Q)), np.zeros(len(Q)), 0.0
+        if self._factor is not None and N is not None:
             D, loss = normalizers_by(self._factor.item(item), even, N, exponents)
             known = float(self._factor.error[item])
-        stored, keys = keys, np.ldexp(keys, -exponents)
-        Z, some = even @ keys.T, slice(len(keys) - self._recent, len(keys))
+        keys = np.ldexp(stored, -exponents)
+        Z = even @ keys.T
         size = np.abs(even) @ np.max(np.abs(keys), axis=0, initial=0.0)
-        total = D + np.sum(Z[:, some] ** 2, axis=1)
+        total = D + np.sum(Z[:, recent] ** 2, axis=1)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             product = np.where(total > 0, d * UNIT * size / np.sqrt(self.epsilon * total), np.inf)
         precise = np.flatnonzero(~(product <= PRODUCT_ERROR) | ~(loss <= TIE / 8 * np.sqrt(total)))
-        if len(precise):  # in units in which squares neither vanish nor overflow
-            sums, (K, units, unknown) = PreciseSums(even[precise]), even_rows(stored, -exponents)
-            found = sums.add(K, units, unknown)
-            inside, _, root = sums.result(len(K))
-            ends = np.where(D[precise] > 0, np.frexp(np.sqrt(D[precise]))[1], LOWEST)
-            shift = np.maximum(sums.shift, ends)
-            shift = np.where(shift > LOWEST, shift, 0).astype(np.int32)
-            Z[precise] = np.ldexp(found, units - shift[:, None])
-            with np.errstate(over="ignore"):
-                D[precise], loss[precise] = np.ldexp(D[precise], -2 * shift), np.ldexp(loss[precise], -shift)
-            powers[precise] += shift
-            total[precise] = D[precise] + np.sum(Z[precise, some] ** 2, axis=1)
-            inside = np.ldexp(inside, 2 * (np.where(inside > 0, sums.shift, 0) - shift))
-            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-                lost = root * np.sqrt(inside / (self.epsilon * np.maximum(total[precise], inside)))
-            product[precise] = UNIT + np.where(np.isinf(root), np.inf, np.where(np.isnan(lost), 0.0, lost))
+        if len(precise):
+            few = _Precise(even[precise], even_rows(stored, -exponents), D[precise], loss[precise])
+            Z[precise], D[precise], loss[precise] = few.products, few.D, few.loss
+            powers[precise] += few.shift
+            total[precise] = few.D + np.sum(few.products[:, recent] ** 2, axis=1)
+            product[precise] = few.error(total[precise], self.epsilon)
         squares = Z * Z
         root, inside = np.sqrt(D), squares.sum(axis=1)
         total = np.maximum(total, inside)  # where it is next to unknown: the keys that are held are among all
@@ -324,19 +305,40 @@ class CausalUniversalSet:
             error = np.where(total > 0, loss * (2 * root + loss) / total + known + 2 * product, 0.0)
             error[(total == 0) & (loss > 0)] = np.inf
             scores = np.where(total[:, None] > 0, squares / total[:, None], 0.0)
-        lost = flushed(np.where(met, Q, 0.0), even)  # of their products nothing is known
+        lost = flushed(Q, even)  # whose products are not known
         lost[precise] |= np.isinf(product[precise])
-        error[lost], scores[lost] = np.inf, np.maximum(scores[lost], 2.0**-1022)
-        least = self.epsilon * (1 - np.maximum(TIE, 4 * error))  # doubt counts as heavy
-        i, j = np.nonzero((scores >= least[:, None]) & (scores > 0))
+        error[lost], scores[lost] = np.inf, np.maximum(scores[lost], LEAST)
+        i, j, heavy = heavy_places(scores, self.epsilon, error)
         with np.errstate(over="ignore"):
             normalizers = np.ldexp(total, 2 * powers)
         return HeavyKeys(
             starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(i, minlength=len(Q)))]),
             indices=held.indices[j],
-            scores=scores[i, j],
-            payload=held.beside[0][j] if held.beside else None,
+            scores=heavy,
+            payload=held.payload[0][j] if held.payload else None,
             normalizers=normalizers,
             captured_mass=np.clip(scores.sum(axis=1), 0.0, 1.0),
             error=error,
         )
+
+
+class _Precise:
+    """Products of some queries with the keys that are held, in units in which squares neither vanish nor overflow.
+
+    products, D and loss are divided by 2^shift, D by its square.
+    """
+
+    def __init__(self, Q: Float64, rows: EvenRows, D: Float64, loss: Float64) -> None:
+        (K, units, unknown), sums = rows, PreciseSums(Q)
+        found = sums.add(K, units, unknown)
+        inside, _, self._root = sums.result(len(K))
+        shift = np.maximum(sums.shift, np.where(D > 0, np.frexp(np.sqrt(D))[1], LOWEST))
+        self.shift = np.where(shift > LOWEST, shift, 0).astype(np.int32)
+        self.products = np.ldexp(found, units - self.shift[:, None])
+        with np.errstate(over="ignore"):
+            self.D, self.loss = np.ldexp(D, -2 * self.shift), np.ldexp(loss, -self.shift)
+        self._inside = np.ldexp(inside, 2 * (np.where(inside > 0, sums.shift, 0) - self.shift))
+
+    def error(self, total: Float64, epsilon: float) -> Float64:
+        """Return the error of the products that make a score of ε, for normalizers of all keys."""
+        return precise_error(self._root, self._inside, epsilon * np.maximum(total, self._inside))

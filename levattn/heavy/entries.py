@@ -1,4 +1,4 @@
-"""Heavy entries and normalizers of functions other than x², and the entries of any."""
+"""Heavy entries and normalizers of functions other than x², in main memory, and the entries of any."""
 
 from __future__ import annotations
 
@@ -7,24 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, to_device, to_float64, to_numpy
+from levattn._core.arrays import Matrices
 from levattn._kernels import Float64, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
-from levattn.heavy.normalizers import (
-    PRODUCT_ERROR,
-    PreciseSums,
-    even_queries,
-    even_rows,
-    flushed,
-    normalizers_by,
-    relative,
-)
-from levattn.heavy.result import LEAST, Figures, HeavyAttention, Products
+from levattn.heavy.normalizers import LEAST, PRODUCT_ERROR, SUM_ERROR, even_queries, flushed
+from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
 from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lifted_sums
 from levattn.sensitivity.sums import (
-    BLOCK_ENTRIES,
     LEAST_POSITIVE,
+    certain_products,
     entry_change,
     evaluation_error,
     mild_changes,
@@ -38,13 +30,12 @@ from levattn.sets.result import UniversalSet
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["csr_of", "entries_of", "heavy_places", "normalizers_of", "of_other_function"]
+__all__ = ["csr_of", "heavy_places", "of_other_function"]
 
 _LARGEST_POWER = 1000  # of two in a query
 _LARGEST_SHARE = 500  # of two in a term of a sum
 _UNKNOWN = 0.1  # relative error of scores from which on nothing is said of a query
 _FEW_QUERIES = 1024  # that are summed for once more at a time
-_SUM_ERROR = TIE / 2  # estimated relative error from which on a normalizer is summed over the keys
 
 
 def of_other_function(
@@ -55,7 +46,7 @@ def of_other_function(
     epsilon: float,
     f: AttentionFunction | Softmax,
 ) -> HeavyAttention:
-    """Do what `heavy_attention` does for a function whose normalizer is a sum over all keys."""
+    """Return the result of `heavy_attention` for a function whose normalizer is a sum over all keys."""
     if isinstance(f, Softmax):
         _check_radius(Q, f)
     powers, lost = np.zeros(len(Q), np.int32), np.zeros(len(Q), np.bool_)
@@ -74,7 +65,14 @@ def of_other_function(
         lost = flushed(given, Q)
     D, error, precise = _other_sums(Q, selected, keys, universal, epsilon, f)
     error, precise = np.where(lost, np.inf, error), precise | lost
-    products = Products(universal, f, Q, selected, D, precise, error, epsilon)
+    places = np.flatnonzero(precise)
+    few = Q[places]
+
+    def multiply(part: slice) -> Float64:
+        return certain_products(few[part], selected, zeros=not isinstance(f, Softmax))[0]
+
+    rest = PreciseQueries(places, D[places], error[places], multiply)
+    products = Products(universal, f, Q, selected, D, precise, error, epsilon, rest)
     captured = np.zeros(len(Q))
     found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     for part, scores in products.scores():
@@ -175,7 +173,7 @@ def _mild_sums(
     with np.errstate(over="ignore"):
         if lift is not None and universal.rank == d and lift.rows.shape[2] ** 2 <= keys.n * d and isinstance(f, Power):
             D, error = lifted_sums(Q, universal.factor, lift, round(f.p / 2))
-            others = ~(error <= _SUM_ERROR)
+            others = ~(error <= SUM_ERROR)
         if others.any() or not len(Q):
             D[others], largest, error[others] = sums(Q[others], keys, universal.present, f)
             count = keys.n
@@ -185,44 +183,3 @@ def _mild_sums(
         change = mild_changes(f, D, count, noise) + mild_entry_change(f, D, epsilon, noise)
         nothing = (D == 0) & ~np.any(Q, axis=1) & (not isinstance(f, Softmax))  # queries of zeros
         return D, np.where(nothing, 0.0, error + change + evaluation_error(f, D, epsilon))
-
-
-def entries_of(
-    products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float
-) -> tuple[tuple[Any, Any, Any], csr_array | None, Any]:
-    """Return the scores of at least ε, those of precise queries by themselves, and the mass on the keys of the set."""
-    xp = array_namespace(products.queries)
-    threshold = epsilon * (1 - TIE)
-    D = xp.where(products.precise, 0.0, products.normalizers)
-    starts, columns, values, captured = kernels_for("heavy", products.queries).heavy_entries(
-        products.queries, products.keys, indices, D, threshold
-    )
-    others = []
-    for part, some in products.scores(products.precise):
-        rows, scores = to_numpy(part), to_numpy(some)
-        captured[part] = to_device(scores.sum(axis=1), captured)
-        i, j, heavy = heavy_places(scores, epsilon, to_numpy(products.error)[rows])
-        others.append((rows[i], indices[j], heavy))
-    return (starts, columns, values), csr_of(others, (len(D), n)) if others else None, xp.clip(captured, 0.0, 1.0)
-
-
-def normalizers_of(
-    Q: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
-) -> tuple[Any, Any, Any]:
-    """Return ``Σ ⟨q, k⟩²`` for each query, over 4 to a power that is returned, and its estimated relative error."""
-    D, loss = normalizers_by(universal.factor, Q, N, exponents)
-    xp = array_namespace(D)
-    error = relative(loss, D) + float(universal.factor.normalizer_error[0])
-    shift = xp.zeros(len(D), dtype=xp.int32)
-    doubtful = xp.nonzero(~(error <= _SUM_ERROR))[0]
-    if len(doubtful):
-        sums, present = PreciseSums(to_numpy(Q[doubtful])), universal.present
-        step = max(16, BLOCK_ENTRIES // len(doubtful))
-        for start in range(0, keys.n, step):
-            part = slice(start, min(start + step, keys.n))
-            rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
-            sums.add(*even_rows(rows, -exponents))
-        total, rounding, _ = sums.result(keys.n)
-        D[doubtful], error[doubtful] = to_device(total, D), to_device(rounding, D)
-        shift[doubtful] = to_device(np.where(total > 0, sums.shift, 0).astype(np.int32), D)
-    return D, error, shift

@@ -9,29 +9,46 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy
 from levattn._kernels import Float64, kernels_for
+from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.span import zero_products
 from levattn.sensitivity.leverage import TIE
 
 __all__ = [
+    "LEAST",
     "LOWEST",
     "PRODUCT_ERROR",
+    "SUM_ERROR",
+    "EvenRows",
+    "Exponents",
     "PreciseSums",
     "even_queries",
     "even_rows",
     "flushed",
     "normalizers_by",
+    "precise_error",
     "relative",
+    "require_finite_queries",
 ]
 
 Exponents = npt.NDArray[np.int32]
+EvenRows = tuple[Float64, Exponents, npt.NDArray[np.bool_]]  # what `even_rows` returns
 
 NORMALIZER_ERROR = 1e-12  # estimated rounding, relative, from which on a normalizer is computed more precisely
 PRODUCT_ERROR = TIE / 16  # the same for a product of a query and a key that makes a heavy entry
+SUM_ERROR = TIE / 2  # the same for a normalizer, from which on it is summed over the keys
+LEAST = 2.0**-1022  # a score of which nothing is known
 LOWEST = -(1 << 20)  # an exponent below all
 _UNKNOWN = 0.1  # relative error of a root from which on nothing is said of a sum
 _NOTHING = 2.0**-104  # what twice the precision does not see
 _TAME = 200  # powers of two of queries and keys whose products and squares are in range as they are
+
+
+def require_finite_queries(finite: npt.NDArray[np.bool_], before: int = 0) -> None:
+    """Raise where a query, numbered from `before` on, is not finite."""
+    bad = np.flatnonzero(~finite)[:5] + before
+    if len(bad):
+        raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
 
 
 def even_queries(Q: Any, exponents: npt.NDArray[np.int32]) -> tuple[Any, Any]:
@@ -136,6 +153,16 @@ class PreciseSums:
         return self._total, error, root
 
 
+def precise_error(root: Float64, size: Float64, least: Float64) -> Float64:
+    """Return the error of products in twice the precision that make a term of at least `least`.
+
+    `size` is the sum of squares over the keys, and `root` the relative error of its root, infinite where unknown.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        error = root * np.sqrt(size / least)
+    return np.asarray(UNIT + np.where(np.isinf(root), np.inf, np.where(np.isnan(error), 0.0, error)))
+
+
 def flushed(X: Any, even: Any) -> Any:
     """Tell which rows lost digits of an entry when they were brought to about 1: products with them are not known."""
     xp = array_namespace(X)
@@ -143,7 +170,7 @@ def flushed(X: Any, even: Any) -> Any:
     return xp.any((X != 0) & small, axis=1) if xp.any(small) else small[:, 0]
 
 
-def even_rows(X: Float64, exponents: Exponents) -> tuple[Float64, Exponents, npt.NDArray[np.bool_]]:
+def even_rows(X: Float64, exponents: Exponents) -> EvenRows:
     """Multiply rows by powers of two of the columns, and divide each by one (returned) that brings it to about 1.
 
     Which rows lost digits by that is returned as well.

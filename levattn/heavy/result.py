@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,34 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import (
-    Matrices,
-    array_namespace,
-    as_mask,
-    as_matrices,
-    take_rows,
-    to_device,
-    to_float64,
-    to_numpy,
-)
+from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, take_rows, to_device, to_numpy
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, is_square
-from levattn.heavy.causal import CHUNK, CausalChunk, causal_chunks
-from levattn.heavy.normalizers import LOWEST, PreciseSums, even_rows
+from levattn.heavy.causal import CHUNK, Causal
+from levattn.heavy.normalizers import LEAST, LOWEST
 from levattn.linalg.factor import UNIT, float64_rows
 from levattn.linalg.gram import second_moments
 from levattn.sensitivity.leverage import TIE
-from levattn.sensitivity.sums import BLOCK_ENTRIES, certain_products
+from levattn.sensitivity.sums import BLOCK_ENTRIES
 from levattn.sets.result import UniversalSet, flag_counts
+from levattn.states.block_buffer import in_main_memory
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["LEAST", "Causal", "Figures", "HeavyAttention", "Products", "Stored"]
+__all__ = ["Figures", "HeavyAttention", "PreciseQueries", "Products"]
 
 _FEW_COLUMNS = 128  # of values, up to which a 2-norm is computed for each chunk of causal attention
-LEAST = 2.0**-1022  # a score of which nothing is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,63 +65,40 @@ class HeavyAttention:
 
     @property
     def entries(self) -> csr_array:
-        """The scores A_ij ≥ ε, exact (of the full softmax-free normalizer), indices sorted.
-
-        Returns
-        -------
-        scipy.sparse.csr_array, shape (m, n)
-        """
+        """The scores A_ij ≥ ε, of exact normalizers: a scipy.sparse.csr_array (m, n) with sorted indices."""
         return self._figures.entries
 
     @property
     def normalizers(self) -> Float64:
-        """``Σ ⟨q_i, k_l⟩²`` over all keys; 0 for a query orthogonal to all keys, whose row of A is zero.
+        """``Σ ⟨q_i, k_l⟩²`` over all keys, float64 (m,); 0 for a query orthogonal to all keys, whose row of A is zero.
 
         Infinite or 0 where the sum leaves the range of float64, which spoils none of the other figures.
-
-        Returns
-        -------
-        array of float64, shape (m,)
         """
         return self._figures.of_queries[0]
 
     @property
     def error(self) -> Float64:
-        """Estimated relative error of the normalizer and of the scores of each query.
+        """Estimated relative error of the normalizer and of the scores of each query, float64 (m,).
 
-        It counts the rounding of the products with all keys. Above 1e-9 it is only for queries all but orthogonal to
-        the keys, keys of a condition number above 10¹¹ or, for softmax, logits above 10⁶, whose last digits float64
-        does not hold. A score within four times this error of ε counts as at least ε, and is among the entries.
-        Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets: all keys
-        of the set are among the entries then. The values of a function of one's own are taken to be right to some
-        roundings.
-
-        Returns
-        -------
-        array of float64, shape (m,)
+        Above 1e-9 it is only for queries all but orthogonal to the keys, keys of a condition number above 10¹¹ or, for
+        softmax, logits above 10⁶. A score within four times this error of ε counts as at least ε, and is among the
+        entries. Infinite where nothing is known of the normalizer, as where f underflows for all that a query meets:
+        all keys of the set are among the entries then. The values of a function of one's own are taken to be right to
+        some roundings.
         """
         return to_numpy(self._figures.error)
 
     @property
     def captured_mass(self) -> Float64:
-        """``Σ A_ij`` over the keys of the universal set.
+        """``Σ A_ij`` over the keys of the universal set, float64 (m,).
 
         For causal attention over the keys that were kept and those of the row's own chunk.
-
-        Returns
-        -------
-        array of float64, shape (m,)
         """
         return self._figures.of_queries[1]
 
     @property
     def residual_mass(self) -> Float64:
-        """``Σ A_ij`` over the other keys.
-
-        Returns
-        -------
-        array of float64, shape (m,)
-        """
+        """``Σ A_ij`` over the other keys, float64 (m,)."""
         return self._figures.of_queries[2]
 
     def apply(self, V: Any, compensate: Literal["mean"] | None = None) -> tuple[Any, Float64]:
@@ -186,19 +154,23 @@ class HeavyAttention:
         if values.batch or values.n != n:
             shape = (*values.batch, values.n, values.d)
             raise ValueError(f"V has shape {shape}; expected ({n}, d_v), one value for each of the {n} keys")
-        everything = Rows(values.data, values.format, as_mask(self._products.present, values))
+        products = self._products
+        if isinstance(products, Causal):
+            everything = in_main_memory(V, products.present, "V")[1]
+        else:
+            everything = Rows(values.data, values.format, as_mask(products.universal._present, values))
         largest = everything.column_maxima().max(initial=0.0)
         if not np.isfinite(largest):
             bad = everything.nonfinite_rows(0, 5)
             raise NonFiniteError(
                 f"V holds NaN or infinity, first in rows {bad}; expected finite values for every key that takes part"
             )
-        if isinstance(self._products, Causal):
-            output, bound = self._causal_output(self._products, everything, compensate is not None)
+        if isinstance(products, Causal):
+            output, bound = self._causal_output(products, everything, compensate is not None)
             return values.give_back(output), bound
         power = int(np.frexp(largest)[1])  # taken out of the values, so that squares stay in range
         scaled = replace(everything, scale=np.full((1, values.d), np.ldexp(1.0, -np.clip(power, -1020, 1020))))
-        output, bound, error = self._output(self._products, values, scaled, compensate is not None)
+        output, bound, error = self._output(products, values, scaled, compensate is not None)
         rounding = (error + 16 * UNIT * values.d) * _largest_norm(scaled)
         xp = array_namespace(output)
         with np.errstate(over="ignore"):
@@ -243,7 +215,8 @@ class HeavyAttention:
             part = slice(*chunk.rows)
             here = float64_rows(values, *chunk.rows)
             kept = chunk.keys[chunk.keys < chunk.rows[0]]
-            chosen = float64_rows(_rows(values, kept), 0, len(kept))
+            mask = None if values.mask is None else values.mask[:, kept]
+            chosen = float64_rows(replace(values, keys=values.keys[:, kept], mask=mask), 0, len(kept))
             rest = np.zeros((chunk.scores.shape[1] - len(chunk.keys), d))
             scores = np.zeros((CHUNK, chunk.scores.shape[1]))  # of one shape, as BLAS sums each in its order
             scores[: len(here)] = chunk.scores
@@ -261,10 +234,11 @@ class HeavyAttention:
                     output[part] += residual[:, None] * mean
                     spread = before.largest + float(_norms(mean[None])[0])
                     variance = _variance(causal.epsilon, r, residual - error, left)
-                    wide = np.minimum(r * spread, np.sqrt(variance) * before.norm(centered=True))
+                    distance = np.minimum(r * spread, np.sqrt(variance) * before.norm(centered=True))
                 else:
-                    wide = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * before.norm(centered=False))
-                bound[part] = wide * (1 + TIE) + rounding
+                    norm = before.norm(centered=False)
+                    distance = np.minimum(r * before.largest, np.sqrt(causal.epsilon * r) * norm)
+                bound[part] = distance * (1 + TIE) + rounding
             before.add(here, sizes, int(causal.present[part].sum()))
         return output, bound
 
@@ -275,7 +249,7 @@ def _spread(count: int, epsilon: float) -> float:
 
 
 class _Before:
-    """What the bounds of causal attention need of the values before a chunk."""
+    """Figures of the values before a chunk, for the bounds of causal attention."""
 
     def __init__(self, d: int) -> None:
         self.count = 0
@@ -315,12 +289,6 @@ def _norms(A: Float64) -> Float64:
         return np.asarray(np.ldexp(np.linalg.norm(np.ldexp(A, -power[:, None]), axis=1), power))
 
 
-def _rows(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
-    """Return some rows of a batch of one."""
-    mask = None if rows.mask is None else to_device(to_numpy(rows.mask)[:, indices], rows.keys)
-    return replace(rows, keys=take_rows(rows.keys, indices), mask=mask)
-
-
 def _variance(e: float, r: Any, least: Any, count: int) -> Any:
     """Return a bound of the squared norm of light scores about their mean: each at most e, their sum r."""
     xp = array_namespace(r)
@@ -329,7 +297,7 @@ def _variance(e: float, r: Any, least: Any, count: int) -> Any:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is known of each query, and the entries, where they were computed; in main memory once asked for.
+    """The figures of each query and the entries, where they were computed; in main memory once they are asked for.
 
     n: number of keys.
     normalizers, captured, residual: (m,), the normalizers and the mass on the keys of the set and on the others.
@@ -364,33 +332,18 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Causal:
-    """What it takes to run through the chunks of causal attention again."""
+class PreciseQueries:
+    """Queries whose products with the keys of a set take more than float64, all in main memory.
 
-    queries: Matrices
-    rows: Rows
-    epsilon: float
+    places: their numbers among all queries.
+    normalizers and error: as in `Products`.
+    multiply: returns the products of a part of them with the keys, in the units of the normalizers.
+    """
 
-    @property
-    def present(self) -> npt.NDArray[np.bool_]:
-        """The keys that take part."""
-        mask = self.rows.mask
-        return np.full(self.rows.shape[1], True) if mask is None else np.asarray(to_numpy(mask)[0])
-
-    def read(self, start: int, stop: int) -> Float64:
-        """Return some queries, or raise where they are not finite."""
-        Q = to_float64(self.queries.data[:, start:stop, :], self.queries.format)[0]
-        bad = np.flatnonzero(~np.isfinite(Q).all(axis=1))[:5] + start
-        if len(bad):
-            raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
-        return np.asarray(Q)
-
-    def chunks(self) -> Iterator[CausalChunk]:
-        """Compute the entries anew, chunk by chunk."""
-        return causal_chunks(self.read, self.rows, self.epsilon)
-
-
-Stored = tuple[Any, npt.NDArray[np.int32], Any]
+    places: npt.NDArray[np.int64]
+    normalizers: Float64
+    error: Float64
+    multiply: Callable[[slice], Float64]
 
 
 @dataclass(frozen=True)
@@ -403,11 +356,9 @@ class Products:
     f: the attention function.
     normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
     precise: the queries whose products with keys cancel so far that they take more than float64, or whose scores err
-        by so much that thresholds are their own.
+        by so much that thresholds are their own; `few` are these in main memory.
     error: estimated relative error of a score of ε in each row.
     epsilon: that ε.
-    stored: for f(x) = x² the keys of the set as they are stored, the powers of two of their columns, and those by
-        which products of each query are divided in its normalizer.
     """
 
     universal: UniversalSet
@@ -418,53 +369,47 @@ class Products:
     precise: Any
     error: Any
     epsilon: float
-    stored: Stored | None = None
-
-    @property
-    def present(self) -> Any:
-        """The keys that take part, or None for all."""
-        return self.universal._present
+    few: PreciseQueries
 
     @property
     def live(self) -> Any:
         """Which queries have a row of A that is not zero."""
         return np.full(len(self.normalizers), True) if isinstance(self.f, Softmax) else self.normalizers > 0
 
-    def _precise_products(self, part: Any) -> Any:
-        Q = to_numpy(self.queries[part])
-        if self.stored is None:
-            zeros = not isinstance(self.f, Softmax)
-            return to_device(certain_products(Q, to_numpy(self.keys), zeros=zeros)[0], self.queries)
-        keys, exponents, shift = self.stored
-        K, powers, unknown = even_rows(to_numpy(keys), -exponents)
-        Z = PreciseSums(Q).add(K, powers, unknown)
-        with np.errstate(over="ignore"):  # of queries whose normalizer is 0
-            return to_device(np.ldexp(Z, powers - to_numpy(shift[part])[:, None]), self.queries)
+    @property
+    def _step(self) -> int:
+        return max(16, BLOCK_ENTRIES // max(len(self.keys), 1))
 
-    def scores(self, among: Any = None) -> Iterator[tuple[Any, Any]]:
-        """Give the attention scores on the keys of the set, for a few queries (their numbers) at a time."""
-        xp = array_namespace(self.queries)
-        step = max(16, BLOCK_ENTRIES // max(len(self.keys), 1))
-        for precise in (False, True):
-            rows = xp.nonzero(self.precise == precise if among is None else among & (self.precise == precise))[0]
-            for start in range(0, len(rows), step):
-                part = rows[start : start + step]
-                Q, D = self.queries[part], self.normalizers[part, None]
-                Z = self._precise_products(part) if precise else Q @ self.keys.T
-                if isinstance(self.f, Softmax):
-                    some = np.exp(Z - D)
-                else:
-                    f = Z * Z if is_square(self.f) else self.f(Z)
-                    some = xp.where(D > 0, f / xp.where(D > 0, D, 1.0), 0.0)
-                if precise:  # where a normalizer is next to unknown, the keys of the set are known to be in it
-                    some = some / xp.maximum(some.sum(axis=1, keepdims=True), 1.0)
-                    some = xp.where(xp.isinf(self.error[part])[:, None] & (some < LEAST), LEAST, some)
-                yield part, some
+    def _shares(self, Z: Any, D: Any) -> Any:
+        """Return scores from products and normalizers."""
+        if isinstance(self.f, Softmax):
+            return np.exp(Z - D)
+        xp, values = array_namespace(Z), Z * Z if is_square(self.f) else self.f(Z)
+        return xp.where(D > 0, values / xp.where(D > 0, D, 1.0), 0.0)
+
+    def precise_scores(self) -> Iterator[tuple[npt.NDArray[np.int64], Float64]]:
+        """Give the scores of the precise queries on the keys of the set, a few queries (their numbers) at a time."""
+        for start in range(0, len(self.few.places), self._step):
+            part = slice(start, start + self._step)
+            some = self._shares(self.few.multiply(part), self.few.normalizers[part, None])
+            # where a normalizer is next to unknown, the keys of the set are known to be in it
+            some = some / np.maximum(some.sum(axis=1, keepdims=True), 1.0)
+            unknown = np.isinf(self.few.error[part])[:, None]
+            yield self.few.places[part], np.where(unknown & (some < LEAST), LEAST, some)
+
+    def scores(self) -> Iterator[tuple[Any, Any]]:
+        """Give the scores of all queries in the same way, where the queries are."""
+        rows = array_namespace(self.queries).nonzero(~self.precise)[0]
+        for start in range(0, len(rows), self._step):
+            part = rows[start : start + self._step]
+            yield part, self._shares(self.queries[part] @ self.keys.T, self.normalizers[part, None])
+        for places, some in self.precise_scores():
+            yield to_device(places, self.queries), to_device(some, self.queries)
 
 
 @dataclass(frozen=True)
 class _Light:
-    """What the error bounds need of the values outside the set."""
+    """Figures of the values outside the set, for the error bounds."""
 
     count: int
     mean: Float64

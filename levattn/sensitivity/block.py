@@ -11,36 +11,22 @@ import numpy.typing as npt
 
 from levattn._core.arrays import take_rows, to_numpy
 from levattn._kernels import Float64, Rows
-from levattn.functions import AttentionFunction, Power, Softmax, is_square
+from levattn.functions import Power, Softmax, is_square
 from levattn.linalg.factor import Factor
 from levattn.linalg.routes import factor_moments
-from levattn.sensitivity.certificate import Problem, by_chunks, raised_scores
+from levattn.sensitivity.contract import Certificate, Problem, by_chunks, raised_scores
 from levattn.sensitivity.lewis import iterated
 
-__all__ = ["Block"]
+__all__ = ["BLOCK"]
 
 _BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
 _MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
 
 
-class Block:
-    """Bounds from what every block of keys adds where one key has attention; the only ones of functions in general."""
-
-    name = "block"
-
-    def applies(self, f: AttentionFunction | Softmax) -> bool:
-        """Tell whether f is even and not x²."""
-        return not isinstance(f, Softmax) and not is_square(f)
-
-    def is_cheap(self, problem: Problem) -> bool:
-        """Tell whether f is no power: for these it takes as long as all the others together."""
-        return not isinstance(problem.f, Power)
-
-    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
-        """Return bounds (b, n)."""
-        rows, growth = problem.rows, max(2.0, problem.growth)
-        each = [_block(rows.item(i), growth, problem.epsilon, problem.rng) for i in range(len(problem.tau))]
-        return np.stack(each), None
+def _of_each(problem: Problem) -> tuple[Float64, None]:
+    rows, growth = problem.rows, max(2.0, problem.growth)
+    each = [_block(rows.item(i), growth, problem.epsilon, problem.rng) for i in range(len(problem.tau))]
+    return np.stack(each), None
 
 
 def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
@@ -113,3 +99,13 @@ def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
     """Return some rows of a batch of one, none of them masked; all of them without a copy."""
     keys = rows.keys if len(indices) == rows.shape[1] else take_rows(rows.keys, indices)
     return replace(rows, keys=keys, mask=None)
+
+
+# Bounds from the sum over every block of keys where one key has attention; the only ones of functions in general. For
+# powers they take as long as all others together.
+BLOCK = Certificate(
+    "block",
+    lambda f: not isinstance(f, Softmax) and not is_square(f),
+    _of_each,
+    lambda problem: not isinstance(problem.f, Power),
+)

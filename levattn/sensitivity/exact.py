@@ -45,9 +45,8 @@ class ExactSensitivities:
     queries : array of shape (n, d), float64
         Row j is a query that gives key j the score ``lower[j]`` among the keys, for `Softmax` an admitted one; zeros
         for a key of sensitivity 0. Computed in float64 the score agrees with `lower` to about :math:`10^{-15}` times
-        the condition number of the keys with scaled columns; for `Softmax`, times the largest logit. It does less
-        well for p < 1, to the power p of that, because the best queries are orthogonal to r − 1 keys and their
-        rounded values are not.
+        the condition number of the keys with scaled columns (for p < 1 to the power p of that); for `Softmax`, times
+        the largest logit.
     method : str
         "svd", "linear program", "convex program", "vertices" or "concave program".
 
@@ -83,12 +82,11 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     over the y with a positive sum; for `Softmax`, over the queries that it admits. For other functions no exact method
     is known: `sensitivities` gives certified upper bounds of theirs.
 
-    Each one is returned as a bracket, ``lower <= σ <= upper``. The lower end is the ratio at a query that was found.
-    The upper end is a proof that there is no better one: a feasible point of the dual program (`Power`, p ≥ 1), the
-    enumeration of all candidates (p < 1), a tangent plane (`Softmax`). The relative width is about 1e-11 where the
-    iteration converged, which it does but for exponents near 1, for logits in the millions, and for keys of very
-    different sizes; where it did not, the bracket is wider, and still valid. It also is for p < 1, by about
-    :math:`10^{-15p}`, where r keys or more are orthogonal to one query, because rounding hides that they are.
+    Each one is returned as a bracket, ``lower <= σ <= upper``. The lower end is the ratio at a query that was found,
+    and the upper end a proof that there is no better one: a feasible point of the dual program (`Power`, p ≥ 1), the
+    enumeration of all candidates (p < 1), a tangent plane (`Softmax`). The relative width is about 1e-11, but wider
+    for exponents near 1, for logits in the millions, for keys of very different sizes and, by about :math:`10^{-15p}`,
+    for p < 1 where r keys or more are orthogonal to one query.
 
     All of it holds up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
     scaled columns). A key that reaches outside the numerical row space by more than rounding has `upper` 1, and so has
@@ -104,8 +102,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     Returns
     -------
     ExactSensitivities
-        `lower` and `upper`, numpy arrays of shape (n,), the `queries` (n, d) that reach `lower`, and the name of the
-        `method`.
+        The brackets, and the queries that reach the lower ends.
 
     Raises
     ------

@@ -41,15 +41,13 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     .. math:: \tau_S = \max_q \sum_{j \in S} \langle q, k_j\rangle^2 / \sum_l \langle q, k_l\rangle^2
         = \lambda_{\max}\Bigl(\sum_{j \in S} x_j x_j^T\Bigr),
 
-    with the keys whitened, :math:`x_j = W^T k_j`, so that :math:`\|x_j\|^2` is the leverage score
-    :math:`\tau_j` and the sum of all :math:`x_j x_j^T` is the identity. Of m copies of a key none scores above 1/m, so
-    no universal set of ε > 1/m has any of them, and yet together they may hold all that a query attends to; the score
-    of their group says so. It is at least the largest of its keys' leverage scores, and at most their sum and 1. Over
-    the groups of a partition the scores sum to at most the rank, so at most rank/ε groups reach ε.
+    with the whitened keys :math:`x_j = W^T k_j`, whose squared norms are the leverage scores. Of m copies of a key
+    none scores above 1/m, so no universal set of ε > 1/m has any of them, and yet together they may hold all that a
+    query attends to; the score of their group says so. It is at least the largest of its keys' leverage scores, and at
+    most their sum and 1. Over the groups of a partition the scores sum to at most the rank, so at most rank/ε reach ε.
 
-    The scores are exact, up to rounding: moments are in float64 whatever the dtype of the keys, and the rank is the
-    exact one. Where float64 cannot resolve a direction, groups have the sum of bounds of their keys' scores:
-    an *over*-estimate.
+    The scores are exact, up to rounding. Where float64 cannot resolve a direction, groups have the sum of bounds of
+    their keys' scores: an *over*-estimate.
 
     Parameters
     ----------
@@ -84,8 +82,7 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     Notes
     -----
     Time O(n d²) for the whitening, and O(s² d + s³) for a group of s keys, O(s d² + d³) for one of more than the rank.
-    Memory beyond K: O(d² + n + g) and that of some thousand rows. The small matrices are LAPACK's, and as reproducible
-    as the LAPACK is; keys and groups in another order give the same scores to rounding.
+    Memory beyond K: O(d² + n + g) and that of some thousand rows. Bits are as reproducible as those of LAPACK.
 
     References
     ----------
@@ -217,17 +214,16 @@ def near_duplicates(
 ) -> Any:
     r"""Group the keys that are near-duplicates of each other: those that queries hardly tell apart.
 
-    Two keys are linked if the angle between :math:`x_j` and :math:`x_l` or :math:`-x_l` is at most `angle`, and groups
-    are what links connect. Here :math:`x_j = W^T k_j` are the whitened keys, whose products with a query, whitened
-    likewise, are those of the keys, and whose squared norms are the leverage scores: the metric in which queries see
-    them. As f(x) = x² sees neither sign nor scale, neither do angles: ``-k`` and ``c * k`` are duplicates of k.
+    Two keys are linked if the angle between the whitened keys :math:`x_j = W^T k_j` and :math:`\pm x_l` is at most
+    `angle`, and links connect groups: that is the metric in which queries see keys. As f(x) = x² sees neither sign nor
+    scale, ``-k`` and ``c * k`` are duplicates of k.
 
-    Every link is verified: its two keys are within `angle`, up to rounding. What may happen is that a pair is
-    *missed*. Keys are compared where random signatures agree, and two keys at half the angle share none of them with
-    a probability of at most 1e-4. Where they share one they come into one group, unless keys before them get in
-    between: one that is in a group with one of the two or is linked to it, and not to the other, or four that are far
-    from both. Nothing is promised of pairs between half the angle and the whole. A miss can only split a group, or
-    leave a key alone: the scores that `group_leverage` gives to the groups that were found are exact.
+    Every link is verified, up to rounding; but a pair may be *missed*. Keys are compared where random signatures
+    agree, and two keys at half the angle share none of them with a probability of at most 1e-4. Where they share one
+    they come into one group, unless keys before them get in between: one that is in a group with one of the two or is
+    linked to it, and not to the other, or four that are far from both. Nothing is promised of pairs between half the
+    angle and the whole. A miss can only split a group, or leave a key alone: `group_leverage` of the groups found is
+    exact.
 
     Links chain: keys of a group may be farther than `angle` from each other. For a group S of keys within `angle` of
     one of them,

@@ -196,15 +196,15 @@ def leverage_scores(
     *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K. Centered,
     ill-conditioned or hardly sparse keys cost O(n d²).
 
-    *Approximate methods.* "countsketch", "osnap" and "srht" factor a sketch SK of the keys instead of K. If S
-    changes squared norms of the column space by a factor within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η):
-    `levattn.sketch` has the sizes that are proven for that, far above the defaults, with which η is about 0.5 for
-    keys without coherent rows. (CountSketch takes about d² rows where keys are coherent; with fewer it fails
-    there.) They take one pass less over K, of n d² operations, than the exact methods: nothing is won up to d of
-    about 256. "jl" projects the keys, whitened exactly, to `sketch_size` k columns, and a second number of
-    `sketch_size` does so with sketched ones: each score is then multiplied by χ²_k/k, whose standard deviation is
-    √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help.
-    Approximate scores may err both ways; `universal_set` turns them into upper bounds.
+    *Approximate methods* may err both ways; `universal_set` turns their scores into upper bounds. "countsketch",
+    "osnap" and "srht" factor a sketch SK of the keys. If S changes squared norms of the column space by a factor
+    within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η): `levattn.sketch` has the sizes that are proven for that,
+    far above the defaults, with which η is about 0.5 for keys without coherent rows. (CountSketch takes about d² rows
+    where keys are coherent; with fewer it fails there.) They take one pass less over K, of n d² operations, than the
+    exact methods: nothing is won up to d of about 256. "jl" projects the whitened keys to `sketch_size` k columns, and
+    a second number of `sketch_size` does so with sketched ones: each score is then multiplied by χ²_k/k, whose
+    standard deviation is √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does
+    not help.
 
     References
     ----------

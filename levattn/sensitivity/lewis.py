@@ -1,4 +1,4 @@
-"""The certificate of Lewis weights, for powers other than 2."""
+"""The certificates of powers: leverage scores alone, and Lewis weights."""
 
 from __future__ import annotations
 
@@ -9,34 +9,28 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device
 from levattn._kernels import Float64, Rows
-from levattn.functions import AttentionFunction, Power, Softmax, is_square
+from levattn.functions import Power, is_square
 from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.routes import factor_moments
-from levattn.sensitivity.certificate import LOG_ERROR, Problem, by_chunks, in_row_space, raised_scores
+from levattn.sensitivity.contract import LOG_ERROR, Certificate, Problem, by_chunks, in_row_space, raised_scores
 from levattn.sensitivity.lift import root_error
 
-__all__ = ["Lewis", "iterated"]
+__all__ = ["DIRECT", "LEWIS", "iterated"]
 
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
 
 
-class Lewis:
-    """Bounds from weights of rows, whichever they are; Lewis weights make them small."""
-
-    name = "lewis"
-
-    def applies(self, f: AttentionFunction | Softmax) -> bool:
-        """Tell whether f is a power other than 2."""
-        return isinstance(f, Power) and not is_square(f)
-
-    def is_cheap(self, _problem: Problem) -> bool:
-        """Tell that "auto" takes it."""
-        return True
-
-    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
-        """Return bounds (b, n)."""
-        factor = replace(problem.factor, wide=None)
-        return _lewis_of_each(factor, problem.tau, problem.growth, problem.iterations), None
+def _direct(problem: Problem) -> tuple[Float64, None]:
+    """Bound by comparing ‖Ky‖₂ with ‖Ky‖_p; in logarithms, as large powers of small numbers leave the range."""
+    tau, p = problem.tau, problem.growth
+    with np.errstate(divide="ignore"):
+        logs = np.log(tau)
+    if p <= 2:
+        constant = np.max(logs, axis=1, keepdims=True, initial=-np.inf)
+        constant = np.where(np.isfinite(constant), constant, 0.0) * (1 - p / 2)
+    else:
+        constant = (p / 2 - 1) * np.log(np.maximum(problem.counts[:, None], 1))
+    return np.asarray(np.exp(np.minimum(constant + p / 2 * logs + LOG_ERROR * (1 + p), 0.0))), None
 
 
 def iterated(
@@ -91,16 +85,17 @@ def iterated(
     return v, tau, moved, scale
 
 
-def _lewis_of_each(factor: Factor, tau: Float64, p: float, iterations: int) -> Float64:
+def _of_each(problem: Problem) -> tuple[Float64, None]:
     """Bound by Lewis weights; keys that lack directions are replaced by as many independent columns of theirs.
 
     These have the same column space, so the same sensitivities. The rounding of weighted rows is then one of
     columns that are independent by far more.
     """
+    factor, tau, p, iterations = replace(problem.factor, wide=None), problem.tau, problem.growth, problem.iterations
     rows, upper = replace(factor.rows, scale=None), np.ones(tau.shape)
     lacking = factor.rank < np.count_nonzero(np.any(factor.whitening != 0, axis=2), axis=1)
     if not lacking.any():
-        return _lewis(rows, tau, factor.rank, p, iterations)
+        return _lewis(rows, tau, factor.rank, p, iterations), None
     for item in range(len(tau)):
         one, its_tau = rows.item(item), tau[item : item + 1]
         if lacking[item]:
@@ -111,7 +106,7 @@ def _lewis_of_each(factor: Factor, tau: Float64, p: float, iterations: int) -> F
                 continue
             one, its_tau = replace(within.rows, scale=None), raised_scores(within)
         upper[item] = _lewis(one, its_tau, factor.rank[item : item + 1], p, iterations)[0]
-    return upper
+    return upper, None
 
 
 def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
@@ -150,3 +145,7 @@ def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iter
         ratio = np.max(log_h - log_w, axis=1, keepdims=True, initial=-np.inf, where=live)
         constant = (2 / p - 1) * np.where(np.isfinite(ratio), ratio, 0.0)
     return np.asarray(np.exp(np.minimum(constant + log_h + LOG_ERROR * (1 + p + 1 / p + p / abs(p - 2)), 0.0)))
+
+
+DIRECT = Certificate("leverage", lambda f: isinstance(f, Power), _direct)
+LEWIS = Certificate("lewis", lambda f: isinstance(f, Power) and not is_square(f), _of_each)

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from levattn._core.arrays import to_numpy
 from levattn._core.threads import parallel_for
 from levattn._kernels import Float64, Rows, kernels_for
-from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.functions import Power
 from levattn.linalg.factor import UNIT, Factor, float64_rows
 from levattn.linalg.routes import factor_moments
-from levattn.sensitivity.certificate import Problem, in_row_space, raised_scores
+from levattn.sensitivity.contract import Certificate, Problem, in_row_space, raised_scores
 
-__all__ = ["Lift", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
+__all__ = ["LIFT", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
 
 _MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
 _ROWS = 512  # that are lifted at a time
@@ -25,24 +25,6 @@ _ENTRIES = 1 << 22  # numbers in a block of lifted queries
 _LIFT_COLUMNS = 1024  # columns of a lift up to which "auto" takes it
 _FELT = 1e-10  # relative rise of a bound from which coordinates are computed in twice the precision
 _LIFT_NUMBERS = 1 << 27  # numbers in a lift up to which "auto" takes it
-
-
-class Lift:
-    """Bounds from the leverage scores of products of coordinates, for even powers above 2: their squares."""
-
-    name = "lift"
-
-    def applies(self, f: AttentionFunction | Softmax) -> bool:
-        """Tell whether f is an even power above 2."""
-        return isinstance(f, Power) and f.p > 2 and f.p % 2 == 0
-
-    def is_cheap(self, problem: Problem) -> bool:
-        """Tell whether the lifted keys are few numbers."""
-        return _lift_is_small(problem.rows, problem.growth)
-
-    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
-        """Return bounds (b, n), and the factor of the lifted keys."""
-        return _scored(replace(problem.factor, wide=None), problem.tau, round(problem.growth / 2))
 
 
 def lift_columns(d: int, m: int) -> int:
@@ -142,12 +124,12 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
     for start in range(0, len(Q), step):
         part = slice(start, start + step)
         q = np.ldexp(Q[part], exponents)
-        turned = q @ N.T  # ⟨k, q⟩ = ⟨kW, Nq⟩
+        in_basis = q @ N.T  # ⟨k, q⟩ = ⟨kW, Nq⟩
         lifted = np.empty((len(q), lift_columns(d, m)))
-        _lift(turned, m, lifted)
+        _lift(in_basis, m, lifted)
         D[part], size = kernels_for("heavy", lifted).query_norms(np.ldexp(lifted, lifted_exponents), M)
         # Errors move Nq by `moved`, and so the p-norm of its products with orthonormal columns by no more.
-        moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(turned, axis=1)
+        moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(in_basis, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             error[part] = 2 * m * moved / D[part] ** (0.5 / m) + 2 * (len(M) + m + 4) * UNIT * np.sqrt(size / D[part])
     inverse = 2 * _inverse_error(M, lift.even_whitening(0, lifted_exponents))
@@ -178,9 +160,10 @@ def _lift(X: Float64, m: int, out: Float64, *, weighted: bool = True) -> None:
     parallel_for(lambda i: body(slice(_ROWS * i, _ROWS * (i + 1))), -(-len(X) // _ROWS))
 
 
-def _lift_is_small(rows: Rows, p: float) -> bool:
-    b, n, d = rows.shape
-    columns = lift_columns(d, math.ceil(p / 2))
+def _is_small(problem: Problem) -> bool:
+    """Tell whether the lifted keys are few numbers."""
+    b, n, d = problem.rows.shape
+    columns = lift_columns(d, math.ceil(problem.growth / 2))
     return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
 
 
@@ -207,3 +190,12 @@ def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> t
         return _scored(factor, tau, m, precise=True)
     upper = np.where(resolved[:, None], np.fmin(upper, 1.0) ** 2, 1.0)
     return upper, lift.forget_keys() if resolved.all() else None
+
+
+# Bounds from the leverage scores of the lifted keys
+LIFT = Certificate(
+    "lift",
+    lambda f: isinstance(f, Power) and f.p > 2 and f.p % 2 == 0,
+    lambda problem: _scored(replace(problem.factor, wide=None), problem.tau, round(problem.growth / 2)),
+    _is_small,
+)

@@ -86,11 +86,11 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
 
     Notes
     -----
-    Time O(n d²), on one thread for each matrix, where it takes 10 to 30 times that of `leverage_scores`; memory O(d²)
+    Time O(n d r) for rank r, on one thread for each matrix, 10 to 30 times that of `leverage_scores`; memory O(d²)
     beyond K and the scores. Keys on another device are moved to main memory, and the scores back.
 
-    A key is rotated into the triangle of those before it, by one plane rotation a direction; its score is what these
-    rotations take of it, a sum of squares. The triangle is held with its rounding errors. Rank r takes O(n d r).
+    A key is rotated into the triangle of those before it, which is held with its rounding errors, by one plane
+    rotation a direction; its score is the sum of squares that these rotations take of it.
 
     References
     ----------

@@ -10,11 +10,11 @@ from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.threads import parallel_for
 from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn.functions import INSIDE, AttentionFunction, Softmax
-from levattn.linalg.factor import UNIT, Factor
+from levattn.linalg.factor import UNIT
 from levattn.linalg.reading import as_read
-from levattn.sensitivity.certificate import Problem
+from levattn.sensitivity.contract import Certificate, Problem
 
-__all__ = ["Ball", "Jensen"]
+__all__ = ["BALL", "JENSEN"]
 
 _NUMBERS = 1 << 18  # logits in a block
 _UNGROUPED = 4096  # keys up to which each stands for itself from the beginning
@@ -26,44 +26,6 @@ _STEPS = 20  # toward the exact softmax sensitivity of each key that is undecide
 _BALL_KEYS = 50_000  # up to which "auto" takes these steps
 
 
-class Jensen:
-    """Bounds of softmax by Jensen's inequality."""
-
-    name = "jensen"
-
-    def applies(self, f: AttentionFunction | Softmax) -> bool:
-        """Tell whether f is softmax."""
-        return isinstance(f, Softmax)
-
-    def is_cheap(self, _problem: Problem) -> bool:
-        """Tell that "auto" takes it."""
-        return True
-
-    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
-        """Return bounds (b, n)."""
-        return jensen(problem.rows, _root(problem)), None
-
-
-class Ball:
-    """The same, lowered key by key where they are at least ε."""
-
-    name = "ball"
-
-    def applies(self, f: AttentionFunction | Softmax) -> bool:
-        """Tell whether f is softmax."""
-        return isinstance(f, Softmax)
-
-    def is_cheap(self, problem: Problem) -> bool:
-        """Tell whether there are few keys."""
-        b, n, _ = problem.rows.shape
-        return b * n <= _BALL_KEYS
-
-    def bound(self, problem: Problem) -> tuple[Float64, Factor | None]:
-        """Return bounds (b, n)."""
-        root = _root(problem)
-        return ball(problem.rows, root, jensen(problem.rows, root), problem.epsilon, _STEPS), None
-
-
 def _root(problem: Problem) -> Float64 | float:
     """Return what multiplies keys so that queries are in the unit ball: a matrix, or a number for few wide keys."""
     f = problem.f
@@ -73,23 +35,24 @@ def _root(problem: Problem) -> Float64 | float:
     return (1 + 2 * INSIDE) * root
 
 
-def jensen(rows: Rows, root: Float64 | float) -> Float64:
+def _jensen(problem: Problem) -> Float64:
     """Bound softmax: log Σ exp⟨y, k_l⟩ is at least log n + ⟨y, mean⟩, and ⟨y, k_j − mean⟩ at most ‖Lᵀ(k_j − mean)‖.
 
     L is a matrix (d, d), or for few keys of many columns a number that multiplies the identity.
     """
+    rows, root, counts = problem.rows, _root(problem), problem.counts
     b, n, d = rows.shape
     kernels = kernels_for("gram", rows.keys)
-    counts = np.full(b, n) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):  # what leaves the range bounds nothing
         mean = rows.column_sums() / np.maximum(counts, 1)[:, None]
         steps = BLOCK + 64 + 8 * d
         if isinstance(root, np.ndarray):
             R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
             flipped = np.ascontiguousarray(R[::-1, ::-1])
-            turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
+            shift = np.ascontiguousarray(mean[:, ::-1])
+            reversed_rows = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=shift)
             squares = rows.zeros(wide=True)
-            kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
+            kernels.sqnorms(reversed_rows, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
             norms, center = np.sqrt(to_numpy(squares)), np.abs(mean @ R)
         else:
             centered = replace(rows, shift=mean)
@@ -100,25 +63,25 @@ def jensen(rows: Rows, root: Float64 | float) -> Float64:
             sizes, steps = rows.column_maxima() * np.linalg.norm(R, axis=1), int((steps + d * d) * d**0.5) + 1
         else:  # no entry is larger than that of the center and the largest distance from it
             sizes = center + np.max(norms, axis=1, keepdims=True, initial=0.0)
-        reach = np.linalg.norm(sizes, axis=1, keepdims=True)
-        norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * reach
+        largest = np.linalg.norm(sizes, axis=1, keepdims=True)
+        norms = norms * (1 + 16 * d * UNIT) + 3 * steps * UNIT * largest
         bound = np.exp(norms * (1 + 4 * UNIT)) / np.maximum(counts, 1)[:, None] * (1 + 8 * UNIT)
         return np.asarray(np.fmin(bound, 1.0))
 
 
-def ball(rows: Rows, root: Float64 | float, bounds: Float64, epsilon: float, steps: int) -> Float64:
-    """Lower the bounds of a batch that are at least ε by steps of Frank and Wolfe; what falls below is left alone.
+def _ball(problem: Problem) -> Float64:
+    """Lower Jensen's bounds of at least ε by steps of Frank and Wolfe, until they fall below.
 
     log σ_j is the maximum over ‖u‖ ≤ 1 of the concave g(u) = ⟨k_j, u⟩ − log Σ exp⟨k_l, u⟩, with keys multiplied by
     Lᵀ. So the tangent plane at any u bounds it: log σ_j ≤ g + ‖∇g‖ − ⟨∇g, u⟩, and so does the least of several. Of
     many keys the sum is first bounded from below group by group: m keys of mean c add at least m exp⟨c, u⟩ (Jensen).
     """
-    out = bounds.copy()
-    for item in range(len(bounds)):
+    rows, root, epsilon, out = problem.rows, _root(problem), problem.epsilon, _jensen(problem)
+    for item in range(len(out)):
         one = rows.item(item)
         present = np.arange(rows.shape[1]) if one.mask is None else np.flatnonzero(to_numpy(one.mask)[0])
         keys = to_float64(one.keys, one.format)[0][present]
-        least = bounds[item, present]
+        least = out[item, present]
         with np.errstate(over="ignore", invalid="ignore"):
             keys = keys - keys.mean(axis=0, keepdims=True) if len(keys) else keys
             if isinstance(root, np.ndarray):
@@ -129,16 +92,16 @@ def ball(rows: Rows, root: Float64 | float, bounds: Float64, epsilon: float, ste
             size = float(np.sqrt(np.max(np.einsum("ij,ij->i", keys, keys), initial=0.0)))
         if np.isfinite(size):  # else nothing is known of products
             if len(keys) > _UNGROUPED:
-                _lower(least, keys, _groups(keys, size, float(moved)), epsilon, steps)
+                _lower(least, keys, _groups(keys, size, float(moved)), epsilon)
             if np.count_nonzero(least >= epsilon) * len(keys) <= _PAIRS:  # else the groups have said what can be said
-                _lower(least, keys, _Terms(keys, np.zeros(len(keys)), size, float(moved)), epsilon, steps)
+                _lower(least, keys, _Terms(keys, np.zeros(len(keys)), size, float(moved)), epsilon)
         out[item, present] = least
     return out
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """What is summed: exp(⟨mean, u⟩ + log); the largest norm of a key, and what rounding moves a mean or a key by."""
+    """Terms exp(⟨mean, u⟩ + log) of a sum; the largest norm of a key, and the rounding of a mean or a key."""
 
     means: Float64
     logs: Float64
@@ -146,14 +109,14 @@ class _Terms:
     error: float
 
 
-def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float, steps: int) -> None:
+def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float) -> None:
     """Lower the bounds that are at least ε, on all threads."""
     open_ = np.flatnonzero(bounds >= epsilon)
     step = max(1, _NUMBERS // max(len(terms.means), 1))
 
     def body(i: int) -> None:
         part = open_[i * step : (i + 1) * step]
-        bounds[part] = np.minimum(bounds[part], _climb(terms, keys[part], epsilon, steps))
+        bounds[part] = np.minimum(bounds[part], _climb(terms, keys[part], epsilon))
 
     parallel_for(body, -(-len(open_) // step))
 
@@ -183,15 +146,15 @@ def _groups(keys: Float64, size: float, moved: float) -> _Terms:
     return _Terms(means, np.log(np.concatenate([np.ones(len(alone)), sizes[live]])), size, moved + error)
 
 
-def _climb(terms: _Terms, own: Float64, epsilon: float, steps: int) -> Float64:
+def _climb(terms: _Terms, own: Float64, epsilon: float) -> Float64:
     """Return upper bounds of exp⟨k, u⟩ divided by the sum of the terms, over the unit ball, for some keys k."""
     u = np.zeros_like(own)
     Z = np.tile(terms.logs, (len(own), 1))
     best = np.full(len(own), np.inf)
     live = np.arange(len(own))
-    count = steps * (own.shape[1] + 4) + min(len(terms.means), BLOCK) + len(terms.means) // BLOCK + 64
+    count = _STEPS * (own.shape[1] + 4) + min(len(terms.means), BLOCK) + len(terms.means) // BLOCK + 64
     slack = 4 * count * UNIT * (1 + terms.size) + 4 * terms.error  # steps, sums and products add up
-    for _ in range(steps):
+    for _ in range(_STEPS):
         top = Z.max(axis=1, keepdims=True)
         P = np.exp(Z - top)
         total = P.sum(axis=1, keepdims=True)
@@ -237,3 +200,16 @@ def _best_step(Z: Float64, change: Float64, slope: Float64) -> Float64:
         gamma = np.minimum(gamma + (slope - mean) / np.maximum(variance, 1e-300), 1.0)
         gamma = np.where((gamma >= low) & (gamma <= high), gamma, (low + high) / 2)
     return gamma
+
+
+def _is_softmax(f: AttentionFunction | Softmax) -> bool:
+    return isinstance(f, Softmax)
+
+
+JENSEN = Certificate("jensen", _is_softmax, lambda problem: (_jensen(problem), None))
+BALL = Certificate(
+    "ball",
+    _is_softmax,
+    lambda problem: (_ball(problem), None),
+    lambda problem: problem.rows.shape[0] * problem.rows.shape[1] <= _BALL_KEYS,
+)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, to_float64
 from levattn._kernels import Float64, kernels_for
 from levattn.exceptions import NonFiniteError
-from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
+from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, scale_of
 from levattn.linalg.factor import UNIT
 from levattn.linalg.span import zero_products
 
@@ -72,13 +72,10 @@ def evaluation_error(f: AttentionFunction | Softmax, D: Float64, epsilon: float)
 
 
 def _floor(f: AttentionFunction | Softmax) -> float:
-    """Return what a value of f may lose where it leaves the range of float64."""
+    """Return the largest part of a value of f that may vanish where it leaves the range of float64."""
     if isinstance(f, Softmax):
         return 0.0
-    least = 32 * LEAST_POSITIVE
-    if isinstance(f, Tukey | Fair):
-        return least * max(1.0, f.c * f.c)
-    return least if isinstance(f, Power | Huber | L1L2) else least * max(1.0, float(f(np.ones(1))[0]))
+    return 32 * LEAST_POSITIVE * max(1.0, scale_of(f) ** 2, float(f(np.ones(1))[0]))
 
 
 def _is_known(f: AttentionFunction | Softmax) -> bool:

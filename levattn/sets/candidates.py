@@ -1,4 +1,4 @@
-"""What a stream of keys holds: sums of what it has seen, and the keys that may still be of the universal set."""
+"""The state of a stream: sums over all keys so far, and the keys that may still be of the universal set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from levattn.sets.prefix_bounds import (
 )
 from levattn.states.block_buffer import BlockBuffer, RowNumbers
 
-__all__ = ["CandidateStore", "Candidates", "SelectedKeys"]
+__all__ = ["CandidateStore", "Candidates", "ChunkForm", "SelectedKeys"]
 
 _RUN = 64  # blocks that are screened together
 _DEVICE_RUN = 1024  # the same on a CUDA device, where each run costs a wait
@@ -46,7 +46,7 @@ class SelectedKeys:
     scores : array of float64, shape (k,)
         Their leverage scores for f(x) = x², else certified upper bounds of their sensitivities.
     payload : array of shape (k, ...) or None
-        What came beside them.
+        The payload of these keys.
 
     Examples
     --------
@@ -66,33 +66,64 @@ class SelectedKeys:
         return len(self.indices)
 
 
+@dataclass(frozen=True)
+class ChunkForm:
+    """The form of keys in a chunk and of their payloads, which is the same in all chunks of a stream."""
+
+    batch: tuple[int, ...]
+    d: int
+    format: Any
+    payload: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]  # shape and dtype for one key
+
+    @classmethod
+    def of(cls, keys: Any, payload: Sequence[npt.NDArray[Any]]) -> ChunkForm:
+        """Return the form of keys, with payloads (b or 1, m, ...)."""
+        return cls(keys.batch, keys.d, keys.format, tuple((array.shape[2:], array.dtype) for array in payload))
+
+    def require(self, other: ChunkForm, name: str) -> None:
+        """Raise if keys of another form, named so, cannot be added."""
+        if (other.batch, other.d) != (self.batch, self.d):
+            raise ValueError(
+                f"{name} has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d} as before"
+            )
+        if other.format != self.format:
+            raise TypeError(
+                f"{name} has dtype {other.format}; the chunks before had {self.format}. Expected one dtype in all "
+                "chunks: convert them alike"
+            )
+        if other.payload != self.payload:
+            tails = (("".join(f", {size}" for size in shape), dtype) for shape, dtype in self.payload)
+            shapes = [f"{dtype} of shape (..., m{tail})" for tail, dtype in tails]
+            raise ValueError(f"payload of {name} differs from that before; expected {shapes[0] if shapes else 'none'}")
+
+
 @dataclass(frozen=True, eq=False)
 class Candidates:
     """Keys of one matrix that are held: row numbers, the keys as stored, and what came beside them."""
 
     indices: npt.NDArray[np.int64]
     keys: npt.NDArray[Any]
-    beside: tuple[npt.NDArray[Any], ...]
+    payload: tuple[npt.NDArray[Any], ...]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @classmethod
-    def empty(cls, d: int, format: str, beside: Sequence[npt.NDArray[Any]]) -> Candidates:
+    def empty(cls, d: int, format: str, payload: Sequence[npt.NDArray[Any]]) -> Candidates:
         """Return no keys, and nothing of each kind that comes beside them."""
         keys = np.zeros((0, d), _DTYPES[format])
-        return cls(np.zeros(0, np.int64), keys, tuple(np.zeros((0, *a.shape[1:]), a.dtype) for a in beside))
+        return cls(np.zeros(0, np.int64), keys, tuple(np.zeros((0, *a.shape[1:]), a.dtype) for a in payload))
 
     def take(self, which: npt.NDArray[Any]) -> Candidates:
         """Return some of the keys."""
-        return Candidates(self.indices[which], self.keys[which], tuple(array[which] for array in self.beside))
+        return Candidates(self.indices[which], self.keys[which], tuple(array[which] for array in self.payload))
 
     def __add__(self, other: Candidates) -> Candidates:
-        beside = zip(self.beside, other.beside, strict=True)
+        payload = zip(self.payload, other.payload, strict=True)
         return Candidates(
             np.concatenate([self.indices, other.indices]),
             np.concatenate([self.keys, other.keys]),
-            tuple(np.concatenate(pair) for pair in beside),
+            tuple(np.concatenate(pair) for pair in payload),
         )
 
 
@@ -111,17 +142,17 @@ class CandidateStore:
         batch: tuple[int, ...],
         d: int,
         format: Any,
-        beside: Sequence[npt.NDArray[Any]],
+        payload: Sequence[npt.NDArray[Any]],
     ) -> None:
         b = math.prod(batch)
         self.epsilon, self.batch, self.d, self.format = epsilon, batch, d, format
         self.running: Running = running_bounds(f, epsilon, b, d)
         numbers = np.zeros((1, 0), np.int64)
         if self.running.labeled:
-            beside = [numbers, *beside]
-        self.tail = BlockBuffer(b, d, format, numbers, *beside)
+            payload = [numbers, *payload]
+        self.tail = BlockBuffer(b, d, format, numbers, *payload)
         self.present = np.zeros(b, np.int64)
-        self.held = [Candidates.empty(d, format, [array[0] for array in beside]) for _ in range(b)]
+        self.held = [Candidates.empty(d, format, [array[0] for array in payload]) for _ in range(b)]
         self.limits = np.full(b, self._least_limit)
         self._span = _RUN
 
@@ -135,18 +166,18 @@ class CandidateStore:
         return self.running.blocks
 
     @property
-    def beside(self) -> list[npt.NDArray[Any]]:
-        """Arrays like those that come beside the keys, without rows."""
-        return [array[:, :0] for array in self.tail.beside[1 + self.running.labeled :]]
+    def payload(self) -> list[npt.NDArray[Any]]:
+        """Arrays like those that come payload the keys, without rows."""
+        return [array[:, :0] for array in self.tail.payload[1 + self.running.labeled :]]
 
-    def push(self, rows: Rows, index: RowNumbers, *beside: npt.NDArray[Any]) -> None:
+    def push(self, rows: Rows, index: RowNumbers, *payload: npt.NDArray[Any]) -> None:
         """Add a chunk; FloatingPointError if it is not finite. If it raises, the state is void."""
         if isinstance(self.running, RunningBlocks):
             labels = self.running.label(self.blocks * BLOCK + self.tail.count, rows.shape[1])
-            self.tail.push(rows, self._take, index, labels, *beside)
+            self.tail.push(rows, self._take, index, labels, *payload)
         else:
             self.running.require_range(rows)
-            self.tail.push(rows, self._take, index, *beside)
+            self.tail.push(rows, self._take, index, *payload)
 
     def copy(self) -> CandidateStore:
         """Return a state that goes on from here; this one is not to be updated any more, as they share rows."""
@@ -155,27 +186,16 @@ class CandidateStore:
         other.limits = self.limits.copy()
         return other
 
-    def require(
-        self, batch: tuple[int, ...], d: int, format: Any, beside: Sequence[npt.NDArray[Any]], name: str
-    ) -> None:
-        """Raise if keys of this shape cannot be added."""
-        if (batch, d) != (self.batch, self.d):
-            raise ValueError(f"{name} has batch {batch} and d = {d}; expected {self.batch} and d = {self.d} as before")
-        if format != self.format:
-            raise TypeError(
-                f"{name} has dtype {format}; the chunks before had {self.format}. Expected one dtype in all chunks: "
-                "convert them alike"
-            )
-        mine, theirs = ([(a.shape[2:], a.dtype) for a in arrays] for arrays in (self.beside, beside))
-        if mine != theirs:
-            shapes = [f"{dtype} of shape (..., m{''.join(f', {size}' for size in shape)})" for shape, dtype in mine]
-            raise ValueError(f"payload of {name} differs from that before; expected {shapes[0] if shapes else 'none'}")
+    @property
+    def form(self) -> ChunkForm:
+        """The form of all chunks."""
+        return ChunkForm.of(self, self.payload)
 
-    def _labels(self, beside: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
+    def _labels(self, payload: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
         """Return the labels among what comes beside keys, (1, k)."""
-        return beside[0].reshape(1, -1) if self.running.labeled else None
+        return payload[0].reshape(1, -1) if self.running.labeled else None
 
-    def _take(self, rows: Rows, index: Any, *beside: npt.NDArray[Any]) -> None:
+    def _take(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> None:
         """Add whole blocks; if it raises, the state is void."""
         at, left = 0, rows.shape[1] // BLOCK
         longest = _DEVICE_RUN if on_cuda(rows.keys) else _RUN
@@ -185,7 +205,7 @@ class CandidateStore:
             count = 1 if milestone else self._run(left, longest)
             part = slice(at * BLOCK, (at + count) * BLOCK)
             run = rows.between(part.start, part.stop)
-            labels = self._labels([array[:, part] for array in beside])
+            labels = self._labels([array[:, part] for array in payload])
             if milestone:
                 self.running.add(run)
                 self.running.freeze()
@@ -212,7 +232,7 @@ class CandidateStore:
             for item in sorted(full.union(nonzero(kept.any(axis=1)).tolist())):
                 which = nonzero(kept[item])
                 there = part.start + which
-                more = tuple(item_entries(a, item if len(a) == len(self.held) else 0, there) for a in beside)
+                more = tuple(item_entries(a, item if len(a) == len(self.held) else 0, there) for a in payload)
                 new = Candidates(index[0, there], item_entries(run.keys, item, which), more)
                 if by is not None and item in full:  # each by itself, as both together take more memory
                     self.held[item], new = self._pruned(by, item, self.held[item]), self._pruned(by, item, new)
@@ -229,7 +249,7 @@ class CandidateStore:
 
     def _judged(self, by: Reference, item: int, held: Candidates) -> Judged:
         keys = Rows(held.keys[None], self.format)
-        return self.running.judge(by, item, keys, self._labels(held.beside), self.epsilon)
+        return self.running.judge(by, item, keys, self._labels(held.payload), self.epsilon)
 
     def _pruned(self, by: Reference, item: int, held: Candidates) -> Candidates:
         """Return the keys of one matrix that may still have a score of at least ε among all so far."""
@@ -246,17 +266,17 @@ class CandidateStore:
             order = np.argsort(found.indices)
             found, scores = found.take(order), judged.upper[judged.kept][order]
             counted |= judged.counted
-            payload = found.beside[-1] if self.beside else None
+            payload = found.payload[-1] if self.payload else None
             selected.append(SelectedKeys(found.indices, self._as_given(found.keys), scores, payload))
         return by, selected, counted
 
     def _reference(self) -> Reference:
-        return self.running.reference(self.tail.rows, self._labels(self.tail.beside[1:]))
+        return self.running.reference(self.tail.rows, self._labels(self.tail.payload[1:]))
 
     def _waiting(self, item: int) -> Candidates:
         """Return the rows of one matrix that wait."""
-        index, *beside = self.tail.beside
-        waiting = tuple(array[item if len(array) == len(self.held) else 0] for array in beside)
+        index, *payload = self.tail.payload
+        waiting = tuple(array[item if len(array) == len(self.held) else 0] for array in payload)
         return Candidates(index[0], self.tail.rows.keys[item], waiting)
 
     def _as_given(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -266,7 +286,7 @@ class CandidateStore:
 
     def merge(self, other: CandidateStore, shift: int) -> None:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
-        labels, total = other._labels(other.tail.beside[1:]), other.running.total(other.tail.rows)
+        labels, total = other._labels(other.tail.payload[1:]), other.running.total(other.tail.rows)
         waiting = np.ones((len(other.held), other.tail.count), np.bool_)
         if other.blocks:
             waiting = other.running.screened(other.tail.rows, labels, self.epsilon, member=False)
@@ -276,10 +296,10 @@ class CandidateStore:
         full = []
         for item in range(len(self.held)):
             new = other.held[item] + other._waiting(item).take(waiting[item])
-            beside = new.beside
+            payload = new.payload
             if isinstance(self.running, RunningBlocks):
-                beside = ((beside[0] + turn) % len(self.running.groups), *beside[1:])
-            self.held[item] = self.held[item] + Candidates(new.indices + shift, new.keys, beside)
+                payload = ((payload[0] + turn) % len(self.running.groups), *payload[1:])
+            self.held[item] = self.held[item] + Candidates(new.indices + shift, new.keys, payload)
             if len(self.held[item]) > self.limits[item]:
                 full.append(item)
         if full:
@@ -292,15 +312,15 @@ class CandidateStore:
         """Return fields and arrays from which `from_parts` makes the state again."""
         fields, arrays = self.running.parts()
         fields |= {"batch": list(self.batch), "d": self.d, "format": self.format}
-        fields |= {"beside": len(self.tail.beside) - 1}
+        fields |= {"beside": len(self.tail.payload) - 1}
         arrays |= {"present": self.present, "limits": self.limits}
         arrays |= {"counts": np.array([len(held) for held in self.held], np.int64)}
         arrays |= {"tail.keys": self.tail.rows.keys}
-        arrays |= {f"tail.beside{i}": array for i, array in enumerate(self.tail.beside)}
+        arrays |= {f"tail.beside{i}": array for i, array in enumerate(self.tail.payload)}
         everything = sum(self.held[1:], start=self.held[0]) if self.held else None
         if everything is not None:
             arrays |= {"held.indices": everything.indices, "held.keys": everything.keys}
-            arrays |= {f"held.beside{i}": array for i, array in enumerate(everything.beside)}
+            arrays |= {f"held.beside{i}": array for i, array in enumerate(everything.payload)}
         return fields, arrays
 
     @classmethod
@@ -337,13 +357,13 @@ class CandidateStore:
             pieces = [arrays[f"held.beside{i}"] for i in range(len(likes))]
             for piece, like in zip(pieces, likes, strict=True):
                 shaped(piece, like.dtype, (total, *like.shape[2:]), finite=False)
-            beside = [np.split(piece, edges) for piece in pieces]
+            payload = [np.split(piece, edges) for piece in pieces]
             self.held = [
-                Candidates(i, k, tuple(part[at] for part in beside))
+                Candidates(i, k, tuple(part[at] for part in payload))
                 for at, (i, k) in enumerate(zip(indices, keys, strict=True))
             ]
         if isinstance(self.running, RunningBlocks):
-            labels = [self.tail.beside[1], *(held.beside[0] for held in self.held)]
+            labels = [self.tail.payload[1], *(held.payload[0] for held in self.held)]
             if any(((part < 0) | (part >= len(self.running.groups))).any() for part in labels):
                 raise ValueError("a label is of no group")
         return self

@@ -49,7 +49,7 @@ Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
 
 @dataclass(frozen=True)
 class Reference:
-    """What keys are judged by.
+    """Factors by which keys are judged.
 
     factor: of all keys so far.
     groups: factors of the groups of keys, where there are such.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_float64, to_numpy
-from levattn._kernels import Rows
+from levattn._kernels import Float64, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.leverage import TIE
@@ -23,6 +23,7 @@ __all__ = [
     "require_set_of",
     "rescored",
     "result_of",
+    "rows_at",
 ]
 
 _SAMPLE = 64  # keys outside a set whose scores are compared with those of K
@@ -104,21 +105,12 @@ class UniversalSet:
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
-        """The keys that took part: the mask that was given.
-
-        Returns
-        -------
-        array of bool, shape (..., n)
-        """
+        """The keys that took part, bool (..., n): the mask that was given."""
         return np.full(tuple(self.mask.shape), True) if self._present is None else to_numpy(self._present)
 
     @property
     def indices(self) -> npt.NDArray[np.int64]:
-        """Ascending indices of the keys of the set, for one matrix.
-
-        Returns
-        -------
-        array of int64, shape (size,)
+        """Ascending indices of the keys of the set, int64 (size,), for one matrix.
 
         Raises
         ------
@@ -134,23 +126,12 @@ class UniversalSet:
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Number of keys in the set of each matrix.
-
-        Returns
-        -------
-        array of int64, shape (...,)
-        """
+        """Number of keys in the set of each matrix, int64 (...,)."""
         return flag_counts(self.mask)
 
     @property
     def hidden_groups(self) -> npt.NDArray[np.bool_]:
-        """Which groups can receive at least ε as a whole, though none of their keys can by itself.
-
-        Returns
-        -------
-        array of bool, shape (..., g)
-            With no groups where none were given.
-        """
+        """Which groups, bool (..., g), can receive at least ε as a whole, though none of their keys can by itself."""
         if self.groups is None:
             return np.zeros((*self.batch, 0), np.bool_)
         scores = to_numpy(self.group_scores)
@@ -165,11 +146,7 @@ class UniversalSet:
         """The theorem's bound on the size: `total_bound`/ε (rank/ε for f(x) = x²), infinite for ε = 0.
 
         For other functions it bounds the smallest such set, and up to quadratic growth the expected size of one made
-        of blocks; a set made of other certified bounds may be larger.
-
-        Returns
-        -------
-        float or array of shape (...,)
+        of blocks; a set made of other certified bounds may be larger. A float, or an array (...,).
         """
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             bound = np.where(np.asarray(self.rank) == 0, 0.0, np.asarray(self.total_bound, float) / self.epsilon)
@@ -177,12 +154,7 @@ class UniversalSet:
 
     @property
     def is_vacuous(self) -> Any:
-        """Whether the bound promises nothing, since it is not below the number of keys.
-
-        Returns
-        -------
-        bool or array of bool, shape (...,)
-        """
+        """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,)."""
         n = self.mask.shape[-1] if self._present is None else flag_counts(self._present)
         vacuous = np.asarray(self.size_bound) >= n
         return vacuous if self.batch else bool(vacuous)
@@ -203,12 +175,7 @@ class UniversalSet:
 
     @property
     def condition(self) -> Any:
-        """The condition number of the keys in the 2-norm, on their row space.
-
-        Returns
-        -------
-        float or array of shape (...,)
-        """
+        """The condition number of the keys in the 2-norm, on their row space: a float, or an array (...,)."""
         condition = self.factor.condition.reshape(self.batch)
         return condition if self.batch else float(condition)
 
@@ -294,12 +261,15 @@ def reaches(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
     return np.asarray(scores >= epsilon * (1 - TIE))
 
 
-def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return the scores of some keys of one matrix, computed in float64."""
-    keys = take_rows(matrices.data[item : item + 1, :, :], rows)
-    scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(wide=True)
-    found: npt.NDArray[np.float64] = to_numpy(scores)[0]
-    return found
+def rows_at(matrices: Matrices, item: int, indices: npt.NDArray[np.int64]) -> Rows:
+    """Return some keys of one matrix, (1, k, d)."""
+    return Rows(take_rows(matrices.data[item : item + 1, :, :], indices), matrices.format)
+
+
+def rescored(factor: Factor, item: int, keys: Rows) -> tuple[Float64, bool]:
+    """Return the scores of keys (1, k, d) of one matrix, computed in float64, and whether one counts as 1."""
+    scores, counted = factor.item(item).exactly().on(keys).scores(wide=True)
+    return to_numpy(scores)[0], bool(counted.any())
 
 
 def known_by(chosen: npt.NDArray[np.int64], present: Any, n: int) -> npt.NDArray[np.int64]:
@@ -339,7 +309,7 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
     wide = universal.factor.wide
     if wide is None:
-        again = rescored(universal.factor, keys, 0, sample)
+        again, _ = rescored(universal.factor, 0, rows_at(keys, 0, sample))
         counted = scores == 1  # rows that reach outside the numerical row space among them
         same = counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)
     else:  # their scores are those of some columns, but the keys themselves are known

@@ -18,7 +18,7 @@ from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
-from levattn.sets.candidates import CandidateStore, SelectedKeys
+from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
 from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, readable
 
@@ -83,74 +83,39 @@ class StreamedSet:
 
     @property
     def indices(self) -> Int64:
-        """Ascending row numbers of the keys of the set, for one matrix.
-
-        Returns
-        -------
-        array of int64, shape (size,)
-        """
+        """Ascending row numbers of the keys of the set, int64 (size,), for one matrix."""
         return self._one.indices
 
     @property
     def keys(self) -> npt.NDArray[Any]:
-        """The keys of the set, for one matrix.
-
-        Returns
-        -------
-        array of shape (size, d)
-        """
+        """The keys of the set, (size, d), for one matrix."""
         return self._one.keys
 
     @property
     def scores(self) -> Float64:
-        """Their leverage scores, or bounds of their sensitivities, for one matrix.
-
-        Returns
-        -------
-        array of float64, shape (size,)
-        """
+        """Their leverage scores, or bounds of their sensitivities, float64 (size,), for one matrix."""
         return self._one.scores
 
     @property
     def payload(self) -> npt.NDArray[Any] | None:
-        """What came beside these keys, for one matrix.
-
-        Returns
-        -------
-        array of shape (size, ...) or None
-        """
+        """The payload of these keys, (size, ...) or None, for one matrix."""
         return self._one.payload
 
     @property
     def sizes(self) -> Int64:
-        """Number of keys in the set of each matrix.
-
-        Returns
-        -------
-        array of int64, shape (...,)
-        """
+        """Number of keys in the set of each matrix, int64 (...,)."""
         return np.array([len(item) for item in self.items], np.int64).reshape(self.batch)
 
     @property
     def size_bound(self) -> Any:
-        """The bound on the size of the set: rank/ε, and 8 rank/ε for the block bound of rows in random order.
-
-        Returns
-        -------
-        float or array of shape (...,)
-        """
+        """The bound on the size: rank/ε, or 8 rank/ε for a block bound of rows in random order; a float, or (...,)."""
         with np.errstate(over="ignore"):
             bound = (8.0 if self.certificate == ("block",) else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
         return bound if self.batch else float(bound)
 
     @property
     def is_vacuous(self) -> Any:
-        """Whether the bound promises nothing, since it is not below the number of keys.
-
-        Returns
-        -------
-        bool or array of bool, shape (...,)
-        """
+        """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,)."""
         vacuous = np.asarray(self.size_bound) >= self.present
         return vacuous if self.batch else bool(vacuous)
 
@@ -173,14 +138,12 @@ class StreamedSet:
 class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1):
     r"""The universal set of keys that come in chunks: one pass, bounded memory, merges.
 
-    For f(x) = x² the result is that of `universal_set`, exactly, at any time for the keys so far: a leverage score
-    never rises as keys are added, so a key whose score among the keys so far is below ε is let go for good, and all
-    others are held. There are at most rank/ε of them.
+    For f(x) = x² the result is that of `universal_set`, exactly, for the keys so far: a leverage score never rises as
+    keys are added, so a key whose score is below ε is let go for good. At most rank/ε others are held.
 
-    The rows are numbered as they come. Second moments are summed over fixed blocks of rows, so that the result has
-    the same bits whatever the sizes of the chunks and the number of threads; states of different rows merge in any
-    order, to rounding. The sums hold the digits of keys of any condition number up to the rank tolerance of
-    `universal_set`, about 10¹³.
+    The rows are numbered as they come. The result has the same bits whatever the sizes of the chunks and the number of
+    threads; states of different rows merge in any order, to rounding. Keys may have any condition number up to the
+    rank tolerance of `universal_set`, about 10¹³.
 
     Parameters
     ----------
@@ -205,12 +168,11 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     Notes
     -----
-    For each matrix of a batch memory is O(d²/ε), independent of n: at most 2d/ε keys and one block of 2048 rows are
-    held, d² numbers for each of log₂(n/2048) partial sums, and d² for the scores that keys are screened by; keys that
-    are rank-deficient to float64 but not exactly are *all* held, as the sums cannot tell their scores (such are
-    products of float64 matrices). A block bound has 2/ε such sums, and takes time O(n d²/ε). Else time is O(n d²), as
-    for `universal_set`; keys of a condition number above some hundreds (after scaling columns alike) cost several
-    times that of others. D = C(d + p/2 − 1, p/2) takes the place of d for an even power p.
+    Time O(n d²), several times that for keys of a condition number above some hundreds (with columns scaled alike).
+    Memory O(d²/ε) for each matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
+    partial sums; but keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
+    are *all* held. A block bound has 2/ε such sums, and takes time O(n d²/ε). D = C(d + p/2 − 1, p/2) takes the place
+    of d for an even power p.
 
     References
     ----------
@@ -240,22 +202,12 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     @property
     def n(self) -> int:
-        """Number of rows so far, masked ones among them.
-
-        Returns
-        -------
-        int
-        """
+        """Number of rows so far, masked ones among them."""
         return sum(stop - start for start, stop in self._spans)
 
     @property
     def held(self) -> int:
-        """Number of keys that are held now, of all matrices.
-
-        Returns
-        -------
-        int
-        """
+        """Number of keys that are held now, of all matrices."""
         if self._stream is None:
             return 0
         return sum(map(len, self._stream.held)) + self._stream.tail.count * len(self._stream.held)
@@ -284,20 +236,19 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         TypeError, ValueError
             If the chunk does not go with those before.
         NonFiniteError
-            If the keys hold NaN or infinity outside the mask; the first such rows are named by their number since
-            the state was made. After any error the state is as it was.
+            If the keys hold NaN or infinity outside the mask. After any error the state is as it was.
         """
         matrices, rows = readable(K, mask)
-        beside = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
+        payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         if self._stream is None:
-            stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, beside)
+            stream = CandidateStore(self.epsilon, self.f, matrices.batch, matrices.d, matrices.format, payloads)
         else:
             stream = self._stream.copy()
-            stream.require(matrices.batch, matrices.d, matrices.format, beside, "K")
+            stream.form.require(ChunkForm.of(matrices, payloads), "K")
         index = RowNumbers(self._next_row, matrices.n)
         before = stream.blocks * BLOCK + stream.tail.count
         try:
-            stream.push(rows, index, *beside)
+            stream.push(rows, index, *payloads)
         except FloatingPointError:
             refuse_nonfinite(rows, before)
         stream.present = stream.present + present_rows(rows)
@@ -317,7 +268,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         Returns
         -------
         StreamingUniversalSet
-            This state, which now stands for the rows of both.
+            The state itself, which now stands for the rows of both.
 
         Raises
         ------
@@ -341,10 +292,10 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             spans = _with_span(spans, (start + shift, stop + shift))
         if self._stream is None:
             theirs = other._stream
-            stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.beside)
+            stream = CandidateStore(self.epsilon, self.f, theirs.batch, theirs.d, theirs.format, theirs.payload)
         else:
             stream, theirs = self._stream.copy(), other._stream
-            stream.require(theirs.batch, theirs.d, theirs.format, theirs.beside, "other")
+            stream.form.require(theirs.form, "other")
         stream.merge(other._stream, shift)
         self._placed |= other._placed
         self._stream, self._spans = stream, spans
@@ -428,7 +379,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         summed = stream.blocks * BLOCK + stream.tail.count
         if max(summed, getattr(stream.running, "merged", 0), stream.present.max(initial=0)) > self.n:
             raise ValueError("more keys take part than there were rows")
-        for numbers in (stream.tail.beside[0], *(held.indices for held in stream.held)):
+        for numbers in (stream.tail.payload[0], *(held.indices for held in stream.held)):
             if ((numbers < 0) | (numbers >= self._next_row)).any():
                 raise ValueError("a key is held that has the number of no row")
 

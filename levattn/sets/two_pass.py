@@ -151,7 +151,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Passes:
-    """What two passes over the keys found.
+    """The result of two passes over the keys.
 
     factor: of all keys.
     scores: (b, n).
@@ -253,7 +253,7 @@ class _Run:
 
     @property
     def _kind(self) -> str:
-        """What the keys are."""
+        """The kind of the keys, in words."""
         like = self._example
         return "" if like is None else f"{like.format} keys of batch {like.batch} and d = {like.d}"
 

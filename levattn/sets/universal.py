@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import (
-    Matrices,
-    as_mask,
-    as_matrices,
-    take_rows,
-    to_device,
-    to_numpy,
-)
+from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.random import as_seed
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._kernels import Float64, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.approximate import check_sketch_size, screen
-from levattn.sensitivity.certified import Bounds, certify
+from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import TIE, check_epsilon, check_method, factorize, refuse_randomness, rows_of
-from levattn.sets.result import Guarantee, UniversalSet, known_by, reaches, rescored, result_of
+from levattn.sets.result import Guarantee, UniversalSet, known_by, reaches, rescored, result_of, rows_at
 from levattn.sets.selection import at_least, largest, rescored_all
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
-__all__ = ["universal_set"]
+__all__ = ["set_of", "universal_set"]
 
 _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
 
@@ -61,10 +55,10 @@ def universal_set(
 
     .. math:: U_\varepsilon = \{j : \tau_j \ge \varepsilon\}, \qquad |U_\varepsilon| \le \mathrm{rank}(K)/\varepsilon
 
-    with the leverage scores τ. For *every* query, whichever it is, each key with :math:`A_{ij} \ge \varepsilon` lies
-    in the set; and each key in it has a query that gives it at least ε, so no smaller set would do. It depends on
-    neither the queries nor, in size, on n. Where the bound is not below n the theorem says nothing (`is_vacuous`).
-    For other functions f the set is that of the keys whose sensitivity is certified to be below ε left out.
+    with the leverage scores τ. For *every* query each key with :math:`A_{ij} \ge \varepsilon` lies in the set, and
+    each key in it has a query that gives it at least ε, so no smaller set would do. Where the bound is not below n the
+    theorem says nothing (`is_vacuous`). For other functions f a key is left out if its sensitivity is certified to be
+    below ε.
 
     Parameters
     ----------
@@ -73,28 +67,27 @@ def universal_set(
         with `open_keys`, any other object that can be iterated again and again (but a list, which is an array), or a
         function that returns an iterator. These are read twice for x², by the exact methods "auto" and "gram",
         and never held together. For all else files are loaded, and other chunks refused. Use the keys that enter the
-        attention: after rotary embedding, one set for each head of keys.
+        attention: after rotary embedding, one set for each head.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large. A score within 1e-9 (relative) of ε, or within four times
         its estimated error where that is more (condition numbers above about 10⁶), counts as at least ε.
     size : int in [0, n]
-        Instead of `epsilon`: take the `size` keys of the largest scores, of equal ones those of lower index. The
-        set then tells the ε that it certifies.
+        Instead of `epsilon`: that many keys of the largest scores, of equal ones those of lower index. The set then
+        tells the ε that it certifies.
     f : float, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
         (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
     method : str, default "auto"
-        For x² "gram", "qr" or "svd", see `leverage_scores`; else a certificate of `sensitivities`. The approximate
-        methods of `leverage_scores` make a superset: their scores are raised by the distortion that they have,
-        which is measured, and so bound the true ones from above, but for a probability of 1e-6.
+        For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
+        superset: their scores are raised by their distortion, which is measured, and so bound the true ones from
+        above, but for a probability of 1e-6.
     center : bool, default False
         Subtract the mean of the keys, which softmax does not see. The set is then exact for x² attention over the
         centered keys and promises nothing over K itself: ``guarantee`` is "none".
     groups : array of int, shape (..., n), optional
-        Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none. The set then also holds
-        every group that some query can give at least ε as a whole: more than 1/ε copies of a key hide from a set of
-        single keys, whatever attention they receive together. At most rank/ε groups are added. For x² and by
-        `epsilon`.
+        Labels of groups of keys, such as `near_duplicates` returns, -1 for a key in none; for x² and by `epsilon`. The
+        set then also holds every group that some query can give at least ε as a whole (more than 1/ε copies of a key
+        hide from a set of single keys); at most rank/ε groups are added.
     sketch_size : int or (int, int), optional
         For the approximate methods, see `leverage_scores`.
     recheck : bool, default False
@@ -108,11 +101,10 @@ def universal_set(
         For chunks: True for a bar (of rich), or a function of the rows done and their total (None where it is not
         known), both passes together.
     checkpoint : path-like, optional
-        For chunks: a file in which to write down, now and then, how far the passes came. If it is there already, they
-        go on from it, to the same result, and refuse it if it is of another run or other keys. It is removed
-        in the end.
+        For chunks: a file in which to write down, now and then, how far the passes came; removed in the end. If it is
+        there already, they go on from it, to the same result, and refuse it if it is of another run or other keys.
     checkpoint_rows : int, optional
-        Rows from one checkpoint to the next, about; 2²² if left out. The second pass writes down the scores so far.
+        Rows from one checkpoint to the next, about; 2²² if left out.
 
     Returns
     -------
@@ -136,13 +128,9 @@ def universal_set(
     Notes
     -----
     Time O(n d²) and memory O(n + d² log n) beyond K, or beyond a chunk of it; with n < d and an exact method O(n² d)
-    and O(n d). Scores are computed in float32 for keys of at most that precision; those near ε are computed again in
-    float64, so that the set is exact.
-
-    For the approximate methods the scores are divided by the least factor by which they can fall short. It is measured
-    on the second moment: exactly up to d = 320 and with `recheck`, by Lanczos' method beyond.
-
-    A generator gives its chunks once, and is refused: `StreamingUniversalSet` takes them.
+    and O(n d). Scores of float32 keys are computed in float32, and those near ε again in float64. The distortion of
+    the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
+    Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
     References
     ----------
@@ -174,13 +162,14 @@ def universal_set(
     if (epsilon is None) == (size is None):
         given = "neither" if epsilon is None else "both"
         raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
+    asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
     extras = any(option is not None and option is not False for option in (progress, checkpoint, checkpoint_rows))
     if source is None and extras:
         raise ValueError("progress or checkpoint is given for keys in an array; expected them for chunks of keys only")
     if source is not None:
         if square and method in ("auto", "gram") and not center and groups is None and mask is None:
-            return _of_chunks(source, epsilon, size, method, progress, checkpoint, checkpoint_rows)
+            return _of_chunks(source, asked, progress, checkpoint, checkpoint_rows)
         if extras or not isinstance(K, KeySource):
             raise ValueError(
                 "K gives chunks, of which two passes make sets for f = 2, method 'auto' or 'gram', without center, "
@@ -188,44 +177,52 @@ def universal_set(
             )
         K = K.load()
     matrices = as_matrices(K, "K", sparse=square)
-    n = matrices.n
     labels = None if groups is None else as_labels(groups, matrices)
     if labels is not None and (not square or approximate or epsilon is None):
         raise ValueError("groups are given; expected f = 2, an exact method and epsilon, so that groups have scores")
-    if epsilon is not None:
-        epsilon = check_epsilon(epsilon)
-    _check_size(size, n)
-
-    if not square:
-        bounded = _BLOCK_EPSILON if epsilon is None else epsilon
-        bounds = certify(matrices, function, method=method, mask=mask, epsilon=bounded)
-        return _certified(matrices, function, epsilon, size, mask, bounds, "superset")
+    asked = asked.checked(matrices.n)
     if approximate:
-        return _from_sketch(matrices, epsilon, size, method, center, mask, sketch_size, rng, recheck)
-    return _exact(matrices, epsilon, size, method, center, mask, labels)
+        return _from_sketch(matrices, asked, sketch_size, rng, recheck)
+    return _exact(matrices, asked, labels) if square else _bounded(matrices, function, asked)
 
 
-def _exact(
-    matrices: Matrices,
-    epsilon: float | None,
-    size: int | None,
-    method: str,
-    center: bool,
-    mask: Any,
-    labels: npt.NDArray[np.int64] | None,
-) -> UniversalSet:
+@dataclass(frozen=True)
+class _Asked:
+    """Options of `universal_set`; one of `epsilon` and `size` is None."""
+
+    epsilon: float | None
+    size: int | None = None
+    method: str = "auto"
+    center: bool = False
+    mask: Any = None
+
+    def checked(self, n: int | None) -> _Asked:
+        """Return the options with numbers that are checked, for n keys where that is known."""
+        epsilon = None if self.epsilon is None else check_epsilon(self.epsilon)
+        size = None if self.size is None else whole_number("size", self.size, 0, n, what="a whole number of keys")
+        return replace(self, epsilon=epsilon, size=size)
+
+
+def set_of(matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, mask: Any) -> UniversalSet:
+    """Return the set of keys that were read, for a checked function and ε, by the method "auto"."""
+    asked = _Asked(epsilon, mask=mask)
+    return _exact(matrices, asked, None) if is_square(f) else _bounded(matrices, f, asked)
+
+
+def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | None) -> UniversalSet:
     """Return the set by exact leverage scores, with the groups that reach ε as a whole."""
-    factor = factorize(matrices, method=method, center=center, mask=mask, single="scores")
+    epsilon = asked.epsilon
+    factor = factorize(matrices, method=asked.method, center=asked.center, mask=asked.mask, single="scores")
     found, counted = factor.scores()
     select = kernels_for("select", matrices.data)
-    scores, present = select.held(found), as_mask(mask, matrices)
+    scores, present = select.held(found), as_mask(asked.mask, matrices)
     present = None if present is None else select.held(present)
     rescore = partial(rescored_all, select, factor, matrices)
     left = None
     if epsilon is not None:
         chosen, doubt = at_least(select, factor, scores, present, epsilon, rescore)
     else:
-        chosen, left, doubt = largest(select, factor, scores, present, int(size or 0), rescore)
+        chosen, left, doubt = largest(select, factor, scores, present, asked.size or 0, rescore)
     together = None if labels is None else group_scores(factor, labels)
     if labels is not None and together is not None and together.size:
         heavy = np.take_along_axis(reaches(together, epsilon), np.maximum(labels, 0), axis=1)
@@ -241,22 +238,18 @@ def _exact(
         scores,
         epsilon=epsilon,
         left=left,
-        guarantee="none" if center else "superset" if counted.any() or doubt else "exact",
+        guarantee="none" if asked.center else "superset" if counted.any() or doubt else "exact",
         present=present,
         labels=labels,
         group_scores=together,
     )
 
 
-def _of_chunks(
-    source: Source, epsilon: Any, size: Any, method: str, progress: Any, path: Any, every: Any
-) -> UniversalSet:
+def _of_chunks(source: Source, asked: _Asked, progress: Any, path: Any, every: Any) -> UniversalSet:
     """Return the set of keys that are read in chunks, in two passes (for a size with ties a few rows once more)."""
-    if epsilon is not None:
-        epsilon = check_epsilon(epsilon)
-    _check_size(size, source.n)
-    job = {"epsilon": epsilon, "size": None if size is None else int(size), "method": method}
-    checkpoint = Checkpoint.checked(path, every, job)
+    asked = asked.checked(source.n)
+    epsilon, size = asked.epsilon, asked.size
+    checkpoint = Checkpoint.checked(path, every, {"epsilon": epsilon, "size": size, "method": asked.method})
 
     def choose(factor: Factor, matrices: Matrices, scores: npt.NDArray[Any]) -> tuple[npt.NDArray[np.bool_], bool]:
         if epsilon is None:
@@ -264,54 +257,38 @@ def _of_chunks(
         select = kernels_for("select", matrices.data)
         rescore = partial(rescored_all, select, factor, matrices)
         chosen, doubt = at_least(select, factor, select.held(scores), None, epsilon, rescore)
-        return to_numpy(chosen), doubt
+        return np.asarray(chosen), doubt
 
-    found = two_passes(source, choose, progress, checkpoint, single=method == "auto")
+    found = two_passes(source, choose, progress, checkpoint, single=asked.method == "auto")
     factor, scores, chosen, left, doubt = found.factor, found.scores, found.chosen, None, False
     if size is not None:
-        _check_size(size, scores.shape[1])
+        asked.checked(scores.shape[1])
 
         def rescore(starts: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> Float64:
             again = np.zeros(len(rows))
             for item in np.flatnonzero(np.diff(starts)).tolist():
                 part = slice(starts[item], starts[item + 1])
-                keys = source.rows(item, rows[part], found.example)
-                again[part] = to_numpy(factor.item(item).exactly().on(keys).scores(wide=True)[0])[0]
+                again[part] = rescored(factor, item, source.rows(item, rows[part], found.example))[0]
             return again
 
-        chosen, left, doubt = largest(kernels_for("select", scores), factor, scores, None, int(size), rescore)
+        chosen, left, doubt = largest(kernels_for("select", scores), factor, scores, None, size, rescore)
     checkpoint.remove()
     guarantee: Guarantee = "superset" if found.counted.any() or doubt else "exact"
     return result_of(found.example, chosen, scores, factor, scores, epsilon=epsilon, left=left, guarantee=guarantee)
 
 
-def _check_size(size: Any, n: int | None) -> None:
-    """Raise if a size is no number of keys, of which there are n if that is known."""
-    if size is not None:
-        whole_number("size", size, 0, n, what="a whole number of keys")
-
-
-def _from_sketch(
-    matrices: Matrices,
-    epsilon: float | None,
-    size: int | None,
-    method: str,
-    center: bool,
-    mask: Any,
-    sketch_size: Any,
-    rng: Any,
-    recheck: bool,
-) -> UniversalSet:
+def _from_sketch(matrices: Matrices, asked: _Asked, sketch_size: Any, rng: Any, recheck: bool) -> UniversalSet:
     """Return the set of the keys with the largest bounds from a sketch."""
+    method = asked.method
     left, right = check_sketch_size(method, sketch_size, matrices.n, matrices.d)
-    screened = screen(rows_of(matrices, center, mask), method, left, right, as_seed(rng), recheck)
+    screened = screen(rows_of(matrices, asked.center, asked.mask), method, left, right, as_seed(rng), recheck)
     ranks = screened.factor.rank.astype(np.float64)
     bounds = Bounds(screened.upper, (method,), ranks, screened.factor, screened.upper.copy(), None)
     guarantee: Guarantee = "superset"
-    if recheck and epsilon is not None and not _recheck(bounds, matrices, epsilon):
+    if recheck and asked.epsilon is not None and not _recheck(bounds, matrices, asked.epsilon):
         guarantee = "exact"
-    guarantee = "none" if center else guarantee
-    return _certified(matrices, Power(2.0), epsilon, size, mask, bounds, guarantee, exact_factor=screened.exact)
+    guarantee = "none" if asked.center else guarantee
+    return _certified(matrices, Power(2.0), asked, bounds, guarantee, exact_factor=screened.exact)
 
 
 def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
@@ -319,46 +296,49 @@ def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
     counted = False
     for item in range(len(bounds.upper)):
         rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
-        keys = Rows(take_rows(matrices.data[item : item + 1, :, :], rows), matrices.format)
-        scores, outside = bounds.factor.item(item).exactly().on(keys).scores(wide=True)
-        bounds.upper[item, rows] = to_numpy(scores)[0]
-        counted |= bool(outside.any())
+        bounds.upper[item, rows], one = rescored(bounds.factor, item, rows_at(matrices, item, rows))
+        counted |= one
     return counted
+
+
+def _bounded(matrices: Matrices, f: AttentionFunction | Softmax, asked: _Asked) -> UniversalSet:
+    """Return the set by certified bounds of f."""
+    epsilon = _BLOCK_EPSILON if asked.epsilon is None else asked.epsilon
+    bounds = certify(matrices, f, method=asked.method, mask=asked.mask, epsilon=epsilon)
+    return _certified(matrices, f, asked, bounds, "superset")
 
 
 def _certified(
     matrices: Matrices,
     f: AttentionFunction | Softmax,
-    epsilon: float | None,
-    size: int | None,
-    mask: Any,
+    asked: _Asked,
     bounds: Bounds,
     guarantee: Guarantee,
     exact_factor: bool = True,
 ) -> UniversalSet:
     """Return the set of the keys with the largest certified bounds."""
     b, n = bounds.upper.shape
-    given = as_mask(mask, matrices)
+    given = as_mask(asked.mask, matrices)
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
     left = None
-    if epsilon is not None:
-        chosen = reaches(bounds.upper, epsilon) & present
+    if asked.epsilon is not None:
+        chosen = reaches(bounds.upper, asked.epsilon) & present
     else:
         chosen = np.zeros((b, n), np.bool_)
         for item in range(b):
-            order = np.argsort(-np.where(present[item], bounds.upper[item], -1.0), kind="stable")[: int(size or 0)]
+            order = np.argsort(-np.where(present[item], bounds.upper[item], -1.0), kind="stable")[: asked.size]
             chosen[item, order] = present[item, order]
         left = np.max(np.where(present & ~chosen, bounds.upper, 0.0), axis=1, initial=0.0)
     for item in range(b):  # to tell these keys from others later
         sample = known_by(np.flatnonzero(chosen[item]), present[item], n)
-        bounds.leverage[item, sample] = rescored(bounds.factor, matrices, item, sample)
+        bounds.leverage[item, sample] = rescored(bounds.factor, item, rows_at(matrices, item, sample))[0]
     return result_of(
         matrices,
         chosen,
         bounds.upper,
         bounds.factor,
         bounds.leverage,
-        epsilon=epsilon,
+        epsilon=asked.epsilon,
         left=left,
         guarantee=guarantee,
         present=given,

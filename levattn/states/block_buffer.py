@@ -54,19 +54,19 @@ def rows_in_memory(rows: Rows) -> Rows:
 class BlockBuffer:
     """Rows that wait for their block of 2048 to fill; masked ones are held as zeros.
 
-    `beside` are arrays like those that come with the rows, (b or 1, m, ...), or row numbers, and wait with them.
+    `payload` are arrays like those that come with the rows, (b or 1, m, ...), or row numbers, and wait with them.
     """
 
-    def __init__(self, b: int, d: int, format: Any, *beside: npt.NDArray[Any]) -> None:
+    def __init__(self, b: int, d: int, format: Any, *payload: npt.NDArray[Any]) -> None:
         self.count = 0
         dtype = {"float64": np.float64, "float32": np.float32}.get(format, np.uint16)
         self._held = Rows(np.zeros((b, 0, d), dtype), format)
-        self._beside = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in beside]
+        self._payload = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in payload]
 
     def copy(self) -> BlockBuffer:
         """Return a tail that goes on from here; this one keeps its rows as long as it is not pushed itself."""
         other = copy.copy(self)
-        other._beside = list(self._beside)
+        other._payload = list(self._payload)
         return other
 
     @property
@@ -75,11 +75,11 @@ class BlockBuffer:
         return self._held.between(0, self.count)
 
     @property
-    def beside(self) -> list[npt.NDArray[Any]]:
+    def payload(self) -> list[npt.NDArray[Any]]:
         """What waits with them."""
-        return [array[:, : self.count] for array in self._beside]
+        return [array[:, : self.count] for array in self._payload]
 
-    def hold(self, keys: npt.NDArray[Any], *beside: npt.NDArray[Any]) -> None:
+    def hold(self, keys: npt.NDArray[Any], *payload: npt.NDArray[Any]) -> None:
         """Hold these rows, as they are stored, and no others; raise ValueError if they are of another kind."""
         b, _, d = self._held.shape
         if keys.ndim != 3 or keys.shape[1] >= BLOCK:
@@ -87,12 +87,12 @@ class BlockBuffer:
         shaped(keys, self._held.keys.dtype, (b, keys.shape[1], d))
         if not np.isfinite(to_float64(keys, self._held.format)).all():
             raise ValueError("rows that wait are not finite")
-        for array, like in zip(beside, self._beside, strict=True):
+        for array, like in zip(payload, self._payload, strict=True):
             shaped(array, like.dtype, (like.shape[0], keys.shape[1], *like.shape[2:]), finite=False)
         self.count = 0
-        self._fill(replace(self._held, keys=keys), *beside)
+        self._fill(replace(self._held, keys=keys), *payload)
 
-    def push(self, rows: Rows, take: Callable[..., None], *beside: Any) -> None:
+    def push(self, rows: Rows, take: Callable[..., None], *payload: Any) -> None:
         """Give all blocks that are whole with these rows to `take`, and keep the others.
 
         Rows that are not finite raise FloatingPointError. If it raises, the tail is void; its copies are not.
@@ -102,36 +102,39 @@ class BlockBuffer:
                 f"K has dtype {rows.format}; the chunks before had {self._held.format}. Expected one dtype in all "
                 "chunks: convert them alike"
             )
-        at = self._fill(rows, *beside) if self.count else 0
+        at = self._fill(rows, *payload) if self.count else 0
         if self.count == BLOCK:  # a block is summed where its last rows are
-            take(replace(self.rows, keys=to_device(self.rows.keys, rows.keys)), *self.beside)
-            # new memory, as a copy may hold what is here
-            self.count = 0
-            self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
-            self._beside = [array[:, :0].copy() for array in self._beside]
+            take(replace(self.rows, keys=to_device(self.rows.keys, rows.keys)), *self.payload)
+            self._empty()
         whole = (rows.shape[1] - at) // BLOCK * BLOCK
         if whole:
-            take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in beside))
+            take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in payload))
         rest = rows.between(at + whole, rows.shape[1])
         waiting = rest if rest.shape[1] else rows.between(0, at)
         with np.errstate(over="ignore", invalid="ignore"):
             check_finite(waiting, waiting.column_sums())
-        self._fill(rest, *(array[:, at + whole :] for array in beside))
+        self._fill(rest, *(array[:, at + whole :] for array in payload))
 
-    def _fill(self, rows: Rows, *beside: Any) -> int:
+    def _empty(self) -> None:
+        """Hold nothing, in new memory, as a copy may hold what is here."""
+        self.count = 0
+        self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
+        self._payload = [array[:, :0].copy() for array in self._payload]
+
+    def _fill(self, rows: Rows, *payload: Any) -> int:
         """Take rows up to the end of the block and return their number; what was held before is not touched."""
         taken = min(BLOCK - self.count, rows.shape[1])
         stop = self.count + taken
         if stop > self._held.shape[1]:
             size = min(max(stop, 2 * self._held.shape[1], 64), BLOCK)
             self._held = replace(self._held, keys=_longer(self._held.keys, size))
-            self._beside = [_longer(array, size) for array in self._beside]
+            self._payload = [_longer(array, size) for array in self._payload]
         part = rows_in_memory(rows.between(0, taken))
         place = self._held.keys[:, self.count : stop]
         place[...] = part.keys
         if part.mask is not None:
             place[~part.mask] = 0
-        for held, array in zip(self._beside, beside, strict=True):
+        for held, array in zip(self._payload, payload, strict=True):
             held[:, self.count : stop] = to_numpy(array[:, :taken])
         self.count = stop
         return taken

@@ -26,10 +26,6 @@ def heavy_tailed(rng: np.random.Generator) -> naive.Float:
     return np.asarray(rng.standard_normal((N, D)) * np.clip(np.abs(rng.standard_cauchy((N, 1))), 0.01, 100))
 
 
-def turn(rng: np.random.Generator) -> naive.Float:
-    return np.asarray(np.linalg.qr(rng.standard_normal((D, D)))[0])
-
-
 KINDS = {
     "gaussian": lambda rng: rng.standard_normal((N, D)),
     "heavy-tailed": heavy_tailed,

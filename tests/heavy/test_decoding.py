@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import zlib
 from bisect import bisect_left
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,31 +18,18 @@ import naive
 import strategies
 from levattn import CausalUniversalSet, HeavyKeys, NonFiniteError
 from strategies import STORAGE, Float, as_float64, examples, stores
+from streams import check_error, heavy_tailed, in_chunks, named_rng, near_deficient, turned
 
 N, D = 150, 3  # rows that are factored twice, and some that wait
 TIE = 1e-9  # relative slack within which a score counts as equal to ε
 SOUND = 1e-3  # relative error of scores, as stated, up to which they are compared with the definition
 
 
-def _rng(name: str) -> np.random.Generator:
-    return np.random.default_rng(zlib.crc32(name.encode()))
-
-
 # -- prefixes ------------------------------------------------------------------------------------
 
 
-def heavy_tailed(rng: np.random.Generator, n: int = N, d: int = D) -> Float:
-    return np.asarray(rng.standard_normal((n, d)) * np.clip(np.abs(rng.standard_cauchy((n, 1))), 1e-2, 1e3))
-
-
-def turned(rng: np.random.Generator, K: Float) -> Float:
-    return K @ np.asarray(np.linalg.qr(rng.standard_normal((K.shape[1],) * 2))[0])
-
-
-def near_deficient(rng: np.random.Generator) -> Float:
-    K = heavy_tailed(rng)
-    K[:, 2] = K[:, :2].sum(axis=1) + 1e-10 * K[:, 2]
-    return K
+def tailed(rng: np.random.Generator) -> Float:
+    return heavy_tailed(rng, N, D)
 
 
 ROWS = np.arange(N)[:, None]
@@ -53,32 +37,32 @@ LATE = ROWS >= 80
 
 KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
     "gaussian": lambda rng: rng.standard_normal((N, D)),
-    "heavy-tailed": heavy_tailed,
-    "copies": lambda rng: heavy_tailed(rng, 7)[rng.integers(0, 7, N)],
+    "heavy-tailed": tailed,
+    "copies": lambda rng: heavy_tailed(rng, 7, D)[rng.integers(0, 7, N)],
     "ties": lambda _: np.tile(np.eye(D), (N // D + 1, 1))[:N],
-    "growing": lambda rng: heavy_tailed(rng) * np.exp(ROWS / 5),
-    "shrinking": lambda rng: heavy_tailed(rng) * np.exp(-ROWS / 5),
-    "one-huge-row": lambda rng: heavy_tailed(rng) * np.where(ROWS == 80, [1e9, 1, 1], 1),
-    "rank-grows": lambda rng: heavy_tailed(rng) * np.where(LATE, 1, [1, 0, 0]),
+    "growing": lambda rng: tailed(rng) * np.exp(ROWS / 5),
+    "shrinking": lambda rng: tailed(rng) * np.exp(-ROWS / 5),
+    "one-huge-row": lambda rng: tailed(rng) * np.where(ROWS == 80, [1e9, 1, 1], 1),
+    "rank-grows": lambda rng: tailed(rng) * np.where(LATE, 1, [1, 0, 0]),
     "rank-grows-turned": lambda rng: (
-        np.rint(heavy_tailed(rng) * 64) * np.where(LATE, 1, [1, 0, 0]) @ (rng.integers(-3, 4, (D, D)) + 7 * np.eye(D))
+        np.rint(tailed(rng) * 64) * np.where(LATE, 1, [1, 0, 0]) @ (rng.integers(-3, 4, (D, D)) + 7 * np.eye(D))
     ),
     "deficient": lambda rng: strategies.integer_deficient(rng, N, D, 2),
-    "zeros-first": lambda rng: heavy_tailed(rng) * LATE,
-    "zero-columns": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 0, 1], [1, 0, 0]),
+    "zeros-first": lambda rng: tailed(rng) * LATE,
+    "zero-columns": lambda rng: tailed(rng) * np.where(LATE, [1, 0, 1], [1, 0, 0]),
     "all-zero": lambda _: np.zeros((N, D)),
-    "conditioned-1e6": lambda rng: turned(rng, heavy_tailed(rng) * [1, 1e-3, 1e-6]),
-    "conditioned-1e8": lambda rng: turned(rng, heavy_tailed(rng) * [1, 1e-4, 1e-8]),
-    "conditioned-1e12": lambda rng: turned(rng, heavy_tailed(rng) * [1, 1e-6, 1e-12]),
-    "near-deficient": near_deficient,
-    "scale-1e150": lambda rng: heavy_tailed(rng) * 1e150,
-    "scale-1e300": lambda rng: heavy_tailed(rng) * 1e300,
-    "scale-1e-300": lambda rng: heavy_tailed(rng) * 1e-300,
-    "columns-1e200": lambda rng: heavy_tailed(rng) * [1, 1e-200, 1e200],
-    "tiny-then-huge": lambda rng: heavy_tailed(rng) * np.where(LATE, 1e150, 1e-150),
-    "huge-then-tiny": lambda rng: heavy_tailed(rng) * np.where(LATE, 1e-150, 1e150),
-    "tiny-column-late": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 1, 1e-200], [1, 1, 0]),
-    "huge-column-late": lambda rng: heavy_tailed(rng) * np.where(LATE, [1, 1, 1e200], [1, 1, 0]),
+    "conditioned-1e6": lambda rng: turned(rng, tailed(rng) * [1, 1e-3, 1e-6]),
+    "conditioned-1e8": lambda rng: turned(rng, tailed(rng) * [1, 1e-4, 1e-8]),
+    "conditioned-1e12": lambda rng: turned(rng, tailed(rng) * [1, 1e-6, 1e-12]),
+    "near-deficient": lambda rng: near_deficient(tailed(rng)),
+    "scale-1e150": lambda rng: tailed(rng) * 1e150,
+    "scale-1e300": lambda rng: tailed(rng) * 1e300,
+    "scale-1e-300": lambda rng: tailed(rng) * 1e-300,
+    "columns-1e200": lambda rng: tailed(rng) * [1, 1e-200, 1e200],
+    "tiny-then-huge": lambda rng: tailed(rng) * np.where(LATE, 1e150, 1e-150),
+    "huge-then-tiny": lambda rng: tailed(rng) * np.where(LATE, 1e-150, 1e150),
+    "tiny-column-late": lambda rng: tailed(rng) * np.where(LATE, [1, 1, 1e-200], [1, 1, 0]),
+    "huge-column-late": lambda rng: tailed(rng) * np.where(LATE, [1, 1, 1e200], [1, 1, 0]),
 }
 TAME = ("gaussian", "heavy-tailed", "copies", "ties", "scale-1e150", "scale-1e300", "scale-1e-300", "columns-1e200")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +70,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @cache
 def keys(kind: str) -> Float:
-    K = np.array(KINDS[kind](_rng(kind)), np.float64)
+    K = np.array(KINDS[kind](named_rng(kind)), np.float64)
     K.flags.writeable = False
     return K
 
@@ -118,15 +102,9 @@ def queries(rng: np.random.Generator, K: Float) -> Float:
 # -- helpers -------------------------------------------------------------------------------------
 
 
-def appended(K: Any, epsilon: float, cuts: Any = (), *, mask: Any = None, payload: Any = None) -> CausalUniversalSet:
+def appended(K: Any, epsilon: float, cuts: Any = (), **options: Any) -> CausalUniversalSet:
     """The set after all keys, in chunks that end at the cuts."""
-    state = CausalUniversalSet(epsilon)
-    lead = (slice(None),) * (K.ndim - 2)
-    for low, high in pairwise([0, *cuts, K.shape[-2]]):
-        rows = (*lead, slice(low, high))
-        beside = None if payload is None else payload[rows]
-        present = None if mask is None else mask[rows]
-        assert state.update(K[(*rows, slice(None))], mask=present, payload=beside) is state
+    state: CausalUniversalSet = in_chunks(CausalUniversalSet(epsilon), K, cuts, **options)
     return state
 
 
@@ -159,19 +137,12 @@ def check_heavy(found: HeavyKeys, A: Float, epsilon: float) -> None:
         assert found.captured_mass[query] <= min(1.0, A[query].sum() + 1e-9)
 
 
-def check_error(error: BaseException, *words: str) -> None:
-    """The message contains all words, whatever their case, and is a sentence with a remedy."""
-    for word in words:
-        assert re.search(word, str(error), re.IGNORECASE), f"{word!r} is not in: {error}"
-    assert len(str(error)) > 25
-
-
 # -- every step ----------------------------------------------------------------------------------
 
 
 @kinds
 def test_every_step_finds_every_heavy_entry(kind: str) -> None:
-    K, rng = keys(kind), _rng(f"{kind} queries")
+    K, rng = keys(kind), named_rng(f"{kind} queries")
     states = [CausalUniversalSet(epsilon) for epsilon in (0.3, 1 / 17)]
     for t in range(1, N + 1):
         for state in states:
@@ -194,7 +165,7 @@ def test_every_step_finds_every_heavy_entry(kind: str) -> None:
 @kinds
 def test_errors_are_large_only_beside_deficient_keys(kind: str) -> None:
     # ... and there only for queries that see no more of the keys than rounding.
-    K, rng = keys(kind), _rng(f"{kind} errors")
+    K, rng = keys(kind), named_rng(f"{kind} errors")
     for n in (40, 70, 90, 130, 150):
         scale = even(K[:n])
         state, Q = appended(K[:n], 0.1, [70]), queries(rng, K[:n])
@@ -210,7 +181,7 @@ def test_errors_are_large_only_beside_deficient_keys(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*TAME, "conditioned-1e6", "conditioned-1e8", "one-huge-row", "growing"])
 def test_errors_are_small_for_every_query_of_keys_of_full_rank(kind: str) -> None:
     # ... those all but orthogonal to the keys as well, whose products and normalizers lose their digits in float64
-    K, rng = keys(kind), _rng(f"{kind} precise")
+    K, rng = keys(kind), named_rng(f"{kind} precise")
     for n in (40, 70, 90, 130, 150):
         Q = queries(rng, K[:n])
         found = appended(K[:n], 0.1, [70]).heavy(Q)
@@ -234,7 +205,7 @@ def test_queries_all_but_orthogonal_to_deficient_keys(rank: int) -> None:
 def test_normalizers_count_every_key_that_ever_came(kind: str) -> None:
     K = keys(kind)
     scale = even(K)
-    Q = _rng(kind).standard_normal((50, D)) * scale
+    Q = named_rng(kind).standard_normal((50, D)) * scale
     for n in (10, 64, 100, 150):
         found = appended(K[:n], 0.3, [n // 2]).heavy(Q)
         Z = (Q / scale).astype(np.longdouble) @ (K[:n] * scale).astype(np.longdouble).T
@@ -244,7 +215,7 @@ def test_normalizers_count_every_key_that_ever_came(kind: str) -> None:
 @kinds
 def test_the_mass_captured_is_that_of_the_keys_held(kind: str) -> None:
     # At least all keys are held whose leverage score among the keys so far is ε: their mass is a lower bound.
-    K, epsilon, rng = keys(kind), 0.05, _rng(f"{kind} mass")
+    K, epsilon, rng = keys(kind), 0.05, named_rng(f"{kind} mass")
     for n in (50, 130):
         Q = queries(rng, K[:n])
         found = appended(K[:n], epsilon, [40]).heavy(Q)
@@ -262,7 +233,7 @@ def test_the_mass_captured_is_that_of_the_keys_held(kind: str) -> None:
 def test_any_chunks_find_the_same(kind: str, data: st.DataObject) -> None:
     K, epsilon = keys(kind), 0.1
     cuts = sorted(data.draw(st.lists(st.integers(0, N), max_size=6)))
-    Q = queries(_rng(f"{kind} chunks"), K)
+    Q = queries(named_rng(f"{kind} chunks"), K)
     found, singly = appended(K, epsilon, cuts).heavy(Q), appended(K, epsilon, range(1, N)).heavy(Q)
     for query in np.intersect1d(sound(found), sound(singly)).tolist():
         (mine, scores), (its, others) = entries(found, query), entries(singly, query)
@@ -272,7 +243,7 @@ def test_any_chunks_find_the_same(kind: str, data: st.DataObject) -> None:
 
 def test_asking_changes_nothing() -> None:
     K = keys("conditioned-1e6")
-    Q = queries(_rng("asking"), K)
+    Q = queries(named_rng("asking"), K)
     state, silent = CausalUniversalSet(0.1), CausalUniversalSet(0.1)
     for t in range(N):
         state.update(K[t : t + 1]).heavy(Q)
@@ -319,7 +290,7 @@ def test_ties_of_ill_conditioned_keys_are_in(small: float) -> None:
 def test_no_more_keys_are_held_than_the_theorem_lets_be(step: int, d: int) -> None:
     epsilon, n = 0.2, 300 if step == 1 else 3000
     for growth in (0.0, 0.01, -0.01):
-        K = heavy_tailed(_rng(f"held {d}"), n, d) * np.exp(growth * np.arange(n))[:, None]
+        K = heavy_tailed(named_rng(f"held {d}"), n, d) * np.exp(growth * np.arange(n))[:, None]
         state = CausalUniversalSet(epsilon)
         for low in range(0, n, step):
             state.update(K[low : low + step])
@@ -363,7 +334,7 @@ def test_a_key_let_go_is_never_heavy_again() -> None:
 @pytest.mark.parametrize("kind", ["heavy-tailed", "growing", "rank-grows", "zeros-first", "conditioned-1e6", "copies"])
 def test_row_by_row_it_is_heavy_attention(kind: str) -> None:
     K, epsilon = keys(kind), 0.1
-    rng = _rng(f"{kind} rows")
+    rng = named_rng(f"{kind} rows")
     Q = np.vstack([queries(rng, K[: t + 1])[2 + t % 3][None] for t in range(N)])
     heavy = levattn.heavy_attention(Q, K, epsilon, causal=True).entries.tocsr()
     state = CausalUniversalSet(epsilon)
@@ -380,9 +351,9 @@ def test_row_by_row_it_is_heavy_attention(kind: str) -> None:
 
 @stores()
 def test_every_storage_type(storage: str) -> None:
-    stored = STORAGE[storage](heavy_tailed(_rng("stored"), 300, 4).clip(-1e3, 1e3))
+    stored = STORAGE[storage](heavy_tailed(named_rng("stored"), 300, 4).clip(-1e3, 1e3))
     K = as_float64(stored)
-    Q = np.vstack([_rng("stored queries").standard_normal((5, 4)), naive.adversarial_queries(K)[::30]])
+    Q = np.vstack([named_rng("stored queries").standard_normal((5, 4)), naive.adversarial_queries(K)[::30]])
     asked = STORAGE[storage](Q / np.abs(Q).max(axis=1, keepdims=True))
     state = appended(stored, 0.05, [1, 100, 100])
     check_heavy(state.heavy(asked), naive.attention(as_float64(asked), K, dtype=np.longdouble), 0.05)
@@ -392,7 +363,7 @@ def test_every_storage_type(storage: str) -> None:
 @stores("float64", "float16", "bfloat16", "torch-bfloat16")
 @pytest.mark.parametrize("garbage", [np.nan, -np.inf, 1e4])
 def test_masked_rows_are_never_heavy(garbage: float, storage: str) -> None:
-    rng = _rng("masked")
+    rng = named_rng("masked")
     K = heavy_tailed(rng, 300, 4).clip(-1e3, 1e3)
     mask = rng.random(300) < 0.6
     mask[100:180] = False
@@ -410,9 +381,9 @@ def test_masked_rows_are_never_heavy(garbage: float, storage: str) -> None:
 
 def test_every_head_is_its_own_set_and_queries_come_in_groups() -> None:
     heads = np.stack([keys(kind) for kind in KINDS]).reshape(5, -1, N, D)
-    mask = _rng("heads").random(heads.shape[:-1]) < 0.9
+    mask = named_rng("heads").random(heads.shape[:-1]) < 0.9
     payload = np.arange(heads[..., 0].size * 2).reshape(*heads.shape[:-1], 2)
-    groups = np.stack([queries(_rng("groups"), keys("gaussian"))[:4] * even(keys(kind)) for kind in KINDS])
+    groups = np.stack([queries(named_rng("groups"), keys("gaussian"))[:4] * even(keys(kind)) for kind in KINDS])
     Q = groups.reshape(5, -1, 4, D)
     state = appended(heads, 0.1, [1, 70, 150], mask=mask, payload=payload)
     found = state.heavy(Q)
@@ -430,29 +401,6 @@ def test_every_head_is_its_own_set_and_queries_come_in_groups() -> None:
     assert state.held == held
 
 
-def test_payload_comes_with_its_keys() -> None:
-    K = keys("heavy-tailed")
-    payloads = (np.arange(N), np.ones((N, 2, 3), np.float32) * np.arange(N)[:, None, None], np.arange(N) % 2 == 0)
-    for payload in payloads:
-        found = appended(K, 0.1, [0, 3, 3, 100], payload=payload).heavy(naive.adversarial_queries(K))
-        assert found.payload.dtype == payload.dtype
-        np.testing.assert_array_equal(found.payload, payload[found.indices])
-    assert appended(K, 0.1).heavy(K).payload is None
-
-
-def test_a_chunk_may_be_overwritten_after_update() -> None:
-    K, chunk, beside = keys("heavy-tailed"), np.empty((10, D)), np.empty(10)
-    state = CausalUniversalSet(0.1)
-    for low in range(0, N, 10):
-        chunk[:], beside[:] = K[low : low + 10], np.arange(low, low + 10)
-        state.update(chunk, payload=beside)
-        chunk[:], beside[:] = np.nan, np.nan
-    found = state.heavy(naive.adversarial_queries(K))
-    assert bits(found) == bits(
-        appended(K, 0.1, range(10, N, 10), payload=np.arange(N) * 1.0).heavy(naive.adversarial_queries(K))
-    )
-
-
 def test_no_rows_and_no_queries() -> None:
     state = CausalUniversalSet(0.1).update(np.ones((0, 3)))
     found = state.heavy(np.ones((2, 3)))
@@ -466,18 +414,10 @@ def test_no_rows_and_no_queries() -> None:
     assert state.update(np.ones((0, 3)), mask=np.ones(0, bool)).n == N
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_batches_without_matrices(shape: tuple[int, ...]) -> None:
-    state = CausalUniversalSet(0.1)
-    for m in (5, 100, 3000):
-        state.update(np.ones((*shape, m, 4)))
-    assert (state.n, state.held, state.heavy(np.ones((*shape, 3, 4)))) == (3105, 0, ())
-
-
 @pytest.mark.parametrize("size", [1e-300, 1e-160, 1e160, 1e300])
 def test_queries_of_any_size(size: float) -> None:
     K = keys("heavy-tailed")
-    state, Q = appended(K, 0.1, [100]), _rng("sizes").standard_normal((20, D))
+    state, Q = appended(K, 0.1, [100]), named_rng("sizes").standard_normal((20, D))
     found, same = state.heavy(Q * size), state.heavy(Q)
     assert np.array_equal(found.indices, same.indices)
     np.testing.assert_allclose(found.scores, same.scores, rtol=1e-12)
@@ -488,99 +428,8 @@ def test_queries_of_any_size(size: float) -> None:
 # -- errors --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 1.5, np.nan])
-def test_epsilon_out_of_range(epsilon: float) -> None:
-    with pytest.raises(ValueError, match="epsilon") as caught:
-        CausalUniversalSet(epsilon)
-    check_error(caught.value, "0 < epsilon <= 1")
-
-
-def test_no_keys_yet() -> None:
-    with pytest.raises(ValueError, match="no keys") as caught:
-        CausalUniversalSet(0.1).heavy(np.ones((1, 3)))
-    check_error(caught.value, "update")
-
-
 def good(n: int) -> Float:
     return np.tile(keys("gaussian")[:20], (n // 20 + 1, 1))[:n]
-
-
-BAD_KEYS: dict[str, tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = {
-    "columns": (ValueError, (r"\bK\b", "d = 4", "d = 3"), {"K": np.ones((20, 4))}),
-    "batch": (ValueError, (r"\bK\b", "batch", r"\(2,\)"), {"K": np.ones((2, 5, 3)), "payload": np.ones((2, 5), int)}),
-    "dtype": (TypeError, (r"\bK\b", "float32", "float64", "convert"), {"K": good(20).astype(np.float32)}),
-    "integers": (TypeError, (r"\bK\b", "int64", "float"), {"K": np.ones((20, 3), int)}),
-    "one-axis": (ValueError, (r"\bK\b", "n, ?d"), {"K": np.ones(3)}),
-    "mask": (ValueError, ("mask", r"\(20,\)"), {"mask": np.ones(19, bool)}),
-    "mask-type": (TypeError, ("mask", "bool"), {"mask": np.ones(20)}),
-    "no-payload": (ValueError, ("payload", "nothing", "int64"), {"payload": None}),
-    "payload-rows": (ValueError, ("payload", r"\(19,\)", r"\(20,\)"), {"payload": np.arange(19)}),
-    "payload-shape": (ValueError, ("payload", "int64"), {"payload": np.ones((20, 2), int)}),
-    "payload-dtype": (ValueError, ("payload", "int64"), {"payload": np.ones(20)}),
-    "payload-words": (TypeError, ("payload", "numbers"), {"payload": np.array(["a"] * 20)}),
-}
-
-
-@pytest.mark.parametrize("name", BAD_KEYS)
-@pytest.mark.parametrize("before", [20, 100])
-def test_bad_keys_leave_the_set_as_it_was(before: int, name: str) -> None:
-    kind, words, change = BAD_KEYS[name]
-    state, Q = appended(good(before), 0.2, payload=np.arange(before)), naive.adversarial_queries(good(before))
-    seen = (state.n, state.held, bits(state.heavy(Q)))
-    arguments = {"K": good(20), "mask": None, "payload": np.arange(20)} | change
-    with pytest.raises(kind) as caught:
-        state.update(arguments.pop("K"), **arguments)
-    check_error(caught.value, *words)
-    assert (state.n, state.held, bits(state.heavy(Q))) == seen
-    assert state.update(good(20), payload=np.arange(20)).n == before + 20
-
-
-@pytest.mark.parametrize("before", [0, 20, 100])
-@pytest.mark.parametrize("rows", [1, 70, 5000])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_keys_that_are_not_finite_leave_the_set_as_it_was(value: float, rows: int, before: int) -> None:
-    state, Q = appended(good(before), 0.2), np.eye(3)
-    seen = (state.n, state.held, bits(state.heavy(Q)))
-    for bad in {0, rows // 2, rows - 1}:
-        K = good(rows)
-        K[bad, 1] = value
-        with pytest.raises(NonFiniteError, match=rf"\bK\b.* row {before + bad}, counted from") as caught:
-            state.update(K)
-        check_error(caught.value, "mask=", "as it was")
-        assert (state.n, state.held, bits(state.heavy(Q))) == seen
-    same = appended(good(before), 0.2).update(good(rows))
-    assert bits(state.update(good(rows)).heavy(Q)) == bits(same.heavy(Q))
-
-
-def test_a_chunk_that_fails_half_way_leaves_the_set_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    K, Q = good(8000), np.eye(3)
-    state, calls = appended(K[:100], 0.2), 0
-    seen, alive = (state.n, state.held, bits(state.heavy(Q))), CausalUniversalSet._alive
-
-    def fail(self: CausalUniversalSet, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise MemoryError
-        return alive(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CausalUniversalSet, "_alive", fail)
-        with pytest.raises(MemoryError):
-            state.update(K[100:])
-    assert (state.n, state.held, bits(state.heavy(Q))) == seen
-    assert bits(state.update(K[100:]).heavy(Q)) == bits(appended(K, 0.2, [100]).heavy(Q))
-
-
-def test_a_bad_first_chunk_leaves_no_trace() -> None:
-    state = CausalUniversalSet(0.1)
-    for chunk in (np.full((70, 5), np.nan), np.ones(3), np.ones((3, 0)), None):
-        with pytest.raises((ValueError, TypeError), match=r"\bK\b"):
-            state.update(chunk)
-    with pytest.raises(ValueError, match="payload"):
-        state.update(np.ones((5, 5)), payload=np.ones(4))
-    assert state.n == state.held == 0
-    assert state.update(np.ones((70, 2), np.float32)).n == 70
 
 
 BAD_QUERIES: dict[str, tuple[type[Exception], tuple[str, ...], Any]] = {

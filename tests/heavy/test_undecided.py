@@ -302,10 +302,34 @@ def test_what_rounding_may_change_of_a_sum(name: str) -> None:
             assert np.all(relative <= of_entries + 1e-15)
 
 
+class Scaled:
+    """A function of the user's that divides by a number, and says so."""
+
+    growth, monotone = 2.0, True
+
+    def __init__(self, c: float) -> None:
+        self.scale = c
+
+    def __call__(self, x: Any) -> Any:
+        return self.scale**2 * np.log1p((x / self.scale) ** 2)
+
+
+def test_a_function_of_ones_own_that_says_its_scale_loses_no_key() -> None:
+    """(x/c)² of three keys vanishes, each of which has an eighth of all attention."""
+    K = 2.0**-47 * np.array([[2.4**0.5], [0.7], [0.7], [0.7]])
+    found = levattn.heavy_attention(np.ones((1, 1)), K, 0.1, f=Scaled(2.0**490))
+    assert found.entries.nnz == 4
+    assert found.error[0] > 0.25
+    with pytest.raises(ValueError, match=r"f\.scale is 1e\+200, whose square overflows"):
+        levattn.heavy_attention(np.ones((1, 1)), K, 0.1, f=Scaled(1e200))
+
+
 @pytest.mark.parametrize("size", [1e-200, 1e-100, 1e-5, 1e5, 1e100])
-@pytest.mark.parametrize("function", [levattn.Huber, levattn.Tukey, levattn.Fair])
+@pytest.mark.parametrize("function", [levattn.Huber, levattn.Tukey, levattn.Fair, Scaled])
 def test_parameters_of_any_size(function: Any, size: float) -> None:
     """Scores do not depend on the unit, and where squares of it leave the range nothing is claimed."""
+    if function is Scaled and size < 1e-150:
+        pytest.skip("a function that is constantly 0 is refused")
     Q, K, V = np.random.default_rng(0).standard_normal((3, 30, 3))
     usual = levattn.heavy_attention(Q, K, 0.05, f=function(1.0))
     found = levattn.heavy_attention(Q * size, K, 0.05, f=function(size))

@@ -52,19 +52,22 @@ def assert_bracket(found: ExactSensitivities, width: float = CLOSED) -> None:
 # -- closed forms ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", POWERS)
-@pytest.mark.parametrize("m", [1, 2, 5])
-def test_orthogonal_blocks_of_equal_keys(p: float, m: int) -> None:
-    found = exact_sensitivities(np.kron(np.eye(3), np.ones((m, 1))), p)
-    assert_bracket(found)
-    np.testing.assert_allclose(found.lower, 1 / m, rtol=1e-12)
+CLOSED_FORMS: dict[str, tuple[np.ndarray, Any]] = {
+    **{f"{m} of each": (np.kron(np.eye(3), np.ones((m, 1))), lambda _, m=m: 1 / m) for m in (1, 2, 5)},
+    "two parallel": (np.array([[1.0], [-0.5]]), lambda p: [1 / (1 + 0.5**p), 1 / (1 + 2**p)]),
+    "independent": (gauss(3, 5), lambda _: 1.0),
+}
 
 
 @pytest.mark.parametrize("p", POWERS)
-def test_two_parallel_keys(p: float) -> None:
-    found = exact_sensitivities(np.array([[1.0], [-0.5]]), p)
-    assert_bracket(found)
-    np.testing.assert_allclose(found.lower, [1 / (1 + 0.5**p), 1 / (1 + 2**p)], rtol=1e-12)
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_closed_forms(name: str, p: float) -> None:
+    K, expected = CLOSED_FORMS[name]
+    found = exact_sensitivities(K, p)
+    if name != "independent":
+        assert_bracket(found)
+    np.testing.assert_allclose(found.lower, expected(p), rtol=1e-9 if name == "independent" else 1e-12)
+    np.testing.assert_allclose(found.upper, expected(p), rtol=CLOSED)
 
 
 @pytest.mark.parametrize("f", [*POWERS, Softmax(3.0)])
@@ -72,13 +75,6 @@ def test_one_key_has_all_attention(f: Any) -> None:
     found = exact_sensitivities(np.array([[3.0, -4.0]]), f)
     np.testing.assert_allclose(found.lower, 1, rtol=1e-12)
     np.testing.assert_array_equal(found.upper, 1)
-
-
-@pytest.mark.parametrize("p", POWERS)
-def test_independent_keys_have_all_attention(p: float) -> None:
-    found = exact_sensitivities(gauss(3, 5), p)
-    np.testing.assert_allclose(found.lower, 1, rtol=1e-9)
-    np.testing.assert_allclose(found.upper, 1, rtol=1e-12)
 
 
 @pytest.mark.parametrize("p", POWERS)
@@ -284,19 +280,19 @@ def same(f: Any, one: np.ndarray, other: np.ndarray) -> None:
     np.testing.assert_allclose(first.upper, second.upper, rtol=CLOSED)
 
 
-@pytest.mark.parametrize("p", POWERS)
-def test_basis_of_the_queries_does_not_matter(p: float) -> None:
-    K = gauss(12, 3)
-    same(p, K, K @ gauss(3, 3, 5))
-    same(p, K, K @ gauss(3, 5, 6))  # rank-deficient: d = 5, r = 3
+CHANGES: dict[str, Any] = {
+    "basis": lambda K: K @ gauss(3, 3, 5),
+    "more columns": lambda K: K @ gauss(3, 5, 6),  # d = 5, r = 3
+    **{f"scale {s:g}": (lambda K, s=s: s * K) for s in (1e100, 1e-100, 1e300, 1e-300)},
+    **{f"column {s:g}": (lambda K, s=s: K * np.array([s, 1.0, 1.0])) for s in (1e100, 1e-100, 1e300, 1e-300)},
+}
 
 
 @pytest.mark.parametrize("p", POWERS)
-@pytest.mark.parametrize("scale", [1e100, 1e-100, 1e300, 1e-300])
-def test_scale_does_not_matter(p: float, scale: float) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_basis_and_scale_do_not_matter(name: str, p: float) -> None:
     K = gauss(10, 3)
-    same(p, K, scale * K)
-    same(p, K, K * np.array([scale, 1.0, 1.0]))
+    same(p, K, CHANGES[name](K))
 
 
 @pytest.mark.parametrize("p", POWERS)

@@ -69,11 +69,6 @@ def test_scores_of_named_cases(name: str) -> None:
     check_theorems(K, labels, scores)
 
 
-def test_the_named_cases_are_the_hard_ones() -> None:
-    hard = {"duplicated", "zero-rows", "all-zero", "huge-rows", "tiny-rows", "wide", "no-row", "deficient-exact"}
-    assert hard | {"scale-1e150", "near-deficient-1e-10", "graded-1e-30"} <= set(SMALL_CASES)
-
-
 @pytest.mark.parametrize("kappa", [1e3, 1e7, 1e10])
 def test_ill_conditioned_keys(kappa: float) -> None:
     """Beyond about 10⁶ rows are turned with compensated products."""
@@ -128,26 +123,6 @@ def test_some_query_attains_the_score_and_none_exceeds_it(K: Any, seed: int) -> 
         assert np.all(mass <= scores[label] + 1e-9)
 
 
-@pytest.mark.parametrize("m", [1, 2, 5, 16, 17, 300])
-def test_copies_of_a_key(m: int) -> None:
-    """m copies have m t/(1 + m t) together, with t = kᵀG⁻¹k of the second moment of the others."""
-    rng = np.random.default_rng(m)
-    others, k = rng.standard_normal((500, 16)), 3 * rng.standard_normal(16)
-    K = np.vstack([others, np.tile(k, (m, 1))])
-    t = k @ np.linalg.solve(others.T @ others, k)
-    labels = np.repeat([-1, 0], [500, m])
-    assert group_leverage(K, labels)[0] == pytest.approx(m * t / (1 + m * t), rel=1e-12)
-    assert group_leverage(K, labels)[0] == pytest.approx(levattn.leverage_scores(K)[labels == 0].sum(), rel=1e-12)
-
-
-@pytest.mark.parametrize("name", ["coherent", "deficient-exact", "zero-rows", "wide", "huge-rows", "tiny-rows"])
-def test_singletons_and_the_group_of_all(name: str) -> None:
-    K = strategies.case(name)
-    n = len(K)
-    np.testing.assert_allclose(group_leverage(K, np.arange(n)), levattn.leverage_scores(K), rtol=1e-13)
-    assert group_leverage(K, np.zeros(n, int)) == pytest.approx([1.0], rel=1e-12)
-
-
 def test_keys_in_no_group_and_groups_without_keys() -> None:
     K = strategies.case("coherent")
     labels = np.full(len(K), -1)
@@ -180,17 +155,6 @@ def test_keys_in_a_direction_below_the_rank_lift_their_group() -> None:
     assert found[7] == found[8] == -1
     K[[7, 8], 3] = K[7, 0]
     assert near_duplicates(K, angle=1e-3)[7] == near_duplicates(K, angle=1e-3)[8] >= 0
-
-
-def test_order_changes_nothing() -> None:
-    K = strategies.case("coherent")
-    rng = np.random.default_rng(0)
-    labels = rng.integers(-1, 30, len(K))
-    scores = group_leverage(K, labels)
-    keys, names = rng.permutation(len(K)), rng.permutation(30)
-    np.testing.assert_allclose(group_leverage(K[keys], labels[keys]), scores, rtol=1e-12)
-    renamed = np.where(labels < 0, -1, names[labels])
-    np.testing.assert_allclose(group_leverage(K, renamed)[names], scores, rtol=1e-12)
 
 
 def test_masked_keys_are_not_read() -> None:
@@ -338,23 +302,6 @@ def test_small_keys_against_all_pairs(K: Any, angle: float, seed: int) -> None:
         assert same_partition(found, np.where(alone, -1, exact))
 
 
-@pytest.mark.parametrize("angle", [0.03, 0.1, 0.3, 0.6])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_clusters_of_all_widths_give_verified_groups(angle: float, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    centers = np.repeat(rng.standard_normal((20, 6)), 12, axis=0)
-    width = np.repeat(np.geomspace(1e-3, 0.5, 20), 12)[:, None]
-    K = centers * rng.choice([-1, 1], (240, 1)) + width * rng.standard_normal((240, 6))
-    found = near_duplicates(K, angle=angle, rng=seed)
-    check_groups(K, found, angle)
-    all_links = naive.components(naive.angles(naive.whitened(K)) <= angle * (1 + 1e-6))
-    assert 4 <= found.max() + 1 <= 60
-    grouped = np.flatnonzero(found >= 0)
-    for label in range(found.max() + 1):  # no group is larger than what all pairs give
-        assert len(np.unique(all_links[found == label])) == 1
-    assert len(grouped) < 240 or angle > 0.3
-
-
 def test_keys_in_the_plane_chain_into_one_group() -> None:
     """All angles are dense there, so every link of the chain has a bucket to be found in."""
     K = np.random.default_rng(0).standard_normal((2000, 2))
@@ -420,12 +367,6 @@ def test_the_plan_keeps_what_is_stated(n: int, angle: float) -> None:
     assert bits + n.bit_length() <= 64
 
 
-def test_pairs_at_half_the_angle_are_all_but_surely_found() -> None:
-    """6000 pairs, each missed with a probability of at most 1e-4: more than 6 are missed with one of 4e-5."""
-    found = near_duplicates(pairs_at(0.05, 6000, 48, 0))[:12_000].reshape(-1, 2)
-    assert np.count_nonzero((found[:, 0] < 0) | (found[:, 0] != found[:, 1])) <= 6
-
-
 @pytest.mark.parametrize("angle", [3e-8, 1e-6, 1e-3, 0.1])
 def test_the_edge_of_the_angle_is_decided_in_float64(angle: float) -> None:
     """Pairs just within are linked, pairs just beyond are not, however coarse float32 is."""
@@ -460,19 +401,6 @@ def factor_of(K: Any) -> Any:
     return factorize(as_matrices(K, "K"), method="auto", single="no").item(0)
 
 
-def test_groups_do_not_change_what_is_whitened() -> None:
-    """Any invertible change of basis gives the same groups; Euclidean angles would not."""
-    rng = np.random.default_rng(0)
-    K = rng.standard_normal((400, 8))
-    K[:30] = K[0] * rng.choice([-1, 1], (30, 1)) + 0.01 * rng.standard_normal((30, 8))
-    found = near_duplicates(K)
-    assert np.array_equal(found, np.where(np.arange(400) < 30, 0, -1))
-    flat = K @ (np.diag(np.geomspace(1, 1e-5, 8)) @ np.linalg.qr(rng.standard_normal((8, 8)))[0])
-    np.testing.assert_array_equal(near_duplicates(flat), found)
-    euclidean = naive.angles(flat[30:100]) <= 0.1
-    assert np.count_nonzero(euclidean) > 3 * 70
-
-
 def test_seeds_and_generators() -> None:
     rng = np.random.default_rng(0)
     K = rng.standard_normal((3000, 3))  # dense enough for misses, so that another seed shows
@@ -499,75 +427,53 @@ def test_one_of_several_threads_gives_the_same_groups() -> None:
 # -- hidden mass and errors ---------------------------------------------------------------
 
 
-def test_hidden_mass_is_found() -> None:
-    """No copy is in the universal set, yet a query gives the group most of what it gives at all."""
-    rng = np.random.default_rng(0)
-    K = rng.standard_normal((1000, 8))
-    K[500:540] = 10 * np.eye(8)[2] + 0.01 * rng.standard_normal((40, 8))
-    assert len(levattn.universal_set(K, 0.1)) == 0
-    labels = near_duplicates(K)
-    scores = group_leverage(K, labels)
-    heavy = np.flatnonzero(scores >= 0.1)
-    assert np.flatnonzero(np.isin(labels, heavy)).tolist() == list(range(500, 540))
-    mass = naive.attention(np.eye(8)[2:3], K)[0, 500:540].sum()
-    assert 0.75 < mass <= scores[heavy[0]]
-
-
 GOOD = np.random.default_rng(0).standard_normal((12, 3))
+BAD = np.where(np.arange(12)[:, None] == 4, np.nan, GOOD)
+
+
+def grouped(K: Any = GOOD, labels: Any = np.zeros(12, int), **options: Any) -> Any:  # noqa: B008
+    return group_leverage(K, labels, **options)
+
+
+HINT = "Give each key the number of its group"
 
 
 @pytest.mark.parametrize(
-    ("labels", "error", "words"),
+    ("call", "error", "words"),
     [
-        (np.zeros(11, int), ValueError, (r"labels has shape \(11,\)", r"\(12,\)")),
-        (np.zeros((1, 12), int), ValueError, (r"labels has shape \(1, 12\)",)),
-        (np.zeros(12), TypeError, ("labels has dtype float64", "integers")),
-        (np.zeros(12, bool), TypeError, ("labels has dtype bool",)),
-        (np.arange(12) - 2, ValueError, ("labels holds -2", "-1")),
-        (np.full(12, 2**64 - 1, np.uint64), ValueError, ("labels holds 18446744073709551615",)),
-        ([[0], [1, 2]], ValueError, ("labels is a list",)),
+        (lambda: grouped(labels=np.zeros(11, int)), ValueError, (r"labels has shape \(11,\)", r"\(12,\)", HINT)),
+        (lambda: grouped(labels=np.zeros((1, 12), int)), ValueError, (r"labels has shape \(1, 12\)", HINT)),
+        (lambda: grouped(labels=np.zeros(12)), TypeError, ("labels has dtype float64", "integers", HINT)),
+        (lambda: grouped(labels=np.zeros(12, bool)), TypeError, ("labels has dtype bool", HINT)),
+        (lambda: grouped(labels=np.arange(12) - 2), ValueError, ("labels holds -2", "-1", HINT)),
+        (lambda: grouped(labels=np.full(12, 2**64 - 1, np.uint64)), ValueError, ("holds 18446744073709551615", HINT)),
+        (lambda: grouped(labels=[[0], [1, 2]]), ValueError, ("labels is a list", HINT)),
+        (lambda: near_duplicates(GOOD, angle=0.0), ValueError, ("angle is 0.0", "1e-08", "π/4")),
+        (lambda: near_duplicates(GOOD, angle=1.0), ValueError, ("angle is 1.0", "deg2rad")),
+        (lambda: near_duplicates(GOOD, angle=math.nan), ValueError, ("angle is nan",)),
+        (lambda: near_duplicates(GOOD, angle="wide"), TypeError, ("angle is 'wide'", "radians")),  # type: ignore[arg-type]
+        (lambda: near_duplicates(GOOD, angle=True), TypeError, ("angle is True",)),
+        (lambda: near_duplicates(GOOD, rng="seed"), TypeError, ("rng is 'seed'", "Generator")),  # type: ignore[arg-type]
+        (lambda: near_duplicates(GOOD, rng=1.5), TypeError, ("rng is 1.5",)),  # type: ignore[arg-type]
+        (lambda: near_duplicates(GOOD, rng=True), TypeError, ("rng is True",)),
+        (lambda: near_duplicates(GOOD, rng=-1), ValueError, ("rng is -1",)),
+        *(
+            case
+            for function in (grouped, near_duplicates)
+            for case in (
+                (lambda function=function: function(GOOD, mask=np.ones(5, bool)), ValueError, ("mask has shape",)),
+                (lambda function=function: function(GOOD, mask=np.ones(12)), TypeError, ("mask has dtype",)),
+                (lambda function=function: function(np.ones((12, 3), int)), TypeError, ("K has dtype int64",)),
+                (lambda function=function: function(BAD), NonFiniteError, (r"\b4\b",)),
+            )
+        ),
     ],
 )
-def test_wrong_labels(labels: Any, error: type[Exception], words: tuple[str, ...]) -> None:
+def test_wrong_arguments(call: Any, error: type[Exception], words: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
-        group_leverage(GOOD, labels)
-    for word in (*words, "Give each key the number of its group"):
-        assert re.search(word, str(caught.value)), f"{word!r} is not in: {caught.value}"
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"angle": 0.0}, ValueError, ("angle is 0.0", "1e-08", "π/4")),
-        ({"angle": 1.0}, ValueError, ("angle is 1.0", "deg2rad")),
-        ({"angle": math.nan}, ValueError, ("angle is nan",)),
-        ({"angle": "wide"}, TypeError, ("angle is 'wide'", "radians")),
-        ({"angle": True}, TypeError, ("angle is True",)),
-        ({"rng": "seed"}, TypeError, ("rng is 'seed'", "Generator")),
-        ({"rng": 1.5}, TypeError, ("rng is 1.5",)),
-        ({"rng": True}, TypeError, ("rng is True",)),
-        ({"rng": -1}, ValueError, ("rng is -1",)),
-    ],
-)
-def test_wrong_options(options: Any, error: type[Exception], words: tuple[str, ...]) -> None:
-    with pytest.raises(error) as caught:
-        near_duplicates(GOOD, **options)
+        call()
     for word in words:
         assert re.search(word, str(caught.value)), f"{word!r} is not in: {caught.value}"
-
-
-def test_wrong_keys_and_masks() -> None:
-    for function in (lambda K, **o: group_leverage(K, np.zeros(12, int), **o), near_duplicates):
-        with pytest.raises(ValueError, match="mask has shape"):
-            function(GOOD, mask=np.ones(5, bool))
-        with pytest.raises(TypeError, match="mask has dtype"):
-            function(GOOD, mask=np.ones(12))
-        with pytest.raises(TypeError, match="K has dtype int64"):
-            function(np.ones((12, 3), int))
-        bad = GOOD.copy()
-        bad[4] = np.nan
-        with pytest.raises(NonFiniteError, match=r"\b4\b"):
-            function(bad)
 
 
 @pytest.mark.parametrize("batch", [False, True])

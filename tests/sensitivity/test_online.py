@@ -270,10 +270,3 @@ def test_keys_that_are_not_finite_are_named(place: tuple[int, int, float]) -> No
 def test_wrong_arguments_are_named(arguments: Any, options: Any, error: type[Exception], part: str) -> None:
     with pytest.raises(error, match=part):
         online_leverage_scores(*arguments, **options)
-
-
-def test_sparse_keys_are_refused() -> None:
-    from scipy.sparse import csr_array
-
-    with pytest.raises(TypeError, match="sparse"):
-        online_leverage_scores(csr_array(np.eye(3)))

@@ -82,20 +82,6 @@ def test_random_and_adversarial_queries(name: str, storage: str) -> None:
             assert np.all(exact[selected] >= epsilon * (1 - 1e-6))  # nothing but ties beyond the definition
 
 
-@stores("float64", "float32")
-def test_many_keys_and_queries(storage: str) -> None:
-    rng = _rng("many")
-    keys = STORAGE[storage](strategies.coherent(rng, 6000, 12))
-    K = as_float64(keys)
-    A = naive.attention(queries(rng, K, 200), K)
-    for epsilon in (0.3, 0.03, 0.003):
-        found = levattn.universal_set(keys, epsilon)
-        assert missed(A, as_bool(found.mask), epsilon) == []
-        assert len(found) <= 12 / epsilon
-        assert np.count_nonzero(as_bool(found.mask)) == len(found)
-        assert np.array_equal(np.flatnonzero(as_bool(found.mask)), np.asarray(found.indices))
-
-
 # -- directions that carry one key ----------------------------------------------------------
 
 
@@ -162,24 +148,19 @@ def test_a_cut_at_the_precision_of_the_input_would_miss() -> None:
 # -- ties -----------------------------------------------------------------------------------
 
 
+TURN = np.array([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+
+
 @stores()
-@pytest.mark.parametrize("d", [1, 3, 8])
-def test_ties_are_in(d: int, storage: str) -> None:
+@pytest.mark.parametrize("basis", [np.eye(1), np.eye(3), np.eye(8), 3 * TURN], ids=["1", "3", "8", "turned"])
+def test_ties_are_in(basis: Float, storage: str) -> None:
     for m in (2, 3, 6, 7, 10, 11, 13, 41, 49, 100):
-        keys = STORAGE[storage](strategies.identity_blocks(d, m))
+        keys = STORAGE[storage](strategies.identity_blocks(len(basis), m) @ basis)
         methods = METHODS if m in (7, 10, 49) and storage != "strict-float64" else ("auto",)
         for method in methods:
             found = levattn.universal_set(keys, 1 / m, method=method)
             assert np.all(as_bool(found.mask)), (m, method)
-            assert len(found) == d * m
-
-
-@stores("float64", "float32", "bfloat16")
-def test_turned_ties_are_in(storage: str) -> None:
-    turn = np.array([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
-    for m in (3, 7, 10, 49):
-        keys = STORAGE[storage](strategies.identity_blocks(4, m) @ turn * 3)
-        assert np.all(levattn.universal_set(keys, 1 / m).mask)
+            assert len(found) == len(basis) * m
 
 
 def test_heavy_attention_keeps_ties() -> None:
@@ -242,12 +223,8 @@ def test_a_set_for_a_larger_epsilon_is_not_used_silently() -> None:
     K = make("coherent")
     Q = naive.adversarial_queries(K)
     universal = levattn.universal_set(K, 0.5)
-    try:
-        heavy = levattn.heavy_attention(Q, K, 0.02, universal=universal)
-    except ValueError:
-        pass
-    else:
-        assert np.all(heavy.entries.toarray()[naive.attention(Q, K) >= 0.02] > 0)
+    with pytest.raises(ValueError, match=r"scores of at least 0\.5, but epsilon is 0\.02"):
+        levattn.heavy_attention(Q, K, 0.02, universal=universal)
 
 
 # -- by size --------------------------------------------------------------------------------
@@ -271,27 +248,6 @@ def test_a_set_by_size_certifies_its_epsilon(name: str, storage: str) -> None:
         assert missed(A, selected, np.nextafter(epsilon, 2) * (1 + 1e-9)) == []
 
 
-@stores("float64", "float32", "float16", "bfloat16", "torch-bfloat16", "strict-float32")
-def test_ties_by_size_go_to_the_lower_index(storage: str) -> None:
-    for d, m in ((3, 4), (8, 25), (5, 300)):
-        keys = STORAGE[storage](strategies.identity_blocks(d, m))
-        for size in (0, 1, m, m + 1, d * m - 1, d * m):
-            selected = as_bool(levattn.universal_set(keys, size=size).mask)
-            assert np.array_equal(selected, np.arange(d * m) < size)
-
-
-@stores("float64", "float32")
-def test_copies_by_size_go_to_the_lower_index(storage: str) -> None:
-    rng = _rng("copies")
-    distinct = STORAGE[storage](rng.standard_normal((40, 6)) * np.clip(rng.standard_cauchy((40, 1)), -9, 9))
-    rows = np.repeat(np.arange(40), 5)[rng.permutation(200)]
-    exact = naive.leverage_exact(distinct[rows].astype(np.float64))
-    order = np.lexsort((np.arange(200), -np.round(exact, 12)))
-    for size in range(0, 201, 7):
-        selected = levattn.universal_set(distinct[rows], size=size).mask
-        assert np.array_equal(np.flatnonzero(selected), np.sort(order[:size]))
-
-
 def test_masked_keys_are_never_taken_by_size() -> None:
     K = make("gaussian")
     mask = np.arange(400) % 2 == 0
@@ -301,18 +257,3 @@ def test_masked_keys_are_never_taken_by_size() -> None:
 
 
 # -- batches --------------------------------------------------------------------------------
-
-
-@stores("float64", "float32", "torch-bfloat16", "strict-float32")
-def test_every_head_of_a_batch(storage: str) -> None:
-    heads = np.stack([make(name) for name in KEYS])
-    keys = STORAGE[storage](heads)
-    values = as_float64(keys)
-    for epsilon in EPSILONS:
-        found = levattn.universal_set(keys, epsilon)
-        selected = as_bool(found.mask)
-        assert np.array_equal(np.asarray(found.sizes), selected.sum(axis=-1))
-        for head, K in enumerate(values):
-            A = naive.attention(queries(_rng(KEYS[head]), K, 60), K)
-            assert missed(A, selected[head], epsilon) == []
-            assert np.all(selected[head][naive.leverage_exact(K) >= epsilon])

@@ -710,7 +710,7 @@ def grow(state: StreamingUniversalSet, n: int) -> None:
     if stream is None or stream.format == "bfloat16" or state._next_row > 2**61:
         return
     K = np.ones((*stream.batch, n, stream.d), stream.format)
-    beside = [np.zeros((*stream.batch, n, *like.shape[2:]), like.dtype) for like in stream.beside]
+    beside = [np.zeros((*stream.batch, n, *like.shape[2:]), like.dtype) for like in stream.payload]
     state.update(K, payload=beside[0] if beside else None)
     other = StreamingUniversalSet(state.epsilon, f=state.f, row_start=state._next_row if state._placed else None)
     state.merge(other.update(K[..., :3, :], payload=beside[0][..., :3] if beside and beside[0].ndim < 3 else None))

@@ -1,10 +1,9 @@
-"""What a certificate is: whether it holds for f, and the bounds that it proves; and what several of them share."""
+"""The form of a certificate, the problem that it is asked to bound, and functions that several certificates share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ _CHUNK = 1 << 15  # keys whose figures are worked on at a time
 
 @dataclass(frozen=True)
 class Problem:
-    """What bounds are asked of.
+    """The keys and options for which bounds are asked.
 
     factor: of the keys. rows: the keys that it is of (for softmax as they are given): some columns of wide ones, which
         have the same column space, and no number of them is rounded. A masked key has no bound but 0.
@@ -44,22 +43,26 @@ class Problem:
         """The exponent p of f(x) ≤ |x/y|^p f(y); 0 for softmax."""
         return 0.0 if isinstance(self.f, Softmax) else float(self.f.growth)
 
-
-class Certificate(Protocol):
-    """A proof that no query gives a key more than a bound."""
-
     @property
-    def name(self) -> str:
-        """What ``method`` and `Sensitivities.certificate` call it."""
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Number of keys of each matrix that take part, (b,)."""
+        mask = self.rows.mask
+        return np.full(self.tau.shape[0], self.tau.shape[1]) if mask is None else to_numpy(mask).sum(axis=1)
 
-    def applies(self, f: AttentionFunction | Softmax, /) -> bool:
-        """Tell whether it holds for f."""
 
-    def is_cheap(self, problem: Problem, /) -> bool:
-        """Tell whether "auto" takes it."""
+@dataclass(frozen=True)
+class Certificate:
+    """A proof that no query gives a key more than a bound.
 
-    def bound(self, problem: Problem, /) -> tuple[Float64, Factor | None]:
-        """Return bounds (b, n), and the factor of lifted keys where it was made and holds all their directions."""
+    name: as `method` and `Sensitivities.certificate` have it.
+    applies: tells whether it holds for f. is_cheap: tells whether "auto" takes it.
+    bound: returns bounds (b, n), and the factor of lifted keys where it was made and holds all their directions.
+    """
+
+    name: str
+    applies: Callable[[AttentionFunction | Softmax], bool]
+    bound: Callable[[Problem], tuple[Float64, Factor | None]]
+    is_cheap: Callable[[Problem], bool] = lambda _: True
 
 
 def raised_scores(factor: Factor, live: npt.NDArray[np.bool_] | None = None) -> Float64:

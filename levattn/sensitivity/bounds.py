@@ -1,4 +1,4 @@
-"""Certified upper bounds of f-sensitivities: Lewis weights, direct leverage bounds, lifts, blocks, and Jensen's."""
+"""Certified upper bounds of f-sensitivities: the least of the certificates that apply, and Lewis weights."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from levattn._core.checks import whole_number
 from levattn._kernels import Float64, Rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.linalg.factor import Factor
-from levattn.sensitivity.block import Block
-from levattn.sensitivity.certificate import Certificate, Problem, raised_scores
-from levattn.sensitivity.direct import Direct
+from levattn.sensitivity.block import BLOCK
+from levattn.sensitivity.contract import Problem, raised_scores
 from levattn.sensitivity.leverage import check_epsilon, factorize
-from levattn.sensitivity.lewis import Lewis, iterated
-from levattn.sensitivity.lift import Lift
-from levattn.sensitivity.softmax import Ball, Jensen
+from levattn.sensitivity.lewis import DIRECT, LEWIS, iterated
+from levattn.sensitivity.lift import LIFT
+from levattn.sensitivity.softmax import BALL, JENSEN
 
 __all__ = ["Sensitivities", "certify", "lewis_weights", "sensitivities"]
 
 Method = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
 
 # Of those that apply to f the smallest bound counts
-CERTIFICATES: tuple[Certificate, ...] = (Direct(), Lewis(), Lift(), Block(), Jensen(), Ball())
+CERTIFICATES = (DIRECT, LEWIS, LIFT, BLOCK, JENSEN, BALL)
 
 _ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any weights certify
 
@@ -216,11 +215,10 @@ def sensitivities(
 
     Notes
     -----
-    Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift"
-    with D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block", which leaves keys aside as soon as their bound is below ε;
-    O(n (n' + 256) d) for "ball", where n' keys are undecided after a pass in which most keys are taken together in
-    128 groups (n' is taken as 0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds are raised by
-    the estimated rounding error.
+    Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift" with
+    D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block"; O(n (n' + 256) d) for "ball", where n' keys are undecided after a
+    pass over groups of keys (n' is taken as 0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds
+    are raised by the estimated rounding error.
 
     References
     ----------
@@ -286,8 +284,7 @@ def certify(
             lift = lifted or lift
             upper = np.where(alone[:, None], 1.0, np.fmin(upper, bound))  # no number where it is infinity times zero
     if not isinstance(f, Softmax):  # where f(0) > 0 a key of zeros has 1/n, from the query of zeros
-        count = np.full(len(tau), tau.shape[1]) if rows.mask is None else to_numpy(rows.mask).sum(axis=1)
-        at_zero = 1 / np.maximum(count, 1) if float(f(np.zeros(1))[0]) > 0 else np.zeros(len(tau))
+        at_zero = 1 / np.maximum(problem.counts, 1) if float(f(np.zeros(1))[0]) > 0 else np.zeros(len(tau))
         upper = np.where(tau > 0, upper, at_zero[:, None])
     if rows.mask is not None:
         upper = np.where(to_numpy(rows.mask), upper, 0.0)

@@ -1,0 +1,209 @@
+"""Heavy entries for f(x) = x²: normalizers come from the factor of the keys, on the device of queries and keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._core.arrays import Matrices, array_namespace, take_entries, to_device, to_float64, to_numpy
+from levattn._core.random import as_seed
+from levattn._kernels import Float64, kernels_for
+from levattn.functions import Power
+from levattn.heavy.entries import csr_of, heavy_places
+from levattn.heavy.normalizers import (
+    PRODUCT_ERROR,
+    SUM_ERROR,
+    PreciseSums,
+    even_queries,
+    even_rows,
+    flushed,
+    normalizers_by,
+    precise_error,
+    relative,
+)
+from levattn.heavy.recovery import estimated_normalizers, recovered_entries, recovery_size
+from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products
+from levattn.linalg.factor import UNIT
+from levattn.sensitivity.approximate import FAILURE
+from levattn.sensitivity.leverage import TIE
+from levattn.sensitivity.sums import BLOCK_ENTRIES
+from levattn.sets.result import UniversalSet
+from levattn.sketch import jl_size
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+__all__ = ["Method", "of_squares"]
+
+Method = Literal["auto", "countsketch", "jl"]
+
+
+def of_squares(
+    Q: Any,
+    selected: Any,
+    keys: Matrices,
+    universal: UniversalSet,
+    epsilon: float,
+    method: Method,
+    sketch_size: Any,
+    rng: Any,
+) -> HeavyAttention:
+    """Return the result of `heavy_attention` for f(x) = x², queries Q and the keys of the set in float64."""
+    xp = array_namespace(Q)
+    N, exponents = universal.factor.even_normalizer(0)
+    reached = np.any(N != 0, axis=0)
+    if not reached.all():  # other entries meet no key
+        Q = xp.where(to_device(reached, Q), Q, 0.0)
+    even, powers = even_queries(Q, exponents)
+    distortion, shift = 0.0, xp.zeros(len(even), dtype=xp.int32)
+    if method == "jl":
+        D, error, distortion, epsilon = _estimated(even, N, epsilon, sketch_size, rng)
+    else:
+        D, error, shift = _normalizers(even, N, exponents, universal, keys)
+    products = _prepared(universal, even, selected, exponents, D, error, shift, flushed(Q, even), epsilon)
+    found: Any
+    others = None
+    if method == "countsketch":
+        sizes = _sketch_size(sketch_size, 2, recovery_size(len(Q), epsilon, len(selected)))
+        found, captured = _recovered(products, universal.indices, keys.n, epsilon, sizes, as_seed(rng))
+    else:
+        found, others, captured = _entries(products, universal.indices, keys.n, epsilon)
+    with np.errstate(over="ignore"):
+        normalizers = xp.ldexp(D, 2 * (powers + shift))
+    residual = xp.where(D > 0, 1 - captured, 0.0)
+    return HeavyAttention(
+        universal=universal,
+        _products=products,
+        _figures=Figures(keys.n, normalizers, captured, residual, products.error, found, others),
+        distortion=distortion,
+    )
+
+
+def _estimated(
+    Q: Float64, N: Float64, epsilon: float, sketch_size: Any, rng: Any
+) -> tuple[Float64, Float64, float, float]:
+    """Return normalizers from a projection, their errors, the largest of these, and the ε that allows for it."""
+    default = jl_size(max(len(Q), 1), 0.5, FAILURE)
+    columns = _sketch_size(sketch_size, 1, (default,))[0]
+    D, (short, more) = estimated_normalizers(Q, N, columns, as_seed(rng))
+    distortion = max(short, more)
+    if distortion >= 1:
+        raise ValueError(
+            f"sketch_size is {columns}, which leaves normalizers of {len(Q)} queries without a bound; expected "
+            f"more, such as the default {default}"
+        )
+    return D, np.full(len(D), distortion / (1 - distortion)), distortion, epsilon / (1 + more)
+
+
+def _prepared(
+    universal: UniversalSet,
+    Q: Any,
+    selected: Any,
+    exponents: npt.NDArray[np.int32],
+    D: Any,
+    error: Any,
+    shift: Any,
+    lost: Any,
+    epsilon: float,
+) -> Products:
+    """Decide which queries take more than float64 for the products that make an entry of at least ε.
+
+    The keys of the set are divided by powers of two of their columns, and D by 4^shift. Nothing is known of queries
+    in `lost`, as entries of theirs are out of range.
+    """
+    xp, d = array_namespace(Q), Q.shape[1]
+    keys = xp.ldexp(selected, to_device(-exponents, selected))
+    largest = xp.max(xp.abs(keys), axis=0) if len(keys) else xp.zeros(d)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        product = d * UNIT * xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
+    precise = (product > PRODUCT_ERROR) | (error > TIE / 8) | (shift != 0) | lost
+    places = to_numpy(xp.nonzero(precise)[0])
+    # those few go on in main memory
+    few, its_D, its_shift = (to_numpy(take_entries(array, places)) for array in (Q, D, shift))
+    K, units, unknown = even_rows(to_numpy(selected) if len(places) else np.zeros((0, d)), -exponents)
+    for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)) if len(few) else ():
+        sums = PreciseSums(few[part])
+        sums.add(K, units, unknown)
+        total, _, root = sums.result(len(K))
+        size = np.ldexp(total, 2 * np.where(total > 0, sums.shift - its_shift[part], 0))
+        product[to_device(places[part], D)] = to_device(precise_error(root, size, epsilon * its_D[part]), D)
+    error = xp.where(D > 0, error + 2 * product, 0.0)
+    error = xp.where(lost, xp.full_like(error, float("inf")), error)
+
+    def multiply(part: slice) -> Float64:
+        Z = PreciseSums(few[part]).add(K, units, unknown)
+        with np.errstate(over="ignore"):  # of queries whose normalizer is 0
+            return np.asarray(np.ldexp(Z, units - its_shift[part, None]))
+
+    rest = PreciseQueries(places, its_D, to_numpy(take_entries(error, places)), multiply)
+    return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, rest)
+
+
+def _entries(
+    products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float
+) -> tuple[tuple[Any, Any, Any], csr_array | None, Any]:
+    """Return the scores of at least ε, those of precise queries by themselves, and the mass on the keys of the set."""
+    xp = array_namespace(products.queries)
+    D = xp.where(products.precise, 0.0, products.normalizers)
+    starts, columns, values, captured = kernels_for("heavy", products.queries).heavy_entries(
+        products.queries, products.keys, indices, D, epsilon * (1 - TIE)
+    )
+    others, at = [], 0
+    for rows, scores in products.precise_scores():
+        captured[to_device(rows, captured)] = to_device(scores.sum(axis=1), captured)
+        i, j, heavy = heavy_places(scores, epsilon, products.few.error[at : at + len(rows)])
+        others.append((rows[i], indices[j], heavy))
+        at += len(rows)
+    return (starts, columns, values), csr_of(others, (len(D), n)) if others else None, xp.clip(captured, 0.0, 1.0)
+
+
+def _normalizers(
+    Q: Any, N: Float64, exponents: npt.NDArray[np.int32], universal: UniversalSet, keys: Matrices
+) -> tuple[Any, Any, Any]:
+    """Return ``Σ ⟨q, k⟩²`` for each query, over 4 to a power that is returned, and its estimated relative error."""
+    D, loss = normalizers_by(universal.factor, Q, N, exponents)
+    xp = array_namespace(D)
+    error = relative(loss, D) + float(universal.factor.normalizer_error[0])
+    shift = xp.zeros(len(D), dtype=xp.int32)
+    doubtful = xp.nonzero(~(error <= SUM_ERROR))[0]
+    if len(doubtful):
+        sums, present = PreciseSums(to_numpy(Q[doubtful])), universal.present
+        step = max(16, BLOCK_ENTRIES // len(doubtful))
+        for start in range(0, keys.n, step):
+            part = slice(start, min(start + step, keys.n))
+            rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]
+            sums.add(*even_rows(rows, -exponents))
+        total, rounding, _ = sums.result(keys.n)
+        D[doubtful], error[doubtful] = to_device(total, D), to_device(rounding, D)
+        shift[doubtful] = to_device(np.where(total > 0, sums.shift, 0).astype(np.int32), D)
+    return D, error, shift
+
+
+def _sketch_size(given: Any, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a sketch size of so many numbers."""
+    sizes = default if given is None else given if isinstance(given, tuple) else (given,)
+    whole = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 1 for size in sizes)
+    if len(sizes) != count or not whole:
+        form = "a whole number" if count == 1 else "a pair of whole numbers, buckets and repetitions,"
+        raise ValueError(f"sketch_size is {given!r}; expected {form} of at least 1")
+    return tuple(int(size) for size in sizes)
+
+
+def _recovered(
+    products: Products, indices: npt.NDArray[np.int64], n: int, epsilon: float, sizes: tuple[int, ...], seed: int
+) -> tuple[csr_array, Float64]:
+    """Return the heavy entries that a CountSketch gives away, and the mass on the keys of the set by their moments."""
+    threshold = epsilon * (1 - TIE)
+    Q, keys, D = products.queries, products.keys, products.normalizers
+    plain = np.where(products.precise, 0.0, D)
+    i, j, scores = recovered_entries(Q, keys, plain, threshold, sizes[0], sizes[1], seed)
+    found = [(i, indices[j], scores)]
+    inside = np.einsum("ij,ij->i", Q @ (keys.T @ keys), Q)
+    captured = np.divide(inside, D, out=np.zeros(len(D)), where=D > 0)
+    for part, some in products.precise_scores():
+        captured[part] = some.sum(axis=1)
+        i, j, heavy = heavy_places(some, epsilon, products.error[part])
+        found.append((part[i], indices[j], heavy))
+    return csr_of(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
