@@ -211,5 +211,5 @@ def _still(G: Float64, keys: Float64, chunks: int, epsilon: float) -> npt.NDArra
 def _still_by_factor(rows: Rows, stop: int, indices: npt.NDArray[np.int64], epsilon: float) -> npt.NDArray[np.bool_]:
     """Tell the same by a stable factorization of all keys so far."""
     factor = factor_moments(rows.between(0, stop), single="no")
-    scores = to_numpy(factor.scores(wide=True)[0])[0][indices]
+    scores = to_numpy(factor.scores(as_float64=True)[0])[0][indices]
     return np.asarray(scores * (1 + 4 * float(factor.score_error[0])) >= epsilon * (1 - TIE))

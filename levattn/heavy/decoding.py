@@ -236,7 +236,7 @@ class CausalUniversalSet:
         if self._factor is None:
             raise AssertionError("nothing was factored yet")
         one = self._factor.item(item).exactly()
-        scores = to_numpy(one.on(Rows(held.keys[None], self._format)).scores(wide=True)[0])[0]
+        scores = to_numpy(one.on(Rows(held.keys[None], self._format)).scores(as_float64=True)[0])[0]
         return np.asarray(~(scores < self.epsilon * (1 - max(TIE, 4 * float(one.error[0])))) & ~(scores <= 0))
 
     def heavy(self, Q: Any) -> Any:

@@ -88,7 +88,7 @@ def jensen(rows: Rows, root: Float64 | float) -> Float64:
             R = np.asarray(np.linalg.qr(root.T, mode="r")).T  # lower triangular with R Rᵀ = L Lᵀ
             flipped = np.ascontiguousarray(R[::-1, ::-1])
             turned = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=np.ascontiguousarray(mean[:, ::-1]))
-            squares = rows.zeros(wide=True)
+            squares = rows.zeros(as_float64=True)
             kernels.sqnorms(turned, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
             norms, center = np.sqrt(to_numpy(squares)), np.abs(mean @ R)
         else:

@@ -297,7 +297,7 @@ def reaches(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
 def rescored(factor: Factor, matrices: Matrices, item: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return the scores of some keys of one matrix, computed in float64."""
     keys = take_rows(matrices.data[item : item + 1, :, :], rows)
-    scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(wide=True)
+    scores, _ = factor.item(item).exactly().on(Rows(keys, matrices.format)).scores(as_float64=True)
     found: npt.NDArray[np.float64] = to_numpy(scores)[0]
     return found
 

@@ -276,7 +276,7 @@ def _of_chunks(
             for item in np.flatnonzero(np.diff(starts)).tolist():
                 part = slice(starts[item], starts[item + 1])
                 keys = source.rows(item, rows[part], found.example)
-                again[part] = to_numpy(factor.item(item).exactly().on(keys).scores(wide=True)[0])[0]
+                again[part] = to_numpy(factor.item(item).exactly().on(keys).scores(as_float64=True)[0])[0]
             return again
 
         chosen, left, doubt = largest(kernels_for("select", scores), factor, scores, None, int(size), rescore)
@@ -320,7 +320,7 @@ def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
     for item in range(len(bounds.upper)):
         rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
         keys = Rows(take_rows(matrices.data[item : item + 1, :, :], rows), matrices.format)
-        scores, outside = bounds.factor.item(item).exactly().on(keys).scores(wide=True)
+        scores, outside = bounds.factor.item(item).exactly().on(keys).scores(as_float64=True)
         bounds.upper[item, rows] = to_numpy(scores)[0]
         counted |= bool(outside.any())
     return counted
