@@ -1,4 +1,4 @@
-"""Wide matrices: from so many columns on that BLAS and LAPACK, on threads of their own, are faster than the tiles."""
+"""BLAS and LAPACK, on threads of their own: faster than the tiles from so many columns on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from levattn._kernels.pairwise import PairwiseSum
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Float64, Pieces
 
 __all__ = ["BLAS_COLUMNS", "blas_moments", "lapack_cholesky"]
@@ -17,15 +17,11 @@ BLAS_COLUMNS = 512
 def blas_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: Float64) -> None:
     """Write the second moment of each piece's rows; `read` returns some rows of a matrix in float64.
 
-    Blocks are summed in pairs, pairs of pairs, and so on, as in narrow matrices.
+    Blocks are summed in pairs, pairs of pairs, and so on.
     """
     for t, (_, item, start, stop) in enumerate(pieces.tolist()):
-        sums: PairwiseSum[Float64] = PairwiseSum()
-        for low in range(start, stop, BLOCK):
-            X = read(item, low, min(low + BLOCK, stop))
-            sums.add(np.asarray(X.T @ X))
-        total = sums.total()
-        out[t] = 0.0 if total is None else total
+        blocks = (read(item, low, min(low + BLOCK, stop)) for low in range(start, stop, BLOCK))
+        out[t] = pairwise_sum(X.T @ X for X in blocks)
 
 
 def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, inverse_norm_bound: Float64) -> None:

@@ -30,7 +30,7 @@ from levattn._kernels.gram.csr_compiled import (
     row_sqnorms,
 )
 from levattn._kernels.jit import VECTOR_BYTES
-from levattn._kernels.pairwise import PairwiseSum, pairwise_sum
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
 from levattn._kernels.tasks import share, threads_for
@@ -96,12 +96,10 @@ def _dense_moment(rows: Rows, basis: Float64 | None, arithmetic: Arithmetic) -> 
     parts: list[Any] = [None] * len(runs)
 
     def body(run: int) -> None:
-        sums: PairwiseSum[Float64] = PairwiseSum()
-        for start in range(*runs[run], BLOCK):
-            block = written_out(rows, start, min(start + BLOCK, runs[run][1]))
-            whole = np.array([[0, 0, 0, block.shape[1]]])
-            sums.add(cpu.moments(block, whole, basis=basis, arithmetic=arithmetic)[0])
-        parts[run] = sums.total()
+        parts[run] = pairwise_sum(
+            cpu.moments(block, np.array([[0, 0, 0, block.shape[1]]]), basis=basis, arithmetic=arithmetic)[0]
+            for _, block in blocks_of(rows.between(*runs[run]))
+        )
 
     parallel_for(body, len(runs))
     return pairwise_sum(parts)
