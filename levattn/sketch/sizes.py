@@ -112,7 +112,7 @@ def gaussian_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     d : int
         Dimension of the subspace, such as the number of columns of K.
     distortion, failure : float in (0, 1)
-        η and δ: with probability at least 1 − δ, squared norms in the subspace change by at most η, relatively.
+        The largest relative change η of squared norms in the subspace, and the probability δ of a larger one.
 
     Returns
     -------
@@ -151,7 +151,7 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     d : int
         Dimension of the subspace, such as the number of columns of K.
     distortion, failure : float in (0, 1)
-        η and δ: with probability at least 1 − δ, squared norms in the subspace change by at most η, relatively.
+        The largest relative change η of squared norms in the subspace, and the probability δ of a larger one.
 
     Returns
     -------
@@ -194,7 +194,7 @@ def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -
     d : int
         Dimension of the subspace, such as the number of columns of K.
     distortion, failure : float in (0, 1)
-        η and δ: with probability at least 1 − δ, squared norms in the subspace change by at most η, relatively.
+        The largest relative change η of squared norms in the subspace, and the probability δ of a larger one.
 
     Returns
     -------
@@ -241,7 +241,7 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
     count : int
         N, the number of vectors.
     distortion, failure : float in (0, 1)
-        η and δ: with probability at least 1 − δ, no squared norm changes by more than η, relatively.
+        The largest relative change η of a squared norm, and the probability δ of a larger one.
 
     Returns
     -------
