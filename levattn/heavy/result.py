@@ -429,7 +429,7 @@ class _Light:
 
 def _largest_norm(rows: Rows) -> float:
     kernels = kernels_for("gram", rows.keys)
-    squares = rows.zeros(wide=True)
+    squares = rows.zeros(as_float64=True)
     kernels.sqnorms(rows, np.zeros(1, np.int64), np.eye(rows.shape[2])[None], squares)
     return float(np.sqrt(float(array_namespace(squares).max(squares)))) if rows.shape[1] else 0.0
 

@@ -16,9 +16,9 @@ from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.linalg.wide import Wide
 
-__all__ = ["SINGLE_REACH", "UNIT", "Factor", "blockwise_product", "column_norms", "float64_rows", "upper_form"]
+__all__ = ["SINGLE_BOUND", "UNIT", "Factor", "blockwise_product", "column_norms", "float64_rows", "upper_form"]
 
-SINGLE_REACH = 4.0  # largest squared inverse up to which sums and products are in float32
+SINGLE_BOUND = 4.0  # largest squared inverse up to which sums and products are in float32
 _LIFT = 2.0**500  # by which rows are raised whose squares may vanish, of size below
 _TINY = 2.0**-960
 _LARGEST_LIFT = 2.0**1000  # which no entry but 0 is too small for
@@ -47,9 +47,9 @@ class Factor:
         for four times as much.
     arithmetic : tuple of str
         How scores are computed, for each matrix.
-    basis, core : array of float64, shape (b, d, d), or None
-        With ``W = basis core``, where the arithmetic is compensated.
-    outside : dict
+    basis, correction : array of float64, shape (b, d, d), or None
+        With ``W = basis correction``, where the arithmetic is compensated.
+    null_directions : dict
         For rank-deficient matrices, by their number, an orthonormal basis (d, k) of the equilibrated directions left
         out and the column norms (d,) that equilibrate.
     spans : dict
@@ -82,22 +82,26 @@ class Factor:
     error: Float64
     arithmetic: tuple[Arithmetic, ...]
     basis: Float64 | None = None
-    core: Float64 | None = None
-    outside: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
+    correction: Float64 | None = None
+    null_directions: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
     spans: dict[int, Span] = field(default_factory=dict)
     hidden: dict[int, Factor | None] = field(default_factory=dict)
     projection: Float64 | None = None
     wide: Wide | None = None
 
     @property
+    def _all_columns(self) -> Rows:
+        return self.rows if self.wide is None else self.wide.rows
+
+    @property
     def columns(self) -> int:
         """Number of columns of the keys."""
-        return (self.rows if self.wide is None else self.wide.rows).shape[2]
+        return self._all_columns.shape[2]
 
     @property
     def shift(self) -> Float64 | None:
         """What was subtracted from the keys, (b, columns)."""
-        return (self.rows if self.wide is None else self.wide.rows).shift
+        return self._all_columns.shift
 
     @cached_property
     def whitening(self) -> Float64:
@@ -143,8 +147,8 @@ class Factor:
             error=self.error[one],
             arithmetic=self.arithmetic[one],
             basis=None if self.basis is None else self.basis[one],
-            core=None if self.core is None else self.core[one],
-            outside={0: self.outside[index]} if index in self.outside else {},
+            correction=None if self.correction is None else self.correction[one],
+            null_directions={0: self.null_directions[index]} if index in self.null_directions else {},
             spans={0: self.spans[index]} if index in self.spans else {},
             hidden={0: self.hidden[index]} if index in self.hidden else {},
             projection=None if self.projection is None else self.projection[one],
@@ -178,7 +182,7 @@ class Factor:
         """Estimate of the relative error of a score, its rounding included, (b,)."""
         single = np.array([route == "single" for route in self.arithmetic])
         stored = UNIT if self.rows.format == "float64" else 2.0**-24
-        return np.asarray(self.error + stored + np.where(single, 2.0**-22 * SINGLE_REACH, 0.0))
+        return np.asarray(self.error + stored + np.where(single, 2.0**-22 * SINGLE_BOUND, 0.0))
 
     @property
     def normalizer_error(self) -> Float64:
@@ -186,7 +190,7 @@ class Factor:
         return self.error if self.wide is None else np.zeros(len(self.error))
 
     def scores(
-        self, *, wide: bool = False, member: bool = True, numerical: bool = False
+        self, *, as_float64: bool = False, member: bool = True, numerical: bool = False
     ) -> tuple[Any, npt.NDArray[np.bool_]]:
         """Return the leverage scores of the rows, and which matrices have rows that were counted as 1 or bounded.
 
@@ -196,7 +200,7 @@ class Factor:
 
         Parameters
         ----------
-        wide : bool, default False
+        as_float64 : bool, default False
             Whether scores are float64 in any case.
         member : bool, default True
             Whether the rows are among the keys that were factored. Else ``kᵀG⁺k`` may be more than 1, and is infinite
@@ -208,7 +212,7 @@ class Factor:
         Returns
         -------
         scores : array of shape (b, n)
-            Float64 for float64 keys (and if `wide`), else float32, in the kernels' namespace; 0 for masked rows.
+            Float64 for float64 keys (and if `as_float64`), else float32, in the kernels' namespace; 0 for masked rows.
         counted : array of bool, shape (b,)
             True for a matrix with rows that were counted as 1 or bounded.
 
@@ -223,11 +227,11 @@ class Factor:
             )
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
         kernels = kernels_for("gram", self.rows.keys)
-        out = self.rows.zeros(wide=True) if wide else self.rows.zeros()
+        out = self.rows.zeros(as_float64=as_float64)
         for arithmetic in dict.fromkeys(self.arithmetic):
             items = np.array([i for i, a in enumerate(self.arithmetic) if a == arithmetic], np.int64)
-            if arithmetic == "compensated" and self.basis is not None and self.core is not None:
-                W, basis = self.core[items], self.basis[items]
+            if arithmetic == "compensated" and self.basis is not None and self.correction is not None:
+                W, basis = self.correction[items], self.basis[items]
             else:
                 W, basis = (self.W if len(items) == len(self.arithmetic) else take_entries(self.W, items)), None
             if self.projection is not None:
@@ -242,9 +246,9 @@ class Factor:
                 self._set(out, item, span.outside(self.rows.item(item)), np.inf)
             if item in self.hidden:
                 counted[item] = self._raise_hidden(item, out, ceiling)
-        for item in self.outside:
+        for item in self.null_directions:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
-                counted[item] = self._count_outside(item, out, ceiling)
+                counted[item] = self._count_null_directions(item, out, ceiling)
         alone = np.zeros(0) if self.wide is None else self.wide.clear if numerical else self.wide.independent
         for item in np.flatnonzero(alone).tolist():
             live = nonzero_rows(self.rows.item(item))
@@ -266,7 +270,7 @@ class Factor:
             dead = ~np.any(self.whitening[item] != 0, axis=1)
             if dead.any() and item not in self.spans:
                 one = self.rows.item(item)
-                size = one.zeros(wide=True)
+                size = one.zeros(as_float64=True)
                 with np.errstate(over="ignore"):
                     kernels.sqnorms(one, np.array([0]), np.diag(dead * _LARGEST_LIFT)[None], size)
                 out[item, :] = where(size[0, :] > 0, np.inf, out[item, :])
@@ -277,33 +281,37 @@ class Factor:
         if fine is None:
             return self._set(out, item, nonzero_rows(one), ceiling)
         xp = array_namespace(out)
-        scores = fine.on(one).scores(wide=True, member=ceiling == 1)[0][0, :] * (1 + 4 * float(fine.score_error[0]))
+        scores = fine.on(one).scores(as_float64=True, member=ceiling == 1)[0][0, :] * (
+            1 + 4 * float(fine.score_error[0])
+        )
         scores = where(scores > ceiling, ceiling, scores)
         out[item, :] = xp.maximum(out[item, :], xp.astype(scores, out.dtype))
         return True
 
-    def _count_outside(self, item: int, out: Any, value: float) -> bool:
+    def _count_null_directions(self, item: int, out: Any, value: float) -> bool:
         """Set the scores of rows that reach outside the kept directions by more than rounding to `value`."""
         kernels = kernels_for("gram", self.rows.keys)
-        Z, c = self.outside[item]
+        Z, c = self.null_directions[item]
         d = len(c)
         one = self.rows.item(item)
         # in the precision of the scores a float32 result would do, but its range would not
-        wide = one.zeros(wide=True)
-        kernels.sqnorms(one, np.array([0]), (upper_form(Z) / c[:, None])[None], wide, arithmetic="double")
-        size = one.zeros(wide=True)
-        kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None], size, arithmetic="double")
+        length, size = one.zeros(as_float64=True), one.zeros(as_float64=True)
+
+        def measure(lift: float) -> None:
+            kernels.sqnorms(one, np.array([0]), (upper_form(Z) / c[:, None])[None] * lift, length)
+            kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * lift, size)
+
+        measure(1.0)
         offset = 0.0
         if one.shift is not None:
             scale = 1.0 if one.scale is None else one.scale[0]
             offset = float(np.sum((one.shift[0] * scale / c) ** 2))
         noise = (64 * UNIT) ** 2 * d
-        beyond: Any = wide[0, :] > noise * (size[0, :] + offset)
+        beyond: Any = length[0, :] > noise * (size[0, :] + offset)
         tiny = size[0, :] < _TINY
         if self.rows.format == "float64" and bool(to_numpy(tiny).any()):  # squares may have vanished
-            kernels.sqnorms(one, np.array([0]), (upper_form(Z) / c[:, None])[None] * _LIFT, wide, arithmetic="double")
-            kernels.sqnorms(one, np.array([0]), np.diag(1 / c)[None] * _LIFT, size, arithmetic="double")
-            beyond |= tiny & (wide[0, :] > noise * (size[0, :] + offset * _LIFT**2))
+            measure(_LIFT)
+            beyond |= tiny & (length[0, :] > noise * (size[0, :] + offset * _LIFT**2))
             if not offset:  # and what is too small to be read beside the others
                 beyond |= (size[0, :] == 0) & to_device(nonzero_rows(one), size)
         out[item, :] = where(beyond, value, out[item, :])
@@ -417,10 +425,10 @@ class Factor:
 
     def _parts(self, item: int) -> tuple[Float64, Float64]:
         """Return B and C with W = B C, of which W is the rounded product where there is a basis."""
-        if self.basis is None or self.core is None or self.arithmetic[item] != "compensated":
+        if self.basis is None or self.correction is None or self.arithmetic[item] != "compensated":
             W = self.whitening[item]
             return W, np.diag(np.any(W != 0, axis=0).astype(np.float64))
-        return self.basis[item], self.core[item]
+        return self.basis[item], self.correction[item]
 
     def rounding(self, item: int) -> float:
         """Return what carries the rounding of N to a normalizer D: √D errs by this times ``2⁻⁵³ ‖|N| |q|‖``.
@@ -475,8 +483,9 @@ class Factor:
             The whitened rows, whose squared norms are their scores.
         """
         W = self.whitening[0]
-        if self.arithmetic[0] == "compensated" and self.basis is not None and self.core is not None:
-            W, X = self.core[0], kernels_for("precise", X).precise_products(X, np.ascontiguousarray(self.basis[0].T))
+        if self.arithmetic[0] == "compensated" and self.basis is not None and self.correction is not None:
+            W = self.correction[0]
+            X = kernels_for("precise", X).precise_products(X, np.ascontiguousarray(self.basis[0].T))
         return blockwise_product(X, np.asarray(W[:, np.any(W != 0, axis=0)]))
 
     def witness(self, k: Float64, item: int = 0) -> Float64:
@@ -530,7 +539,7 @@ def blockwise_product(X: npt.NDArray[Any], W: npt.NDArray[Any]) -> npt.NDArray[A
 
 def _columns(factor: Factor, item: int, B: Float64) -> tuple[Float64, Float64]:
     """Return B for keys whose columns are divided by their norms, about, and these norms."""
-    c = factor.outside[item][1] if item in factor.outside else _row_sizes(B)
+    c = factor.null_directions[item][1] if item in factor.null_directions else _row_sizes(B)
     c = np.where(np.isfinite(c), c, 1.0)
     return c[:, None] * B, c
 

@@ -114,13 +114,13 @@ class DoubleDouble:
 
     high: (b, d, d) the moments.
     low: (b, d, d) what `high` lacks; None stands for zeros.
-    wide: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
+    double_double: (b,) the items for which `low` counts. Sums of the others are plain sums of float64.
     spans: the exact row spaces of the items, of a whole sum; () of a part of one.
     """
 
     high: Float64
     low: Float64 | None
-    wide: Flags
+    double_double: Flags
     spans: tuple[Span, ...] = ()
 
     @classmethod
@@ -129,19 +129,19 @@ class DoubleDouble:
         return cls(moments, None, np.zeros(len(moments), np.bool_))
 
     def __add__(self, other: DoubleDouble) -> DoubleDouble:
-        """Return the sum, in twofold arithmetic for items of which either moment is wide."""
-        wide = self.wide | other.wide
+        """Return the sum, in twofold arithmetic for items of which either moment has two parts."""
+        either = self.double_double | other.double_double
         total = self.high + other.high
-        if not wide.any():
-            return DoubleDouble(total, None, wide)
+        if not either.any():
+            return DoubleDouble(total, None, either)
         part = total - self.high
         low = (self.high - (total - part)) + (other.high - part)
         for term in (self.low, other.low):
             if term is not None:
                 low += term
-        low[~wide] = 0.0
+        low[~either] = 0.0
         high = total + low
-        return DoubleDouble(high, low - (high - total), wide)
+        return DoubleDouble(high, low - (high - total), either)
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> DoubleDouble:
@@ -159,7 +159,7 @@ class DoubleDouble:
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
         """Return the parts by name, from which `from_arrays` makes it again."""
-        held = {"high": self.high, "low": self.low, "wide": self.wide}
+        held = {"high": self.high, "low": self.low, "wide": self.double_double}
         arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
         return arrays | (_span_arrays(self.spans, name) if self.spans else {})
 
@@ -169,7 +169,7 @@ class DoubleDouble:
         low = None if self.low is None else np.ldexp(self.low, powers)
         return replace(self, high=np.ldexp(self.high, powers), low=low)
 
-    def turned(self, item: int, B: Float64) -> Float64:
+    def in_basis(self, item: int, B: Float64) -> Float64:
         """Return ``BᵀGB`` of one item, rounded at the end."""
         parts = (self.high[item],) if self.low is None else (self.high[item], self.low[item])
         multiply = kernels_for("precise", B).twofold_product
@@ -181,8 +181,8 @@ class DoubleDouble:
         """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
-        W, pivot, reach = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
-        errors[chosen] = np.where(pivot > 0, PLAIN_NOISE * reach, np.inf)
+        W, pivot, inverse_norm_bound = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
+        errors[chosen] = np.where(pivot > 0, PLAIN_NOISE * inverse_norm_bound, np.inf)
         for place in np.flatnonzero((errors[chosen] > _SETTLED) & (pivot > 0)).tolist():
             sizes = np.sqrt(_diagonal(self.high)[chosen[place]])
             errors[chosen[place]] = PLAIN_NOISE * spectral_norm(sizes[:, None] * W[place]) ** 2
@@ -205,7 +205,9 @@ class GramAccumulator:
         self.blocks: PairwiseSum[DoubleDouble] = PairwiseSum()
         self.merged: DoubleDouble | None = None
         self.exponents: Exponents = np.zeros((b, d), np.int32)
-        self.wide: Flags = np.zeros(b, np.bool_)  # of which matrices the next block is summed in twofold arithmetic
+        self.double_double: Flags = np.zeros(
+            b, np.bool_
+        )  # of which matrices the next block is summed in twofold arithmetic
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
         self.spans = (Span.nothing(d),) * b
@@ -223,7 +225,7 @@ class GramAccumulator:
         while at < n:
             first, left = self.blocks.count, (n - at) // BLOCK
             level = min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest) if first else 0
-            if self.wide.any():
+            if self.double_double.any():
                 level = 0
             while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
                 level -= 1
@@ -245,14 +247,14 @@ class GramAccumulator:
                 return False
             self._rescale(far)
             term = self._term(run)
-        if self.wide.any():
-            term = self._widened(term, run, self.wide)
+        if self.double_double.any():
+            term = self._in_double_double(term, run, self.double_double)
         blocks = self.blocks.copy()
         blocks.add(term, level)
         diagonal = sum(_diagonal(part.high) for _, part in sorted(blocks.levels.items()))
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             growth = np.where(diagonal > 0, diagonal / self.settled, 1.0).max(axis=1)
-        due = self.wide | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
+        due = self.double_double | ~(growth <= self.room) | np.isinf(growth)  # a column that was zero says nothing yet
         errors = None
         if due.any():
             if level:
@@ -299,15 +301,15 @@ class GramAccumulator:
         if total is None:
             raise AssertionError("a sum of no blocks")
         errors = total.errors(due)
-        widening = (errors > _SETTLED) & ~self.wide
+        widening = (errors > _SETTLED) & ~self.double_double
         if widening.any():
             blocks = self.blocks.copy()
-            blocks.add(self._widened(term, run, widening))
+            blocks.add(self._in_double_double(term, run, widening))
         settled = due & (errors <= _SETTLED)
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
         self.settled = np.where(settled[:, None], _diagonal(total.high), self.settled)
-        self.wide = (self.wide | widening) & ~settled
+        self.double_double = (self.double_double | widening) & ~settled
         self.blocks = blocks
         return None if widening.any() else np.where(due, errors, np.inf)
 
@@ -315,7 +317,7 @@ class GramAccumulator:
         with np.errstate(over="ignore", invalid="ignore"):
             return DoubleDouble.plain(to_numpy(second_moments(self.scaled(run), range(run.shape[0]))))
 
-    def _widened(self, term: DoubleDouble, run: Rows, items: Flags) -> DoubleDouble:
+    def _in_double_double(self, term: DoubleDouble, run: Rows, items: Flags) -> DoubleDouble:
         """Return the term with the moments of some items summed in twofold arithmetic."""
         high = term.high.copy()
         low = np.zeros_like(high) if term.low is None else term.low.copy()
@@ -323,7 +325,7 @@ class GramAccumulator:
             pieces = read_in_pieces(self.scaled(run).item(item))
             multiply = kernels_for("precise", high).twofold_product
             high[item], low[item] = multiply(((X, X) for X in pieces), run.shape[2], symmetric=True)
-        return DoubleDouble(high, low, term.wide | items)
+        return DoubleDouble(high, low, term.double_double | items)
 
     def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
         """Return other exponents if squares of this run leave the range, else None."""
@@ -357,9 +359,9 @@ class GramAccumulator:
             term = whole._term(tail)
         moments = whole._with(term)
         if tail.shape[1]:
-            bad = moments.errors(np.ones(len(term.wide), np.bool_)) > PLAIN_ERROR
+            bad = moments.errors(np.ones(len(term.double_double), np.bool_)) > PLAIN_ERROR
             if bad.any():
-                moments = whole._with(whole._widened(term, tail, bad))
+                moments = whole._with(whole._in_double_double(term, tail, bad))
             whole._cover(tail, _diagonal(moments.high), lambda: moments)
         return replace(moments, spans=whole.spans), whole.exponents
 
@@ -375,13 +377,13 @@ class GramAccumulator:
         self._rescale(both)
         other, spans = other.scaled(both - exponents), other.spans
         low = np.zeros_like(other.high) if other.low is None else other.low
-        other = DoubleDouble(other.high, low, np.ones(len(other.wide), np.bool_))
+        other = DoubleDouble(other.high, low, np.ones(len(other.double_double), np.bool_))
         self.merged = other if self.merged is None else self.merged + other
         self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return what the sum consists of as fields and arrays; `from_parts` makes it again."""
-        arrays = {"exponents": self.exponents, "wide": self.wide, "settled": self.settled, "room": self.room}
+        arrays = {"exponents": self.exponents, "wide": self.double_double, "settled": self.settled, "room": self.room}
         held = {str(level): part for level, part in sorted(self.blocks.levels.items())}
         if self.merged is not None:
             held["merged"] = self.merged
@@ -396,8 +398,9 @@ class GramAccumulator:
     ) -> GramAccumulator:
         """Return the sum that `parts` took apart, or raise ValueError, TypeError or LookupError."""
         self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
-        for name, like in (("exponents", self.exponents), ("wide", self.wide), ("settled", self.settled)):
-            setattr(self, name, shaped(arrays[name], like.dtype, like.shape))
+        self.exponents = shaped(arrays["exponents"], np.int32, (b, d))
+        self.double_double = shaped(arrays["wide"], np.bool_, (b,))
+        self.settled = shaped(arrays["settled"], np.float64, (b, d))
         self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
         terms = {name: DoubleDouble.from_arrays(arrays, name, b, d) for name in fields["terms"]}
         self.merged = terms.pop("merged", None)

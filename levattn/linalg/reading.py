@@ -13,7 +13,7 @@ from levattn._core.arrays import to_float64, to_numpy
 from levattn._kernels import BLOCK, Float64, Rows
 from levattn.exceptions import NonFiniteError
 
-__all__ = ["as_read", "check_finite", "read_in_pieces", "refuse_nonfinite", "require_room"]
+__all__ = ["as_read", "check_finite", "read_in_pieces", "refuse_nonfinite", "require_finite", "require_room"]
 
 _PIECE = BLOCK // 4  # rows that are written out in float64 at a time
 
@@ -45,19 +45,33 @@ def check_finite(rows: Rows, figures: Float64) -> None:
             raise FloatingPointError("rows are not finite")
 
 
+def require_finite(rows: Rows, figures: Float64) -> list[int]:
+    """Raise if a matrix whose figures are not finite holds NaN or infinity; return those that merely overflowed."""
+    bad = np.flatnonzero(~np.isfinite(figures.reshape(len(figures), -1)).all(axis=1)).tolist()
+    for item in bad:
+        _refuse(rows, item)
+    return [int(item) for item in bad]
+
+
 def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:
-    """Raise for rows that hold NaN or infinity, which are numbered from `before` on."""
+    """Raise for rows of a state that hold NaN or infinity, which are numbered from `before` on."""
     for item in range(rows.shape[0]):
-        found = [before + row for row in rows.nonfinite_rows(item, 5)]
-        if found:
-            where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
-            more = "first such rows" if len(found) > 1 else "row"
-            raise NonFiniteError(
-                f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}, counted from the first row "
-                "that this state was given; expected finite numbers. Remove them, or leave padded rows out with "
-                "mask=. The state is as it was"
-            )
+        _refuse(rows, item, before)
     raise AssertionError("all rows are finite")
+
+
+def _refuse(rows: Rows, item: int, before: int | None = None) -> None:
+    """Raise if a matrix holds NaN or infinity; `before` counts the rows of a state before these."""
+    found = [(before or 0) + row for row in rows.nonfinite_rows(item, 5)]
+    if found:
+        where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
+        more = "first such rows" if len(found) > 1 else "row"
+        of_state = before is not None
+        counted = ", counted from the first row that this state was given" if of_state else ""
+        raise NonFiniteError(
+            f"K holds NaN or infinity: {more} {', '.join(map(str, found))}{where}{counted}; expected finite numbers. "
+            f"Remove them, or leave padded rows out with mask={'. The state is as it was' if of_state else ''}"
+        )
 
 
 @cache

@@ -156,7 +156,7 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
     if right:
         factor = projected(factor, right, seed, _SINGLE_BOUND)
     # not as members, whose scores would be cut at 1 before they are divided
-    found, _ = factor.scores(wide=True, member=False)
+    found, _ = factor.scores(as_float64=True, member=False)
     scores = to_numpy(found).astype(np.float64)
     short = spread(right, n * b)[0] if right else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -100,4 +100,4 @@ def by_chunks(body: Callable[[slice], None], n: int) -> None:
 
 def in_row_space(factor: Factor, item: int) -> bool:
     """Tell whether all keys lie exactly in the row space that was kept."""
-    return item not in factor.outside or (item in factor.spans and item not in factor.hidden)
+    return item not in factor.null_directions or (item in factor.spans and item not in factor.hidden)

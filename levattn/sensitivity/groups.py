@@ -116,7 +116,7 @@ def group_scores(factor: Factor, labels: Int64) -> Float64:
     """
     groups = labels.copy()
     count = int(groups.max(initial=-1)) + 1
-    tau = to_numpy(factor.exactly().scores(wide=True)[0])
+    tau = to_numpy(factor.exactly().scores(as_float64=True)[0])
     scores: Float64 = np.zeros((len(groups), count))
     for item in range(len(groups)):
         one = factor.item(item)
@@ -350,9 +350,9 @@ def _directions(factor: Factor) -> _Directions:
     n = factor.rows.shape[1]
     unit = np.empty((n, _dimensions(factor)), np.float32)
     live = np.ones(n, np.bool_) if factor.rows.mask is None else to_numpy(factor.rows.mask)[0].copy()
-    if factor.outside:
-        factors = (replace(factor, outside={}), factor)
-        plain, counted = (to_numpy(f.scores(wide=True, numerical=True)[0])[0] for f in factors)
+    if factor.null_directions:
+        factors = (replace(factor, null_directions={}), factor)
+        plain, counted = (to_numpy(f.scores(as_float64=True, numerical=True)[0])[0] for f in factors)
         live &= plain == counted
 
     def body(index: int) -> None:

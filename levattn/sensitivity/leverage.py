@@ -14,7 +14,8 @@ from levattn._core.random import as_seed
 from levattn._core.sparse import Csr
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
-from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance, require_finite
+from levattn.linalg.reading import require_finite
+from levattn.linalg.routes import centered, factor_moments, factor_qr, rank_tolerance
 from levattn.linalg.wide import Wide
 from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, projected, sketched_factor
 

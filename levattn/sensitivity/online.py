@@ -14,7 +14,7 @@ from levattn._core.arrays import as_matrices
 from levattn._core.checks import real_number
 from levattn._kernels import Float64, Rows
 from levattn.linalg.factor import float64_rows
-from levattn.linalg.routes import require_finite
+from levattn.linalg.reading import require_finite
 from levattn.states.block_buffer import in_main_memory
 
 __all__ = ["online_leverage_scores"]

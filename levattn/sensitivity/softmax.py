@@ -51,7 +51,7 @@ def _jensen(problem: Problem) -> Float64:
             flipped = np.ascontiguousarray(R[::-1, ::-1])
             shift = np.ascontiguousarray(mean[:, ::-1])
             reversed_rows = Rows(rows.keys[:, :, ::-1], rows.format, rows.mask, shift=shift)
-            squares = rows.zeros(wide=True)
+            squares = rows.zeros(as_float64=True)
             kernels.sqnorms(reversed_rows, np.arange(b), np.broadcast_to(flipped, (b, d, d)), squares)
             norms, center = np.sqrt(to_numpy(squares)), np.abs(mean @ R)
         else:

@@ -187,7 +187,7 @@ class RunningSquares:
     def judge(self, by: Reference, item: int, keys: Rows, _labels: Labels | None, epsilon: float) -> Judged:
         """Bound keys (1, k, d) of one matrix that are among those of the reference."""
         one = by.factor.item(item).exactly()
-        upper, counted = one.on(self.read(keys)).scores(wide=True)
+        upper, counted = one.on(self.read(keys)).scores(as_float64=True)
         upper = to_numpy(upper)[0]
         live = upper > 0
         if not live.all():

@@ -268,7 +268,7 @@ def rows_at(matrices: Matrices, item: int, indices: npt.NDArray[np.int64]) -> Ro
 
 def rescored(factor: Factor, item: int, keys: Rows) -> tuple[Float64, bool]:
     """Return the scores of keys (1, k, d) of one matrix, computed in float64, and whether one counts as 1."""
-    scores, counted = factor.item(item).exactly().on(keys).scores(wide=True)
+    scores, counted = factor.item(item).exactly().on(keys).scores(as_float64=True)
     return to_numpy(scores)[0], bool(counted.any())
 
 

@@ -79,7 +79,7 @@ def rescored_all(
 ) -> Float64:
     """Return the scores of the keys listed of every matrix, computed in float64, one after the other."""
     keys, there = select.stacked(matrices.data, starts, rows)
-    found, _ = factor.exactly().on(Rows(keys, matrices.format, there)).scores(wide=True)
+    found, _ = factor.exactly().on(Rows(keys, matrices.format, there)).scores(as_float64=True)
     scores = to_numpy(found)
     return np.asarray(scores[np.arange(scores.shape[1]) < np.diff(starts)[:, None]])
 

@@ -23,11 +23,9 @@ def countsketch_size(d: int, /, distortion: float, failure: float = 0.01) -> int
     Parameters
     ----------
     d : int
-        Dimension of the subspace: the number of columns of K.
-    distortion : float in (0, 1)
-        The distortion η.
-    failure : float in (0, 1)
-        The probability δ of failure.
+        Dimension of the subspace, such as the number of columns of K.
+    distortion, failure : float in (0, 1)
+        The distortion η, and the probability δ that it is larger.
 
     Returns
     -------
@@ -68,11 +66,9 @@ def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros:
     Parameters
     ----------
     d : int
-        Dimension of the subspace: the number of columns of K.
-    distortion : float in (0, 1)
-        The distortion η.
-    failure : float in (0, 1)
-        The probability δ of failure.
+        Dimension of the subspace, such as the number of columns of K.
+    distortion, failure : float in (0, 1)
+        The distortion η, and the probability δ that it is larger.
     nonzeros : int, default 4
         Entries that are not zero in each column of S.
 
@@ -114,11 +110,9 @@ def gaussian_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     Parameters
     ----------
     d : int
-        Dimension of the subspace: the number of columns of K.
-    distortion : float in (0, 1)
-        With probability at least 1 − δ, squared norms in the subspace change by at most this much, η, relatively.
-    failure : float in (0, 1)
-        The probability δ of failure.
+        Dimension of the subspace, such as the number of columns of K.
+    distortion, failure : float in (0, 1)
+        The largest relative change η of squared norms in the subspace, and the probability δ of a larger one.
 
     Returns
     -------
@@ -155,11 +149,9 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     Parameters
     ----------
     d : int
-        Dimension of the subspace: the number of columns of K.
-    distortion : float in (0, 1)
-        With probability at least 1 − δ, squared norms in the subspace change by at most this much, η, relatively.
-    failure : float in (0, 1)
-        The probability δ of failure.
+        Dimension of the subspace, such as the number of columns of K.
+    distortion, failure : float in (0, 1)
+        The largest relative change η of squared norms in the subspace, and the probability δ of a larger one.
 
     Returns
     -------
@@ -200,11 +192,9 @@ def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -
         B, the `block` of the sketch, and at least the number of rows of K; see Notes for more rows. A size above it
         says that no sketch with this block is known to do, and a larger block is to be tried.
     d : int
-        Dimension of the subspace: the number of columns of K.
-    distortion : float in (0, 1)
-        With probability at least 1 − δ, squared norms in the subspace change by at most this much, η, relatively.
-    failure : float in (0, 1)
-        The probability δ of failure.
+        Dimension of the subspace, such as the number of columns of K.
+    distortion, failure : float in (0, 1)
+        The largest relative change η of squared norms in the subspace, and the probability δ of a larger one.
 
     Returns
     -------
@@ -250,10 +240,8 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
     ----------
     count : int
         N, the number of vectors.
-    distortion : float in (0, 1)
-        With probability at least 1 − δ, no squared norm changes by more than this, η, relatively.
-    failure : float in (0, 1)
-        The probability δ of failure.
+    distortion, failure : float in (0, 1)
+        The largest relative change η of a squared norm, and the probability δ of a larger one.
 
     Returns
     -------

@@ -146,7 +146,7 @@ def test_squared_norms(device: None, kind: str, shape: tuple[int, int, int]) -> 
         rows = rows_of(kind, b, n, d, format)
         X = read(rows)
         for arithmetic, error in (("double", 1e-14), ("single", 3e-6)):
-            out = rows.zeros(wide=True) if arithmetic == "double" else rows.zeros()
+            out = rows.zeros(as_float64=True) if arithmetic == "double" else rows.zeros()
             gram_cuda.sqnorms(rows, items, lower, out, arithmetic=arithmetic)
             bound = np.sum((np.abs(X[items]) @ np.abs(W)) ** 2, axis=2)
             exact = np.sum((X[items] @ W) ** 2, axis=2)
@@ -214,7 +214,7 @@ def test_projected_squared_norms(device: None, arithmetic: Any) -> None:
     for d, k in ((3, 1), (66, 70), (8, 5)):
         rows = rows_of("transformed", 2, 70, d)
         P = rng.standard_normal((2, d, k))
-        out = rows.zeros(wide=True)
+        out = rows.zeros(as_float64=True)
         gram_cuda.projected_sqnorms(rows, np.array([1, 0]), P, out, arithmetic, np.inf)
         exact = np.sum((read(rows)[::-1] @ P) ** 2, axis=2)[::-1]
         np.testing.assert_allclose(out, exact, rtol=1e-11 if arithmetic == "double" else 1e-3)

@@ -140,7 +140,7 @@ def moments_of(rows: Rows) -> Any:
 
 
 def squares_of(rows: Rows, W: Any, *, triangular: bool = True, wide: bool = False) -> Any:
-    out = rows.zeros(wide=wide)
+    out = rows.zeros(as_float64=wide)
     items = np.arange(rows.shape[0])
     if triangular:
         gram_cuda.sqnorms(rows, items, W, out, arithmetic="single")

@@ -295,10 +295,6 @@ def test_scaled_columns_change_nothing(storage: str) -> None:
 # -- bits that must not move ------------------------------------------------------------------
 
 
-def _turn(d: int) -> Float:
-    return np.asarray(np.linalg.qr(_rng("turn").standard_normal((d, d)))[0])
-
-
 DEGENERATE: dict[str, Callable[[Any], Any]] = {
     "zeros": lambda K: np.zeros_like(K),
     "copies": lambda K: np.broadcast_to(K[:1], K.shape).copy(),
@@ -353,13 +349,6 @@ def test_thread_count_changes_no_bit(shape: Any, kappa: float, storage: str) -> 
         two = levattn.leverage_scores(keys)
     assert np.array_equal(one, two)
     assert np.array_equal(one, levattn.leverage_scores(keys))
-
-
-def test_the_same_call_gives_the_same_bits() -> None:
-    keys = strategies.case("conditioned-1e10")
-    first = levattn.leverage_scores(keys)
-    for _ in range(3):
-        assert np.array_equal(levattn.leverage_scores(keys), first)
 
 
 @stores("float64", "float32")

@@ -223,7 +223,7 @@ def test_ties_of_copied_keys_are_in(method: str, storage: str) -> None:
             assert np.all(found.mask | (exact < epsilon)), (seed, epsilon)
             assert found.guarantee == "superset" or np.array_equal(found.mask, exact >= epsilon)
         factor = found.factor.exactly()
-        scores = np.asarray(factor.on(Rows(K[None], storage)).scores(wide=True)[0][0])
+        scores = np.asarray(factor.on(Rows(K[None], storage)).scores(as_float64=True)[0][0])
         assert np.max(np.abs(scores / exact - 1)) <= 4 * factor.error[0] + 1e-15, seed
 
 
@@ -244,7 +244,7 @@ def test_scores_in_float32_of_copied_keys_err_by_what_is_claimed() -> None:
         X = (rng.random(2) + np.eye(2) * rng.choice([0.5, 1, 2])).astype("f4")
         counts = rng.integers(1500, 6000, 2)
         factor = factor_moments(Rows(np.repeat(X, counts, axis=0)[None], "float32"))
-        scores = np.asarray(factor.scores(wide=True)[0][0])[[0, -1]]
+        scores = np.asarray(factor.scores(as_float64=True)[0][0])[[0, -1]]
         assert np.max(np.abs(scores * counts - 1)) <= 4 * factor.score_error[0], seed
         if factor.arithmetic == ("single",):
             assert factor.error[0] >= 24 * 2.0**-24

@@ -370,7 +370,7 @@ def test_kernels_do_what_the_dense_ones_do(density: float, d: int, dtype: Any) -
             )
         one = np.array([0])
         for arguments in ({}, {"arithmetic": "single"}, {"basis": W, "arithmetic": "compensated"}, {"ceiling": 1.0}):
-            out, expected = sparse.zeros(wide=True), dense.zeros(wide=True)
+            out, expected = sparse.zeros(as_float64=True), dense.zeros(as_float64=True)
             here.sqnorms(sparse, one, W, out, **arguments)
             there.sqnorms(dense, one, W, expected, **arguments)
             rtol = 1e-4 if arguments.get("arithmetic") == "single" else 1e-10

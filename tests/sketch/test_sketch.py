@@ -658,37 +658,29 @@ def failures(distribution: Distribution, n: int, draws: int) -> Any:
     return count
 
 
-def rarely(distribution: Distribution, n: int, draws: int = DRAWS) -> None:
-    """Refuse counts that a failure probability of δ would exceed with a probability of 10⁻³ at most."""
-    for failed in failures(distribution, n, draws):
-        assert scipy.stats.binomtest(int(failed), draws, DELTA, alternative="greater").pvalue > 1e-3
+HADAMARD = 2**14  # rows of a block
+OF_ONE_BLOCK = SRHT(srht_size(HADAMARD, DIMENSION, ETA, DELTA), HADAMARD)
 
 
 @pytest.mark.parametrize(
-    "distribution",
+    ("distribution", "n", "draws"),
     [
-        CountSketch(countsketch_size(DIMENSION, ETA, DELTA)),
-        OSNAP(osnap_size(DIMENSION, ETA, DELTA)),
-        OSNAP(osnap_size(DIMENSION, ETA, DELTA, nonzeros=1), nonzeros=1),
-        GaussianJL(gaussian_size(DIMENSION, ETA, DELTA)),
-        SignJL(sign_size(DIMENSION, ETA, DELTA)),
+        (CountSketch(countsketch_size(DIMENSION, ETA, DELTA)), 1000, DRAWS),
+        (OSNAP(osnap_size(DIMENSION, ETA, DELTA)), 1000, DRAWS),
+        (OSNAP(osnap_size(DIMENSION, ETA, DELTA, nonzeros=1), nonzeros=1), 1000, DRAWS),
+        (GaussianJL(gaussian_size(DIMENSION, ETA, DELTA)), 1000, DRAWS),
+        (SignJL(sign_size(DIMENSION, ETA, DELTA)), 1000, DRAWS),
+        (OF_ONE_BLOCK, 1500, trials(1000)),
+        (OF_ONE_BLOCK, HADAMARD, trials(1000)),
+        # for several blocks another constant is proven; that the size for one block does is measured here, not proven
+        (OF_ONE_BLOCK, 2 * HADAMARD + 5000, trials(1000)),
     ],
     ids=str,
 )
-def test_sketches_of_the_proven_size_embed(distribution: Distribution) -> None:
-    rarely(distribution, 1000)
-
-
-@pytest.mark.parametrize("n", [1500, 2**14])
-def test_one_block_of_a_hadamard_transform_of_the_proven_size_embeds(n: int) -> None:
-    block = 2**14
-    rarely(SRHT(srht_size(block, DIMENSION, ETA, DELTA), block), n, trials(1000))
-
-
-def test_several_blocks_of_a_hadamard_transform_embed_as_well() -> None:
-    # For several blocks another constant is proven; that the size for one block does is measured here, not proven.
-    block = 2**14
-    rarely(SRHT(srht_size(block, DIMENSION, ETA, DELTA), block), 2 * block + 5000, trials(1000))
+def test_sketches_of_the_proven_size_embed(distribution: Distribution, n: int, draws: int) -> None:
+    """A failure probability of δ would exceed the counts with a probability of 10⁻³ at most."""
+    for failed in failures(distribution, n, draws):
+        assert scipy.stats.binomtest(int(failed), draws, DELTA, alternative="greater").pvalue > 1e-3
 
 
 @pytest.mark.parametrize("distribution", [CountSketch(4), OSNAP(8), GaussianJL(16), SignJL(16), SRHT(12)], ids=str)

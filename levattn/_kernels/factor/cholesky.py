@@ -106,14 +106,12 @@ def _invert(at, d, width, c, to, sums, factor):
 
 
 @jit
-def cholesky_tasks(G, shift, first, last, W, pivot, reach):
+def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
     """Factor ``G[first:last]`` (float64, symmetric) after scaling each diagonal to one.
 
     W becomes the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``, times D⁻¹ from the
-    left, so that ``Wᵀ(G + shift D²)W = I``. `pivot` is the smallest pivot met (not positive: the item failed and
-    its W is void); `reach` is the product of the 1- and ∞-norms of R⁻¹, a bound on its squared spectral norm, which
-    carries the relative error of G to that of a score. Columns of zeros are left out: their row and column of W
-    are zero.
+    left. `pivot` is the smallest pivot met, and `inverse_norm_bound` the product of the 1- and ∞-norms of R⁻¹. The
+    rest is as in `FactorKernels`.
     """
     d = G.shape[1]
     width = (d + _STEP - 1) // _STEP * _STEP
@@ -130,12 +128,12 @@ def cholesky_tasks(G, shift, first, last, W, pivot, reach):
             combine(R, at + i * step, address(scale), d, at + i * step, 1)
             R[i, i] = 1.0 + shift  # the square of a rounded root may miss it
         pivot[s] = _factor(at, d, width, c, factor)
-        reach[s] = np.inf
+        inverse_norm_bound[s] = np.inf
         if pivot[s] > 0:
             clear(inverse, 0, d * width)
             clear(sums, 0, d)
             to = address(inverse)
-            reach[s] = _invert(at, d, width, c, to, sums, factor)
+            inverse_norm_bound[s] = _invert(at, d, width, c, to, sums, factor)
             target = address(W) + s * W.strides[0]
             for i in range(d):
                 combine(R, to + i * step, address(scale) + i * 8, d, target + i * 8 * d, 2)

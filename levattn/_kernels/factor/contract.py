@@ -13,9 +13,9 @@ class FactorKernels(Protocol):
     """Inverse Cholesky factors, on the device of the matrices."""
 
     def inverse_cholesky(self, G: Any, shift: float = 0.0, /) -> tuple[Any, Float64, Float64]:
-        """Return W with ``Wᵀ(G + shift diag(G))W = I``, the smallest pivot, and the reach, for each matrix.
+        """Return W with ``Wᵀ(G + shift diag(G))W = I``, its smallest pivot, and a bound of its norm.
 
-        W is upper triangular; a pivot that is not positive says that the item failed. The reach bounds the squared
-        spectral norm of the inverse factor of G scaled to unit diagonal: it carries the relative error of G to that
-        of a score. Columns of zeros are left out (their row and column of W are zero).
+        W is upper triangular; a pivot that is not positive says that the item failed and its W is void. The bound is
+        of the squared spectral norm of the inverse factor of G scaled to unit diagonal, which carries the relative
+        error of G to that of a score. Columns of zeros are left out (their row and column of W are zero).
         """

@@ -1,4 +1,4 @@
-"""Wide matrices: from so many columns on that BLAS and LAPACK, on threads of their own, are faster than the tiles."""
+"""BLAS and LAPACK, on threads of their own: faster than the tiles from so many columns on."""
 
 from __future__ import annotations
 
@@ -6,36 +6,32 @@ from collections.abc import Callable
 
 import numpy as np
 
-from levattn._kernels.pairwise import PairwiseSum
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Float64, Pieces
 
-__all__ = ["WIDE", "wide_cholesky", "wide_moments"]
+__all__ = ["BLAS_COLUMNS", "blas_moments", "lapack_cholesky"]
 
-WIDE = 512
+BLAS_COLUMNS = 512
 
 
-def wide_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: Float64) -> None:
+def blas_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: Float64) -> None:
     """Write the second moment of each piece's rows; `read` returns some rows of a matrix in float64.
 
-    Blocks are summed in pairs, pairs of pairs, and so on, as in narrow matrices.
+    Blocks are summed in pairs, pairs of pairs, and so on.
     """
     for t, (_, item, start, stop) in enumerate(pieces.tolist()):
-        sums: PairwiseSum[Float64] = PairwiseSum()
-        for low in range(start, stop, BLOCK):
-            X = read(item, low, min(low + BLOCK, stop))
-            sums.add(np.asarray(X.T @ X))
-        total = sums.total()
-        out[t] = 0.0 if total is None else total
+        blocks = (read(item, low, min(low + BLOCK, stop)) for low in range(start, stop, BLOCK))
+        out[t] = pairwise_sum(X.T @ X for X in blocks)
 
 
-def wide_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, reach: Float64) -> None:
+def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, inverse_norm_bound: Float64) -> None:
     """Factor matrices by LAPACK, as `cholesky_tasks` of `factor` does."""
     from scipy.linalg.lapack import dpotrf, dtrtri
 
     for item, moment in enumerate(G):
         c = np.sqrt(np.diagonal(moment))
         live = np.flatnonzero(c > 0)
-        pivot[item], reach[item] = np.inf, 0.0
+        pivot[item], inverse_norm_bound[item] = np.inf, 0.0
         if not len(live):
             continue
         part = np.ix_(live, live) if len(live) < len(c) else (slice(None), slice(None))
@@ -45,9 +41,9 @@ def wide_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, reach: F
         np.fill_diagonal(scaled, 1.0 + shift)
         R, failed = dpotrf(scaled.T, overwrite_a=True)  # symmetric, and in the order of LAPACK
         if failed:
-            pivot[item], reach[item] = 0.0, np.inf
+            pivot[item], inverse_norm_bound[item] = 0.0, np.inf
             continue
         pivot[item] = float(np.min(np.diagonal(R))) ** 2
         inverse = dtrtri(R, overwrite_c=True)[0]
-        reach[item] = float(np.linalg.norm(inverse, 1) * np.linalg.norm(inverse, np.inf))
+        inverse_norm_bound[item] = float(np.linalg.norm(inverse, 1) * np.linalg.norm(inverse, np.inf))
         W[item][part] = inverse * scale[:, None]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from levattn._core.threads import num_threads
-from levattn._kernels.gram.blas import WIDE, wide_moments
-from levattn._kernels.gram.in_basis import turned_moment_tasks, turned_sqnorm_tasks
+from levattn._kernels.gram.blas import BLAS_COLUMNS, blas_moments
+from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
 from levattn._kernels.rows.compiled import view_of
@@ -54,14 +54,11 @@ def longest_run(rows: Rows, items: int) -> int:
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
-    """Return the second moment of each piece's rows, (t, d, d), each row multiplied by its slot's `basis` first.
-
-    A piece starts at a multiple of `BLOCK`; its blocks are summed in pairs, pairs of pairs, and so on.
-    """
+    """Return the second moment of each piece's rows; see `GramKernels`."""
     d = rows.shape[2]
-    if d >= WIDE and basis is None and arithmetic == "double":
+    if d >= BLAS_COLUMNS and basis is None and arithmetic == "double":
         whole: Float64 = np.empty((len(pieces), d, d))
-        wide_moments(lambda item, start, stop: read(rows, item, start, stop, np.float64), pieces, whole)
+        blas_moments(lambda item, start, stop: read(rows, item, start, stop, np.float64), pieces, whole)
         return whole
     X = scratch(d, arithmetic)
     width = X.shape[1]
@@ -76,7 +73,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             moment_tasks(view, X, BLOCK, levels, pieces, first, last, out)
         else:
             exact = arithmetic == "compensated"
-            turned_moment_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
+            moment_in_basis_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
 
     share(body, len(pieces), work)
     return out[:, :d, :d]
@@ -92,11 +89,7 @@ def sqnorms(
     arithmetic: Arithmetic = "double",
     ceiling: float = math.inf,
 ) -> None:
-    """Write ``‖k W‖²`` (or ``‖k basis W‖²``) of every key of the matrices `items` to ``out[item]``.
-
-    W and `basis` hold one upper-triangular matrix for each entry of `items`. Masked keys get 0, and what is more
-    than `ceiling` becomes `ceiling`.
-    """
+    """Write ``‖k W‖²`` (or ``‖k basis W‖²``) of every key; see `GramKernels`."""
     _, n, d = rows.shape
     X = scratch(d, arithmetic)
     width = X.shape[1]
@@ -112,22 +105,19 @@ def sqnorms(
     tasks[:, :, 3] = np.minimum(starts + span, n)
     listed = tasks.reshape(-1, 4)
     view = view_of(rows, X.dtype)
-    padded, turned, target = _padded(W, width), _padded(basis, width), scores_at(out)
+    padded, padded_basis, target = _padded(W, width), _padded(basis, width), scores_at(out)
 
     def body(first: int, last: int) -> None:
         if basis is None:
             sqnorm_tasks(view, padded, X, listed, first, last, ceiling, target)
         else:
-            turned_sqnorm_tasks(view, turned, padded, X, listed, first, last, ceiling, target)
+            sqnorm_in_basis_tasks(view, padded_basis, padded, X, listed, first, last, ceiling, target)
 
     share(body, len(listed), work)
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
-    """Write ``‖k P‖²`` of every key of the matrices `items` to ``out[item]``, for a P (d, k) for each of them.
-
-    Products are those of BLAS, in float32 where the arithmetic is "single".
-    """
+    """Write ``‖k P‖²`` of every key, by products of BLAS, in float32 where the arithmetic is "single"."""
     _, n, d = rows.shape
     kind = np.float32 if arithmetic == "single" else np.float64
     step = max(256, _PROJECTED // max(d, P.shape[2]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,10 @@ from levattn._kernels.gram.csr_compiled import (
     row_sqnorms,
 )
 from levattn._kernels.jit import VECTOR_BYTES
-from levattn._kernels.pairwise import PairwiseSum, pairwise_sum
+from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
+from levattn._kernels.tasks import share, threads_for
 
 __all__ = [
     "longest_run",
@@ -46,20 +46,12 @@ _NARROW = 256  # columns up to which a second moment stays in a near cache while
 _BAND, _BAND_SIZE = 64, 131072  # columns of a band, and columns times d, so that its moments stay in a near cache
 _PAIR_COST = 30.0  # a product of two entries of a row, next to one of the dense kernels
 _ENTRY_COST = 2.5  # a multiply-add of an entry and the triangle, next to one of the dense kernels
-_THREAD_WORK = 200_000  # products of entries below which a second thread costs more than it brings
 
 
 def _pairs(keys: Csr) -> float:
     """Return how many products of two entries of one row there are."""
     counts = keys.counts
     return float((counts * (counts + 1)).sum()) / 2
-
-
-def _share(body: Callable[[int, int], None], n: int, work: float) -> None:
-    """Call ``body(first, last)`` over `n` tasks, the later of which may be the lighter ones."""
-    threads = num_threads() if work >= _THREAD_WORK else 1
-    runs = min(n, 1 if threads == 1 else 16 * threads)
-    parallel_for(lambda i: body(n * i // runs, n * (i + 1) // runs), runs, threads=threads)
 
 
 def longest_run(_rows: Rows, _items: int) -> int:
@@ -79,11 +71,11 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     out: Float64 = np.empty((len(pieces), d, d))
     for t, (slot, _, start, stop) in enumerate(pieces.tolist()):
         part = rows.between(start, stop)
-        turn = None if basis is None else basis[slot : slot + 1]
+        B = None if basis is None else basis[slot : slot + 1]
         if stop <= start:
             out[t] = 0
-        elif turn is not None or rows.shift is not None or _PAIR_COST * _pairs(part.keys) > (stop - start) * d * d / 2:
-            out[t] = _dense_moment(part, turn, arithmetic)
+        elif B is not None or rows.shift is not None or _PAIR_COST * _pairs(part.keys) > (stop - start) * d * d / 2:
+            out[t] = _dense_moment(part, B, arithmetic)
         elif d <= _NARROW:
             out[t] = _row_moment(part)
         else:
@@ -104,12 +96,10 @@ def _dense_moment(rows: Rows, basis: Float64 | None, arithmetic: Arithmetic) -> 
     parts: list[Any] = [None] * len(runs)
 
     def body(run: int) -> None:
-        sums: PairwiseSum[Float64] = PairwiseSum()
-        for start in range(*runs[run], BLOCK):
-            block = written_out(rows, start, min(start + BLOCK, runs[run][1]))
-            whole = np.array([[0, 0, 0, block.shape[1]]])
-            sums.add(cpu.moments(block, whole, basis=basis, arithmetic=arithmetic)[0])
-        parts[run] = sums.total()
+        parts[run] = pairwise_sum(
+            cpu.moments(block, np.array([[0, 0, 0, block.shape[1]]]), basis=basis, arithmetic=arithmetic)[0]
+            for _, block in blocks_of(rows.between(*runs[run]))
+        )
 
     parallel_for(body, len(runs))
     return pairwise_sum(parts)
@@ -117,25 +107,25 @@ def _dense_moment(rows: Rows, basis: Float64 | None, arithmetic: Arithmetic) -> 
 
 def _row_moment(rows: Rows) -> Any:
     _, n, d = rows.shape
-    work = _pairs(rows.keys)
-    runs = _runs(n, num_threads() if work >= _THREAD_WORK else 1)
+    work = _PAIR_COST * _pairs(rows.keys)
+    runs = _runs(n, threads_for(work))
     tasks = np.array([(0, 0, start, stop) for start, stop in runs])
     lanes = VECTOR_BYTES // 8
     width = -(-d // lanes) * lanes
     parts = np.empty((len(runs), width, width))
     arguments = entries_of(rows)
     levels = cpu.levels_of(tasks)
-    _share(lambda first, last: row_moment_tasks(*arguments, BLOCK, levels, tasks, first, last, parts), len(runs), work)
+    share(lambda first, last: row_moment_tasks(*arguments, BLOCK, levels, tasks, first, last, parts), len(runs), work)
     return pairwise_sum(parts)[:d, :d]
 
 
 def _band_moment(rows: Rows, out: Any) -> None:
     _, n, d = rows.shape
     indptr, indices, values, mask = entries_of(rows)
-    work = _pairs(rows.keys)
+    work = _PAIR_COST * _pairs(rows.keys)
     width = min(_BAND, max(4, _BAND_SIZE // d))
     bands = -(-d // width)
-    cuts = [n * i // 4 for i in range(5)] if work >= _THREAD_WORK else [0, n]
+    cuts = [n * i // 4 for i in range(5)] if threads_for(work) > 1 else [0, n]
     slabs = list(itertools.pairwise(cuts))
     counts: npt.NDArray[np.int64] = np.empty((len(slabs), bands), np.int64)
     parallel_for(lambda i: count_bands(indptr, indices, mask, width, *slabs[i], counts[i]), len(slabs))
@@ -148,8 +138,8 @@ def _band_moment(rows: Rows, out: Any) -> None:
     def body(first: int, last: int) -> None:
         band_moment_tasks(indices, values, width, starts, places, ends, first, last, out)
 
-    _share(body, bands, work)
-    _share(lambda first, last: mirror_tasks(out, first, last), -(-d // TILE), float(d * d))
+    share(body, bands, work)
+    share(lambda first, last: mirror_tasks(out, first, last), -(-d // TILE), float(d * d))
 
 
 def sqnorms(
@@ -182,7 +172,11 @@ def sqnorms(
     vectors = PANEL_VECTORS if vectors > PANEL_VECTORS // 2 else 1 << (vectors - 1).bit_length()
     panels = panels_of(np.ascontiguousarray(W[0]), np.empty(1, kind), vectors)
     arguments = entries_of(rows)
-    _share(lambda first, last: row_sqnorms(*arguments, panels, first, last, ceiling, out[0]), n, entries * d / 2 + n)
+    share(
+        lambda first, last: row_sqnorms(*arguments, panels, first, last, ceiling, out[0]),
+        n,
+        _ENTRY_COST * entries * d / 2 + n,
+    )
 
 
 def projected_sqnorms(rows: Rows, items: Any, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
@@ -194,5 +188,5 @@ def projected_sqnorms(rows: Rows, items: Any, P: Float64, out: Any, arithmetic: 
         return
     right = np.ascontiguousarray(P[0], np.float32 if arithmetic == "single" else np.float64)
     arguments = entries_of(rows)
-    work = float(rows.keys.indptr[-1] - rows.keys.indptr[0]) * right.shape[1] + n
-    _share(lambda first, last: projected_rows(*arguments, right, first, last, ceiling, out[0]), n, work)
+    work = _ENTRY_COST * float(rows.keys.indptr[-1] - rows.keys.indptr[0]) * right.shape[1] + n
+    share(lambda first, last: projected_rows(*arguments, right, first, last, ceiling, out[0]), n, work)

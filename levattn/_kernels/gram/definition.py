@@ -49,7 +49,7 @@ def _compensated(x: Any, W: Any) -> Any:
     return total + low
 
 
-def _turned(x: Any, basis: Any, arithmetic: Arithmetic) -> Any:
+def _in_basis(x: Any, basis: Any, arithmetic: Arithmetic) -> Any:
     return _compensated(x, basis) if arithmetic == "compensated" else x @ basis
 
 
@@ -61,13 +61,13 @@ def longest_run(_rows: Rows, _items: int) -> int:
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
     """Return the second moment of each piece's rows."""
     out = np.zeros((len(pieces), rows.shape[2], rows.shape[2]))
-    turn = None if basis is None else send(basis, rows)
+    bases = None if basis is None else send(basis, rows)
     for t, (slot, item, start, stop) in enumerate(pieces.tolist()):
         sums: list[Float64] = []
         for low in range(start, stop, BLOCK):
             x = load(rows, item, low, min(low + BLOCK, stop))
-            if turn is not None:
-                x = _turned(x, turn[slot, :, :], arithmetic)
+            if bases is not None:
+                x = _in_basis(x, bases[slot, :, :], arithmetic)
             sums.append(to_numpy(x.T @ x))
         out[t] = pairwise_sum(sums)
     return out
@@ -101,11 +101,11 @@ def sqnorms(
     n = rows.shape[1]
     for slot, item in enumerate(np.asarray(items).tolist()):
         whitening = send(W[slot], rows)
-        turn = None if basis is None else send(basis[slot], rows)
+        B = None if basis is None else send(basis[slot], rows)
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
             x = load(rows, item, start, stop)
-            if turn is not None:
-                x = _turned(x, turn, arithmetic)
+            if B is not None:
+                x = _in_basis(x, B, arithmetic)
             y = x @ whitening
             out[item, start:stop] = xp.astype(xp.clip(xp.sum(y * y, axis=1), max=ceiling), out.dtype)

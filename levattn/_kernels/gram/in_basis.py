@@ -11,12 +11,12 @@ from levattn._kernels.llvm import address, larger, product_tile, smaller
 from levattn._kernels.rows.compiled import load_rows
 from levattn._kernels.scratch import empty, filled, zeros
 
-__all__ = ["turned_moment_tasks", "turned_sqnorm_tasks"]
+__all__ = ["moment_in_basis_tasks", "sqnorm_in_basis_tasks"]
 
 
 @helper
-def _turn_rows(rows, n, panels, turned):
-    """Write the first `n` rows (rounded up to whole groups) times the panels to `turned`."""
+def _multiply_rows(rows, n, panels, in_basis):
+    """Write the first `n` rows (rounded up to whole groups) times the panels to `in_basis`."""
     size = rows.itemsize
     lanes = VECTOR_BYTES // size
     count, d, width = panels.shape
@@ -27,8 +27,10 @@ def _turn_rows(rows, n, panels, turned):
         rest = smaller(lanes, d - whole)
         for r in range(0, groups, SCORE_ROWS):
             at = address(rows) + r * d * size
-            to = address(turned) + (r * turned.shape[1] + t * width) * size
-            product_tile(rows, SCORE_ROWS, SCORE_VECTORS, at, d, w, width, whole, rest, to, turned.shape[1], 0, at, 0)
+            to = address(in_basis) + (r * in_basis.shape[1] + t * width) * size
+            product_tile(
+                rows, SCORE_ROWS, SCORE_VECTORS, at, d, w, width, whole, rest, to, in_basis.shape[1], 0, at, 0
+            )
 
 
 @helper
@@ -53,7 +55,7 @@ def _high_bits(values, high, bits):
 
 @helper
 def _split_basis(B, X):
-    """Return what `_turn_split` needs of a basis: powers of two for its rows, and panels of B, of high bits, of rest.
+    """Return what `_multiply_split` needs of a basis: powers of two for rows, panels of B, of high bits, of rest.
 
     Rows of B are scaled to like size, for which the keys' columns are scaled inversely: nothing is rounded.
     """
@@ -86,8 +88,8 @@ def _split_bits(d):
 
 
 @helper
-def _turn_split(rows, n, scale, panels, highs, lows, high, product, turned):
-    """Write the first `n` rows (which change) times a basis split by `_split_basis` to `turned`.
+def _multiply_split(rows, n, scale, panels, highs, lows, high, product, in_basis):
+    """Write the first `n` rows (which change) times a basis split by `_split_basis` to `in_basis`.
 
     The leading bits of keys and basis multiply and add up without rounding (Ozaki, Ogita, Oishi and Rump 2012), and
     what they leave is smaller by their number of bits; so each entry is rounded about once, whatever cancels.
@@ -100,25 +102,25 @@ def _turn_split(rows, n, scale, panels, highs, lows, high, product, turned):
         _high_bits(rows[r], high[r], bits)
         for c in range(d):
             rows[r, c] -= high[r, c]
-    _turn_rows(rows, n, panels, turned)
-    _turn_rows(high, n, lows, product)
+    _multiply_rows(rows, n, panels, in_basis)
+    _multiply_rows(high, n, lows, product)
     for r in range(n):
-        for c in range(turned.shape[1]):
-            turned[r, c] += product[r, c]
-    _turn_rows(high, n, highs, product)
+        for c in range(in_basis.shape[1]):
+            in_basis[r, c] += product[r, c]
+    _multiply_rows(high, n, highs, product)
     for r in range(n):
-        for c in range(turned.shape[1]):
-            turned[r, c] += product[r, c]
+        for c in range(in_basis.shape[1]):
+            in_basis[r, c] += product[r, c]
 
 
 @jit
-def turned_moment_tasks(view, basis, exact, X, block, levels, tasks, first, last, out):
+def moment_in_basis_tasks(view, basis, exact, X, block, levels, tasks, first, last, out):
     """Do what `moment_tasks` does, each row multiplied by its slot's basis first (split into bits if `exact`)."""
     d = X.shape[1]
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
     rows = zeros(X, (SCRATCH_ROWS, d))
-    turned = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
-    high, product = zeros(rows, rows.shape), zeros(turned, turned.shape)
+    in_basis = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
+    high, product = zeros(rows, rows.shape), zeros(in_basis, in_basis.shape)
     even = filled(0.0, d, 1.0)
     panels = highs = lows = zeros(X, (1, 1, 1))
     packed = moment_panels(X)
@@ -140,25 +142,25 @@ def turned_moment_tasks(view, basis, exact, X, block, levels, tasks, first, last
                 n = smaller(SLAB, smaller(at + block, stop) - r)
                 load_rows(view, item, r, r + n, rows)
                 if exact:
-                    _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
+                    _multiply_split(rows, n, even, panels, highs, lows, high, product, in_basis)
                 else:
-                    _turn_rows(rows, n, panels, turned)
-                x = address(turned)
-                add_rows(X, x, turned.shape[1], n, packed, partial, x, x)
+                    _multiply_rows(rows, n, panels, in_basis)
+                x = address(in_basis)
+                add_rows(X, x, in_basis.shape[1], n, packed, partial, x, x)
             carry(stack, count, partial)
             count += 1
         fold(stack, count, out, t)
 
 
 @jit
-def turned_sqnorm_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
+def sqnorm_in_basis_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
     """Do what `sqnorm_tasks` does, each row multiplied by its slot's basis (split into bits) first."""
     lanes = VECTOR_BYTES // X.itemsize
     d = X.shape[1]
     width = SCORE_VECTORS * lanes
     rows = zeros(X, (SCRATCH_ROWS, d))
-    turned = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
-    high, product = zeros(rows, rows.shape), zeros(turned, turned.shape)
+    in_basis = zeros(X, (SCRATCH_ROWS, (d + width - 1) // width * width))
+    high, product = zeros(rows, rows.shape), zeros(in_basis, in_basis.shape)
     squares = empty(X, (SCRATCH_ROWS, lanes))
     even = filled(0.0, d, 1.0)
     panels = highs = lows = whitening = zeros(X, (1, 1, 1))
@@ -172,7 +174,7 @@ def turned_sqnorm_tasks(view, basis, W, X, tasks, first, last, ceiling, out):
         for r in range(start, stop, SLAB):
             n = smaller(SLAB, stop - r)
             load_rows(view, item, r, r + n, rows)
-            _turn_split(rows, n, even, panels, highs, lows, high, product, turned)
-            x = address(turned)
-            row_squares(X, x, turned.shape[1], SCRATCH_ROWS, whitening, squares, x, x)
+            _multiply_split(rows, n, even, panels, highs, lows, high, product, in_basis)
+            x = address(in_basis)
+            row_squares(X, x, in_basis.shape[1], SCRATCH_ROWS, whitening, squares, x, x)
             write_sums(X, squares, n, ceiling, out, item, r)

@@ -19,7 +19,7 @@ def _shapes(lanes: int) -> list[tuple[int, int]]:
     One vector alone needs more rows to hide the latency of its sums.
     """
     lone = LONE_ROWS if lanes >= LONE_ROWS else TILE_ROWS[0]
-    return [(FULL_ROWS, PANEL), (lone, 1), *((TILE_ROWS[wide - 1], wide) for wide in range(2, PANEL + 1))]
+    return [(FULL_ROWS, PANEL), (lone, 1), *((TILE_ROWS[vectors - 1], vectors) for vectors in range(2, PANEL + 1))]
 
 
 _tile = moment_tiles(_shapes)
@@ -53,11 +53,11 @@ def _add_slab(X, x, stride, panel_step, n, out, ahead, last):
         right = smaller(left + width, d)
         panel = x + left // width * panel_step
         for j in range(left, right, lanes):
-            wide = (right - j) // lanes
+            vectors = (right - j) // lanes
             i = 0 if j == left else j
             while i < j + lanes:
-                shape = wide
-                if i < left and wide == PANEL:  # whole tiles above the diagonal's panel
+                shape = vectors
+                if i < left and vectors == PANEL:  # whole tiles above the diagonal's panel
                     remaining = width - i % width
                     if remaining >= FULL_ROWS and remaining != FULL_ROWS + 2:  # what is left must be made up of fours
                         shape = 0

@@ -45,8 +45,8 @@ def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetr
     width = -(-d // WIDTH) * WIDTH
     high, low = np.zeros((width, width)), np.zeros((width, width))
     for A, X in pairs:
-        right = _wider(X, width)
-        left = right if A is X else _wider(A, width)
+        right = _padded(X, width)
+        left = right if A is X else _padded(A, width)
         work = 10.0 * len(X) * width * width / (2 if symmetric else 1)
         threads = threads_for(work)
         parts = 4 * threads if symmetric and threads > 1 else threads  # the first rows of a triangle are longer
@@ -63,7 +63,7 @@ def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetr
     return np.ascontiguousarray(high), np.ascontiguousarray(low)
 
 
-def _wider(X: Float64, width: int) -> Float64:
+def _padded(X: Float64, width: int) -> Float64:
     """Return a C array of X with columns of zeros on the right, X itself where it is one."""
     if X.shape[1] == width and X.flags.c_contiguous:
         return X

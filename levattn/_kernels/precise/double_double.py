@@ -12,9 +12,9 @@ from levattn._kernels.scratch import empty
 __all__ = ["TALL", "WIDTH", "product_rows", "product_tasks", "solve_tasks"]
 
 TALL = 2  # rows of a tile
-_WIDE = 2  # its vectors
+_VECTORS = 2  # its vectors
 _ROWS = 32  # after which the sum takes up its errors: those of copied rows all have one sign
-WIDTH = _WIDE * (VECTOR_BYTES // 8)
+WIDTH = _VECTORS * (VECTOR_BYTES // 8)
 
 
 @jit
@@ -31,7 +31,7 @@ def product_rows(A, X, first, last, upper, high, low):
             for r in range(0, n, _ROWS):
                 a, x = address(A) + (r * d + i) * 8, address(X) + (r * d + j) * 8
                 rows = smaller(_ROWS, n - r)
-                twofold_tile(X, TALL, _WIDE, a, x, d, rows, address(high) + at, address(low) + at, d)
+                twofold_tile(X, TALL, _VECTORS, a, x, d, rows, address(high) + at, address(low) + at, d)
 
 
 @jit

@@ -48,9 +48,9 @@ class Rows:
         b, n, d = self.keys.shape
         return int(b), int(n), int(d)
 
-    def zeros(self, *, wide: bool = False) -> Any:
-        """Return an array beside the keys for one score a key, (b, n), or for one float64 figure if `wide`."""
-        kind = "float64" if wide or self.format == "float64" else "float32"
+    def zeros(self, *, as_float64: bool = False) -> Any:
+        """Return an array beside the keys for one score a key, (b, n), or for one figure in float64."""
+        kind = "float64" if as_float64 or self.format == "float64" else "float32"
         if isinstance(self.keys, np.ndarray | Csr):
             return np.zeros(self.shape[:2], kind)
         xp = array_namespace(self.keys)

@@ -33,7 +33,7 @@ SLAB = 64  # rows for which a dense sketch is drawn at a time, a multiple of GRO
 DRAWN = 480  # columns that are drawn at a time: a multiple of 32 (signs) and of the rows of a tile, 6 or 4
 
 
-_tile = moment_tiles(lambda _lanes: [(FULL_ROWS, wide) for wide in range(1, PANEL + 1)])
+_tile = moment_tiles(lambda _lanes: [(FULL_ROWS, vectors) for vectors in range(1, PANEL + 1)])
 
 
 @helper
@@ -199,9 +199,9 @@ def dense_rows(view, begin, end, key0, key1, stream, offset, normal, X, part, ou
                     load_rows(view, item, start, start + count, rows)
                     x, x_stride = address(rows), width
                 for left in range(0, width, PANEL * lanes):
-                    wide = smaller(PANEL, (width - left) // lanes)
+                    vectors = smaller(PANEL, (width - left) // lanes)
                     at = x + left * X.itemsize
                     for i in range(0, columns, FULL_ROWS):
                         a, to = s + i * X.itemsize, address(out[item, part, first + i]) + left * out.itemsize
-                        _tile(X, wide - 1, a, s_stride, at, x_stride, count, to, width, s, 0)
+                        _tile(X, vectors - 1, a, s_stride, at, x_stride, count, to, width, s, 0)
         start += count

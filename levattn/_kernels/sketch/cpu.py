@@ -13,6 +13,7 @@ from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.contract import Float64, Rows
 from levattn._kernels.rows.cpu import read, scratch
 from levattn._kernels.sketch.compiled import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
+from levattn._kernels.sketch.random import key_words
 from levattn._kernels.tasks import threads_for
 
 __all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
@@ -26,11 +27,7 @@ def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
 
 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
-    """Add sparse sketches of the matrices to `out`, (b, blocks · size, d), float32 or float64.
-
-    Row r, whose number is offset + r, is added to one place in each block of `size` rows of the sketch, by the word of
-    its number and the block: the lowest bit set stands for −1, the others choose the place (`levattn._core.random`).
-    """
+    """Add sparse sketches of the matrices to `out`; see `SketchKernels`."""
     b, n, d = rows.shape
     X = scratch(d, "double" if rows.format == "float64" else "single")
     width = X.shape[1]
@@ -38,7 +35,7 @@ def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: 
     starts = [n * i // parts for i in range(parts + 1)]
     sums = np.zeros((b, parts, blocks * size, width), out.dtype)
     view = view_of(rows, X.dtype)
-    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+    keys = key_words(seed)
 
     def body(task: int) -> None:
         item, part = divmod(task, parts)
@@ -70,7 +67,7 @@ def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, 
     starts = [n * i // parts for i in range(parts + 1)]
     sums = np.zeros((b, parts, -(-size // FULL_ROWS) * FULL_ROWS, X.shape[1]), out.dtype)
     view = view_of(rows, X.dtype)
-    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+    keys = key_words(seed)
 
     def body(part: int) -> None:
         dense_rows(view, starts[part], starts[part + 1], *keys, stream, offset, normal, X, part, sums)
@@ -100,7 +97,7 @@ def subsampled_hadamard(
     sums = np.zeros((b, parts, len(chosen), width), out.dtype)
     kind = np.dtype(np.float64 if rows.format == "float64" else np.float32)
     view = view_of(rows, kind)
-    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+    keys = key_words(seed)
     panel = min(width, max(lanes, _TRANSFORMED // block // lanes * lanes))
 
     def body(task: int) -> None:

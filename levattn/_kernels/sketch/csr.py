@@ -13,6 +13,7 @@ from levattn._kernels.rows.contract import BLOCK, Float64, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of
 from levattn._kernels.sketch import cpu
 from levattn._kernels.sketch.cpu import sketch_zeros
+from levattn._kernels.sketch.random import key_words
 
 __all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
 
@@ -25,7 +26,7 @@ def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: 
             cpu.scatter(dense, seed, stream, offset + low, blocks, size, out)
         return
     arguments = entries_of(rows)
-    keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+    keys = key_words(seed)
     read = float(rows.keys.indptr[-1] - rows.keys.indptr[0]) * blocks
     parts = 1  # as many sketches as cost little beside the entries, whatever the number of threads
     while parts < 8 and 4 * parts * out[0].size <= read:

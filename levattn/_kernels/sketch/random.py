@@ -9,7 +9,7 @@ import numpy as np
 from levattn._core.random import INCREMENTS, MULTIPLIERS, ROUNDS
 from levattn._kernels.jit import helper
 
-__all__ = ["GROUP", "fill_group", "fill_normals", "fill_signs", "fill_words"]
+__all__ = ["GROUP", "fill_group", "fill_normals", "fill_signs", "fill_words", "key_words"]
 
 GROUP = 4  # rows that share a counter
 
@@ -23,6 +23,11 @@ _FRACTION = 0x000FFFFFFFFFFFFF
 _BIAS = 1023 + 32  # of the exponent of a word times 2**-32
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # the first times 1000 is exact
 _STEP = 2 * math.pi / 2**32
+
+
+def key_words(seed: int) -> tuple[np.uint32, np.uint32]:
+    """Return the two words of a seed."""
+    return np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
 
 
 @helper

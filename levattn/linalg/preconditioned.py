@@ -1,0 +1,227 @@
+"""One hard matrix at a time: a basis in which its keys are well-conditioned, and the factor that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
+from levattn.linalg.factor import Factor, column_norms, upper_form
+from levattn.linalg.gram import PLAIN_NOISE, UNIT, spectral_norm
+
+__all__ = ["ROUNDING", "SURE_CONDITION", "Found", "MomentsInBasis", "decompose", "precondition", "resolve"]
+
+ROUNDING = 2 * UNIT  # of moments summed in float64
+SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
+_SMALL = 128  # columns up to which products of small matrices do without BLAS
+_NOISE = 2.0**-40  # singular values below this, of unit columns, may be the rounding of many equal rows
+_ROUNDS = 40  # three are enough for any condition number up to the cut, and for each scale of lost directions
+_SPLIT_ERROR = 2.0**-74  # relative error of the products of a basis of condition 1, as they are split into bits
+_FINE_CUT = 2.0**-64  # as `rank_tolerance` where products are compensated from the beginning
+
+MomentsInBasis = Callable[[Float64, Arithmetic], Float64]  # gives the moments of the keys of one matrix in a basis
+
+
+@dataclass(frozen=True)
+class Found:
+    """The factor of one matrix: the fields of `Factor`, with `columns` for the norms beside the null directions."""
+
+    whitening: Float64
+    basis: Float64
+    correction: Float64 | None
+    rank: int
+    error: float
+    null_directions: Float64
+    columns: Float64
+
+    def embedded(self, live: npt.NDArray[np.bool_]) -> Found:
+        """Return what was found of some columns for all of them; the others are zero."""
+
+        def square(A: Float64) -> Float64:
+            out = np.zeros((len(live), len(live)))
+            out[np.ix_(live, live)] = A
+            return out
+
+        null_directions, columns = np.zeros((len(live), self.null_directions.shape[1])), np.full(len(live), np.inf)
+        null_directions[live], columns[live] = self.null_directions, self.columns
+        correction = None if self.correction is None else square(self.correction)
+        whitening, basis = square(self.whitening), square(self.basis)
+        return replace(
+            self,
+            whitening=whitening,
+            basis=basis,
+            correction=correction,
+            null_directions=null_directions,
+            columns=columns,
+        )
+
+    def factor(self, rows: Rows) -> Factor:
+        """Return the factor of one matrix, a batch of one, without its keys."""
+        compensated = self.correction is not None
+        return Factor(
+            rows,
+            self.whitening[None],
+            np.array([self.rank]),
+            np.array([self.error]),
+            ("compensated" if compensated else "double",),
+            self.basis[None] if compensated else None,
+            None if self.correction is None else self.correction[None],
+        ).forget_keys()
+
+
+def decompose(
+    moments_in: MomentsInBasis, R: Float64, penalty: Float64, cut: float, exact_rank: Callable[[], int] | None = None
+) -> Found:
+    """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle.
+
+    Equal rows are rounded alike, so that noise grows with their number. Singular values next to the cut are told from
+    it by the exact rank, where that is known.
+    """
+    if penalty.any():
+        R = np.vstack([R, np.diag(np.sqrt(penalty))])
+    c = column_norms(R)
+    some = np.asarray(c > 0)
+    if not some.all():
+        penalty = np.zeros(np.count_nonzero(some))
+        return decompose(_of_columns(moments_in, some), R[:, some], penalty, cut, exact_rank).embedded(some)
+    _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
+    live = s > cut * s.max(initial=0.0)
+    if exact_rank is not None and live.any() and s[live].min() < _NOISE * s.max():
+        live &= np.arange(len(s)) < exact_rank()
+    W = upper_form(Vt[live].T / s[live]) / c[:, None]
+    condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
+    return _finish(moments_in, W, c, _complement(Vt[live]), penalty, condition, SURE_CONDITION)
+
+
+def _of_columns(moments_in: MomentsInBasis, some: npt.NDArray[np.bool_]) -> MomentsInBasis:
+    """Return what gives the moments of some columns of the keys in another basis."""
+    places = np.ix_(some, some)
+
+    def in_basis(basis: Float64, arithmetic: Arithmetic) -> Float64:
+        whole = np.zeros((len(some), len(some)))
+        whole[places] = basis
+        return moments_in(whole, arithmetic)[places]
+
+    return in_basis
+
+
+def _complement(V: Float64) -> Float64:
+    """Return an orthonormal basis (d, k) of what is orthogonal to the orthonormal rows V."""
+    r, d = V.shape
+    return np.asarray(np.linalg.svd(V)[2][r:].T if r else np.eye(d))
+
+
+def precondition(
+    moments_in: MomentsInBasis, G: Float64, penalty: Float64, noise: float, target: float, cut: float, limit: float
+) -> Found:
+    """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
+
+    Each round multiplies the keys by the inverse of a (shifted) Cholesky factor, which divides their condition
+    number by up to 1/√(d · noise), until it is so small that the moments determine the rest. Directions whose
+    singular value turns out to be below the cut are taken out.
+    """
+    d = G.shape[0]
+    H = G + np.diag(penalty)
+    c = np.sqrt(np.diag(H))
+    some: npt.NDArray[np.bool_] = c > 0
+    if not some.all():
+        part = G[np.ix_(some, some)], penalty[some]
+        return precondition(_of_columns(moments_in, some), *part, noise, target, cut, limit).embedded(some)
+    largest = np.sqrt(spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
+    out = np.zeros((d, 0))
+    basis: Float64 | None = None
+
+    for _ in range(_ROUNDS):
+        C, pivot, inverse_norm_bound = kernels_for("factor", H).inverse_cholesky(H[None])
+        good = bool(pivot[0] > 0) and noise <= UNIT and ROUNDING * float(inverse_norm_bound[0]) <= target
+        shift = 16 * d * noise
+        while not good:
+            C, pivot, _ = kernels_for("factor", H).inverse_cholesky(H[None], shift)
+            if pivot[0] > 0:
+                break
+            shift *= 100
+        W = C[0] if basis is None else _multiply(basis, C[0])
+        lost = _lost_directions(c[:, None] * W, cut * largest)
+        if basis is not None:  # columns on which the keys vanish although the basis does not
+            vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
+            lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
+        if lost.shape[1]:
+            out = _orthonormal(np.hstack([out, lost]))
+        if not W.any() or out.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
+            return Found(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, out, c)
+        if lost.shape[1]:
+            basis = upper_form(_complement(out.T)) / c[:, None]
+        elif good:
+            break
+        else:
+            basis = W
+        H = moments_in(basis, "double") + _penalty_in_basis(basis, penalty)
+        noise = UNIT
+    condition = float(largest * spectral_norm(c[:, None] * W))
+    return _finish(moments_in, W, c, out, penalty, condition, limit, float(inverse_norm_bound[0]))
+
+
+def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> Found:
+    """Factor a matrix again with compensated products from the beginning, which resolve smaller directions."""
+    return precondition(
+        lambda B, _: moments_in(B, "compensated"), G, np.zeros(len(G)), noise, target, _FINE_CUT, limit
+    )
+
+
+def _lost_directions(W: Float64, cut: float) -> Float64:
+    """Return the left singular vectors of W whose singular value is at least 1/cut (of like size to the largest).
+
+    Where W whitens the equilibrated keys these are the directions in which the keys have next to nothing.
+    """
+    with np.errstate(over="ignore"):
+        if np.sqrt(np.sum(W * W)) * cut < 1:
+            return np.zeros((len(W), 0))
+    U, s, _ = np.linalg.svd(W)
+    return np.asarray(U[:, (s * cut >= 1) & (s >= 1e-3 * s.max())])  # smaller ones are not resolved beside larger
+
+
+def _multiply(A: Float64, B: Float64) -> Float64:
+    """Return A B; without BLAS where it is small, as the threads of BLAS would go on spinning beside a kernel."""
+    return np.asarray(np.einsum("ij,jk->ik", A, B) if len(A) <= _SMALL else A @ B)
+
+
+def _penalty_in_basis(basis: Float64, penalty: Float64) -> Float64 | float:
+    """Return what the ridge adds to the moments of the keys in another basis."""
+    return _multiply(basis.T, penalty[:, None] * basis) if penalty.any() else 0.0
+
+
+def _finish(
+    moments_in: MomentsInBasis,
+    W: Float64,
+    c: Float64,
+    out: Float64,
+    penalty: Float64,
+    condition: float,
+    limit: float,
+    inverse_norm_bound: float | None = None,
+) -> Found:
+    """Accept W where the norm of its inverse is bounded, or correct it through moments of the keys in that basis.
+
+    These are formed with compensated products where the condition is above the limit.
+    """
+    kept = np.any(W != 0, axis=0)
+    rank, fine = int(np.count_nonzero(kept)), condition > limit
+    rounding = (_SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
+    if inverse_norm_bound is not None and not fine:
+        return Found(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, out, c)
+    G = moments_in(W, "compensated" if fine else "double")
+    C, pivot, again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
+    if not (pivot[0] > 0 and np.array_equal(np.any(C[0] != 0, axis=0), kept)):  # W is no whitening at all
+        return Found(W, W, None, rank, np.inf, out, c)
+    whitening, error = _multiply(W, C[0]), PLAIN_NOISE * float(again[0]) + rounding
+    return Found(whitening, W if fine else whitening, C[0] if fine else None, rank, error, out, c)
+
+
+def _orthonormal(A: Float64) -> Float64:
+    """Return an orthonormal basis of the columns of A, whose sizes carry no meaning."""
+    A = A / np.linalg.norm(A, axis=0)
+    U, s, _ = np.linalg.svd(A, full_matrices=False)
+    return np.asarray(U[:, s > 1e-8 * s.max(initial=1e-300)])
