@@ -53,10 +53,15 @@ class Request:
     center: bool
     duplicates: float | None
     method: Method
-    in_passes: bool
     memory: int | None
     checkpoint: Path | None
     scheduler: str | None
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether the files can be read in two passes, without loading them."""
+        plain = self.function.is_square and not self.center and self.duplicates is None
+        return plain and self.method in (Method.auto, Method.gram)
 
     @property
     def name(self) -> str:
