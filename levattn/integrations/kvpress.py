@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(f'this needs kvpress and its dependencies ({error}): pip install "levattn[kvpress]"') from error
 
-from levattn.integrations.transformers.calls import seen_by
+from levattn.integrations.transformers.masks import seen_by
 from levattn.sensitivity.leverage import check_epsilon, leverage_scores
 
 __all__ = ["LeveragePress", "universal_press"]
