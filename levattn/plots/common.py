@@ -96,6 +96,11 @@ class Display(ABC):
         -------
         Display
             The display itself.
+
+        Raises
+        ------
+        ValueError
+            If a text of tokens has too little room to be read.
         """
         self.ax_ = self._axes(ax)
         self.figure_ = self.ax_.figure

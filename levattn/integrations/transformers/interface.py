@@ -99,7 +99,7 @@ class Interface:
             )
 
     def begin(self, module: Any, dropout: float, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the part of a module, and its `Call` (or None) from the keywords; raise for others that it ignores."""
+        """Return the part of a module, and its `Call` (or None) from keywords; raise for others that it ignores."""
         part, call, layer = getattr(module, self.part, None), kwargs.pop(self.name, None), layer_of(module)
         if part is None:
             raise ValueError(
