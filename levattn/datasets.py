@@ -68,14 +68,12 @@ def minilm() -> AttentionHeads:
     Returns
     -------
     AttentionHeads
-        Arrays of shape (6, 12, 512, 32), float16, read-only; ``scale`` is 1/sqrt(32). Every call returns
-        the same object.
+        Arrays of shape (6, 12, 512, 32), float16; ``scale`` is 1/sqrt(32). Every call returns the same object.
 
     Notes
     -----
-    Memory 7.1 MB, read from the installed package on the first call. Where weights and text come from, their
-    licenses and the sha256 of the file: ``levattn/data/NOTICE.md``. The script that made the file:
-    ``examples/make_minilm_data.py``.
+    Memory 7.1 MB, read from the installed package on the first call. Sources, licenses and the sha256 of the file:
+    ``levattn/data/NOTICE.md``; the script that made it: ``examples/make_minilm_data.py``.
 
     References
     ----------

@@ -53,10 +53,15 @@ class Request:
     center: bool
     duplicates: float | None
     method: Method
-    in_passes: bool
     memory: int | None
     checkpoint: Path | None
     scheduler: str | None
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether the files can be read in two passes, without loading them."""
+        plain = self.function.is_square and not self.center and self.duplicates is None
+        return plain and self.method in (Method.auto, Method.gram)
 
     @property
     def name(self) -> str:
@@ -107,16 +112,23 @@ def run(request: Request, as_json: bool, plot: Path | None, output: Path | None)
         )
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
-        with replace_file(output) as stream:
-            arrays: dict[str, Any] = _arrays(sets, request.function)
-            np.savez(stream, **arrays)
+        _write(output, _arrays(sets, request.function))
     if plot is not None and picture is not None:
         with replace_file(plot) as stream:
             stream.write(picture)
+    _tell(request, source, _set_reports(sets, request.function), as_json)
+
+
+def _write(output: Path, arrays: dict[str, Any]) -> None:
+    with replace_file(output) as stream:
+        np.savez(stream, **arrays)
+
+
+def _tell(request: Request, source: levattn.KeySource, reports: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print_json(_SCHEMA, _request_report(request, source) | {"sets": _set_reports(sets, request.function)})
+        print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
     else:
-        _print_reports(_set_reports(sets, request.function), source, request.function)
+        _print_reports(reports, source, request.function)
 
 
 def _run_on_workers(
@@ -140,15 +152,10 @@ def _run_on_workers(
         fail(f"{error}; check --scheduler, and whether it is running")
     if output is not None:
         arrays: dict[str, Any] = {"epsilon": found.epsilon, "guarantee": found.guarantee, "sizes": found.sizes}
-        arrays |= {"indices": np.concatenate([item.indices for item in found.items])}
-        arrays |= {"scores": np.concatenate([item.scores for item in found.items])}
-        with replace_file(output) as stream:
-            np.savez(stream, **arrays)
-    reports = _streamed_reports(found, request.function)
-    if as_json:
-        print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
-    else:
-        _print_reports(reports, source, request.function)
+        for name in ("indices", "scores"):
+            arrays[name] = np.concatenate([getattr(item, name) for item in found.items])
+        _write(output, arrays)
+    _tell(request, source, _streamed_reports(found, request.function), as_json)
 
 
 def _streamed_reports(found: levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:

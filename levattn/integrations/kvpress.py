@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(f'this needs kvpress and its dependencies ({error}): pip install "levattn[kvpress]"') from error
 
-from levattn.integrations.transformers.calls import seen_by
+from levattn.integrations.transformers.masks import seen_by
 from levattn.sensitivity.leverage import check_epsilon, leverage_scores
 
 __all__ = ["LeveragePress", "universal_press"]
@@ -89,16 +89,10 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 
         Parameters
         ----------
-        module : torch.nn.Module
-            Not read.
-        hidden_states : torch.Tensor of shape (B, S, C)
+        module, hidden_states, values, attentions : object
             Not read.
         keys : torch.Tensor of shape (B, H_kv, S, d)
             Keys of the cache.
-        values : torch.Tensor of shape (B, H_kv, S, d)
-            Not read.
-        attentions : torch.Tensor of shape (B, H, S, S), optional
-            Not read.
         kwargs : dict
             What the layer was called with; its ``attention_mask`` tells which keys are padding.
 
@@ -138,9 +132,7 @@ def universal_press(
         The threshold.
     sliding_window_size : int, default 128
         Last keys that are kept.
-    center : bool, default False
-        As in `LeveragePress`.
-    sinks : int, default 4
+    center, sinks : bool, int
         As in `LeveragePress`.
     decoding : bool, default False
         Whether kvpress scores generated tokens as well. It shows a press only the new keys then, among which a single
@@ -159,7 +151,7 @@ def universal_press(
 
     Notes
     -----
-    Time O(S d²) a head for S keys, as for `LeveragePress`. Memory is not freed, as keys are masked.
+    Time as for `LeveragePress`.
 
     References
     ----------

@@ -63,8 +63,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     Attributes
     ----------
     universal_set_ : array of int64, shape (size,)
-        Ascending numbers of the rows whose leverage score is at least `epsilon`, counted from the first row of the
-        fit. There are at most rank/ε of them.
+        Ascending numbers of the rows whose leverage score is at least `epsilon`, from 0. At most rank/ε.
     result_ : levattn.StreamedSet
         The universal set with all that is known of it: these rows, their scores, and what is guaranteed.
     rank_ : int
@@ -290,52 +289,27 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     @property
     def result_(self) -> StreamedSet:
-        """The universal set of the rows so far, with its rows, their scores and the guarantee.
-
-        Returns
-        -------
-        StreamedSet
-        """
+        """The universal set of the rows so far, with its rows, their scores and the guarantee."""
         return self._fitted.result
 
     @property
     def universal_set_(self) -> npt.NDArray[np.int64]:
-        """Ascending numbers of the rows whose leverage score is at least ε.
-
-        Returns
-        -------
-        array of int64, shape (size,)
-        """
+        """Ascending numbers of the rows whose leverage score is at least ε."""
         return self.result_.indices
 
     @property
     def rank_(self) -> int:
-        """Numerical rank of the rows so far.
-
-        Returns
-        -------
-        int
-        """
+        """Numerical rank of the rows so far."""
         return int(self.result_.rank)
 
     @property
     def factor_(self) -> Factor:
-        """The factor of the second moment of the rows so far.
-
-        Returns
-        -------
-        levattn.linalg.Factor
-        """
+        """The factor of the second moment of the rows so far."""
         return self.result_.factor
 
     @property
     def n_samples_seen_(self) -> int:
-        """Number of rows so far.
-
-        Returns
-        -------
-        int
-        """
+        """Number of rows so far."""
         return self._fitted.stream.n
 
     @property

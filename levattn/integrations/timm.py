@@ -36,13 +36,6 @@ class LevAttention(Prunable, Attention):  # type: ignore[misc]
     *args, **kwargs
         Those of `timm.layers.Attention`.
 
-    Attributes
-    ----------
-    options : dict
-        Options of `levattn.attention.pruned_attention`.
-    dense : bool
-        Whether the layer attends to all keys for now.
-
     Raises
     ------
     TypeError
@@ -244,7 +237,7 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
 
     Notes
     -----
-    Time and memory of each pruned layer are those of `LevAttention`. Nothing is copied.
+    Time and memory of each layer as for `LevAttention`. Nothing is copied.
 
     References
     ----------

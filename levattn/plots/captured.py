@@ -29,12 +29,8 @@ class CapturedMassDisplay(Display):
 
     Attributes
     ----------
-    curves : dict of str to ndarray of float64, shape (n,)
-        The curves drawn.
-    ax_ : matplotlib.axes.Axes
-        The axes drawn on.
-    figure_ : matplotlib.figure.Figure
-        Their figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        Where it is drawn.
 
     Notes
     -----

@@ -55,10 +55,8 @@ def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
 
     Parameters
     ----------
-    rows : int, default 1
-        Rows of axes.
-    columns : int, default 1
-        Columns of axes.
+    rows, columns : int, default 1
+        Rows and columns of axes.
 
     Returns
     -------
@@ -79,10 +77,8 @@ class Display(ABC):
 
     Attributes
     ----------
-    ax_ : matplotlib.axes.Axes
-        The axes drawn on.
-    figure_ : matplotlib.figure.Figure
-        Their figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        Where it is drawn.
     """
 
     ax_: Axes
@@ -100,11 +96,19 @@ class Display(ABC):
         -------
         Display
             The display itself.
+
+        Raises
+        ------
+        ValueError
+            If a text of tokens has too little room to be read.
         """
-        self.ax_ = axes_for(ax)
+        self.ax_ = self._axes(ax)
         self.figure_ = self.ax_.figure
         self._draw(self.ax_)
         return self
+
+    def _axes(self, ax: Axes | None) -> Axes:
+        return axes_for(ax)
 
     @abstractmethod
     def _draw(self, ax: Axes) -> None:

@@ -54,20 +54,8 @@ class HeavyMapDisplay(Display):
 
     Attributes
     ----------
-    cells : ndarray of float64, shape (rows, columns)
-        The matrix as drawn.
-    indices : ndarray of int, shape (size,)
-        The keys of the set.
-    caught : ndarray of int, shape (entries, 2)
-        Query and key of the marks inside the set.
-    missed : ndarray of int, shape (entries, 2)
-        Query and key of the marks outside it.
-    counts : tuple of int
-        How many entries were caught and missed.
-    ax_ : matplotlib.axes.Axes
-        The axes drawn on.
-    figure_ : matplotlib.figure.Figure
-        Their figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        Where it is drawn.
 
     Notes
     -----

@@ -30,12 +30,8 @@ class LayerHeadDisplay(Display):
 
     Attributes
     ----------
-    values : ndarray of float64, shape (layers, heads)
-        The numbers drawn.
-    ax_ : matplotlib.axes.Axes
-        The axes drawn on.
-    figure_ : matplotlib.figure.Figure
-        Their figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        Where it is drawn.
 
     Raises
     ------
@@ -74,12 +70,8 @@ class LayerHeadDisplay(Display):
 
         Parameters
         ----------
-        values : array_like, shape (layers, heads)
-            The numbers; NaN where there is none.
-        label : str
-            What the numbers are.
-        layers : array_like of int, shape (layers,), optional
-            The numbers of the layers.
+        values, label, layers : as for the class
+            What is drawn.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default on a new figure.
 

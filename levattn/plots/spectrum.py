@@ -46,10 +46,8 @@ class LeverageSpectrumDisplay(Display):
         The size of the set of each item.
     size_bound : float or None
         The bound rank/epsilon on the size of the set.
-    ax_ : matplotlib.axes.Axes
-        The axes drawn on.
-    figure_ : matplotlib.figure.Figure
-        Their figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        Where it is drawn.
 
     Notes
     -----
@@ -103,16 +101,8 @@ class LeverageSpectrumDisplay(Display):
 
         Parameters
         ----------
-        scores : array_like, shape (..., n)
-            Scores of n keys.
-        epsilon : float, optional
-            Threshold, a horizontal line.
-        rank : number or array_like of numbers, shape (...,), optional
-            Rank of the keys, or what the sum of the sensitivities is bounded by.
-        sizes : int or array_like of int, shape (...,), optional
-            Sizes of the sets; by default they are counted.
-        certified : bool, default False
-            Whether the scores are certified bounds, which the labels then say.
+        scores, epsilon, rank, sizes, certified : as for the class
+            What is drawn.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default on a new figure.
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import COLORS, Bools, Floats, axes_for, mask_of
+from levattn.plots.common import COLORS, Bools, Display, Floats, axes_for, mask_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import PolyCollection
-    from matplotlib.figure import Figure, SubFigure
     from matplotlib.path import Path
     from matplotlib.transforms import Affine2DBase
 
@@ -34,7 +33,7 @@ _LEAST_WIDTH = 60  # in columns: room for the color bar and the words beside it
 _BAR, _BAR_ROOM = 0.1, 0.7  # height of the color bar, and with its labels, in inches
 
 
-class TokenStripDisplay:
+class TokenStripDisplay(Display):
     r"""A text of tokens, each on a background shaded by its score; kept tokens are bold and underlined.
 
     Tokens are drawn literally, in a monospaced font, in lines that break between words where they can. If a token
@@ -57,32 +56,24 @@ class TokenStripDisplay:
 
     Attributes
     ----------
-    tokens : tuple of str
-        The tokens.
-    scores : ndarray of float64, shape (n,)
-        Their scores.
     kept : ndarray of bool, shape (n,), or None
-        The marked tokens.
-    columns : int
-        Most characters of a line.
+        The marked tokens; `tokens`, `scores` and `columns` are kept too.
     lines : list of str
         The text as drawn, line by line.
-    ax_ : matplotlib.axes.Axes
-        The axes drawn on.
-    figure_ : matplotlib.figure.Figure
-        Their figure.
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        Where it is drawn.
 
     Raises
     ------
     TypeError
         If `tokens` is a single string or holds something else than strings, or `columns` is no integer.
     ValueError
-        If `scores` or `kept` do not fit the tokens, a score is not finite, or `columns` is below 2.
+        If `scores` or `kept` do not fit the tokens, a score is not finite, or `columns` is below 2; by `plot`, if
+        there are more than 1000 lines for a new figure, or too many for letters of 4 points on `ax`.
 
     Notes
     -----
-    A new figure is as high as the lines need, at most 1000 of them; more are refused. On given axes letters shrink
-    until all lines fit; axes on which they would be smaller than 4 points are refused. The fonts are those of
+    A new figure is as high as the lines need. On given axes letters shrink until all lines fit. The fonts are those of
     matplotlib's ``font.monospace``, then of ``font.sans-serif``. matplotlib warns of letters that none of them has
     and draws boxes: name a font that has them there. Time and memory are linear in the length of the text.
 
@@ -95,9 +86,6 @@ class TokenStripDisplay:
     >>> display.kept
     array([False, False,  True, False])
     """
-
-    ax_: Axes
-    figure_: Figure | SubFigure
 
     def __init__(
         self,
@@ -134,14 +122,8 @@ class TokenStripDisplay:
 
         Parameters
         ----------
-        tokens : sequence of str, length n
-            The tokens, in the order of the text.
-        scores : array_like, shape (n,)
-            A finite number for each token.
-        kept : UniversalSet or array_like, optional
-            The tokens to mark: a set, a mask (n,) of bool, or distinct indices.
-        columns : int, default 90
-            Most characters of a line.
+        tokens, scores, kept, columns : as for the class
+            What is drawn.
         ax : matplotlib.axes.Axes, optional
             Where to draw; by default on a new figure, as high as the lines need.
 
@@ -152,48 +134,33 @@ class TokenStripDisplay:
 
         Raises
         ------
-        TypeError
-            If the tokens are not strings, or `columns` is no integer.
-        ValueError
-            If the scores or the kept tokens do not fit the tokens, or there is too little room to read them.
+        TypeError, ValueError
+            As for the class, or if there is too little room to read the text.
         """
         return cls(tokens, scores, kept=kept, columns=columns).plot(ax)
 
-    def plot(self, ax: Axes | None = None) -> TokenStripDisplay:
-        """Draw the display.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure, as high as the lines need.
-
-        Returns
-        -------
-        TokenStripDisplay
-            The display itself.
-
-        Raises
-        ------
-        ValueError
-            If there are more than 1000 lines for a new figure, or too many for letters of 4 points on `ax`.
-        """
-        rows = max(len(self.lines), 1)
+    def _axes(self, ax: Axes | None) -> Axes:
+        rows = self._rows
         if ax is None and rows > _MOST_LINES:
             raise ValueError(
                 f"the text has {rows} lines, expected at most {_MOST_LINES}; draw parts of it, or raise columns"
             )
-        letter = _letter_width()
         if ax is not None:
-            _require_room(_cell(ax, self.columns, rows, letter))
-        self.ax_ = ax = axes_for(ax, _inches(self.columns, rows))
-        self.figure_ = ax.figure
+            _require_room(_cell(ax, self.columns, rows, _letter_width()))
+        return axes_for(ax, _inches(self.columns, rows))
+
+    def _draw(self, ax: Axes) -> None:
+        letter = _letter_width()
         ax.set_axis_off()
         shades = self._plot_boxes(ax)
         self._plot_letters(ax, shades, letter)
         self._plot_marks(ax)
         self._plot_bar(ax, shades)
-        _place(ax, self.columns, rows, letter)
-        return self
+        _place(ax, self.columns, self._rows, letter)
+
+    @property
+    def _rows(self) -> int:
+        return max(len(self.lines), 1)
 
     def _plot_boxes(self, ax: Axes) -> PolyCollection:
         from matplotlib.collections import PolyCollection

@@ -14,24 +14,15 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
+import decoders  # noqa: E402
+from decoders import SIZES, difference, in_parts, refused_calls  # noqa: E402
+
 from levattn.attention import pruned_attention  # noqa: E402
 from levattn.integrations.transformers import PruneReport, macchiato_from, prune, register, remove  # noqa: E402
 from levattn.integrations.transformers.pruning.interface import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning.prune import observed  # noqa: E402
 
 FIVE = int(transformers.__version__.partition(".")[0]) >= 5
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 40,
-    "max_position_embeddings": 96,
-    "initializer_range": 0.3,  # large, so that attention matters
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 DECODERS: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2},
     "Qwen2": {"num_key_value_heads": 1},
@@ -67,17 +58,12 @@ def split(family: str) -> dict[str, Any]:
 
 
 def tokens(batch: int = 2, length: int = T) -> Any:
-    return torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+    return decoders.tokens(batch, length)
 
 
 def output(model: Any, ids: Any = None, **options: Any) -> Any:
     with torch.no_grad():
         return model(tokens() if ids is None else ids, **options)[0]
-
-
-def difference(a: Any, b: Any, real: Any = None) -> float:
-    distance = (a - b).abs()
-    return float((distance if real is None else distance[real.bool()]).max())
 
 
 def unchanged(model: Any, before: dict[str, Any]) -> bool:
@@ -250,14 +236,9 @@ def test_decoding_is_the_forward_pass(family: str) -> None:
         with prune(model, **options, measure=False):
             wanted = output(model, ids, use_cache=False)
             for cuts in ([17] + [1] * 7, [4, 7, 13]):
-                past, found = None, []
-                for part in ids.split(cuts, 1):
-                    with torch.no_grad():
-                        result = model(part, past_key_values=past, use_cache=True)
-                    past = result.past_key_values
-                    found.append(result.logits)
+                found, past = in_parts(model, ids, cuts)
                 assert past.get_seq_length() == 24
-                assert difference(torch.cat(found, 1), wanted) < 5e-5
+                assert difference(found, wanted) < 5e-5
         if "budget" in options:
             assert difference(output(model, ids), wanted) < 5e-5
 
@@ -640,50 +621,23 @@ def test_what_cannot_be_pruned_is_refused_by_name(case: str) -> None:
         call()
 
 
-def packed_mask(*, causal: bool = True) -> Any:
-    mask = torch.ones(T, T).tril().bool() if causal else torch.ones(T, T).bool()
-    mask[8:, :8] = False
-    return mask[None, None]
-
-
 def prefix_mask() -> Any:
     mask = torch.ones(T, T).tril().bool()
     mask[:8, :8] = True
     return mask[None, None]
 
 
-ENDS = torch.tensor([0, T], dtype=torch.int32)
 CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
-    "packed by positions": (
-        lambda _: {"position_ids": torch.arange(T)[None] % 8, "use_cache": False},
-        "neither full nor causal with padding; .*packed",
-    ),
-    "mask of pairs": (lambda _: {"attention_mask": packed_mask()}, "neither full nor causal"),
+    **refused_calls(T, base),
     "prefix": (lambda _: {"attention_mask": prefix_mask(), "use_cache": False}, "neither full nor causal"),
     "full with a cache": (
         lambda _: {"attention_mask": torch.ones(1, 1, T, T).bool(), "use_cache": True},
         "has a cache and is not causal",
     ),
-    "biases": (
-        lambda _: {"attention_mask": -torch.rand(1, 1, T, T), "use_cache": False},
-        "adds numbers to logits",
-    ),
+    "biases": (lambda _: {"attention_mask": -torch.rand(1, 1, T, T), "use_cache": False}, "adds numbers to logits"),
     "mask of heads": (
         lambda _: {"attention_mask": torch.ones(1, 4, T, T).tril().bool()},
         "one for each head; expected",
-    ),
-    "packed by lengths": (
-        lambda _: {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": T, "max_length_k": T},
-        "passes cu_seq_lens_q .*packed sequences",
-    ),
-    "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
-    "static cache": (
-        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=30)},
-        "past_key_values is of type StaticCache",
-    ),
-    "cache of the base": (
-        lambda _: {"past_key_values": base()(tokens(), use_cache=True).past_key_values},
-        "holds 20 positions of the base model, without what the states of pruned attention keep",
     ),
 }
 

@@ -14,6 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
+import decoders  # noqa: E402
+from decoders import SIZES, difference, in_parts, refused_calls  # noqa: E402
+
 from levattn.integrations.transformers import (  # noqa: E402
     latent_parameters,
     latent_state_dict,
@@ -23,18 +26,6 @@ from levattn.integrations.transformers import (  # noqa: E402
     state_size,
 )
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 40,
-    "max_position_embeddings": 96,
-    "initializer_range": 0.3,  # large, so that attention matters
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2},
     "Gemma2": {  # softcap, a scale of its own, and every other layer slides
@@ -67,7 +58,7 @@ def base(family: str = "Llama", **options: Any) -> Any:
 
 
 def tokens(batch: int = 2, length: int = T) -> Any:
-    return torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
+    return decoders.tokens(batch, length)
 
 
 def trained(model: Any) -> Any:
@@ -93,11 +84,6 @@ def logits(model: Any, ids: Any, **options: Any) -> Any:
 
 def position_ids(real: Any) -> Any:
     return (real.cumsum(-1) - 1).clamp(min=0)
-
-
-def difference(a: Any, b: Any, real: Any = None) -> float:
-    distance = (a - b).abs()
-    return float((distance if real is None else distance[real.bool()]).max())
 
 
 # The explicit computation
@@ -237,14 +223,9 @@ def test_decoding_is_the_forward_pass(family: str, overlap: str) -> None:
     model, ids = extended(family, overlap=overlap), tokens(length=26)
     wanted = logits(model, ids)
     for cuts in ([1] * 26, [9, 1, 1, 3, 12]):
-        past, found = None, []
-        for part in ids.split(cuts, 1):
-            with torch.no_grad():
-                output = model(part, past_key_values=past, use_cache=True)
-            past = output.past_key_values
-            found.append(output.logits)
+        found, past = in_parts(model, ids, cuts)
         assert past.get_seq_length() == 26
-        assert difference(torch.cat(found, 1), wanted) < 1e-4
+        assert difference(found, wanted) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -274,13 +255,7 @@ def test_features_decode_as_they_go_forward(feature: str, overlap: str) -> None:
     model, ids = extended(feature=feature, overlap=overlap), tokens(length=26)
     wanted = logits(model, ids)
     assert difference(wanted, logits(without_feature(model), ids)) > 0.01
-    past, found = None, []
-    for part in ids.split([9] + [1] * 17, 1):
-        with torch.no_grad():
-            output = model(part, past_key_values=past, use_cache=True)
-        past = output.past_key_values
-        found.append(output.logits)
-    assert difference(torch.cat(found, 1), wanted) < 1e-4
+    assert difference(in_parts(model, ids, [9] + [1] * 17)[0], wanted) < 1e-4
     ids = tokens()
     together = model.generate(ids, attention_mask=REAL, max_new_tokens=9, do_sample=False)
     assert torch.equal(together[1:, 4:], model.generate(ids[1:, 4:], max_new_tokens=9, do_sample=False))
@@ -613,40 +588,7 @@ def test_a_model_that_is_refused_is_as_it_was() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def packed_mask() -> Any:
-    mask = torch.ones(T, T).tril().bool()
-    mask[8:, :8] = False
-    return mask[None, None]
-
-
-def offloaded(model: Any) -> Any:
-    cache = transformers.DynamicCache(config=model.config)
-    cache.offloading = True
-    return cache
-
-
-ENDS = torch.tensor([0, T], dtype=torch.int32)
-CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
-    "packed by positions": (
-        lambda _: {"position_ids": torch.arange(T)[None] % 8, "use_cache": False},
-        "not causal with padding; .*packed",
-    ),
-    "mask of pairs": (lambda _: {"attention_mask": packed_mask()}, "not causal with padding"),
-    "packed by lengths": (
-        lambda _: {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": T, "max_length_k": T},
-        "passes cu_seq_lens_q .*packed sequences",
-    ),
-    "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
-    "static cache": (
-        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=30)},
-        "past_key_values is of type StaticCache",
-    ),
-    "offloaded cache": (lambda model: {"past_key_values": offloaded(model)}, "DynamicCache, offloaded"),
-    "cache of the base": (
-        lambda _: {"past_key_values": base()(tokens(), use_cache=True).past_key_values},
-        "holds 15 positions of the base model",
-    ),
-}
+CALLS = refused_calls(T, base)
 
 
 @pytest.mark.parametrize("case", CALLS)

@@ -106,27 +106,32 @@ def test_ties_with_the_threshold_are_inside() -> None:
     assert display.sizes.tolist() == [2]
 
 
-def test_given_sizes_are_believed(ax: Any) -> None:
-    LeverageSpectrumDisplay.from_scores(np.array([[0.5, 0.3], [0.2, 0.1]]), epsilon=0.3, sizes=[1, 0], ax=ax)
-    assert "ε = 0.3: |U| = 0 to 1, median 0.5" in legend(ax)
-
-
-def test_spectrum_of_a_selection_by_size(ax: Any) -> None:
-    LeverageSpectrumDisplay.from_scores(np.linspace(0, 1, 9), rank=3, sizes=4, ax=ax)
-    assert legend(ax) == ["leverage scores", "|U| = 4"]
-    assert lines(ax)["|U| = 4"].get_xdata()[0] == 4
-
-
-def test_spectrum_of_certified_bounds(ax: Any) -> None:
-    LeverageSpectrumDisplay.from_scores([0.5, 0.2, 0.1, 0.1], epsilon=0.2, rank=0.5, certified=True, ax=ax)
-    assert legend(ax) == ["certified bounds", "ε = 0.2: |U| = 2", "bound = 2.5"]
-    assert ax.get_ylabel() == "certified bound"
-
-
-def test_an_infinite_bound_is_not_drawn(ax: Any) -> None:
-    display = LeverageSpectrumDisplay.from_scores([0.5, 0.2], epsilon=0.2, rank=np.inf, certified=True, ax=ax)
-    assert display.size_bound == np.inf
-    assert legend(ax) == ["certified bounds", "ε = 0.2: |U| = 2"]
+@pytest.mark.parametrize(
+    ("scores", "options", "drawn"),
+    [
+        ([[0.5, 0.3], [0.2, 0.1]], {"epsilon": 0.3, "sizes": [1, 0]}, ["ε = 0.3: |U| = 0 to 1, median 0.5"]),
+        ([0.0, 0.5, 1.0], {"rank": 3, "sizes": 2}, ["leverage scores", "|U| = 2"]),
+        (
+            [0.5, 0.2, 0.1, 0.1],
+            {"epsilon": 0.2, "rank": 0.5, "certified": True},
+            ["certified bounds", "ε = 0.2: |U| = 2", "bound = 2.5"],
+        ),
+        (
+            [0.5, 0.2],
+            {"epsilon": 0.2, "rank": np.inf, "certified": True},  # an infinite bound is not drawn
+            ["certified bounds", "ε = 0.2: |U| = 2"],
+        ),
+    ],
+    ids=["given sizes", "selection by size", "certified bounds", "infinite bound"],
+)
+def test_legends_of_spectra(ax: Any, scores: Any, options: dict[str, Any], drawn: list[str]) -> None:
+    display = LeverageSpectrumDisplay.from_scores(scores, **options, ax=ax)
+    assert legend(ax)[-len(drawn) :] == drawn
+    assert len(legend(ax)) == len(drawn) + 2 * (np.ndim(scores) - 1)
+    assert ax.get_ylabel() == ("certified bound" if display.certified else "leverage score")
+    assert (display.size_bound == np.inf) == (options.get("rank") == np.inf)
+    if "epsilon" not in options:
+        assert lines(ax)["|U| = 2"].get_xdata()[0] == 2
     assert figure_bytes(ax.figure, ".png").startswith(b"\x89PNG")
 
 

@@ -96,84 +96,89 @@ _Picture = Annotated[
         help="Draw `mass` for each layer and head into this .png, .svg or .pdf file.",
     ),
 ]
+_Epsilon = Annotated[
+    float, typer.Option(callback=check_epsilon, help="Score from which on a key is heavy, in (0, 1].")
+]
+_Budget = Annotated[
+    float,
+    typer.Option(
+        rich_help_panel=_SLOTS,
+        help="Slots of each query: a share of the keys in (0, 1], where 1 is dense attention, or from 2 on "
+        "their number.",
+    ),
+]
+_Selection = Annotated[
+    Scores,
+    typer.Option(
+        rich_help_panel=_SLOTS,
+        help="What keys are selected by: expected attention, that with how badly a summary stands for the key "
+        "(residual), or leverage scores.",
+    ),
+]
+_Summaries = Annotated[
+    int | None,
+    typer.Option(min=0, rich_help_panel=_SLOTS, help="Of these, clusters of the other keys. 0 drops the keys."),
+]
+_Window = Annotated[
+    int | None,
+    typer.Option(
+        min=0, rich_help_panel=_SLOTS, help="Of these, keys near a query: on each side, or before it if causal."
+    ),
+]
+_Sinks = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        rich_help_panel=_SLOTS,
+        help="Of these, first keys that are always kept; 0 if not given. What these three options leave open "
+        "is split by a rule.",
+    ),
+]
 
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the program."""
-
-    @app.command(
+    app.command(
+        "inspect",
         cls=Command,
         help=_INSPECT,
         epilog=_INSPECT_EPILOG,
         short_help="Show the universal sets of a model's keys on a text.",
-    )
-    def inspect(
-        model: _Folder,
-        text: _Text,
-        epsilon: Annotated[
-            float, typer.Option(callback=check_epsilon, help="Score from which on a key is heavy, in (0, 1].")
-        ] = 0.05,
-        tokens: _Tokens = 512,
-        as_json: AsJson = False,
-        plot: _Picture = None,
-    ) -> None:
-        models.inspect(models.Inquiry(model, text, tokens, as_json, plot), epsilon)
-
-    @app.command(
+    )(_inspect)
+    app.command(
         "prune-report",
         cls=Command,
         help=_PRUNE,
         epilog=_PRUNE_EPILOG,
         short_help="Prune a model's attention, report what that loses.",
-    )
-    def prune_report(
-        model: _Folder,
-        text: _Text,
-        tokens: _Tokens = 512,
-        budget: Annotated[
-            float,
-            typer.Option(
-                rich_help_panel=_SLOTS,
-                help="Slots of each query: a share of the keys in (0, 1], where 1 is dense attention, or from 2 on "
-                "their number.",
-            ),
-        ] = 0.25,
-        scores: Annotated[
-            Scores,
-            typer.Option(
-                rich_help_panel=_SLOTS,
-                help="What keys are selected by: expected attention, that with how badly a summary stands for the key "
-                "(residual), or leverage scores.",
-            ),
-        ] = Scores.residual,
-        summaries: Annotated[
-            int | None,
-            typer.Option(
-                min=0, rich_help_panel=_SLOTS, help="Of these, clusters of the other keys. 0 drops the keys."
-            ),
-        ] = None,
-        window: Annotated[
-            int | None,
-            typer.Option(
-                min=0,
-                rich_help_panel=_SLOTS,
-                help="Of these, keys near a query: on each side, or before it if causal.",
-            ),
-        ] = None,
-        sinks: Annotated[
-            int | None,
-            typer.Option(
-                min=0,
-                rich_help_panel=_SLOTS,
-                help="Of these, first keys that are always kept; 0 if not given. What these three options leave open "
-                "is split by a rule.",
-            ),
-        ] = None,
-        as_json: AsJson = False,
-        plot: _Picture = None,
-    ) -> None:
-        if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
-            raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
-        options = {"scores": scores.value, "summaries": summaries, "window": window, "sinks": sinks}
-        inquiry = models.Inquiry(model, text, tokens, as_json, plot)
-        models.prune_report(inquiry, int(budget) if budget > 1 else budget, options)
+    )(_prune_report)
+
+
+def _inspect(
+    model: _Folder,
+    text: _Text,
+    epsilon: _Epsilon = 0.05,
+    tokens: _Tokens = 512,
+    as_json: AsJson = False,
+    plot: _Picture = None,
+) -> None:
+    models.inspect(models.Inquiry(model, text, tokens, as_json, plot), epsilon)
+
+
+def _prune_report(
+    model: _Folder,
+    text: _Text,
+    tokens: _Tokens = 512,
+    budget: _Budget = 0.25,
+    scores: _Selection = Scores.residual,
+    summaries: _Summaries = None,
+    window: _Window = None,
+    sinks: _Sinks = None,
+    as_json: AsJson = False,
+    plot: _Picture = None,
+) -> None:
+    if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
+        raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
+    options = {"scores": scores.value, "summaries": summaries, "window": window, "sinks": sinks}
+    inquiry = models.Inquiry(model, text, tokens, as_json, plot)
+    models.prune_report(inquiry, int(budget) if budget > 1 else budget, options)

@@ -9,7 +9,7 @@ import typer
 
 from levattn.cli import sets
 from levattn.cli.commands.options import RESULTS, AsJson, check_epsilon, check_picture, ends_in
-from levattn.cli.function import ALLOWED, Function, parse_function
+from levattn.cli.function import ALLOWED, parse_function
 from levattn.cli.program import Command
 from levattn.cli.sets import Method
 
@@ -56,173 +56,189 @@ them.
 _CHOICE, _WORK = "Which keys (one of --epsilon and --size is required)", "How they are read"
 
 
-def add(app: typer.Typer) -> None:
-    """Add the command to the program."""
-
-    @app.command(
-        "universal-set",
-        cls=Command,
-        help=_HELP,
-        epilog=_EPILOG,
-        short_help="Find the keys in a file that can be attended to heavily.",
-    )
-    def universal_set(
-        files: Annotated[
-            list[Path],
-            typer.Argument(
-                help="Keys (..., n, d) of floats: .npy, .npz, .safetensors (or its .index.json), .parquet, a zarr "
-                "store, or a folder of such files. The rows of several files follow each other.",
-                metavar="PATH...",
-                show_default=False,
-            ),
-        ],
-        epsilon: Annotated[
-            float | None,
-            typer.Option(
-                callback=check_epsilon, rich_help_panel=_CHOICE, help="Keys that can score at least this, in (0, 1]."
-            ),
-        ] = None,
-        size: Annotated[
-            int | None,
-            typer.Option(min=0, rich_help_panel=_CHOICE, help="This many keys of largest score, at most n."),
-        ] = None,
-        function: Annotated[
-            str,
-            typer.Option(
-                rich_help_panel=_CHOICE,
-                autocompletion=_functions,
-                help=f"Attention function f: {ALLOWED}. The radius is the largest norm of a scaled query.",
-            ),
-        ] = "2",
-        duplicates: Annotated[
-            float | None,
-            typer.Option(
-                callback=_check_angle,
-                rich_help_panel=_CHOICE,
-                help="Also groups of near-copies, of which none is heavy by itself but all together are: keys linked "
-                "by at most this angle, in radians, e.g. 0.1. With --epsilon and --function 2.",
-            ),
-        ] = None,
-        center: Annotated[
-            bool,
-            typer.Option(
-                "--center",
-                rich_help_panel=_CHOICE,
-                help="Subtract the mean key first, which softmax does not see. No guarantee for the keys themselves.",
-            ),
-        ] = False,
-        tensor: Annotated[
-            str | None,
-            typer.Option(rich_help_panel=_WORK, help="Name of the array, if a file holds several."),
-        ] = None,
-        method: Annotated[
-            Method,
-            typer.Option(
-                rich_help_panel=_WORK,
-                help="Exact route to the scores: the second moment of the keys in float64 (gram), the same in float32 "
-                "where that does (auto), QR or singular value decomposition.",
-            ),
-        ] = Method.auto,
-        memory: Annotated[
-            int | None,
-            typer.Option(
-                min=1,
-                rich_help_panel=_WORK,
-                help="MiB of keys to hold at a time, 32 if not given. Files of any size are read in two passes, "
-                "unless --center, --duplicates, --method qr or svd, or another --function loads all keys.",
-            ),
-        ] = None,
-        checkpoint: Annotated[
-            Path | None,
-            typer.Option(
-                rich_help_panel=_WORK,
-                help="File that tells how far the passes came, written every 4 million keys or so. If it is there, "
-                "they go on from it. Removed in the end.",
-            ),
-        ] = None,
-        scheduler: Annotated[
-            str | None,
-            typer.Option(
-                rich_help_panel=_WORK,
-                help="Address of a dask scheduler, e.g. tcp://10.0.0.1:8786, whose workers see the files: they do the "
-                "work, in one pass.",
-            ),
-        ] = None,
-        as_json: AsJson = False,
-        plot: Annotated[
-            Path | None,
-            typer.Option(
-                callback=check_picture,
-                rich_help_panel=RESULTS,
-                help="Draw the scores, largest first, into this .png, .svg or .pdf file.",
-            ),
-        ] = None,
-        output: Annotated[
-            Path | None,
-            typer.Option(
-                "--output",
-                "-o",
-                callback=ends_in(".npz"),
-                rich_help_panel=RESULTS,
-                help="Write the sets and the scores of all keys into this .npz file.",
-            ),
-        ] = None,
-    ) -> None:
-        f = parse_function(function)
-        _check_choice(epsilon, size, f, method, center, duplicates)
-        in_passes = f.is_square and not center and duplicates is None and method in (Method.auto, Method.gram)
-        if (memory is not None or checkpoint is not None) and not in_passes:
-            raise typer.BadParameter(
-                "--memory and --checkpoint are for --function 2 and the methods auto and gram, without --center and "
-                "--duplicates; all else loads the keys"
-            )
-        if scheduler is not None and not re.fullmatch(r"\w+://.+:\d+", scheduler):
-            raise typer.BadParameter(f"--scheduler is {scheduler!r}, expected an address such as tcp://10.0.0.1:8786")
-        if scheduler is not None and (size is not None or checkpoint is not None or plot is not None):
-            raise typer.BadParameter("--scheduler goes with --epsilon, and without --checkpoint and --plot")
-        if scheduler is not None and (center or duplicates is not None or method is not Method.auto):
-            raise typer.BadParameter("--scheduler goes without --center, --duplicates and --method")
-        request = sets.Request(
-            tuple(files),
-            tensor,
-            epsilon,
-            size,
-            f,
-            center,
-            duplicates,
-            method,
-            in_passes,
-            memory,
-            checkpoint,
-            scheduler,
-        )
-        sets.run(request, as_json, plot, output)
-
-
-def _check_choice(
-    epsilon: float | None,
-    size: int | None,
-    f: Function,
-    method: Method,
-    center: bool,
-    duplicates: float | None,
-) -> None:
-    """Refuse options that do not go together."""
-    if (epsilon is None) == (size is None):
-        raise typer.BadParameter("give exactly one of --epsilon and --size")
-    if method is not Method.auto and not f.is_square:
-        raise typer.BadParameter(f"--method {method.value} is for --function 2; others take only auto")
-    if center and not f.is_square:
-        raise typer.BadParameter("--center is for --function 2 (the bound of softmax centers by itself)")
-    if duplicates is not None and (epsilon is None or not f.is_square):
-        raise typer.BadParameter("--duplicates is for --epsilon and --function 2")
-
-
 def _check_angle(angle: float | None) -> float | None:
     if angle is not None and not 1e-8 <= angle <= math.pi / 4:
         raise typer.BadParameter(f"the angle is {angle}, expected radians from 1e-8 to 0.785 (45°)")
     return angle
 
 
-def _functions() -> list[str]:
-    return ["1", "2", "fair", "huber", "l1l2", "softmax:", "tukey"]
+_Files = Annotated[
+    list[Path],
+    typer.Argument(
+        help="Keys (..., n, d) of floats: .npy, .npz, .safetensors (or its .index.json), .parquet, a zarr "
+        "store, or a folder of such files. The rows of several files follow each other.",
+        metavar="PATH...",
+        show_default=False,
+    ),
+]
+_Epsilon = Annotated[
+    float | None,
+    typer.Option(
+        callback=check_epsilon, rich_help_panel=_CHOICE, help="Keys that can score at least this, in (0, 1]."
+    ),
+]
+_Size = Annotated[
+    int | None, typer.Option(min=0, rich_help_panel=_CHOICE, help="This many keys of largest score, at most n.")
+]
+_Function = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=_CHOICE,
+        autocompletion=lambda: ["1", "2", "fair", "huber", "l1l2", "softmax:", "tukey"],
+        help=f"Attention function f: {ALLOWED}. The radius is the largest norm of a scaled query.",
+    ),
+]
+_Duplicates = Annotated[
+    float | None,
+    typer.Option(
+        callback=_check_angle,
+        rich_help_panel=_CHOICE,
+        help="Also groups of near-copies, of which none is heavy by itself but all together are: keys linked "
+        "by at most this angle, in radians, e.g. 0.1. With --epsilon and --function 2.",
+    ),
+]
+_Center = Annotated[
+    bool,
+    typer.Option(
+        "--center",
+        rich_help_panel=_CHOICE,
+        help="Subtract the mean key first, which softmax does not see. No guarantee for the keys themselves.",
+    ),
+]
+_Tensor = Annotated[
+    str | None, typer.Option(rich_help_panel=_WORK, help="Name of the array, if a file holds several.")
+]
+_Method = Annotated[
+    Method,
+    typer.Option(
+        rich_help_panel=_WORK,
+        help="Exact route to the scores: the second moment of the keys in float64 (gram), the same in float32 "
+        "where that does (auto), QR or singular value decomposition.",
+    ),
+]
+_Memory = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        rich_help_panel=_WORK,
+        help="MiB of keys to hold at a time, 32 if not given. Files of any size are read in two passes, "
+        "unless --center, --duplicates, --method qr or svd, or another --function loads all keys.",
+    ),
+]
+_Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        rich_help_panel=_WORK,
+        help="File that tells how far the passes came, written every 4 million keys or so. If it is there, "
+        "they go on from it. Removed in the end.",
+    ),
+]
+_Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=_WORK,
+        help="Address of a dask scheduler, e.g. tcp://10.0.0.1:8786, whose workers see the files: they do the "
+        "work, in one pass.",
+    ),
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(
+        callback=check_picture,
+        rich_help_panel=RESULTS,
+        help="Draw the scores, largest first, into this .png, .svg or .pdf file.",
+    ),
+]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        callback=ends_in(".npz"),
+        rich_help_panel=RESULTS,
+        help="Write the sets and the scores of all keys into this .npz file.",
+    ),
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command(
+        "universal-set",
+        cls=Command,
+        help=_HELP,
+        epilog=_EPILOG,
+        short_help="Find the keys in a file that can be attended to heavily.",
+    )(_universal_set)
+
+
+def _universal_set(
+    files: _Files,
+    epsilon: _Epsilon = None,
+    size: _Size = None,
+    function: _Function = "2",
+    duplicates: _Duplicates = None,
+    center: _Center = False,
+    tensor: _Tensor = None,
+    method: _Method = Method.auto,
+    memory: _Memory = None,
+    checkpoint: _Checkpoint = None,
+    scheduler: _Scheduler = None,
+    as_json: AsJson = False,
+    plot: _Picture = None,
+    output: _Output = None,
+) -> None:
+    request = sets.Request(
+        files=tuple(files),
+        tensor=tensor,
+        epsilon=epsilon,
+        size=size,
+        function=parse_function(function),
+        center=center,
+        duplicates=duplicates,
+        method=method,
+        memory=memory,
+        checkpoint=checkpoint,
+        scheduler=scheduler,
+    )
+    for wrong, message in _conflicts(request, plot):
+        if wrong:
+            raise typer.BadParameter(message)
+    sets.run(request, as_json, plot, output)
+
+
+def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str]]:
+    """Return which options may not go together, whether they were given, and what is said then."""
+    by_size, other_method = request.epsilon is None, request.method is not Method.auto
+    is_square, grouped = request.function.is_square, request.duplicates is not None
+    resumed, address = request.checkpoint is not None, request.scheduler
+    remote = address is not None
+    return [
+        (by_size == (request.size is None), "give exactly one of --epsilon and --size"),
+        (
+            other_method and not is_square,
+            f"--method {request.method.value} is for --function 2; others take only auto",
+        ),
+        (
+            request.center and not is_square,
+            "--center is for --function 2 (the bound of softmax centers by itself)",
+        ),
+        (grouped and (by_size or not is_square), "--duplicates is for --epsilon and --function 2"),
+        (
+            (request.memory is not None or resumed) and not request.in_passes,
+            "--memory and --checkpoint are for --function 2 and the methods auto and gram, without --center and "
+            "--duplicates; all else loads the keys",
+        ),
+        (
+            address is not None and not re.fullmatch(r"\w+://.+:\d+", address),
+            f"--scheduler is {address!r}, expected an address such as tcp://10.0.0.1:8786",
+        ),
+        (
+            remote and (by_size or resumed or plot is not None),
+            "--scheduler goes with --epsilon, and without --checkpoint and --plot",
+        ),
+        (
+            remote and (request.center or grouped or other_method),
+            "--scheduler goes without --center, --duplicates and --method",
+        ),
+    ]

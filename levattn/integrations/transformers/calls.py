@@ -1,4 +1,4 @@
-"""What attention modules of transformers are called with: names of caches, keywords, masks."""
+"""What attention modules of transformers are called with: names of caches, and keywords."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
-import torch
-
 __all__ = [
     "cache_among",
     "given_to",
@@ -16,7 +14,6 @@ __all__ = [
     "numbers_among",
     "parameters_of",
     "refuse",
-    "seen_by",
     "takes_cache",
 ]
 
@@ -44,7 +41,6 @@ _REFUSED = {
     "s_aux": "attention sinks",
     "softcap": "bounded logits",
 }
-_HIDDEN = -1e4  # what is added to a logit that is masked is at most this
 
 
 def layer_of(module: Any) -> str:
@@ -89,35 +85,6 @@ def refuse(layer: str, dropout: float, others: dict[str, Any], *, attention: str
             f"{layer} passes {name} to its attention ({what}); expected nothing that {attention} would ignore. "
             f"Leave it out, or {remedy}"
         )
-
-
-def seen_by(mask: Any, keys: int) -> Any:
-    """Return which keys each row may see, (B, T or 1, U) bool, or (B, U) where a mask is of padding alone.
-
-    The masks of transformers are bool, or added to logits. U is at least the number of `keys`.
-    """
-    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < keys:
-        shown = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValueError(
-            f"a layer was given the attention mask {shown}; expected (B, U) or (B, 1, T, U). Give the model an "
-            "attention_mask of shape (batch, positions)"
-        )
-    if mask.ndim == 2:
-        return mask.bool()
-    if mask.shape[1] != 1:
-        raise ValueError(
-            f"a layer was given the attention mask {tuple(mask.shape)}, one for each head; expected (B, 1, T, U). "
-            "Give the model an attention_mask of shape (batch, positions)"
-        )
-    mask = mask[:, 0]
-    if mask.dtype == torch.bool:
-        return mask
-    if ((mask != 0) & (mask > _HIDDEN)).any():
-        raise ValueError(
-            "the attention mask adds numbers to logits that are neither 0 nor those of a masked position (biases of "
-            "positions); expected a mask of padding. Leave them out, or use the base model"
-        )
-    return mask == 0
 
 
 def numbers_among(name: str, value: Any, among: list[int]) -> list[int]:

@@ -6,32 +6,43 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-__all__ = ["PART", "Changes", "check_pretrained", "tried"]
+__all__ = ["EXTENSION", "PART", "Changes", "check_model"]
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
+EXTENSION = "macchiato"  # the submodule of an attention module that holds what is trained
 
 
-def check_pretrained(model: Any) -> None:
-    """Raise for what is no model of transformers."""
+def check_model(model: Any) -> None:
+    """Raise for what is no model of transformers, or hands positions on in a way that its attention does not see."""
     from transformers import PreTrainedModel  # two seconds of imports, which who has a model has paid
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is of type {type(model).__name__}; expected a transformers.PreTrainedModel")
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+        raise ValueError(f"model is {name}, whose attention has ALiBi biases; expected rotary or absolute positions")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(f"model is {name}, whose layers share keys and values; expected keys of each layer's own")
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError(f"model is {name}, whose attention is cut into chunks; expected full or sliding attention")
 
 
 @dataclass
 class Changes:
     """What was changed in a model."""
 
+    part: str  # the attribute that its modules were given
     modules: list[Any] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)  # of these modules, before
     implementations: list[tuple[Any, str]] = field(default_factory=list)  # of configs that were changed themselves
     hooks: list[Any] = field(default_factory=list)
+    frozen: list[Any] = field(default_factory=list)  # parameters that were to be trained
 
-    def give_config(self, module: Any, implementation: str) -> None:
-        """Give a module a config of its own, with this attention; modules of one config share its copy."""
+    def give_part(self, module: Any, implementation: str, part: Any) -> None:
+        """Let a module call this attention, which finds the part at it.
+
+        It is given a config of its own; modules of one config share its copy.
+        """
         pairs = zip(self.modules, self.configs, strict=True)
         config = next((mine.config for mine, before in pairs if before is module.config), None)
         if config is None:
@@ -40,6 +51,7 @@ class Changes:
         self.modules.append(module)
         self.configs.append(module.config)
         module.config = config
+        setattr(module, self.part, part)
 
     def give_masks(self, implementation: str) -> None:
         """Let the model make the masks of this attention for these modules."""
@@ -53,17 +65,8 @@ class Changes:
             hook.remove()
         for module, config in zip(self.modules, self.configs, strict=True):
             module.config = config
+            delattr(module, self.part)
         for config, implementation in self.implementations:
             config._attn_implementation = implementation
-
-
-def tried(model: Any, inputs: dict[str, Any]) -> None:
-    """Let a model compute these inputs as it would after training; its modules keep their modes."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with torch.no_grad():
-            model(**inputs)
-    finally:
-        for module in training:
-            module.training = True
+        for parameter in self.frozen:
+            parameter.requires_grad_(True)

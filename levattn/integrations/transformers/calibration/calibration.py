@@ -23,25 +23,15 @@ class Calibration(Mapping[tuple[int, int], float]):
     Parameters
     ----------
     budgets : mapping
-        From (layer, head) to the share of the keys, in (0, 1]; 1.0 is dense. The calibration is such a mapping.
-    model : str
-        The type of the model; this and the others are attributes.
-    metric : {"embedding", "logits", "perplexity"}
-        What was measured.
-    target, reached : float
-        The loss that was wanted, and the one measured.
-    options : mapping, optional
-        Further options of `prune`.
-
-    Attributes
-    ----------
+        From (layer, head) to the share of the keys, in (0, 1]; 1.0 is dense. The calibration is such a mapping, and
+        has the others as attributes.
     model : str
         The type of the model.
     metric : {"embedding", "logits", "perplexity"}
         What was measured.
     target, reached : float
         The loss that was wanted, and the one measured on the sample inputs with these budgets.
-    options : dict
+    options : mapping, optional
         Further options of `prune` that the budgets are for; ``prune(model, calibration)`` uses them.
 
     Examples

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 from levattn._core.checks import whole_number
-from levattn.integrations.transformers.calls import parameters_of
-from levattn.integrations.transformers.latents.cache import StateLayer
-from levattn.integrations.transformers.latents.interface import EXTENSION, NAME, check_reached, hand_on, register
+from levattn.integrations.transformers.changes import EXTENSION, Changes
+from levattn.integrations.transformers.latents.cache import LatentLayer
+from levattn.integrations.transformers.latents.interface import LATENTS, register
 from levattn.integrations.transformers.latents.layers import (
     RECORD,
-    Record,
     attention_modules,
-    check_model,
+    check_extendable,
     chosen_among,
     probed,
 )
@@ -128,7 +126,7 @@ def macchiato_from(
     >>> model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0).shape
     torch.Size([1, 25])
     """
-    check_model(model)
+    check_extendable(model)
     window, latents = whole_number("window", window), whole_number("latents", latents)
     delta = share("delta", delta)
     if overlap not in OVERLAPS:
@@ -138,36 +136,31 @@ def macchiato_from(
     candidates = attention_modules(model)
     chosen = chosen_among(candidates, layers)
     register()
-    record = Record()
-    try:
-        probes = probed(model, chosen, record)
-        for module, probe in zip(chosen, probes, strict=True):
-            part = LatentLogits(
-                probe.hidden.shape[-1],
-                probe.heads,
-                probe.kv_heads,
-                latents=latents,
-                window=window,
-                overlap=overlap,
-                delta=delta,
-                feature=feature,
-                like=probe.like,
-            )
-            module.add_module(EXTENSION, part)
-            hook = partial(hand_on, parameters_of(module)[0])
-            record.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            record.hooks.append(module.register_forward_hook(check_reached, with_kwargs=True))
-        if len(chosen) == len(candidates):  # then the masks of the model are ours too: of padding alone, (B, T)
-            record.give_masks(NAME)
-    except BaseException:
-        record.undo()
-        raise
+    changes = Changes(EXTENSION)
+    options: dict[str, Any] = {
+        "latents": latents,
+        "window": window,
+        "overlap": overlap,
+        "delta": delta,
+        "feature": feature,
+    }
+    parts = [
+        LatentLogits(
+            probe.call.hidden.shape[-1], probe.query.shape[1], probe.key.shape[1], like=probe.query, **options
+        )
+        for probe in probed(model, chosen)
+    ]
+    for module, part in zip(chosen, parts, strict=True):
+        changes.give_part(module, LATENTS.name, part)
+        changes.hooks += LATENTS.hook(module)
+    if len(chosen) == len(candidates):  # then the masks of the model are ours too: of padding alone, (B, T)
+        changes.give_masks(LATENTS.name)
     added = {id(parameter) for module in chosen for parameter in getattr(module, EXTENSION).parameters()}
     for parameter in model.parameters():
         if parameter.requires_grad and id(parameter) not in added:
-            record.trained.append(parameter)
+            changes.frozen.append(parameter)
             parameter.requires_grad_(False)
-    setattr(model, RECORD, record)
+    setattr(model, RECORD, changes)
     return model
 
 
@@ -360,7 +353,7 @@ def state_size(past_key_values: Any) -> dict[int, int]:
     layers = getattr(past_key_values, "layers", None)
     if layers is None:
         raise TypeError(f"past_key_values is of type {type(past_key_values).__name__}; expected a DynamicCache")
-    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, StateLayer)}
+    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentLayer)}
 
 
 def _named_tensors(model: Any) -> dict[str, Any]:
@@ -371,7 +364,7 @@ def _named_tensors(model: Any) -> dict[str, Any]:
     return {name: tensor for name, tensor in named if id(tensor) in own}
 
 
-def _record_of(model: Any) -> Record:
+def _record_of(model: Any) -> Changes:
     record = getattr(model, RECORD, None)
     if record is None:
         raise ValueError(f"model is {type(model).__name__}, not extended; expected one that macchiato_from returned")

@@ -11,9 +11,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from levattn.attention import PrunedState
 from levattn.attention.pruned.state import picked
-from levattn.integrations.transformers.latents.cache import replaced
+from levattn.integrations.transformers.cache import StateLayer, refuse_crop, replaced
 
 __all__ = ["Held", "Progress", "PrunedLayer", "StreamedLayer", "exactly", "of_sequences", "pruned_layer_for"]
+
+_OWNER = "a model pruned by prune"
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,9 @@ class Progress:
             )
 
 
-class PrunedLayer:
-    """A layer that holds states beside all keys and values, which a model without pruning can go on with.
+class _Following:
+    """A layer that holds how far pruned attention has come, and its states."""
 
-    A mixin in front of a `DynamicLayer`, so that sizes of masks stay those of the layer it takes the place of.
-    """
-
-    is_croppable = False
     progress: Progress | None = None
 
     def begin(self, pruning: int) -> Progress:
@@ -71,38 +69,8 @@ class PrunedLayer:
             )
         return self.progress
 
-    def reset(self) -> None:
-        """Forget all positions."""
-        super().reset()  # type: ignore[misc]
-        self.progress = self.keys = self.values = None  # some versions keep keys, as zeros
-        self.is_initialized = False
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Raise: the states cannot forget their last positions."""
-        if self.progress is not None:
-            raise ValueError(
-                "crop was called on the cache of a pruned model; its states cannot forget positions. Copy the cache "
-                "before the positions to be forgotten, or decode without drafts (assisted generation)"
-            )
-        super().crop(*args, **kwargs)  # type: ignore[misc]
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take the sequences with these numbers, for beam search."""
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Take the sequences with these numbers."""
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        sequences = self.keys.shape[0] if self.progress is not None else 0  # type: ignore[attr-defined]
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self._select(torch.arange(sequences).repeat_interleave(repeats))
-
     def _select(self, indices: Any) -> None:
+        """Take the states of the sequences with these numbers."""
         if self.progress is None:
             return
         chosen = torch.as_tensor(indices).cpu().numpy()
@@ -123,6 +91,43 @@ class PrunedLayer:
         self.progress = replace(self.progress, states=states, present=present)
 
 
+class PrunedLayer(_Following):
+    """A layer that holds states beside all keys and values, which a model without pruning can go on with.
+
+    A mixin in front of a `DynamicLayer`, so that sizes of masks stay those of the layer it takes the place of.
+    """
+
+    is_croppable = False
+
+    def reset(self) -> None:
+        """Forget all positions."""
+        super().reset()  # type: ignore[misc]
+        self.progress = self.keys = self.values = None  # some versions keep keys, as zeros
+        self.is_initialized = False
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Raise where there are states, which cannot forget their last positions."""
+        if self.progress is not None:
+            refuse_crop(_OWNER)
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Take the sequences with these numbers, for beam search."""
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Take the sequences with these numbers."""
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        sequences = self.keys.shape[0] if self.progress is not None else 0  # type: ignore[attr-defined]
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self._select(torch.arange(sequences).repeat_interleave(repeats))
+
+
 class _FullPrunedLayer(PrunedLayer, DynamicLayer):  # type: ignore[misc]
     """In the place of a layer that attends to all positions."""
 
@@ -131,33 +136,23 @@ class _SlidingPrunedLayer(PrunedLayer, DynamicSlidingWindowLayer):  # type: igno
     """In the place of a layer that slides, for sequences no longer than its window."""
 
 
-class StreamedLayer(PrunedLayer):
-    """A layer that holds states alone, and hands new keys and values on: its size does not grow with the positions."""
+class StreamedLayer(StateLayer, _Following):
+    """A layer that holds states alone."""
 
-    expected = False  # whether a pruned layer is about to update
+    owner, change = f"{_OWNER} (stream=True)", "the pruning"
 
     @property
-    def positions(self) -> int:
+    def positions(self) -> int:  # type: ignore[override]
         """How many positions the states have taken in."""
         return 0 if self.progress is None else self.progress.positions
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Return the new keys and values, without those before."""
-        if not self.expected:
-            raise ValueError(
-                "past_key_values holds the states of a model that prune(stream=True) changed, and came to another "
-                "model, or the pruning was removed; expected a cache of this model. Give an empty DynamicCache"
-            )
-        self.expected = False
-        self.is_initialized = True
-        return key_states, value_states
-
-    def get_seq_length(self, *args: Any) -> int:  # noqa: ARG002 (the interface of some versions)
-        """Return the number of positions so far."""
-        return self.positions
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Allocate nothing: the states have the size that they need."""
+    @property
+    def sequences(self) -> int:  # type: ignore[override]
+        """How many sequences the states are of."""
+        states = [] if self.progress is None else self.progress.states
+        if not states or states[0].rows is None:
+            return states[0].state.batch[0] if states else 0
+        return int(1 + max(held.rows.max() for held in states))
 
     def nbytes(self) -> int:
         """Return how many bytes the arrays of the states take."""
@@ -167,20 +162,9 @@ class StreamedLayer(PrunedLayer):
         """Forget all positions."""
         self.progress = None
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Take the sequences with these numbers, for beam search."""
-        self._select(beam_idx)
-
     def batch_select_indices(self, indices: Any) -> None:
         """Take the sequences with these numbers."""
         self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        if self.progress is not None:
-            states = self.progress.states
-            whole = states[0].state.batch[0] if states[0].rows is None else 1 + max(h.rows.max() for h in states)
-            self._select(torch.arange(int(whole)).repeat_interleave(repeats))
 
 
 class _FullStreamedLayer(StreamedLayer, DynamicLayer):  # type: ignore[misc]
@@ -190,24 +174,14 @@ class _FullStreamedLayer(StreamedLayer, DynamicLayer):  # type: ignore[misc]
 class _SlidingStreamedLayer(StreamedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """In the place of a layer that slides, for sequences no longer than its window."""
 
-    @property
-    def cumulative_length(self) -> int:
-        """What the sizes of masks are computed from."""
-        return self.positions
 
-    @cumulative_length.setter
-    def cumulative_length(self, value: int) -> None:
-        """Count nothing: the states do."""
-
-
-def pruned_layer_for(cache: Any, index: int, stream: bool) -> PrunedLayer:
+def pruned_layer_for(cache: Any, index: int, stream: bool) -> PrunedLayer | StreamedLayer:
     """Return the layer of a cache that holds states, putting one there in the place of an empty one.
 
     stream: whether it is to hold nothing else.
     """
     kinds = (_FullStreamedLayer, _SlidingStreamedLayer) if stream else (_FullPrunedLayer, _SlidingPrunedLayer)
-    layer = replaced(cache, index, kinds[0], kinds[1], "the states of pruned attention")
-    return layer  # type: ignore[no-any-return]
+    return replaced(cache, index, kinds[0], kinds[1], "the states of pruned attention")  # type: ignore[no-any-return]
 
 
 def of_sequences(state: PrunedState, chosen: Any) -> PrunedState:

@@ -9,37 +9,18 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, refuse, seen_by
-from levattn.integrations.transformers.changes import PART, Changes
-from levattn.integrations.transformers.latents.interface import padding_mask
-from levattn.integrations.transformers.pruning.cache import Progress, PrunedLayer, StreamedLayer, pruned_layer_for
+from levattn.integrations.transformers.cache import StateLayer
+from levattn.integrations.transformers.calls import layer_of
+from levattn.integrations.transformers.changes import PART
+from levattn.integrations.transformers.interface import Interface, Probe
+from levattn.integrations.transformers.masks import padding_and_kind, padding_mask
+from levattn.integrations.transformers.pruning.cache import Progress, pruned_layer_for
 from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions, joined, outputs, weights
 from levattn.integrations.transformers.pruning.sample import Tally, sampled
 
-__all__ = [
-    "NAME",
-    "STREAM",
-    "LayerPruning",
-    "PrunedCall",
-    "PrunedProbe",
-    "Pruning",
-    "check_reached",
-    "hand_on",
-    "register",
-]
+__all__ = ["PRUNED", "STREAM", "LayerPruning", "register"]
 
-NAME = "levattn"  # no "flash", "sdpa", "flex_attention", "/" or ":", which transformers reads in names
-STREAM = "levattn_stream"  # the same with masks of padding alone, which are of one row
-
-
-@dataclass
-class PrunedProbe:
-    """What is in the place of a `LayerPruning` while a model is tried out: what a module hands to its attention."""
-
-    reached: list[Any]  # modules, in the order of their calls
-    heads: int = 0  # of the keys
-    causal: bool = True
-    handed: bool = False  # whether keywords of the module come to its attention
+STREAM = "levattn_stream"  # pruned attention with masks of padding alone, which are of one row
 
 
 @dataclass
@@ -56,28 +37,18 @@ class LayerPruning:
     look: Callable[[int, Arrays], None] | None = None  # who is shown what the layer attends with
 
 
-class Pruning(Changes):
-    """What pruning, or trying it out, changed in a model."""
-
-    def give_part(self, module: Any, part: LayerPruning | PrunedProbe) -> None:
-        """Let a module call our attention, which finds the part at it."""
-        self.give_config(module, NAME)
-        setattr(module, PART, part)
-
-    def undo(self) -> None:
-        """Make the model what it was."""
-        super().undo()
-        for module in self.modules:
-            if hasattr(module, PART):
-                delattr(module, PART)
+def _held_in(cache: Any, module: Any) -> Any:
+    return pruned_layer_for(cache, module.layer_idx, getattr(module, PART).stream)
 
 
-@dataclass
-class PrunedCall:
-    """One call of an attention module, on its way from the hook in front to the attention function."""
-
-    held: PrunedLayer | None = None
-    reached: bool = False
+PRUNED = Interface(
+    name="levattn",
+    part=PART,
+    held_in=_held_in,
+    maker="prune",
+    attention="pruned attention",
+    remedy="leave this layer out of layers",
+)
 
 
 def register() -> None:
@@ -95,36 +66,10 @@ def register() -> None:
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, attn_implementation="levattn", **sizes))
     >>> report = prune(model, budget=16)
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    AttentionInterface.register(STREAM, _attention)
-    AttentionMaskInterface.register(STREAM, padding_mask)
-
-
-def hand_on(
-    names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add the layer of the cache to a call of an attention module: a forward pre-hook."""
-    past = cache_among(given_to(names, args, kwargs))
-    part = getattr(module, PART)
-    stream = isinstance(part, LayerPruning) and part.stream
-    held = None if past is None else pruned_layer_for(past, module.layer_idx, stream)
-    if isinstance(held, StreamedLayer):
-        held.expected = True
-    return args, {**kwargs, NAME: PrunedCall(held)}
-
-
-def check_reached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG001
-    """Raise if an attention module did not call the attention function: a forward hook."""
-    if not kwargs[NAME].reached:
-        raise RuntimeError(
-            f"{layer_of(module)} did not call the attention of prune; expected the attention implementation {NAME!r} "
-            f"in its config, found {module.config._attn_implementation!r}. Leave it as it is, or take the pruning off "
-            "first"
-        )
+    PRUNED.register(_attention, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    PRUNED.register(_attention, padding_mask, STREAM)
 
 
 def _attention(
@@ -141,55 +86,33 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Return the output of a pruned layer, (B, T, heads, D), and its weights where they are asked for."""
-    part = getattr(module, PART, None)
-    call = kwargs.pop(NAME, None)
-    if part is None:
-        raise ValueError(
-            f"the attention implementation {NAME!r} was chosen by hand for {layer_of(module)}; expected a layer that "
-            "is pruned. Call prune on the model, or choose another one"
-        )
-    layer = layer_of(module)
-    refuse(layer, dropout, kwargs, attention="pruned attention", remedy="leave this layer out of layers")
+    part, call = PRUNED.begin(module, dropout, kwargs)
+    layer, rows = layer_of(module), query.shape[2]
     by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
     if scaling is None and (by_layer or not getattr(module, "scale_attn_weights", True)):
         raise ValueError(
             f"{layer} scales its logits by its number, or not at all, and does not tell its attention; expected a "
             "scale. Take a newer version of transformers, which tells it"
         )
-    rows, keys = query.shape[2], key.shape[2]
-    progress = (
-        None if isinstance(part, PrunedProbe) or call is None or call.held is None else call.held.begin(part.pruning)
-    )
+    held = None if call is None else call.held
+    progress = None if held is None else held.begin(part.pruning)
+    whole = isinstance(held, StateLayer)  # then the keys are those of the rows alone
     seen = (0 if progress is None else progress.positions) + rows
-    if sliding_window is not None and seen > sliding_window:
-        raise ValueError(
-            f"{layer} slides over {sliding_window} positions, and there are {seen}; expected no more of them. Leave "
-            "the layer out of layers"
-        )
-    streamed = progress is not None and part.stream
-    if keys != (rows if streamed else seen):
-        raise ValueError(
-            f"{layer} has {rows} queries and {keys} keys, where {seen} were expected: keys of the same positions as "
-            "the queries, and those in a DynamicCache that this model has filled. Leave layers with cross-attention, "
-            "or with a cache of another kind, out of layers"
-        )
+    _check_lengths(layer, rows, key.shape[2], seen, sliding_window, whole=whole)
     declared = getattr(module, "is_causal", True) if is_causal is None or attention_mask is not None else is_causal
-    present, causal = _pattern(layer, attention_mask, rows, seen, declared or progress is not None, whole=streamed)
+    present, causal = padding_and_kind(
+        layer, attention_mask, rows, seen, declared or progress is not None, whole=whole
+    )
+    total = None if present is None else present.sum(1)
     if progress is not None:
         progress.check(layer, present)
-        total = None if present is None else present.sum(1)
-    if streamed and present is not None:
+        if not causal:
+            raise ValueError(f"{layer} has a cache and is not causal; expected causal attention. Set use_cache=False")
+    if whole and present is not None:
         present = present[:, -rows:]
-    if progress is not None and not causal:
-        raise ValueError(f"{layer} has a cache and is not causal; expected causal attention. Set use_cache=False")
-    if call is not None:
-        call.reached = True
-    if isinstance(part, PrunedProbe):
-        part.reached.append(module)
-        part.heads, part.causal, part.handed = key.shape[1], causal, call is not None
-        return torch.zeros_like(query[..., :1]).expand(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    arrays = Arrays(query, key, value, present, causal, scale)
+    if isinstance(part, Probe):
+        return part.take(call, query, key, value, causal=causal)
+    arrays = Arrays(query, key, value, present, causal, query.shape[-1] ** -0.5 if scaling is None else scaling)
     if part.look is not None:
         part.look(part.number, arrays)
     if output_attentions and causal and seen > rows:
@@ -209,6 +132,21 @@ def _attention(
     Y = joined([Y for Y, _, _ in found], places, 1)
     shares = joined([share for _, share, _ in found], places, 1) if output_attentions else None
     return Y.transpose(1, 2).contiguous(), shares
+
+
+def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: int | None, *, whole: bool) -> None:
+    """Raise unless there are as many keys as positions seen (`whole`: as rows), and no more than a window holds."""
+    if sliding_window is not None and seen > sliding_window:
+        raise ValueError(
+            f"{layer} slides over {sliding_window} positions, and there are {seen}; expected no more of them. Leave "
+            "the layer out of layers"
+        )
+    if keys != (rows if whole else seen):
+        raise ValueError(
+            f"{layer} has {rows} queries and {keys} keys, where {seen} were expected: keys of the same positions as "
+            "the queries, and those in a DynamicCache that this model has filled. Leave layers with cross-attention, "
+            "or with a cache of another kind, out of layers"
+        )
 
 
 def _group(
@@ -249,44 +187,3 @@ def _now(like: Any) -> float:
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     return perf_counter()
-
-
-def _pattern(layer: str, mask: Any, rows: int, keys: int, causal: bool, *, whole: bool) -> tuple[Any, bool]:
-    """Return which keys are there, (B, keys) bool or None for all, and whether attention is causal.
-
-    causal: what it is if the mask does not tell. whole: whether no mask says that all keys are there, and rows last.
-    """
-    if mask is None:
-        if causal and 1 < rows < keys and not whole:
-            raise ValueError(
-                f"{layer} was given no attention mask for {rows} queries and {keys} keys; expected one, as it is not "
-                "said which of them come first. Give the model an attention_mask of shape (batch, positions)"
-            )
-        return None, causal
-    seen = seen_by(mask, keys)
-    if seen.shape[-1] != keys:
-        raise ValueError(
-            f"{layer} was given the attention mask {tuple(mask.shape)} for {keys} keys; expected one with as many "
-            "columns. Give a DynamicCache, or none"
-        )
-    present = seen if seen.ndim == 2 else seen[:, -1]
-    if seen.ndim == 3 and seen.shape[1] == 1 < rows:
-        causal = False
-    elif seen.ndim == 3 and rows > 1:
-        place = torch.arange(keys, device=seen.device)
-        both = {True: present[:, None] & (place <= place[keys - rows :, None]), False: present[:, None]}
-        way = next((way for way in (causal, not causal) if _same(seen, both[way])), None)
-        if way is None:
-            raise ValueError(
-                f"{layer} was given an attention mask of shape {tuple(mask.shape)} that is neither full nor causal "
-                "with padding; expected one sequence in each row, and no packed ones (position_ids that start again), "
-                "windows or overlays. Give the model an attention_mask of shape (batch, positions), 0 for padding"
-            )
-        causal = way
-    return (None if present.all() else present), causal
-
-
-def _same(seen: Any, expected: Any) -> bool:
-    """Tell whether a mask is as expected; some versions let rows that see nothing see everything."""
-    nothing = ~expected.any(-1, keepdim=True) & seen.all(-1, keepdim=True)
-    return bool(((seen == expected) | nothing).all())

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import given_to, layer_of, numbers_among, parameters_of, takes_cache
-from levattn.integrations.transformers.changes import PART, check_pretrained, tried
-from levattn.integrations.transformers.latents.interface import NAME as MACCHIATO
+from levattn.integrations.transformers.calls import layer_of, numbers_among, parameters_of, takes_cache
+from levattn.integrations.transformers.changes import PART, check_model
+from levattn.integrations.transformers.latents.interface import LATENTS
 from levattn.integrations.transformers.pruning.heads import Group
-from levattn.integrations.transformers.pruning.interface import NAME, PrunedCall, PrunedProbe, Pruning
+from levattn.integrations.transformers.pruning.interface import PRUNED
 
 __all__ = [
     "Layer",
     "budgets_of",
     "check_layer",
-    "check_model",
+    "check_prunable",
     "discovered",
     "groups_of",
     "needs_masks",
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
-_READABLE = ("eager", "sdpa", NAME)  # implementations whose masks tell which keys a query sees
+_READABLE = ("eager", "sdpa", PRUNED.name)  # implementations whose masks tell which keys a query sees
 _POSITIONS = 3  # of what a model is tried with
 
 
@@ -44,9 +43,9 @@ class Layer:
     handed: bool  # whether its keywords reach its attention
 
 
-def check_model(model: Any) -> None:
-    """Raise for what is no model, is changed already, or hands positions on in a way that is not seen."""
-    check_pretrained(model)
+def check_prunable(model: Any) -> None:
+    """Raise for what is no model, or is changed already."""
+    check_model(model)
     name = type(model).__name__
     for module in model.modules():
         if hasattr(module, PART):
@@ -54,17 +53,10 @@ def check_model(model: Any) -> None:
                 f"model is {name}, and {layer_of(module)} of it is pruned already; expected a model without pruning. "
                 "Leave the with block, or call remove on it, first"
             )
-        if getattr(getattr(module, "config", None), "_attn_implementation", None) == MACCHIATO:
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == LATENTS.name:
             raise ValueError(
                 f"model is {name}, and was extended by macchiato_from; expected one that was not. Call remove(model)"
             )
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
-        raise ValueError(f"model is {name}, whose attention has ALiBi biases; expected rotary or absolute positions")
-    if getattr(config, "attention_chunk_size", None):
-        raise ValueError(f"model is {name}, whose attention is cut into chunks; expected full or sliding attention")
-    if getattr(config, "num_kv_shared_layers", None):
-        raise ValueError(f"model is {name}, whose layers share keys and values; expected keys of each layer's own")
 
 
 def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> dict[int, Layer]:
@@ -73,25 +65,23 @@ def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> di
     Those that go past the attention interface raise, unless `layers` leaves them out.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    reached: list[Any] = []
-    ran: list[Any] = []
-    crossed: list[Any] = []
-    with _probing(model, reached, ran, crossed) as probes:
-        tried(model, _inputs(model) if example is None else dict(example))
-    reached = list({id(module): module for module in reached}.values())
-    past = [module for module in ran if not any(module is other for other in reached)]
-    if not reached:
+    trial = PRUNED.tried(model, _attending(model), _inputs(model) if example is None else dict(example))
+    probes = list({id(probe.module): probe for probe in trial.reached}.values())
+    crossed = {id(module) for module, given in trial.entered if any(given.get(name) is not None for name in _CROSS)}
+    reached = {id(probe.module) for probe in probes}
+    past = [module for module, _ in trial.entered if id(module) not in reached and not _holds_another(module)]
+    if not probes:
         kind = type(past[0] if past else model).__name__
         raise ValueError(
             f"{type(model).__name__}: no attention function was reached ({kind} does not go through the attention "
             "interface of transformers); expected a model whose attention can be chosen by its config. Take a newer "
             "version of transformers, in which this model does, or another model"
         )
-    numbers: list[Any] = [getattr(module, "layer_idx", None) for module in reached]
+    numbers: list[Any] = [getattr(probe.module, "layer_idx", None) for probe in probes]
     if all(number is None for number in numbers):
-        numbers = list(range(len(reached)))
+        numbers = list(range(len(probes)))
     if None in numbers or len(set(numbers)) < len(numbers):
-        kinds = sorted({type(module).__name__ for module in reached})
+        kinds = sorted({type(probe.module).__name__ for probe in probes})
         cross = "cross-attention among them, " if crossed else ""
         raise ValueError(
             f"{type(model).__name__} has several stacks of layers ({cross}{', '.join(kinds)}), so that a number does "
@@ -105,49 +95,34 @@ def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> di
                 "transformers; expected layers that do. Name those in layers"
             )
     found: dict[int, Layer] = {}
-    for number, module in sorted(zip(numbers, reached, strict=True), key=lambda pair: int(pair[0])):
-        probe = probes[id(module)]
-        found[number] = Layer(number, names[id(module)], module, probe.heads, probe.causal, probe.handed)
-    for layer in found.values():
-        if (wanted is None or layer.number in wanted) and any(layer.module is other for other in crossed):
+    for number, probe in sorted(zip(numbers, probes, strict=True), key=lambda pair: int(pair[0])):
+        module = probe.module
+        if id(module) in crossed and (wanted is None or number in wanted):
             raise ValueError(
-                f"{layer.name} ({layer_of(layer.module)}) attends from one sequence to another; expected "
+                f"{names[id(module)]} ({layer_of(module)}) attends from one sequence to another; expected "
                 "self-attention. Prune the encoder alone, e.g. prune(model.get_encoder(), ...)"
             )
+        handed = probe.call is not None
+        found[number] = Layer(number, names[id(module)], module, probe.key.shape[1], probe.causal, handed)
     return found
 
 
-@contextmanager
-def _probing(model: Any, reached: list[Any], ran: list[Any], crossed: list[Any]) -> Iterator[dict[int, PrunedProbe]]:
-    """Let all attention modules of a model tell when they run, when they reach our attention, and what it is given."""
-    from transformers import PretrainedConfig, PreTrainedModel
+def _attending(model: Any) -> list[Any]:
+    """Return the attention modules of a model, by the names of their types; torch's own are not transformers'."""
+    from transformers import PreTrainedModel
 
-    changes = Pruning()
-    probes: dict[int, PrunedProbe] = {}
+    return [
+        module
+        for module in model.modules()
+        if "Attention" in type(module).__name__
+        and not isinstance(module, PreTrainedModel)
+        and not type(module).__module__.startswith("torch.")
+    ]
 
-    def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names, others = parameters_of(module)
-        given = given_to(names, args, kwargs)
-        if any(given.get(name) is not None for name in _CROSS):
-            crossed.append(module)
-        if not any("Attention" in type(inner).__name__ for inner in list(module.modules())[1:]):
-            ran.append(module)
-        return (args, {**kwargs, NAME: PrunedCall()}) if others and hasattr(module, PART) else (args, kwargs)
 
-    try:
-        for module in model.modules():
-            kind = type(module)
-            if "Attention" not in kind.__name__ or isinstance(module, PreTrainedModel):
-                continue
-            if kind.__module__.startswith("torch."):
-                continue
-            changes.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            if isinstance(getattr(module, "config", None), PretrainedConfig):
-                probes[id(module)] = PrunedProbe(reached)
-                changes.give_part(module, probes[id(module)])
-        yield probes
-    finally:
-        changes.undo()
+def _holds_another(module: Any) -> bool:
+    """Tell whether an attention module holds another, which attends for it."""
+    return any("Attention" in type(inner).__name__ for inner in list(module.modules())[1:])
 
 
 def _inputs(model: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -12,23 +11,15 @@ import numpy as np
 
 from levattn.attention import pruned_attention
 from levattn.integrations.transformers.calibration.calibration import Calibration
-from levattn.integrations.transformers.calls import numbers_among, parameters_of
-from levattn.integrations.transformers.changes import Changes
-from levattn.integrations.transformers.pruning.heads import Arrays, SharedOptions
-from levattn.integrations.transformers.pruning.interface import (
-    NAME,
-    STREAM,
-    LayerPruning,
-    Pruning,
-    check_reached,
-    hand_on,
-    register,
-)
+from levattn.integrations.transformers.calls import numbers_among
+from levattn.integrations.transformers.changes import PART, Changes
+from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions
+from levattn.integrations.transformers.pruning.interface import PRUNED, STREAM, LayerPruning, register
 from levattn.integrations.transformers.pruning.layers import (
     Layer,
     budgets_of,
     check_layer,
-    check_model,
+    check_prunable,
     discovered,
     groups_of,
     needs_masks,
@@ -84,17 +75,10 @@ def prune(
         Numbers of the layers to prune, from 0; all that the model goes through if None.
     heads : iterable of int, optional
         Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs.
-    size : int, optional
-        Instead of `budget`: the number of keys selected in each head. This and the next seven are as for
-        `pruned_attention`.
-    epsilon : float in (0, 1], optional
-        Instead of `budget`: keys with a score of at least ε are selected.
-    summaries : int, optional
-        Number of clusters that the other keys are read in.
-    window : int, optional
-        Keys near a query that it attends to exactly.
-    sinks : int, optional
-        First keys that are always kept.
+    size, epsilon : int, float in (0, 1], optional
+        Instead of `budget`: the number of keys selected in each head, or the least score of such keys.
+    summaries, window, sinks : int, optional
+        As for `pruned_attention`.
     scores : {"residual", "expected", "leverage"}
         What keys are selected by.
     center : bool, optional
@@ -157,7 +141,7 @@ def prune(
     >>> report = prune(model, {(0, 1): 12, (1, 0): 0.5})
     >>> report.remove()
     """
-    check_model(model)
+    check_prunable(model)
     if measure and stream:
         raise ValueError(
             "measure and stream are True; expected one of them: without all keys there is no dense attention"
@@ -187,23 +171,29 @@ def prune(
     )
     given = {"budget": budget, "layers": layers, "heads": heads, **options}
     report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
+    measured = not stream if measure is None else bool(measure)
     pruning, parts = next(_prunings), []
     for number, groups in chosen.items():
+        if stream:
+            _check_stream(there[number], groups)
         tally = Tally(there[number].heads)
-        if stream and not there[number].causal:
-            raise ValueError(
-                f"stream is True and layer {number} is not causal; expected a decoder, as only these have caches"
-            )
-        if stream and any(group.dense for group in groups):
-            raise ValueError(
-                f"stream is True and heads of layer {number} are dense; expected all heads of a layer to be pruned, "
-                "as dense ones need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
-            )
-        measured = not stream if measure is None else bool(measure)
         parts.append(LayerPruning(number, pruning, groups, rule, tally, measured, bool(stream)))
         report._watch(number, tally, sorted(head for group in groups if not group.dense for head in group.heads))
     report._take(model, _changed(model, there, parts))
     return report
+
+
+def _check_stream(layer: Layer, groups: tuple[Group, ...]) -> None:
+    """Raise for a layer that needs all its keys."""
+    if not layer.causal:
+        raise ValueError(
+            f"stream is True and layer {layer.number} is not causal; expected a decoder, as only these have caches"
+        )
+    if any(group.dense for group in groups):
+        raise ValueError(
+            f"stream is True and heads of layer {layer.number} are dense; expected all heads of a layer to be pruned, "
+            "as dense ones need all keys. Leave the layer out, or give each of its heads a budget below 1.0"
+        )
 
 
 def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +216,7 @@ def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, 
 @contextmanager
 def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None) -> Iterator[None]:
     """Show what layers attend with, call by call, while they compute dense attention: their number, and arrays."""
-    check_model(model)
+    check_prunable(model)
     register()
     layers = None if layers is None else _listed(layers)
     there = discovered(model, None, layers)
@@ -241,33 +231,23 @@ def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None
         changes.undo()
 
 
-def _changed(model: Any, layers: dict[int, Layer], parts: list[LayerPruning]) -> Pruning:
+def _changed(model: Any, layers: dict[int, Layer], parts: list[LayerPruning]) -> Changes:
     """Give layers of a model their parts, and return how to undo it; a model that is refused is as it was."""
-    modules = [layers[part.number].module for part in parts]
-    masks = NAME if needs_masks(model, modules) else None
+    chosen = [layers[part.number] for part in parts]
+    modules = [layer.module for layer in chosen]
+    masks = PRUNED.name if needs_masks(model, modules) else None
     if any(part.stream for part in parts) and not shared_configs(model, modules):
         masks = STREAM
-    changes = Pruning()
-    try:
-        for part in parts:
-            layer = layers[part.number]
-            check_layer(layer)
-            changes.give_part(layer.module, part)
-            _hook(layer, changes)
-        if masks is not None:
-            changes.give_masks(masks)
-    except BaseException:
-        changes.undo()
-        raise
+    for layer in chosen:
+        check_layer(layer)
+    changes = Changes(PART)
+    for layer, part in zip(chosen, parts, strict=True):
+        changes.give_part(layer.module, PRUNED.name, part)
+        if layer.handed:
+            changes.hooks += PRUNED.hook(layer.module)
+    if masks is not None:
+        changes.give_masks(masks)
     return changes
-
-
-def _hook(layer: Layer, changes: Changes) -> None:
-    """Bring a layer its cache, and see to it that it keeps reaching its attention."""
-    if layer.handed:
-        names = parameters_of(layer.module)[0]
-        changes.hooks.append(layer.module.register_forward_pre_hook(partial(hand_on, names), with_kwargs=True))
-        changes.hooks.append(layer.module.register_forward_hook(check_reached, with_kwargs=True))
 
 
 def _check_options(rule: SharedOptions, budgets: set[tuple[Any, bool]]) -> None:

@@ -1,0 +1,144 @@
+"""How transformers comes to call an attention of ours: by its name, with what hooks bring it of the module's call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from levattn.integrations.transformers.cache import StateLayer
+from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, parameters_of, refuse
+from levattn.integrations.transformers.changes import Changes
+
+__all__ = ["Call", "Interface", "Probe", "Trial"]
+
+
+@dataclass
+class Call:
+    """One call of an attention module, on its way from the hook in front to the attention function."""
+
+    held: Any = None  # the layer of the cache
+    hidden: Any = None  # the states that came to the module
+    reached: bool = False
+
+
+@dataclass
+class Trial:
+    """What happened while a model was tried out."""
+
+    entered: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # modules and what they were called with
+    reached: list[Probe] = field(default_factory=list)  # in the order of their calls
+
+
+@dataclass
+class Probe:
+    """What a module hands to its attention, in the place of a part while a model is tried out."""
+
+    module: Any
+    trial: Trial
+    query: Any = None
+    key: Any = None
+    causal: bool = True
+    sliding_window: int | None = None
+    call: Any = None  # None where keywords of the module do not come to its attention
+
+    def take(self, call: Any, query: Any, key: Any, value: Any, **found: Any) -> tuple[Any, None]:
+        """Keep what came to the attention, and return zeros in the place of its output."""
+        self.trial.reached.append(self)
+        self.call, self.query, self.key = call, query, key
+        for name, what in found.items():
+            setattr(self, name, what)
+        return torch.zeros_like(query[..., :1]).expand(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An attention of ours, under the name by which transformers calls it."""
+
+    name: str  # no "flash", "sdpa", "flex_attention", "/" or ":", which transformers reads in names
+    part: str  # the attribute of an attention module that says what it computes
+    held_in: Callable[[Any, Any], Any]  # the layer of a cache for a module
+    maker: str  # who gives models this attention, and what messages call it
+    attention: str
+    remedy: str  # if it would ignore something
+
+    def register(self, attention: Callable[..., Any], masks: Callable[..., Any], name: str | None = None) -> None:
+        """Tell transformers the attention function and the masks that go with it, by name."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(name or self.name, attention)
+        AttentionMaskInterface.register(name or self.name, masks)
+
+    def hook(self, module: Any) -> list[Any]:
+        """Bring the attention of a module what it will need of each call, and see to it that it is reached."""
+        before = partial(self._hand_on, parameters_of(module)[0])
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(self._check_reached, with_kwargs=True),
+        ]
+
+    def _hand_on(
+        self, names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = given_to(names, args, kwargs)
+        past = cache_among(given)
+        held = None if past is None else self.held_in(past, module)
+        if isinstance(held, StateLayer):
+            held.expected = True
+        return args, {**kwargs, self.name: Call(held, given.get("hidden_states"))}
+
+    def _check_reached(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
+        if not kwargs[self.name].reached:
+            raise RuntimeError(
+                f"{layer_of(module)} did not call the attention of {self.maker}; expected the attention "
+                f"implementation {self.name!r} in its config, found {module.config._attn_implementation!r}. Leave it "
+                "as it is, or call remove(model)"
+            )
+
+    def begin(self, module: Any, dropout: float, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the part of a module, and its `Call` (or None) from keywords; raise for others that it ignores."""
+        part, call, layer = getattr(module, self.part, None), kwargs.pop(self.name, None), layer_of(module)
+        if part is None:
+            raise ValueError(
+                f"the attention implementation {self.name!r} was chosen by hand for {layer}; expected a layer that "
+                f"{self.maker} changed. Call it on the model, or choose another one"
+            )
+        refuse(layer, dropout, kwargs, attention=self.attention, remedy=self.remedy)
+        if call is not None:
+            call.reached = True
+        return part, call
+
+    def tried(self, model: Any, modules: Iterable[Any], inputs: dict[str, Any]) -> Trial:
+        """Let a model compute inputs as it would after training, and return what these modules did.
+
+        The model stays as it is.
+        """
+        from transformers import PretrainedConfig
+
+        trial, changes = Trial(), Changes(self.part)
+        training = [module for module in model.modules() if module.training]
+        try:
+            for module in modules:
+                enter = partial(self._enter, trial)
+                changes.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                if isinstance(getattr(module, "config", None), PretrainedConfig):
+                    changes.give_part(module, self.name, Probe(module, trial))
+            model.eval()
+            with torch.no_grad():
+                model(**inputs)
+        finally:
+            for module in training:
+                module.training = True
+            changes.undo()
+        return trial
+
+    def _enter(self, trial: Trial, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names, others = parameters_of(module)
+        given = given_to(names, args, kwargs)
+        trial.entered.append((module, given))
+        if others and hasattr(module, self.part):
+            return args, {**kwargs, self.name: Call(hidden=given.get("hidden_states"))}
+        return args, kwargs
