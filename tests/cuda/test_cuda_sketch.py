@@ -24,7 +24,7 @@ from levattn._core import random as _core_random
 from levattn._core.arrays import to_float64
 from levattn._core.random import below, normals, signs, words
 from levattn._kernels import Rows
-from levattn._kernels.cuda_source import path_of, text
+from levattn._kernels.cuda_source import text
 from levattn._kernels.sketch import cpu as sketch_cpu
 from levattn._kernels.sketch import cuda as sketch_cuda
 from levattn._kernels.sketch import definition
@@ -152,7 +152,7 @@ def sketched(function: Callable[..., None], rows: Rows, size: int, *args: Any, d
 
 
 def test_constants_are_those_of_the_generator() -> None:
-    code = path_of("philox.cuh").read_text()
+    code = text("philox.cuh")
     for name in ("MULTIPLIERS", "INCREMENTS"):
         (figures,) = re.findall(rf"#define PHILOX_{name} (.*)", code)
         assert tuple(int(figure, 16) for figure in figures.split(", ")) == getattr(_core_random, name)
@@ -160,7 +160,7 @@ def test_constants_are_those_of_the_generator() -> None:
 
 
 def test_constants_are_those_of_the_source() -> None:
-    code = text("sketch")
+    code = text("sketch.cu")
     for name in ("THREADS", "TILE", "GROUP", "SIDE", "FLIPS"):
         (figure,) = re.findall(rf"constexpr int {name} = (\d+)", code) or re.findall(rf"\b{name} = (\d+)", code)
         assert int(figure) == getattr(sketch_cuda, f"_{name}"), name
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(256)
     size=st.integers(1, 2**31 - 1) | st.integers(1, 100),
 )
 def test_words_are_those_of_the_generator(seed: int, stream: int, group: int, column: int, size: int) -> None:
-    kernel = emulator.compiled(path_of("philox.cuh").read_text() + DRAW, ("draw",))["draw"]
+    kernel = emulator.compiled(text("philox.cuh") + DRAW, ("draw",))["draw"]
     drawn, places, numbers = np.zeros(4, np.uint32), np.zeros(4, np.uint32), np.zeros(4)
     which = np.uint64(seed), np.uint32(stream), np.int64(group), np.uint32(column), np.uint32(size)
     kernel((1,), (1,), (*which, drawn, places, numbers))

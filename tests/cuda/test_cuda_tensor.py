@@ -12,7 +12,7 @@ from test_cuda import read, rows_of, stored
 import emulator
 from emulator import on_host
 from levattn._kernels import BLOCK, Rows
-from levattn._kernels.cuda_source import path_of
+from levattn._kernels.cuda_source import text
 from levattn._kernels.gram import cuda as gram_cuda
 from levattn._kernels.gram import cuda_tensor
 
@@ -20,7 +20,7 @@ FORMATS = ("float32", "float16", "bfloat16")
 UNIT = 2.0**-24
 
 PRIMITIVES = (
-    "".join(path_of(name).read_text() for name in ("keys.cuh", "mma.cuh"))
+    "".join(text(name) for name in ("keys.cuh", "mma.cuh"))
     + """
 template <typename Number>
 __global__ void __launch_bounds__(32) multiply(const unsigned short *A, const unsigned short *B, float *C) {

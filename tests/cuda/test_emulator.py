@@ -454,7 +454,7 @@ class TestMemory:
 
     def test_shared_memory_of_any_size(self) -> None:
         code = (
-            cuda_source.path_of("shared.cuh").read_text()
+            cuda_source.text("shared.cuh")
             + """
             __global__ void run(double *out, int at) {
                 DYNAMIC_SHARED(bytes);

@@ -20,14 +20,15 @@ __device__ double largest_of(double mine, double *shared) {
 
 }  // namespace
 
-// The contract of `inverse_cholesky`: G and W are (b, d, d), `pivot` and `reach` (b,). A block of threads takes one
+// The contract of `inverse_cholesky`: G and W are (b, d, d), `pivot` and `inverse_norm_bound` (b,). A block of threads takes one
 // matrix, in 2 d doubles of dynamic shared memory and d (d | 1) more, or as many for each in `room` if that is given: an
 // odd width spreads a column over the banks.
 //
 // The scaled matrix is eliminated in place, forwards: left of the column that is eliminated the lower triangle of A holds
 // the inverse of the factor, from it on what is left of the matrix.
 __global__ void __launch_bounds__(THREADS, 1)
-    invert_cholesky(const double *G, int d, double shift, double *room, double *W, double *pivot, double *reach) {
+    invert_cholesky(const double *G, int d, double shift, double *room, double *W, double *pivot,
+                    double *inverse_norm_bound) {
     DYNAMIC_SHARED(memory);
     __shared__ double reduced[THREADS];
     const long long item = blockIdx.x, size = (long long)d * d;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (threadIdx.x == 0) pivot[item] = smallest;
     if (!(smallest > 0)) {
-        if (threadIdx.x == 0) reach[item] = 1.0 / 0.0;
+        if (threadIdx.x == 0) inverse_norm_bound[item] = 1.0 / 0.0;
         return;
     }
     double tallest = 0, widest = 0;
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     tallest = largest_of(tallest, reduced);
     widest = largest_of(widest, reduced);
-    if (threadIdx.x == 0) reach[item] = tallest * widest;
+    if (threadIdx.x == 0) inverse_norm_bound[item] = tallest * widest;
     for (int i = warp; i < d; i += WARPS)
         for (int j = lane; j < d; j += 32) {
             const bool kept = i <= j && scale[i] > 0 && scale[j] > 0;

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import launch, namespace
+from levattn._kernels.cuda_source import THREADS, launch, namespace, on_device
 from levattn._kernels.rows.contract import BLOCK, Pieces, Rows
-from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
+from levattn._kernels.rows.cuda import key_arguments, key_type
 
 __all__ = ["WIDE", "partial_moments", "square_rows"]
 
 WIDE = 256  # columns from which a product by cuBLAS is worth writing out what it reads
-_THREADS = 256
 
 
 def _blocks(rows: Rows, item: int, start: int, stop: int, dtype: Any) -> Iterator[tuple[int, int, Any]]:
@@ -29,8 +28,7 @@ def _blocks(rows: Rows, item: int, start: int, stop: int, dtype: Any) -> Iterato
     for low in range(start, stop, BLOCK):
         n = min(BLOCK, stop - low)
         X = namespace().zeros((BLOCK, d), dtype)
-        numbers = [np.int64(n), np.int64(item), np.int64(low), X]
-        launch("scan", "read_rows", types, (-(-n * d // _THREADS),), _THREADS, [*arguments, *numbers])
+        launch("scan", "read_rows", types, (-(-n * d // THREADS),), [*arguments, n, item, low, X])
         yield low, n, X
 
 

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 // `exact`: error-free products, summed up with their errors.
 template <typename Key, bool exact>
 __global__ void __launch_bounds__(THREADS)
-    turn_rows(KEY_PARAMETERS, long long n, long long item, long long start, const double *basis, double *out) {
+    rows_in_basis(KEY_PARAMETERS, long long n, long long item, long long start, const double *basis, double *out) {
     const Reader<Key> reader KEY_READER;
     const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= n * d) return;

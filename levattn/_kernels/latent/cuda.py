@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.cuda_source import NOTHING, launch, namespace
+from levattn._kernels.cuda_source import THREADS, launch, namespace, on_device, with_rows, with_steps
 from levattn._kernels.latent.contract import LatentArguments, State
-from levattn._kernels.rows.cuda import on_device, sum_in_pairs
+from levattn._kernels.rows.cuda import sum_in_pairs
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
 
@@ -31,7 +31,6 @@ _EVERYTHING = 1 << 62  # sees a row that is not causal
 _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block
 _WIDEST = 128  # columns of a block
 _PIECE = 64  # rows of a warp's block
-_THREADS = 256
 _FOLLOWED, _ROWS, _POSITIONS = 7, 6, 5  # fields of a run
 _TYPES = {"float32": "float", "float64": "double"}
 _CHANNELS, _LINES = 32, 16
@@ -56,7 +55,7 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
         beside = None if x.beside is None else xp.zeros(x.beside.shape, work.dtype)
         return (*(xp.zeros(part.shape, work.dtype) for part in (x.Q, x.K, x.V)), absent, beside)
     weights = work.row_weights()
-    return work.gradients(_strided(dY), weights, work.starts() if x.causal else work.everything())
+    return work.gradients(with_rows(dY), weights, work.starts() if x.causal else work.everything())
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
@@ -70,8 +69,8 @@ def joined(state: State, other: State) -> State:
     xp, D = namespace(), state[2].shape[-1]
     arguments = [on_device(part, np.float64) for part in (*state, *other)]
     m, s, S = (xp.empty(part.shape) for part in state)
-    blocks = -(-m.size * max(D, 1) // _THREADS)
-    launch("latent", "join_states", (), (blocks,), _THREADS, [*arguments, np.int64(m.size), np.int32(D), m, s, S])
+    blocks = -(-m.size * max(D, 1) // THREADS)
+    launch("latent", "join_states", (), (blocks,), [*arguments, m.size, D, m, s, S])
     return m, s, S
 
 
@@ -80,12 +79,12 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     xp, (b, T, C) = namespace(), x.shape
     dtype = np.result_type(a.dtype, x.dtype)
     out = xp.empty((b, T, C), dtype)
-    before = NOTHING if first is None or reverse else on_device(first, dtype)
+    before = None if first is None or reverse else on_device(first, dtype)
     a, x = (part.astype(dtype, copy=False) for part in (xp.broadcast_to(a, x.shape), x))
-    arguments = [*_rows(a), *_rows(x), before, np.int64(T), np.int32(C), np.bool_(reverse), out]
     if T:
-        blocks = b * -(-C // _CHANNELS)
-        launch("decay", "scan_decayed", (_TYPES[dtype.name],), (blocks,), _CHANNELS * _LINES, arguments)
+        arguments = [*_rows(a), *_rows(x), before, T, C, reverse, out]
+        grid = (b * -(-C // _CHANNELS),)
+        launch("decay", "scan_decayed", (_TYPES[dtype.name],), grid, arguments, threads=_CHANNELS * _LINES)
     return out
 
 
@@ -107,7 +106,7 @@ class _Runs:
 
     @cached_property
     def arguments(self) -> list[Any]:
-        return [on_device(self.table), np.int32(len(self.table))]
+        return [on_device(self.table), len(self.table)]
 
     @cached_property
     def spans(self) -> Any:
@@ -118,14 +117,14 @@ class _Runs:
 class _Starts:
     """What runs begin with: references and sums (b, slots, L), states (b, slots, L, D), or nothing."""
 
-    references: Any = NOTHING
-    sums: Any = NOTHING
-    states: Any = NOTHING
+    references: Any = None
+    sums: Any = None
+    states: Any = None
     slots: int = 0
 
     @property
     def arguments(self) -> list[Any]:
-        return [self.references, self.sums, self.states, np.int64(self.slots)]
+        return [self.references, self.sums, self.states, self.slots]
 
 
 class _Work:
@@ -151,7 +150,7 @@ class _Work:
         self.bounds = on_device(np.append(self._begins, self._begins[-1:] + lengths[-1:]))
         self.width = next((width for width in _CLASSES[self.real] if width >= self.L), _CLASSES[self.real][-1])
         self.slices = max(1, -(-self.L // self.width))
-        self.positions = [*_rows(x.K), *_rows(x.V), *_rows(x.mask, 2)]
+        self.positions = [*_rows(x.K), *_rows(x.V), *with_steps(x.mask, 2)]
 
     # -- before rows -------------------------------------------------------------------
 
@@ -176,18 +175,17 @@ class _Work:
         if runs.any(_FOLLOWED):
             threads, columns = self._block(len(runs))
             shared = 2 * _steps(self.dtype, 64) * (self.width + self._pitch(threads)) + 3 * self.width
-            arguments = [*self.positions, *runs.arguments, np.int32(self.L), np.int32(self.D), maxima, sums, states]
+            arguments = [*self.positions, *runs.arguments, self.L, self.D, maxima, sums, states]
             self._launch("latent", "sum_runs", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
-        before = [NOTHING] * 3 if self.x.state is None else [on_device(part, np.float64) for part in self.x.state]
+        before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
         entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
-        whole: Any = [NOTHING] * 3
+        whole: Any = [None] * 3
         if totals:
             whole = [xp.empty((self.b, self.n, self.L, *rest)) for rest in ((), (), (self.D,))]
-        sizes = [np.int64(self.b), np.int32(self.n), np.int32(self.L)]
+        sizes = [self.b, self.n, self.L]
         arguments = [*_listed(runs), *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
-        blocks = -(-self.b * self.n * self.L // _THREADS)
-        launch("latent", "combine_sums", (self.real,), (blocks,), _THREADS, arguments)
-        factors = [before[2], entered, kept, gained, NOTHING]
+        launch("latent", "combine_sums", (self.real,), (-(-self.b * self.n * self.L // THREADS),), arguments)
+        factors = [before[2], entered, kept, gained, None]
         self._scan(runs, _FOLLOWED, states, factors, whole[2])
         return _Starts(maxima, sums, states, len(runs)), tuple(whole)
 
@@ -195,10 +193,8 @@ class _Work:
         self, runs: _Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False
     ) -> None:
         D = x.shape[3] if x.ndim == 4 else 1
-        sizes = [np.int64(self.b), np.int32(self.n), np.int32(self.L), np.int32(D)]
-        arguments = [*_listed(runs), *sizes, np.int32(field), np.bool_(backwards), *factors, x, into]
-        blocks = -(-self.b * self.n * self.L * D // _THREADS)
-        launch("latent", "scan_runs", (self.real,), (blocks,), _THREADS, arguments)
+        arguments = [*_listed(runs), self.b, self.n, self.L, D, field, backwards, *factors, x, into]
+        launch("latent", "scan_runs", (self.real,), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
 
     # -- rows --------------------------------------------------------------------------
 
@@ -206,15 +202,15 @@ class _Work:
         """Return the largest logit of each row, the inverse of its sum of exponentials, and the weight of its gate."""
         xp, runs, x = namespace(), self.row_runs, self.x
         first = xp.empty((self.b, self.n, self.L), np.int32)
-        maxima = NOTHING if x.state is None else on_device(x.state[0], np.float64)
-        arguments = [*_rows(x.K), *_rows(x.mask, 2), self.bounds, np.int32(self.n), maxima, np.int32(self.L), first]
-        launch("latent", "find_first", (self.real,), (self.n * self.b, -(-self.L // 32)), _THREADS, arguments)
+        maxima = None if x.state is None else on_device(x.state[0], np.float64)
+        arguments = [*_rows(x.K), *with_steps(x.mask, 2), self.bounds, self.n, maxima, self.L, first]
+        launch("latent", "find_first", (self.real,), (self.n * self.b, -(-self.L // 32)), arguments)
         found = [xp.empty((self.b, self.T), self.dtype) for _ in range(3)]
         if x.gate is None:
-            found[2] = NOTHING
-        sizes = [np.int32(self.n), np.int32(self.L), np.int64(self.T)]
-        arguments = [*_rows(x.Q), *_rows(x.gate, 2), first, *runs.arguments, *sizes, *found]
-        launch("latent", "weigh_rows", (self.real,), self._pieces(runs, _ROWS), _THREADS, arguments)
+            found[2] = None
+        sizes = [self.n, self.L, self.T]
+        arguments = [*_rows(x.Q), *with_steps(x.gate, 2), first, *runs.arguments, *sizes, *found]
+        launch("latent", "weigh_rows", (self.real,), self._pieces(runs, _ROWS), arguments)
         return found
 
     def rows(self, weights: list[Any], starts: _Starts) -> Any:
@@ -224,9 +220,8 @@ class _Work:
         threads, columns = self._block(len(runs))
         pitch, steps = self._pitch(threads), _steps(self.dtype, 64)
         shared = 4 * steps * self.width + 2 * steps * pitch * (1 + (x.gate is not None)) + 6 * steps + 2 * self.width
-        sizes = [np.int32(self.L), np.int32(self.D), np.int64(self.T)]
         arguments = [*self.positions, *_rows(x.Q), *_rows(x.beside), *weights, *starts.arguments]
-        arguments += [*runs.arguments, *sizes, out]
+        arguments += [*runs.arguments, self.L, self.D, self.T, out]
         self._launch("latent", "write_rows", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
         return _summed(out)
 
@@ -240,9 +235,9 @@ class _Work:
         E, c = xp.empty((b, U, L), self.dtype), xp.empty((b, T, L), self.dtype)
         read = xp.empty((b, columns, T, L), self.dtype)
         crossing = x.causal and self.row_runs.any(_FOLLOWED)
-        kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else NOTHING for _ in range(2))
-        sizes = [np.int32(L), np.int32(D), np.int64(T)]
-        arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, np.int64(U)]
+        kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else None for _ in range(2))
+        sizes = [L, D, T]
+        arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, U]
         shared = self._back_shared(threads, 2, 4, read_out=True) + 2 * self.width
         grid = (len(self.row_runs) * b, columns, self.slices)
         self._launch("latent_back", "trace_runs", grid, threads, [*arguments, E, c, read, kept, given], shared)
@@ -250,16 +245,15 @@ class _Work:
         dQ, dgate, dbeside = xp.empty((b, T, L), self.dtype), None, None
         if x.gate is not None:
             dgate, dbeside = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
-        besides = [NOTHING if part is None else part for part in (dgate, dbeside)]
         arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.beside), *weights, *self.row_runs.arguments, *sizes]
-        arguments += [c, growths, dQ, *besides]
-        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), _THREADS, arguments)
+        arguments += [c, growths, dQ, dgate, dbeside]
+        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), arguments)
         if not x.causal:
-            references = [on_device(starts.references, np.float64), np.int32(self.n)]
-            arguments = [*_rows(x.K), *_rows(x.mask, 2), *references, *self.position_runs.arguments]
-            arguments += [np.int32(L), np.int64(U), E]
-            pieces = self._pieces(self.position_runs, _POSITIONS)
-            launch("latent_back", "raise_logits", (self.real,), pieces, _THREADS, arguments)
+            references = [on_device(starts.references, np.float64), self.n]
+            arguments = [*_rows(x.K), *with_steps(x.mask, 2), *references, *self.position_runs.arguments, L, U, E]
+            launch(
+                "latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, _POSITIONS), arguments
+            )
         dK, dV = self._flows([*_rows(dY), E, c, growths], kept, given)
         return dQ, dK, dV, dgate, dbeside
 
@@ -267,23 +261,23 @@ class _Work:
         """Return dK and dV: what rows and runs of rows give back to the positions that they see."""
         xp, b, L, D = namespace(), self.b, self.L, self.D
         threads, columns = self._block(None)
-        sizes = [np.int32(L), np.int32(D), np.int64(self.T), np.int64(self.U)]
-        runs, coming = self.row_runs, [NOTHING, NOTHING, np.int64(0)]
-        if kept is not NOTHING or not self.x.causal:
+        sizes = [L, D, self.T, self.U]
+        runs, coming = self.row_runs, [None, None, 0]
+        if kept is not None or not self.x.causal:
             flows, sums = xp.empty((b, len(runs), L, D), self.dtype), xp.empty((b, len(runs), L), self.dtype)
             shared = self._back_shared(threads, 6, 2, read_out=False) + self.width
             arguments = [*read, *runs.arguments, *sizes, flows, sums]
             grid = (len(runs) * b, columns, self.slices)
             self._launch("latent_back", "sum_flows", grid, threads, arguments, shared)
-            whole: Any = [NOTHING, NOTHING]
+            whole: Any = [None, None]
             if not self.x.causal:
                 whole = [xp.empty((b, self.n, L, D)), xp.empty((b, self.n, L))]
-            factors = [NOTHING, NOTHING, kept, NOTHING, given]
+            factors = [None, None, kept, None, given]
             for part, all_of_it in zip((flows, sums), whole, strict=True):
                 self._scan(runs, _ROWS, part, factors, all_of_it, backwards=True)
-            coming = [flows, sums, np.int64(len(runs))]
+            coming = [flows, sums, len(runs)]
             if not self.x.causal:
-                coming = [*(part.astype(self.dtype) for part in whole), np.int64(self.n)]
+                coming = [*(part.astype(self.dtype) for part in whole), self.n]
         runs = self.position_runs
         dV = xp.zeros((b, self.slices, self.U, D), self.dtype)
         dK = xp.zeros((b, columns, self.U, L), self.dtype)
@@ -324,7 +318,7 @@ class _Work:
 
     def _launch(self, source: str, name: str, grid: Any, threads: int, arguments: list[Any], numbers: int) -> None:
         shared = numbers * self.dtype.itemsize + 32  # and the bits of steps
-        launch(source, name, (self.real, str(self.width)), grid, threads, arguments, shared)
+        launch(source, name, (self.real, str(self.width)), grid, arguments, threads=threads, shared=shared)
 
 
 def _cuts(length: int) -> Int64:
@@ -394,19 +388,9 @@ def _steps(dtype: Any, nbytes: int) -> int:
     return nbytes // int(dtype.itemsize)
 
 
-def _strided(array: Any) -> Any:
-    """Return an array whose last axis has its numbers next to each other."""
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return namespace().ascontiguousarray(array)
-    return array
-
-
-def _rows(array: Any, axes: int = 3) -> list[Any]:
-    """Return an array as arguments of a kernel, with the steps along its first two axes; or nothing."""
-    if array is None:
-        return [NOTHING, np.int64(0), np.int64(0)]
-    array = _strided(array) if axes == 3 else array
-    return [array, *(np.int64(step // array.itemsize) for step in array.strides[:2])]
+def _rows(array: Any) -> list[Any]:
+    """Return an array of rows as arguments of a kernel, with the steps along its first two axes; or nothing."""
+    return with_steps(array if array is None else with_rows(array), 2)
 
 
 def _summed(parts: Any) -> Any:
