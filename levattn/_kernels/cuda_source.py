@@ -97,7 +97,8 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "latent_back": {
         **dict.fromkeys(("finish_rows", "raise_logits"), tuple((real,) for real in _REALS)),
-        **dict.fromkeys(("trace_runs", "sum_flows", "write_flows"), _TILES),
+        "trace_runs": _TILES,
+        "flow_back": tuple((*tile, alone) for tile in _TILES for alone in ("true", "false")),
     },
     "decay": {"scan_decayed": tuple((real,) for real in _REALS)},
     "tokens": {

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.cuda_source import THREADS, launch, namespace, on_device, with_rows, with_steps
+from levattn._kernels.cuda_source import KERNELS, THREADS, launch, namespace, on_device, with_rows, with_steps
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.rows.cuda import sum_in_pairs
 
@@ -113,6 +113,15 @@ class _Runs:
         return on_device(np.searchsorted(self.table[:, 0], np.arange(self.sequences + 1)).astype(np.int64))
 
 
+class _Shared(NamedTuple):
+    """What a block shares: for each step of a chunk lines of latents and of columns, and other numbers."""
+
+    latents: int
+    columns: int
+    sums: int  # of each latent, of the whole run
+    others: int = 0
+
+
 @dataclass(frozen=True)
 class _Starts:
     """What runs begin with: references and sums (b, slots, L), states (b, slots, L, D), or nothing."""
@@ -173,10 +182,8 @@ class _Work:
         xp, shape = namespace(), (self.b, len(runs), self.L)
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
         if runs.any(_FOLLOWED):
-            threads, columns = self._block(len(runs))
-            shared = 2 * _steps(self.dtype, 64) * (self.width + self._pitch(threads)) + 3 * self.width
             arguments = [*self.positions, *runs.arguments, self.L, self.D, maxima, sums, states]
-            self._launch("latent", "sum_runs", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
+            self._walk("sum_runs", runs, self._block(len(runs)), arguments, _Shared(2, 2, 3))
         before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
         entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
         whole: Any = [None] * 3
@@ -217,12 +224,10 @@ class _Work:
         """Return the output."""
         runs, x = self.row_runs, self.x
         out = namespace().empty((self.b, self.slices, self.T, self.D), self.dtype)
-        threads, columns = self._block(len(runs))
-        pitch, steps = self._pitch(threads), _steps(self.dtype, 64)
-        shared = 4 * steps * self.width + 2 * steps * pitch * (1 + (x.gate is not None)) + 6 * steps + 2 * self.width
         arguments = [*self.positions, *_rows(x.Q), *_rows(x.beside), *weights, *starts.arguments]
         arguments += [*runs.arguments, self.L, self.D, self.T, out]
-        self._launch("latent", "write_rows", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
+        held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
+        self._walk("write_rows", runs, self._block(len(runs)), arguments, held)
         return _summed(out)
 
     # -- gradients ---------------------------------------------------------------------
@@ -231,22 +236,21 @@ class _Work:
         """Return the gradients of Q, K, V, gate and beside."""
         xp, x = namespace(), self.x
         b, T, U, L, D = self.b, self.T, self.U, self.L, self.D
-        threads, columns = self._block(None)
+        threads, columns = block = self._block(None)
         E, c = xp.empty((b, U, L), self.dtype), xp.empty((b, T, L), self.dtype)
         read = xp.empty((b, columns, T, L), self.dtype)
         crossing = x.causal and self.row_runs.any(_FOLLOWED)
         kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else None for _ in range(2))
         sizes = [L, D, T]
         arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, U]
-        shared = self._back_shared(threads, 2, 4, read_out=True) + 2 * self.width
-        grid = (len(self.row_runs) * b, columns, self.slices)
-        self._launch("latent_back", "trace_runs", grid, threads, [*arguments, E, c, read, kept, given], shared)
+        arguments += [E, c, read, kept, given]
+        self._walk("trace_runs", self.row_runs, block, arguments, _Shared(2 + threads // 32, 4, 2))
         growths = _summed(read)
-        dQ, dgate, dbeside = xp.empty((b, T, L), self.dtype), None, None
+        dQ, dgate, dgate_value = xp.empty((b, T, L), self.dtype), None, None
         if x.gate is not None:
-            dgate, dbeside = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
+            dgate, dgate_value = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
         arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.beside), *weights, *self.row_runs.arguments, *sizes]
-        arguments += [c, growths, dQ, dgate, dbeside]
+        arguments += [c, growths, dQ, dgate, dgate_value]
         launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), arguments)
         if not x.causal:
             references = [on_device(starts.references, np.float64), self.n]
@@ -255,20 +259,18 @@ class _Work:
                 "latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, _POSITIONS), arguments
             )
         dK, dV = self._flows([*_rows(dY), E, c, growths], kept, given)
-        return dQ, dK, dV, dgate, dbeside
+        return dQ, dK, dV, dgate, dgate_value
 
     def _flows(self, read: list[Any], kept: Any, given: Any) -> tuple[Any, Any]:
         """Return dK and dV: what rows and runs of rows give back to the positions that they see."""
         xp, b, L, D = namespace(), self.b, self.L, self.D
-        threads, columns = self._block(None)
+        threads, columns = block = self._block(None)
         sizes = [L, D, self.T, self.U]
         runs, coming = self.row_runs, [None, None, 0]
         if kept is not None or not self.x.causal:
             flows, sums = xp.empty((b, len(runs), L, D), self.dtype), xp.empty((b, len(runs), L), self.dtype)
-            shared = self._back_shared(threads, 6, 2, read_out=False) + self.width
-            arguments = [*read, *runs.arguments, *sizes, flows, sums]
-            grid = (len(runs) * b, columns, self.slices)
-            self._launch("latent_back", "sum_flows", grid, threads, arguments, shared)
+            arguments = [*_rows(None), *read, *runs.arguments, *sizes, *coming, flows, sums, None, None]
+            self._walk("flow_back", runs, block, arguments, _Shared(6, 2, 1), "true")
             whole: Any = [None, None]
             if not self.x.causal:
                 whole = [xp.empty((b, self.n, L, D)), xp.empty((b, self.n, L))]
@@ -281,16 +283,14 @@ class _Work:
         runs = self.position_runs
         dV = xp.zeros((b, self.slices, self.U, D), self.dtype)
         dK = xp.zeros((b, columns, self.U, L), self.dtype)
-        arguments = [*_rows(self.x.V), *read, *runs.arguments, *sizes, *coming, dV, dK]
-        shared = self._back_shared(threads, 6, 4, read_out=True) + self.width
-        grid = (len(runs) * b, columns, self.slices)
-        self._launch("latent_back", "write_flows", grid, threads, arguments, shared)
+        arguments = [*_rows(self.x.V), *read, *runs.arguments, *sizes, *coming, None, None, dV, dK]
+        self._walk("flow_back", runs, block, arguments, _Shared(6 + threads // 32, 4, 1), "false")
         return _summed(dK), _summed(dV)
 
     # -- geometry ----------------------------------------------------------------------
 
-    def _wide(self) -> int:
-        """Return the columns of a warp."""
+    @cached_property
+    def _warp_columns(self) -> int:
         lanes = 32 // (8 if self.width > 64 else 4)
         return lanes * (8 if self.real == "float" else 4)
 
@@ -299,26 +299,26 @@ class _Work:
 
         Forwards, where columns share nothing, there are fewer columns to a block if there were few blocks else.
         """
-        wide = self._wide()
+        wide = self._warp_columns
         warps = min(_WIDEST // wide, max(1, -(-self.D // wide)))
         while runs is not None and warps > 1 and runs * self.b * self.slices * -(-self.D // (warps * wide)) < _BUSY:
             warps = -(-warps // 2)
         return 32 * warps, max(1, -(-self.D // (warps * wide)))
 
-    def _pitch(self, threads: int) -> int:
-        return threads // 32 * self._wide()
-
-    def _back_shared(self, threads: int, latents: int, columns: int, *, read_out: bool) -> int:
-        steps = _steps(self.dtype, 32)
-        found = threads // 32 * steps * self.width if read_out else 0
-        return steps * (latents * self.width + columns * self._pitch(threads)) + found
-
     def _pieces(self, runs: _Runs, field: int) -> tuple[int, int]:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
 
-    def _launch(self, source: str, name: str, grid: Any, threads: int, arguments: list[Any], numbers: int) -> None:
+    def _walk(
+        self, name: str, runs: _Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
+    ) -> None:
+        """Launch a kernel that takes runs step by step."""
+        threads, columns = block
+        source, nbytes = ("latent", 64) if name in KERNELS["latent"] else ("latent_back", 32)  # of a column of a chunk
+        line = held.latents * self.width + held.columns * threads // 32 * self._warp_columns + held.others
+        numbers = nbytes // self.dtype.itemsize * line + held.sums * self.width
         shared = numbers * self.dtype.itemsize + 32  # and the bits of steps
-        launch(source, name, (self.real, str(self.width)), grid, arguments, threads=threads, shared=shared)
+        grid = (len(runs) * self.b, columns, self.slices)
+        launch(source, name, (self.real, str(self.width), *types), grid, arguments, threads=threads, shared=shared)
 
 
 def _cuts(length: int) -> Int64:
@@ -381,11 +381,6 @@ def _even(length: int) -> Int64:
 def _listed(runs: _Runs) -> list[Any]:
     table, count = runs.arguments
     return [table, runs.spans, count]
-
-
-def _steps(dtype: Any, nbytes: int) -> int:
-    """Return the steps of a chunk."""
-    return nbytes // int(dtype.itemsize)
 
 
 def _rows(array: Any) -> list[Any]:
