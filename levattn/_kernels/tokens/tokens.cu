@@ -40,7 +40,8 @@ __device__ inline void sum_run(const Run &run, const Real *W, long long w_item, 
     for (int head = threadIdx.x; head < h; head += blockDim.x) {
         const Real rate = rate_of<Real>(rates, head);
         Real sum = 0;
-        for (int t = 0; t < run.tokens; ++t)
+#pragma unroll
+        for (int t = 0; t < RUN; ++t)
             if (run.has(t)) sum = fma(rate, sum, weight(head, t));
         sums[h * d + head] = sum;
     }
