@@ -32,10 +32,6 @@ def nvrtc() -> Any:
     return nvrtc
 
 
-def of_the_table(source: str) -> tuple[str, ...]:
-    return tuple(cuda_source.expression(name, types) for name, choices in KERNELS[source].items() for types in choices)
-
-
 def faults_of(nvrtc: Any, code: str, names: tuple[str, ...], architecture: int) -> Iterator[str]:
     """What is wrong with kernels once they are compiled for an architecture."""
     program = nvrtc.createProgram(code, "kernels.cu", (), ())
@@ -70,7 +66,7 @@ def faults_of(nvrtc: Any, code: str, names: tuple[str, ...], architecture: int) 
 
 @pytest.mark.parametrize("source", sorted(KERNELS))
 def test_what_the_table_names_compiles_without_spills(nvrtc: Any, source: str) -> None:
-    code, names = cuda_source.text(f"{source}.cu"), of_the_table(source)
+    code, names = cuda_source.text(f"{source}.cu"), emulator.of_the_table(source)
     with ThreadPoolExecutor(2) as pool:
         faults = pool.map(lambda architecture: list(faults_of(nvrtc, code, names, architecture)), ARCHITECTURES)
         assert not [fault for each in faults for fault in each]

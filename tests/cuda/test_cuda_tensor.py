@@ -201,23 +201,6 @@ def test_one_block_is_as_long_as_the_librarys(host: None) -> None:
     np.testing.assert_allclose(moments_of(rows)[0], X.T @ X, atol=40 * UNIT * len(X))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_no_keys(host: None, format: str) -> None:
-    rows = rows_of("plain", 2, 0, 5, format)
-    assert not moments_of(rows).any()
-    assert squares_of(rows, factors_of(2, 5)).shape == (2, 0)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("d", "width"), [(5, 3), (40, 64), (64, 9), (3, 100), (70, 70)])
-def test_projections(host: None, format: str, d: int, width: int) -> None:
-    rows, P = rows_of("transformed", 2, 50, d, format), factors_of(2, d, width)
-    found = squares_of(rows, P, triangular=False)
-    X = read(rows)
-    bound = np.sum((np.abs(X) @ np.abs(P)) ** 2, axis=2)
-    assert (np.abs(found - np.sum((X @ P) ** 2, axis=2)) <= 48 * UNIT * bound).all()
-
-
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
 def test_columns_and_rows_of_all_sizes(host: None, format: str) -> None:
     """Beyond the range of halves, which scales make up for."""

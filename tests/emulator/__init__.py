@@ -114,9 +114,14 @@ def emulated(source: str, name: str, types: Sequence[str]) -> Kernel:
     """A kernel of the table `KERNELS`, compiled for the CPU."""
     if tuple(types) not in cuda_source.KERNELS[source][name]:
         raise LookupError(f"{cuda_source.expression(name, types)} of {source}.cu is not among those that are compiled")
+    code = cuda_source.text(f"{source}.cu")
+    return compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)]
+
+
+def of_the_table(source: str) -> tuple[str, ...]:
+    """The C++ names of all kernels of a source."""
     table = cuda_source.KERNELS[source]
-    names = tuple(cuda_source.expression(kernel, each) for kernel, choices in table.items() for each in choices)
-    return compiled(cuda_source.text(f"{source}.cu"), names, f"{source}.cu")[cuda_source.expression(name, types)]
+    return tuple(cuda_source.expression(kernel, each) for kernel, choices in table.items() for each in choices)
 
 
 @cache

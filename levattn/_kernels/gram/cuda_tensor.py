@@ -37,13 +37,13 @@ def has_tensor_products(rows: Rows, width: int = 1) -> bool:
 
 def tensor_moments(rows: Rows, arguments: list[Any], blocks: int) -> None:
     """Launch `tensor_moments` with the arguments of `moment_blocks`."""
-    wide, raw = _wide(rows.shape[2]), _multiplied(rows)
-    tiles = wide // _SIDE * (wide // _SIDE + 1) // 2
-    threads = 32 * tiles * (_WIDEST // wide)
+    padded, raw = _padded(rows.shape[2]), _multiplied(rows)
+    tiles = padded // _SIDE * (padded // _SIDE + 1) // 2
+    threads = 32 * tiles * (_WIDEST // padded)
     shared = _STAGES[raw] * _STAGE * _BYTES[raw]
     if raw == "float":
         shared += 2 * _STAGE * 2 + 4 * _WIDEST  # both parts, and the scales of columns
-    types = key_type(rows), raw, str(wide)
+    types = key_type(rows), raw, str(padded)
     launch("tensor", "tensor_moments", types, (blocks,), arguments, threads=threads, shared=shared)
 
 
@@ -52,27 +52,27 @@ def tensor_squares(rows: Rows, items: Pieces, W: Any, out: Any, ceiling: float, 
     xp = namespace()
     _, n, d = rows.shape
     width = W.shape[2]
-    wide, raw = _wide(max(d, width)), _multiplied(rows)
-    types = key_type(rows), raw, str(wide)
+    padded, raw = _padded(max(d, width)), _multiplied(rows)
+    types = key_type(rows), raw, str(padded)
     threads, at_once = 32 * _SCORE_WARPS[raw], _SCORE_WARPS[raw] * _SCORE_ROWS[raw]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
     _, out_step = with_steps(out, 1)
     either = (None, out) if out.dtype == np.float64 else (out, None)
     arguments = [*key_arguments(rows), n, listed]
     tail = [width, triangular, ceiling, *either, out_step]
-    step = min(MOST_SLABS, _ROOM // (4 * wide * wide))
+    step = min(MOST_SLABS, _ROOM // (4 * padded * padded))
     for before in range(0, len(items), step):
         slots = min(step, len(items) - before)
-        factors, scales = xp.empty((slots, wide * wide), np.uint32), xp.empty((slots, wide), np.float32)
+        factors, scales = xp.empty((slots, padded * padded), np.uint32), xp.empty((slots, padded), np.float32)
         given = [matrices[before : before + slots], d, width, triangular, factors, scales]
-        launch("tensor", "split_factors", (str(wide),), (slots,), given)
+        launch("tensor", "split_factors", (str(padded),), (slots,), given)
         grid = (min(-(-n // at_once), -(-_BUSY // slots)), slots)
         given = [*arguments, before, factors, scales, *tail]
-        shared = 4 * wide * wide + 4 * wide
+        shared = 4 * padded * padded + 4 * padded
         launch("tensor", "tensor_squares", types, grid, given, threads=threads, shared=shared)
 
 
-def _wide(columns: int) -> int:
+def _padded(columns: int) -> int:
     return 64 if columns <= 64 else _WIDEST
 
 
