@@ -68,8 +68,8 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "rows_in_basis": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
     },
     "tensor": {
-        "tensor_moments": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
-        "tensor_squares": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
+        "tensor_moments": tuple((*pair, columns) for pair in _MULTIPLIED for columns in ("64", "128")),
+        "tensor_squares": tuple((*pair, columns) for pair in _MULTIPLIED for columns in ("64", "128")),
         "split_factors": (("64",), ("128",)),
     },
     "scan": {

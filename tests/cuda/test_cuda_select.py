@@ -97,9 +97,9 @@ def test_thresholds_are_those_of_the_definition(case: Any, seed: int) -> None:
     np.testing.assert_array_equal(chosen, expected)
     assert as_lists(*near) == as_lists(*doubtful)
     there = np.ones(scores.shape, np.bool_) if present is None else present
-    wide = scores.astype(np.float64)
-    assert np.array_equal(chosen, there & (wide >= high[:, None]))
-    assert as_lists(*near) == listed(there & ~(wide >= high[:, None]) & ~(wide < low[:, None]))
+    above = scores.astype(np.float64) >= high[:, None]
+    assert np.array_equal(chosen, there & above)
+    assert as_lists(*near) == listed(there & ~above & ~(scores.astype(np.float64) < low[:, None]))
 
 
 @examples(60)

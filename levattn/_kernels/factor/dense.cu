@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const double *const from = G + item * size;
     double *const scale = reinterpret_cast<double *>(memory), *const step = scale + d;
     double *const A = room ? room + item * d * (d | 1) : step + d, *const out = W + item * size;
-    const int wide = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int pitch = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < d; i += THREADS) {
         const double c = sqrt(from[(long long)i * d + i]);
         scale[i] = c > 0 ? 1.0 / c : 0.0;
@@ -43,22 +43,22 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     for (int i = warp; i < d; i += WARPS)
         for (int j = lane; j <= i; j += 32)  // the square of a rounded root may miss the diagonal
-            A[(long long)i * wide + j] = i == j ? 1.0 + shift : from[(long long)i * d + j] * scale[i] * scale[j];
+            A[(long long)i * pitch + j] = i == j ? 1.0 + shift : from[(long long)i * d + j] * scale[i] * scale[j];
     double smallest = 1.0 / 0.0;
     for (int k = 0; k < d; ++k) {
         __syncthreads();
         if (!(scale[k] > 0)) continue;  // a column of zeros is left out
-        const double p = A[(long long)k * wide + k];
+        const double p = A[(long long)k * pitch + k];
         smallest = p < smallest || p != p ? p : smallest;
         if (!(p > 0)) break;
         const double root = 1.0 / sqrt(p);
         for (int j = threadIdx.x; j < d; j += THREADS)
-            step[j] = j == k ? root : (j < k ? A[(long long)k * wide + j] : A[(long long)j * wide + k]) * root;
+            step[j] = j == k ? root : (j < k ? A[(long long)k * pitch + j] : A[(long long)j * pitch + k]) * root;
         __syncthreads();
-        for (int j = threadIdx.x; j <= k; j += THREADS) A[(long long)k * wide + j] = step[j];
+        for (int j = threadIdx.x; j <= k; j += THREADS) A[(long long)k * pitch + j] = step[j];
         for (int i = k + 1 + warp; i < d; i += WARPS) {
             const double factor = step[i];
-            double *const row = A + (long long)i * wide;
+            double *const row = A + (long long)i * pitch;
             for (int j = lane; j <= i; j += 32) row[j] = fma(-factor, step[j], j == k ? 0.0 : row[j]);
         }
     }
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = threadIdx.x; i < d; i += THREADS) {
         double across = 0, down = 0;
         if (scale[i] > 0) {
-            for (int j = 0; j <= i; ++j) across += scale[j] > 0 ? fabs(A[(long long)i * wide + j]) : 0.0;
-            for (int j = i; j < d; ++j) down += scale[j] > 0 ? fabs(A[(long long)j * wide + i]) : 0.0;
+            for (int j = 0; j <= i; ++j) across += scale[j] > 0 ? fabs(A[(long long)i * pitch + j]) : 0.0;
+            for (int j = i; j < d; ++j) down += scale[j] > 0 ? fabs(A[(long long)j * pitch + i]) : 0.0;
         }
         tallest = fmax(tallest, across);
         widest = fmax(widest, down);
@@ -84,6 +84,6 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = warp; i < d; i += WARPS)
         for (int j = lane; j < d; j += 32) {
             const bool kept = i <= j && scale[i] > 0 && scale[j] > 0;
-            out[(long long)i * d + j] = kept ? A[(long long)j * wide + i] * scale[i] : 0.0;
+            out[(long long)i * d + j] = kept ? A[(long long)j * pitch + i] * scale[i] : 0.0;
         }
 }

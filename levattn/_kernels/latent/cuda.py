@@ -48,12 +48,13 @@ def forward(x: LatentArguments) -> Any:
 
 
 def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the gradients of Q, K, V, gate and beside; the last two are None where there are none of these."""
+    """Return the gradients of Q, K, V, the gate and its values; the last two are None where there are none."""
     xp, work = namespace(), _Work(x)
     if not work.T:
-        absent = None if x.gate is None else xp.zeros(x.gate.shape, work.dtype)
-        beside = None if x.beside is None else xp.zeros(x.beside.shape, work.dtype)
-        return (*(xp.zeros(part.shape, work.dtype) for part in (x.Q, x.K, x.V)), absent, beside)
+        dQ, dK, dV, dgate, dgate_value = (
+            None if part is None else xp.zeros(part.shape, work.dtype) for part in (x.Q, x.K, x.V, x.gate, x.beside)
+        )
+        return dQ, dK, dV, dgate, dgate_value
     weights = work.row_weights()
     return work.gradients(with_rows(dY), weights, work.starts() if x.causal else work.everything())
 
@@ -233,7 +234,7 @@ class _Work:
     # -- gradients ---------------------------------------------------------------------
 
     def gradients(self, dY: Any, weights: list[Any], starts: _Starts) -> tuple[Any, Any, Any, Any, Any]:
-        """Return the gradients of Q, K, V, gate and beside."""
+        """Return the gradients of Q, K, V, the gate and its values."""
         xp, x = namespace(), self.x
         b, T, U, L, D = self.b, self.T, self.U, self.L, self.D
         threads, columns = block = self._block(None)
@@ -299,11 +300,11 @@ class _Work:
 
         Forwards, where columns share nothing, there are fewer columns to a block if there were few blocks else.
         """
-        wide = self._warp_columns
-        warps = min(_WIDEST // wide, max(1, -(-self.D // wide)))
-        while runs is not None and warps > 1 and runs * self.b * self.slices * -(-self.D // (warps * wide)) < _BUSY:
+        columns = self._warp_columns
+        warps = min(_WIDEST // columns, max(1, -(-self.D // columns)))
+        while runs is not None and warps > 1 and runs * self.b * self.slices * -(-self.D // (warps * columns)) < _BUSY:
             warps = -(-warps // 2)
-        return 32 * warps, max(1, -(-self.D // (warps * wide)))
+        return 32 * warps, max(1, -(-self.D // (warps * columns)))
 
     def _pieces(self, runs: _Runs, field: int) -> tuple[int, int]:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
