@@ -20,15 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import emulator
 from emulator import in_orders
-from levattn._core import random as _core_random
 from levattn._core.random import below, normals, signs, words
 from levattn._kernels import Rows
 from levattn._kernels.cuda_source import THREADS, text
-from levattn._kernels.sketch import cpu as sketch_cpu
 from levattn._kernels.sketch import cuda as sketch_cuda
-from levattn._kernels.sketch import definition
 from levattn.exceptions import NonFiniteError
 from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL, Sketch, SketchedRows
 from strategies import Float, as_float64, examples
@@ -39,16 +35,6 @@ STREAM = 1
 
 pytestmark = pytest.mark.usefixtures("host")
 integers = partial(rows_of, integers=True)
-
-# What decides how the work is cut up, and all values that cut up small keys in many ways
-CUTS: dict[str, dict[str, int]] = {
-    "as it is": {},
-    "parts": {"_SHORTEST": 1},
-    "many parts": {"_SHORTEST": 1, "_NEAR": 64},
-    "digits": {"_DIGIT": 3},
-    "digits of parts": {"_DIGIT": 1, "_SHORTEST": 2},
-    "runs of rows": {"_ORDERED": 64, "_NUMBERED": 64},
-}
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -65,15 +51,7 @@ def sparse_matrix(seed: int, offset: int, n: int, blocks: int, size: int) -> Flo
     return S.reshape(blocks * size, n)
 
 
-# -- what is drawn -----------------------------------------------------------------------------
-
-
-def test_constants_are_those_of_the_generator() -> None:
-    code = text("philox.cuh")
-    for name in ("MULTIPLIERS", "INCREMENTS"):
-        (figures,) = re.findall(rf"#define PHILOX_{name} (.*)", code)
-        assert tuple(int(figure, 16) for figure in figures.split(", ")) == getattr(_core_random, name)
-    assert re.findall(r"#define PHILOX_ROUNDS (\d+)", code) == [str(_core_random.ROUNDS)]
+# -- constants -----------------------------------------------------------------------------
 
 
 def test_constants_are_those_of_the_source() -> None:
@@ -81,39 +59,6 @@ def test_constants_are_those_of_the_source() -> None:
     for name in ("THREADS", "TILE", "GROUP", "SIDE", "FLIPS"):
         (figure,) = re.findall(rf"constexpr int {name} = (\d+)", code) or re.findall(rf"\b{name} = (\d+)", code)
         assert int(figure) == (THREADS if name == "THREADS" else getattr(sketch_cuda, f"_{name}")), name
-
-
-DRAW = """
-__global__ void __launch_bounds__(256)
-    draw(unsigned long long seed, unsigned int stream, long long group, unsigned int column, unsigned int size,
-         unsigned int *drawn, unsigned int *places, double *numbers) {
-    const Words words = draw_words(seed, stream, group, column);
-    for (int j = 0; j < PHILOX_GROUP; ++j) {
-        drawn[j] = words.of[j];
-        places[j] = below(words.of[j], size);
-        numbers[j] = with_sign(words.of[j], 1.0);
-    }
-}
-"""
-
-
-@examples(200)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    stream=st.integers(0, 2**32 - 1),
-    group=st.integers(0, 2**60) | st.integers(2**30, 2**34),
-    column=st.integers(0, 40),
-    size=st.integers(1, 2**31 - 1) | st.integers(1, 100),
-)
-def test_words_are_those_of_the_generator(seed: int, stream: int, group: int, column: int, size: int) -> None:
-    kernel = emulator.compiled(text("philox.cuh") + DRAW, ("draw",))["draw"]
-    drawn, places, numbers = np.zeros(4, np.uint32), np.zeros(4, np.uint32), np.zeros(4)
-    which = np.uint64(seed), np.uint32(stream), np.int64(group), np.uint32(column), np.uint32(size)
-    kernel((1,), (1,), (*which, drawn, places, numbers))
-    expected = words(seed, stream, 4 * group, 4, column + 1)[:, column]
-    assert np.array_equal(drawn, expected)
-    assert np.array_equal(places, below(expected, size))
-    assert np.array_equal(numbers, signs(expected))
 
 
 # -- all sketches --------------------------------------------------------------------------------
@@ -134,9 +79,9 @@ class Case:
         return out
 
 
-def sparse(blocks: int, size: int, offset: int = FAR, table: Any = sketch_cuda) -> Case:
+def sparse(blocks: int, size: int, offset: int = FAR) -> Case:
     def add(rows: Rows, out: Any) -> None:
-        table.scatter(rows, SEED, STREAM, offset, blocks, size, out)
+        sketch_cuda.scatter(rows, SEED, STREAM, offset, blocks, size, out)
 
     return Case(blocks * size, add, lambda n: sparse_matrix(SEED, offset, n, blocks, size))
 
@@ -271,12 +216,6 @@ def test_nothing_is_added_where_there_is_nothing(case: Case, shape: tuple[int, i
     out = np.full((shape[0], 6, shape[2]), 7.0)
     case.add(Rows(np.zeros(shape, np.float32), "float32"), out)
     assert np.all(out == 7)
-
-
-@pytest.mark.parametrize("table", [sketch_cpu, definition])
-def test_sparse_sketches_are_those_of_main_memory(table: Any) -> None:
-    rows = integers("plain", 3, 70, 65)
-    assert np.array_equal(sparse(3, 4).of(rows), sparse(3, 4, table=table).of(rows))
 
 
 # -- the order of rows ---------------------------------------------------------------------------

@@ -37,29 +37,6 @@ __global__ void __launch_bounds__(32) multiply(const unsigned short *A, const un
     for (int i = 0; i < 4; ++i) C[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = c[i];
 }
 
-__global__ void __launch_bounds__(32) transpose(const unsigned short *in, unsigned int *out) {
-    __shared__ __align__(16) unsigned short there[32][8];
-    for (int k = 0; k < 8; ++k) there[threadIdx.x][k] = in[threadIdx.x * 8 + k];
-    __syncwarp();
-    unsigned int words[4];
-    load_transposed(words, there[threadIdx.x]);
-    for (int i = 0; i < 4; ++i) out[i * 32 + threadIdx.x] = words[i];
-}
-
-__global__ void __launch_bounds__(32)
-    copy(const unsigned char *in, int bytes, unsigned char *early, unsigned char *late) {
-    __shared__ __align__(16) unsigned char there[2][32][16];
-    for (int k = 0; k < 2; ++k) {
-        for (int i = 0; i < 16; ++i) there[k][threadIdx.x][i] = 1;
-        copy_async(there[k][threadIdx.x], in + threadIdx.x * 16, bytes);
-        commit_copies();
-    }
-    wait_copies<1>();
-    for (int i = 0; i < 16; ++i) early[threadIdx.x * 16 + i] = there[0][threadIdx.x][i];
-    wait_copies<0>();
-    for (int i = 0; i < 16; ++i) late[threadIdx.x * 16 + i] = there[1][threadIdx.x][i];
-}
-
 __global__ void __launch_bounds__(32) narrow(const float *in, int n, unsigned int *words, float *out) {
     for (int i = threadIdx.x; i < n; i += 32) {
         words[i] = pack_halves(in[i], -in[i]);
@@ -71,7 +48,7 @@ __global__ void __launch_bounds__(32) narrow(const float *in, int n, unsigned in
 
 
 def primitive(name: str, *arguments: Any) -> None:
-    names = ("multiply<Half>", "multiply<Bfloat>", "transpose", "copy", "narrow")
+    names = ("multiply<Half>", "multiply<Bfloat>", "narrow")
     emulator.compiled(PRIMITIVES, names, "primitives.cu")[name]((1,), (32,), arguments)
 
 
@@ -94,20 +71,6 @@ class TestPrimitives:
         C[0, 0] = -2
         primitive("multiply<Half>", stored(A, "float16"), stored(B, "float16"), C)
         assert C[0, 0] == -1
-
-    def test_transposed_matrices(self) -> None:
-        X = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
-        out = np.zeros((4, 8, 4), np.uint32)
-        primitive("transpose", X, out)
-        assert np.array_equal(out, X[:, 0::2].swapaxes(1, 2) + (X[:, 1::2].swapaxes(1, 2).astype(np.uint32) << 16))
-
-    @pytest.mark.parametrize("count", [0, 5, 16])
-    def test_copies(self, count: int) -> None:
-        X = np.arange(512, dtype=np.uint16).astype(np.uint8).reshape(32, 16)
-        early, late = np.zeros((2, 32, 16), np.uint8)
-        primitive("copy", X, np.int32(count), early, late)
-        assert np.array_equal(early, np.where(np.arange(16) < count, X, 0))
-        assert np.array_equal(early, late)
 
     def test_halves(self) -> None:
         """Every half, the middle between each two, and what lies beside it."""
