@@ -54,6 +54,7 @@ _NUMBERS: dict[str, Callable[[Any], Any]] = {  # of parameters
 
 _KEYS = tuple(TYPES.values())
 _REALS = ("float", "double")
+_ONE_REAL = tuple((real,) for real in _REALS)
 _LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
 _TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
 _UNITS = (("float", "1"), ("float", "4"), ("double", "1"), ("double", "2"))  # channels of a thread
@@ -80,30 +81,28 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "dense": {"invert_cholesky": ((),)},
     "sketch": {
         **dict.fromkeys(("count_digits", "move_rows", "find_starts"), ((),)),
-        **dict.fromkeys(("add_parts", "draw_dense"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("add_parts", "draw_dense"), _ONE_REAL),
         **dict.fromkeys(("sum_runs", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))),
     },
     "select": {
-        **dict.fromkeys(
-            ("count_listed", "fill_listed", "count_digits", "choose_digit"), tuple((real,) for real in _REALS)
-        ),
+        **dict.fromkeys(("count_listed", "fill_listed", "count_digits", "choose_digit"), _ONE_REAL),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
-        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),
         **dict.fromkeys(("sum_runs", "write_rows"), _TILES),
         "join_states": ((),),
     },
     "latent_back": {
-        **dict.fromkeys(("finish_rows", "raise_logits"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("finish_rows", "raise_logits"), _ONE_REAL),
         "trace_runs": _TILES,
         "flow_back": tuple((*tile, alone) for tile in _TILES for alone in ("true", "false")),
     },
-    "decay": {"scan_decayed": tuple((real,) for real in _REALS)},
+    "decay": {"scan_decayed": _ONE_REAL},
     "tokens": {
         **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens"), _UNITS),
-        "scan_tokens": tuple((real,) for real in _REALS),
+        "scan_tokens": _ONE_REAL,
     },
     "tokens_back": dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
 }
@@ -182,7 +181,7 @@ def _array(array: Any) -> Any:
 def _parameters(source: str, name: str) -> tuple[Callable[[Any], Any], ...]:
     """Return what makes an argument of each parameter of a kernel."""
     code = re.sub(r"//.*|\\\n", "", text(f"{source}.cu"))
-    listed = re.search(rf"__global__[^;{{}}]* {name}\(([^)]*)\)", code)[1]
+    (listed,) = re.findall(rf"__global__[^;{{}}]* {name}\(([^)]*)\)", code)
     for macro, parameters in re.findall(r"#define (\w+_PARAMETERS) (.*)", code):
         listed = listed.replace(macro, parameters)
     return tuple(_NUMBERS.get(re.sub(r"\s*\w+$", "", each).strip(), _array) for each in listed.split(","))

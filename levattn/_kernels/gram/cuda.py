@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import THREADS, launch, namespace, on_device, with_steps
+from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
 from levattn._kernels.gram.cuda_blas import WIDE, partial_moments, square_rows
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
@@ -120,7 +120,7 @@ def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling
         return
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
-    types = key_type(rows), real, "double" if out.dtype == np.float64 else "float"
+    types = key_type(rows), real, TYPES[out.dtype.name]
     arguments = key_arguments(rows)
     for before in range(0, len(items), MOST_SLABS):
         tail = [n, listed, before, matrices, W.shape[2], triangular, ceiling, *with_steps(out, 1)]

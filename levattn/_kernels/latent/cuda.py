@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.cuda_source import KERNELS, THREADS, launch, namespace, on_device, with_rows, with_steps
+from levattn._kernels.cuda_source import KERNELS, THREADS, TYPES, launch, namespace, on_device, with_rows, with_steps
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.rows.cuda import sum_in_pairs
 
@@ -32,7 +32,6 @@ _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a blo
 _WIDEST = 128  # columns of a block
 _PIECE = 64  # rows of a warp's block
 _FOLLOWED, _ROWS, _POSITIONS = 7, 6, 5  # fields of a run
-_TYPES = {"float32": "float", "float64": "double"}
 _CHANNELS, _LINES = 32, 16
 
 Int64 = npt.NDArray[np.int64]
@@ -85,7 +84,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     if T:
         arguments = [*_rows(a), *_rows(x), before, T, C, reverse, out]
         grid = (b * -(-C // _CHANNELS),)
-        launch("decay", "scan_decayed", (_TYPES[dtype.name],), grid, arguments, threads=_CHANNELS * _LINES)
+        launch("decay", "scan_decayed", (TYPES[dtype.name],), grid, arguments, threads=_CHANNELS * _LINES)
     return out
 
 
@@ -146,7 +145,7 @@ class _Work:
         self.U, self.D = x.V.shape[1:]
         self.n = len(x.offsets) - 1
         self.dtype = x.V.dtype
-        self.real = _TYPES[self.dtype.name]
+        self.real = TYPES[self.dtype.name]
         rows = np.diff(x.offsets)
         if lengths is None:
             lengths = np.full(1, self.U) if self.n == 1 else rows

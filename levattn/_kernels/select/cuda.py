@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
-from levattn._kernels.cuda_source import WORDS, launch, namespace, on_device, with_steps
+from levattn._kernels.cuda_source import TYPES, WORDS, launch, namespace, on_device, with_steps
 from levattn._kernels.rows.contract import Float64
 
 __all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
@@ -33,7 +33,7 @@ def held(array: Any) -> Any:
 
 def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int64, Any]:
     """Return which scores are at least `high`, and list those in doubt."""
-    xp, (b, n), real = namespace(), scores.shape, _real(scores)
+    xp, (b, n), real = namespace(), scores.shape, TYPES[scores.dtype.name]
     chosen, tiles = xp.empty(scores.shape, np.bool_), -(-n // _TILE)
     bounds = [on_device(bound, np.float64) for bound in (low, high)]
     arguments = [on_device(scores), on_device(present, np.bool_), *bounds, n, tiles]
@@ -83,13 +83,9 @@ def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
     return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
 
 
-def _real(scores: Any) -> str:
-    return "double" if scores.dtype == np.float64 else "float"
-
-
 def _of_rank(scores: Any, present: Any, size: int) -> Any:
     """Return the score that comes at this place from the largest of each matrix, −∞ where there are no more, (b,)."""
-    xp, real = namespace(), _real(scores)
+    xp, real = namespace(), TYPES[scores.dtype.name]
     b, n = scores.shape
     spans = -(-n // _SPAN)
     prefixes, ranks = xp.zeros(b, np.uint64), xp.full(b, size, np.int64)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.cuda_source import THREADS, launch, namespace, on_device
+from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device
 from levattn._kernels.rows.contract import Float64, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
@@ -70,7 +70,7 @@ def _scatter_ordered(rows: Rows, seed: int, stream: int, offset: int, blocks: in
     sums = out if parts == 1 else xp.empty((parts, *out.shape), out.dtype)
     grid = (-(-(parts * buckets << log_lanes) // THREADS), tiles, min(b, MOST_SLABS))
     tail = [b, ordered, starts, step, parts * buckets, buckets, log_lanes, parts == 1, sums]
-    launch("sketch", "sum_runs", (key_type(rows), _real(out)), grid, [*key_arguments(rows), *tail])
+    launch("sketch", "sum_runs", (key_type(rows), TYPES[out.dtype.name]), grid, [*key_arguments(rows), *tail])
     if parts > 1:
         _add_parts(sums, out)
 
@@ -114,14 +114,10 @@ def _add_parts(parts: Any, out: Any) -> None:
         groups = -(-len(parts) // _GROUP)
         to = out if groups == 1 else namespace().empty((groups, *out.shape), out.dtype)
         grid = (-(-out.size // THREADS), groups)
-        launch("sketch", "add_parts", (_real(out),), grid, [parts, len(parts), out.size, groups == 1, to])
+        launch("sketch", "add_parts", (TYPES[out.dtype.name],), grid, [parts, len(parts), out.size, groups == 1, to])
         if groups == 1:
             return
         parts = to
-
-
-def _real(out: Any) -> str:
-    return "double" if out.dtype == np.float64 else "float"
 
 
 def add_products(rows: Rows, S: Float64, out: Any) -> None:
@@ -141,7 +137,7 @@ def _multiply(rows: Rows, S: Any, out: Any) -> None:
     span = -(-n // max(1, min(_BLOCKS_BUSY // tiles, n // max(128, 8 * size))))
     parts = -(-n // span)
     sums = namespace().empty((parts, *out.shape), out.dtype)
-    grid, types = (parts * tiles, min(b, MOST_SLABS)), (key_type(rows), _real(out))
+    grid, types = (parts * tiles, min(b, MOST_SLABS)), (key_type(rows), TYPES[out.dtype.name])
     launch("sketch", "multiply_rows", types, grid, [*key_arguments(rows), b, n, span, S, size, sums])
     _add_parts(sums, out)
 
@@ -156,7 +152,7 @@ def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, 
         S = namespace().empty((size, count), out.dtype)
         threads = ((offset + low) % 4 + count + 3) // 4 * -(-size // (2 if normal else 32))
         arguments = [seed, stream, offset + low, count, size, normal, S]
-        launch("sketch", "draw_dense", (_real(out),), (-(-threads // THREADS),), arguments)
+        launch("sketch", "draw_dense", (TYPES[out.dtype.name],), (-(-threads // THREADS),), arguments)
         _multiply(part, S, out)
 
 
@@ -181,7 +177,7 @@ def subsampled_hadamard(
     cut = [first, last - first, span, log_block, log_rows, log_columns]
     tail = [b, n, seed, *streams, offset, *cut, on_device(chosen, np.int64), size, sums]
     shared = (out.itemsize << log_rows + log_columns) + (1 << log_rows) + _FLIPS
-    grid, types = (parts * tiles, min(b, MOST_SLABS)), (key_type(rows), _real(out))
+    grid, types = (parts * tiles, min(b, MOST_SLABS)), (key_type(rows), TYPES[out.dtype.name])
     launch("sketch", "transform_rows", types, grid, [*key_arguments(rows), *tail], shared=shared)
     if parts > 1:
         _add_parts(sums, out)

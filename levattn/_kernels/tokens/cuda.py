@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import launch, namespace, on_device, shared_limit, with_rows, with_steps
+from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit, with_rows, with_steps
 from levattn._kernels.rows.cuda import sum_in_pairs
 from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 from levattn._kernels.tokens.definition import add_squares
@@ -32,7 +32,6 @@ _RUN = 16
 _MOST = 256  # threads of a block
 _COLUMNS, _LINES = 32, 16  # of a scan
 _LOGITS = {"none": 0, "norm": 1, "diagonal": 2}
-_TYPES = {"float32": "float", "float64": "double"}
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
 
@@ -69,7 +68,7 @@ class _Work:
         self.b, self.h, self.T, self.d = x.W.shape
         self.n = len(x.offsets) - 1
         self.dtype = x.W.dtype
-        self.real = _TYPES[self.dtype.name]
+        self.real = TYPES[self.dtype.name]
         self.firsts = np.append(0, np.cumsum(-(-np.diff(x.offsets) // _RUN))).astype(np.int64)
         self.runs = int(self.firsts[-1])
         self.adds = x.causal or x.state is None  # to sums; else all are given
