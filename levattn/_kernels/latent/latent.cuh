@@ -284,9 +284,9 @@ struct Positions {
     long long mask_item, mask_row;
 };
 
-// A block of threads on its way through a run, with some of the latents and columns. Shared memory has two chunks of
-// STEPS steps, of which one is on its way while the other is worked on, `numbers` of a kernel's own, what runs are
-// relative to, and bits of steps.
+// A block of threads on its way through a run, with some of its latents and columns. Shared memory holds logits and values
+// of two chunks of STEPS steps, one of which arrives while the block works on the other; then `numbers` that the kernel
+// adds, the references and sums of the latents, and bits of steps.
 template <typename Real, int LATENTS, int STEPS>
 struct Walk {
     using Part = Tile<Real, LATENTS>;
@@ -317,10 +317,10 @@ struct Walk {
         part.begin(states ? states + (place * L + latent) * D + column : nullptr, latents, columns, D);
     }
 
-    // Take the positions one after the other. A chunk is told by its first step and its place, 0 or 1: one that is brought
-    // to `arrive(start, place, steps)`; one that is worked on to `scan(start, place)`, which returns what `scan_logits`
-    // calls, to `take(start, place)`, which returns what is called with each step once its position has entered, and in the
-    // end to `leave(start, steps)`.
+    // Take the positions one after the other. A chunk has a first step, `start`, and a place, 0 or 1. `arrive(start, place,
+    // steps)` brings more of the next chunk. `scan(start, place)` returns the function that `scan_logits` calls, and
+    // `take(start, place)` the one that is called with each step after its position has entered. `leave(start, steps)`
+    // ends a chunk.
     template <typename Arrive, typename Scan, typename Take, typename Leave>
     __device__ void go(const Positions<Real> &from, Arrive arrive, Scan scan, Take take, Leave leave) {
         for (int start = -STEPS; start < run.steps(); start += STEPS) {
