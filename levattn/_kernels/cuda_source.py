@@ -8,7 +8,7 @@ that what the tests compile is what can run.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -18,16 +18,18 @@ import numpy as np
 
 __all__ = [
     "KERNELS",
-    "NOTHING",
     "OPTIONS",
+    "THREADS",
     "TYPES",
     "WORDS",
     "expression",
     "launch",
     "namespace",
-    "path_of",
+    "on_device",
     "shared_limit",
     "text",
+    "with_rows",
+    "with_steps",
 ]
 
 FOLDER = Path(__file__).parent
@@ -39,10 +41,20 @@ _PLAIN_SHARED = 32 * 1024  # bytes of shared memory, beside those in its source,
 
 TYPES = {"float64": "double", "float32": "float", "float16": "Half", "bfloat16": "Bfloat"}  # of stored numbers
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}  # of so many bytes
-NOTHING = np.intp(0)  # stands for an array that is not there
+THREADS = 256  # of a block, where its size is not chosen
+
+_NUMBERS: dict[str, Callable[[Any], Any]] = {  # of parameters
+    "bool": np.bool_,
+    "int": np.int32,
+    "unsigned int": np.uint32,
+    "long long": np.int64,
+    "unsigned long long": np.uint64,
+    "double": np.float64,
+}
 
 _KEYS = tuple(TYPES.values())
 _REALS = ("float", "double")
+_ONE_REAL = tuple((real,) for real in _REALS)
 _LATENTS = {"float": ("16", "32", "64", "128"), "double": ("32", "128")}  # of a block
 _TILES = tuple((real, latents) for real, choices in _LATENTS.items() for latents in choices)
 _UNITS = (("float", "1"), ("float", "4"), ("double", "1"), ("double", "2"))  # channels of a thread
@@ -54,11 +66,11 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "moments": {"moment_blocks": tuple(product(_KEYS, _REALS)), "add_blocks": ((),)},
     "products": {
         "square_rows": tuple(product(_KEYS, _REALS, _REALS)),
-        "turn_rows": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
+        "rows_in_basis": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
     },
     "tensor": {
-        "tensor_moments": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
-        "tensor_squares": tuple((*pair, wide) for pair in _MULTIPLIED for wide in ("64", "128")),
+        "tensor_moments": tuple((*pair, columns) for pair in _MULTIPLIED for columns in ("64", "128")),
+        "tensor_squares": tuple((*pair, columns) for pair in _MULTIPLIED for columns in ("64", "128")),
         "split_factors": (("64",), ("128",)),
     },
     "scan": {
@@ -69,29 +81,28 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "dense": {"invert_cholesky": ((),)},
     "sketch": {
         **dict.fromkeys(("count_digits", "move_rows", "find_starts"), ((),)),
-        **dict.fromkeys(("add_parts", "draw_dense"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("add_parts", "draw_dense"), _ONE_REAL),
         **dict.fromkeys(("sum_runs", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))),
     },
     "select": {
-        **dict.fromkeys(
-            ("count_listed", "fill_listed", "count_digits", "choose_digit"), tuple((real,) for real in _REALS)
-        ),
+        **dict.fromkeys(("count_listed", "fill_listed", "count_digits", "choose_digit"), _ONE_REAL),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
-        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), tuple((real,) for real in _REALS)),
+        **dict.fromkeys(("find_first", "weigh_rows", "combine_sums", "scan_runs"), _ONE_REAL),
         **dict.fromkeys(("sum_runs", "write_rows"), _TILES),
         "join_states": ((),),
     },
     "latent_back": {
-        **dict.fromkeys(("finish_rows", "raise_logits"), tuple((real,) for real in _REALS)),
-        **dict.fromkeys(("trace_runs", "sum_flows", "write_flows"), _TILES),
+        **dict.fromkeys(("finish_rows", "raise_logits"), _ONE_REAL),
+        "trace_runs": _TILES,
+        "flow_back": tuple((*tile, alone) for tile in _TILES for alone in ("true", "false")),
     },
-    "decay": {"scan_decayed": tuple((real,) for real in _REALS)},
+    "decay": {"scan_decayed": _ONE_REAL},
     "tokens": {
         **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens"), _UNITS),
-        "scan_tokens": tuple((real,) for real in _REALS),
+        "scan_tokens": _ONE_REAL,
     },
     "tokens_back": dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
 }
@@ -108,19 +119,13 @@ def _module() -> Any:  # the tests put another in its place
     return cupy
 
 
-def path_of(file: str) -> Path:
-    """Return where a source or a header lies; no two have the same name."""
-    return next(FOLDER.rglob(file))
-
-
-def text(source: str) -> str:
-    """Return the text of a source with its includes in place."""
+def text(file: str) -> str:
+    """Return the text of a source or a header, no two of which have the same name, with its includes in place."""
 
     def included(match: re.Match[str]) -> str:
-        return path_of(match[1]).read_text()
+        return text(match[1])
 
-    code = path_of(f"{source}.cu").read_text()
-    return re.sub(r'^#include "(\w+\.cuh)"$', included, code, flags=re.MULTILINE)
+    return re.sub(r'^#include "(\w+\.cuh)"$', included, next(FOLDER.rglob(file)).read_text(), flags=re.MULTILINE)
 
 
 def expression(name: str, types: Sequence[str]) -> str:
@@ -128,26 +133,58 @@ def expression(name: str, types: Sequence[str]) -> str:
     return f"{name}<{', '.join(types)}>" if types else name
 
 
+def on_device(array: Any, dtype: Any = None) -> Any:
+    """Return an array of the device, copied there if it is numpy's, with rows next to each other; None for None."""
+    return None if array is None else namespace().asarray(array, dtype, order="C")
+
+
+def with_steps(array: Any, axes: int) -> list[Any]:
+    """Return an array, or None, as arguments of a kernel: with the steps along its first axes, in numbers."""
+    return [array, *([0] * axes if array is None else (step // array.itemsize for step in array.strides[:axes]))]
+
+
+def with_rows(array: Any) -> Any:
+    """Return an array whose last axis has its numbers next to each other."""
+    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        return namespace().ascontiguousarray(array)
+    return array
+
+
 def launch(
     source: str,
     name: str,
     types: Sequence[str],
     grid: tuple[int, ...],
-    block: int,
     arguments: Sequence[Any],
+    *,
+    threads: int = THREADS,
     shared: int = 0,
 ) -> None:
     """Run a kernel on the current stream, unless the grid is empty.
 
-    Arguments are arrays of the device, numpy scalars of the parameters' types, and `NOTHING`.
+    Arguments are arrays of the device, None for one that is not there, and numbers, which take the parameters' types.
     """
     if 0 in grid:
         return
-    xp = namespace()
-    kernel = _compiled(source, name, tuple(types), xp.cuda.runtime.getDevice())
+    kernel = _compiled(source, name, tuple(types), namespace().cuda.runtime.getDevice())
     if shared > _PLAIN_SHARED:
         kernel.max_dynamic_shared_size_bytes = shared
-    kernel(tuple(map(int, grid)), (block,), tuple(arguments), shared_mem=shared)
+    given = tuple(convert(x) for convert, x in zip(_parameters(source, name), arguments, strict=True))
+    kernel(tuple(map(int, grid)), (threads,), given, shared_mem=shared)
+
+
+def _array(array: Any) -> Any:
+    return np.intp(0) if array is None else array
+
+
+@cache
+def _parameters(source: str, name: str) -> tuple[Callable[[Any], Any], ...]:
+    """Return what makes an argument of each parameter of a kernel."""
+    code = re.sub(r"//.*|\\\n", "", text(f"{source}.cu"))
+    (listed,) = re.findall(rf"__global__[^;{{}}]* {name}\(([^)]*)\)", code)
+    for macro, parameters in re.findall(r"#define (\w+_PARAMETERS) (.*)", code):
+        listed = listed.replace(macro, parameters)
+    return tuple(_NUMBERS.get(re.sub(r"\s*\w+$", "", each).strip(), _array) for each in listed.split(","))
 
 
 def shared_limit() -> int:
@@ -166,5 +203,5 @@ def _compiled(source: str, name: str, types: tuple[str, ...], _device: int) -> A
     if types not in KERNELS[source][name]:
         raise LookupError(f"{expression(name, types)} of {source}.cu is not among those that are compiled")
     xp = namespace()
-    code = xp.RawModule(code=text(source), options=OPTIONS, name_expressions=(expression(name, types),))
+    code = xp.RawModule(code=text(f"{source}.cu"), options=OPTIONS, name_expressions=(expression(name, types),))
     return code.get_function(expression(name, types))

@@ -32,10 +32,6 @@ def nvrtc() -> Any:
     return nvrtc
 
 
-def of_the_table(source: str) -> tuple[str, ...]:
-    return tuple(cuda_source.expression(name, types) for name, choices in KERNELS[source].items() for types in choices)
-
-
 def faults_of(nvrtc: Any, code: str, names: tuple[str, ...], architecture: int) -> Iterator[str]:
     """What is wrong with kernels once they are compiled for an architecture."""
     program = nvrtc.createProgram(code, "kernels.cu", (), ())
@@ -70,7 +66,7 @@ def faults_of(nvrtc: Any, code: str, names: tuple[str, ...], architecture: int) 
 
 @pytest.mark.parametrize("source", sorted(KERNELS))
 def test_what_the_table_names_compiles_without_spills(nvrtc: Any, source: str) -> None:
-    code, names = cuda_source.text(source), of_the_table(source)
+    code, names = cuda_source.text(f"{source}.cu"), emulator.of_the_table(source)
     with ThreadPoolExecutor(2) as pool:
         faults = pool.map(lambda architecture: list(faults_of(nvrtc, code, names, architecture)), ARCHITECTURES)
         assert not [fault for each in faults for fault in each]
@@ -108,7 +104,7 @@ def test_the_table_names_the_sources() -> None:
 @pytest.mark.parametrize("source", SOURCES)
 class TestSource:
     def test_its_kernels_are_those_of_the_table(self, source: str) -> None:
-        kernels = list(emulator.declared(cuda_source.text(source)))
+        kernels = list(emulator.declared(cuda_source.text(f"{source}.cu")))
         assert sorted(kernel.name for kernel in kernels) == sorted(KERNELS.get(source, ()))
         for kernel in kernels:
             parameters = kernel.template.count(",") + 1 if kernel.template else 0
@@ -116,10 +112,10 @@ class TestSource:
 
     def test_its_kernels_say_how_large_a_block_may_be(self, source: str) -> None:
         """Without, a block may need more registers than there are, which only a device would tell."""
-        assert not [kernel.name for kernel in emulator.declared(cuda_source.text(source)) if not kernel.bound]
+        assert not [kernel.name for kernel in emulator.declared(cuda_source.text(f"{source}.cu")) if not kernel.bound]
 
     def test_it_includes_headers_of_the_folder_alone(self, source: str) -> None:
-        assert "#include" not in cuda_source.text(source)
+        assert "#include" not in cuda_source.text(f"{source}.cu")
 
 
 def test_no_kernel_escapes_the_search() -> None:

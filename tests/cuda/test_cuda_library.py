@@ -1,4 +1,7 @@
-"""What the public functions do with keys on a CUDA device: the results of main memory, and keys that stay there."""
+"""What the public functions do with keys on a CUDA device: the results of main memory, and keys that stay there.
+
+Scores, sets and heavy entries for x², streams and sketches have CuPy arrays among the storages of their own tests.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,9 @@ import levattn
 from emulator import device
 from levattn._core import arrays
 from levattn._kernels import BLOCK
-from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, SignJL, Sketch
 from strategies import as_float64
 
 pytestmark = pytest.mark.skipif(not device.AVAILABLE, reason="there is neither a CUDA device nor g++ to emulate one")
-
-
-class Transfers:
-    """Bytes that were copied to main memory, and the most at a time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sizes: list[int] = []
-        if not device.DEVICES:
-            get = device.DeviceArray.get
-
-            def counted(array: Any) -> Any:
-                self.sizes.append(array.nbytes)
-                return get(array)
-
-            monkeypatch.setattr(device.DeviceArray, "get", counted)
-
-    @property
-    def largest(self) -> int:
-        return max(self.sizes, default=0)
 
 
 @pytest.fixture
@@ -50,8 +33,17 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def transfers(monkeypatch: pytest.MonkeyPatch) -> Transfers:
-    return Transfers(monkeypatch)
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes were copied to main memory at a time, on the emulator."""
+    sizes: list[int] = []
+    get = device.DeviceArray.get
+
+    def counted(array: Any) -> Any:
+        sizes.append(array.nbytes)
+        return get(array)
+
+    monkeypatch.setattr(device.DeviceArray, "get", counted)
+    return sizes
 
 
 def keys(n: int, d: int = 8, dtype: Any = np.float32, seed: int = 0) -> Any:
@@ -64,50 +56,36 @@ def keys(n: int, d: int = 8, dtype: Any = np.float32, seed: int = 0) -> Any:
 N = 3 * BLOCK + 700
 
 
-def test_scores_stay_on_the_device(cupy: Any, transfers: Transfers) -> None:
+def test_scores_stay_on_the_device(cupy: Any, copied: list[int]) -> None:
     K = keys(N)
     scores = levattn.leverage_scores(cupy.asarray(K))
     assert type(scores) is type(cupy.asarray(K))
-    assert transfers.largest <= 8 * 8 * 8
+    assert max(copied, default=0) <= 8 * 8 * 8
     np.testing.assert_allclose(scores.get(), levattn.leverage_scores(K), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
-@pytest.mark.parametrize("f", [2, 4, 1.0], ids="f={}".format)
-def test_streams_of_the_device_hold_the_same_keys(cupy: Any, dtype: Any, f: float) -> None:
-    K = keys(N, 4, dtype)
-    values = np.arange(N)
-    expected = levattn.StreamingUniversalSet(0.2, f=f).update(K, payload=values).result()
+@pytest.mark.parametrize("f", [4, 1.0], ids="f={}".format)
+def test_streams_of_the_device_hold_the_same_keys(cupy: Any, f: float) -> None:
+    K, values = keys(N, 4), np.arange(N)
+    expected = levattn.StreamingUniversalSet(0.2, f=f).update(K, payload=values).result().items[0]
     stream = levattn.StreamingUniversalSet(0.2, f=f)
     for start in range(0, N, 3000):
         part = slice(start, start + 3000)
         stream.update(cupy.asarray(K[part]), payload=cupy.asarray(values[part]))
-    found = stream.result()
-    assert np.array_equal(found.items[0].indices, expected.items[0].indices)
-    assert np.array_equal(found.items[0].payload, expected.items[0].payload)
-    assert np.array_equal(as_float64(found.items[0].keys), as_float64(expected.items[0].keys))
-    np.testing.assert_allclose(found.items[0].scores, expected.items[0].scores, rtol=1e-9)
+    found = stream.result().items[0]
+    assert np.array_equal(found.indices, expected.indices)
+    assert np.array_equal(found.payload, expected.payload)
+    assert np.array_equal(as_float64(found.keys), as_float64(expected.keys))
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-9)
 
 
-def test_a_stream_copies_only_what_it_holds(cupy: Any, transfers: Transfers) -> None:
+def test_a_stream_copies_only_what_it_holds(cupy: Any, copied: list[int]) -> None:
     K = keys(8 * BLOCK, 8)
     stream = levattn.StreamingUniversalSet(0.5)
     for start in range(0, len(K), 4 * BLOCK):
         stream.update(cupy.asarray(K[start : start + 4 * BLOCK]))
     assert stream.result().items[0].indices.tolist() == levattn.universal_set(K, 0.5).indices.tolist()
-    if not device.DEVICES:
-        assert sum(transfers.sizes) < K.nbytes / 4
-
-
-def test_bits_do_not_depend_on_the_chunks_of_the_device(cupy: Any) -> None:
-    K = keys(2 * BLOCK + 100, 5)
-    states = []
-    for size in (len(K), BLOCK, 1000, 777):
-        stream = levattn.StreamingUniversalSet(0.2)
-        for start in range(0, len(K), size):
-            stream.update(cupy.asarray(K[start : start + size]))
-        states.append(stream.to_bytes())
-    assert len(set(states)) == 1
+    assert sum(copied) < K.nbytes / 4
 
 
 def test_chunks_of_both_kinds_and_merges(cupy: Any) -> None:
@@ -167,18 +145,11 @@ def test_keys_of_another_device_are_refused(cupy: Any, monkeypatch: pytest.Monke
         levattn.leverage_scores(K)
 
 
-METHODS = ("auto", "gram", "qr", "svd")
-SKETCHED = (
-    ("countsketch", 256),
-    ("osnap", 128),
-    ("srht", 128),
-    ("jl", 4),
-    ("countsketch", (256, 4)),
-)
+METHODS = ("gram", "qr", "svd")
+SKETCHED = (("countsketch", 256), ("osnap", 128), ("srht", 128), ("jl", 4), ("countsketch", (256, 4)))
 FUNCTIONS = (1.0, 3.0, 4.0, levattn.Huber(1.0), levattn.Tukey(1.0), levattn.L1L2(), levattn.Fair(1.0))
-FAMILIES = (CountSketch(64), OSNAP(64), SRHT(64), GaussianJL(16), SignJL(16))
 
-# name -> what it returns for keys (1500, 8), queries and values of any kind of array
+# name -> what it returns for keys (1500, 8) and queries of any kind of array
 EVERYTHING: dict[str, Callable[..., Any]] = {
     **{f"scores by {m}": partial(lambda m, k, *_: levattn.leverage_scores(k, method=m), m) for m in METHODS},
     **{
@@ -194,24 +165,14 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
     **{f"sensitivities, {f}": partial(lambda f, k, *_: levattn.sensitivities(k, f).upper, f) for f in FUNCTIONS},
     **{f"set, {f}": partial(lambda f, k, *_: levattn.universal_set(k, 0.2, f=f).mask, f) for f in FUNCTIONS},
     **{
-        f"heavy entries, {f}": partial(lambda f, k, q, _: levattn.heavy_attention(q, k, 0.2, f=f).entries.toarray(), f)
+        f"heavy entries, {f}": partial(lambda f, k, q: levattn.heavy_attention(q, k, 0.2, f=f).entries.toarray(), f)
         for f in FUNCTIONS
     },
-    **{f"{d}": partial(lambda d, k, *_: Sketch(d, 3).apply(k), d) for d in FAMILIES},
-    "scores with a ridge": lambda k, *_: levattn.leverage_scores(k, ridge=0.1),
-    "scores of centered keys": lambda k, *_: levattn.leverage_scores(k, center=True),
-    "scores under a mask": lambda k, *_: levattn.leverage_scores(k, mask=np.arange(len(k)) % 3 > 0),
-    "scores of a set": lambda k, *_: levattn.universal_set(k, 0.05).scores,
-    "set": lambda k, *_: levattn.universal_set(k, 0.05).mask,
-    "set of a size": lambda k, *_: levattn.universal_set(k, size=7).mask,
     "set with groups": lambda k, *_: levattn.universal_set(k, 0.1, groups=np.arange(len(k)) % 7).mask,
     "group leverage": lambda k, *_: levattn.group_leverage(k, np.arange(len(k)) % 7),
     "near duplicates": lambda k, *_: levattn.near_duplicates(k),
     "Lewis weights": lambda k, *_: levattn.lewis_weights(k, 3.0),
     "exact sensitivities": lambda k, *_: levattn.exact_sensitivities(k[:20], 3.0).lower,
-    "heavy entries": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).entries.toarray(),
-    "normalizers": lambda k, q, _: levattn.heavy_attention(q, k, 0.05).normalizers,
-    "outputs": lambda k, q, v: levattn.heavy_attention(q, k, 0.05).apply(v)[0],
     "causal": lambda k, *_: levattn.heavy_attention(k[:150], k[:150], 0.05, causal=True).entries.toarray(),
     "two passes": lambda k, *_: levattn.universal_set(lambda: [k[:1000], k[1000:]], 0.05).mask,
 }
@@ -219,9 +180,9 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_functions_give_what_they_give_in_main_memory(cupy: Any, name: str) -> None:
-    K, Q, V = keys(1500), keys(40, seed=1), keys(1500, 3, seed=2)
-    expected = as_float64(EVERYTHING[name](K, Q, V))
-    found = as_float64(EVERYTHING[name](*map(cupy.asarray, (K, Q, V))))
+    K, Q = keys(1500), keys(40, seed=1)
+    expected = as_float64(EVERYTHING[name](K, Q))
+    found = as_float64(EVERYTHING[name](*map(cupy.asarray, (K, Q))))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 

@@ -8,128 +8,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda_keys import FORMATS, LAYOUTS, laid_out, read, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import emulator
-from emulator.device import library_on_device
-from levattn._core import random as _core_random
-from levattn._core.arrays import to_float64
+from emulator import in_orders
 from levattn._core.random import below, normals, signs, words
 from levattn._kernels import Rows
-from levattn._kernels.cuda_source import path_of, text
-from levattn._kernels.sketch import cpu as sketch_cpu
+from levattn._kernels.cuda_source import THREADS, text
 from levattn._kernels.sketch import cuda as sketch_cuda
-from levattn._kernels.sketch import definition
-from levattn._kernels.sketch.cuda import scatter
 from levattn.exceptions import NonFiniteError
 from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, SignJL, Sketch, SketchedRows
-from strategies import Float, examples
+from strategies import Float, as_float64, examples
 
-FORMATS = ("float64", "float32", "float16", "bfloat16")
-ORDERS = (0, 1, 5)  # in which threads and blocks take turns
 SEED = 2**64 - 5
 FAR = 2**40 + 3  # a number of a row: its group of four has a number of more than 32 bits
 STREAM = 1
 
-# What decides how the work is cut up, and all values that cut up small keys in many ways
-CUTS: dict[str, dict[str, int]] = {
-    "as it is": {},
-    "parts": {"_SHORTEST": 1},
-    "many parts": {"_SHORTEST": 1, "_NEAR": 64},
-    "digits": {"_DIGIT": 3},
-    "digits of parts": {"_DIGIT": 1, "_SHORTEST": 2},
-    "runs of rows": {"_ORDERED": 64, "_NUMBERED": 64},
-}
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.on_host(monkeypatch)
-
-
-def in_orders(function: Callable[[], Any]) -> Any:
-    """What a function returns, which has the same bits in every order."""
-    results = []
-    for seed in ORDERS:
-        emulator.order = seed
-        results.append(function())
-    for other in results[1:]:
-        np.testing.assert_array_equal(other, results[0])
-    return results[0]
+pytestmark = pytest.mark.usefixtures("host")
+integers = partial(rows_of, integers=True)
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     for name, value in CUTS[how].items():
         monkeypatch.setattr(sketch_cuda, name, value)
-
-
-def stored(X: Float, format: str) -> Any:
-    """Keys in a format, 16-bit floats as words."""
-    if format == "bfloat16":
-        return (X.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    X = X.astype(format)
-    return X.view(np.uint16) if format == "float16" else X
-
-
-def laid_out(K: Any, layout: str) -> Any:
-    """The same keys in another layout."""
-    if layout == "columns":
-        return np.ascontiguousarray(K.transpose(2, 0, 1)).transpose(1, 2, 0)
-    if layout == "every other":
-        return np.repeat(np.repeat(K, 2, axis=1), 2, axis=2)[:, ::2, ::2]
-    if layout == "backwards":
-        return np.ascontiguousarray(K[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
-    if layout == "padded":
-        wider = np.zeros((*K.shape[:2], K.shape[2] + 16), K.dtype)
-        wider[:, :, 8:-8] = K
-        return wider[:, :, 8:-8]
-    return K
-
-
-LAYOUTS = ("plain", "columns", "every other", "backwards", "padded")
-
-
-def integers(b: int, n: int, d: int, format: str = "float32", layout: str = "plain") -> Rows:
-    K = np.random.default_rng([b, n, d]).integers(-9, 10, (b, n, d)).astype(np.float64)
-    return Rows(laid_out(stored(K, format), layout), format)
-
-
-def reals(b: int, n: int, d: int, format: str = "float32", layout: str = "plain") -> Rows:
-    K = np.random.default_rng([b, n, d]).standard_normal((b, n, d))
-    return Rows(laid_out(stored(K, format), layout), format)
-
-
-def transformed(rows: Rows, *, whole: bool = True) -> Rows:
-    """Rows with all that is done to them on the way in, by integers if `whole`; what is masked is NaN."""
-    b, n, d = rows.shape
-    rng = np.random.default_rng(n)
-    mask = rng.random((b, n)) < 0.6
-    keys = rows.keys.copy()
-    keys[~mask] = stored(np.full(1, np.nan), rows.format)[0]
-    shift, scale, weights = (
-        rng.integers(-3, 4, (b, d)),
-        np.exp2(rng.integers(0, 3, (b, d))),
-        rng.integers(0, 4, (b, n)),
-    )
-    if not whole:
-        shift, weights = rng.standard_normal((b, d)), rng.random((b, n))
-    return Rows(keys, rows.format, mask, shift.astype(np.float64), scale, weights.astype(np.float64))
-
-
-def read(rows: Rows) -> Float:
-    """The rows as kernels read them."""
-    X = to_float64(rows.keys, rows.format)
-    if rows.shift is not None and rows.scale is not None and rows.weights is not None:
-        X = (X - rows.shift[:, None]) * rows.scale[:, None] * rows.weights[:, :, None]
-    return X if rows.mask is None else np.where(rows.mask[:, :, None], X, 0.0)
 
 
 def sparse_matrix(seed: int, offset: int, n: int, blocks: int, size: int) -> Float:
@@ -141,104 +51,174 @@ def sparse_matrix(seed: int, offset: int, n: int, blocks: int, size: int) -> Flo
     return S.reshape(blocks * size, n)
 
 
-def sketched(function: Callable[..., None], rows: Rows, size: int, *args: Any, dtype: Any = np.float64) -> Any:
-    """What a function adds to zeros."""
-    out = np.zeros((rows.shape[0], size, rows.shape[2]), dtype)
-    function(rows, *args, out)
-    return out
-
-
-# -- what is drawn -----------------------------------------------------------------------------
-
-
-def test_constants_are_those_of_the_generator() -> None:
-    code = path_of("philox.cuh").read_text()
-    for name in ("MULTIPLIERS", "INCREMENTS"):
-        (figures,) = re.findall(rf"#define PHILOX_{name} (.*)", code)
-        assert tuple(int(figure, 16) for figure in figures.split(", ")) == getattr(_core_random, name)
-    assert re.findall(r"#define PHILOX_ROUNDS (\d+)", code) == [str(_core_random.ROUNDS)]
+# -- constants -----------------------------------------------------------------------------
 
 
 def test_constants_are_those_of_the_source() -> None:
-    code = text("sketch")
+    code = text("sketch.cu")
     for name in ("THREADS", "TILE", "GROUP", "SIDE", "FLIPS"):
         (figure,) = re.findall(rf"constexpr int {name} = (\d+)", code) or re.findall(rf"\b{name} = (\d+)", code)
-        assert int(figure) == getattr(sketch_cuda, f"_{name}"), name
-    assert sketch_cuda._WARPS * 32 == sketch_cuda._THREADS
+        assert int(figure) == (THREADS if name == "THREADS" else getattr(sketch_cuda, f"_{name}")), name
 
 
-DRAW = """
-__global__ void __launch_bounds__(256)
-    draw(unsigned long long seed, unsigned int stream, long long group, unsigned int column, unsigned int size,
-         unsigned int *drawn, unsigned int *places, double *numbers) {
-    const Words words = draw_words(seed, stream, group, column);
-    for (int j = 0; j < PHILOX_GROUP; ++j) {
-        drawn[j] = words.of[j];
-        places[j] = below(words.of[j], size);
-        numbers[j] = with_sign(words.of[j], 1.0);
-    }
+# -- all sketches --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sketch of a size: what adds it to an array, and the matrix (size, n) that it multiplies n rows with."""
+
+    size: int
+    add: Callable[..., None]
+    matrix: Callable[[int], Float]
+    error: float = 0.0  # of entries of the matrix, which are integers elsewhere
+
+    def of(self, rows: Rows, dtype: Any = np.float64) -> Any:
+        out = np.zeros((rows.shape[0], self.size, rows.shape[2]), dtype)
+        self.add(rows, out)
+        return out
+
+
+def sparse(blocks: int, size: int, offset: int = FAR) -> Case:
+    def add(rows: Rows, out: Any) -> None:
+        sketch_cuda.scatter(rows, SEED, STREAM, offset, blocks, size, out)
+
+    return Case(blocks * size, add, lambda n: sparse_matrix(SEED, offset, n, blocks, size))
+
+
+def dense(size: int, offset: int, *, normal: bool) -> Case:
+    def add(rows: Rows, out: Any) -> None:
+        sketch_cuda.dense_sketch(rows, SEED, 2 if normal else 3, offset, normal, out)
+
+    if normal:
+        return Case(size, add, lambda n: normals(SEED, 2, offset, n, size).T, 1e-13)
+    return Case(size, add, lambda n: SignJL(size).columns(SEED, offset, n))
+
+
+def product(size: int) -> Case:
+    def matrix(n: int) -> Float:
+        return np.random.default_rng(n).integers(-5, 6, (size, n)).astype(np.float64)
+
+    return Case(size, lambda rows, out: sketch_cuda.add_products(rows, matrix(rows.shape[1]), out), matrix)
+
+
+def hadamard(size: int, block: int, offset: int) -> Case:
+    distribution = SRHT(size, block=block)
+
+    def add(rows: Rows, out: Any) -> None:
+        sketch_cuda.subsampled_hadamard(rows, SEED, (4, 6), offset, block, distribution._chosen(SEED), out)
+
+    return Case(size, add, lambda n: distribution.columns(SEED, offset, n))
+
+
+# What decides how the work is cut up, and values that cut up small keys in many ways
+CUTS: dict[str, dict[str, int]] = {
+    "as it is": {},
+    "parts": {"_SHORTEST": 1},
+    "many parts": {"_SHORTEST": 1, "_NEAR": 64},
+    "digits": {"_DIGIT": 3},
+    "digits of parts": {"_DIGIT": 1, "_SHORTEST": 2},
+    "runs of rows": {"_ORDERED": 64, "_NUMBERED": 64},
+    "few drawn": {"_DRAWN": 500},
+    "blocks of 8": {"_FEWEST": 3, "_TRANSFORMED": 1 << 8},
+    "blocks of 4": {"_FEWEST": 2, "_TRANSFORMED": 1 << 7},
 }
-"""
+SPARSE_CUTS = ("as it is", "parts", "many parts", "digits", "digits of parts", "runs of rows")
+DENSE_CUTS = ("as it is", "few drawn")
+HADAMARD_CUTS = ("as it is", "blocks of 8", "blocks of 4")
 
-
-@examples(200)
-@given(
-    seed=st.integers(0, 2**64 - 1),
-    stream=st.integers(0, 2**32 - 1),
-    group=st.integers(0, 2**60) | st.integers(2**30, 2**34),
-    column=st.integers(0, 40),
-    size=st.integers(1, 2**31 - 1) | st.integers(1, 100),
-)
-def test_words_are_those_of_the_generator(seed: int, stream: int, group: int, column: int, size: int) -> None:
-    kernel = emulator.compiled(path_of("philox.cuh").read_text() + DRAW, ("draw",))["draw"]
-    drawn, places, numbers = np.zeros(4, np.uint32), np.zeros(4, np.uint32), np.zeros(4)
-    which = np.uint64(seed), np.uint32(stream), np.int64(group), np.uint32(column), np.uint32(size)
-    kernel((1,), (1,), (*which, drawn, places, numbers))
-    expected = words(seed, stream, 4 * group, 4, column + 1)[:, column]
-    assert np.array_equal(drawn, expected)
-    assert np.array_equal(places, below(expected, size))
-    assert np.array_equal(numbers, signs(expected))
-
-
-# -- sparse sketches -----------------------------------------------------------------------------
-
-SHAPES = [  # b, n, d, blocks, size
-    (1, 1, 1, 1, 1),
-    (1, 100, 64, 1, 7),
-    (2, 333, 5, 1, 5000),  # more places than rows, and two digits
-    (3, 70, 65, 3, 4),
-    (1, 40, 300, 5, 9),
-    (70, 9, 3, 2, 3),
-    (1, 4200, 2, 1, 1),  # two tiles
-    (1, 4500, 3, 1, 4096),  # as many places as fit into one digit
+SHAPES: list[tuple[Case, tuple[int, int, int], tuple[str, ...]]] = [
+    (sparse(1, 1), (1, 1, 1), ("as it is",)),
+    (sparse(1, 7), (1, 100, 64), ("as it is",)),
+    (sparse(1, 5000), (2, 333, 5), ("as it is",)),  # more places than rows, and two digits
+    (sparse(3, 4), (3, 70, 65), ("as it is",)),
+    (sparse(5, 9), (1, 40, 300), ("as it is",)),
+    (sparse(2, 3), (70, 9, 3), ("as it is",)),
+    (sparse(1, 1), (1, 4200, 2), ("as it is",)),  # two tiles
+    (sparse(1, 4096), (1, 4500, 3), ("as it is",)),  # as many places as fit into one digit
+    (sparse(1, 60, 5), (2, 700, 9), SPARSE_CUTS),
+    (sparse(3, 9, 5), (1, 300, 20), SPARSE_CUTS),
+    (sparse(2, 2, 5), (1, 4200, 1), SPARSE_CUTS),
+    (product(1), (1, 1, 1), ("as it is",)),
+    (product(70), (2, 130, 66), ("as it is",)),
+    (product(5), (1, 1500, 3), ("as it is",)),
+    *(
+        (dense(67, offset, normal=normal), (2, 333, 5), DENSE_CUTS)
+        for normal in (False, True)
+        for offset in (0, 5, FAR)
+    ),
+    *((dense(1, 5, normal=normal), (1, 70, 65), DENSE_CUTS) for normal in (False, True)),
+    *((dense(32, FAR, normal=normal), (1, 1, 1), DENSE_CUTS) for normal in (False, True)),
+    (hadamard(4, 4, 3), (1, 1, 1), HADAMARD_CUTS),
+    (hadamard(5, 8, FAR), (2, 100, 3), HADAMARD_CUTS),
+    (hadamard(7, 16, 0), (70, 20, 2), HADAMARD_CUTS),
+    (hadamard(13, 512, 1022), (1, 1200, 17), HADAMARD_CUTS),
+    (hadamard(9, 256, 255), (2, 40, 33), HADAMARD_CUTS),
+    (hadamard(1100, 2048, 5), (1, 50, 2), HADAMARD_CUTS),  # more rows than signs are drawn at a time
+]
+ITEMS = [
+    pytest.param(*each, cut, id=f"{each[0].add.__qualname__.partition('.')[0]} {each[0].size} {each[1]} {cut}")
+    for *each, cuts in SHAPES
+    for cut in cuts
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_integers_have_the_sums_of_the_cpu(shape: tuple[int, ...]) -> None:
-    b, n, d, blocks, size = shape
-    args = SEED, STREAM, FAR, blocks, size
-    expected = sparse_matrix(SEED, FAR, n, blocks, size) @ read(integers(b, n, d))
-    for format in FORMATS:
-        for dtype in (np.float64, np.float32):
-            rows = integers(b, n, d, format)
-            found = in_orders(partial(sketched, scatter, rows, blocks * size, *args, dtype=dtype))
-            assert found.dtype == dtype
-            assert np.array_equal(found, expected)
-    assert np.array_equal(sketched(sketch_cpu.scatter, integers(b, n, d), blocks * size, *args), expected)
-    assert np.array_equal(sketched(definition.scatter, integers(b, n, d), blocks * size, *args), expected)
-
-
-@pytest.mark.parametrize("how", CUTS)
-@pytest.mark.parametrize("shape", [(2, 700, 9, 1, 60), (1, 300, 20, 3, 9), (1, 4200, 1, 2, 2)], ids=str)
-def test_how_work_is_cut_up_changes_no_sum_of_integers(
-    how: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("case", "shape", "how"), ITEMS)
+def test_sums_are_those_of_the_matrix_in_any_format_layout_and_order(
+    case: Case, shape: tuple[int, int, int], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    b, n, d, blocks, size = shape
+    """Integers have exact sums, and are the same however the work is cut up."""
     cut(monkeypatch, how)
-    rows = integers(b, n, d)
-    found = in_orders(partial(sketched, scatter, rows, blocks * size, SEED, STREAM, 5, blocks, size))
-    assert np.array_equal(found, sparse_matrix(SEED, 5, n, blocks, size) @ read(rows))
+    S, exact = case.matrix(shape[1]), read(integers("plain", *shape))
+    found = in_orders(case.of, integers("plain", *shape))
+    np.testing.assert_allclose(found, S @ exact, rtol=0, atol=case.error * 9 * shape[1])
+    if how != "as it is":
+        return
+    for k, format in enumerate(FORMATS):
+        for dtype in (np.float64, np.float32):
+            other = case.of(integers(LAYOUTS[k], *shape, format), dtype)
+            assert other.dtype == dtype
+            np.testing.assert_allclose(other, found, rtol=0, atol=1e-2 if case.error and dtype == np.float32 else 0)
+    for whole, error in ((True, 0), (False, 1e-9)):
+        rows = rows_of("transformed", *shape, integers=whole)
+        np.testing.assert_allclose(case.of(rows), S @ read(rows), rtol=0, atol=error + 1e-9 * (case.error > 0))
+        masked = Rows(rows.keys, rows.format, rows.mask)
+        np.testing.assert_allclose(case.of(masked), S @ read(masked), rtol=0, atol=error + 1e-9 * (case.error > 0))
+
+
+REAL = [
+    *((sparse(3, 7), 400, 24, how) for how in SPARSE_CUTS),
+    (dense(9, 7, normal=True), 1300, 6, "as it is"),
+    (hadamard(3, 16, 7), 900, 6, "as it is"),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("case", "n", "d", "how"), REAL, ids=[f"{each[0].size} {each[3]}" for each in REAL])
+def test_real_keys_have_the_same_bits_in_any_order_layout_and_batch(
+    case: Case, n: int, d: int, how: str, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(monkeypatch, how)
+    rows, S = rows_of("plain", 3, n, d, format), case.matrix(n)
+    for dtype, error in ((np.float64, 2.0**-53), (np.float32, 2.0**-24)):
+        found = in_orders(case.of, rows, dtype)
+        assert np.all(np.abs(found - S @ read(rows)) <= n * error * (np.abs(S) @ np.abs(read(rows))))
+        for layout in LAYOUTS:
+            assert np.array_equal(case.of(Rows(laid_out(rows.keys, layout), format), dtype), found)
+        assert np.array_equal(case.of(rows.item(1), dtype)[0], found[1])
+
+
+@pytest.mark.parametrize(
+    "case", [sparse(2, 3), product(6), dense(6, 0, normal=True), dense(6, 5, normal=False), hadamard(6, 16, 3)]
+)
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (0, 0, 1)], ids=str)
+def test_nothing_is_added_where_there_is_nothing(case: Case, shape: tuple[int, int, int]) -> None:
+    out = np.full((shape[0], 6, shape[2]), 7.0)
+    case.add(Rows(np.zeros(shape, np.float32), "float32"), out)
+    assert np.all(out == 7)
+
+
+# -- the order of rows ---------------------------------------------------------------------------
 
 
 @examples(60)
@@ -269,168 +249,17 @@ def test_rows_are_put_in_order(n: int, blocks: int, size: int, parts: int, digit
     assert starts[0] == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_do_not_matter(layout: str) -> None:
-    for b, n, d in ((2, 90, 16), (1, 200, 65), (3, 50, 1)):
-        for format in FORMATS:
-            rows = integers(b, n, d, format, layout)
-            found = sketched(scatter, rows, 12, SEED, STREAM, FAR, 2, 6)
-            assert np.array_equal(found, sparse_matrix(SEED, FAR, n, 2, 6) @ read(integers(b, n, d)))
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_what_is_done_to_rows_on_the_way_in(format: str) -> None:
-    for b, n, d in ((2, 150, 16), (1, 33, 5)):
-        rows = transformed(integers(b, n, d, format))
-        expected = sparse_matrix(SEED, 3, n, 1, 10) @ read(rows)
-        for dtype in (np.float64, np.float32):
-            assert np.array_equal(sketched(scatter, rows, 10, SEED, STREAM, 3, 1, 10, dtype=dtype), expected)
-        only_masked = Rows(rows.keys, format, rows.mask)
-        expected = sparse_matrix(SEED, 3, n, 1, 10) @ read(only_masked)
-        assert np.array_equal(sketched(scatter, only_masked, 10, SEED, STREAM, 3, 1, 10), expected)
-        rows = transformed(reals(b, n, d, format), whole=False)
-        expected = sparse_matrix(SEED, 3, n, 1, 10) @ read(rows)
-        np.testing.assert_allclose(sketched(scatter, rows, 10, SEED, STREAM, 3, 1, 10), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (0, 0, 1)], ids=str)
-def test_nothing_is_added_where_there_is_nothing(shape: tuple[int, int, int]) -> None:
-    rows = Rows(np.zeros(shape, np.float32), "float32")
-    out = np.full((shape[0], 6, shape[2]), 7.0)
-    scatter(rows, SEED, STREAM, 0, 2, 3, out)
-    assert np.all(out == 7)
-
-
 @examples(15)
 @given(edges=st.lists(st.integers(0, 300), max_size=4), start=st.sampled_from([0, 3, FAR]))
 def test_chunks_add_up(edges: list[int], start: int) -> None:
-    rows = integers(2, 300, 6)
-    cuts = [0, *sorted(edges), 300]
+    rows = integers("plain", 2, 300, 6)
     out = np.zeros((2, 20, 6))
-    for low, high in pairwise(cuts):
-        scatter(rows.between(low, high), SEED, STREAM, start + low, 4, 5, out)
-    assert np.array_equal(out, sparse_matrix(SEED, start, 300, 4, 5) @ read(rows))
-
-
-@pytest.mark.parametrize("how", CUTS)
-@pytest.mark.parametrize("format", FORMATS)
-def test_real_keys_have_the_same_bits_in_any_order_layout_and_batch(
-    how: str, format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut(monkeypatch, how)
-    for dtype, error in ((np.float64, 2.0**-53), (np.float32, 2.0**-24)):
-        rows = reals(3, 400, 24, format)
-        args = 21, SEED, STREAM, FAR, 3, 7
-        found = in_orders(partial(sketched, scatter, rows, *args, dtype=dtype))
-        S = sparse_matrix(SEED, FAR, 400, 3, 7)
-        assert np.all(np.abs(found - S @ read(rows)) <= 400 * error * (np.abs(S) @ np.abs(read(rows))))
-        for layout in LAYOUTS:
-            other = Rows(laid_out(rows.keys, layout), format)
-            assert np.array_equal(sketched(scatter, other, *args, dtype=dtype), found)
-        alone = sketched(scatter, rows.item(1), *args, dtype=dtype)
-        assert np.array_equal(alone[0], found[1])
-
-
-# -- dense sketches ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (2, 130, 66, 70), (1, 1500, 3, 5), (0, 4, 2, 3), (1, 0, 2, 3)], ids=str
-)
-@pytest.mark.parametrize("format", FORMATS)
-def test_products(shape: tuple[int, ...], format: str) -> None:
-    b, n, d, size = shape
-    S = np.random.default_rng(n).integers(-5, 6, (size, n)).astype(np.float64)
-    for layout in ("plain", "columns"):
-        rows = integers(b, n, d, format, layout)
-        found = in_orders(partial(sketched, sketch_cuda.add_products, rows, size, S))
-        assert np.array_equal(found, S @ read(rows))
-        assert np.array_equal(sketched(sketch_cuda.add_products, rows, size, S, dtype=np.float32), found)
-    rows = transformed(reals(b, n, d, format), whole=False)
-    expected = S @ read(rows)
-    np.testing.assert_allclose(sketched(sketch_cuda.add_products, rows, size, S), expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("drawn", [1 << 25, 500])
-@pytest.mark.parametrize("offset", [0, 5, FAR])
-def test_dense_sketches(drawn: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sketch_cuda, "_DRAWN", drawn)
-    for b, n, d, size in ((2, 333, 5, 67), (1, 70, 65, 1), (1, 1, 1, 32), (1, 0, 3, 4)):
-        rows = integers(b, n, d)
-        drawn_signs = SignJL(size).columns(SEED, offset, n)
-        drawn_normals = normals(SEED, 2, offset, n, size).T
-        for dtype, tolerance in ((np.float64, 1e-11), (np.float32, 1e-2)):
-            sketch = partial(sketched, sketch_cuda.dense_sketch, rows, size, dtype=dtype)
-            found = in_orders(partial(sketch, SEED, 3, offset, False))
-            assert np.array_equal(found, drawn_signs @ read(rows))
-            found = sketch(SEED, 2, offset, True)
-            np.testing.assert_allclose(found, drawn_normals @ read(rows), rtol=0, atol=tolerance)
-
-
-def test_products_have_the_same_bits_in_any_order_layout_and_batch() -> None:
-    rows = reals(3, 1300, 6)
-    args = 9, SEED, 2, 7, True
-    found = in_orders(partial(sketched, sketch_cuda.dense_sketch, rows, *args))
-    for layout in LAYOUTS:
-        assert np.array_equal(
-            sketched(sketch_cuda.dense_sketch, Rows(laid_out(rows.keys, layout), "float32"), *args), found
-        )
-    assert np.array_equal(sketched(sketch_cuda.dense_sketch, rows.item(2), *args)[0], found[2])
-
-
-# -- Hadamard transforms --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fewest", [10, 3, 2])
-@pytest.mark.parametrize(
-    ("distribution", "shape", "offset"),
-    [
-        (SRHT(4, block=4), (1, 1, 1), 3),
-        (SRHT(5, block=8), (2, 100, 3), FAR),
-        (SRHT(7, block=16), (70, 20, 2), 0),
-        (SRHT(13, block=512), (1, 1200, 17), 1022),
-        (SRHT(9, block=256), (2, 40, 33), 255),
-        (SRHT(1100, block=2048), (1, 50, 2), 5),  # more rows than signs are drawn at a time
-    ],
-    ids=str,
-)
-def test_hadamard_transforms_of_integers_are_exact(
-    fewest: int, distribution: SRHT, shape: tuple[int, int, int], offset: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sketch_cuda, "_FEWEST", fewest)
-    monkeypatch.setattr(sketch_cuda, "_TRANSFORMED", 1 << (16 if fewest == 10 else fewest + 5))
-    size, block = distribution.size, distribution.block
-    args = SEED, (4, 6), offset, block, distribution._chosen(SEED)
-    for format, dtype in zip(FORMATS, (np.float64, np.float32, np.float64, np.float32), strict=True):
-        for layout in ("plain", "columns"):
-            rows = integers(*shape, format, layout)
-            found = sketched(sketch_cuda.subsampled_hadamard, rows, size, *args, dtype=dtype)
-            assert np.array_equal(found, distribution.columns(SEED, offset, shape[1]) @ read(rows))
-    rows = transformed(integers(*shape))
-    found = in_orders(partial(sketched, sketch_cuda.subsampled_hadamard, rows, size, *args))
-    assert np.array_equal(found, distribution.columns(SEED, offset, shape[1]) @ read(rows))
-
-
-def test_hadamard_transforms_have_the_same_bits_in_any_order_layout_and_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution = SRHT(3, block=16)
-    rows = reals(3, 900, 6)
-    args = 3, SEED, (4, 6), 7, 16, distribution._chosen(SEED)
-    found = in_orders(partial(sketched, sketch_cuda.subsampled_hadamard, rows, *args))
-    np.testing.assert_allclose(found, distribution.columns(SEED, 7, 900) @ read(rows), rtol=0, atol=1e-11)
-    for layout in LAYOUTS:
-        other = Rows(laid_out(rows.keys, layout), "float32")
-        assert np.array_equal(sketched(sketch_cuda.subsampled_hadamard, other, *args), found)
-    assert np.array_equal(sketched(sketch_cuda.subsampled_hadamard, rows.item(2), *args)[0], found[2])
-    out = np.ones((3, 3, 0))
-    sketch_cuda.subsampled_hadamard(Rows(np.zeros((3, 0, 6)), "float64"), *args[1:], out)
+    for low, high in pairwise([0, *sorted(edges), 300]):
+        sketch_cuda.scatter(rows.between(low, high), SEED, STREAM, start + low, 4, 5, out)
+    assert np.array_equal(out, sparse(4, 5, start).of(rows))
 
 
 # -- through the public names, on arrays that never become numpy's by themselves ------------------------------
-
-
-@pytest.fixture
-def xp(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return library_on_device(monkeypatch)
 
 
 FAMILIES: list[Distribution] = [CountSketch(20), OSNAP(24), GaussianJL(11), SignJL(40), SRHT(20)]
@@ -441,30 +270,24 @@ def whole_numbers(n: int, d: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("distribution", FAMILIES, ids=str)
-def test_sketches_stay_on_the_device(distribution: Distribution, xp: Any) -> None:
+def test_states_take_rows_from_anywhere_and_stay_on_the_device(distribution: Distribution, cupy: Any) -> None:
     K = whole_numbers(300, 5)
     sketch = Sketch(distribution, SEED)
-    found = sketch.apply(xp.asarray(K), row_start=3)
-    assert type(found) is type(xp.zeros(1))
-    assert np.allclose(found.get(), sketch.apply(K, row_start=3), rtol=0, atol=1e-11)
-
     state = SketchedRows(sketch, 5).update(K[:100])
     assert isinstance(state.read(), np.ndarray)
-    state.update(xp.asarray(K[100:200])).update(K[200:])
-    other = SketchedRows(sketch, 5).update(xp.asarray(K[100:])[:100], row_start=100)
-    merged = SketchedRows(sketch, 5).update(K[:100]).merge(other).update(xp.asarray(K[200:]), row_start=200)
+    state.update(cupy.asarray(K[100:200])).update(K[200:])
+    other = SketchedRows(sketch, 5).update(cupy.asarray(K[100:])[:100], row_start=100)
+    merged = SketchedRows(sketch, 5).update(K[:100]).merge(other).update(cupy.asarray(K[200:]), row_start=200)
     for found in (state, merged, SketchedRows.from_bytes(state.to_bytes()).merge(SketchedRows(sketch, 5))):
-        values = found.read()
-        values = values if isinstance(values, np.ndarray) else values.get()
-        assert np.allclose(values, sketch.apply(K), rtol=0, atol=1e-11)
-    assert type(state.read()) is type(merged.read()) is type(xp.zeros(1))
+        np.testing.assert_allclose(as_float64(found.read()), sketch.apply(K), rtol=0, atol=1e-11)
+    assert type(state.read()) is type(merged.read()) is type(cupy.zeros(1))
     assert SketchedRows.from_bytes(merged.to_bytes()).count == 300
 
 
-def test_rows_on_the_device_that_are_not_finite(xp: Any) -> None:
+def test_rows_on_the_device_that_are_not_finite(cupy: Any) -> None:
     K = whole_numbers(60, 3)
-    state = SketchedRows(Sketch(CountSketch(7)), 3).update(xp.asarray(K))
+    state = SketchedRows(Sketch(CountSketch(7)), 3).update(cupy.asarray(K))
     K[[7, 31], 1] = np.nan
     with pytest.raises(NonFiniteError, match=r"first in rows \[7, 31\]"):
-        state.update(xp.asarray(K))
+        state.update(cupy.asarray(K))
     assert state.count == 60

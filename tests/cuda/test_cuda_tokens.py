@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from definitions import assert_near, assert_same, gradients, in_float64, once
 
-import emulator
 from emulator import device as emulated
 from emulator import in_orders
 from levattn._kernels import kernels_for
@@ -21,14 +20,11 @@ from levattn._kernels.tokens import definition
 from levattn._kernels.tokens.contract import TokenArguments
 from levattn._kernels.tokens.cuda import backward, forward, memberships
 
-Float = NDArray[np.floating]
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
 LOGITS = ["none", "norm", "diagonal"]
+PARTS = ("W", "temperature", "offset")
 
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.on_host(monkeypatch)
+pytestmark = pytest.mark.usefixtures("host")
 
 
 def statistics(
@@ -66,62 +62,28 @@ def statistics(
     )
 
 
-def wide(x: TokenArguments) -> TokenArguments:
-    parts = {name: getattr(x, name) for name in ("W", "temperature", "offset")}
-    return replace(x, **{name: None if part is None else part.astype(np.float64) for name, part in parts.items()})
-
-
-def gradients(x: TokenArguments, dY: Float) -> list[Float | None]:
-    """The gradients of ``Σ dY · forward(x)`` in float64, by torch."""
-    torch = pytest.importorskip("torch")
-
-    def tensor(array: Any) -> Any:
-        return None if array is None else torch.tensor(np.asarray(array, np.float64), requires_grad=True)
-
-    parts = [tensor(part) for part in (x.W, x.temperature, x.offset)]
-    mask = None if x.mask is None else torch.tensor(x.mask)
-    state = None if x.state is None else tuple(map(torch.tensor, x.state))
-    given = replace(x, W=parts[0], temperature=parts[1], offset=parts[2], mask=mask, state=state)
-    Y = definition.forward(given)[0]
-    (Y * torch.tensor(np.asarray(dY, np.float64))).sum().backward()
-    return [
-        None if part is None else np.zeros(part.shape) if part.grad is None else part.grad.numpy() for part in parts
-    ]
-
-
-def once(function: Any, *args: Any) -> Any:
-    return function(*args)
+def by_torch(x: TokenArguments, dY: Any) -> list[Any]:
+    return gradients(lambda given: definition.forward(given)[0], x, PARTS, dY)
 
 
 def check(x: TokenArguments, tolerance: float | None = None, *, run: Any = once) -> None:
     """Compare output, memberships, sums and gradients with those of the definitions in float64."""
     rtol, dtype = TOLERANCE[x.W.dtype.name] if tolerance is None else tolerance, x.W.dtype
 
-    def close(found: Any, expected: Any) -> None:
-        size = max(1.0, np.abs(expected).max(initial=0))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=rtol * size)
-
     def all_of_it() -> tuple[Any, ...]:
         Y, sums = forward(x, state=True)
         return Y, memberships(x), *sums
 
     Y, P, *sums = run(all_of_it)
-    expected, after = definition.forward(wide(x), state=True)
-    assert Y.dtype == P.dtype == dtype
-    close(Y, expected)
-    close(P, definition.memberships(wide(x)))
-    for part, other in zip(sums, after, strict=True):
-        assert part.dtype == np.float64
-        close(part, other)
+    expected, after = definition.forward(in_float64(x), state=True)
+    assert_near([Y, P], [expected, definition.memberships(in_float64(x))], rtol, dtype)
+    assert_near(sums, after, rtol, np.float64)
     alone, nothing = forward(x)
     np.testing.assert_array_equal(alone, Y)
     assert nothing is None
     dY = np.random.default_rng(99).standard_normal(Y.shape).astype(dtype)
     found = run(lambda: tuple(part for part in backward(x, dY) if part is not None))
-    by_torch = [part for part in gradients(x, dY) if part is not None]
-    for part, other in zip(found, by_torch, strict=True):
-        assert part.dtype == dtype
-        close(part, other)
+    assert_near(found, [part for part in by_torch(x, dY) if part is not None], rtol, dtype)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -174,11 +136,8 @@ def test_nothing_to_do(logits: str, causal: bool) -> None:
             Y, sums = forward(x, state=True)
             assert Y.shape == backward(x, Y)[0].shape == shape
             assert memberships(x).shape == shape[:3]
-            for part, other in zip(sums, definition.forward(x, state=True)[1], strict=True):
-                np.testing.assert_array_equal(part, other)
-            for part, source in zip(backward(x, Y), (x.W, x.temperature, x.offset), strict=True):
-                assert part.shape == source.shape
-                assert not part.any()
+            assert_same(sums, definition.forward(x, state=True)[1])
+            assert_same(backward(x, Y), [np.zeros_like(getattr(x, name)) for name in PARTS])
 
 
 # -- what must hold exactly ------------------------------------------------------------
@@ -214,8 +173,7 @@ def test_no_bit_depends_on_other_items_and_sequences(logits: str, causal: bool) 
         alone, after = forward(one, state=True)
         np.testing.assert_array_equal(alone, Y[part])
         np.testing.assert_array_equal(backward(one, dY[part])[0], dW[part])
-        for own, together in zip(after, sums, strict=True):
-            np.testing.assert_array_equal(own[:, :, 0], together[1:2, :, i])
+        assert_same([own[:, :, 0] for own in after], [together[1:2, :, i] for together in sums])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -235,8 +193,7 @@ def test_masked_tokens_do_nothing(logits: str, causal: bool) -> None:
     np.testing.assert_array_equal(Y, forward(x)[0])
     assert not Y.swapaxes(1, 2)[~x.mask].any()
     assert not P.swapaxes(1, 2)[~x.mask].any()
-    for part, other in zip(backward(poisoned, given), backward(x, dY), strict=True):
-        np.testing.assert_array_equal(part, other)
+    assert_same(backward(poisoned, given), backward(x, dY))
 
 
 @pytest.mark.parametrize("d", [8, 5])
@@ -247,7 +204,7 @@ def test_arrays_of_any_layout(d: int) -> None:
     assert Y.flags.c_contiguous
     assert found[0].flags.c_contiguous
 
-    def turned(array: Any) -> Any:  # the heads of a token side by side
+    def heads_last(array: Any) -> Any:  # the heads of a token side by side
         return np.swapaxes(np.swapaxes(array, 1, 2).copy(), 1, 2)
 
     def shifted(array: Any) -> Any:  # not aligned for vectors, and every other token
@@ -255,7 +212,7 @@ def test_arrays_of_any_layout(d: int) -> None:
         held[:, :, ::2, 1 : 1 + d] = array
         return held[:, :, ::2, 1 : 1 + d]
 
-    side_by_side = replace(x, W=turned(x.W), offset=turned(x.offset), mask=np.asfortranarray(x.mask))
+    side_by_side = replace(x, W=heads_last(x.W), offset=heads_last(x.offset), mask=np.asfortranarray(x.mask))
     moved = forward(side_by_side)[0]
     assert moved.transpose(0, 2, 1, 3).flags.c_contiguous
     dW = backward(side_by_side, dY)[0]
@@ -266,15 +223,14 @@ def test_arrays_of_any_layout(d: int) -> None:
         if d == 5:  # where vectors do not fit, nothing is summed in another order
             np.testing.assert_array_equal(forward(replace(x, W=other))[0], Y)
         np.testing.assert_allclose(forward(replace(x, W=other))[0], Y, atol=1e-6)
-    for other in (turned(dY), shifted(dY), np.asfortranarray(dY)):
+    for other in (heads_last(dY), shifted(dY), np.asfortranarray(dY)):
         for part, expected in zip(backward(x, other), found, strict=True):
             np.testing.assert_allclose(part, expected, atol=1e-5)
     one = replace(x, offset=np.broadcast_to(x.offset[:, :, :1], x.offset.shape), temperature=x.temperature.T[:3, :1])
     one = replace(one, temperature=np.broadcast_to(one.temperature, (3, 4)))
     copied = replace(one, offset=one.offset.copy(), temperature=one.temperature.copy())
     np.testing.assert_array_equal(forward(one)[0], forward(copied)[0])
-    for part, expected in zip(backward(one, dY), backward(copied, dY), strict=True):
-        np.testing.assert_array_equal(part, expected)
+    assert_same(backward(one, dY), backward(copied, dY))
 
 
 def test_vectors_of_an_array_that_is_not_aligned() -> None:
@@ -283,8 +239,7 @@ def test_vectors_of_an_array_that_is_not_aligned() -> None:
     held[1:] = x.W.ravel()
     W, dY = held[1:].reshape(x.W.shape), np.ones_like(x.W)
     np.testing.assert_array_equal(forward(replace(x, W=W))[0], forward(x)[0])
-    for part, expected in zip(backward(replace(x, W=W), W), backward(x, x.W), strict=True):
-        np.testing.assert_array_equal(part, expected)
+    assert_same(backward(replace(x, W=W), W), backward(x, x.W))
     assert backward(x, dY)[2] is None
 
 
@@ -295,7 +250,7 @@ def test_errors_do_not_grow_with_the_number_of_tokens() -> None:
     x = statistics(14, (1, 2, 20000, 3), dtype="float32", mean=True)
     for given in (x, replace(x, decay=np.array([1, 0.9999999]))):
         Y, sums = forward(given, state=True)
-        expected, after = definition.forward(wide(given), state=True)
+        expected, after = definition.forward(in_float64(given), state=True)
         np.testing.assert_allclose(Y, expected, rtol=3e-5, atol=1e-6)  # a logit is a mean of 20 000 tokens
         for part, other in zip(sums, after, strict=True):
             np.testing.assert_allclose(part, other, rtol=3e-6)
@@ -307,7 +262,7 @@ def test_memberships_that_are_almost_all_or_nothing(scale: float, dtype: str) ->
     x = statistics(15, (1, 4, 40, 3), dtype=dtype, logits="norm", ridge=0.0)
     x = replace(x, W=(x.W * scale).astype(dtype))
     Y, P = forward(x)[0], memberships(x)
-    expected = definition.forward(wide(x))[0]
+    expected = definition.forward(in_float64(x))[0]
     np.testing.assert_allclose(Y, expected, rtol=0, atol=1e-3 * scale if dtype == "float32" else 1e-12 * scale)
     np.testing.assert_allclose(P.sum(axis=1), 1, rtol=1e-6)
     for part in backward(x, np.ones_like(x.W))[:2]:
@@ -320,9 +275,8 @@ def test_channels_of_zeros_are_finite(dtype: str) -> None:
     x.W[:, :, :20, 1] = 0
     x.W[1] = 0
     Y, found = forward(x)[0], backward(x, np.ones_like(x.W))
-    np.testing.assert_allclose(Y, definition.forward(wide(x))[0], rtol=0, atol=TOLERANCE[dtype])
-    for part, other in zip(found[:2], gradients(x, np.ones_like(x.W))[:2], strict=True):
-        np.testing.assert_allclose(part, other, rtol=0, atol=TOLERANCE[dtype] * max(1, np.abs(other).max()))
+    np.testing.assert_allclose(Y, definition.forward(in_float64(x))[0], rtol=0, atol=TOLERANCE[dtype])
+    assert_near(found[:2], by_torch(x, np.ones_like(x.W))[:2], TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -369,13 +323,12 @@ def test_the_table_takes_arrays_of_a_device(causal: bool, monkeypatch: pytest.Mo
 
     expected = results(tokens_cuda, x, dY, state)
     cupy = emulated.library_on_device(monkeypatch)
-    names = ("W", "temperature", "offset", "mask")
-    there = replace(x, **{name: cupy.asarray(getattr(x, name)) for name in names})
+    there = replace(x, **{name: cupy.asarray(getattr(x, name)) for name in (*PARTS, "mask")})
     table = kernels_for("tokens", there.W)
     assert table is tokens_cuda
-    for part, other in zip(results(table, there, cupy.asarray(dY), state), expected, strict=True):
-        assert isinstance(part, emulated.DeviceArray)
-        np.testing.assert_array_equal(part.get(), other)
+    found = results(table, there, cupy.asarray(dY), state)
+    assert all(isinstance(part, emulated.DeviceArray) for part in found)
+    assert_same([part.get() for part in found], expected)
 
 
 def test_squares_are_added_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

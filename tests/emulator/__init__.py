@@ -39,6 +39,11 @@ from levattn._kernels import cuda_source
 order = 1
 
 SHIM = Path(__file__).with_name("cuda_host.hpp")
+# Headers that no host compiler takes, and what stands in for them
+HEADERS = {
+    cuda_source.text(f"{name}.cuh"): Path(__file__).with_name(f"{name}.hpp").read_text()
+    for name in ("half", "copies", "mma", "shared")
+}
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulator"
 FLAGS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
@@ -109,14 +114,21 @@ def emulated(source: str, name: str, types: Sequence[str]) -> Kernel:
     """A kernel of the table `KERNELS`, compiled for the CPU."""
     if tuple(types) not in cuda_source.KERNELS[source][name]:
         raise LookupError(f"{cuda_source.expression(name, types)} of {source}.cu is not among those that are compiled")
+    code = cuda_source.text(f"{source}.cu")
+    return compiled(code, of_the_table(source), f"{source}.cu")[cuda_source.expression(name, types)]
+
+
+def of_the_table(source: str) -> tuple[str, ...]:
+    """The C++ names of all kernels of a source."""
     table = cuda_source.KERNELS[source]
-    names = tuple(cuda_source.expression(kernel, each) for kernel, choices in table.items() for each in choices)
-    return compiled(cuda_source.text(source), names, f"{source}.cu")[cuda_source.expression(name, types)]
+    return tuple(cuda_source.expression(kernel, each) for kernel, choices in table.items() for each in choices)
 
 
 @cache
 def compiled(code: str, names: tuple[str, ...], title: str = "kernels.cu") -> dict[str, Kernel]:
     """Kernels of a source text, by their C++ names."""
+    for header, other in HEADERS.items():
+        code = code.replace(header, other)
     bounds = [
         f"{kernel.template} constexpr long long bound_{kernel.name} = {kernel.bound or MOST_THREADS};"
         for kernel in declared(code)

@@ -31,7 +31,6 @@
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
 #define __align__(bytes) __attribute__((aligned(bytes)))
-#define DYNAMIC_SHARED(name) unsigned char *const name = emulated::dynamic_shared()
 
 // ---- types ----------------------------------------------------------------------------------------------------------
 
@@ -48,20 +47,13 @@ struct dim3 {
     struct alignas(2 * sizeof(type)) name##2 {                                                                      \
         type x, y;                                                                                                  \
     };                                                                                                              \
-    struct alignas(sizeof(type) < 4 ? 4 * sizeof(type) : 16) name##4 {                                              \
+    struct alignas(16) name##4 {                                              \
         type x, y, z, w;                                                                                            \
     };                                                                                                              \
     inline name##2 make_##name##2(type x, type y) { return {x, y}; }                                                \
     inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
 
-EMULATED_VECTORS(char, signed char)
-EMULATED_VECTORS(uchar, unsigned char)
-EMULATED_VECTORS(short, short)
-EMULATED_VECTORS(ushort, unsigned short)
-EMULATED_VECTORS(int, int)
 EMULATED_VECTORS(uint, unsigned int)
-EMULATED_VECTORS(longlong, long long)
-EMULATED_VECTORS(ulonglong, unsigned long long)
 EMULATED_VECTORS(float, float)
 EMULATED_VECTORS(double, double)
 
@@ -77,9 +69,9 @@ constexpr unsigned int most_threads = 1024;
 constexpr size_t most_shared = 232448, shared_zone = 16384;
 constexpr size_t page = 65536, stack_bytes = 2 * page;  // a page of any machine divides it
 
-enum Collective { sync_threads, sync_threads_count, sync_threads_and, sync_threads_or, sync_warp, shuffle, vote };
-const char *const collective_names[] = {"__syncthreads",    "__syncthreads_count", "__syncthreads_and",
-                                        "__syncthreads_or", "__syncwarp",          "a shuffle", "a vote"};
+enum Collective { sync_threads, sync_threads_and, sync_threads_or, sync_warp, shuffle, vote };
+const char *const collective_names[] = {"__syncthreads", "__syncthreads_and", "__syncthreads_or",
+                                        "__syncwarp",    "a shuffle",         "a vote"};
 
 struct Thread {
     bool ended, waits;
@@ -196,7 +188,7 @@ static void try_block() {
         if (threads[i].at != first->at || threads[i].line != first->line) return;  // will be reported: nobody goes on
         count += threads[i].value;
     }
-    const unsigned long long results[] = {0, count, count == alive, count != 0};
+    const unsigned long long results[] = {0, count == alive, count != 0};
     for (unsigned int i = 0; i < n; ++i) {
         if (threads[i].ended) continue;
         threads[i].result = results[threads[i].at];
@@ -369,11 +361,6 @@ T shuffled(unsigned int mask, T value, int source, int line) {
 
 inline int lane() { return current % 32; }
 
-template <typename T>
-T reciprocal_root(T x) {
-    return 1 / sqrt(x);
-}
-
 static std::string this_thread() {
     return "thread (" + std::to_string(threadIdx.x) + ", " + std::to_string(threadIdx.y) + ", " +
            std::to_string(threadIdx.z) + ") ";
@@ -452,9 +439,6 @@ EMULATED_EXPORT const char *emulated_run(
 // ---- barriers and collectives ---------------------------------------------------------------------------------------
 
 inline void __syncthreads(int line = __builtin_LINE()) { emulated::block_barrier(emulated::sync_threads, line); }
-inline int __syncthreads_count(int predicate, int line = __builtin_LINE()) {
-    return (int)emulated::block_barrier(emulated::sync_threads_count, line, predicate);
-}
 inline int __syncthreads_and(int predicate, int line = __builtin_LINE()) {
     return (int)emulated::block_barrier(emulated::sync_threads_and, line, predicate);
 }
@@ -471,33 +455,12 @@ inline unsigned int __ballot_sync(unsigned int mask, int predicate, int line = _
 inline int __any_sync(unsigned int mask, int predicate, int line = __builtin_LINE()) {
     return __ballot_sync(mask, predicate, line) != 0;
 }
-inline int __all_sync(unsigned int mask, int predicate, int line = __builtin_LINE()) {
-    return __ballot_sync(mask, !predicate, line) == 0;
-}
-
 // Small numbers are promoted to int, as CUDA does: +value.
-template <typename T>
-auto __shfl_sync(unsigned int mask, T value, int source, int width = 32, int line = __builtin_LINE()) {
-    return emulated::shuffled(mask, +value, (emulated::lane() & -width) | (source & (width - 1)), line);
-}
-template <typename T>
-auto __shfl_up_sync(unsigned int mask, T value, unsigned int delta, int width = 32, int line = __builtin_LINE()) {
-    const int lane = emulated::lane(), source = lane - (int)delta;
-    return emulated::shuffled(mask, +value, source < (lane & -width) ? lane : source, line);
-}
-template <typename T>
-auto __shfl_down_sync(unsigned int mask, T value, unsigned int delta, int width = 32, int line = __builtin_LINE()) {
-    const int lane = emulated::lane(), source = lane + (int)delta;
-    return emulated::shuffled(mask, +value, source >= (lane & -width) + width ? lane : source, line);
-}
 template <typename T>
 auto __shfl_xor_sync(unsigned int mask, T value, int bits, int width = 32, int line = __builtin_LINE()) {
     const int lane = emulated::lane(), source = lane ^ bits;
     return emulated::shuffled(mask, +value, source >= (lane & -width) + width ? lane : source, line);
 }
-
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 
 // ---- atomics: the types that CUDA has, no more ----------------------------------------------------------------------
 
@@ -507,37 +470,14 @@ inline void __threadfence_block() {}
         *address = result;                                                                                          \
         return old;                                                                                                 \
     }
-#define EMULATED_ATOMICS(type)                                                                                      \
-    EMULATED_ATOMIC(atomicAdd, type, old + value)                                                                   \
-    EMULATED_ATOMIC(atomicExch, type, value)                                                                        \
-    EMULATED_ATOMIC(atomicMax, type, old > value ? old : value)                                                     \
-    EMULATED_ATOMIC(atomicMin, type, old < value ? old : value)                                                     \
-    EMULATED_ATOMIC(atomicAnd, type, old &value)                                                                    \
-    EMULATED_ATOMIC(atomicOr, type, old | value)                                                                    \
-    EMULATED_ATOMIC(atomicXor, type, old ^ value)                                                                   \
-    inline type atomicCAS(type *address, type expected, type value) {                                               \
-        const type old = *address;                                                                                  \
-        if (old == expected) *address = value;                                                                      \
-        return old;                                                                                                 \
-    }
 
-EMULATED_ATOMICS(int)
-EMULATED_ATOMICS(unsigned int)
-EMULATED_ATOMICS(unsigned long long)
-EMULATED_ATOMIC(atomicMax, long long, old > value ? old : value)
-EMULATED_ATOMIC(atomicMin, long long, old < value ? old : value)
-EMULATED_ATOMIC(atomicSub, int, old - value)
-EMULATED_ATOMIC(atomicSub, unsigned int, old - value)
-EMULATED_ATOMIC(atomicAdd, float, old + value)
-EMULATED_ATOMIC(atomicAdd, double, old + value)
-EMULATED_ATOMIC(atomicExch, float, value)
+EMULATED_ATOMIC(atomicAdd, int, old + value)
+EMULATED_ATOMIC(atomicAdd, unsigned int, old + value)
+EMULATED_ATOMIC(atomicAdd, unsigned long long, old + value)
+EMULATED_ATOMIC(atomicMin, int, old < value ? old : value)
+EMULATED_ATOMIC(atomicOr, unsigned int, old | value)
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
-
-template <typename T>
-T __ldg(const T *address) {
-    return *address;
-}
 
 template <typename A, typename B>
 constexpr std::common_type_t<A, B> min(A a, B b) {
@@ -552,32 +492,8 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
     return (T)a < (T)b ? (T)b : (T)a;
 }
 
-#define rsqrt(x) emulated::reciprocal_root<double>(x)  // newer C libraries have functions of these names
-#define rsqrtf(x) emulated::reciprocal_root<float>(x)
-
 inline int __popc(unsigned int x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __ffsll(long long x) { return __builtin_ffsll(x); }
-inline int __clz(int x) { return x ? __builtin_clz((unsigned int)x) : 32; }
-inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
-inline unsigned int __brev(unsigned int x) {
-    unsigned int y = 0;
-    for (int i = 0; i < 32; ++i) y |= (x >> i & 1) << (31 - i);
-    return y;
-}
-inline unsigned long long __brevll(unsigned long long x) {
-    return (unsigned long long)__brev((unsigned int)x) << 32 | __brev((unsigned int)(x >> 32));
-}
-inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); }
-inline unsigned int __umulhi(unsigned int a, unsigned int b) {
-    return (unsigned int)((unsigned long long)a * b >> 32);
-}
-inline long long __mul64hi(long long a, long long b) { return (long long)((__int128)a * b >> 64); }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-    return (unsigned long long)((unsigned __int128)a * b >> 64);
-}
-
 inline float __uint_as_float(unsigned int x) { return emulated::same_bits<float>(x); }
 inline float __int_as_float(int x) { return emulated::same_bits<float>((unsigned int)x); }
 inline double __longlong_as_double(long long x) { return emulated::same_bits<double>((unsigned long long)x); }
@@ -592,24 +508,3 @@ inline long long __double_as_longlong(double x) {
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
-inline int __double2hiint(double x) { return (int)(__double_as_longlong(x) >> 32); }
-inline int __double2loint(double x) { return (int)__double_as_longlong(x); }
-inline double __hiloint2double(int high, int low) {
-    return __longlong_as_double((long long)high << 32 | (unsigned int)low);
-}
-
-inline double __dadd_rn(double a, double b) { return a + b; }
-inline double __dsub_rn(double a, double b) { return a - b; }
-inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __ddiv_rn(double a, double b) { return a / b; }
-inline double __drcp_rn(double a) { return 1 / a; }
-inline double __dsqrt_rn(double a) { return sqrt(a); }
-inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __frcp_rn(float a) { return 1 / a; }
-inline float __fsqrt_rn(float a) { return sqrtf(a); }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __double2float_rn(double a) { return (float)a; }

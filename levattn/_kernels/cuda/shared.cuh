@@ -1,5 +1,2 @@
 // Shared memory whose size is an argument of the launch: DYNAMIC_SHARED(name); declares it in a kernel, as bytes.
-
-#ifndef DYNAMIC_SHARED
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
-#endif

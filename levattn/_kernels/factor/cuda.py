@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
-from levattn._kernels.cuda_source import NOTHING, launch, namespace, shared_limit
+from levattn._kernels.cuda_source import launch, namespace, on_device, shared_limit
 from levattn._kernels.rows.contract import Float64
-from levattn._kernels.rows.cuda import on_device
 
 __all__ = ["inverse_cholesky"]
 
@@ -20,23 +19,23 @@ _BLOCK = 128  # of these columns
 
 
 def inverse_cholesky(G: Any, shift: float = 0.0) -> tuple[Any, Float64, Float64]:
-    """Return W on the device, and pivots and reaches."""
+    """Return W on the device, and pivots and bounds of the norms of the inverses."""
     xp = namespace()
-    W, pivot, reach = (_whole if G.shape[1] < _WIDE else _in_blocks)(on_device(G), shift)
-    figures = to_numpy(xp.concatenate([pivot[None], reach[None]]))
+    W, pivot, inverse_norm_bound = (_whole if G.shape[1] < _WIDE else _in_blocks)(on_device(G), shift)
+    figures = to_numpy(xp.concatenate([pivot[None], inverse_norm_bound[None]]))
     return W, figures[0], figures[1]
 
 
 def _whole(G: Any, shift: float) -> tuple[Any, Any, Any]:
     xp = namespace()
     b, d, _ = G.shape
-    W, pivot, reach = xp.zeros((b, d, d)), xp.empty(b), xp.empty(b)
+    W, pivot, inverse_norm_bound = xp.zeros((b, d, d)), xp.empty(b), xp.empty(b)
     shared = 8 * (d * (d | 1) + 2 * d)
     fits = shared <= shared_limit() - _STATIC
-    room = NOTHING if fits else xp.empty((b, d, d | 1))
-    tail = [np.int32(d), np.float64(shift), room, W, pivot, reach]
-    launch("dense", "invert_cholesky", (), (b,), _THREADS, [G, *tail], shared if fits else 16 * d)
-    return W, pivot, reach
+    room = None if fits else xp.empty((b, d, d | 1))
+    arguments = [G, d, shift, room, W, pivot, inverse_norm_bound]
+    launch("dense", "invert_cholesky", (), (b,), arguments, threads=_THREADS, shared=shared if fits else 16 * d)
+    return W, pivot, inverse_norm_bound
 
 
 def _in_blocks(G: Any, shift: float) -> tuple[Any, Any, Any]:
@@ -67,5 +66,5 @@ def _in_blocks(G: Any, shift: float) -> tuple[Any, Any, Any]:
             between = slice(above.start, at.start)
             W[:, above, at] = -xp.matmul(xp.matmul(W[:, above, between], A[:, between, at]), inner)
     sizes = xp.abs(W)
-    reach = sizes.sum(axis=1).max(axis=1) * sizes.sum(axis=2).max(axis=1)
-    return W * scale[:, :, None], pivot, xp.where(pivot > 0, reach, np.inf)
+    bound = sizes.sum(axis=1).max(axis=1) * sizes.sum(axis=2).max(axis=1)
+    return W * scale[:, :, None], pivot, xp.where(pivot > 0, bound, np.inf)

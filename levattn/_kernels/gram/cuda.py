@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import launch, namespace
+from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
 from levattn._kernels.gram.cuda_blas import WIDE, partial_moments, square_rows
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
+from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 __all__ = [
     "longest_run",
@@ -26,10 +26,8 @@ __all__ = [
 ]
 
 _TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
-_THREADS = 256
 _REALS = {"float": np.float32, "double": np.float64}
 _ROOM = 1 << 28  # bytes that are taken at a time beside the keys
-_MOST = 65535  # blocks of threads along the second and the third axis of a grid
 
 
 def longest_run(rows: Rows, _items: int) -> int:
@@ -43,7 +41,8 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     out = xp.zeros((len(pieces), d, d))
     if basis is not None:
         for t, (slot, item, start, stop) in enumerate(pieces.tolist()):
-            out[t] = _turned_moments(rows, item, start, stop, basis[slot], arithmetic)
+            for _, run in _in_basis(rows, item, start, stop, basis[slot], arithmetic):
+                out[t] += moments(run, np.array([[0, 0, 0, run.shape[1]]]))[0]
         return out
     real = "float" if arithmetic == "single" else "double"
     blocks = -(-(pieces[:, 3] - pieces[:, 2]) // BLOCK)
@@ -56,7 +55,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
         count = int(firsts[stop] - firsts[at])
         chosen, places = on_device(pieces[at:stop], np.int64), on_device(firsts[at : stop + 1] - firsts[at])
         partial = xp.empty((count, d, d))
-        tail = [chosen, places, np.int32(stop - at), np.int32(BLOCK), partial]
+        tail = [chosen, places, stop - at, BLOCK, partial]
         if arithmetic == "single" and has_tensor_products(rows):
             tensor_moments(rows, [*arguments, *tail], count)
         elif arithmetic == "double" and d >= WIDE:
@@ -64,23 +63,14 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
         else:
             tiles = -(-d // _TILE)
             shape = (count, tiles * (tiles + 1) // 2)
-            launch("moments", "moment_blocks", (key_type(rows), real), shape, _THREADS, [*arguments, *tail])
-        sums = out[at:stop]
-        grid = (-(-(stop - at) * d * d // _THREADS),)
-        launch("moments", "add_blocks", (), grid, _THREADS, [partial, places, np.int64(stop - at), np.int32(d), sums])
+            launch("moments", "moment_blocks", (key_type(rows), real), shape, [*arguments, *tail])
+        grid = (-(-(stop - at) * d * d // THREADS),)
+        launch("moments", "add_blocks", (), grid, [partial, places, stop - at, d, out[at:stop]])
         at = stop
     return out
 
 
-def _turned_moments(rows: Rows, item: int, start: int, stop: int, basis: Any, arithmetic: Arithmetic) -> Any:
-    """Return the moment of some rows of one matrix in a basis, formed run by run of rows in that basis."""
-    total = namespace().zeros((rows.shape[2],) * 2)
-    for _, turned in _turned(rows, item, start, stop, basis, arithmetic):
-        total += moments(turned, np.array([[0, 0, 0, turned.shape[1]]]))[0]
-    return total
-
-
-def _turned(
+def _in_basis(
     rows: Rows, item: int, start: int, stop: int, basis: Any, arithmetic: Arithmetic
 ) -> Iterator[tuple[int, Rows]]:
     """Give runs of rows of one matrix times a basis, as (first row, rows)."""
@@ -91,9 +81,8 @@ def _turned(
     for low in range(start, stop, step):
         n = min(step, stop - low)
         X = xp.empty((1, n, d))
-        numbers = [np.int64(n), np.int64(item), np.int64(low)]
-        grid = (-(-n * d // _THREADS),)
-        launch("products", "turn_rows", (key_type(rows), exact), grid, _THREADS, [*arguments, *numbers, matrix, X])
+        grid = (-(-n * d // THREADS),)
+        launch("products", "rows_in_basis", (key_type(rows), exact), grid, [*arguments, n, item, low, matrix, X])
         yield low, Rows(X, "float64")
 
 
@@ -112,9 +101,9 @@ def sqnorms(
         _square_rows(rows, items, W, out, "float" if arithmetic == "single" else "double", ceiling, triangular=True)
         return
     for slot, item in enumerate(np.asarray(items).tolist()):
-        for low, turned in _turned(rows, item, 0, rows.shape[1], basis[slot], arithmetic):
-            part = out[item : item + 1, low : low + turned.shape[1]]
-            _square_rows(turned, np.zeros(1, np.int64), W[slot : slot + 1], part, "double", ceiling, triangular=True)
+        for low, run in _in_basis(rows, item, 0, rows.shape[1], basis[slot], arithmetic):
+            part = out[item : item + 1, low : low + run.shape[1]]
+            _square_rows(run, np.zeros(1, np.int64), W[slot : slot + 1], part, "double", ceiling, triangular=True)
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Any, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:
@@ -131,10 +120,9 @@ def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling
         return
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
-    types = key_type(rows), real, "double" if out.dtype == np.float64 else "float"
+    types = key_type(rows), real, TYPES[out.dtype.name]
     arguments = key_arguments(rows)
-    for before in range(0, len(items), _MOST):
-        tail = [np.int64(n), listed, np.int64(before), matrices, np.int32(W.shape[2]), np.bool_(triangular)]
-        tail += [np.float64(ceiling), out, np.int64(out.strides[0] // out.itemsize)]
-        grid = (-(-n // _TILE), min(_MOST, len(items) - before))
-        launch("products", "square_rows", types, grid, _THREADS, [*arguments, *tail])
+    for before in range(0, len(items), MOST_SLABS):
+        tail = [n, listed, before, matrices, W.shape[2], triangular, ceiling, *with_steps(out, 1)]
+        grid = (-(-n // _TILE), min(MOST_SLABS, len(items) - before))
+        launch("products", "square_rows", types, grid, [*arguments, *tail])

@@ -11,26 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import launch, namespace
+from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device
 from levattn._kernels.rows.contract import BLOCK, Pieces, Rows
-from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
+from levattn._kernels.rows.cuda import key_arguments, key_type
 
 __all__ = ["WIDE", "partial_moments", "square_rows"]
 
 WIDE = 256  # columns from which a product by cuBLAS is worth writing out what it reads
-_THREADS = 256
 
 
 def _blocks(rows: Rows, item: int, start: int, stop: int, dtype: Any) -> Iterator[tuple[int, int, Any]]:
     """Give blocks of rows of one matrix as they are read: (first row, number of rows, all of BLOCK rows)."""
     d = rows.shape[2]
-    types = key_type(rows), "float" if dtype == np.float32 else "double"
+    types = key_type(rows), TYPES[np.dtype(dtype).name]
     arguments = key_arguments(rows)
     for low in range(start, stop, BLOCK):
         n = min(BLOCK, stop - low)
         X = namespace().zeros((BLOCK, d), dtype)
-        numbers = [np.int64(n), np.int64(item), np.int64(low), X]
-        launch("scan", "read_rows", types, (-(-n * d // _THREADS),), _THREADS, [*arguments, *numbers])
+        launch("scan", "read_rows", types, (-(-n * d // THREADS),), [*arguments, n, item, low, X])
         yield low, n, X
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import NOTHING, launch, namespace
+from levattn._kernels.cuda_source import launch, namespace, on_device, with_steps
 from levattn._kernels.rows.contract import Pieces, Rows
-from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
+from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 __all__ = ["has_tensor_products", "tensor_moments", "tensor_squares"]
 
-_MOST = 65535  # blocks of threads along the second axis of a grid
 _ROOM = 1 << 28  # bytes of split factors at a time
 _BUSY = 528  # blocks of threads that take turns over the rows; each has a copy of the factor
 
@@ -29,7 +28,6 @@ _BYTES = {"float": 4, "Half": 2, "Bfloat": 2}
 _SIDE = 32
 _SCORE_WARPS = {"float": 8, "Half": 6, "Bfloat": 6}
 _SCORE_ROWS = {"float": 16, "Half": 32, "Bfloat": 32}  # of a warp
-_SPLIT_THREADS = 256
 
 
 def has_tensor_products(rows: Rows, width: int = 1) -> bool:
@@ -39,13 +37,14 @@ def has_tensor_products(rows: Rows, width: int = 1) -> bool:
 
 def tensor_moments(rows: Rows, arguments: list[Any], blocks: int) -> None:
     """Launch `tensor_moments` with the arguments of `moment_blocks`."""
-    wide, raw = _wide(rows.shape[2]), _multiplied(rows)
-    tiles = wide // _SIDE * (wide // _SIDE + 1) // 2
-    threads = 32 * tiles * (_WIDEST // wide)
+    padded, raw = _padded(rows.shape[2]), _multiplied(rows)
+    tiles = padded // _SIDE * (padded // _SIDE + 1) // 2
+    threads = 32 * tiles * (_WIDEST // padded)
     shared = _STAGES[raw] * _STAGE * _BYTES[raw]
     if raw == "float":
         shared += 2 * _STAGE * 2 + 4 * _WIDEST  # both parts, and the scales of columns
-    launch("tensor", "tensor_moments", (key_type(rows), raw, str(wide)), (blocks,), threads, arguments, shared)
+    types = key_type(rows), raw, str(padded)
+    launch("tensor", "tensor_moments", types, (blocks,), arguments, threads=threads, shared=shared)
 
 
 def tensor_squares(rows: Rows, items: Pieces, W: Any, out: Any, ceiling: float, *, triangular: bool) -> None:
@@ -53,27 +52,27 @@ def tensor_squares(rows: Rows, items: Pieces, W: Any, out: Any, ceiling: float, 
     xp = namespace()
     _, n, d = rows.shape
     width = W.shape[2]
-    wide, raw = _wide(max(d, width)), _multiplied(rows)
-    types = key_type(rows), raw, str(wide)
+    padded, raw = _padded(max(d, width)), _multiplied(rows)
+    types = key_type(rows), raw, str(padded)
     threads, at_once = 32 * _SCORE_WARPS[raw], _SCORE_WARPS[raw] * _SCORE_ROWS[raw]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
-    shape = [np.int32(width), np.bool_(triangular)]
-    narrow, broad = (NOTHING, out) if out.dtype == np.float64 else (out, NOTHING)
-    arguments = [*key_arguments(rows), np.int64(n), listed]
-    tail = [np.float64(ceiling), narrow, broad, np.int64(out.strides[0] // out.itemsize)]
-    step = min(_MOST, _ROOM // (4 * wide * wide))
+    _, out_step = with_steps(out, 1)
+    either = (None, out) if out.dtype == np.float64 else (out, None)
+    arguments = [*key_arguments(rows), n, listed]
+    tail = [width, triangular, ceiling, *either, out_step]
+    step = min(MOST_SLABS, _ROOM // (4 * padded * padded))
     for before in range(0, len(items), step):
         slots = min(step, len(items) - before)
-        factors, scales = xp.empty((slots, wide * wide), np.uint32), xp.empty((slots, wide), np.float32)
-        given = [matrices[before : before + slots], np.int32(d), *shape]
-        launch("tensor", "split_factors", (str(wide),), (slots,), _SPLIT_THREADS, [*given, factors, scales])
+        factors, scales = xp.empty((slots, padded * padded), np.uint32), xp.empty((slots, padded), np.float32)
+        given = [matrices[before : before + slots], d, width, triangular, factors, scales]
+        launch("tensor", "split_factors", (str(padded),), (slots,), given)
         grid = (min(-(-n // at_once), -(-_BUSY // slots)), slots)
-        here = [np.int64(before), factors, scales, *shape]
-        shared = 4 * wide * wide + 4 * wide
-        launch("tensor", "tensor_squares", types, grid, threads, [*arguments, *here, *tail], shared)
+        given = [*arguments, before, factors, scales, *tail]
+        shared = 4 * padded * padded + 4 * padded
+        launch("tensor", "tensor_squares", types, grid, given, threads=threads, shared=shared)
 
 
-def _wide(columns: int) -> int:
+def _padded(columns: int) -> int:
     return 64 if columns <= 64 else _WIDEST
 
 

@@ -2,23 +2,13 @@
 
 #include "keys.cuh"
 #include "blocks.cuh"
+#include "tile.cuh"
 
 namespace {
 
-constexpr int EACH = 4;             // entries of a tile, in either direction, that a thread sums up
-constexpr int SIDE = 16;            // threads along a side of a tile
-constexpr int TILE = EACH * SIDE;   // columns of a tile
-constexpr int THREADS = SIDE * SIDE;
-constexpr int STAGE = 16;           // rows in shared memory at a time
-constexpr int LOADS = STAGE * TILE / THREADS;
 constexpr int APART = THREADS / TILE;
-constexpr int RUN = 64;             // rows whose sum is of type Real before it is added to one of doubles
-constexpr int LEVELS = 48;          // of a binary counter of blocks
-
-template <typename Real>
-struct alignas(16) Quad {
-    Real entry[EACH];
-};
+constexpr int RUN = 64;     // rows whose sum is of type Real before it is added to one of doubles
+constexpr int LEVELS = 48;  // of a binary counter of blocks
 
 // The entries of a stage that a thread brings: those of one column, in every APART-th row.
 template <typename Key, typename Real>
@@ -67,13 +57,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             fetch(from_right, row + STAGE + r, stop, next_right);
         }
 #pragma unroll 4
-        for (int k = 0; k < STAGE; ++k) {
-            const Quad<Real> a = left[k][y], b = right[k][x];
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                for (int j = 0; j < EACH; ++j) sums[i][j] = fma(a.entry[i], b.entry[j], sums[i][j]);
-        }
+        for (int k = 0; k < STAGE; ++k) add_products(left[k][y], right[k][x], sums);
         if (sizeof(Real) < sizeof(double) && ((row + STAGE - start) % RUN == 0 || row + STAGE >= stop))
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
@@ -88,9 +72,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int i = 0; i < EACH; ++i)
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
-            const int above = down * TILE + y * EACH + i, beside = across * TILE + x * EACH + j;
-            if (above <= beside && beside < d)
-                out[(long long)above * d + beside] = sizeof(Real) < sizeof(double) ? totals[i][j] : (double)sums[i][j];
+            const int r = down * TILE + y * EACH + i, c = across * TILE + x * EACH + j;
+            if (r <= c && c < d)
+                out[(long long)r * d + c] = sizeof(Real) < sizeof(double) ? totals[i][j] : (double)sums[i][j];
         }
 }
 

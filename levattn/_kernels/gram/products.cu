@@ -1,22 +1,7 @@
 // Rows times a matrix: squared norms of the products, which are not written, and the products themselves.
 
 #include "keys.cuh"
-
-namespace {
-
-constexpr int EACH = 4;            // rows, and columns, whose products a thread sums up
-constexpr int SIDE = 16;           // threads along a side of a tile
-constexpr int TILE = EACH * SIDE;  // rows, and columns of the product, of a tile
-constexpr int THREADS = SIDE * SIDE;
-constexpr int DEEP = 16;           // columns of the keys in shared memory at a time
-constexpr int LOADS = DEEP * TILE / THREADS;
-
-template <typename Real>
-struct alignas(16) Quad {
-    Real entry[EACH];
-};
-
-}  // namespace
+#include "tile.cuh"
 
 // ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`.
 //
@@ -26,7 +11,7 @@ template <typename Key, typename Real, typename Score>
 __global__ void __launch_bounds__(THREADS, 2)
     square_rows(KEY_PARAMETERS, long long n, const long long *items, long long before, const double *W, int width,
                 bool triangular, double ceiling, Score *out, long long out_stride) {
-    __shared__ Quad<Real> keys_there[DEEP][SIDE], right[DEEP][SIDE];
+    __shared__ Quad<Real> keys_there[STAGE][SIDE], right[STAGE][SIDE];
     const Reader<Key> reader KEY_READER;
     const long long slot = before + blockIdx.y, item = items[slot];
     const long long start = (long long)blockIdx.x * TILE;
@@ -36,13 +21,13 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int column = 0; column < width; column += TILE) {
         Real sums[EACH][EACH] = {};
         const int depth = triangular ? min(d, column + TILE) : d;
-        for (int low = 0; low < depth; low += DEEP) {
+        for (int low = 0; low < depth; low += STAGE) {
             __syncthreads();
             for (int i = 0; i < LOADS; ++i) {
                 const int at = threadIdx.x + i * THREADS;
-                const int r = at / DEEP, k = low + at % DEEP;  // keys lie column by column
+                const int r = at / STAGE, k = low + at % STAGE;  // keys lie column by column
                 const bool there = start + r < n && k < d;
-                keys_there[at % DEEP][r / EACH].entry[r % EACH] =
+                keys_there[at % STAGE][r / EACH].entry[r % EACH] =
                     there ? reader.template read<Real>(item, start + r, k) : (Real)0;
                 const int c = column + at % TILE, l = low + at / TILE;
                 const bool kept = c < width && l < d && !(triangular && l > c);
@@ -51,13 +36,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             }
             __syncthreads();
 #pragma unroll
-            for (int k = 0; k < DEEP; ++k) {
-                const Quad<Real> a = keys_there[k][y], b = right[k][x];
-#pragma unroll
-                for (int i = 0; i < EACH; ++i)
-#pragma unroll
-                    for (int j = 0; j < EACH; ++j) sums[i][j] = fma(a.entry[i], b.entry[j], sums[i][j]);
-            }
+            for (int k = 0; k < STAGE; ++k) add_products(keys_there[k][y], right[k][x], sums);
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
@@ -77,7 +56,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 // `exact`: error-free products, summed up with their errors.
 template <typename Key, bool exact>
 __global__ void __launch_bounds__(THREADS)
-    turn_rows(KEY_PARAMETERS, long long n, long long item, long long start, const double *basis, double *out) {
+    rows_in_basis(KEY_PARAMETERS, long long n, long long item, long long start, const double *basis, double *out) {
     const Reader<Key> reader KEY_READER;
     const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= n * d) return;

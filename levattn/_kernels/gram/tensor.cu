@@ -310,19 +310,19 @@ __global__ void __launch_bounds__(MOMENT_THREADS<WIDE>, RESIDENT<Key, Raw>)
     }
     wait_copies<0>();
 
-    float *const beside = (float *)shared + threadIdx.x % (32 * TILES<WIDE>);  // sums of other groups, added in order
+    float *const others = (float *)shared + threadIdx.x % (32 * TILES<WIDE>);  // sums of the other groups, added in order
     constexpr int APART = 32 * TILES<WIDE>;
     __syncthreads();
     if (group)
 #pragma unroll
-        for (int i = 0; i < 32; ++i) beside[((group - 1) * 32 + i) * APART] = totals[i / 16][i / 4 % 4][i % 4];
+        for (int i = 0; i < 32; ++i) others[((group - 1) * 32 + i) * APART] = totals[i / 16][i / 4 % 4][i % 4];
     __syncthreads();
     if (group) return;
     double *const out = partial + (long long)blockIdx.x * d * d;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         double sum = totals[i / 16][i / 4 % 4][i % 4];
-        for (int g = 0; g < GROUPS - 1; ++g) sum += beside[(g * 32 + i) * APART];
+        for (int g = 0; g < GROUPS - 1; ++g) sum += others[(g * 32 + i) * APART];
         const int r = down + i / 16 * 16 + lane / 4 + i / 2 % 2 * 8, c = across + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
         if (r <= c && c < d) out[(long long)r * d + c] = sum;
     }
@@ -362,12 +362,12 @@ __global__ void __launch_bounds__(32 * WARPS)
 }
 
 // ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`, or to
-// `wide` if it is there, with factors as `split_factors` leaves them. d and width are at most WIDE. The grid is (any
+// `doubles` if it is there, with factors as `split_factors` leaves them. d and width are at most WIDE. The grid is (any
 // number, slots of this launch); `before` slots come before these, and the factors are those of this launch alone.
 template <typename Key, typename Raw, int WIDE>
 __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
     tensor_squares(KEY_PARAMETERS, long long n, const long long *items, long long before, const unsigned int *factors,
-                   const float *lowered, int width, bool triangular, double ceiling, float *out, double *wide,
+                   const float *lowered, int width, bool triangular, double ceiling, float *out, double *doubles,
                    long long out_stride) {
     constexpr int WARPS = SCORE_WARPS<Raw>, DEEP = WIDE / SIDE;
     constexpr int PARTS = sizeof(Raw) == 4 ? 2 : 1, HIGH = 2 / PARTS, ROWS = 16 * HIGH;
@@ -478,7 +478,7 @@ __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
             const long long row = first + 8 * r + g;
             if (t || row >= n) continue;
             const double back = lowering(sizes[r]), square = squares[r] * back * back;
-            if (wide) wide[item * out_stride + row] = square > ceiling ? ceiling : square;
+            if (doubles) doubles[item * out_stride + row] = square > ceiling ? ceiling : square;
             else out[item * out_stride + row] = (float)(square > ceiling ? ceiling : square);
         }
     }

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import launch, namespace
-from levattn._kernels.rows.cuda import on_device, sum_in_pairs
+from levattn._kernels.cuda_source import launch, namespace, on_device
+from levattn._kernels.rows.cuda import sum_in_pairs
 
 __all__ = ["heavy_entries", "query_norms"]
 
 _TILE = 64  # queries of a block
-_THREADS = 256
 _CHUNK = 2048  # keys that a block counts: a count and a sum are kept for each query and chunk
 
 
@@ -23,8 +22,8 @@ def query_norms(Q: Any, N: Any) -> tuple[Any, Any]:
     """Return the normalizers of queries."""
     xp, (m, d) = namespace(), Q.shape
     squares, bounds = xp.empty(m), xp.empty(m)
-    arguments = [on_device(Q), on_device(N, np.float64), np.int64(m), np.int32(len(N)), np.int32(d), squares, bounds]
-    launch("heavy", "square_queries", (), (-(-m // _TILE),), _THREADS, arguments)
+    arguments = [on_device(Q), on_device(N, np.float64), m, len(N), d, squares, bounds]
+    launch("heavy", "square_queries", (), (-(-m // _TILE),), arguments)
     return squares, bounds
 
 
@@ -34,16 +33,15 @@ def heavy_entries(Q: Any, keys: Any, indices: Any, normalizers: Any, epsilon: fl
     chunks = max(1, -(-u // _CHUNK))
     grid = (-(-m // _TILE) * chunks,)
     Q, keys, normalizers = on_device(Q), on_device(keys), on_device(normalizers)
-    sizes = [np.int64(m), np.int64(u), np.int32(d), np.int32(_CHUNK), np.int32(chunks)]
+    numbers = [normalizers, epsilon, m, u, d, _CHUNK, chunks]
     counts, masses = xp.empty((m, chunks), np.int64), xp.empty((m, chunks))
-    arguments = [Q, keys, normalizers, np.float64(epsilon), *sizes, counts, masses]
-    launch("heavy", "count_heavy", (), grid, _THREADS, arguments)
+    launch("heavy", "count_heavy", (), grid, [Q, keys, *numbers, counts, masses])
     offsets = xp.zeros(m * chunks + 1, np.int64)
     if counts.size:
         offsets[1:] = xp.cumsum(counts.reshape(-1))
     total = int(offsets[-1])
     found, scores = xp.empty(total, np.int64), xp.empty(total)
-    arguments = [Q, keys, on_device(indices, np.int64), normalizers, np.float64(epsilon), *sizes]
     if total:
-        launch("heavy", "fill_heavy", (), grid, _THREADS, [*arguments, offsets, found, scores])
+        arguments = [Q, keys, on_device(indices, np.int64), *numbers, offsets, found, scores]
+        launch("heavy", "fill_heavy", (), grid, arguments)
     return offsets[::chunks], found, scores, sum_in_pairs(masses)

@@ -3,18 +3,14 @@
 // A block multiplies tiles of queries by tiles of keys in float64, and keeps the products to itself. Each product is one
 // chain of fma, and sums over keys are those of chunks, added in their order: no bit depends on the other queries.
 
+#include "tile.cuh"
+
 namespace {
 
-constexpr int EACH = 4;            // queries, and keys, whose products a thread sums up
-constexpr int SIDE = 16;           // threads along a side of a tile
-constexpr int TILE = EACH * SIDE;  // queries, and keys, of a tile
-constexpr int THREADS = SIDE * SIDE;
-constexpr int DEEP = 16;           // columns in shared memory at a time
-constexpr int LOADS = DEEP * TILE / THREADS;
-constexpr int ROOM = TILE + 1;     // so that columns begin in different banks
+constexpr int ROOM = TILE + 1;  // so that columns begin in different banks
 
 struct Tiles {
-    double queries[DEEP][ROOM], keys[DEEP][ROOM];
+    double queries[STAGE][ROOM], keys[STAGE][ROOM];
 };
 
 // ⟨q, k⟩ of the queries y · EACH + i and the keys x + SIDE · j of a tile, and if `sizes` ⟨|q|, |k|⟩.
@@ -27,7 +23,7 @@ __device__ inline void multiply(const double *Q, long long query, long long m, c
     for (int i = 0; i < EACH; ++i)
 #pragma unroll
         for (int j = 0; j < EACH; ++j) sums[i][j] = bounds[i][j] = 0;
-    for (int low = 0; low < d; low += DEEP) {
+    for (int low = 0; low < d; low += STAGE) {
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
@@ -37,7 +33,7 @@ __device__ inline void multiply(const double *Q, long long query, long long m, c
         }
         __syncthreads();
 #pragma unroll 4
-        for (int k = 0; k < DEEP; ++k) {
+        for (int k = 0; k < STAGE; ++k) {
             double a[EACH], b[EACH];
 #pragma unroll
             for (int i = 0; i < EACH; ++i) a[i] = tiles.queries[k][y * EACH + i], b[i] = tiles.keys[k][x + SIDE * i];

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.cuda_source import NOTHING, launch, namespace
+from levattn._kernels.cuda_source import KERNELS, THREADS, TYPES, launch, namespace, on_device, with_rows, with_steps
 from levattn._kernels.latent.contract import LatentArguments, State
-from levattn._kernels.rows.cuda import on_device, sum_in_pairs
+from levattn._kernels.rows.cuda import sum_in_pairs
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
 
@@ -31,9 +31,7 @@ _EVERYTHING = 1 << 62  # sees a row that is not causal
 _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block
 _WIDEST = 128  # columns of a block
 _PIECE = 64  # rows of a warp's block
-_THREADS = 256
 _FOLLOWED, _ROWS, _POSITIONS = 7, 6, 5  # fields of a run
-_TYPES = {"float32": "float", "float64": "double"}
 _CHANNELS, _LINES = 32, 16
 
 Int64 = npt.NDArray[np.int64]
@@ -49,14 +47,16 @@ def forward(x: LatentArguments) -> Any:
 
 
 def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the gradients of Q, K, V, gate and gate_value; the last two are None where there are none of these."""
+    """Return the gradients of Q, K, V, the gate and its values; the last two are None where there are none."""
     xp, work = namespace(), _Work(x)
     if not work.T:
-        absent = None if x.gate is None else xp.zeros(x.gate.shape, work.dtype)
-        beside = None if x.gate_value is None else xp.zeros(x.gate_value.shape, work.dtype)
-        return (*(xp.zeros(part.shape, work.dtype) for part in (x.Q, x.K, x.V)), absent, beside)
+        dQ, dK, dV, dgate, dgate_value = (
+            None if part is None else xp.zeros(part.shape, work.dtype)
+            for part in (x.Q, x.K, x.V, x.gate, x.gate_value)
+        )
+        return dQ, dK, dV, dgate, dgate_value
     weights = work.row_weights()
-    return work.gradients(_strided(dY), weights, work.starts() if x.causal else work.everything())
+    return work.gradients(with_rows(dY), weights, work.starts() if x.causal else work.everything())
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
@@ -70,8 +70,8 @@ def joined(state: State, other: State) -> State:
     xp, D = namespace(), state[2].shape[-1]
     arguments = [on_device(part, np.float64) for part in (*state, *other)]
     m, s, S = (xp.empty(part.shape) for part in state)
-    blocks = -(-m.size * max(D, 1) // _THREADS)
-    launch("latent", "join_states", (), (blocks,), _THREADS, [*arguments, np.int64(m.size), np.int32(D), m, s, S])
+    blocks = -(-m.size * max(D, 1) // THREADS)
+    launch("latent", "join_states", (), (blocks,), [*arguments, m.size, D, m, s, S])
     return m, s, S
 
 
@@ -80,12 +80,12 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     xp, (b, T, C) = namespace(), x.shape
     dtype = np.result_type(a.dtype, x.dtype)
     out = xp.empty((b, T, C), dtype)
-    before = NOTHING if first is None or reverse else on_device(first, dtype)
+    before = None if first is None or reverse else on_device(first, dtype)
     a, x = (part.astype(dtype, copy=False) for part in (xp.broadcast_to(a, x.shape), x))
-    arguments = [*_rows(a), *_rows(x), before, np.int64(T), np.int32(C), np.bool_(reverse), out]
     if T:
-        blocks = b * -(-C // _CHANNELS)
-        launch("decay", "scan_decayed", (_TYPES[dtype.name],), (blocks,), _CHANNELS * _LINES, arguments)
+        arguments = [*_rows(a), *_rows(x), before, T, C, reverse, out]
+        grid = (b * -(-C // _CHANNELS),)
+        launch("decay", "scan_decayed", (TYPES[dtype.name],), grid, arguments, threads=_CHANNELS * _LINES)
     return out
 
 
@@ -107,25 +107,34 @@ class _Runs:
 
     @cached_property
     def arguments(self) -> list[Any]:
-        return [on_device(self.table), np.int32(len(self.table))]
+        return [on_device(self.table), len(self.table)]
 
     @cached_property
     def spans(self) -> Any:
         return on_device(np.searchsorted(self.table[:, 0], np.arange(self.sequences + 1)).astype(np.int64))
 
 
+class _Shared(NamedTuple):
+    """What a block shares: for each step of a chunk lines of latents and of columns, and other numbers."""
+
+    latents: int
+    columns: int
+    sums: int  # of each latent, of the whole run
+    others: int = 0
+
+
 @dataclass(frozen=True)
 class _Starts:
     """What runs begin with: references and sums (b, slots, L), states (b, slots, L, D), or nothing."""
 
-    references: Any = NOTHING
-    sums: Any = NOTHING
-    states: Any = NOTHING
+    references: Any = None
+    sums: Any = None
+    states: Any = None
     slots: int = 0
 
     @property
     def arguments(self) -> list[Any]:
-        return [self.references, self.sums, self.states, np.int64(self.slots)]
+        return [self.references, self.sums, self.states, self.slots]
 
 
 class _Work:
@@ -137,7 +146,7 @@ class _Work:
         self.U, self.D = x.V.shape[1:]
         self.n = len(x.offsets) - 1
         self.dtype = x.V.dtype
-        self.real = _TYPES[self.dtype.name]
+        self.real = TYPES[self.dtype.name]
         rows = np.diff(x.offsets)
         if lengths is None:
             lengths = np.full(1, self.U) if self.n == 1 else rows
@@ -151,7 +160,7 @@ class _Work:
         self.bounds = on_device(np.append(self._begins, self._begins[-1:] + lengths[-1:]))
         self.width = next((width for width in _CLASSES[self.real] if width >= self.L), _CLASSES[self.real][-1])
         self.slices = max(1, -(-self.L // self.width))
-        self.positions = [*_rows(x.K), *_rows(x.V), *_rows(x.mask, 2)]
+        self.positions = [*_rows(x.K), *_rows(x.V), *with_steps(x.mask, 2)]
 
     # -- before rows -------------------------------------------------------------------
 
@@ -174,20 +183,17 @@ class _Work:
         xp, shape = namespace(), (self.b, len(runs), self.L)
         maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
         if runs.any(_FOLLOWED):
-            threads, columns = self._block(len(runs))
-            shared = 2 * _steps(self.dtype, 64) * (self.width + self._pitch(threads)) + 3 * self.width
-            arguments = [*self.positions, *runs.arguments, np.int32(self.L), np.int32(self.D), maxima, sums, states]
-            self._launch("latent", "sum_runs", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
-        before = [NOTHING] * 3 if self.x.state is None else [on_device(part, np.float64) for part in self.x.state]
+            arguments = [*self.positions, *runs.arguments, self.L, self.D, maxima, sums, states]
+            self._walk("sum_runs", runs, self._block(len(runs)), arguments, _Shared(2, 2, 3))
+        before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
         entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
-        whole: Any = [NOTHING] * 3
+        whole: Any = [None] * 3
         if totals:
             whole = [xp.empty((self.b, self.n, self.L, *rest)) for rest in ((), (), (self.D,))]
-        sizes = [np.int64(self.b), np.int32(self.n), np.int32(self.L)]
+        sizes = [self.b, self.n, self.L]
         arguments = [*_listed(runs), *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
-        blocks = -(-self.b * self.n * self.L // _THREADS)
-        launch("latent", "combine_sums", (self.real,), (blocks,), _THREADS, arguments)
-        factors = [before[2], entered, kept, gained, NOTHING]
+        launch("latent", "combine_sums", (self.real,), (-(-self.b * self.n * self.L // THREADS),), arguments)
+        factors = [before[2], entered, kept, gained, None]
         self._scan(runs, _FOLLOWED, states, factors, whole[2])
         return _Starts(maxima, sums, states, len(runs)), tuple(whole)
 
@@ -195,10 +201,8 @@ class _Work:
         self, runs: _Runs, field: int, x: Any, factors: list[Any], into: Any, *, backwards: bool = False
     ) -> None:
         D = x.shape[3] if x.ndim == 4 else 1
-        sizes = [np.int64(self.b), np.int32(self.n), np.int32(self.L), np.int32(D)]
-        arguments = [*_listed(runs), *sizes, np.int32(field), np.bool_(backwards), *factors, x, into]
-        blocks = -(-self.b * self.n * self.L * D // _THREADS)
-        launch("latent", "scan_runs", (self.real,), (blocks,), _THREADS, arguments)
+        arguments = [*_listed(runs), self.b, self.n, self.L, D, field, backwards, *factors, x, into]
+        launch("latent", "scan_runs", (self.real,), (-(-self.b * self.n * self.L * D // THREADS),), arguments)
 
     # -- rows --------------------------------------------------------------------------
 
@@ -206,97 +210,88 @@ class _Work:
         """Return the largest logit of each row, the inverse of its sum of exponentials, and the weight of its gate."""
         xp, runs, x = namespace(), self.row_runs, self.x
         first = xp.empty((self.b, self.n, self.L), np.int32)
-        maxima = NOTHING if x.state is None else on_device(x.state[0], np.float64)
-        arguments = [*_rows(x.K), *_rows(x.mask, 2), self.bounds, np.int32(self.n), maxima, np.int32(self.L), first]
-        launch("latent", "find_first", (self.real,), (self.n * self.b, -(-self.L // 32)), _THREADS, arguments)
+        maxima = None if x.state is None else on_device(x.state[0], np.float64)
+        arguments = [*_rows(x.K), *with_steps(x.mask, 2), self.bounds, self.n, maxima, self.L, first]
+        launch("latent", "find_first", (self.real,), (self.n * self.b, -(-self.L // 32)), arguments)
         found = [xp.empty((self.b, self.T), self.dtype) for _ in range(3)]
         if x.gate is None:
-            found[2] = NOTHING
-        sizes = [np.int32(self.n), np.int32(self.L), np.int64(self.T)]
-        arguments = [*_rows(x.Q), *_rows(x.gate, 2), first, *runs.arguments, *sizes, *found]
-        launch("latent", "weigh_rows", (self.real,), self._pieces(runs, _ROWS), _THREADS, arguments)
+            found[2] = None
+        sizes = [self.n, self.L, self.T]
+        arguments = [*_rows(x.Q), *with_steps(x.gate, 2), first, *runs.arguments, *sizes, *found]
+        launch("latent", "weigh_rows", (self.real,), self._pieces(runs, _ROWS), arguments)
         return found
 
     def rows(self, weights: list[Any], starts: _Starts) -> Any:
         """Return the output."""
         runs, x = self.row_runs, self.x
         out = namespace().empty((self.b, self.slices, self.T, self.D), self.dtype)
-        threads, columns = self._block(len(runs))
-        pitch, steps = self._pitch(threads), _steps(self.dtype, 64)
-        shared = 4 * steps * self.width + 2 * steps * pitch * (1 + (x.gate is not None)) + 6 * steps + 2 * self.width
-        sizes = [np.int32(self.L), np.int32(self.D), np.int64(self.T)]
         arguments = [*self.positions, *_rows(x.Q), *_rows(x.gate_value), *weights, *starts.arguments]
-        arguments += [*runs.arguments, *sizes, out]
-        self._launch("latent", "write_rows", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
+        arguments += [*runs.arguments, self.L, self.D, self.T, out]
+        held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
+        self._walk("write_rows", runs, self._block(len(runs)), arguments, held)
         return _summed(out)
 
     # -- gradients ---------------------------------------------------------------------
 
     def gradients(self, dY: Any, weights: list[Any], starts: _Starts) -> tuple[Any, Any, Any, Any, Any]:
-        """Return the gradients of Q, K, V, gate and gate_value."""
+        """Return the gradients of Q, K, V, the gate and its values."""
         xp, x = namespace(), self.x
         b, T, U, L, D = self.b, self.T, self.U, self.L, self.D
-        threads, columns = self._block(None)
+        threads, columns = block = self._block(None)
         E, c = xp.empty((b, U, L), self.dtype), xp.empty((b, T, L), self.dtype)
         read = xp.empty((b, columns, T, L), self.dtype)
         crossing = x.causal and self.row_runs.any(_FOLLOWED)
-        kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else NOTHING for _ in range(2))
-        sizes = [np.int32(L), np.int32(D), np.int64(T)]
-        arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, np.int64(U)]
-        shared = self._back_shared(threads, 2, 4, read_out=True) + 2 * self.width
-        grid = (len(self.row_runs) * b, columns, self.slices)
-        self._launch("latent_back", "trace_runs", grid, threads, [*arguments, E, c, read, kept, given], shared)
+        kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else None for _ in range(2))
+        sizes = [L, D, T]
+        arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, U]
+        arguments += [E, c, read, kept, given]
+        self._walk("trace_runs", self.row_runs, block, arguments, _Shared(2 + threads // 32, 4, 2))
         growths = _summed(read)
-        dQ, dgate, dbeside = xp.empty((b, T, L), self.dtype), None, None
+        dQ, dgate, dgate_value = xp.empty((b, T, L), self.dtype), None, None
         if x.gate is not None:
-            dgate, dbeside = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
-        besides = [NOTHING if part is None else part for part in (dgate, dbeside)]
+            dgate, dgate_value = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
         arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.gate_value), *weights, *self.row_runs.arguments, *sizes]
-        arguments += [c, growths, dQ, *besides]
-        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), _THREADS, arguments)
+        arguments += [c, growths, dQ, dgate, dgate_value]
+        launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), arguments)
         if not x.causal:
-            references = [on_device(starts.references, np.float64), np.int32(self.n)]
-            arguments = [*_rows(x.K), *_rows(x.mask, 2), *references, *self.position_runs.arguments]
-            arguments += [np.int32(L), np.int64(U), E]
-            pieces = self._pieces(self.position_runs, _POSITIONS)
-            launch("latent_back", "raise_logits", (self.real,), pieces, _THREADS, arguments)
+            references = [on_device(starts.references, np.float64), self.n]
+            arguments = [*_rows(x.K), *with_steps(x.mask, 2), *references, *self.position_runs.arguments, L, U, E]
+            launch(
+                "latent_back", "raise_logits", (self.real,), self._pieces(self.position_runs, _POSITIONS), arguments
+            )
         dK, dV = self._flows([*_rows(dY), E, c, growths], kept, given)
-        return dQ, dK, dV, dgate, dbeside
+        return dQ, dK, dV, dgate, dgate_value
 
     def _flows(self, read: list[Any], kept: Any, given: Any) -> tuple[Any, Any]:
         """Return dK and dV: what rows and runs of rows give back to the positions that they see."""
         xp, b, L, D = namespace(), self.b, self.L, self.D
-        threads, columns = self._block(None)
-        sizes = [np.int32(L), np.int32(D), np.int64(self.T), np.int64(self.U)]
-        runs, coming = self.row_runs, [NOTHING, NOTHING, np.int64(0)]
-        if kept is not NOTHING or not self.x.causal:
+        threads, columns = block = self._block(None)
+        sizes = [L, D, self.T, self.U]
+        runs, coming = self.row_runs, [None, None, 0]
+        if kept is not None or not self.x.causal:
             flows, sums = xp.empty((b, len(runs), L, D), self.dtype), xp.empty((b, len(runs), L), self.dtype)
-            shared = self._back_shared(threads, 6, 2, read_out=False) + self.width
-            arguments = [*read, *runs.arguments, *sizes, flows, sums]
-            grid = (len(runs) * b, columns, self.slices)
-            self._launch("latent_back", "sum_flows", grid, threads, arguments, shared)
-            whole: Any = [NOTHING, NOTHING]
+            arguments = [*_rows(None), *read, *runs.arguments, *sizes, *coming, flows, sums, None, None]
+            self._walk("flow_back", runs, block, arguments, _Shared(6, 2, 1), "true")
+            whole: Any = [None, None]
             if not self.x.causal:
                 whole = [xp.empty((b, self.n, L, D)), xp.empty((b, self.n, L))]
-            factors = [NOTHING, NOTHING, kept, NOTHING, given]
+            factors = [None, None, kept, None, given]
             for part, all_of_it in zip((flows, sums), whole, strict=True):
                 self._scan(runs, _ROWS, part, factors, all_of_it, backwards=True)
-            coming = [flows, sums, np.int64(len(runs))]
+            coming = [flows, sums, len(runs)]
             if not self.x.causal:
-                coming = [*(part.astype(self.dtype) for part in whole), np.int64(self.n)]
+                coming = [*(part.astype(self.dtype) for part in whole), self.n]
         runs = self.position_runs
         dV = xp.zeros((b, self.slices, self.U, D), self.dtype)
         dK = xp.zeros((b, columns, self.U, L), self.dtype)
-        arguments = [*_rows(self.x.V), *read, *runs.arguments, *sizes, *coming, dV, dK]
-        shared = self._back_shared(threads, 6, 4, read_out=True) + self.width
-        grid = (len(runs) * b, columns, self.slices)
-        self._launch("latent_back", "write_flows", grid, threads, arguments, shared)
+        arguments = [*_rows(self.x.V), *read, *runs.arguments, *sizes, *coming, None, None, dV, dK]
+        self._walk("flow_back", runs, block, arguments, _Shared(6 + threads // 32, 4, 1), "false")
         return _summed(dK), _summed(dV)
 
     # -- geometry ----------------------------------------------------------------------
 
-    def _wide(self) -> int:
-        """Return the columns of a warp."""
+    @cached_property
+    def _warp_columns(self) -> int:
         lanes = 32 // (8 if self.width > 64 else 4)
         return lanes * (8 if self.real == "float" else 4)
 
@@ -305,26 +300,26 @@ class _Work:
 
         Forwards, where columns share nothing, there are fewer columns to a block if there were few blocks else.
         """
-        wide = self._wide()
-        warps = min(_WIDEST // wide, max(1, -(-self.D // wide)))
-        while runs is not None and warps > 1 and runs * self.b * self.slices * -(-self.D // (warps * wide)) < _BUSY:
+        columns = self._warp_columns
+        warps = min(_WIDEST // columns, max(1, -(-self.D // columns)))
+        while runs is not None and warps > 1 and runs * self.b * self.slices * -(-self.D // (warps * columns)) < _BUSY:
             warps = -(-warps // 2)
-        return 32 * warps, max(1, -(-self.D // (warps * wide)))
-
-    def _pitch(self, threads: int) -> int:
-        return threads // 32 * self._wide()
-
-    def _back_shared(self, threads: int, latents: int, columns: int, *, read_out: bool) -> int:
-        steps = _steps(self.dtype, 32)
-        found = threads // 32 * steps * self.width if read_out else 0
-        return steps * (latents * self.width + columns * self._pitch(threads)) + found
+        return 32 * warps, max(1, -(-self.D // (warps * columns)))
 
     def _pieces(self, runs: _Runs, field: int) -> tuple[int, int]:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
 
-    def _launch(self, source: str, name: str, grid: Any, threads: int, arguments: list[Any], numbers: int) -> None:
+    def _walk(
+        self, name: str, runs: _Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
+    ) -> None:
+        """Launch a kernel that takes runs step by step."""
+        threads, columns = block
+        source, nbytes = ("latent", 64) if name in KERNELS["latent"] else ("latent_back", 32)  # of a column of a chunk
+        line = held.latents * self.width + held.columns * threads // 32 * self._warp_columns + held.others
+        numbers = nbytes // self.dtype.itemsize * line + held.sums * self.width
         shared = numbers * self.dtype.itemsize + 32  # and the bits of steps
-        launch(source, name, (self.real, str(self.width)), grid, threads, arguments, shared)
+        grid = (len(runs) * self.b, columns, self.slices)
+        launch(source, name, (self.real, str(self.width), *types), grid, arguments, threads=threads, shared=shared)
 
 
 def _cuts(length: int) -> Int64:
@@ -389,24 +384,9 @@ def _listed(runs: _Runs) -> list[Any]:
     return [table, runs.spans, count]
 
 
-def _steps(dtype: Any, nbytes: int) -> int:
-    """Return the steps of a chunk."""
-    return nbytes // int(dtype.itemsize)
-
-
-def _strided(array: Any) -> Any:
-    """Return an array whose last axis has its numbers next to each other."""
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return namespace().ascontiguousarray(array)
-    return array
-
-
-def _rows(array: Any, axes: int = 3) -> list[Any]:
-    """Return an array as arguments of a kernel, with the steps along its first two axes; or nothing."""
-    if array is None:
-        return [NOTHING, np.int64(0), np.int64(0)]
-    array = _strided(array) if axes == 3 else array
-    return [array, *(np.int64(step // array.itemsize) for step in array.strides[:2])]
+def _rows(array: Any) -> list[Any]:
+    """Return an array of rows as arguments of a kernel, with the steps along its first two axes; or nothing."""
+    return with_steps(array if array is None else with_rows(array), 2)
 
 
 def _summed(parts: Any) -> Any:

@@ -1,6 +1,6 @@
 // Latent attention, forward: what each run sums up, what each run begins with, and the rows of each run.
 //
-// A thread keeps its part of the state S in registers from step to step, and the latents' own sums are scanned beside
+// A thread keeps its part of the state S in registers from step to step, and the latents' own sums are scanned with
 // it, a chunk of steps at a time, while the next chunk is on its way. Columns never mix, so that how they are shared
 // out over blocks changes no bit; sums over latents are those of a thread in order, then of lanes in pairs. States
 // are combined from run to run in double precision.
@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(256, 4)
     const int *const begins = first + (item * n + run.sequence) * L;
     for (int k = blockIdx.y * 64 + threadIdx.x / 32; k < stop; k += 8) {
         const Real *const logits = Q + item * q_item + (run.row + k) * q_row;
-        const Real beside = gate ? gate[item * gate_item + (run.row + k) * gate_row] : nothing<Real>();
+        const Real gate_logit = gate ? gate[item * gate_item + (run.row + k) * gate_row] : nothing<Real>();
         const long long seen = run.seen + k;
-        Real most = beside;
+        Real most = gate_logit;
         for (int l = lane; l < L; l += 32)
             if (begins[l] <= seen && begins[l] != NEVER && !(logits[l] <= most)) most = logits[l];
         for (int far = 16; far; far /= 2) most = max(most, __shfl_xor_sync(ALL, most, far));
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(256, 4)
         for (int l = lane; l < L; l += 32)
             if (begins[l] <= seen && begins[l] != NEVER) total += exponential(logits[l] - most);
         for (int far = 16; far; far /= 2) total += __shfl_xor_sync(ALL, total, far);
-        const Real own = exponential(beside - most);
+        const Real own = exponential(gate_logit - most);
         if (gate) total += own;
         if (lane) continue;
         const long long at = item * T + run.row + k;
@@ -91,62 +91,31 @@ template <typename Real, int LATENTS>
 __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
     sum_runs(POSITION_PARAMETERS, const long long *runs, int count, int L, int D, Real *maxima, Real *sums,
              Real *states) {
-    constexpr int STEPS = ::STEPS<Real>;
-    using Part = Tile<Real, LATENTS>;
     DYNAMIC_SHARED(shared);
     const Run run(runs, blockIdx.x % count);
     if (!run.followed) return;
     const long long item = blockIdx.x / count, place = item * count + blockIdx.x % count;
-    const int pitch = blockDim.x / 32 * Part::WIDE, column = blockIdx.y * pitch, latent = blockIdx.z * LATENTS;
-    const int columns = min(D - column, pitch), latents = min(L - latent, LATENTS);
-    Real *const logits = (Real *)shared, *const values = logits + 2 * STEPS * LATENTS;
-    Real *const references = values + 2 * STEPS * pitch, *const totals = references + LATENTS;
-    Real *const tops = totals + LATENTS;
-    unsigned int *const flags = (unsigned int *)(tops + LATENTS), *const taken = flags + 4;
-
-    fill_zeros(logits, references);
-    for (int l = threadIdx.x; l < LATENTS; l += blockDim.x) references[l] = tops[l] = nothing<Real>(), totals[l] = 0;
-    if (threadIdx.x < 4) flags[threadIdx.x] = 0;
-    Part part;
-    part.begin(nullptr, latents, columns, D);
-    for (int start = -STEPS; start < run.steps(); start += STEPS) {
-        const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other;
-        finish_copies();
-        __syncthreads();
-        const int arriving = min(run.steps() - next, STEPS);
-        if (arriving > 0) {
-            const long long at = run.position + next;
-            bring(logits + other * STEPS * LATENTS, LATENTS, K + item * k_item + at * k_row + latent, k_row, arriving,
-                  latents);
-            bring(values + other * STEPS * pitch, pitch, V + item * v_item + at * v_row + column, v_row, arriving,
-                  columns);
-            if (threadIdx.x < 32)
-                bring_mask(taken + other, mask ? mask + item * mask_item + at * mask_row : nullptr, mask_row, arriving);
-            if (threadIdx.x < 2) flags[2 * other + threadIdx.x] = 0;
-        }
-        if (start < 0) continue;
-        const int steps = min(run.steps() - start, STEPS);
-        Real *const E = logits + here * STEPS * LATENTS;
-        scan_logits<LATENTS>(E, taken[here], steps, latents, references, totals, flags + 2 * here,
-                             [&](int, int l, Real, Real, Real x) {
-                                 if (!(x <= tops[l])) tops[l] = x;
-                             });
-        __syncthreads();
-        const unsigned int seen = flags[2 * here], raised = flags[2 * here + 1];
-#pragma unroll 1
-        for (int k = 0; k < steps; ++k)
-            if (seen >> k & 1)
-                part.enter(E + k * LATENTS, values + (here * STEPS + k) * pitch, raised >> k & 1);
-    }
-    for (int l = threadIdx.x; l < latents; l += blockDim.x) {
-        const Real lowered = tops[l] == nothing<Real>() ? 0 : exponential(references[l] - tops[l]);
-        references[l] = lowered;
+    Walk<Real, LATENTS, STEPS<Real>> walk(shared, run, item, L, D, LATENTS);
+    Real *const tops = walk.own;
+    for (int l = threadIdx.x; l < LATENTS; l += blockDim.x) tops[l] = nothing<Real>();
+    walk.begin(nullptr, nullptr, nullptr, 0, L, D);
+    walk.go(
+        POSITIONS, [](int, int, int) {},
+        [&](int, int) {
+            return [&](int, int l, Real, Real, Real x) {
+                if (!(x <= tops[l])) tops[l] = x;
+            };
+        },
+        [](int, int) { return [](int) {}; }, [](int, int) {});
+    for (int l = threadIdx.x; l < walk.latents; l += blockDim.x) {
+        const Real lowered = tops[l] == nothing<Real>() ? 0 : exponential(walk.references[l] - tops[l]);
+        walk.references[l] = lowered;
         if (blockIdx.y) continue;
-        maxima[place * L + latent + l] = tops[l];
-        sums[place * L + latent + l] = totals[l] * lowered;
+        maxima[place * L + walk.latent + l] = tops[l];
+        sums[place * L + walk.latent + l] = walk.totals[l] * lowered;
     }
     __syncthreads();
-    part.end(references, states + (place * L + latent) * D + column, latents, columns, D);
+    walk.part.end(walk.references, states + (place * L + walk.latent) * D + walk.column, walk.latents, walk.columns, D);
 }
 
 // From what the runs of each sequence sum up, and from the state before them, (b, n, L) or nothing: the references and
@@ -234,8 +203,8 @@ __global__ void __launch_bounds__(256)
 // The rows of each run, to Y (b, slices of latents, T, D). The grid is (runs · b, columns, latents).
 template <typename Real, int LATENTS>
 __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
-    write_rows(POSITION_PARAMETERS, const Real *Q, long long q_item, long long q_row, const Real *beside,
-               long long beside_item, long long beside_row, const Real *largest, const Real *inverse,
+    write_rows(POSITION_PARAMETERS, const Real *Q, long long q_item, long long q_row, const Real *gate_value,
+               long long gate_value_item, long long gate_value_row, const Real *largest, const Real *inverse,
                const Real *gates, START_PARAMETERS, const long long *runs, int count, int L, int D, long long T,
                Real *Y) {
     constexpr int STEPS = ::STEPS<Real>;
@@ -243,79 +212,52 @@ __global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
     DYNAMIC_SHARED(shared);
     const Run run(runs, count - 1 - blockIdx.x % count);  // the last ones are the longest
     if (!run.rows) return;
-    const long long item = blockIdx.x / count, place = item * slots + run.slot;
-    const int pitch = blockDim.x / 32 * Part::WIDE, column = blockIdx.y * pitch, latent = blockIdx.z * LATENTS;
-    const int columns = min(D - column, pitch), latents = min(L - latent, LATENTS);
-    const bool gated = beside && blockIdx.z == 0;
-    Real *const logits = (Real *)shared, *const weights = logits + 2 * STEPS * LATENTS;
-    Real *const values = weights + 2 * STEPS * LATENTS, *const asides = values + 2 * STEPS * pitch;
-    Real *const scales = asides + (beside ? 2 * STEPS * pitch : 0), *const roots = scales + 6 * STEPS;
-    Real *const totals = roots + LATENTS;
-    unsigned int *const flags = (unsigned int *)(totals + LATENTS), *const taken = flags + 4;
-
-    fill_zeros(logits, roots);
-    for (int l = threadIdx.x; l < LATENTS; l += blockDim.x) {
-        const bool begun = references && l < latents;
-        roots[l] = begun ? references[place * L + latent + l] : nothing<Real>();
-        totals[l] = begun ? sums[place * L + latent + l] : 0;
-    }
-    if (threadIdx.x < 4) flags[threadIdx.x] = 0;
-    Part part;
-    part.begin(states ? states + (place * L + latent) * D + column : nullptr, latents, columns, D);
-    for (int start = -STEPS; start < run.steps(); start += STEPS) {
-        const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other;
-        finish_copies();
-        __syncthreads();
-        const int arriving = min(run.steps() - next, STEPS);
-        if (arriving > 0) {
-            if (run.positions) {
-                const long long at = run.position + next;
-                bring(logits + other * STEPS * LATENTS, LATENTS, K + item * k_item + at * k_row + latent, k_row,
-                      arriving, latents);
-                bring(values + other * STEPS * pitch, pitch, V + item * v_item + at * v_row + column, v_row, arriving,
-                      columns);
-            }
+    const long long item = blockIdx.x / count;
+    const bool gated = gate_value && blockIdx.z == 0;
+    const int pitch = blockDim.x / 32 * Part::WIDE, weight_numbers = 2 * STEPS * LATENTS;
+    const int value_numbers = gate_value ? 2 * STEPS * pitch : 0;
+    Walk<Real, LATENTS, STEPS> walk(shared, run, item, L, D, weight_numbers + value_numbers + 6 * STEPS);
+    const int column = walk.column, columns = walk.columns;
+    Real *const weights = walk.own, *const gate_values = weights + weight_numbers;
+    Real *const scales = gate_values + value_numbers;
+    fill_zeros(walk.own, walk.references);
+    walk.begin(references, sums, states, item * slots + run.slot, L, D);
+    walk.go(
+        POSITIONS,
+        [&](int next, int other, int arriving) {
             const long long at = run.row + next;
-            bring(weights + other * STEPS * LATENTS, LATENTS, Q + item * q_item + at * q_row + latent, q_row, arriving,
-                  latents);
+            bring(weights + other * STEPS * LATENTS, LATENTS, Q + item * q_item + at * q_row + walk.latent, q_row,
+                  arriving, walk.latents);
             if (gated)
-                bring(asides + other * STEPS * pitch, pitch, beside + item * beside_item + at * beside_row + column,
-                      beside_row, arriving, columns);
+                bring(gate_values + other * STEPS * pitch, pitch,
+                      gate_value + item * gate_value_item + at * gate_value_row + column, gate_value_row, arriving, columns);
             Real *const scale = scales + 3 * other * STEPS;
             bring(scale, STEPS, largest + item * T + at, 0, 1, arriving);
             bring(scale + STEPS, STEPS, inverse + item * T + at, 0, 1, arriving);
             if (gated) bring(scale + 2 * STEPS, STEPS, gates + item * T + at, 0, 1, arriving);
-            if (threadIdx.x < 32)
-                bring_mask(taken + other,
-                           mask ? mask + item * mask_item + (run.position + next) * mask_row : nullptr, mask_row,
-                           run.positions ? arriving : 0);
-            if (threadIdx.x < 2) flags[2 * other + threadIdx.x] = 0;
-        }
-        if (start < 0) continue;
-        const int steps = min(run.steps() - start, STEPS);
-        Real *const E = logits + here * STEPS * LATENTS, *const w = weights + here * STEPS * LATENTS;
-        const Real *const scale = scales + 3 * here * STEPS;
-        scan_logits<LATENTS>(E, taken[here], steps, latents, roots, totals, flags + 2 * here,
-                             [&](int k, int l, Real, Real sum, Real) {
-                                 Real &x = w[k * LATENTS + l];
-                                 x = sum == 0 ? 0 : exponential(x - scale[k]) * scale[STEPS + k] / sum;
-                             });
-        __syncthreads();
-        const unsigned int seen = flags[2 * here], raised = flags[2 * here + 1];
-        Real *const rows = Y + ((item * gridDim.z + blockIdx.z) * T + run.row + start) * D + column;
-#pragma unroll 1
-        for (int k = 0; k < steps; ++k) {
-            const int line = (here * STEPS + k) * pitch;
-            if (seen >> k & 1) part.enter(E + k * LATENTS, values + line, raised >> k & 1);
-            Real y[Part::COLUMNS];
-            part.template sum_latents<false>(w + k * LATENTS, y);
-            Part::each_column(y, [&](int c, Real sum) {
-                if (c < columns)
-                    rows[(long long)k * D + c] =
-                        gated ? fma(scale[2 * STEPS + k], asides[line + c], sum) : sum;
-            });
-        }
-    }
+        },
+        [&](int, int here) {
+            const Real *const scale = scales + 3 * here * STEPS;
+            Real *const w = weights + here * STEPS * LATENTS;
+            return [=](int k, int l, Real, Real sum, Real) {
+                Real &x = w[k * LATENTS + l];
+                x = sum == 0 ? 0 : exponential(x - scale[k]) * scale[STEPS + k] / sum;
+            };
+        },
+        [&](int start, int here) {
+            const Real *const gate = scales + (3 * here + 2) * STEPS;
+            Real *const rows = Y + ((item * gridDim.z + blockIdx.z) * T + run.row + start) * D + column;
+            return [&, gate, rows, here](int k) {
+                const int step = here * STEPS + k;
+                Real y[Part::COLUMNS];
+                walk.part.template sum_latents<false>(weights + step * LATENTS, y);
+                Part::each_column(y, [&](int c, Real sum) {
+                    if (c < columns)
+                        rows[(long long)k * D + c] = gated ? fma(gate[k], gate_values[step * pitch + c], sum) : sum;
+                });
+            };
+        },
+        [](int, int) {});
 }
 
 // Two states as one: (m, s, S) and (n, t, U), with `rows` latents in all, D numbers to each. The grid is

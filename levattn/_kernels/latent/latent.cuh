@@ -273,11 +273,102 @@ __device__ inline void scan_logits(Real *K, unsigned int taken, int steps, int l
     collect(flags + 1, raised);
 }
 
+// Logits and values of positions, which may be masked.
+template <typename Real>
+struct Positions {
+    const Real *K;
+    long long k_item, k_row;
+    const Real *V;
+    long long v_item, v_row;
+    const unsigned char *mask;
+    long long mask_item, mask_row;
+};
+
+// A block of threads on its way through a run, with some of its latents and columns. Shared memory holds logits and values
+// of two chunks of STEPS steps, one of which arrives while the block works on the other; then `numbers` that the kernel
+// adds, the references and sums of the latents, and bits of steps.
+template <typename Real, int LATENTS, int STEPS>
+struct Walk {
+    using Part = Tile<Real, LATENTS>;
+
+    const Run run;
+    const long long item;
+    const int pitch, column, latent, columns, latents;
+    Real *const logits, *const values, *const own, *const references, *const totals;
+    unsigned int *const flags, *const taken;
+    Part part;
+
+    __device__ Walk(unsigned char *shared, const Run &run, long long item, int L, int D, int numbers)
+        : run(run), item(item), pitch(blockDim.x / 32 * Part::WIDE), column(blockIdx.y * pitch),
+          latent(blockIdx.z * LATENTS), columns(min(D - column, pitch)), latents(min(L - latent, LATENTS)),
+          logits((Real *)shared), values(logits + 2 * STEPS * LATENTS), own(values + 2 * STEPS * pitch),
+          references(own + numbers), totals(references + LATENTS), flags((unsigned int *)(totals + LATENTS)),
+          taken(flags + 4) {}
+
+    // Begin with the state of one place of (b, slots, L[, D]), or with nothing.
+    __device__ void begin(const Real *before, const Real *sums, const Real *states, long long place, int L, int D) {
+        fill_zeros(logits, own);
+        for (int l = threadIdx.x; l < LATENTS; l += blockDim.x) {
+            const bool begun = before && l < latents;
+            references[l] = begun ? before[place * L + latent + l] : nothing<Real>();
+            totals[l] = begun ? sums[place * L + latent + l] : 0;
+        }
+        if (threadIdx.x < 4) flags[threadIdx.x] = 0;
+        part.begin(states ? states + (place * L + latent) * D + column : nullptr, latents, columns, D);
+    }
+
+    // Take the positions one after the other. A chunk has a first step, `start`, and a place, 0 or 1. `arrive(start, place,
+    // steps)` brings more of the next chunk. `scan(start, place)` returns the function that `scan_logits` calls, and
+    // `take(start, place)` the one that is called with each step after its position has entered. `leave(start, steps)`
+    // ends a chunk.
+    template <typename Arrive, typename Scan, typename Take, typename Leave>
+    __device__ void go(const Positions<Real> &from, Arrive arrive, Scan scan, Take take, Leave leave) {
+        for (int start = -STEPS; start < run.steps(); start += STEPS) {
+            const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other;
+            finish_copies();
+            __syncthreads();
+            const int arriving = min(run.steps() - next, STEPS);
+            if (arriving > 0) {
+                const long long at = run.position + next;
+                if (run.positions) {
+                    bring(logits + other * STEPS * LATENTS, LATENTS, from.K + item * from.k_item + at * from.k_row + latent,
+                          from.k_row, arriving, latents);
+                    bring(values + other * STEPS * pitch, pitch, from.V + item * from.v_item + at * from.v_row + column,
+                          from.v_row, arriving, columns);
+                }
+                arrive(next, other, arriving);
+                if (threadIdx.x < 32)
+                    bring_mask(taken + other,
+                               from.mask ? from.mask + item * from.mask_item + at * from.mask_row : nullptr,
+                               from.mask_row, run.positions ? arriving : 0);
+                if (threadIdx.x < 2) flags[2 * other + threadIdx.x] = 0;
+            }
+            if (start < 0) continue;
+            const int steps = min(run.steps() - start, STEPS);
+            Real *const E = logits + here * STEPS * LATENTS;
+            scan_logits<LATENTS>(E, taken[here], steps, latents, references, totals, flags + 2 * here,
+                                 scan(start, here));
+            __syncthreads();
+            const unsigned int seen = flags[2 * here], raised = flags[2 * here + 1];
+            const auto step = take(start, here);
+#pragma unroll 1
+            for (int k = 0; k < steps; ++k) {
+                if (seen >> k & 1)
+                    part.enter(E + k * LATENTS, values + (here * STEPS + k) * pitch, raised >> k & 1);
+                step(k);
+            }
+            leave(start, steps);
+        }
+    }
+};
+
 }  // namespace
 
 // The parameters of kernels that read positions, and of those that begin with states (b, slots, L[, D]).
 #define POSITION_PARAMETERS                                                                                         \
     const Real *K, long long k_item, long long k_row, const Real *V, long long v_item, long long v_row,             \
         const unsigned char *mask, long long mask_item, long long mask_row
+
+#define POSITIONS Positions<Real>{K, k_item, k_row, V, v_item, v_row, mask, mask_item, mask_row}
 
 #define START_PARAMETERS const Real *references, const Real *sums, const Real *states, long long slots

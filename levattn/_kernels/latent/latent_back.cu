@@ -1,7 +1,7 @@
 // Latent attention, backward: what each row reads of each latent, gradients of the rows' logits, and what flows back
 // into positions. With the sums s and S of a latent relative to its reference, c = p / s and E = e^(K − reference):
 //
-//   G[t] = ⟨dY[t], S(t)⟩            dQ[t] = c G − p Σ c G       (the gate's part of the sum: λ ⟨dY, beside⟩)
+//   G[t] = ⟨dY[t], S(t)⟩            dQ[t] = c G − p Σ c G       (the gate's part of the sum: λ ⟨dY, gate value⟩)
 //   R(u) = Σ c[t] dY[t], ρ(u) = Σ c[t] G[t] / s(t)   over the rows t that see position u
 //   dV[u] = Σ E[u] R(u)             dK[u] = E[u] (⟨V[u], R(u)⟩ − ρ(u))       (Σ dV over the latents)
 //
@@ -19,6 +19,10 @@ namespace {
 template <typename Real>
 constexpr int STEPS = 32 / sizeof(Real);
 
+// Blocks of threads that a multiprocessor is to hold, where registers would allow one or two less.
+template <typename Real, int LATENTS>
+constexpr int RESIDENT = sizeof(Real) == 8 || LATENTS > 32 ? 1 : LATENTS > 16 ? 8 : 10;
+
 // Sum what each warp found, (warps, LATENTS), in their order.
 template <int LATENTS, typename Real>
 __device__ inline Real over_warps(const Real *found, int apart) {
@@ -33,99 +37,71 @@ __device__ inline Real over_warps(const Real *found, int apart) {
 // and relative to what the next run of the sequence begins with: what it begins with itself, `kept`, and what it ends
 // with, `given`, (b, runs, L). The grid is (runs · b, columns, latents).
 template <typename Real, int LATENTS>
-__global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
+__global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), (RESIDENT<Real, LATENTS>))
     trace_runs(POSITION_PARAMETERS, const Real *dY, long long dy_item, long long dy_row, START_PARAMETERS,
                const long long *runs, int count, int L, int D, long long T, long long U, Real *exponentials,
                Real *inverse, Real *G, double *kept, double *given) {
     constexpr int STEPS = ::STEPS<Real>;
-    using Part = Tile<Real, LATENTS>;
     DYNAMIC_SHARED(shared);
     const long long number = count - 1 - blockIdx.x % count, item = blockIdx.x / count;
     const Run run(runs, number);
     const long long place = item * slots + run.slot;
-    const int pitch = blockDim.x / 32 * Part::WIDE, column = blockIdx.y * pitch, latent = blockIdx.z * LATENTS;
-    const int columns = min(D - column, pitch), latents = min(L - latent, LATENTS);
-    Real *const logits = (Real *)shared, *const values = logits + 2 * STEPS * LATENTS;
-    Real *const gradients = values + 2 * STEPS * pitch, *const found = gradients + 2 * STEPS * pitch;
-    Real *const roots = found + blockDim.x / 32 * STEPS * LATENTS, *const totals = roots + LATENTS;
-    unsigned int *const flags = (unsigned int *)(totals + LATENTS), *const taken = flags + 4;
-
-    fill_zeros(logits, found);
-    for (int l = threadIdx.x; l < LATENTS; l += blockDim.x) {
-        const bool begun = references && l < latents;
-        roots[l] = begun ? references[place * L + latent + l] : nothing<Real>();
-        totals[l] = begun ? sums[place * L + latent + l] : 0;
-    }
-    if (threadIdx.x < 4) flags[threadIdx.x] = 0;
-    Part part;
-    part.begin(states ? states + (place * L + latent) * D + column : nullptr, latents, columns, D);
-    for (int start = -STEPS; start < run.steps(); start += STEPS) {
-        const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other;
-        finish_copies();
-        __syncthreads();
-        const int arriving = min(run.steps() - next, STEPS);
-        if (arriving > 0) {
-            if (run.positions) {
-                const long long at = run.position + next;
-                bring(logits + other * STEPS * LATENTS, LATENTS, K + item * k_item + at * k_row + latent, k_row,
-                      arriving, latents);
-                bring(values + other * STEPS * pitch, pitch, V + item * v_item + at * v_row + column, v_row, arriving,
-                      columns);
-            }
+    const int pitch = blockDim.x / 32 * Tile<Real, LATENTS>::WIDE, gradient_numbers = 2 * STEPS * pitch;
+    Walk<Real, LATENTS, STEPS> walk(shared, run, item, L, D, gradient_numbers + blockDim.x / 32 * STEPS * LATENTS);
+    const int latent = walk.latent, latents = walk.latents;
+    Real *const gradients = walk.own, *const found = gradients + gradient_numbers;
+    const bool first = blockIdx.y == 0;
+    fill_zeros(gradients, found);
+    walk.begin(references, sums, states, place, L, D);
+    walk.go(
+        POSITIONS,
+        [&](int next, int other, int arriving) {
             if (run.rows)
                 bring(gradients + other * STEPS * pitch, pitch,
-                      dY + item * dy_item + (run.row + next) * dy_row + column, dy_row, arriving, columns);
-            if (threadIdx.x < 32)
-                bring_mask(taken + other,
-                           mask ? mask + item * mask_item + (run.position + next) * mask_row : nullptr, mask_row,
-                           run.positions ? arriving : 0);
-            if (threadIdx.x < 2) flags[2 * other + threadIdx.x] = 0;
-        }
-        if (start < 0) continue;
-        const int steps = min(run.steps() - start, STEPS);
-        Real *const E = logits + here * STEPS * LATENTS;
-        const bool first = blockIdx.y == 0;
-        Real *const left = exponentials + (item * U + run.position + start) * L + latent;
-        Real *const right = inverse + (item * T + run.row + start) * L + latent;
-        scan_logits<LATENTS>(E, taken[here], steps, latents, roots, totals, flags + 2 * here,
-                             [&](int k, int l, Real e, Real sum, Real) {
-                                 if (first && run.positions) left[(long long)k * L + l] = e;
-                                 if (first && run.rows) right[(long long)k * L + l] = sum == 0 ? 0 : 1 / sum;
-                             });
-        __syncthreads();
-        const unsigned int seen = flags[2 * here], raised = flags[2 * here + 1];
-#pragma unroll 1
-        for (int k = 0; k < steps; ++k) {
-            const int line = (here * STEPS + k) * pitch;
-            if (seen >> k & 1) part.enter(E + k * LATENTS, values + line, raised >> k & 1);
-            if (run.rows) part.sum_columns(gradients + line, found + (threadIdx.x / 32 * STEPS + k) * LATENTS);
-        }
-        if (!run.rows) continue;
-        __syncthreads();
-        Real *const out = G + ((item * gridDim.y + blockIdx.y) * T + run.row + start) * L + latent;
-        for (int k = 0; k < steps; ++k)
-            for (int l = threadIdx.x; l < latents; l += blockDim.x)
-                out[(long long)k * L + l] = over_warps<LATENTS>(found + k * LATENTS + l, STEPS * LATENTS);
-    }
+                      dY + item * dy_item + (run.row + next) * dy_row + walk.column, dy_row, arriving, walk.columns);
+        },
+        [&](int start, int) {
+            Real *const left = exponentials + (item * U + run.position + start) * L + latent;
+            Real *const right = inverse + (item * T + run.row + start) * L + latent;
+            return [&, left, right](int k, int l, Real e, Real sum, Real) {
+                if (first && run.positions) left[(long long)k * L + l] = e;
+                if (first && run.rows) right[(long long)k * L + l] = sum == 0 ? 0 : 1 / sum;
+            };
+        },
+        [&](int, int here) {
+            return [&, here](int k) {
+                if (run.rows)
+                    walk.part.sum_columns(gradients + (here * STEPS + k) * pitch,
+                                          found + (threadIdx.x / 32 * STEPS + k) * LATENTS);
+            };
+        },
+        [&](int start, int steps) {
+            if (!run.rows) return;
+            __syncthreads();
+            Real *const out = G + ((item * gridDim.y + blockIdx.y) * T + run.row + start) * L + latent;
+            for (int k = 0; k < steps; ++k)
+                for (int l = threadIdx.x; l < latents; l += blockDim.x)
+                    out[(long long)k * L + l] = over_warps<LATENTS>(found + k * LATENTS + l, STEPS * LATENTS);
+        });
     if (!kept || blockIdx.y) return;
     const bool last = number + 1 == count || Run(runs, number + 1).sequence != run.sequence;
     for (int l = threadIdx.x; l < latents; l += blockDim.x) {
         const long long at = (item * count + number) * L + latent + l;
         const double next = last ? nothing<double>() : (double)references[(item * slots + run.slot + 1) * L + latent + l];
-        const double begun = references[place * L + latent + l], ended = roots[l];
+        const double begun = references[place * L + latent + l], ended = walk.references[l];
         kept[at] = last || begun == nothing<double>() ? 0 : exp(begun - next);
         given[at] = last || ended == nothing<double>() ? 0 : exp(ended - next);
     }
 }
 
-// Per row: dQ, the gradients of the gate and of what is beside, and in the places of 1 / s and G the weights c and what ρ
+// Per row: dQ, the gradients of the gate and of its value, and in the places of 1 / s and G the weights c and what ρ
 // grows by. The grid is (runs · b, stretches of 64 rows).
 template <typename Real>
 __global__ void __launch_bounds__(256)
     finish_rows(const Real *Q, long long q_item, long long q_row, const Real *dY, long long dy_item, long long dy_row,
-                const Real *beside, long long beside_item, long long beside_row, const Real *largest,
+                const Real *gate_value, long long gate_value_item, long long gate_value_row, const Real *largest,
                 const Real *scales, const Real *gates, const long long *runs, int count, int L, int D, long long T,
-                Real *inverse, Real *G, Real *dQ, Real *dgate, Real *dbeside) {
+                Real *inverse, Real *G, Real *dQ, Real *dgate, Real *dgate_value) {
     const Run run(runs, blockIdx.x % count);
     const long long item = blockIdx.x / count;
     const int lane = threadIdx.x % 32, stop = min(run.rows, ((int)blockIdx.y + 1) * 64);
@@ -134,12 +110,12 @@ __global__ void __launch_bounds__(256)
         const Real *const logits = Q + item * q_item + row * q_row;
         const Real most = largest[at], scale = scales[at];
         Real own = 0, total = 0;
-        if (beside) {
+        if (gate_value) {
             const Real *const gradient = dY + item * dy_item + row * dy_row;
-            const Real *const aside = beside + item * beside_item + row * beside_row;
+            const Real *const value = gate_value + item * gate_value_item + row * gate_value_row;
             for (int column = lane; column < D; column += 32) {
-                own = fma(gradient[column], aside[column], own);
-                dbeside[at * D + column] = gates[at] * gradient[column];
+                own = fma(gradient[column], value[column], own);
+                dgate_value[at * D + column] = gates[at] * gradient[column];
             }
             for (int far = 16; far; far /= 2) own += __shfl_xor_sync(ALL, own, far);
         }
@@ -150,7 +126,7 @@ __global__ void __launch_bounds__(256)
             total = fma(p * one, G[at * L + l], total);
         }
         for (int far = 16; far; far /= 2) total += __shfl_xor_sync(ALL, total, far);
-        if (beside) total = fma(gates[at], own, total);
+        if (gate_value) total = fma(gates[at], own, total);
         for (int l = lane; l < L; l += 32) {
             const long long entry = at * L + l;
             const Real one = inverse[entry], p = one == 0 ? 0 : exponential(logits[l] - most) * scale;
@@ -159,7 +135,7 @@ __global__ void __launch_bounds__(256)
             inverse[entry] = c;
             G[entry] = flow * one;
         }
-        if (beside && lane == 0) dgate[at] = gates[at] * (own - total);
+        if (gate_value && lane == 0) dgate[at] = gates[at] * (own - total);
     }
 }
 
@@ -184,15 +160,19 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// The steps of a run from the last to the first: the sums R and ρ that flow back, of the run alone to `flows`
-// (b, runs, L, D) and `flow_sums` (b, runs, L) if `alone`; else dV (b, slices of latents, U, D) and, per slice of
-// columns, dK (b, slices, U, L), from what comes in from later runs, (b, slots, L[, D]).
-template <bool alone, typename Real, int LATENTS>
-__device__ inline void flow_back(const Real *V, long long v_item, long long v_row, const Real *dY, long long dy_item,
-                                 long long dy_row, const Real *exponentials, const Real *weights, const Real *growths,
-                                 const Real *coming, const Real *coming_sums, long long slots, const Run &run,
-                                 long long number, long long item, int count, int L, int D, long long T, long long U,
-                                 Real *flows, Real *flow_sums, Real *dV, Real *dK) {
+// The steps of a run from the last to the first. What flows back out of the run if it is `alone`, relative to what it
+// begins with: R to `flows` (b, runs, L, D), ρ to `flow_sums` (b, runs, L). Else the gradients of its positions, from
+// what flows back into it, (b, slots, L[, D]) or nothing: dV (b, slices of latents, U, D) and dK (b, slices of columns,
+// U, L). The grid is (runs · b, columns, latents).
+template <typename Real, int LATENTS, bool alone>
+__global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
+    flow_back(const Real *V, long long v_item, long long v_row, const Real *dY, long long dy_item, long long dy_row,
+              const Real *exponentials, const Real *weights, const Real *growths, const long long *runs, int count,
+              int L, int D, long long T, long long U, const Real *coming, const Real *coming_sums, long long slots,
+              Real *flows, Real *flow_sums, Real *dV, Real *dK) {
+    const long long number = count - 1 - blockIdx.x % count, item = blockIdx.x / count;
+    const Run run(runs, number);
+    if (alone ? !run.rows : !run.positions) return;
     constexpr int STEPS = ::STEPS<Real>;
     using Part = Tile<Real, LATENTS>;
     DYNAMIC_SHARED(shared);
@@ -291,35 +271,4 @@ __device__ inline void flow_back(const Real *V, long long v_item, long long v_ro
     part.end(nullptr, flows + (own * L + latent) * D + column, latents, columns, D);
     if (blockIdx.y == 0)
         for (int l = threadIdx.x; l < latents; l += blockDim.x) flow_sums[own * L + latent + l] = totals[l];
-}
-
-#define FLOW_PARAMETERS                                                                                             \
-    const Real *dY, long long dy_item, long long dy_row, const Real *exponentials, const Real *weights,             \
-        const Real *growths, const long long *runs, int count, int L, int D, long long T, long long U
-
-// What flows back out of each run by itself, relative to what it begins with: R to `flows` (b, runs, L, D), ρ to
-// `flow_sums` (b, runs, L). The grid is (runs · b, columns, latents).
-template <typename Real, int LATENTS>
-__global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
-    sum_flows(FLOW_PARAMETERS, Real *flows, Real *flow_sums) {
-    const long long number = count - 1 - blockIdx.x % count, item = blockIdx.x / count;
-    const Run run(runs, number);
-    if (!run.rows) return;
-    flow_back<true, Real, LATENTS>(nullptr, 0, 0, dY, dy_item, dy_row, exponentials, weights, growths, nullptr,
-                                   nullptr, 0, run, number, item, count, L, D, T, U, flows, flow_sums, nullptr,
-                                   nullptr);
-}
-
-// Gradients of the positions of each run, from what flows back into it, (b, slots, L[, D]) or nothing: dV
-// (b, slices of latents, U, D) and dK (b, slices of columns, U, L). The grid is (runs · b, columns, latents).
-template <typename Real, int LATENTS>
-__global__ void __launch_bounds__((Tile<Real, LATENTS>::THREADS), 1)
-    write_flows(const Real *V, long long v_item, long long v_row, FLOW_PARAMETERS, const Real *coming,
-                const Real *coming_sums, long long slots, Real *dV, Real *dK) {
-    const long long number = count - 1 - blockIdx.x % count, item = blockIdx.x / count;
-    const Run run(runs, number);
-    if (!run.positions) return;
-    flow_back<false, Real, LATENTS>(V, v_item, v_row, dY, dy_item, dy_row, exponentials, weights, growths, coming,
-                                    coming_sums, slots, run, number, item, count, L, D, T, U, nullptr, nullptr, dV,
-                                    dK);
 }

@@ -12,23 +12,7 @@ __device__ inline double widen(double x) { return x; }
 __device__ inline float widen(float x) { return x; }
 __device__ inline float widen(Bfloat x) { return __uint_as_float((unsigned int)x.bits << 16); }
 
-__device__ inline float widen(Half x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-#else
-    const unsigned int sign = (unsigned int)(x.bits & 0x8000) << 16;
-    const unsigned int exponent = x.bits >> 10 & 0x1f;
-    const unsigned int fraction = x.bits & 0x3ff;
-    if (exponent == 0) {  // zero and subnormal numbers are multiples of 2^-24
-        const float size = (float)fraction * 5.9604644775390625e-8f;
-        return sign ? -size : size;
-    }
-    const unsigned int raised = exponent == 0x1f ? 0xffu : exponent + 112;
-    return __uint_as_float(sign | raised << 23 | fraction << 13);
-#endif
-}
+#include "half.cuh"
 
 // The parameters of a kernel that reads keys, in the order of `key_arguments` of rows/cuda.py; absent arrays are null.
 #define KEY_PARAMETERS                                                                                              \

@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
-from levattn._kernels.cuda_source import NOTHING, WORDS, launch, namespace
+from levattn._kernels.cuda_source import TYPES, WORDS, launch, namespace, on_device, with_steps
 from levattn._kernels.rows.contract import Float64
-from levattn._kernels.rows.cuda import on_device
 
 __all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
 
-_THREADS = 256
 _TILE = 2048  # entries that a block lists
 _SPAN = 8192  # entries whose digits a block counts
 _DIGITS = 2048
@@ -35,18 +33,18 @@ def held(array: Any) -> Any:
 
 def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int64, Any]:
     """Return which scores are at least `high`, and list those in doubt."""
-    xp, (b, n), real = namespace(), scores.shape, _real(scores)
+    xp, (b, n), real = namespace(), scores.shape, TYPES[scores.dtype.name]
     chosen, tiles = xp.empty(scores.shape, np.bool_), -(-n // _TILE)
     bounds = [on_device(bound, np.float64) for bound in (low, high)]
-    arguments = [on_device(scores), _optional(present, np.bool_), *bounds, np.int64(n), np.int64(tiles)]
+    arguments = [on_device(scores), on_device(present, np.bool_), *bounds, n, tiles]
     counts, offsets = xp.empty(b * tiles, np.int64), xp.zeros(b * tiles + 1, np.int64)
-    launch("select", "count_listed", (real,), (b * tiles,), _THREADS, [*arguments, chosen, counts])
+    launch("select", "count_listed", (real,), (b * tiles,), [*arguments, chosen, counts])
     if counts.size:
         offsets[1:] = xp.cumsum(counts)
     starts = to_numpy(offsets[::tiles] if tiles else xp.zeros(b + 1, np.int64))
     indices = xp.empty(int(starts[-1]), np.int64)
     grid = (b * tiles if len(indices) else 0,)
-    launch("select", "fill_listed", (real,), grid, _THREADS, [*arguments, offsets, indices])
+    launch("select", "fill_listed", (real,), grid, [*arguments, offsets, indices])
     return chosen, starts, indices
 
 
@@ -79,37 +77,24 @@ def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
     width = int(counts.max(initial=0))
     out = xp.zeros((len(counts), width, keys.shape[2]), keys.dtype)
     words = np.dtype(f"u{keys.itemsize}")
-    steps = [np.int64(step // keys.itemsize) for step in keys.strides]
-    listed = [on_device(starts, np.int64), np.int64(len(keys)), on_device(indices, np.int64)]
-    tail = [np.int64(len(indices)), np.int64(width), np.int32(keys.shape[2]), out.view(words)]
-    grid = (-(-len(indices) // _COPIED),)
-    arguments = [keys.view(words), *steps, *listed, *tail]
-    launch("select", "gather_rows", (WORDS[keys.itemsize],), grid, _THREADS, arguments)
+    listed = [on_device(starts, np.int64), len(keys), on_device(indices, np.int64), len(indices)]
+    arguments = [*with_steps(keys.view(words), 3), *listed, width, keys.shape[2], out.view(words)]
+    launch("select", "gather_rows", (WORDS[keys.itemsize],), (-(-len(indices) // _COPIED),), arguments)
     return out, None if (counts == width).all() else xp.arange(width) < on_device(counts)[:, None]
-
-
-def _real(scores: Any) -> str:
-    return "double" if scores.dtype == np.float64 else "float"
-
-
-def _optional(array: Any, dtype: Any) -> Any:
-    return NOTHING if array is None else on_device(array, dtype)
 
 
 def _of_rank(scores: Any, present: Any, size: int) -> Any:
     """Return the score that comes at this place from the largest of each matrix, −∞ where there are no more, (b,)."""
-    xp, real = namespace(), _real(scores)
+    xp, real = namespace(), TYPES[scores.dtype.name]
     b, n = scores.shape
     spans = -(-n // _SPAN)
     prefixes, ranks = xp.zeros(b, np.uint64), xp.full(b, size, np.int64)
     counts, least = xp.zeros((b, _DIGITS), np.uint64), xp.empty(b)
-    flags = _optional(present, np.bool_)
+    flags = on_device(present, np.bool_)
     shift = sum(_BITS[real])
     for i, bits in enumerate(_BITS[real]):
         shift -= bits
-        digit = [np.int32(shift), np.int32(bits)]
-        arguments = [scores, flags, np.int64(n), np.int64(spans), prefixes, *digit, counts]
-        launch("select", "count_digits", (real,), (b * spans,), _THREADS, arguments)
-        tail = [digit[1], np.bool_(i == 0), np.bool_(shift == 0), least]
-        launch("select", "choose_digit", (real,), (b,), _THREADS, [counts, prefixes, ranks, *tail])
+        arguments = [scores, flags, n, spans, prefixes, shift, bits, counts]
+        launch("select", "count_digits", (real,), (b * spans,), arguments)
+        launch("select", "choose_digit", (real,), (b,), [counts, prefixes, ranks, bits, i == 0, shift == 0, least])
     return least

@@ -11,18 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.cuda_source import NOTHING, launch, namespace
+from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device
 from levattn._kernels.rows.contract import Float64, Rows
-from levattn._kernels.rows.cuda import key_arguments, key_type, on_device
+from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 __all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]
 
-_THREADS = 256
-_MOST = 65535  # blocks of threads along the second and the third axis of a grid
-
 # What sketch.cu has too
 _TILE = 4096  # rows that are put in order at a time
-_WARPS = _THREADS // 32
+_WARPS = THREADS // 32
 _GROUP = 16  # parts that are added at a time
 _SIDE = 64  # of a tile of a product
 _FLIPS = 1024  # signs that are drawn at a time for the rows of a transform
@@ -71,10 +68,9 @@ def _scatter_ordered(rows: Rows, seed: int, stream: int, offset: int, blocks: in
 
     xp = namespace()
     sums = out if parts == 1 else xp.empty((parts, *out.shape), out.dtype)
-    grid = (-(-(parts * buckets << log_lanes) // _THREADS), tiles, min(b, _MOST))
-    runs = [ordered, starts, np.int32(step), np.uint32(parts * buckets), np.uint32(buckets), np.int32(log_lanes)]
-    tail = [np.int64(b), *runs, np.bool_(parts == 1), sums]
-    launch("sketch", "sum_runs", (key_type(rows), _real(out)), grid, _THREADS, [*key_arguments(rows), *tail])
+    grid = (-(-(parts * buckets << log_lanes) // THREADS), tiles, min(b, MOST_SLABS))
+    tail = [b, ordered, starts, step, parts * buckets, buckets, log_lanes, parts == 1, sums]
+    launch("sketch", "sum_runs", (key_type(rows), TYPES[out.dtype.name]), grid, [*key_arguments(rows), *tail])
     if parts > 1:
         _add_parts(sums, out)
 
@@ -90,28 +86,25 @@ def _order(n: int, seed: int, stream: int, offset: int, blocks: int, size: int, 
     bits = max(1, (size - 1).bit_length())
     passes = -(-bits // _DIGIT)
     width = -(-bits // passes)
-    places, ordered = NOTHING, NOTHING
+    places, ordered = None, None
     for shift in range(0, bits, width):
         last = shift + width >= bits
         digits = (size - 1 >> shift) + 1 if last else 1 << width
-        drawn = [np.uint64(seed), np.uint32(stream), np.int64(offset), np.int32(n), np.int32(blocks), np.int32(size)]
-        digit = [np.int32(x) for x in (span, tiles, shift, width, digits)]
+        numbers = [seed, stream, offset, n, blocks, size, span, tiles, shift, width, digits]
         counts = xp.empty(units * digits * tiles + 1, np.int32)
         grid = (units * tiles,)
-        launch("sketch", "count_digits", (), grid, _THREADS, [*drawn, *digit, places, counts], 4 * digits)
+        launch("sketch", "count_digits", (), grid, [*numbers, places, counts], shared=4 * digits)
         firsts = xp.cumsum(counts, dtype=np.int32)
-        placed = NOTHING if passes == 1 else xp.empty(n * blocks, np.uint32)
+        placed = None if passes == 1 else xp.empty(n * blocks, np.uint32)
         moved = xp.empty(n * blocks, np.uint32)
         shared = 4 * _TILE + 2 * _WARPS * digits
-        tail = [places, ordered, firsts, placed, moved]
-        launch("sketch", "move_rows", (), grid, _THREADS, [*drawn, *digit, *tail], shared)
+        launch("sketch", "move_rows", (), grid, [*numbers, places, ordered, firsts, placed, moved], shared=shared)
         places, ordered = placed, moved
     if passes == 1:
         return ordered, firsts, tiles
     starts = xp.empty(units * size + 1, np.int32)
-    tail = [np.int32(x) for x in (n, blocks, size, span)]
-    grid = (-(-len(starts) // _THREADS),)
-    launch("sketch", "find_starts", (), grid, _THREADS, [places, *tail, np.int64(units * size), starts])
+    grid = (-(-len(starts) // THREADS),)
+    launch("sketch", "find_starts", (), grid, [places, n, blocks, size, span, units * size, starts])
     return ordered, starts, 1
 
 
@@ -120,16 +113,11 @@ def _add_parts(parts: Any, out: Any) -> None:
     while True:
         groups = -(-len(parts) // _GROUP)
         to = out if groups == 1 else namespace().empty((groups, *out.shape), out.dtype)
-        grid = (-(-out.size // _THREADS), groups)
-        tail = [np.int32(len(parts)), np.int64(out.size), np.bool_(groups == 1), to]
-        launch("sketch", "add_parts", (_real(out),), grid, _THREADS, [parts, *tail])
+        grid = (-(-out.size // THREADS), groups)
+        launch("sketch", "add_parts", (TYPES[out.dtype.name],), grid, [parts, len(parts), out.size, groups == 1, to])
         if groups == 1:
             return
         parts = to
-
-
-def _real(out: Any) -> str:
-    return "double" if out.dtype == np.float64 else "float"
 
 
 def add_products(rows: Rows, S: Float64, out: Any) -> None:
@@ -149,9 +137,8 @@ def _multiply(rows: Rows, S: Any, out: Any) -> None:
     span = -(-n // max(1, min(_BLOCKS_BUSY // tiles, n // max(128, 8 * size))))
     parts = -(-n // span)
     sums = namespace().empty((parts, *out.shape), out.dtype)
-    tail = [np.int64(b), np.int64(n), np.int64(span), S, np.int32(size), sums]
-    types = key_type(rows), _real(out)
-    launch("sketch", "multiply_rows", types, (parts * tiles, min(b, _MOST)), _THREADS, [*key_arguments(rows), *tail])
+    grid, types = (parts * tiles, min(b, MOST_SLABS)), (key_type(rows), TYPES[out.dtype.name])
+    launch("sketch", "multiply_rows", types, grid, [*key_arguments(rows), b, n, span, S, size, sums])
     _add_parts(sums, out)
 
 
@@ -163,10 +150,9 @@ def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, 
         part = rows.between(low, min(low + step, n))
         count = part.shape[1]
         S = namespace().empty((size, count), out.dtype)
-        drawn = [np.uint64(seed), np.uint32(stream), np.int64(offset + low)]
         threads = ((offset + low) % 4 + count + 3) // 4 * -(-size // (2 if normal else 32))
-        tail = [*drawn, np.int64(count), np.int32(size), np.bool_(normal), S]
-        launch("sketch", "draw_dense", (_real(out),), (-(-threads // _THREADS),), _THREADS, tail)
+        arguments = [seed, stream, offset + low, count, size, normal, S]
+        launch("sketch", "draw_dense", (TYPES[out.dtype.name],), (-(-threads // THREADS),), arguments)
         _multiply(part, S, out)
 
 
@@ -188,15 +174,10 @@ def subsampled_hadamard(
     span = -(-(last - first) // parts)
     parts = -(-(last - first) // span)
     sums = out if parts == 1 else namespace().zeros((parts, *out.shape), out.dtype)
-    drawn = [np.uint64(seed), *(np.uint32(stream) for stream in streams), np.int64(offset)]
-    cut = [
-        *(np.int64(x) for x in (first, last - first, span)),
-        *(np.int32(x) for x in (log_block, log_rows, log_columns)),
-    ]
-    tail = [np.int64(b), np.int64(n), *drawn, *cut, on_device(chosen, np.int64), np.int32(size), sums]
+    cut = [first, last - first, span, log_block, log_rows, log_columns]
+    tail = [b, n, seed, *streams, offset, *cut, on_device(chosen, np.int64), size, sums]
     shared = (out.itemsize << log_rows + log_columns) + (1 << log_rows) + _FLIPS
-    types = key_type(rows), _real(out)
-    grid = (parts * tiles, min(b, _MOST))
-    launch("sketch", "transform_rows", types, grid, _THREADS, [*key_arguments(rows), *tail], shared)
+    grid, types = (parts * tiles, min(b, MOST_SLABS)), (key_type(rows), TYPES[out.dtype.name])
+    launch("sketch", "transform_rows", types, grid, [*key_arguments(rows), *tail], shared=shared)
     if parts > 1:
         _add_parts(sums, out)

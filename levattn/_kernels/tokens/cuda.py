@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import NOTHING, launch, namespace, shared_limit
-from levattn._kernels.rows.cuda import on_device, sum_in_pairs
+from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit, with_rows, with_steps
+from levattn._kernels.rows.cuda import sum_in_pairs
 from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 from levattn._kernels.tokens.definition import add_squares
 
@@ -32,7 +32,6 @@ _RUN = 16
 _MOST = 256  # threads of a block
 _COLUMNS, _LINES = 32, 16  # of a scan
 _LOGITS = {"none": 0, "norm": 1, "diagonal": 2}
-_TYPES = {"float32": "float", "float64": "double"}
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
 
@@ -69,56 +68,55 @@ class _Work:
         self.b, self.h, self.T, self.d = x.W.shape
         self.n = len(x.offsets) - 1
         self.dtype = x.W.dtype
-        self.real = _TYPES[self.dtype.name]
+        self.real = TYPES[self.dtype.name]
         self.firsts = np.append(0, np.cumsum(-(-np.diff(x.offsets) // _RUN))).astype(np.int64)
         self.runs = int(self.firsts[-1])
         self.adds = x.causal or x.state is None  # to sums; else all are given
         self.pitch = -(-(self.h * self.d + self.h) // 4) * 4
-        self.W = _strided(x.W)
+        self.W = with_rows(x.W)
         offsets, firsts = on_device(np.stack([x.offsets, self.firsts]))
-        self._counts = [firsts, np.int32(self.n)]
-        self._rates: Any = NOTHING if x.decay is None else on_device(x.decay, np.float64)
-        mask = [NOTHING, np.int64(0), np.int64(0)] if x.mask is None else [x.mask, *_steps(x.mask)]
-        self._tokens = [*_view(self.W), *mask, offsets, *self._counts, self._rates]
-        self._tokens += [*map(np.int32, (self.h, self.d, self.pitch)), np.bool_(x.causal)]
+        self._counts = [firsts, self.n]
+        self._rates = on_device(x.decay, np.float64)
+        self._tokens = [*with_steps(self.W, 3), *with_steps(x.mask, 2), offsets, *self._counts, self._rates]
+        self._tokens += [self.h, self.d, self.pitch, x.causal]
         least = max(x.least, float(np.finfo(self.dtype).tiny))
-        self._logits = [np.int32(_LOGITS[x.logits]), np.bool_(x.mean), np.float64(least)]
-        self._output = [*map(np.float64, (x.gain, x.c, x.ridge)), np.int64(self.T)]
-        self._temperature = [x.temperature, *_steps(x.temperature)]
+        self._logits = [_LOGITS[x.logits], x.mean, least]
+        self._output = [x.gain, x.c, x.ridge, self.T]
+        self._temperature = with_steps(x.temperature, 2)
 
     # -- forward -----------------------------------------------------------------------
 
     def squares(self, *, whole: bool = False) -> tuple[Any, Any, Any]:
         """Return what runs or sequences begin with of Σ w², and if `whole` the sums after each sequence."""
-        sums = NOTHING
+        sums = None
         needed = self.x.logits == "diagonal" and self.begins
         if self.adds and (whole or needed):
             sums = self._sums()
             self._pass("tokens", "sum_tokens", self._units(self.W), [sums])
         if not needed and not whole:
-            return NOTHING, None, None
+            return None, None, None
         return self._scan(sums, None if self.x.state is None else self.x.state[:2], whole=whole)
 
     def weigh(self, squares: Any, *, levels: bool = False, sums: bool = False) -> tuple[Any, Any, Any]:
         """Return the memberships, what the temperature multiplies, and the sums of runs weighted by memberships."""
-        P = self._beside()
-        beside = self._beside() if levels else NOTHING
-        weighted = self._sums() if sums else NOTHING
-        offset = [NOTHING, *[np.int64(0)] * 3] if self.x.offset is None else _view(self.x.offset)
-        arguments = [squares, *self._temperature, *offset, *self._logits, np.int64(self.T), P, beside, weighted]
+        P = self._memberships()
+        multiplied = self._memberships() if levels else None
+        weighted = self._sums() if sums else None
+        offset = with_steps(self.x.offset, 3)
+        arguments = [squares, *self._temperature, *offset, *self._logits, self.T, P, multiplied, weighted]
         self._pass("tokens", "weigh_tokens", self._units(self.W), arguments, scores=True, parts=_RUN)
-        return P, beside, weighted
+        return P, multiplied, weighted
 
     def weighted(self, sums: Any, *, whole: bool = False) -> tuple[Any, Any, Any]:
         """Return what runs or sequences begin with of Σ Π w², and if `whole` the sums after each sequence."""
         if not self.begins and not whole:
-            return NOTHING, None, None
+            return None, None, None
         return self._scan(sums, None if self.x.state is None else self.x.state[2:], whole=whole)
 
     def write(self, P: Any, starts: Any) -> Any:
         """Return the output."""
         Y = self._like_tokens()
-        self._pass("tokens", "write_tokens", self._units(self.W), [starts, P, *self._output, *_view(Y)])
+        self._pass("tokens", "write_tokens", self._units(self.W), [starts, P, *self._output, *with_steps(Y, 3)])
         return Y
 
     # -- gradients ---------------------------------------------------------------------
@@ -126,25 +124,27 @@ class _Work:
     def gradients(self, dY: Any, squares: Any, starts: Any, P: Any, levels: Any) -> tuple[Any, Any, Any]:
         """Return the gradients of W, temperature and offset."""
         xp, x = namespace(), self.x
-        dY, dW = _strided(dY), self._like_tokens()
+        dY, dW = with_rows(dY), self._like_tokens()
         V = min(_BACK_UNITS, self._units(self.W), self._units(dY))
         through = self.adds and self.begins  # whether anything flows from run to run
         diagonal = x.logits == "diagonal"
-        coming = NOTHING
+        coming = None
         if through:
             flows = self._sums()
-            self._pass("tokens_back", "trace_tokens", V, [starts, P, *_view(dY), *self._output, flows], parts=1)
+            self._pass(
+                "tokens_back", "trace_tokens", V, [starts, P, *with_steps(dY, 3), *self._output, flows], parts=1
+            )
             coming = self._scan(flows, backwards=True)[0]
-        doffset = None if x.offset is None else self._beside()
+        doffset = None if x.offset is None else self._memberships()
         temperatures = xp.empty((self.b, self.runs, self.h))
-        e = self._beside() if diagonal else NOTHING
-        flows = self._sums() if diagonal and through else NOTHING
-        arguments = [squares, starts, coming, P, levels, *_view(dY), *self._temperature, *self._logits]
-        arguments += [*self._output, *_view(dW), NOTHING if doffset is None else doffset, temperatures, e, flows]
+        e = self._memberships() if diagonal else None
+        flows = self._sums() if diagonal and through else None
+        arguments = [squares, starts, coming, P, levels, *with_steps(dY, 3), *self._temperature, *self._logits]
+        arguments += [*self._output, *with_steps(dW, 3), doffset, temperatures, e, flows]
         self._pass("tokens_back", "spread_tokens", V, arguments, scores=True, parts=_RUN)
         if diagonal:
-            coming = self._scan(flows, backwards=True)[0] if through else NOTHING
-            arguments = [squares, coming, e, self._logits[2], np.int64(self.T), *_view(dW)]
+            coming = self._scan(flows, backwards=True)[0] if through else None
+            arguments = [squares, coming, e, self._logits[2], self.T, *with_steps(dW, 3)]
             self._pass("tokens_back", "finish_tokens", V, arguments)
         return dW, sum_in_pairs(temperatures).astype(self.dtype), doffset
 
@@ -160,29 +160,27 @@ class _Work:
     ) -> tuple[Any, Any, Any]:
         """Return what runs begin with, or sequences if all tokens see the same, and if `whole` the sums of all."""
         xp = namespace()
-        before: Any = [NOTHING, NOTHING]
-        totals: Any = NOTHING
+        before = [on_device(part, np.float64) for part in first or (None, None)]
+        totals = None
         counts = self._counts
-        if first is not None:
-            before = [on_device(part, np.float64) for part in first]
-        if sums is NOTHING:  # there are no runs: sequences end with what they begin with
+        if sums is None:  # there are no runs: sequences end with what they begin with
             counts = [xp.zeros(self.n + 1, np.int64), counts[1]]
         if not self.x.causal:
             totals = xp.empty((self.b, self.n, self.pitch), self.dtype)
-        after: Any = [NOTHING, NOTHING]
+        after: Any = [None, None]
         if whole:
             after = [xp.empty((self.b, self.h, self.n, *rest)) for rest in ((self.d,), ())]
-        sizes = [*map(np.int32, (self.h, self.d, self.pitch)), np.bool_(self.x.causal), np.bool_(backwards)]
+        sizes = [self.h, self.d, self.pitch, self.x.causal, backwards]
         grid = (self.b * self.n, -(-(self.h * self.d + self.h) // _COLUMNS))
         arguments = [*counts, *self._kept, *before, *sizes, sums, totals, *after]
-        launch("tokens", "scan_tokens", (self.real,), grid, _COLUMNS * _LINES, arguments)
+        launch("tokens", "scan_tokens", (self.real,), grid, arguments, threads=_COLUMNS * _LINES)
         return sums if self.x.causal else totals, after[0], after[1]
 
     @cached_property
     def _kept(self) -> list[Any]:
         """Return what a run multiplies the sums before it by, (1 or b, runs, h), and the numbers of an item."""
         if self.x.decay is None:
-            return [NOTHING, np.int64(0)]
+            return [None, 0]
         xp, lengths = namespace(), np.diff(self.x.offsets)
         counts = np.diff(self.firsts)
         place = np.arange(self.runs) - np.repeat(self.firsts[:-1], counts)
@@ -194,7 +192,7 @@ class _Work:
             sums = xp.concatenate([xp.zeros((self.b, 1), np.int64), sums], axis=1)
             present = sums[:, on_device(starts + tokens)] - sums[:, on_device(starts)]
         kept = on_device(self._rates[None, None, :] ** present[:, :, None])
-        return [kept, np.int64(self.runs * self.h if self.x.mask is not None else 0)]
+        return [kept, self.runs * self.h if self.x.mask is not None else 0]
 
     # -- geometry ----------------------------------------------------------------------
 
@@ -211,18 +209,19 @@ class _Work:
             most = (shared_limit() - 4096) // self.dtype.itemsize // (_RUN + 1) - _MOST - 1
             raise ValueError(f"W has {self.h} heads; expected at most {most} in {self.dtype.name} on this device")
         types = (self.real, str(V))
-        launch(source, name, types, (self.b * self.runs,), threads, [*self._tokens, *arguments], shared)
+        given = [*self._tokens, *arguments]
+        launch(source, name, types, (self.b * self.runs,), given, threads=threads, shared=shared)
 
     def _units(self, array: Any) -> int:
         """Return how many channels next to each other a thread can take of an array like W."""
-        steps = [int(step) for step, size in zip(_steps(array, 3), array.shape, strict=False) if size > 1]
+        steps = [step for step, size in zip(with_steps(array, 3)[1:], array.shape, strict=False) if size > 1]
         V = _UNITS[self.real]
         return V if all(step % V == 0 for step in (self.d, *steps)) else 1
 
     def _sums(self) -> Any:
         return namespace().empty((self.b, self.runs, self.pitch), self.dtype)
 
-    def _beside(self) -> Any:
+    def _memberships(self) -> Any:
         return namespace().empty((self.b, self.h, self.T), self.dtype)
 
     def _like_tokens(self) -> Any:
@@ -230,20 +229,3 @@ class _Work:
         if self.W.strides[1] < self.W.strides[2]:
             return namespace().empty((self.b, self.T, self.h, self.d), self.dtype).transpose(0, 2, 1, 3)
         return namespace().empty((self.b, self.h, self.T, self.d), self.dtype)
-
-
-def _steps(array: Any, axes: int = 2) -> list[np.int64]:
-    """Return how many numbers entries of the first axes are apart."""
-    return [np.int64(step // array.itemsize) for step in array.strides[:axes]]
-
-
-def _view(array: Any) -> list[Any]:
-    """Return an array as arguments of a kernel, with the steps along its first three axes."""
-    return [array, *_steps(array, 3)]
-
-
-def _strided(array: Any) -> Any:
-    """Return an array whose last axis has its numbers next to each other."""
-    if array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
-        return namespace().ascontiguousarray(array)
-    return array

@@ -12,16 +12,13 @@ constexpr int EACH = 4;    // runs at a time
 __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
 
-}  // namespace
-
-// Σ w² and the number of tokens of each run, to `sums` (b, runs, pitch). The grid is (runs · b).
-template <typename Real, int V>
-__global__ void __launch_bounds__(MOST, 3) sum_tokens(TOKEN_PARAMETERS, Real *sums) {
-    const Run run = THIS_RUN(false);
-    const int each = d / V, units = h * each;
+// Σ w² and the number of the tokens of a run, each times `weight(head, t)`: to `sums` (pitch,).
+template <int V, typename Real, typename Weight>
+__device__ inline void sum_run(const Run &run, const Real *W, long long w_item, long long w_head, long long w_row,
+                               const double *rates, int h, int d, Weight weight, Real *sums) {
+    const int each = d / V;
     const bool whole = is_whole<V>(W, sizeof(Real));
-    sums += run.ends(firsts, n, pitch);
-    for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+    for (int unit = threadIdx.x; unit < h * each; unit += blockDim.x) {
         const int head = unit / each;
         const Real *const from = channels(W, w_item, w_head, w_row, run, head, unit % each * V);
         const Real rate = rate_of<Real>(rates, head);
@@ -33,15 +30,31 @@ __global__ void __launch_bounds__(MOST, 3) sum_tokens(TOKEN_PARAMETERS, Real *su
             bring(from + low * w_row, w_row, run.present >> low, whole, w);
 #pragma unroll
             for (int t = 0; t < DEEP; ++t) {
-                const Real kept = run.has(low + t) ? rate : (Real)1;
+                const Real kept = run.has(low + t) ? rate : (Real)1, share = weight(head, low + t);
 #pragma unroll
-                for (int v = 0; v < V; ++v) sum[v] = fma(kept, sum[v], w[t][v] * w[t][v]);
+                for (int v = 0; v < V; ++v) sum[v] = fma(kept, sum[v], share * (w[t][v] * w[t][v]));
             }
         }
         store<V>(sums + unit * V, true, sum);
     }
-    for (int head = threadIdx.x; head < h; head += blockDim.x)
-        sums[h * d + head] = weight_of(run, rate_of<Real>(rates, head));
+    for (int head = threadIdx.x; head < h; head += blockDim.x) {
+        const Real rate = rate_of<Real>(rates, head);
+        Real sum = 0;
+#pragma unroll
+        for (int t = 0; t < RUN; ++t)
+            if (run.has(t)) sum = fma(rate, sum, weight(head, t));
+        sums[h * d + head] = sum;
+    }
+}
+
+}  // namespace
+
+// Σ w² and the number of tokens of each run, to `sums` (b, runs, pitch). The grid is (runs · b).
+template <typename Real, int V>
+__global__ void __launch_bounds__(MOST, 3) sum_tokens(TOKEN_PARAMETERS, Real *sums) {
+    const Run run = THIS_RUN(false);
+    sum_run<V>(run, W, w_item, w_head, w_row, rates, h, d, [](int, int) { return (Real)1; },
+               sums + run.ends(firsts, n, pitch));
 }
 
 // Sums of runs (b, runs, pitch) into sums of the runs before them, or if `backwards` behind them, after those that a
@@ -180,33 +193,8 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real> + 1)
     if (!sums) return;
 
     __syncthreads();
-    sums += run.ends(firsts, n, pitch);
-    for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
-        const int head = unit / each;
-        const Real *const from = channels(W, w_item, w_head, w_row, run, head, unit % each * V);
-        const Real rate = rate_of<Real>(rates, head);
-        Real sum[V];
-        fill<V>((Real)0, sum);
-#pragma unroll 1
-        for (int low = 0; low < run.tokens; low += DEEP) {
-            Real w[DEEP][V];
-            bring(from + low * w_row, w_row, run.present >> low, whole, w);
-#pragma unroll
-            for (int k = 0; k < DEEP; ++k) {
-                const Real kept = run.has(low + k) ? rate : (Real)1, P = scores[head * LINE + low + k];
-#pragma unroll
-                for (int v = 0; v < V; ++v) sum[v] = fma(kept, sum[v], P * (w[k][v] * w[k][v]));
-            }
-        }
-        store<V>(sums + unit * V, true, sum);
-    }
-    for (int head = threadIdx.x; head < h; head += blockDim.x) {
-        const Real rate = rate_of<Real>(rates, head);
-        Real sum = 0;
-        for (int k = 0; k < run.tokens; ++k)
-            if (run.has(k)) sum = fma(rate, sum, scores[head * LINE + k]);
-        sums[h * d + head] = sum;
-    }
+    sum_run<V>(run, W, w_item, w_head, w_row, rates, h, d, [&](int head, int t) { return scores[head * LINE + t]; },
+               sums + run.ends(firsts, n, pitch));
 }
 
 // The output, to Y of any strides. `starts` are Σ Π w² and Σ Π. The grid is (runs · b).

@@ -139,16 +139,6 @@ __device__ inline Real rate_of(const double *rates, int head) {
     return rates ? (Real)rates[head] : (Real)1;
 }
 
-// Σ rate^k over the present tokens k of a run.
-template <typename Real>
-__device__ inline Real weight_of(const Run &run, Real rate) {
-    Real sum = 0;
-#pragma unroll
-    for (int t = 0; t < RUN; ++t)
-        if (run.has(t)) sum = fma(rate, sum, (Real)1);
-    return sum;
-}
-
 // A token's part in the sums that causal tokens read.
 template <int V, typename Real>
 __device__ inline void add_token(Real rate, Real P, const Real (&w)[V], Real (&M)[V], Real &N) {

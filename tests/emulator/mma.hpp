@@ -1,0 +1,98 @@
+// mma.cuh in plain C++, with sums that are rounded no better than on any device.
+
+namespace host {
+
+struct Copy {
+    void *to;
+    const void *from;
+    int bytes;
+    int group;
+};
+
+static std::vector<Copy> copies[1024];  // of each thread, which become visible when it waits for them
+static int groups[1024];
+static unsigned int words[32][32][6];  // of each warp and lane, while they are exchanged
+static const unsigned char *rows[32][32];
+
+// Sum as on sm_80, the coarsest: of eight products at a time, all cut off one bit after the last place of the largest.
+inline float cut_sum(float c, const double *products) {
+    double largest = fabs(c), sum = c;
+    for (int i = 0; i < 8; ++i) largest = fmax(largest, fabs(products[i])), sum += products[i];
+    if (!(fabs(sum) < 0x1p127) || largest == 0) return (float)sum;
+    const double place = ldexp(1, ilogb(largest) - 24);
+    sum = trunc(c / place);
+    for (int i = 0; i < 8; ++i) sum += trunc(products[i] / place);
+    sum *= place;
+    const float rounded = (float)sum;
+    return fabs((double)rounded) > fabs(sum) ? nextafterf(rounded, 0) : rounded;
+}
+
+}  // namespace host
+
+template <typename Number>
+void multiply_add(Number, float (&c)[4], const unsigned int (&a)[4], unsigned int b0, unsigned int b1) {
+    const int lane = threadIdx.x % 32;
+    unsigned int(&there)[32][6] = host::words[threadIdx.x / 32];
+    __syncwarp();
+    for (int i = 0; i < 4; ++i) there[lane][i] = a[i];
+    there[lane][4] = b0;
+    there[lane][5] = b1;
+    __syncwarp();
+    const auto number = [](unsigned int word, int k) {
+        return (double)widen(Number{(unsigned short)(k % 2 ? word >> 16 : word)});
+    };
+    for (int i = 0; i < 4; ++i) {
+        double products[16];
+        for (int k = 0; k < 16; ++k) {
+            const unsigned int left = there[lane / 4 * 4 + k % 8 / 2][i / 2 + k / 8 * 2];
+            const unsigned int right = there[(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2][4 + k / 8];
+            products[k] = number(left, k) * number(right, k);
+        }
+        c[i] = host::cut_sum(host::cut_sum(c[i], products), products + 8);
+    }
+}
+
+inline void load_transposed(unsigned int (&words)[4], const void *row) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const unsigned char *(&rows)[32] = host::rows[threadIdx.x / 32];
+    __syncwarp();
+    rows[lane] = (const unsigned char *)row;
+    __syncwarp();
+    for (int i = 0; i < 4; ++i) {
+        unsigned short pair[2];
+        for (int k = 0; k < 2; ++k) memcpy(pair + k, rows[8 * i + 2 * t + k] + 2 * g, 2);
+        words[i] = pair[0] | (unsigned int)pair[1] << 16;
+    }
+    if ((size_t)row % 16) words[0] = words[1] = words[2] = words[3] = ~0u;
+}
+
+inline void copy_async(void *to, const void *from, int bytes) {
+    if (((size_t)to | (size_t)from) % 16) bytes = -1;
+    host::copies[threadIdx.x].push_back({to, from, bytes, host::groups[threadIdx.x]});
+}
+
+inline void commit_copies() { ++host::groups[threadIdx.x]; }
+
+template <int pending>
+void wait_copies() {
+    std::vector<host::Copy> &copies = host::copies[threadIdx.x];
+    while (!copies.empty() && copies.front().group < host::groups[threadIdx.x] - pending) {
+        const host::Copy copy = copies.front();
+        copies.erase(copies.begin());
+        memset(copy.to, copy.bytes < 0 ? 0xff : 0, 16);
+        if (copy.bytes > 0) memcpy(copy.to, copy.from, copy.bytes);
+    }
+}
+
+inline unsigned int half_bits(float x) {
+    const unsigned int bits = __float_as_uint(x), sign = bits >> 16 & 0x8000;
+    const double size = fabs(x);
+    if (!(size < 65520)) return sign | (size != size ? 0x7fff : 0x7c00);
+    const int exponent = size < 0x1p-14 ? -14 : ilogb(size);
+    const unsigned int fraction = (unsigned int)rint(ldexp(size, 10 - exponent));  // ties to even; a carry is right
+    return sign | (((unsigned int)(exponent + 14) << 10) + fraction);
+}
+
+inline unsigned int pack_halves(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+
+inline float half_of(unsigned int word, int upper) { return widen(Half{(unsigned short)(upper ? word >> 16 : word)}); }
