@@ -26,7 +26,6 @@ from levattn.states import Moments
 __all__ = [
     "coding_rate",
     "compression_rate",
-    "descent",
     "descent_step",
     "head_rate",
     "largest_step",
@@ -396,52 +395,6 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
     plain = namespace_of(Z).astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
     return call.give_back(plain - _step(Z, Pi, U, eps, alpha) / _gain(Z.shape[2], eps))
-
-
-def descent(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> tuple[Any, Any]:
-    """Return R_var of tokens before and after a step of token statistics attention, for the same memberships.
-
-    The second is not above the first where the step is at most `largest_step`: the theorem of `descent_step`.
-
-    Parameters
-    ----------
-    Z, Pi, U : array of float, shapes (..., n, d), (..., n, K) and (..., K, d, p)
-        As in `variational_rate`.
-    eps, step : float
-        The distortion ε and the step α of `descent_step`.
-    mask : array of bool, shape (..., n), optional
-        As in `coding_rate`.
-
-    Returns
-    -------
-    tuple of two arrays of float64, shape (...,)
-        `variational_rate` before and after.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `descent_step`.
-
-    Notes
-    -----
-    Time O(K n d p), memory O(K n p). Tokens are not rounded to the dtype of Z in between.
-
-    References
-    ----------
-    That of `descent_step`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from levattn.attention import rates
-    >>> before, after = rates.descent(np.eye(3), np.ones((3, 1)), np.eye(3)[None], 1.0, step=0.5)
-    >>> bool(after < before)
-    True
-    """
-    alpha = _positive("step", _number(step))
-    call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
-    rates = _variational(Z, Pi, U), _variational(Z - _step(Z, Pi, U, eps, alpha), Pi, U)
-    return _scalar(rates[0], call.batch), _scalar(rates[1], call.batch)
 
 
 def largest_step(U: Any, eps: float, /) -> Any:
