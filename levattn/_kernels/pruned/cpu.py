@@ -114,10 +114,10 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     return (total / np.where(mass > 0, mass, 1.0)).astype(values.dtype)
 
 
-def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) -> Any:
     """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards."""
     found = np.zeros(summaries.weight.shape)
-    arrays = labels, items.keys, items.weight, reach, summaries.keys, summaries.weight
+    arrays = labels, items.keys, items.weight, item_radii, summaries.keys, summaries.weight
     compiled.radius_tasks(*map(np.ascontiguousarray, arrays), found, 0, len(labels))
     return found
 

@@ -125,18 +125,18 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     return sums[..., 0] / xp.where(weights > 0, weights, xp.ones_like(weights))
 
 
-def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) -> Any:
     """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards.
 
-    Members of an item are within `reach` (b, n) of its mean, and in the summary of its label (b, n), or in none if it
-    is -1. 0 for a summary without members.
+    Members of an item are within its radius (b, n) of its mean, and in the summary of its label (b, n), or in none if
+    that is -1. 0 for a summary without members.
     """
-    xp = array_namespace(reach)
+    xp = array_namespace(item_radii)
     means, centers = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
     up = 1 + (means.shape[-1] + 8) * 2.0**-52
     found = []
     for c in range(centers.shape[1]):
-        far = up * (reach + lengths(means - centers[:, c, None, :]))
+        far = up * (item_radii + lengths(means - centers[:, c, None, :]))
         found.append(xp.max(xp.where(labels == c, far, xp.zeros_like(far)), axis=1))
     return xp.stack(found, axis=1)
 
