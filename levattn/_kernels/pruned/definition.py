@@ -72,11 +72,11 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
         nearest = xp.minimum(nearest, xp.sum((some - pick) ** 2, axis=-1))
         away = xp.where(here, nearest, none)
     centers = xp.concat(chosen, axis=1)
-    labels, distance = _assigned(xp, X, squares, centers)
-    for _ in range(iterations):
-        sums, weights = _sums(xp, labels, weight, X, R)
-        divisor = xp.where(weights > 0, weights, xp.ones_like(weights))[..., None]
-        centers = xp.where((weights > 0)[..., None], sums / divisor, centers)
+    for i in range(iterations + 1):
+        if i:
+            sums, weights = _sums(xp, labels, weight, X, R)
+            divisor = xp.where(weights > 0, weights, xp.ones_like(weights))[..., None]
+            centers = xp.where((weights > 0)[..., None], sums / divisor, centers)
         labels, distance = _assigned(xp, X, squares, centers)
     return labels, distance
 
@@ -86,10 +86,10 @@ def _assigned(xp: Any, X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
     n = X.shape[1]
     step = _step(X.shape[0] * centers.shape[1])
     norms = xp.sum(centers * centers, axis=-1)[:, None, :]
-    turned = xp.matrix_transpose(centers)
+    columns = xp.matrix_transpose(centers)
     labels, least = [], []
     for low in range(0, max(n, 1), step):
-        relative = norms - 2 * xp.matmul(X[:, low : min(n, low + step), :], turned)
+        relative = norms - 2 * xp.matmul(X[:, low : min(n, low + step), :], columns)
         labels.append(xp.argmin(relative, axis=-1))
         least.append(xp.min(relative, axis=-1))
     distance = xp.concat(least, axis=1) + squares
@@ -163,9 +163,9 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     xp = array_namespace(items.keys)
     factor = xp.exp(log_weight)
     # w' = a w gives Σ w' log w' = a (Σ w log w + log a Σ w)
-    beside = xp.stack([items.weight, items.offset + log_weight * items.weight], axis=-1)
+    scalars = xp.stack([items.weight, items.offset + log_weight * items.weight], axis=-1)
     width, depth = items.keys.shape[-1], items.values.shape[-1]
-    sums, _ = _sums(xp, labels, factor, xp.concat([items.keys, items.values, beside], axis=-1), R)
+    sums, _ = _sums(xp, labels, factor, xp.concat([items.keys, items.values, scalars], axis=-1), R)
     counts, _ = _sums(xp, labels, xp.ones_like(factor), items.count[..., None], R)
     return Summaries(
         weight=sums[..., width + depth],
@@ -201,10 +201,9 @@ def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: in
     b, g, _, d = x.q.shape
     device = array_api_compat.device(x.q)
     q = xp.reshape(x.q[:, :, low:high, :], (b, g * (high - low), d))
-    turned = xp.matrix_transpose
     exact, values, flags = [], [], []
     if x.kept_keys.shape[1]:
-        exact.append(xp.matmul(q, turned(x.kept_keys)))
+        exact.append(xp.matmul(q, xp.matrix_transpose(x.kept_keys)))
         values.append(x.kept_values)
         there = xp.ones_like(exact[0], dtype=xp.bool)
         if x.kept_count is not None:
@@ -214,7 +213,7 @@ def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: in
     edges = (xp.asarray(bound, device=device)[low:high, None] for bound in (x.first, x.last))
     within = _for_all(xp, (next(edges) <= place) & (place < next(edges)), g)[None, :, :]
     keys, near_values = x.keys[:, begin:end, :], x.values[:, begin:end, :]
-    near = xp.matmul(q, turned(keys))
+    near = xp.matmul(q, xp.matrix_transpose(keys))
     role = xp.full(near.shape[::2], -1, device=device) if x.role is None else x.role[:, begin:end]
     exact.append(near)
     values.append(near_values)
