@@ -72,11 +72,11 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
         nearest = xp.minimum(nearest, xp.sum((some - pick) ** 2, axis=-1))
         away = xp.where(here, nearest, none)
     centers = xp.concat(chosen, axis=1)
-    for i in range(iterations + 1):
-        if i:
-            sums, weights = _sums(xp, labels, weight, X, R)
-            divisor = xp.where(weights > 0, weights, xp.ones_like(weights))[..., None]
-            centers = xp.where((weights > 0)[..., None], sums / divisor, centers)
+    labels, distance = _assigned(xp, X, squares, centers)
+    for _ in range(iterations):
+        sums, weights = _sums(xp, labels, weight, X, R)
+        divisor = xp.where(weights > 0, weights, xp.ones_like(weights))[..., None]
+        centers = xp.where((weights > 0)[..., None], sums / divisor, centers)
         labels, distance = _assigned(xp, X, squares, centers)
     return labels, distance
 
