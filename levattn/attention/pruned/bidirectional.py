@@ -44,19 +44,20 @@ def attended(call: Call, rule_for: Callable[[int], SelectionRule], factor: float
         near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
         x, flags = _planned(rule, q * factor, K, V, scores, near)
         Y, rest = kernels_for("pruned", q).mixture(x)
-        bounds = ()
+        bounds: tuple[Any, ...] = ()
         if certified:
             still = mapped(x, without_gradient)
             bounds = _bounds(still, without_gradient(rest), _value_radius(rule, still.values))
             xp = namespace_of(flags)
             kept.append((rows, None, (spread(xp.astype(flags, xp.int64)[:, None, :], keys, call.K.shape[1]),)))
         pieces.append((rows, queries, (Y, *bounds)))
-    Y, *bounds = call.results(pieces)
+    Y, *figures = call.results(pieces)
     if not certified:
         return Y
+    lower, upper, error = figures
     (flags,) = call.combined(kept)
     flags = call.as_given(reshaped(flags[:, 0, :] > 0, (*call.given.batch, flags.shape[2])))
-    return Y, PrunedCertificate(*bounds, flags, np.full(call.q.shape[2], most, np.int64))
+    return Y, PrunedCertificate(lower, upper, error, flags, np.full(call.q.shape[2], most, np.int64))
 
 
 def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[int], list[int]]:

@@ -64,7 +64,8 @@ class Call:
         asking = present if tied else None
         if query_mask is not None:
             asking = _query_flags(query_mask, given.batch, stacks[0].shape[2])
-        return cls(*stacks, present, asking, heads, given, torch, in_memory)
+        q, k, v, scores = stacks
+        return cls(q, k, v, scores, present, asking, heads, given, torch, in_memory)
 
     def full_precision(self) -> Any:
         """Return a block in which torch makes no products of half precision: sums over members would not bear it."""

@@ -60,7 +60,8 @@ def attended(
     if certified:
         ends = np.arange(call.q.shape[2]) + 1 + before
         most = ends if rule.epsilon is not None else np.minimum(ends, rule.slots.total)
-        answer.append(PrunedCertificate(*bounds, None, most))
+        lower, upper, error = bounds
+        answer.append(PrunedCertificate(lower, upper, error, None, most))
     return answer[0] if len(answer) == 1 else tuple(answer)
 
 
@@ -146,7 +147,7 @@ def _within_chunk(
     )
     Y, rest = kernels_for("pruned", q).mixture(x)
     largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
-    bounds = ()
+    bounds: tuple[Any, ...] = ()
     if certified:
         bounds = bounded(mapped(x, without_gradient), part.radius, without_gradient(rest), largest)
     part = replace(

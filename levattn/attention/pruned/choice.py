@@ -73,13 +73,11 @@ class Measure:
         their mean for a softmax, which sees no constant; about zero for powers.
     query: (b, d), the mean query; for powers zero.
     origin: (b, d), the mean key for a softmax, which sees no constant either; for powers zero.
-    power: None for a softmax.
     """
 
     root: Any
     query: Any
     origin: Any
-    power: float | None
 
     def places(self, K: Any) -> tuple[Any, Any]:
         """Return the places of keys (b, n, d), between which distances are taken, and ⟨mean query, k⟩ (b, n)."""
@@ -113,7 +111,6 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
         xp.astype(xp.linalg.cholesky(moment), dtype),
         xp.astype(zero if power is not None else queries.mean, dtype),
         xp.astype(zero if power is not None else keys.mean, dtype),
-        power,
     )
 
 

@@ -186,10 +186,9 @@ def pruned_attention(
             f"Q has {m} rows and K has {n}, and causal is True; expected as many: give earlier keys as state="
         )
     heads = heads_of(Q, K, V, names=("Q", "K", "V"))
-    if isinstance(scores, str) and scores not in SCORES:
+    kind, given = (scores, None) if isinstance(scores, str) else ("given", dense_array("scores", scores))
+    if given is None and kind not in SCORES:
         raise ValueError(f"scores is {scores!r}; expected one of {', '.join(SCORES)}, or an array of scores")
-    given = None if isinstance(scores, str) else dense_array("scores", scores)
-    kind = scores if given is None else "given"
     options = {"budget": budget, "size": size, "epsilon": epsilon, "summaries": summaries, "window": window}
     options |= {"sinks": sinks, "chunk": chunk, "center": center}
 
@@ -207,8 +206,7 @@ def pruned_attention(
         raise ValueError("query_mask was given and causal is True; expected mask alone, for queries and keys alike")
     if given is not None and given.shape[-1:] != (n,):
         raise ValueError(f"scores has shape {tuple(given.shape)}; expected (..., {n}), one for each key")
-    tied = causal or rule.slots.window > 0
-    held = () if state is None else state.parts
+    tied, held = causal or rule.slots.window > 0, () if state is None else state.parts
     call = Call.of((Q, K, V, given), heads, mask, query_mask, tied=tied, held=held)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():

@@ -137,7 +137,8 @@ def picked(part: PrunedPart, which: Any) -> PrunedPart:
 
 def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
     """Return a part whose arrays, but for `rows`, are what a function makes of them."""
-    return replace(mapped(replace(part, rows=None), convert), rows=part.rows)
+    found: PrunedPart = mapped(replace(part, rows=None), convert)
+    return replace(found, rows=part.rows)
 
 
 def arrays_of(part: PrunedPart) -> list[Any]:

@@ -12,7 +12,8 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import is_torch, to_numpy
+from levattn._core.arrays import is_torch, to_device, to_numpy
+from levattn._core.checks import real_number
 from levattn._kernels import TokenArguments
 from levattn.attention.common.arguments import (
     Stacks,
@@ -70,7 +71,6 @@ def checked_call(
     offsets: Any,
     lengths: Any,
     state: Any,
-    *,
     c: Any = 1.0,
     step: Any = 1.0,
 ) -> TokenCall:
@@ -93,16 +93,16 @@ def checked_call(
     h, T, d = W.shape[-3:]
     if bias is not None:  # multiplied before it is repeated for each of the batch
         bias = d * promoted(bias, is_wide("bias", bias))
-    beside = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
-    given = stacked({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
-    stack, theta, own, bias = given.stacks
+    extra = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
+    given = stacked({"W": (W, 3), "temperature": (theta, 1), **extra}, like="W", mask=(mask, T))
+    stack, theta, *logits = given.stacks
     bounds = cumulative(offsets, lengths, T)
     rates = decay_rates(decay, h, bool(causal))
-    offset = None if bias is None else bias[..., 0]
+    own, offset = (None if a is None else a[..., 0] for a in logits)
     if name == "leverage":
-        own = _leverage(stack, given.mask, bounds, normalize == "mean", state)[..., None]
+        own = _leverage(stack, given.mask, bounds, normalize == "mean", state)
     if own is not None:
-        offset = own[..., 0] if offset is None else offset + own[..., 0]
+        offset = own if offset is None else offset + own
     released = name == "diag_leverage" and normalize == "sum"
     x = TokenArguments(
         stack,
@@ -164,11 +164,10 @@ def _temperatures(temperature: Any, W: Any) -> Any:
 
 def positive_number(name: str, value: Any) -> float:
     """Return a finite number above 0, or raise."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} is {value!r}; expected a number above 0")
-    if not 0 < value < math.inf:
+    number = real_number(name, value, what="a number above 0")
+    if not 0 < number < math.inf:
         raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
-    return float(value)
+    return number
 
 
 def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
@@ -213,6 +212,8 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
     ends = [0, W.shape[2]] if bounds is None else np.asarray(bounds).tolist()
     parts = []
     for low, high in pairwise(ends):
+        if low == high:
+            continue
         there = None if mask is None else mask[:, None, low:high]
         part = W[:, :, low:high, :]
         if state is not None:
@@ -225,22 +226,23 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         else:
             scores = leverage_scores(part, mask=there)
         if mean:
-            n = high - low if there is None else namespace_of(W).sum(namespace_of(W).astype(there, W.dtype), axis=-1)
-            n = state.norms.count.reshape(*W.shape[:2]) if state is not None else n
-            scores = scores * (n if isinstance(n, int) else _beside(n, scores))
+            scores = scores * _seen(W, high - low, there, state)
         parts.append(scores)
     return namespace_of(W).concat(parts, axis=2) if parts else W[..., 0]
 
 
-def _beside(n: Any, scores: Any) -> Any:
-    """Return numbers of tokens (b, h or 1) as they multiply scores (b, h, T)."""
-    if isinstance(n, np.ndarray) and not isinstance(scores, np.ndarray):
-        n = namespace_of(scores).asarray(n.astype(np.float64), dtype=scores.dtype, device=device_of(scores))
-    return n[..., None].astype(scores.dtype) if isinstance(n, np.ndarray) else n[..., None]
+def _seen(W: Any, T: int, there: Any, state: TokenState | None) -> Any:
+    """Return how many tokens a token (b, h, T) sees: T, or those that are there, or those of a state."""
+    xp = namespace_of(W)
+    if state is not None and state.norms is not None:
+        counts = state.norms.count.reshape(*W.shape[:2], 1).astype(np.float64)
+        return xp.asarray(counts, dtype=W.dtype, device=device_of(W))
+    return T if there is None else xp.sum(xp.astype(there, W.dtype), axis=-1)[..., None]
 
 
 def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:
     """Return ``w G⁺ w`` of tokens (b, h, T, d) by a full second moment of them and others."""
     matrices, rows = readable(without_gradient(W), mask)
     scores = norms.factor().on(rows).scores(numerical=True)[0]
-    return matrices.give_back(reshaped(scores, tuple(W.shape[:3])))
+    found = matrices.give_back(reshaped(scores, tuple(W.shape[:3])))
+    return to_device(found, W) if isinstance(found, np.ndarray) else found

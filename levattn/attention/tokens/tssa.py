@@ -7,7 +7,7 @@ from typing import Any, Literal
 from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
-from levattn.attention.tokens.arguments import Membership, TokenCall, checked_call
+from levattn.attention.tokens.arguments import Membership, checked_call
 from levattn.attention.tokens.states import entered, state_after
 from levattn.states import TokenState
 
@@ -75,7 +75,7 @@ def tssa(
     temperature : float or array of float, shape (..., h)
         The temperatures θ. Leading axes of all arrays broadcast as in numpy.
     membership : str or array of float, shape (..., h, T)
-        What the memberships are made of.
+        One of the names above, or ℓ.
     normalize : {"sum", "mean"}
         Whether leverage scores are multiplied by the number of tokens seen; for these only.
     bias : array of float, shape (..., h, T), optional
@@ -83,8 +83,7 @@ def tssa(
     causal : bool
         True if token t sees the tokens up to itself, False if it sees all of its sequence.
     decay : float or array of float, shape (h,)
-        What a token counts for in all sums after the next has come, in (0, 1]; 1 for as much. Causal only; it has no
-        gradient.
+        What a token counts for in all sums after the next has come, in (0, 1]. Causal only; it has no gradient.
     c, step : float
         The constants c and τ′, above 0.
     mask : array of bool, shape (..., T), optional
@@ -148,7 +147,7 @@ def tssa(
     True
     """
     form = membership, normalize, bias, causal, decay
-    arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
+    arguments = return_state, W, temperature, *form, mask, offsets, lengths, state, c, step
     if is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
         from levattn.attention.latent import torch as torch_latent
 
@@ -178,27 +177,9 @@ def memberships(
     Parameters
     ----------
     W : array of float, shape (..., h, T, d)
-        Tokens, projected to the heads; this and what follows is as in `tssa`.
-    temperature : float or array of float, shape (..., h)
-        The temperatures θ.
-    membership : {"diag_leverage", "norm", "leverage", "uniform"} or array of float, shape (..., h, T)
-        What the memberships are made of.
-    normalize : {"sum", "mean"}
-        Whether leverage scores are multiplied by the number of tokens seen.
-    bias : array of float, shape (..., h, T), optional
-        The positional bias b.
-    causal : bool
-        True if a token sees itself and those before, False if it sees all.
-    decay : float or array of float, shape (h,)
-        What a token counts for after the next has come, in (0, 1].
-    mask : array of bool, shape (..., T), optional
-        True for a token that takes part.
-    offsets : array of int, shape (n + 1,), optional
-        Where packed sequences begin, ending with T.
-    lengths : array of int, shape (n,), optional
-        The same by the number of tokens of each sequence.
-    state : TokenState, optional
-        What tokens see besides; here its `norms` are enough.
+        Tokens, projected to the heads.
+    temperature, membership, normalize, bias, causal, decay, mask, offsets, lengths, state : as in `tssa`
+        What the memberships are made of, and what tokens see. Of a state the `norms` are enough.
 
     Returns
     -------
@@ -239,40 +220,17 @@ def memberships(
     return reshaped(found, (*call.given.batch, *found.shape[1:]))
 
 
-def _answer(
-    W: Any,
-    temperature: Any,
-    form: tuple[Any, Any, Any, Any, Any],
-    mask: Any,
-    offsets: Any,
-    lengths: Any,
-    state: Any,
-    return_state: bool,
-    c: Any,
-    step: Any,
-) -> Any:
-    call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
-    if return_state:
-        Y, state = _with_state(call)
-        return call.given.give_back(Y), state
-    return call.given.give_back(_output(call))
-
-
-def _output(call: TokenCall) -> Any:
-    x = call.x
-    if is_torch(x.W):
+def _answer(return_state: bool, *arguments: Any) -> Any:
+    call = entered(checked_call(*arguments))
+    x, sums = call.x, None
+    if not is_torch(x.W):
+        Y, sums = kernels_for("tokens", x.W).forward(x, state=return_state)
+    else:
         from levattn.attention.tokens import torch as torch_tokens
 
-        return torch_tokens.token_statistics(x)
-    return kernels_for("tokens", x.W).forward(x)[0]
-
-
-def _with_state(call: TokenCall) -> tuple[Any, TokenState]:
-    """Return the output and the state after all tokens."""
-    if not is_torch(call.x.W):
-        Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=True)
-        return Y, state_after(call, sums)
-    from levattn.attention.tokens import torch as torch_tokens
-
-    Y, sums = torch_tokens.token_statistics_and_sums(call.x)
-    return Y, state_after(call, sums)
+        if return_state:
+            Y, sums = torch_tokens.token_statistics_and_sums(x)
+        else:
+            Y = torch_tokens.token_statistics(x)
+    Y = call.given.give_back(Y)
+    return (Y, state_after(call, sums)) if return_state else Y
