@@ -767,7 +767,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "budget": ({"budget": "all"}, TypeError, "budget is 'all'; expected a number of slots"),
     "budget-share": ({"budget": 1.5}, ValueError, r"budget is 1.5; expected .* in \(0, 1\]"),
     "budget-none": ({"budget": 0}, ValueError, "budget is 0; expected at least one slot"),
-    "budget-parts": ({"budget": 5, "window": 3}, ValueError, r"budget=5 is 5 slots, .*window=3.* take 1\d; .* larger"),
+    "budget-parts": (
+        {"budget": 5, "window": 3},
+        ValueError,
+        r"budget=5 is 5 slots, and .*window=3.* take 1\d; expected a larger",
+    ),
     "size": ({"size": -1}, ValueError, "size is -1; expected at least 0"),
     "size-kind": ({"size": 2.0}, TypeError, r"size is 2\.0; expected a whole number"),
     "epsilon": ({"epsilon": math.nan}, ValueError, "epsilon is nan; expected a finite number"),
@@ -789,7 +793,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask-kind": ({"size": 2, "mask": np.ones(10)}, TypeError, "mask has dtype float64"),
     "query-mask": ({"size": 2, "query_mask": np.ones(9, bool)}, ValueError, r"query_mask has shape \(9,\)"),
     "query-mask-kind": ({"size": 2, "query_mask": np.ones(10)}, TypeError, "query_mask has dtype float64"),
-    "query-mask-causal": ({"size": 2, "query_mask": np.ones(10, bool), "causal": True}, ValueError, "causal is True"),
+    "query-mask-causal": (
+        {"size": 2, "query_mask": np.ones(10, bool), "causal": True},
+        ValueError,
+        "query_mask was given and causal is True",
+    ),
     "return-state": ({"size": 2, "return_state": True}, ValueError, "return_state was given and causal is False"),
     "state": ({"state": 3, "causal": True}, TypeError, "state is of type int; expected a PrunedState"),
     "state-order": ({"state": STATE}, ValueError, "state or return_state was given and causal is False"),
@@ -809,22 +817,23 @@ def test_bad_options_are_named(name: str) -> None:
         pruned_attention(*SMALL, **options)
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "error", "message"),
-    [
-        (lambda Q, K, V: (Q, K[..., :4], V), {}, ValueError, r"K has shape \(2, 10, 4\); expected d = 5 .* as Q has"),
-        (lambda Q, K, V: (Q, K, V[:, :9]), {}, ValueError, r"V has shape \(2, 9, 3\); expected n = 10"),
-        (lambda Q, K, V: (Q, K[[0, 1, 1]], V[[0, 1, 1]]), {}, ValueError, "Q has 4 heads and K has 3; expected a mul"),
-        (lambda Q, K, V: (Q[:0], K, V), {}, ValueError, r"Q, K, V have \[0, 2, 2\] heads; expected at least one"),
-        (lambda Q, K, V: (Q[:, :5], K, V), {"causal": True}, ValueError, "Q has 5 rows and K has 10, and causal is T"),
-        (lambda Q, K, V: (Q[:, :5], K, V), {"window": 2}, ValueError, "window is 2, but there are not as many quer"),
-        (lambda Q, K, V: (np.ones((4, 10, 5), int), K, V), {}, TypeError, "Q has dtype int64"),
-        (lambda Q, K, V: (Q, None, V), {}, TypeError, "K is of type NoneType"),
-    ],
-)
-def test_bad_arrays_are_named(change: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+QS, KS, VS = SMALL
+BAD_ARRAYS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ((QS, KS[..., :4], VS), {}, ValueError, r"K has shape \(2, 10, 4\); expected d = 5 along axis -1, as Q has"),
+    ((QS, KS, VS[:, :9]), {}, ValueError, r"V has shape \(2, 9, 3\); expected n = 10"),
+    ((QS, KS[[0, 1, 1]], VS[[0, 1, 1]]), {}, ValueError, "Q has 4 heads and K has 3; expected a multiple"),
+    ((QS[:0], KS, VS), {}, ValueError, r"Q, K, V have \[0, 2, 2\] heads; expected at least one"),
+    ((QS[:, :5], KS, VS), {"causal": True}, ValueError, "Q has 5 rows and K has 10, and causal is True"),
+    ((QS[:, :5], KS, VS), {"window": 2}, ValueError, "window is 2, but there are not as many queries as keys"),
+    ((np.ones((4, 10, 5), int), KS, VS), {}, TypeError, "Q has dtype int64"),
+    ((QS, None, VS), {}, TypeError, "K is of type NoneType"),
+]
+
+
+@pytest.mark.parametrize(("arrays", "options", "error", "message"), BAD_ARRAYS)
+def test_bad_arrays_are_named(arrays: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        pruned_attention(*change(*SMALL), size=2, **options)
+        pruned_attention(*arrays, size=2, **options)
 
 
 def test_states_of_other_arrays_are_named() -> None:
