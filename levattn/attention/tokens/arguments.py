@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import is_torch, to_device, to_numpy
-from levattn._core.checks import real_number
 from levattn._kernels import TokenArguments
 from levattn.attention.common.arguments import (
     Stacks,
@@ -71,6 +70,7 @@ def checked_call(
     offsets: Any,
     lengths: Any,
     state: Any,
+    *,
     c: Any = 1.0,
     step: Any = 1.0,
 ) -> TokenCall:
@@ -93,16 +93,16 @@ def checked_call(
     h, T, d = W.shape[-3:]
     if bias is not None:  # multiplied before it is repeated for each of the batch
         bias = d * promoted(bias, is_wide("bias", bias))
-    extra = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
-    given = stacked({"W": (W, 3), "temperature": (theta, 1), **extra}, like="W", mask=(mask, T))
-    stack, theta, *logits = given.stacks
+    beside = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
+    given = stacked({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
+    stack, theta, own, bias = given.stacks
     bounds = cumulative(offsets, lengths, T)
     rates = decay_rates(decay, h, bool(causal))
-    own, offset = (None if a is None else a[..., 0] for a in logits)
+    offset = None if bias is None else bias[..., 0]
     if name == "leverage":
-        own = _leverage(stack, given.mask, bounds, normalize == "mean", state)
+        own = _leverage(stack, given.mask, bounds, normalize == "mean", state)[..., None]
     if own is not None:
-        offset = own if offset is None else offset + own
+        offset = own[..., 0] if offset is None else offset + own[..., 0]
     released = name == "diag_leverage" and normalize == "sum"
     x = TokenArguments(
         stack,
@@ -164,10 +164,11 @@ def _temperatures(temperature: Any, W: Any) -> Any:
 
 def positive_number(name: str, value: Any) -> float:
     """Return a finite number above 0, or raise."""
-    number = real_number(name, value, what="a number above 0")
-    if not 0 < number < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} is {value!r}; expected a number above 0")
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
-    return number
+    return float(value)
 
 
 def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
@@ -226,18 +227,18 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         else:
             scores = leverage_scores(part, mask=there)
         if mean:
-            scores = scores * _seen(W, high - low, there, state)
+            n = high - low if there is None else namespace_of(W).sum(namespace_of(W).astype(there, W.dtype), axis=-1)
+            n = state.norms.count.reshape(*W.shape[:2]) if state is not None else n
+            scores = scores * (n if isinstance(n, int) else _beside(n, scores))
         parts.append(scores)
     return namespace_of(W).concat(parts, axis=2) if parts else W[..., 0]
 
 
-def _seen(W: Any, T: int, there: Any, state: TokenState | None) -> Any:
-    """Return how many tokens a token (b, h, T) sees: T, or those that are there, or those of a state."""
-    xp = namespace_of(W)
-    if state is not None and state.norms is not None:
-        counts = state.norms.count.reshape(*W.shape[:2], 1).astype(np.float64)
-        return xp.asarray(counts, dtype=W.dtype, device=device_of(W))
-    return T if there is None else xp.sum(xp.astype(there, W.dtype), axis=-1)[..., None]
+def _beside(n: Any, scores: Any) -> Any:
+    """Return numbers of tokens (b, h or 1) as they multiply scores (b, h, T)."""
+    if isinstance(n, np.ndarray) and not isinstance(scores, np.ndarray):
+        n = namespace_of(scores).asarray(n.astype(np.float64), dtype=scores.dtype, device=device_of(scores))
+    return n[..., None].astype(scores.dtype) if isinstance(n, np.ndarray) else n[..., None]
 
 
 def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:

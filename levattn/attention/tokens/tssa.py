@@ -7,7 +7,7 @@ from typing import Any, Literal
 from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
-from levattn.attention.tokens.arguments import Membership, checked_call
+from levattn.attention.tokens.arguments import Membership, TokenCall, checked_call
 from levattn.attention.tokens.states import entered, state_after
 from levattn.states import TokenState
 
@@ -147,7 +147,7 @@ def tssa(
     True
     """
     form = membership, normalize, bias, causal, decay
-    arguments = return_state, W, temperature, *form, mask, offsets, lengths, state, c, step
+    arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
     if is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
         from levattn.attention.latent import torch as torch_latent
 
@@ -220,17 +220,40 @@ def memberships(
     return reshaped(found, (*call.given.batch, *found.shape[1:]))
 
 
-def _answer(return_state: bool, *arguments: Any) -> Any:
-    call = entered(checked_call(*arguments))
-    x, sums = call.x, None
-    if not is_torch(x.W):
-        Y, sums = kernels_for("tokens", x.W).forward(x, state=return_state)
-    else:
+def _answer(
+    W: Any,
+    temperature: Any,
+    form: tuple[Any, Any, Any, Any, Any],
+    mask: Any,
+    offsets: Any,
+    lengths: Any,
+    state: Any,
+    return_state: bool,
+    c: Any,
+    step: Any,
+) -> Any:
+    call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
+    if return_state:
+        Y, state = _with_state(call)
+        return call.given.give_back(Y), state
+    return call.given.give_back(_output(call))
+
+
+def _output(call: TokenCall) -> Any:
+    x = call.x
+    if is_torch(x.W):
         from levattn.attention.tokens import torch as torch_tokens
 
-        if return_state:
-            Y, sums = torch_tokens.token_statistics_and_sums(x)
-        else:
-            Y = torch_tokens.token_statistics(x)
-    Y = call.given.give_back(Y)
-    return (Y, state_after(call, sums)) if return_state else Y
+        return torch_tokens.token_statistics(x)
+    return kernels_for("tokens", x.W).forward(x)[0]
+
+
+def _with_state(call: TokenCall) -> tuple[Any, TokenState]:
+    """Return the output and the state after all tokens."""
+    if not is_torch(call.x.W):
+        Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=True)
+        return Y, state_after(call, sums)
+    from levattn.attention.tokens import torch as torch_tokens
+
+    Y, sums = torch_tokens.token_statistics_and_sums(call.x)
+    return Y, state_after(call, sums)
