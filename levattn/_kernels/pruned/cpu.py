@@ -47,10 +47,10 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     begins = np.arange(0, m, tall)
     spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
     widest = max(0, int(spans.max()))
-    views, kept_alive = _views(x.q, x.keys, x.values)
+    read = [_readable(array) for array in (x.q, x.keys, x.values)]
     arguments = (
         np.empty(1, kind),
-        views,
+        np.stack([_view(array) for array in read]),
         (s, tall, many, widest),
         0.0 if x.power is None else float(x.power),
         key_panels,
@@ -65,7 +65,6 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     )
     work = float(b) * g * m * (slots + widest) * (d + D)
     share(partial(mixture_tasks, *arguments), b * len(begins) * -(-g // many), work)
-    del kept_alive
     return Y, rest
 
 
@@ -125,9 +124,8 @@ def moments(X: Any) -> tuple[Any, Any]:
     b, n, d = X.shape
     if n < _FEW:
         return definition.moments(X)
-    second, (views, kept_alive) = np.empty((b, d, d + 1)), _views(X)
-    share(partial(clusters.moment_tasks, np.empty(1, X.dtype), views[0], n, d, second), b, float(X.size) * d)
-    del kept_alive
+    X, second = _readable(X), np.empty((b, d, d + 1))
+    share(partial(clusters.moment_tasks, np.empty(1, X.dtype), _view(X), n, d, second), b, float(X.size) * d)
     return np.ascontiguousarray(second[:, :, d]), np.ascontiguousarray(second[:, :, :d])
 
 
@@ -140,10 +138,9 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     panels = np.zeros((b, d, _panels(d + 1, size) * width), K.dtype)
     panels[:, :, :d], panels[:, :, d] = root, query
     panels = np.ascontiguousarray(panels.reshape(b, d, panels.shape[2] // width, width).transpose(0, 2, 1, 3))
-    views, kept_alive = _views(K)
-    arguments = np.empty(1, K.dtype), views[0], np.ascontiguousarray(origin), panels, X, along
+    K = _readable(K)
+    arguments = np.empty(1, K.dtype), _view(K), np.ascontiguousarray(origin), panels, X, along
     share(partial(clusters.place_tasks, *arguments), b * -(-n // ROWS), float(K.size) * (d + 1))
-    del kept_alive
     return X, along
 
 
@@ -156,26 +153,23 @@ def _panels(columns: int, size: int) -> int:
     return -(-columns // _width(size))
 
 
-def _views(*arrays: Any) -> tuple[Any, list[Any]]:
-    """Return where arrays (b, ..., rows, columns) lie, (arrays, 4), and what keeps their memory alive."""
-    table, kept = np.zeros((len(arrays), 4), np.int64), []
-    for at, array in enumerate(arrays):
-        if array.strides[-1] != array.itemsize:
-            array = np.ascontiguousarray(array)
-        kept.append(array)
-        item, *heads, row = array.strides[:-1]
-        table[at] = array.__array_interface__["data"][0], item, heads[0] if heads else 0, row
-    return table, kept
+def _readable(array: Any) -> Any:
+    """Return an array (b, ..., rows, columns) whose neighbors along the last axis lie side by side."""
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def _view(array: Any) -> Any:
+    """Return where such an array lies, which has to be held as long as that is read."""
+    item, *heads, row = array.strides[:-1]
+    return np.array([array.__array_interface__["data"][0], item, heads[0] if heads else 0, row], np.int64)
 
 
 def _row_sums(X: Any, labels: Any, factor: Any, R: int) -> Any:
     """Return ``Σ f x`` (b, R, d) in float64 over the rows x of X (b, n, d) with each label."""
     b, width = len(X), X.shape[2]
-    total, (views, kept_alive) = np.zeros((b, R, width)), _views(X)
-    like, factor = np.empty(1, X.dtype), np.ascontiguousarray(factor, X.dtype)
-    labels = np.ascontiguousarray(labels)
-    share(partial(clusters.add_tasks, like, views[0], width, labels, factor, total), b, float(X.size))
-    del kept_alive
+    X, total = _readable(X), np.zeros((b, R, width))
+    arguments = np.empty(1, X.dtype), _view(X), width, np.ascontiguousarray(labels)
+    share(partial(clusters.add_tasks, *arguments, np.ascontiguousarray(factor, X.dtype), total), b, float(X.size))
     return total
 
 
