@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import array_api_strict
 import numpy as np
 import pytest
 from hypothesis import given
@@ -152,6 +153,18 @@ def captured(P: Float, found: list[Any]) -> Float:
     return np.array(
         [[p[places].sum() for p, places in zip(P[h], found[h // group][2], strict=True)] for h in range(len(P))]
     )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", ["default", "no-window", "expected", "squares", "cubes"])
+def test_arrays_of_another_device_stay_there(form: str, causal: bool) -> None:
+    options, device = options_of(form, np.empty(0), causal), array_api_strict.Device("device1")
+    arrays = heads(0)
+    given = [array_api_strict.asarray(X, device=device) for X in arrays]
+    Y, certificate = pruned_attention(*given, **options, return_certificate=True)
+    assert Y.device == certificate.error_bound.device == device
+    found = Y.to_device(array_api_strict.Device("CPU_DEVICE"))
+    np.testing.assert_allclose(np.asarray(found), pruned_attention(*arrays, **options), atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])

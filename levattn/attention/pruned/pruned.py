@@ -73,9 +73,8 @@ def pruned_attention(
         Values.
     budget : int or float, optional
         Slots for each query, their number or, as a float in (0, 1], the share of the keys that are there (if `causal`:
-        of the n positions of the call); what `summaries`,
-        `window`, `sinks` and `chunk` leave open is split as `Slots.of` says. One of budget, size and epsilon is given.
-        A number that covers all keys is split nevertheless if a state is returned, as more may come.
+        of the n positions of the call); what other options leave open is split as `Slots.of` says. One of budget, size
+        and epsilon is given. A number that covers all keys is split nevertheless if a state is returned.
     size : int, optional
         Keys selected for each head of the keys: those with the largest scores, of equal ones the first.
     epsilon : float, optional
@@ -139,10 +138,6 @@ def pruned_attention(
     NonFiniteError
         If scores are NaN, as they are where Q or K holds NaN or infinity.
 
-    See Also
-    --------
-    levattn.universal_set : The keys that can receive a large score at all, for f(x) = x² and others, with proof.
-
     Notes
     -----
     If `causal`, the weights of a summary are scaled to a mean of 1 at every renewal, in float64, which changes nothing
@@ -152,8 +147,9 @@ def pruned_attention(
     Time O(n R d + n d²) for the selection and O(m s (d + D)) for s slots a query; memory O(m D + n (d + D)), and 2²²
     logits at a time. Causal: O(T s (d + D) + T R (s + R) d / chunk), and a state of O(s (d + D) + d²).
 
-    The guarantee of universal sets is for abs(x)^p and by thresholds. For softmax a selection is a heuristic whatever
-    its scores: the certificate tells what it lost, and the summaries carry most of what dropping the keys would lose.
+    The guarantee of universal sets (`levattn.universal_set`) is for abs(x)^p and by thresholds. For softmax a
+    selection is a heuristic whatever its scores: the certificate tells what it lost, and the summaries carry most of
+    what dropping the keys would lose.
 
     References
     ----------
