@@ -12,19 +12,9 @@ from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, mapped
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Call, Piece, spread
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
-from levattn.attention.pruned.choice import (
-    Sums,
-    chosen,
-    grouped,
-    in_range,
-    items_of,
-    measured,
-    one_sided,
-    rows_at,
-    scored,
-)
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sets.universal import universal_set
@@ -80,15 +70,15 @@ def _planned(
     b, g, m, d = q.shape
     n, slots, device = K.shape[1], rule.slots, device_of(q)
     if rule.power is not None:
-        K = one_sided(K, Sums.of(without_gradient(K)).second)
+        K = choice.one_sided(K, choice.Sums.of(without_gradient(K)).second)
     still = without_gradient(K)
     ones = xp.ones(still.shape[:2], dtype=K.dtype, device=device)
     selects = slots.selected < n or rule.epsilon is not None
     R = min(slots.summaries, n) if selects else 0
     X = along = clusters = None
     if selects and (R or rule.kind in ("expected", "residual")):
-        queries = Sums.of(xp.reshape(without_gradient(q), (b, g * m, d)))
-        X, along = measured(queries, Sums.of(still), rule.power, K.dtype).places(still)
+        queries = choice.Sums.of(xp.reshape(without_gradient(q), (b, g * m, d)))
+        X, along = choice.measured(queries, choice.Sums.of(still), rule.power, K.dtype).places(still)
     if not selects:
         found = xp.zeros_like(ones)
     elif scores is not None:
@@ -96,20 +86,22 @@ def _planned(
     elif rule.kind == "leverage":
         found = _leverage(rule, still, ones)
     else:
-        found, clusters = scored(rule.kind, X, along, ones, R, rule.power)
+        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power)
     place = xp.arange(n, device=device)
     first = xp.broadcast_to(place < slots.sinks, (b, n))
-    order, count, flags = chosen(found, slots.selected, rule.epsilon, first)
+    order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first)
     role = xp.where(flags, xp.full_like(place, -2), xp.full_like(place, -1))
     log_weight = summaries = None
     if R:
         left = xp.astype(~flags, K.dtype)
-        labels, log_weight, summaries = grouped(X, along, items_of(ones, K, V), left, R, rule.power, clusters)
+        labels, log_weight, summaries = choice.grouped(
+            X, along, choice.items_of(ones, K, V), left, R, rule.power, clusters
+        )
         role = xp.where(flags, role, labels)
     x = PrunedArguments(
-        q=q if rule.power is None else in_range(q, K),
-        kept_keys=rows_at(K, order),
-        kept_values=rows_at(V, order),
+        q=q if rule.power is None else choice.in_range(q, K),
+        kept_keys=choice.rows_at(K, order),
+        kept_values=choice.rows_at(V, order),
         kept_count=count,
         summaries=summaries,
         keys=K,
@@ -137,7 +129,7 @@ def _bounds(x: PrunedArguments, rest: Any, value_radius: Any) -> tuple[Any, Any,
     xp = namespace_of(x.q)
     kernels = kernels_for("pruned", x.q)
     labels, ones = x.role, xp.ones_like(x.keys[..., 0])
-    items, summaries = items_of(ones, x.keys, x.values), x.summaries
+    items, summaries = choice.items_of(ones, x.keys, x.values), x.summaries
     if summaries is None:
         labels = xp.where(labels == -1, xp.zeros_like(labels), xp.full_like(labels, -1))
         if not bool(xp.any(labels == 0)):

@@ -11,21 +11,9 @@ import numpy as np
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Call, Piece
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
-from levattn.attention.pruned.choice import (
-    Sums,
-    balanced,
-    chosen,
-    grouped,
-    in_range,
-    items_of,
-    means_of,
-    measured,
-    one_sided,
-    rows_at,
-    scored,
-)
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, picked
 from levattn.sensitivity.leverage import TIE
@@ -132,7 +120,7 @@ def _within_chunk(
     held = part.recent.shape[1]
     keys, values = xp.concat([part.recent, K], axis=1), xp.concat([part.recent_values, V], axis=1)
     x = PrunedArguments(
-        q=q if rule.power is None else in_range(q, K, _held_keys(part)),
+        q=q if rule.power is None else choice.in_range(q, K, _held_keys(part)),
         kept_keys=part.kept,
         kept_values=part.kept_values,
         kept_count=part.kept_count,
@@ -155,8 +143,8 @@ def _within_chunk(
         recent=keys,
         recent_values=values,
         recent_scores=None if scores is None else xp.concat([part.recent_scores, scores], axis=1),
-        keys=part.keys.plus(Sums.of(without_gradient(K))),
-        queries=part.queries.plus(Sums.of(xp.reshape(without_gradient(q), (b, g * T, d)))),
+        keys=part.keys.plus(choice.Sums.of(without_gradient(K))),
+        queries=part.queries.plus(choice.Sums.of(xp.reshape(without_gradient(q), (b, g * T, d)))),
         largest=largest,
         positions=part.positions + T,
     )
@@ -167,7 +155,7 @@ def _held_keys(part: PrunedPart) -> Any:
     """Return the keys of a part, those of its summaries as means."""
     stacks = [part.kept, part.recent]
     if part.summaries is not None:
-        stacks.append(means_of(part.summaries)[0])
+        stacks.append(choice.means_of(part.summaries)[0])
     xp = namespace_of(part.recent)
     return xp.concat([xp.astype(X, part.recent.dtype) for X in stacks], axis=1)
 
@@ -185,10 +173,10 @@ def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
     if part.kept_scores is not None:
         given = xp.concat([part.kept_scores, part.recent_scores[:, :leaving]], axis=1)
     if rule.power is not None:
-        keys = one_sided(keys, part.keys.second)
-        held = None if held is None else replace(held, keys=one_sided(held.keys, part.keys.second))
+        keys = choice.one_sided(keys, part.keys.second)
+        held = None if held is None else replace(held, keys=choice.one_sided(held.keys, part.keys.second))
 
-    measure = measured(part.queries, part.keys, rule.power, keys.dtype)
+    measure = choice.measured(part.queries, part.keys, rule.power, keys.dtype)
     X, along = measure.places(without_gradient(keys))
     weight = xp.astype(there, keys.dtype)
     if held is not None:
@@ -201,21 +189,21 @@ def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
         if epsilon is not None:  # scores that tie with it are in
             epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
     elif given is None:
-        scores, clusters = scored(rule.kind, X, along, weight, rule.slots.summaries, rule.power)
+        scores, clusters = choice.scored(rule.kind, X, along, weight, rule.slots.summaries, rule.power)
         scores = scores[:, X.shape[1] - keys.shape[1] :]
     scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
-    order, count, flags = chosen(scores, rule.slots.selected, epsilon, there & (places < rule.slots.sinks))
+    order, count, flags = choice.chosen(scores, rule.slots.selected, epsilon, there & (places < rule.slots.sinks))
     if rule.slots.summaries:
-        rows = items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
+        rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
         left = xp.astype(there & ~flags, keys.dtype)
         held, radius = _summarized(rule, X, along, rows, left, weight, held, part.radius, clusters)
         part = replace(part, summaries=held, radius=radius)
     return replace(
         part,
-        kept=rows_at(keys, order),
-        kept_values=rows_at(values, order),
-        kept_scores=None if given is None else rows_at(given, order),
-        kept_places=rows_at(places, order),
+        kept=choice.rows_at(keys, order),
+        kept_values=choice.rows_at(values, order),
+        kept_scores=None if given is None else choice.rows_at(given, order),
+        kept_places=choice.rows_at(places, order),
         kept_count=count,
         recent=part.recent[:, leaving:, :],
         recent_values=part.recent_values[:, leaving:, :],
@@ -260,14 +248,14 @@ def _summarized(
         items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
         left = xp.concat([weight[:, : radius.shape[1]], left], axis=1)
         item_radii = xp.concat([radius, item_radii], axis=1)
-    labels, _, summaries = grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters)
+    labels, _, summaries = choice.grouped(X, along, items, left, rule.slots.summaries, rule.power, clusters)
     if rule.power is None:  # of powers all weights are 1
-        summaries = balanced(summaries)
+        summaries = choice.balanced(summaries)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
     return summaries, kernels_for("pruned", item_radii).radii(labels, *still)
 
 
-def _prefix_leverage(keys: Sums, K: Any, center: bool) -> Any:
+def _prefix_leverage(keys: choice.Sums, K: Any, center: bool) -> Any:
     """Return the leverage scores (b, n) of rows among all keys so far; rows outside their span count as 1."""
     xp = namespace_of(K)
     moment = keys.moment(center)
