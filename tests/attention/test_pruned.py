@@ -401,24 +401,13 @@ def test_batch_mates_and_threads_change_no_bit(form: str, causal: bool, storage:
         np.testing.assert_array_equal(as_float64(pruned_attention(Q, K, V, **options)), Y)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", ["default", "leverage", "cubes"])
-def test_equal_queries_of_a_group_are_as_one(form: str, causal: bool) -> None:
-    Q, K, V = heads(8, H=2)
-    options = options_of(form, K, causal)
-    Y = pruned_attention(np.repeat(Q, 3, axis=0), K, V, **options)
-    np.testing.assert_allclose(Y, np.repeat(pruned_attention(Q, K, V, **options), 3, axis=0), atol=1e-12)
-    for i in range(2):  # and heads of the keys have nothing to do with each other
-        bare = pruned_attention(Q[i], K[i], V[i], **options)
-        assert bare.shape == (24, 3)
-        np.testing.assert_allclose(bare, Y[3 * i], atol=1e-12)
-
-
-def test_leading_axes_broadcast() -> None:
+def test_leading_axes_broadcast_and_one_head_needs_none() -> None:
     Q, K, V = heads(9, batch=(3,))
     Y = pruned_attention(Q, K[0], V[:1], size=4, summaries=3)
     for i in range(3):
         np.testing.assert_allclose(Y[i], pruned_attention(Q[i], K[0], V[0], size=4, summaries=3), atol=1e-13)
+    bare = pruned_attention(Q[0, 0], K[0, 0], V[0, 0], size=4, summaries=3)
+    np.testing.assert_array_equal(bare, pruned_attention(Q[0, :1], K[0, :1], V[0, :1], size=4, summaries=3)[0])
 
 
 @over_storages
@@ -699,16 +688,6 @@ def mixture(arrays: Any, t: int, exact: list[int], clusters: Any, power: float |
     x = torch.cat(logits, 1)
     weights = torch.softmax(x, 1) if power is None else torch.cat(copies) * x.abs() ** power
     return weights @ torch.cat(values) / weights.sum(1, keepdim=True)
-
-
-@needs_torch
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", ["dropped", "fourths", "squares", "cubes"])
-def test_gradients_are_those_of_finite_differences(form: str, causal: bool) -> None:
-    """Where there are no weights, that is: these change with the queries, and are constant by definition."""
-    leaves = [torch.from_numpy(X).requires_grad_() for X in heads(26, 9, 2, 1, H=2, G=1)]
-    options = options_of(form, leaves[1], causal)
-    assert_gradients(lambda *X: pruned_attention(*X, **options), leaves)
 
 
 @needs_torch

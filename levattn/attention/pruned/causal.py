@@ -32,8 +32,6 @@ def attended(
             "return_certificate is True and summaries is 0; expected summaries for causal attention, as nothing is "
             "known of keys that were dropped"
         )
-    if rule.kind == "given" and call.scores is None:
-        raise ValueError("scores are missing; expected those of these keys, as the state was made with scores given")
     pieces: list[Piece] = []
     after = []
     for part, rows, places in _parts(call, state):
