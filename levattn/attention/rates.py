@@ -393,8 +393,16 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     """
     alpha = _positive("step", _number(step))
     call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
-    plain = namespace_of(Z).astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
-    return call.give_back(plain - _step(Z, Pi, U, eps, alpha) / _gain(Z.shape[2], eps))
+    xp = namespace_of(Z)
+    plain = xp.astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
+    gain = _gain(Z.shape[2], eps)
+    taken = xp.zeros_like(Z)
+    for k in range(Pi.shape[2]):
+        V = U[:, k, :, :]
+        W, m = _moments(Z, Pi[:, :, k], V)
+        W = W * (alpha * gain**2 / (1 + m))[:, None, :] * Pi[:, :, k, None]
+        taken = taken + xp.matmul(W, xp.matrix_transpose(V))
+    return call.give_back(plain - taken / gain)
 
 
 def largest_step(U: Any, eps: float, /) -> Any:
@@ -619,19 +627,6 @@ def _moments(Z: Any, weights: Any, U: Any) -> tuple[Any, Any]:
     W = xp.matmul(Z, U)
     shares = weights / _or_one(xp, xp.sum(weights, axis=1))[:, None]
     return W, xp.sum(shares[..., None] * (W * W), axis=1)
-
-
-def _step(Z: Any, Pi: Any, U: Any, eps: float, step: float) -> Any:
-    """Return what a step takes of the tokens, scaled as Z is."""
-    xp = namespace_of(Z)
-    gain = step * _gain(Z.shape[2], eps) ** 2
-    total = xp.zeros_like(Z)
-    for k in range(Pi.shape[2]):
-        V = U[:, k, :, :]
-        W, m = _moments(Z, Pi[:, :, k], V)
-        W = W * (gain / (1 + m))[:, None, :] * Pi[:, :, k, None]
-        total = total + xp.matmul(W, xp.matrix_transpose(V))
-    return total
 
 
 def _logdet(Z: Any, weights: Any = None) -> Any:

@@ -774,6 +774,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scores-none": ({"size": 2, "scores": None}, TypeError, "scores is of type NoneType"),
     "scores-shape": ({"size": 2, "scores": np.ones(9)}, ValueError, r"scores has shape \(9,\); expected \(..., 10\)"),
     "scores-kind": ({"size": 2, "scores": np.ones(10, int)}, TypeError, "scores has dtype int64"),
+    "scores-nan": ({"size": 2, "scores": np.full(10, np.nan)}, NonFiniteError, "the scores of keys are NaN"),
     "center": ({"size": 2, "center": True}, ValueError, "center is True and scores is 'residual'"),
     "center-power": ({"size": 2, "center": True, "scores": "leverage", "f": 2}, ValueError, "center is True and f"),
     "f": ({"size": 2, "f": "exp"}, ValueError, "f is 'exp'; expected \"softmax\""),

@@ -29,7 +29,7 @@ __all__ = [
     "scored",
 ]
 
-ITERATIONS = 2  # of Lloyd's algorithm; more change little
+_ITERATIONS = 2  # of Lloyd's algorithm; more change little
 TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
 _SAME = 2.0**-16  # of a key's squared length: a squared distance that counts as nothing
 _JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space
@@ -179,7 +179,7 @@ def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | No
         return expected, None
     labels, distance = None, squares
     if R:
-        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, ITERATIONS)
+        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, _ITERATIONS)
     # what is left of a distance below this is rounding, and must not say which keys are chosen
     return xp.log(xp.maximum(distance, xp.maximum(_SAME * squares, tiny))) + expected, labels
 
@@ -222,7 +222,7 @@ def grouped(
     xp = namespace_of(X)
     kernels = kernels_for("pruned", X)
     if labels is None:
-        labels, _ = kernels.cluster(X, weight, R, ITERATIONS)
+        labels, _ = kernels.cluster(X, weight, R, _ITERATIONS)
     here = weight > 0
     labels = xp.where(here, labels, xp.full_like(labels, -1))
     if power is None:
