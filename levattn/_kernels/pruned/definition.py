@@ -11,7 +11,7 @@ from typing import Any
 import array_api_compat
 
 from levattn._core.arrays import array_namespace, is_torch
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
 
 __all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
 
@@ -222,31 +222,21 @@ def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: in
         weights = _weights(xp, xp.concat(exact, axis=-1), xp.concat(flags, axis=-1), None, x.power)
         Y, rest = xp.matmul(weights, xp.concat(values, axis=1)), xp.zeros_like(q[..., 0])
     else:
-        held = Summaries(*(xp.astype(array, q.dtype, copy=False) for array in vars(x.summaries).values()))
-        Y, rest = _with_summaries(xp, x, held, q, exact, values, flags, within, role, begin, end)
+        held = mapped(x.summaries, lambda array: xp.astype(array, q.dtype, copy=False))
+        log_w = xp.zeros_like(near[:, 0, :]) if x.log_weight is None else x.log_weight[:, begin:end]
+        Y, rest = _with_summaries(held, q, exact, values, flags, within, role, log_w, x.power)
     return xp.reshape(Y, (b, g, high - low, Y.shape[-1])), xp.reshape(rest, (b, g, high - low))
 
 
 def _with_summaries(
-    xp: Any,
-    x: PrunedArguments,
-    held: Summaries,
-    q: Any,
-    exact: Any,
-    values: Any,
-    flags: Any,
-    within: Any,
-    role: Any,
-    begin: int,
-    end: int,
+    held: Summaries, q: Any, exact: Any, values: Any, flags: Any, within: Any, role: Any, log_w: Any, power: Any
 ) -> tuple[Any, Any]:
     """Return outputs and the share of the summaries, from which the keys near a query are taken out."""
-    near, dtype = exact[-1], q.dtype
+    xp, near, dtype = array_namespace(q), exact[-1], q.dtype
     weight, offset = held.weight[:, None, :], held.offset[:, None, :]
     inner = xp.matmul(q, xp.matrix_transpose(held.keys))
     names = xp.arange(held.weight.shape[1], device=array_api_compat.device(q))
     member = xp.astype(role[..., None] == names, dtype)
-    log_w = xp.zeros_like(member[..., 0]) if x.log_weight is None else x.log_weight[:, begin:end]
     out = xp.astype(within, dtype) * xp.exp(log_w)[:, None, :]  # what each row takes out, once it has a label
     weight = weight - xp.matmul(out, member)
     inner = inner - offset - xp.matmul(out * (near - log_w[:, None, :]), member)
@@ -256,11 +246,11 @@ def _with_summaries(
     mean = inner / divisor
     here = xp.concat([*flags, left & xp.ones_like(mean, dtype=xp.bool)], axis=-1)
     copies = None
-    if x.power is None:
+    if power is None:
         mean = mean + xp.log(divisor)
     else:
         copies = xp.concat([*(xp.ones_like(part) for part in exact), divisor + xp.zeros_like(mean)], axis=-1)
-    weights = _weights(xp, xp.concat([*exact, mean], axis=-1), here, copies, x.power)
+    weights = _weights(xp, xp.concat([*exact, mean], axis=-1), here, copies, power)
     split = weights.shape[-1] - mean.shape[-1]
     share = weights[..., split:]
     coefficient = share / divisor

@@ -194,8 +194,7 @@ def _renewed(rule: SelectionRule, part: PrunedPart) -> PrunedPart:
     if rule.slots.summaries:
         rows = choice.items_of(xp.ones(scores.shape, dtype=xp.float64, device=device_of(scores)), keys, values)
         left = xp.astype(there & ~flags, keys.dtype)
-        held, radius = _summarized(rule, X, along, rows, left, weight, held, part.radius, clusters)
-        part = replace(part, summaries=held, radius=radius)
+        part = _summarized(rule, replace(part, summaries=held), X, along, rows, left, weight, clusters)
     return replace(
         part,
         kept=choice.rows_at(keys, order),
@@ -224,21 +223,13 @@ def _candidates(part: PrunedPart, leaving: int) -> tuple[Any, Any]:
 
 
 def _summarized(
-    rule: SelectionRule,
-    X: Any,
-    along: Any,
-    items: Summaries,
-    left: Any,
-    weight: Any,
-    held: Summaries | None,
-    radius: Any,
-    clusters: Any,
-) -> tuple[Summaries, Any]:
-    """Return the summaries of those held and of rows that are left, and the radii of these.
+    rule: SelectionRule, part: PrunedPart, X: Any, along: Any, items: Summaries, left: Any, weight: Any, clusters: Any
+) -> PrunedPart:
+    """Return the part with summaries of those that it holds and of the rows that are left.
 
     X, along, weight: of the summaries held, if there are any, and of the rows behind them.
     """
-    xp = namespace_of(X)
+    xp, held, radius = namespace_of(X), part.summaries, part.radius
     item_radii = xp.zeros_like(items.weight)
     if held is None:
         items = mapped(items, lambda array: xp.astype(array, xp.float64, copy=False))
@@ -250,7 +241,7 @@ def _summarized(
     if rule.power is None:  # of powers all weights are 1
         summaries = choice.balanced(summaries)
     still = mapped(items, without_gradient), item_radii, mapped(summaries, without_gradient)
-    return summaries, kernels_for("pruned", item_radii).radii(labels, *still)
+    return replace(part, summaries=summaries, radius=kernels_for("pruned", item_radii).radii(labels, *still))
 
 
 def _prefix_leverage(keys: choice.Sums, K: Any, center: bool) -> Any:
