@@ -37,7 +37,9 @@ NEEDS = {"levattn/distributed/torch.py": "torch"}
 NEEDED_BY = {
     "torch": (
         "levattn/nn",
-        "levattn/attention/latent/torch.py",
+        "levattn/_kernels/latent/torch.py",
+        "levattn/_kernels/tensors.py",
+        "levattn/_kernels/tokens/torch.py",
         "levattn/attention/tokens/torch.py",
         "levattn/integrations/transformers",
         "levattn/integrations/timm.py",

@@ -29,7 +29,12 @@ NEEDS = {
     "levattn.integrations.transformers": "transformers",
 }
 PROGRAM = "levattn.cli."
-FOR_TENSORS = {"levattn.attention.latent.torch", "levattn.attention.tokens.torch"}  # which tensors alone call for
+FOR_TENSORS = {  # which tensors alone call for
+    "levattn._kernels.latent.torch",
+    "levattn._kernels.tensors",
+    "levattn._kernels.tokens.torch",
+    "levattn.attention.tokens.torch",
+}
 COMPILED = "levattn/_kernels/compiled/"
 
 

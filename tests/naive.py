@@ -25,6 +25,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from naive_attention import softmax
+
 Float = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 Exact = NDArray[np.object_]
@@ -195,28 +197,6 @@ def _scores(data: bytes, shape: tuple[int, ...], ridge: float, center: bool) -> 
 
 def _digits(M: Exact) -> int:
     return max(len(str(abs(int(x)))) for x in (M.max(), M.min()))
-
-
-def leverage_fractions(K: ArrayLike) -> list[Fraction]:
-    """Leverage scores as rational numbers; for a few dozen small keys."""
-    M = to_integers(K)
-    columns = independent_columns(M)
-    rows = [[Fraction(int(x)) for x in row] for row in M[:, columns]]
-    r = len(columns)
-    # Gauss-Jordan on [G | I].
-    table = [
-        [sum((k[a] * k[b] for k in rows), Fraction(0)) for b in range(r)] + [Fraction(int(a == b)) for b in range(r)]
-        for a in range(r)
-    ]
-    for a in range(r):
-        pivot = table[a][a]
-        table[a] = [x / pivot for x in table[a]]
-        for b in range(r):
-            if b != a and table[b][a] != 0:
-                factor = table[b][a]
-                table[b] = [x - factor * y for x, y in zip(table[b], table[a], strict=True)]
-    inverse = [row[r:] for row in table]
-    return [sum((k[a] * inverse[a][b] * k[b] for a in range(r) for b in range(r)), Fraction(0)) for k in rows]
 
 
 def _take_part(K: ArrayLike, mask: ArrayLike | None) -> tuple[Float, Callable[[Float], Float]]:
@@ -552,13 +532,6 @@ def distortion(SU: ArrayLike) -> float:
 # -- latent attention --------------------------------------------------------------------
 
 
-def softmax(logits: ArrayLike) -> Float:
-    """Weights in proportion to the exponentials of logits, at least one of which is finite."""
-    x = np.asarray(logits, dtype=np.float64)
-    e = np.exp(x - np.max(x))
-    return np.asarray(e / np.sum(e))
-
-
 def latte_weights(
     Q: ArrayLike,
     K: ArrayLike,
@@ -606,17 +579,4 @@ def latte_recurrence(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
         a, b = np.exp(m - top), np.exp(k - top)
         m, s, S = top, a * s + b, a[:, None] * S + b[:, None] * v
         rows.append((softmax(q) / s) @ S)
-    return np.stack(rows)
-
-
-def latte_normalized(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
-    """Causal Latte as a gated linear attention: decays and keys are normalized by what all positions so far weigh."""
-    Q, K, V = (np.asarray(x, dtype=np.float64) for x in (Q, K, V))
-    Z = np.logaddexp.accumulate(K, axis=0)
-    S = np.zeros((K.shape[1], V.shape[1]))
-    rows = []
-    for t in range(len(Q)):
-        decay = np.exp(Z[t - 1] - Z[t]) if t else np.zeros(K.shape[1])
-        S = decay[:, None] * S + np.exp(K[t] - Z[t])[:, None] * V[t]
-        rows.append(softmax(Q[t]) @ S)
     return np.stack(rows)

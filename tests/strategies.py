@@ -29,35 +29,38 @@ HAS_ML_DTYPES = find_spec("ml_dtypes") is not None
 # -- storage types and layouts -------------------------------------------------------
 
 
-def as_float64(array: Any) -> Float:
-    """Values of any array as numpy float64, bfloat16 and strict arrays included."""
-    if type(array).__module__.split(".")[0] == "torch":
+def _as_numpy(array: Any, name: str) -> Any:
+    """Values of an array of any library, of a type of numpy or, in these libraries, of this name."""
+    library = type(array).__module__.split(".")[0]
+    if library == "torch":
         import torch
 
-        return np.asarray(array.detach().to(torch.float64).cpu().numpy())
-    if type(array).__module__.split(".")[0] == "array_api_strict":
+        return array.detach().to(getattr(torch, name)).cpu().numpy()
+    if library == "array_api_strict":
         import array_api_strict as xp
 
-        return np.array(np.from_dlpack(xp.astype(array, xp.float64)))
-    return np.array(array.get() if hasattr(array, "get") else array, dtype=np.float64)
+        return np.array(np.from_dlpack(xp.astype(array, getattr(xp, name))))
+    return array.get() if hasattr(array, "get") else array
+
+
+def as_float64(array: Any) -> Float:
+    """Values of any array as numpy float64, bfloat16 and strict arrays included."""
+    return np.array(_as_numpy(array, "float64"), dtype=np.float64)
 
 
 def as_bool(array: Any) -> NDArray[np.bool_]:
     """Boolean mask of any namespace as a numpy array."""
-    if type(array).__module__.split(".")[0] == "array_api_strict":
-        import array_api_strict as xp
-
-        return np.array(np.from_dlpack(xp.astype(array, xp.uint8))).astype(bool)
-    if type(array).__module__.split(".")[0] == "torch":
-        array = array.cpu()
-    return np.asarray(array.get() if hasattr(array, "get") else array).astype(bool)
+    return np.asarray(_as_numpy(array, "uint8")).astype(bool)
 
 
-def ml_bfloat16(values: Float) -> Any:
-    import ml_dtypes
+def numpy_array(dtype: str) -> Callable[[Float], Any]:
+    def convert(values: Float) -> Any:
+        if dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401 (by which numpy knows the name)
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
 
-    with np.errstate(over="ignore"):
-        return values.astype(ml_dtypes.bfloat16)
+    return convert
 
 
 def torch_tensor(dtype: str, where: str = "cpu") -> Callable[[Float], Any]:
@@ -90,21 +93,9 @@ def cupy_array(dtype: str) -> Callable[[Float], Any]:
     return convert
 
 
-def numpy_array(dtype: type[np.floating[Any]]) -> Callable[[Float], Any]:
-    def convert(values: Float) -> Any:
-        with np.errstate(over="ignore"):
-            return values.astype(dtype)
-
-    return convert
-
-
 STORAGE: dict[str, Callable[[Float], Any]] = {
-    "float64": numpy_array(np.float64),
-    "float32": numpy_array(np.float32),
-    "float16": numpy_array(np.float16),
+    t: numpy_array(t) for t in ("float64", "float32", "float16", *(["bfloat16"] if HAS_ML_DTYPES else []))
 }
-if HAS_ML_DTYPES:
-    STORAGE["bfloat16"] = ml_bfloat16
 if HAS_TORCH:
     STORAGE |= {f"torch-{t}": torch_tensor(t) for t in ("float64", "float32", "float16", "bfloat16")}
 if HAS_STRICT:
@@ -138,10 +129,6 @@ def read_only(values: Any) -> Any:
     copy = np.array(values)
     copy.flags.writeable = False
     return copy
-
-
-def fortran_ordered(values: Any) -> Any:
-    return np.asfortranarray(values)
 
 
 def sliced(values: Any) -> Any:
@@ -178,7 +165,7 @@ def memory_mapped(values: Any) -> Any:
 
 LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "read-only": read_only,
-    "fortran": fortran_ordered,
+    "fortran": np.asfortranarray,
     "sliced": sliced,
     "reversed": reversed_rows,
     "unaligned": unaligned,

@@ -23,6 +23,7 @@ __all__ = [
     "as_mask",
     "as_matrices",
     "as_tensor",
+    "check_flags",
     "float64_beside",
     "from_list",
     "is_torch",
@@ -180,9 +181,6 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     they are unaligned or in foreign byte order). Gradients are not followed. A scipy CSR matrix (n, d) is taken
     where `sparse` allows it; results then are numpy arrays.
     """
-    give_back: Callable[[Any], Any]
-    data: Any
-    conversion = f"{name}.astype('float64')"
     if is_scipy_sparse(array):
         if not sparse:
             raise TypeError(
@@ -191,43 +189,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
             )
         held = from_csr(array, name)
         return Matrices(held, (), held.values.dtype.name, np.asarray)
-    if isinstance(array, list | tuple):
-        array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
-    elif is_torch(array):
-        array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
-    if is_torch(array) and _in_main_memory(array):
-        torch = sys.modules["torch"]
-        kind = format_of(array.dtype, name, conversion)
-        data = array.view(torch.uint16).numpy() if array.element_size() == 2 else array.numpy()
-        give_back = torch.from_numpy
-    elif isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        kind = format_of(array.dtype, name, conversion)
-        data = _numpy_words(array)
-        give_back = np.asarray
-    elif (data := as_cupy(array, name)) is not None:
-        kind = format_of(array.dtype, name, conversion)
-        data = data.view(np.uint16) if data.dtype.itemsize == 2 else data
-
-        def give_back(result: Any) -> Any:
-            here = sys.modules["cupy"].asarray(result)
-            return as_tensor(here) if is_torch(array) else here
-    elif (
-        not isinstance(array, np.ndarray)
-        and array_api_compat.is_array_api_obj(array)
-        and not array_api_compat.is_lazy_array(array)
-    ):
-        if not is_torch(array):
-            conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
-        kind = format_of(array.dtype, name, conversion)
-        data = array
-
-        def give_back(result: Any) -> Any:
-            return to_device(result, array) if isinstance(result, np.ndarray) else result
-    else:
-        raise TypeError(
-            f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
-            "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
-        )
+    data, kind, give_back = _dense(array, name)
     if data.ndim < 2:
         raise ValueError(
             f"{name} has shape {tuple(data.shape)}; expected (..., n, d), rows last but one. "
@@ -241,6 +203,62 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     return Matrices(data, batch, kind, give_back)
 
 
+def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
+    """Return the numbers of an array as the kernels read them, their format, and the way back to its kind."""
+    conversion = f"{name}.astype('float64')"
+    if isinstance(array, list | tuple):
+        array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
+    elif is_torch(array):
+        array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
+    eager = array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array)
+    if not eager or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
+            "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
+        )
+    shared = as_cupy(array, name)
+    if shared is None and not isinstance(array, np.ndarray) and not is_torch(array):
+        conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
+    kind = format_of(array.dtype, name, conversion)
+    if isinstance(array, np.ndarray):
+        return _numpy_words(array), kind, np.asarray
+    if shared is not None:
+
+        def to_cupy(result: Any) -> Any:
+            here = sys.modules["cupy"].asarray(result)
+            return as_tensor(here) if is_torch(array) else here
+
+        return shared.view(np.uint16) if shared.dtype.itemsize == 2 else shared, kind, to_cupy
+    if is_torch(array) and _in_main_memory(array):
+        torch = sys.modules["torch"]
+        words = array.view(torch.uint16) if array.element_size() == 2 else array
+        return words.numpy(), kind, torch.from_numpy
+
+    def to_library(result: Any) -> Any:
+        return to_device(result, array) if isinstance(result, np.ndarray) else result
+
+    return array, kind, to_library
+
+
+def check_flags(name: str, flags: Any, expected: tuple[Any, ...], meaning: str) -> None:
+    """Raise unless an array of flags is one of bool of the expected shape.
+
+    Its leading axes may have size 1, and are any where the expected shape begins with an ellipsis. `meaning` says what
+    has the flag True.
+    """
+    shape = tuple(flags.shape)
+    leading = shape[:-1] if ... in expected else expected[:-1]
+    alike = len(shape) == len(leading) + 1 and all(s in (1, e) for s, e in zip(shape, leading, strict=False))
+    if not alike or shape[-1] != expected[-1]:
+        sizes = str(expected).replace("Ellipsis", "...")
+        one = meaning.partition(" that ")[0]
+        raise ValueError(
+            f"{name} has shape {shape}; expected {sizes}, one entry for {one} (leading axes of size 1 are repeated)"
+        )
+    if dtype_name(flags.dtype) != "bool":
+        raise TypeError(f"{name} has dtype {flags.dtype}; expected bool, True for {meaning}")
+
+
 def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     """Check a (..., n) boolean mask that goes with `matrices` and return it as (b, n), or None for None."""
     if mask is None:
@@ -250,16 +268,7 @@ def as_mask(mask: Any, matrices: Matrices) -> Any | None:
     elif not array_api_compat.is_array_api_obj(mask):
         mask = from_list(mask, "mask")
     expected = (*matrices.batch, matrices.n)
-    shape = tuple(int(size) for size in mask.shape)
-    if len(shape) != len(expected) or any(
-        s not in ((1, e) if axis < len(expected) - 1 else (e,))
-        for axis, (s, e) in enumerate(zip(shape, expected, strict=True))
-    ):
-        raise ValueError(
-            f"mask has shape {shape}; expected {expected}, one entry a key (leading axes of size 1 are repeated)"
-        )
-    if dtype_name(mask.dtype) != "bool":
-        raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a key that takes part")
+    check_flags("mask", mask, expected, "a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):
         return np.array(np.broadcast_to(to_numpy(mask), expected).reshape(matrices.data.shape[:2]))
     xp = array_namespace(matrices.data)

@@ -1,13 +1,32 @@
-"""Checks of numbers among arguments: an error names the argument, what came and what was expected."""
+"""Checks of arguments by themselves: an error names the argument, what came and what was expected."""
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["real_number", "whole_number"]
+__all__ = ["check_offsets", "check_type", "needing", "positive_number", "real_number", "shown", "whole_number"]
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Say how to install what an import in the block lacks: `what` needs a package, which an extra of levattn has."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f'{what}: pip install "levattn[{extra}]"') from error
+
+
+def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise TypeError unless an argument is an instance of a class, or of one of several."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is of type {type(value).__name__}; expected {expected}")
 
 
 def whole_number(
@@ -37,3 +56,26 @@ def real_number(name: str, value: Any, *, what: str = "a real number") -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} is {value}; expected {what} in the range of float64") from None
+
+
+def positive_number(name: str, value: Any, *, what: str = "a finite number above 0") -> float:
+    """Return an argument that is a finite number above 0, or raise."""
+    number = real_number(name, value, what=what)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected {what}")
+    return number
+
+
+def check_offsets(offsets: npt.NDArray[np.int64], T: int) -> npt.NDArray[np.int64]:
+    """Return offsets of packed sequences that the kernels may follow, or raise."""
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != T or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(
+            f"offsets is {shown(offsets)}; expected whole numbers that ascend from 0 to T = {T}: sequence i is "
+            "offsets[i]:offsets[i + 1]"
+        )
+    return offsets
+
+
+def shown(numbers: npt.NDArray[Any]) -> str:
+    """Return an array as an error shows it, in one line."""
+    return np.array2string(numbers, max_line_width=1000, threshold=8)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from levattn._core.checks import needing
+
 __all__ = ["reported"]
 
 
@@ -17,7 +19,7 @@ def reported(progress: Any, total: int | None) -> Iterator[Callable[[int], None]
     is not known).
     """
     if progress is None or progress is False:
-        yield _ignore
+        yield lambda _: None
         return
     done = 0
     if progress is True:
@@ -37,17 +39,11 @@ def reported(progress: Any, total: int | None) -> Iterator[Callable[[int], None]
     yield call
 
 
-def _ignore(rows: int) -> None:
-    """Report to nobody."""
-
-
 @contextmanager
 def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
-    try:
+    with needing("a progress bar needs rich", "cli"):
         from rich.console import Console
         from rich.progress import Progress
-    except ModuleNotFoundError as error:
-        raise ImportError('a progress bar needs rich: pip install "levattn[cli]"') from error
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("rows of keys", total=total)
         yield lambda rows: bar.advance(task, rows)

@@ -7,17 +7,18 @@ shape); the arrays one after the other in C order; a BLAKE2b digest of 32 bytes 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MOST_ROWS", "as_damage", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
+from levattn._core.checks import check_type
+
+__all__ = ["MOST_ROWS", "StoredState", "counts", "is_storable", "pack", "shaped", "unpack", "whole"]
 
 MOST_ROWS = 2**53  # that a state has seen: sums of many such numbers, and of their multiples, hold in 64 bits
 _MAGIC = b"LEVATTN\0"
@@ -42,8 +43,7 @@ def pack(kind: str, version: int, fields: dict[str, Any], arrays: dict[str, npt.
 
 def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """Return the fields and arrays of a state of this kind and version; raise ValueError if the data are no such."""
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"data is of type {type(data).__name__}; expected bytes, as to_bytes returns them")
+    check_type("data", data, bytes | bytearray | memoryview, "bytes, as to_bytes returns them")
     data = bytes(data)
     if data[: len(_MAGIC)] != _MAGIC:
         raise ValueError("data does not begin as a state of levattn does; expected the bytes that to_bytes returned")
@@ -84,15 +84,6 @@ def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-@contextmanager
-def as_damage() -> Iterator[None]:
-    """Raise errors of the block, in which a state is made of what `unpack` returned, as those of the data."""
-    try:
-        yield
-    except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
-
-
 def is_storable(dtype: np.dtype[Any]) -> bool:
     """Tell whether `pack` takes arrays of this dtype."""
     return dtype.newbyteorder("<").str in _DTYPES
@@ -120,3 +111,105 @@ def counts(array: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[np.in
     if ((shaped(array, np.int64, shape) < 0) | (array > MOST_ROWS)).any():
         raise ValueError(f"a number of rows is negative or above {MOST_ROWS}")
     return array
+
+
+class StoredState:
+    """A state that is stored as bytes, made of the fields and arrays that it is taken apart into.
+
+    A class of states says under what name its bytes go, and in which version of their form.
+    """
+
+    _stored_as: ClassVar[tuple[str, int]]
+
+    def __init_subclass__(cls, *, name: str | None = None, version: int = 1) -> None:
+        super().__init_subclass__()
+        if name is not None:
+            cls._stored_as = name, version
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return the fields and arrays from which `from_parts` makes the state again, which `to_bytes` stores.
+
+        Returns
+        -------
+        fields : dict
+            Numbers and strings by name, which JSON holds.
+        arrays : dict
+            Arrays of numpy by name.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Self:
+        """Return the state that `parts` took apart.
+
+        Parameters
+        ----------
+        fields, arrays : dict
+            What `parts` returned.
+
+        Returns
+        -------
+        state
+            It goes on exactly as the other would have.
+
+        Raises
+        ------
+        TypeError, ValueError, LookupError
+            If something is missing, or does not go together.
+        """
+        raise NotImplementedError
+
+    def to_bytes(self) -> bytes:
+        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
+
+        Returns
+        -------
+        bytes
+            A header in JSON, the arrays of the state, and a checksum.
+
+        Raises
+        ------
+        TypeError
+            If the state holds a function or a distribution of one's own, which has no name to be saved by.
+        """
+        return pack(*self._stored_as, *self.parts())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return the state that `to_bytes` made bytes of, with arrays of numpy.
+
+        Parameters
+        ----------
+        data : bytes
+            What `to_bytes` returned.
+
+        Returns
+        -------
+        state
+            It goes on exactly as the other would have.
+
+        Raises
+        ------
+        TypeError
+            If the data are no bytes.
+        ValueError
+            If they are damaged, of another kind, or of a version that is not known.
+        """
+        fields, arrays = unpack(data, *cls._stored_as)
+        try:
+            return cls.from_parts(fields, arrays)
+        except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
+
+    def copy(self) -> Self:
+        """Return a state of its own.
+
+        Returns
+        -------
+        state
+            What either sees from now on, the other does not.
+        """
+        return copy.copy(self)
+
+    def __copy__(self) -> Self:
+        return copy.deepcopy(self)

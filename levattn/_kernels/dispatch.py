@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from levattn._core.arrays import on_cuda
+from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.sparse import Csr
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from levattn._kernels.tokens.contract import TokenGradients, TokenKernels
 
 __all__ = ["kernels_for"]
+
+_HERE = sys.modules[__name__]
+_FILES = ("cpu", "csr", "cuda", "definition", "torch")
 
 
 @overload
@@ -53,22 +56,34 @@ def kernels_for(task: str, array: Any, /) -> Any:
     """Return the kernels of a task for an array: a module that keeps the contract of the folder named so.
 
     It is the file of the folder that is named for the array: ``csr`` for sparse keys, ``cuda`` for an array of CuPy,
-    ``cpu`` for one of NumPy; for others, and where the folder has no such file, ``definition``.
+    ``cpu`` for one of NumPy, ``torch`` for a tensor; for others, and where the folder has no such file,
+    ``definition``.
     """
     if isinstance(array, np.ndarray):
-        return _table(task, "cpu")
-    if isinstance(array, Csr):
-        return _table(task, "csr")
-    return _table(task, "cuda" if on_cuda(array) else "definition")
+        file = "cpu"
+    elif isinstance(array, Csr):
+        file = "csr"
+    elif is_torch(array):
+        file = "torch"
+    else:
+        file = "cuda" if on_cuda(array) else "definition"
+    return getattr(_HERE, f"{task}_{file}")
 
 
-@cache
-def _table(task: str, device: str) -> Any:
-    for file in (device, "definition"):
-        name = f"levattn._kernels.{task}.{file}"
-        if find_spec(name) is not None:
-            return import_module(name)
-    raise NotImplementedError(f"{task} has no kernels for arrays of {device}; give arrays of NumPy or CuPy")
+def __getattr__(name: str) -> Any:
+    """Return the table of a task when it is first asked for, and keep it, as an attribute of this module.
+
+    That is a way to it that torch's compiler can follow: it knows neither imports by name nor caches.
+    """
+    task, _, file = name.rpartition("_")
+    if file not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for found in (file, "definition"):
+        path = f"levattn._kernels.{task}.{found}"
+        if find_spec(path) is not None:
+            globals()[name] = import_module(path)
+            return globals()[name]
+    raise NotImplementedError(f"{task} has no kernels for arrays of {file}; give arrays of NumPy or CuPy")
 
 
 if TYPE_CHECKING:  # that tables keep their contracts
@@ -83,6 +98,7 @@ if TYPE_CHECKING:  # that tables keep their contracts
     from levattn._kernels.latent import cpu as latent_cpu
     from levattn._kernels.latent import cuda as latent_cuda
     from levattn._kernels.latent import definition as latent_definition
+    from levattn._kernels.latent import torch as latent_torch
     from levattn._kernels.precise import cpu as precise_cpu
     from levattn._kernels.pruned import cpu as pruned_cpu
     from levattn._kernels.pruned import definition as pruned_definition
@@ -99,6 +115,7 @@ if TYPE_CHECKING:  # that tables keep their contracts
     from levattn._kernels.tokens import cpu as tokens_cpu
     from levattn._kernels.tokens import cuda as tokens_cuda
     from levattn._kernels.tokens import definition as tokens_definition
+    from levattn._kernels.tokens import torch as tokens_torch
 
     _ROWS: tuple[RowKernels, ...] = (rows_cpu, rows_csr, rows_cuda, rows_definition)
     _GRAM: tuple[GramKernels, ...] = (gram_cpu, gram_csr, gram_cuda, gram_definition)
@@ -107,8 +124,8 @@ if TYPE_CHECKING:  # that tables keep their contracts
     _SKETCH: tuple[SketchKernels, ...] = (sketch_cpu, sketch_csr, sketch_cuda, sketch_definition)
     _SELECT: tuple[SelectKernels, ...] = (select_cuda, select_definition)
     _HEAVY: tuple[HeavyKernels, ...] = (heavy_cpu, heavy_cuda)
-    _LATENT: LatentKernels = latent_definition
+    _LATENT: tuple[LatentKernels, ...] = (latent_definition, latent_torch)
     _LATENT_GRADIENTS: tuple[LatentGradients, ...] = (latent_cpu, latent_cuda)
-    _TOKENS: TokenKernels = tokens_definition
+    _TOKENS: tuple[TokenKernels, ...] = (tokens_definition, tokens_torch)
     _TOKENS_GRADIENTS: tuple[TokenGradients, ...] = (tokens_cpu, tokens_cuda)
     _PRUNED: tuple[PrunedKernels, ...] = (pruned_cpu, pruned_definition)

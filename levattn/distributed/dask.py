@@ -18,6 +18,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import needing
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
@@ -45,30 +46,24 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any) -> Stre
 def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) -> Any:
     """Universal set of the keys of a dask array: one pass over its chunks, each where it is.
 
-    The set of all keys k_j for which some query q reaches ``f(<q, k_j>) / sum_l f(<q, k_l>) >= epsilon``. Every chunk
-    of rows becomes a `levattn.StreamingUniversalSet`; neighbors are merged, in order, in a tree.
-
-    For f(x) = x² the result is exact and has the indices of ``levattn.universal_set(K, epsilon)``, whatever the chunks
-    and the workers; for other functions it is a superset, as that of the state. It has the same bits in every run with
-    the same chunks; other chunks agree to rounding.
+    Every chunk of rows becomes a `levattn.StreamingUniversalSet`; neighbors are merged, in order, in a tree. For
+    f(x) = x² the result is exact and has the indices of ``levattn.universal_set(K, epsilon)``, whatever the chunks and
+    the workers; for other functions it is a superset, as that of the state. The same chunks give the same bits in
+    every run, other chunks agree to rounding.
 
     Parameters
     ----------
     K : dask.array.Array of shape (..., n, d)
-        Keys, rows in chunks of any size, empty ones and such of unknown size (nan) among them; chunks of the other
-        axes are joined first. float64, float32, float16 or bfloat16.
-    epsilon : float in (0, 1]
-        Smallest attention score that counts as large.
-    f : float or AttentionFunction, default 2
+        Keys of a float dtype, rows in chunks of any size, also of an unknown one; other axes are joined first.
+    epsilon, f : float or AttentionFunction
         As in `levattn.StreamingUniversalSet`.
     client : distributed.Client, str or cluster, optional
-        Where to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster. Without it
-        nothing is computed yet.
+        Where to compute the set now: a client, the address of a scheduler ("tcp://..."), or a cluster.
 
     Returns
     -------
     dask.delayed.Delayed or StreamedSet
-        The set as a lazy value, whose ``compute()`` returns the `levattn.StreamedSet`; with `client` that set itself.
+        With `client` the `levattn.StreamedSet`, without it a lazy value that computes it.
 
     Raises
     ------
@@ -79,17 +74,12 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     NonFiniteError
         When computed, if the keys hold NaN or infinity; the chunk and rows in it are named.
 
-    See Also
-    --------
-    levattn.universal_set : The same for keys in memory or in files.
-    from_keys : Files as a dask array.
-
     Notes
     -----
-    Time O(n d²), divided by the number of workers; memory of a worker: its chunks, and O(d²/ε) for each state, as in
-    `levattn.StreamingUniversalSet`. Nothing of size n comes to the client, which gets the O(d/ε) keys of the set and
-    their factor. Chunks should have many more than d/ε rows: a state holds all of its first d/ε or so. In a worker of
-    dask.distributed kernels use as many threads as that worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
+    Time O(n d²), divided by the number of workers; memory of a worker: its chunks, and O(d²/ε) for each state. The
+    client gets the O(d/ε) keys of the set and their factor, nothing of size n. Chunks should have many more than d/ε
+    rows: a state holds all of its first d/ε or so. In a worker of dask.distributed kernels use as many threads as that
+    worker has; elsewhere ``LEVATTN_NUM_THREADS`` limits them.
 
     References
     ----------
@@ -108,20 +98,17 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     """
     _require_dask()
     K = _in_row_chunks(K)
-    StreamingUniversalSet(epsilon, f=f).update(_no_rows(K))  # what is wrong with the arguments shows here
-    states = _by_chunk(K, _chunk_set, epsilon=epsilon, f=f)
-    lazy = _in_tree(states, partial(_merged_set, epsilon=epsilon, f=f), StreamingUniversalSet.result)
+    new = partial(StreamingUniversalSet, epsilon, f=f)
+    new().update(_no_rows(K))  # what is wrong with the arguments shows here
+    lazy = _in_tree(_by_chunk(_chunk_state, K, new=new), new, StreamingUniversalSet.result)
     return lazy if client is None else _computed(lazy, client)
 
 
 def leverage_scores(K: Any, /) -> Any:
     """Leverage scores of the keys of a dask array, in its own chunks.
 
-    The score of k_j is the largest value of ``<q, k_j>² / sum_l <q, k_l>²`` over queries q; see
-    `levattn.leverage_scores`. The second moments of the chunks are merged in a tree, and their factor, one small
-    matrix, is handed to every chunk.
-
-    The result is exact up to rounding, as by ``levattn.leverage_scores(K)``: a rank decision over-estimates.
+    They are those of `levattn.leverage_scores`, up to rounding. The second moments of the chunks are merged in a tree,
+    and their factor, one small matrix, is handed to every chunk.
 
     Parameters
     ----------
@@ -145,8 +132,7 @@ def leverage_scores(K: Any, /) -> Any:
     Notes
     -----
     Time O(n d²) and two passes. The chunks of K are *computed twice* rather than held between the passes, so that
-    memory is bounded by the chunks that are worked on; whoever has room for K calls ``K.persist()`` first. Nothing of
-    size n comes to the client unless the scores are asked for there.
+    memory is bounded by the chunks that are worked on; whoever has room for K calls ``K.persist()`` first.
 
     References
     ----------
@@ -166,8 +152,8 @@ def leverage_scores(K: Any, /) -> Any:
     K = _in_row_chunks(K)
     no_rows = _no_rows(K)
     matrices, _ = in_main_memory(no_rows)  # what is wrong with K shows here
-    states = _by_chunk(K, _chunk_moments)
-    factor = _in_tree(states, partial(_merged_moments, no_rows=no_rows), Moments.factor)
+    new = partial(_moments_of, no_rows)
+    factor = _in_tree(_by_chunk(_chunk_state, K, new=new), new, Moments.factor)
     dtype = np.dtype("float64" if matrices.format == "float64" else "float32")
     # Bound to the factor, the chunks of the second pass are others than those of the first, and wait for it: without
     # that dask would hold all of K from one pass to the next.
@@ -179,9 +165,8 @@ def leverage_scores(K: Any, /) -> Any:
 def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     """Softmax state of values over all positions of dask arrays: one pass over the chunks, each where it is.
 
-    For each latent the mean of the values under the softmax of its logits over positions; see
-    `levattn.states.SoftmaxState`, which every chunk of positions becomes. These are merged in a tree. The result is
-    that of one state to rounding, whatever the chunks, and has the same bits in every run with the same chunks.
+    Every chunk of positions becomes a `levattn.states.SoftmaxState`; these are merged in a tree. The result is that of
+    one state to rounding, and has the same bits in every run with the same chunks.
 
     Parameters
     ----------
@@ -223,8 +208,6 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     True
     """
     _require_dask()
-    import dask.array as da
-
     logits, V = _in_row_chunks(logits, "logits"), _in_row_chunks(V, "V")
     rows, known = logits.chunks[-2], not any(map(math.isnan, (*logits.chunks[-2], *V.chunks[-2])))
     if known and logits.shape[-2] == V.shape[-2]:
@@ -235,9 +218,7 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
         )
     new = partial(SoftmaxState, logits.shape[-1], V.shape[-1], tuple(logits.shape[:-2]))
     new().update(_no_rows(logits), _no_rows(V))  # what is wrong with the arguments shows here
-    meta = np.empty((0,) * logits.ndim, object)
-    states = da.map_blocks(_chunk_softmax, logits, V, dtype=object, meta=meta, enforce_ndim=False, new=new)
-    lazy = _in_tree(states, partial(_merged_softmax, new=new), SoftmaxState.copy)
+    lazy = _in_tree(_by_chunk(_chunk_state, logits, V, new=new), new, SoftmaxState.copy)
     return lazy if client is None else _computed(lazy, client)
 
 
@@ -299,16 +280,15 @@ def universal_set_of_files(
 ) -> StreamedSet:
     """Universal set of keys in files, found by the workers of a dask scheduler.
 
-    The set of `universal_set`, with its guarantee, of the rows of all files; what ``levattn universal-set PATH...
-    --scheduler ADDRESS`` runs. Each task is a range of rows, which may be long: it reads them chunk by chunk into one
-    state.
+    The set of `universal_set`, with its guarantee; what ``levattn universal-set PATH... --scheduler ADDRESS`` runs.
+    Each task reads a range of rows, which may be long, chunk by chunk into one state.
 
     Parameters
     ----------
     paths : path-like, or sequence of path-like
-        A file, a folder of shards, or several, as in `levattn.open_keys`; on a file system that all workers see.
+        As in `levattn.open_keys`; on a file system that all workers see.
     epsilon : float in (0, 1]
-        Smallest attention score that counts as large.
+        As in `universal_set`.
     tensor : str, optional
         Name of the array, where a file holds several.
     f : float or AttentionFunction, default 2
@@ -339,9 +319,8 @@ def universal_set_of_files(
 
     Notes
     -----
-    One pass over the files; cost as in `universal_set`. A state holds all of its first d/ε rows or so, and looks at
-    them again and again, so that ranges are some multiple of that long. They do not depend on the scheduler, and the
-    set has the same bits on any number of workers.
+    One pass over the files; cost as in `universal_set`. Ranges are some multiple of d/ε rows, whatever the scheduler,
+    and the set has the same bits on any number of workers.
 
     References
     ----------
@@ -359,10 +338,10 @@ def universal_set_of_files(
     """
     _require_dask()
     source = open_keys(_absolute(paths), tensor=tensor, memory=memory)
-    StreamingUniversalSet(epsilon, f=f).update(_no_rows(source))  # what is wrong with the arguments shows here
+    new = partial(StreamingUniversalSet, epsilon, f=f)
+    new().update(_no_rows(source))  # what is wrong with the arguments shows here
     rows = math.ceil(min(_RANGE * source.d / epsilon, 2.0**62) / source.chunk_rows) * source.chunk_rows
-    states = _over(source, rows, _range_set, object, epsilon=epsilon, f=f)
-    lazy = _in_tree(states, partial(_merged_set, epsilon=epsilon, f=f), StreamingUniversalSet.result)
+    lazy = _in_tree(_over(source, rows, _range_state, object, new=new), new, StreamingUniversalSet.result)
     found: StreamedSet = lazy.compute() if scheduler is None else _computed(lazy, scheduler)
     return found
 
@@ -371,22 +350,14 @@ def universal_set_of_files(
 
 
 def _require_dask() -> None:
-    try:
+    with needing("this needs dask", "dask"):
         import dask.array  # noqa: F401 (which is what is missing where dask was installed by itself)
-    except ImportError as error:
-        raise _missing("dask") from error
-
-
-def _missing(package: str) -> ImportError:
-    return ImportError(f'this needs {package}: pip install "levattn[dask]"')
 
 
 def _computed(lazy: Any, client: Any) -> Any:
     """Return a lazy value, computed by a client or by the scheduler that one is opened for."""
-    try:
+    with needing("this needs distributed", "dask"):
         from distributed import Client
-    except ImportError as error:
-        raise _missing("distributed") from error
     if isinstance(client, Client):
         return client.compute(lazy, sync=True)
     with Client(client, set_as_default=False) as own:
@@ -443,13 +414,15 @@ def _over(source: KeySource, rows: int, task: Callable[..., Any], dtype: Any, **
     )
 
 
-def _by_chunk(K: Any, task: Callable[..., Any], **options: Any) -> Any:
-    """Return a dask array whose blocks are states, one for each chunk of rows."""
-    meta = np.empty((0,) * K.ndim, object)
-    return K.map_blocks(task, dtype=object, meta=meta, enforce_ndim=False, **options)
+def _by_chunk(task: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    """Return a dask array whose blocks are states, one for each chunk of rows of arrays that are cut alike."""
+    import dask.array as da
+
+    meta = np.empty((0,) * arrays[0].ndim, object)
+    return da.map_blocks(task, *arrays, dtype=object, meta=meta, enforce_ndim=False, **options)
 
 
-def _in_tree(states: Any, merged: Callable[[list[Any]], Any], read: Callable[[Any], Any]) -> Any:
+def _in_tree(states: Any, new: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
     """Return what is read from all states, lazily; neighbors are merged, in order, so that rows keep their order."""
     import dask.array as da
 
@@ -457,8 +430,8 @@ def _in_tree(states: Any, merged: Callable[[list[Any]], Any], read: Callable[[An
     whole = da.reduction(
         states,
         chunk=_unchanged,
-        combine=partial(_merge, merged=merged),
-        aggregate=partial(_merge, merged=merged, read=read),
+        combine=partial(_merge, new=new),
+        aggregate=partial(_merge, new=new, read=read),
         axis=axes,
         concatenate=False,
         split_every=dict.fromkeys(axes, _FAN_IN),
@@ -497,49 +470,28 @@ def _unchanged(state: Any, axis: Any, keepdims: Any) -> Any:  # noqa: ARG001 (da
     return state
 
 
-def _merge(states: Any, merged: Callable[..., Any], read: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Merge states that dask gives as a list of lists, as many deep as the keys have axes."""
+def _merge(states: Any, new: Callable[[], Any], read: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """Merge states into a new one: those given are left as they are, for they may be needed again.
+
+    Dask gives them as a list of lists, as many deep as the keys have axes.
+    """
     while isinstance(states[0], list):
         states = [state for part in states for state in part]
     with _threads_of_worker():
-        state = merged(states)
-        return state if read is None else read(state)
+        merged = new()
+        for state in states:
+            merged.merge(state)
+        return merged if read is None else read(merged)
 
 
-def _chunk_set(K: Any, epsilon: float, f: Any, block_id: Any = None) -> StreamingUniversalSet:
+def _chunk_state(*arrays: Any, new: Callable[[], Any], block_id: Any = None) -> Any:
     with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
-        return StreamingUniversalSet(epsilon, f=f).update(K)
+        return new().update(*arrays)
 
 
-def _merged_set(states: list[StreamingUniversalSet], epsilon: float, f: Any) -> StreamingUniversalSet:
-    merged = StreamingUniversalSet(epsilon, f=f)  # the states are left as they are: they may be needed again
-    for state in states:
-        merged.merge(state)
-    return merged
-
-
-def _chunk_moments(K: Any, block_id: Any = None) -> Moments:
-    with _threads_of_worker(), _named(f"chunk {block_id[-2]} of the rows"):
-        return Moments(K.shape[-1], K.shape[:-2]).update(K)
-
-
-def _merged_moments(states: list[Moments], no_rows: npt.NDArray[Any]) -> Moments:
-    merged = Moments(no_rows.shape[-1], no_rows.shape[:-2]).update(no_rows)  # which tells the dtype of the keys
-    for state in states:
-        merged.merge(state)
-    return merged
-
-
-def _chunk_softmax(logits: Any, V: Any, new: Callable[[], SoftmaxState]) -> SoftmaxState:
-    with _threads_of_worker():
-        return new().update(logits, V)
-
-
-def _merged_softmax(states: list[SoftmaxState], new: Callable[[], SoftmaxState]) -> SoftmaxState:
-    merged = new()
-    for state in states:
-        merged.merge(state)
-    return merged
+def _moments_of(no_rows: npt.NDArray[Any]) -> Moments:
+    """Return a state that knows the dtype of the keys."""
+    return Moments(no_rows.shape[-1], no_rows.shape[:-2]).update(no_rows)
 
 
 def _scores(K: Any, factor: Factor) -> Any:
@@ -553,9 +505,9 @@ def _read(source: KeySource, block_info: Any = None) -> npt.NDArray[Any]:
     return source.read(*_range(block_info))
 
 
-def _range_set(source: KeySource, epsilon: float, f: Any, block_info: Any = None) -> StreamingUniversalSet:
+def _range_state(source: KeySource, new: Callable[[], Any], block_info: Any = None) -> Any:
     start, stop = _range(block_info)
-    state = StreamingUniversalSet(epsilon, f=f).update(_no_rows(source))
+    state = new().update(_no_rows(source))
     with _threads_of_worker(), _named(f"rows from {start} on"):
         for chunk in source.between(start, stop):
             state.update(chunk)

@@ -7,7 +7,6 @@ values. Softmax states travel as they are.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,19 +16,27 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_mask, as_matrices, to_float64
+from levattn._core.checks import check_type, needing
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
-from levattn.sets.candidates import Candidates
-from levattn.sets.streaming import _VERSION as _STATE_VERSION
 from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.states import SoftmaxState
 
 __all__ = ["Traffic", "softmax_state", "universal_set"]
 
 _VERSION = 1  # of the messages
-_STATE = "StreamingUniversalSet"
 _CHUNK_BYTES = 64 * 2**20  # of keys that are brought into main memory at a time
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+# Fields that describe a shard, and have to be the same on all ranks.
+_ALIKE = {
+    "batch": "the batch",
+    "d": "d",
+    "dtype": "the dtype of K_local",
+    "V": "V (its dtype and further axes)",
+    "epsilon": "epsilon",
+    "f": "f",
+}
 
 _Fields = dict[str, Any]
 _Arrays = dict[str, npt.NDArray[Any]]
@@ -65,32 +72,17 @@ class Traffic:
 
     @property
     def gathered(self) -> int:
-        """All that was gathered.
-
-        Returns
-        -------
-        int
-        """
+        """All that was gathered."""
         return self.shapes + self.moments + self.selected
 
     @property
     def saved(self) -> int:
-        """By how many bytes that is less than all keys and values; negative for few keys.
-
-        Returns
-        -------
-        int
-        """
+        """By how many bytes that is less than all keys and values; negative for few keys."""
         return self.dense - self.gathered
 
     @property
     def ratio(self) -> float:
-        """How many times that is less.
-
-        Returns
-        -------
-        float
-        """
+        """How many times that is less."""
         return self.dense / self.gathered
 
 
@@ -99,13 +91,10 @@ def universal_set(
 ) -> tuple[StreamedSet, Traffic]:
     """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
 
-    The keys are those of all ranks, one shard after the other in the order of the ranks: the set of all keys k_j for
-    which some query q reaches ``f(<q, k_j>) / sum_l f(<q, k_l>) >= epsilon``. This is a collective operation: all
-    ranks of the group call it.
-
-    For f(x) = x² the result is exact and has the indices of ``levattn.universal_set`` of all keys together. For other
-    functions it is a superset, as by `levattn.StreamingUniversalSet`. Every rank has the same set; the same shards
-    give the same bits in every run, other shards agree to rounding.
+    The keys are those of all ranks, one shard after the other in the order of the ranks. This is a collective
+    operation: all ranks of the group call it, and have the same set. For f(x) = x² it is exact and has the indices of
+    ``levattn.universal_set`` of all keys together; for other functions it is a superset, as by
+    `levattn.StreamingUniversalSet`. The same shards give the same bits in every run, other shards agree to rounding.
 
     Parameters
     ----------
@@ -172,20 +161,20 @@ def universal_set(
     ranks = _Ranks(group)
     told = ranks.together("Shard", lambda: (_described(K_local, epsilon, V, mask, f), {}))
     shards = [fields for fields, _ in told]
-    _require_alike(shards)
+    _require_alike(shards, _ALIKE)
     shapes = ranks.gathered
 
-    mine: list[Candidates] = []
+    mine: _Arrays = {}
 
     def without_keys() -> tuple[_Fields, _Arrays]:
         before = sum(shard["n"] for shard in shards[: ranks.rank])
         state = StreamingUniversalSet(epsilon, f=f, row_start=before)
-        for K, beside in _parts(K_local, V, mask):
-            state.update(K, **beside)
+        for K, options in _parts(K_local, V, mask):
+            state.update(K, **options)
         sealed = StreamingUniversalSet(epsilon, f=f, row_start=0).merge(state)  # sums in one piece, and fewer keys
-        mine.extend(_held(sealed))
-        _hold(sealed, [held.take(np.zeros(0, np.int64)) for held in mine])
-        return _compact(sealed)
+        fields, arrays = sealed.parts()
+        mine.update(_of_keys(arrays))
+        return _compact(fields, arrays | _chosen(mine, np.zeros(0, np.int64)))
 
     sums = ranks.together("Sums", without_keys)
     moments = ranks.gathered - shapes
@@ -194,13 +183,11 @@ def universal_set(
     def selected() -> tuple[_Fields, _Arrays]:
         for fields, arrays in sums:
             whole.merge(_expanded(fields, arrays))
-        _hold(whole, mine)
-        kept = zip(mine, whole.result().items, strict=True)
-        return _as_arrays([held.take(np.isin(held.indices, item.indices)) for held, item in kept])
+        matrices, items = _matrices(mine), _holding(whole, mine).items
+        heavy = [np.isin(mine["held.indices"][matrices == at], item.indices) for at, item in enumerate(items)]
+        return {}, _chosen(mine, np.flatnonzero(np.concatenate([*heavy, np.zeros(0, np.bool_)])))
 
-    found = [_from_arrays(arrays) for _, arrays in ranks.together("Keys", selected)]
-    _hold(whole, [sum(of_one[1:], start=of_one[0]) for of_one in zip(*found, strict=True)])
-    sets = whole.result()
+    sets = _holding(whole, _joined([arrays for _, arrays in ranks.together("Keys", selected)]))
     if _is_bfloat16(V):
         sets = replace(sets, items=tuple(map(_with_numbers, sets.items)))
     dense = sum(shard["bytes"] for shard in shards)
@@ -262,16 +249,12 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
     ranks = _Ranks(group)
 
     def mine() -> tuple[_Fields, _Arrays]:
-        if not isinstance(state, SoftmaxState):
-            raise TypeError(f"state is of type {type(state).__name__}; expected SoftmaxState")
+        check_type("state", state, SoftmaxState, "SoftmaxState")
         sizes = [state.latents, state.d, list(state.batch)]
         return {"sizes": sizes, "before": bool(before)}, {"state": np.frombuffer(state.to_bytes(), np.uint8)}
 
     told = ranks.together("Softmax", mine)
-    for name, what in (("sizes", "(latents, d, batch) of the state"), ("before", "before")):
-        values = [fields[name] for fields, _ in told]
-        if values.count(values[0]) < len(values):
-            raise ValueError(f"{what} differs between the ranks of the group: {values}; expected the same on all")
+    _require_alike([fields for fields, _ in told], {"sizes": "(latents, d, batch) of the state", "before": "before"})
     whole = SoftmaxState(state.latents, state.d, state.batch)
     for _, arrays in told[: ranks.rank if before else None]:
         whole.merge(SoftmaxState.from_bytes(arrays["state"].tobytes()))
@@ -285,11 +268,9 @@ class _Ranks:
     """The processes of a group, which take every step together: all of them go on, or none."""
 
     def __init__(self, group: Any) -> None:
-        try:
+        with needing("this needs torch", "torch"):
             import torch
             import torch.distributed as dist
-        except ImportError as error:
-            raise ImportError('this needs torch: pip install "levattn[torch]"') from error
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("there is no process group; call torch.distributed.init_process_group first")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -348,7 +329,7 @@ class _Ranks:
 def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
     """Check the arguments of a rank, without reading its keys, and describe them."""
     state = StreamingUniversalSet(epsilon, f=f)
-    state.to_bytes()  # which raises for functions whose states cannot travel
+    state.parts()  # which raises for functions whose states cannot travel
     matrices = as_matrices(K, "K_local")
     as_mask(mask, matrices)
     shape, width = (*matrices.batch, matrices.n), _WIDTHS[matrices.format]
@@ -366,29 +347,24 @@ def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
     return fields
 
 
-def _require_alike(shards: list[_Fields]) -> None:
-    """Raise, on all ranks alike, if they were given what does not go together."""
-    names = {"batch": "the batch", "d": "d", "dtype": "the dtype of K_local", "V": "V (its dtype and further axes)"}
-    for name, what in (names | {"epsilon": "epsilon", "f": "f"}).items():
-        values = [shard[name] for shard in shards]
+def _require_alike(told: list[_Fields], names: dict[str, str]) -> None:
+    """Raise, on all ranks alike, if a field that has to be the same is not; `names` says what each one is."""
+    for name, what in names.items():
+        values = [fields[name] for fields in told]
         if values.count(values[0]) < len(values):
             raise ValueError(f"{what} differs between the ranks of the group: {values}; expected the same on all")
 
 
 def _parts(K: Any, V: Any, mask: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the keys in chunks, and what comes beside them: keys on a device come into main memory one by one."""
+    """Yield the keys in chunks, each with its mask and payload: those on a device come into main memory one by one."""
     K, mask = (array if array is None or hasattr(array, "shape") else np.asarray(array) for array in (K, mask))
     n, lead = K.shape[-2], (slice(None),) * (K.ndim - 2)
     row = max(1, math.prod(K.shape[:-2]) * K.shape[-1] * 8)
     size = max(1, _CHUNK_BYTES // row // BLOCK) * BLOCK
     for start in range(0, max(n, 1), size):
         part = slice(start, start + size)
-        beside: dict[str, Any] = {}
-        if V is not None:
-            beside["payload"] = _storable(V[(*lead, part)])
-        if mask is not None:
-            beside["mask"] = mask[..., part]
-        yield K[..., part, :], beside
+        payload = None if V is None else _storable(V[(*lead, part)])
+        yield K[..., part, :], {"payload": payload, "mask": None if mask is None else mask[..., part]}
 
 
 def _is_bfloat16(V: Any) -> bool:
@@ -413,20 +389,39 @@ def _with_numbers(item: SelectedKeys) -> SelectedKeys:
 # -- states as messages -------------------------------------------------------------------------------
 
 
-def _held(state: StreamingUniversalSet) -> list[Candidates]:
-    """Return the keys that a merged state holds, of each matrix."""
-    return [] if state._stream is None else state._stream.held
+def _of_keys(arrays: _Arrays) -> _Arrays:
+    """Return those arrays of a state that are of the keys it holds, one matrix after the other."""
+    return {name: array for name, array in arrays.items() if name == "counts" or name.startswith("held.")}
 
 
-def _hold(state: StreamingUniversalSet, held: list[Candidates]) -> None:
-    """Give a merged state other keys to hold, which must be among those that it has seen."""
-    if state._stream is not None:
-        state._stream.held = held
+def _matrices(held: _Arrays) -> npt.NDArray[np.int64]:
+    """Return to which matrix each of the keys belongs."""
+    return np.repeat(np.arange(len(held["counts"])), held["counts"])
 
 
-def _compact(state: StreamingUniversalSet) -> tuple[_Fields, _Arrays]:
-    """Return a state as fields and arrays of few numbers: zeros as shapes, symmetric matrices as triangles."""
-    fields, arrays = unpack(state.to_bytes(), _STATE, _STATE_VERSION)
+def _chosen(held: _Arrays, which: npt.NDArray[np.int64]) -> _Arrays:
+    """Return some of the keys, in their order."""
+    counts = np.bincount(_matrices(held)[which], minlength=len(held["counts"])).astype(np.int64)
+    return {name: array[which] for name, array in held.items() if name != "counts"} | {"counts": counts}
+
+
+def _joined(of_ranks: list[_Arrays]) -> _Arrays:
+    """Return the keys of all ranks, those of each matrix in the order of the ranks."""
+    order = np.argsort(np.concatenate([_matrices(held) for held in of_ranks]), kind="stable")
+    names = of_ranks[0].keys() - {"counts"}
+    joined = {name: np.concatenate([held[name] for held in of_ranks])[order] for name in names}
+    return joined | {"counts": np.sum([held["counts"] for held in of_ranks], axis=0)}
+
+
+def _holding(state: StreamingUniversalSet, held: _Arrays) -> StreamedSet:
+    """Return the set of a state if it holds these keys, which must be among those that it has seen."""
+    fields, arrays = state.parts()
+    return StreamingUniversalSet.from_parts(fields, arrays | held).result()
+
+
+def _compact(fields: _Fields, arrays: _Arrays) -> tuple[_Fields, _Arrays]:
+    """Return the parts of a state as few numbers: zeros as shapes, symmetric matrices as triangles."""
+    arrays = dict(arrays)
     zeros: dict[str, Any] = {}
     triangles: dict[str, int] = {}
     for name, array in list(arrays.items()):
@@ -448,25 +443,4 @@ def _expanded(fields: _Fields, arrays: _Arrays) -> StreamingUniversalSet:
         square = np.empty((*arrays[name].shape[:-1], d, d), arrays[name].dtype)
         square[..., row, column] = square[..., column, row] = arrays[name]
         arrays[name] = square
-    return StreamingUniversalSet.from_bytes(pack(_STATE, _STATE_VERSION, fields["state"], arrays))
-
-
-def _as_arrays(held: list[Candidates]) -> tuple[_Fields, _Arrays]:
-    """Return the keys of all matrices, one after the other."""
-    arrays = {"counts": np.array([len(one) for one in held], np.int64)}
-    if held:
-        all_of_them = sum(held[1:], start=held[0])
-        arrays |= {"indices": all_of_them.indices, "keys": all_of_them.keys}
-        arrays |= {f"beside{i}": array for i, array in enumerate(all_of_them.beside)}
-    return {}, arrays
-
-
-def _from_arrays(arrays: _Arrays) -> list[Candidates]:
-    """Return the keys of each matrix that `_as_arrays` put together."""
-    stops = np.cumsum(arrays["counts"]).tolist()
-    beside = [arrays[f"beside{i}"] for i in range(len(arrays) - 3)]
-    parts = [slice(start, stop) for start, stop in itertools.pairwise([0, *stops])]
-    return [
-        Candidates(arrays["indices"][part], arrays["keys"][part], tuple(array[part] for array in beside))
-        for part in parts
-    ]
+    return StreamingUniversalSet.from_parts(fields["state"], arrays)

@@ -15,6 +15,7 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import needing
 from levattn.exceptions import KeyFileError
 
 _NAMES_SHOWN = 30
@@ -80,9 +81,9 @@ def refusing(path: Path, errors: type[Exception] | tuple[type[Exception], ...]) 
         raise damaged(path, "the file", error) from error
 
 
-def missing_package(what: object, package: str) -> ImportError:
-    """Return the error of a format whose package is not installed."""
-    return ImportError(printable(f'reading {what} needs {package}: pip install "levattn[io]"'))
+def needing_package(what: object, package: str) -> AbstractContextManager[None]:
+    """Return a block whose imports need a package that may not be installed."""
+    return needing(printable(f"reading {what} needs {package}"), "io")
 
 
 def check_shape(path: Path, opened: Opened) -> None:
@@ -92,18 +93,12 @@ def check_shape(path: Path, opened: Opened) -> None:
         shape = opened.shape if len(opened.shape) < 2 else f"of {len(opened.shape)} axes"
         raise refusal(path, f"{array} has shape {shape}, expected (..., n, d)", "save the keys as rows of a matrix")
     # The size of a file says nothing of an array without numbers, and going through it could take for ever.
-    if math.prod(opened.shape) == 0 and any(
-        map(operator.gt, _sizes([max(length, 1) for length in opened.shape]), _MOST_EMPTY)
-    ):
+    *batch, n, d = (max(length, 1) for length in opened.shape)
+    matrices = math.prod(batch)
+    if 0 in opened.shape and any(map(operator.gt, (matrices, matrices * n, matrices * d * d), _MOST_EMPTY)):
         raise refusal(
             path, f"{array} has shape {opened.shape}, but holds no number", "save the keys as rows of a matrix"
         )
-
-
-def _sizes(shape: Sequence[int]) -> tuple[int, int, int]:
-    *batch, n, d = shape
-    matrices = math.prod(batch)
-    return matrices, matrices * n, matrices * d * d
 
 
 def wrong_dtype(path: Path, array: str, dtype: object, expected: str) -> KeyFileError:

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.io.common import Opened, check_size, choose, damaged, let_go, missing_package, refusal, refusing
+from levattn.io.common import Opened, check_size, choose, damaged, let_go, needing_package, refusal, refusing
 
 _FLOATS = {"double": "float64", "float": "float32", "halffloat": "float16"}
 _BATCH_BYTES = 2 * 2**20
@@ -31,11 +31,9 @@ class _Column:
     """A column that is read on from where the last reading ended, or else from the beginning of a row group."""
 
     def __init__(self, path: Path, stream: IO[bytes], tensor: str | None) -> None:
-        try:
+        with needing_package(path, "pyarrow"):
             from pyarrow import BufferReader
             from pyarrow.parquet import ParquetFile
-        except ModuleNotFoundError as error:
-            raise missing_package(path, "pyarrow") from error
         self._path = path
         self._stream = stream
         # Whatever pyarrow raises is due to the file. Mapped by itself or buffered, pyarrow would hold whole row groups
@@ -54,23 +52,20 @@ class _Column:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         with refusing(self._path, Exception):
             rows = np.empty((stop - start, self.d), self.dtype)
-            self._read_into(rows, start)
+            check_size(self._path, self._stream, len(self._pages))
+            if start != self._next:
+                self._rest, self._batches = rows[:0], self._batches_from(start)
+            self._next, filled = -1, 0
+            while filled < len(rows):
+                if len(self._rest) == 0:
+                    self._rest = next(self._batches)
+                    let_go(self._pages)
+                part = self._rest[: len(rows) - filled]
+                rows[filled : filled + len(part)] = part
+                self._rest = self._rest[len(part) :]
+                filled += len(part)
+            self._next = stop
         return rows
-
-    def _read_into(self, rows: npt.NDArray[Any], start: int) -> None:
-        check_size(self._path, self._stream, len(self._pages))
-        if start != self._next:
-            self._rest, self._batches = rows[:0], self._batches_from(start)
-        self._next, filled = -1, 0
-        while filled < len(rows):
-            if len(self._rest) == 0:
-                self._rest = next(self._batches)
-                let_go(self._pages)
-            part = self._rest[: len(rows) - filled]
-            rows[filled : filled + len(part)] = part
-            self._rest = self._rest[len(part) :]
-            filled += len(part)
-        self._next = start + filled
 
     def _batches_from(self, start: int) -> Iterator[npt.NDArray[Any]]:
         group = bisect.bisect_right(self.starts, start) - 1

@@ -17,7 +17,7 @@ from levattn.io.common import (
     damaged,
     mapped_rows,
     missing_file,
-    missing_package,
+    needing_package,
     refusal,
     refusing,
     wrong_dtype,
@@ -30,10 +30,8 @@ _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 @contextmanager
 def open_safetensors(path: Path, tensor: str | None) -> Iterator[Opened]:
     """Open a tensor."""
-    try:
+    with needing_package(path, "safetensors"):
         from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise missing_package(path, "safetensors") from error
     with path.open("rb") as stream:
         # The package checks the whole header, but its slices copy slowly: the rows are mapped here.
         with refusing(path, (SafetensorError, OSError)), safe_open(path, framework="numpy") as tensors:
@@ -54,10 +52,8 @@ def open_safetensors(path: Path, tensor: str | None) -> Iterator[Opened]:
 
 
 def _bfloat16() -> np.dtype[Any]:
-    try:
+    with needing_package("bfloat16", "ml_dtypes"):
         import ml_dtypes
-    except ModuleNotFoundError as error:
-        raise missing_package("bfloat16", "ml_dtypes") from error
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return dtype
 

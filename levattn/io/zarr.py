@@ -22,7 +22,7 @@ from levattn.io.common import (
     Opened,
     choose,
     damaged,
-    missing_package,
+    needing_package,
     refusal,
     refuse_name,
     refusing,
@@ -131,11 +131,9 @@ class _Array:
     """An array in a store: `path` is the store, and `folder` that of the array."""
 
     def __init__(self, path: Path, folder: Path, what: str, layout: _Layout) -> None:
-        try:
+        with needing_package(path, "zarr"):
             import zarr
             from zarr.storage import LocalStore
-        except ModuleNotFoundError as error:
-            raise missing_package(path, "zarr") from error
         self._path = path
         self._folder = folder
         self._what = what

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import real_number, whole_number
 
 __all__ = [
     "check_input",
@@ -35,17 +34,16 @@ def refuse_bidirectional(causal: bool) -> None:
 
 def share(name: str, value: Any) -> float:
     """Return an argument that is a weight between 0 and 1, or raise."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {value!r}; expected a real number")
-    if not 0 < float(value) < 1:
+    number = real_number(name, value)
+    if not 0 < number < 1:
         raise ValueError(f"{name} is {value!r}; expected a number above 0 and below 1, e.g. 0.05")
-    return float(value)
+    return number
 
 
-def projection(dim: int, width: int, *, bias: bool = False, **factory: Any) -> Any:
-    """Return a linear map, whose weights begin as normal numbers of standard deviation 1/√dim and biases as zero."""
+def projection(dim: int, width: int, *, bias: bool = False, std: float | None = None, **factory: Any) -> Any:
+    """Return a linear map, whose weights begin as normal numbers (of deviation 1/√dim if None) and biases as zero."""
     linear = torch.nn.Linear(dim, width, bias=bool(bias), **factory)
-    torch.nn.init.normal_(linear.weight, std=dim**-0.5)
+    torch.nn.init.normal_(linear.weight, std=dim**-0.5 if std is None else std)
     if bias:
         torch.nn.init.zeros_(linear.bias)
     return linear

@@ -10,7 +10,8 @@ import torch
 from levattn._core.checks import whole_number
 from levattn.attention import PrunedState, pruned_attention
 from levattn.attention.pruned.state import converted
-from levattn.nn.checks import check_input, projection, refuse_bidirectional, split_in_heads
+from levattn.nn.base import Layer
+from levattn.nn.checks import projection, split_in_heads
 
 __all__ = ["LevAttention", "LevAttentionCache", "Prunable", "set_dense"]
 
@@ -45,10 +46,10 @@ def set_dense(model: Any, dense: bool = True) -> None:
     --------
     >>> import torch
     >>> from levattn.nn import LevAttention, set_dense
-    >>> model = torch.nn.Sequential(LevAttention(16, heads=2, size=8), LevAttention(16, heads=2, size=8))
+    >>> model = torch.nn.Sequential(LevAttention(16, heads=2, size=8), torch.nn.LayerNorm(16))
     >>> for step in range(100):
     ...     set_dense(model, step < 15)
-    >>> model[1].dense
+    >>> model[0].dense
     False
     """
     if not isinstance(model, torch.nn.Module):
@@ -65,8 +66,8 @@ def set_dense(model: Any, dense: bool = True) -> None:
 class LevAttentionCache:
     """What decoding keeps of the positions so far: as many keys and summaries as a query reads, however many came.
 
-    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    module and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
+    Gradients do not pass through it.
 
     Attributes
     ----------
@@ -101,7 +102,7 @@ class LevAttentionCache:
         return 0 if self.state is None else self.state.nbytes
 
 
-class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
+class LevAttention(Prunable, Layer[LevAttentionCache]):
     r"""Multi-head self-attention to few keys as a layer: those with the largest leverage scores, in each head.
 
     Of an input X (T, C) come queries, keys and values by one linear map; `levattn.attention.pruned_attention` of these
@@ -117,38 +118,20 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         Number of heads of the queries, a divisor of `dim`.
     kv_heads : int, optional
         Number of heads of the keys and values, a divisor of `heads`; as many as `heads` if not given.
-    budget : int or float, optional
-        Slots of a query, as in `levattn.attention.pruned_attention`, like all options up to `chunk`. One of `budget`,
-        `size` and `epsilon` is given; the layer of the paper has a size alone.
-    size : int, optional
-        Instead of `budget`: the number of keys that are selected in each head.
-    epsilon : float in (0, 1], optional
-        Instead of `budget`: keys with a score of at least ε are selected.
-    summaries : int, optional
-        Number of clusters that the other keys are read in.
-    window : int, optional
-        Keys near a query that it attends to exactly.
-    sinks : int, optional
-        First positions that all queries attend to.
-    scores : {"leverage", "residual", "expected"}
-        What keys are selected by.
-    center : bool, optional
-        Whether the mean of the keys is subtracted before they are scored.
-    f : "softmax" or float
-        The attention function; a number p is abs(x)^p.
+    budget, size, epsilon, summaries, window, sinks, scores, center, f : optional
+        What keys a query attends to, and how, as in `levattn.attention.pruned_attention`. One of `budget`, `size` and
+        `epsilon` is given; the layer of the paper has a `size` alone.
     causal : bool
         True if a position sees itself and those before, False if it sees all.
     chunk : int, optional
-        Causal: positions between two selections.
+        Causal: positions between two selections, as there.
     bias, out_bias : bool
         Whether the two linear maps have biases.
     dense : bool
         Whether the layer attends to all keys for now. An attribute that may be set at any time; it is no part of the
         state dict.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Attributes
     ----------
@@ -173,8 +156,7 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
 
     References
     ----------
-    .. [1] Kannan, Bhattacharyya, Kacham and Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm
-       for Heavy Attentions", arXiv:2410.05462, section 6.
+    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention", arXiv:2410.05462, section 6.
 
     Examples
     --------
@@ -190,6 +172,9 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
     >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-4)
     True
     """
+
+    _cache_class = LevAttentionCache
+    _shown = ("dim", "heads", "causal")
 
     def __init__(
         self,
@@ -243,22 +228,6 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         self.qkv = projection(self.dim, width, bias=bias, **factory)
         self.proj = projection(self.dim, self.dim, bias=out_bias, **factory)
 
-    def new_cache(self) -> LevAttentionCache:
-        """Return an empty cache of decoding, for a batch of any size.
-
-        Returns
-        -------
-        LevAttentionCache
-            What ``forward(x, cache=cache)`` reads and updates.
-
-        Raises
-        ------
-        ValueError
-            If the layer is not causal: then all rows change with every new position.
-        """
-        refuse_bidirectional(self.causal)
-        return LevAttentionCache()
-
     def forward(self, x: Any, *, mask: Any = None, cache: LevAttentionCache | None = None) -> Any:
         """Return the attention of a batch of sequences.
 
@@ -283,7 +252,9 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         ValueError
             If shapes do not go together, or there is a cache and the layer is dense or not causal.
         """
-        check_input(self.dim, x, mask, None, cache, LevAttentionCache)
+        return self._called(x, mask, None, cache)
+
+    def _attended(self, x: Any, mask: Any, _offsets: Any, cache: LevAttentionCache | None) -> Any:
         G, d = self.kv_heads, self.head_dim
         parts = self.qkv(x).split([self.dim, G * d, G * d], dim=-1)
         Q, K, V = (X.unflatten(-1, (-1, d)).transpose(1, 2) for X in parts)
@@ -293,15 +264,15 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
             if not self.causal:
                 options["query_mask"] = mask[:, None, :]
         if cache is not None:
-            Y = self._step(Q, K, V, cache, options)
-        elif not self.dense:
-            Y = pruned_attention(Q, K, V, **self.options, **options)
-        else:
-            Y = attend_to_all(Q, K, V, options)
-        return self.proj(Y.transpose(1, 2).flatten(-2))
+            return self._step(Q, K, V, cache, options)
+        if self.dense:
+            return attend_to_all(Q, K, V, options)
+        return pruned_attention(Q, K, V, **self.options, **options)
+
+    def _combined(self, Y: Any) -> Any:
+        return self.proj(Y)
 
     def _step(self, Q: Any, K: Any, V: Any, cache: LevAttentionCache, options: dict[str, Any]) -> Any:
-        refuse_bidirectional(self.causal)
         if self.dense:
             raise ValueError("cache was given and the layer is dense; expected dense=False, as a cache holds few keys")
         more = self.options if cache.state is None else {"state": cache.state}
@@ -310,18 +281,11 @@ class LevAttention(Prunable, torch.nn.Module):  # type: ignore[misc]
         cache.position, cache.state = cache.position + Q.shape[2], replace(state, parts=parts)
         return Y
 
-    def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
-
-        Returns
-        -------
-        str
-            The options that it was made with.
-        """
-        shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}"
-        shown += f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        given = (f"{name}={value!r}" for name, value in self.options.items() if value is not None)
-        return ", ".join([shown, *given, *([] if self.f == "softmax" else [f"f={self.f!r}"]), f"dense={self.dense}"])
+    def _options(self) -> dict[str, Any]:
+        grouped = {"kv_heads": self.kv_heads} if self.kv_heads != self.heads else {}
+        given = {name: value for name, value in self.options.items() if value is not None}
+        function = {} if self.f == "softmax" else {"f": self.f}
+        return super()._options() | grouped | given | function | {"dense": self.dense}
 
 
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:

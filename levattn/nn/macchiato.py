@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from levattn._core.checks import whole_number
-from levattn.attention import MacchiatoState, macchiato, rotate_values
-from levattn.attention.latent.vapor import check_base
+from levattn.attention import macchiato
+from levattn.attention.latent.macchiato import check_overlap
 from levattn.attention.latent.window import check_softcap
-from levattn.nn.checks import check_input, projection, share
-from levattn.nn.features import feature_map, feature_size, run_feature
+from levattn.nn.base import Cache
+from levattn.nn.checks import projection, share
+from levattn.nn.latents import LatentLayer
 
 __all__ = ["Macchiato", "MacchiatoCache"]
 
 
-class MacchiatoCache:
+class MacchiatoCache(Cache):
     """What decoding keeps of the positions so far: from `window` positions on the same number of floats.
 
-    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    module and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
+    Gradients do not pass through it.
 
     Attributes
     ----------
@@ -49,24 +51,11 @@ class MacchiatoCache:
     (20, True)
     """
 
-    def __init__(self) -> None:
-        self.position = 0
-        self.state: MacchiatoState | None = None
-        self.feature: Any = None
-
-    def numbers(self) -> int:
-        """Return how many floats are held, of all sequences together.
-
-        Returns
-        -------
-        int
-            Zero before the first positions.
-        """
-        held = 0 if self.state is None else self.state.size
-        return held + (0 if self.feature is None else int(self.feature.numel()))
+    def _numbers(self) -> int:
+        return int(self.state.size)
 
 
-class Macchiato(torch.nn.Module):  # type: ignore[misc]
+class Macchiato(LatentLayer[MacchiatoCache]):
     r"""A window of softmax attention and latents beside it, as a layer in the place of multi-head attention.
 
     Of an input X (T, C) each head makes queries, keys and values, logits of L latents for rows and positions from
@@ -96,8 +85,7 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
         Of the angles of both.
     feature : str or torch.nn.Module, optional
         The map f in front of the logits of the latents: "conv" or "rg_lru" for a short memory, a module of one's own
-        on (B, T, C), or None for none. Modules with a state have ``state_size()`` and ``forward(x, *, offsets,
-        state)``, which returns the output and the state after it.
+        on (B, T, C), or None for none, as in `Latte`.
     softcap : float, optional
         Logits x of the window become c tanh(x/c) with this c > 0.
     delta : float in (0, 1), optional
@@ -105,10 +93,8 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
         weight of about 1 − δ. For a layer put beside trained weights 0.05 to 0.1 is advised: gradients of the latents
         are proportional to δ, and much smaller ones may never be taken up. None for a gate that begins with random
         weights.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Raises
     ------
@@ -127,8 +113,7 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512v5.
+    Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512v5.
 
     Examples
     --------
@@ -142,6 +127,9 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
     >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-5)
     True
     """
+
+    _cache_class = MacchiatoCache
+    _shown = ("dim", "heads", "kv_heads", "latents", "window", "overlap", "rope", "vapor")
 
     def __init__(
         self,
@@ -164,23 +152,17 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.dim, self.heads = whole_number("dim", dim), whole_number("heads", heads)
         self.kv_heads = self.heads if kv_heads is None else whole_number("kv_heads", kv_heads)
-        self.latents, self.window = whole_number("latents", latents), whole_number("window", window)
+        self.window = whole_number("window", window)
         if self.dim % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"dim is {dim}, heads {heads} and kv_heads {kv_heads}; expected multiples, each of the next"
             )
-        self.head_dim = self.dim // self.heads
-        if (rope or vapor) and self.head_dim % 2:
-            raise ValueError(
-                f"dim / heads is {self.head_dim}; expected an even number, as rope and vapor turn pairs of channels"
-            )
-        if overlap not in ("mixture", "exclusive"):
-            raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
+        self.head_dim, self.rope = self.dim // self.heads, bool(rope)
+        check_overlap(overlap)
         delta = None if delta is None else share("delta", delta)
         self.overlap, self.softcap = overlap, check_softcap(softcap)
-        self.rope, self.vapor, self.base = bool(rope), bool(vapor), check_base(base)
         factory = {"device": device, "dtype": dtype}
-        self.feature = feature_map(feature, self.dim, **factory)
+        self._take_options(latents, vapor, base, feature, factory)
         self.Wq, self.Wo = (projection(self.dim, self.dim, **factory) for _ in range(2))
         self.Wk, self.Wv = (projection(self.dim, self.kv_heads * self.head_dim, **factory) for _ in range(2))
         self.latent_q, self.latent_k = (projection(self.dim, self.heads * self.latents, **factory) for _ in range(2))
@@ -194,90 +176,15 @@ class Macchiato(torch.nn.Module):  # type: ignore[misc]
                 # logits of latents begin as normal numbers: the logarithm of their sum is about log L + 1/2
                 self.gate.bias.fill_(math.log((1 - delta) / delta) + math.log(self.latents) + 0.5)
 
-    def new_cache(self) -> MacchiatoCache:
-        """Return an empty cache of decoding, for a batch of any size.
-
-        Returns
-        -------
-        MacchiatoCache
-            What ``forward(x, cache=cache)`` reads and updates.
-        """
-        return MacchiatoCache()
-
-    def state_size(self) -> int:
-        """Return how many floats decoding keeps for each sequence, from `window` positions on.
-
-        Returns
-        -------
-        int
-            The size of a cache, divided by the size of its batch.
-        """
+    def _state_size(self) -> int:
         ring = 2 * self.kv_heads * self.head_dim + (self.heads * self.latents if self.overlap == "exclusive" else 0)
-        sums = self.heads * self.latents * (self.head_dim + 2)
-        return (self.window - 1) * ring + sums + feature_size(self.feature)
+        return (self.window - 1) * ring + super()._state_size()
 
-    def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, cache: MacchiatoCache | None = None) -> Any:
-        """Return the attention of a batch of sequences.
-
-        Parameters
-        ----------
-        x : tensor of shape (B, T, C)
-            The input.
-        mask : tensor of bool, shape (B, T), optional
-            True for a position that takes part.
-        offsets : tensor or array of int, shape (n + 1,), optional
-            Packed sequences, from 0 to T, as in `levattn.attention.macchiato`.
-        cache : MacchiatoCache, optional
-            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
-
-        Returns
-        -------
-        tensor of shape (B, T, C)
-            The output.
-
-        Raises
-        ------
-        TypeError
-            If `x` or `mask` is no tensor, `cache` no `MacchiatoCache`, or offsets are no whole numbers.
-        ValueError
-            If shapes do not go together, or the options of the call exclude one another.
-        """
-        check_input(self.dim, x, mask, offsets, cache, MacchiatoCache)
-        start = 0 if cache is None else cache.position
-        positions = torch.arange(start, start + x.shape[1], device=x.device)
-        h, memory = run_feature(self.feature, x, offsets, None if cache is None else cache.feature, mask)
-        q, k, V = (self._in_heads(X) for X in (self.Wq(x), self.Wk(x), self.Wv(x)))
+    def _mixed(self, x: Any, h: Any, positions: Any) -> partial[Any]:
+        q, k = (self._in_heads(W(x), self.head_dim) for W in (self.Wq, self.Wk))
+        V = self._values(x, positions)
         if self.rope:
-            q, k = (rotate_values(X, positions, base=self.base) for X in (q, k))
-        if self.vapor:
-            V = rotate_values(V, positions, base=self.base, inverse=True)
-        Q, K = (self._in_heads(X, self.latents) for X in (self.latent_q(h), self.latent_k(h)))
-        arguments = (q, k, V, Q, K, self.gate(x).transpose(1, 2))
+            q, k = (self._turned(X, positions) for X in (q, k))
+        Q, K = (self._in_heads(W(h), self.latents) for W in (self.latent_q, self.latent_k))
         options: dict[str, Any] = {"window": self.window, "overlap": self.overlap, "softcap": self.softcap}
-        options["mask"] = None if mask is None else mask[:, None, :]
-        if cache is None:
-            Y = macchiato(*arguments, offsets=offsets, **options)
-        else:
-            Y, state = macchiato(*arguments, state=cache.state, return_state=True, **options)
-            cache.state, cache.position = state, start + x.shape[1]
-            cache.feature = None if memory is None else memory.detach()
-        if self.vapor:
-            Y = rotate_values(Y, positions, base=self.base)
-        return self.Wo(Y.transpose(1, 2).flatten(-2))
-
-    def _in_heads(self, X: Any, width: int = 0) -> Any:
-        """Return (B, T, heads · width) as (B, heads, T, width)."""
-        return X.unflatten(-1, (-1, width or self.head_dim)).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
-
-        Returns
-        -------
-        str
-            The options that it was made with.
-        """
-        return (
-            f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, latents={self.latents}, "
-            f"window={self.window}, overlap={self.overlap!r}, rope={self.rope}, vapor={self.vapor}"
-        )
+        return partial(macchiato, q, k, V, Q, K, self.gate(x).transpose(1, 2), **options)

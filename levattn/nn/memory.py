@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
 from levattn._core.checks import whole_number
 from levattn.attention import causal_conv, rg_lru
+from levattn.nn.base import Module
 from levattn.nn.checks import check_sequence, split_in_heads
 
 __all__ = ["RGLRU", "CausalConv"]
@@ -16,7 +20,61 @@ __all__ = ["RGLRU", "CausalConv"]
 _SLOWEST, _FASTEST = 0.999, 0.9  # the decays r that the recurrence begins between
 
 
-class CausalConv(torch.nn.Module):  # type: ignore[misc]
+class _Memory(Module):
+    """A layer with a state that its call returns: `_operator`, with the arguments that `_arguments` makes."""
+
+    dim: int
+    _size: int  # of a state, for each sequence
+    _operator: ClassVar[Callable[..., Any]]
+
+    def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, state: Any = None) -> tuple[Any, Any]:
+        """Return what becomes of a batch of sequences, and the state after it.
+
+        Parameters
+        ----------
+        x : tensor of shape (B, T, C)
+            The input.
+        mask : tensor of bool, shape (B, T), optional
+            True for a position that takes part.
+        offsets : tensor or array of int, shape (n + 1,), optional
+            Packed sequences, from 0 to T.
+        state : tensor of shape (B, ...), optional
+            What came before, as a call returned it; not together with packed sequences.
+
+        Returns
+        -------
+        (tensor of shape (B, T, C), tensor of shape (B, ...) or None)
+            The output, and the state; None for packed sequences.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If shapes do not go together, the mask is not of bool, or offsets do not ascend from 0 to T or are given
+            together with a state.
+        """
+        check_sequence(self.dim, x)
+        attend = partial(type(self)._operator, *self._arguments(x), mask=mask, state=state)
+        if offsets is not None:
+            return attend(offsets=offsets), None
+        out, state = attend(return_state=True)
+        return out, state
+
+    @abstractmethod
+    def _arguments(self, x: Any) -> tuple[Any, ...]:
+        """Return what the operator reads of an input, and with what weights."""
+
+    def state_size(self) -> int:
+        """Return how many numbers a state has for each sequence.
+
+        Returns
+        -------
+        int
+            The size of a state, divided by the size of its batch.
+        """
+        return self._size
+
+
+class CausalConv(_Memory):
     r"""Convolution of each channel with its last inputs: `levattn.attention.causal_conv` as a layer.
 
     Weights begin uniform on :math:`\pm 1/\sqrt{k}`, the bias at 0.
@@ -27,10 +85,8 @@ class CausalConv(torch.nn.Module):  # type: ignore[misc]
         Number of channels C.
     width : int
         Number of positions k that a row reads, its own among them.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Raises
     ------
@@ -51,74 +107,27 @@ class CausalConv(torch.nn.Module):  # type: ignore[misc]
     >>> from levattn.nn import CausalConv
     >>> layer, X = CausalConv(8), torch.randn(2, 10, 8)
     >>> Y, _ = layer(X)
-    >>> head, state = layer(X[:, :6])
-    >>> tail, _ = layer(X[:, 6:], state=state)
-    >>> torch.allclose(torch.cat([head, tail], 1), Y, atol=1e-6)
+    >>> _, state = layer(X[:, :6])
+    >>> torch.allclose(layer(X[:, 6:], state=state)[0], Y[:, 6:], atol=1e-6)
     True
     """
+
+    _operator = staticmethod(causal_conv)
+    _shown = ("dim", "width")
 
     def __init__(self, dim: int, width: int = 4, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.dim, self.width = whole_number("dim", dim), whole_number("width", width)
-        bound = self.width**-0.5
+        self._size, bound = (self.width - 1) * self.dim, self.width**-0.5
         self.weight = torch.nn.Parameter(torch.empty(self.dim, self.width, device=device, dtype=dtype))
         torch.nn.init.uniform_(self.weight, -bound, bound)
         self.bias = torch.nn.Parameter(torch.zeros(self.dim, device=device, dtype=dtype))
 
-    def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, state: Any = None) -> tuple[Any, Any]:
-        """Return the convolution of a batch of sequences, and the state after it.
-
-        Parameters
-        ----------
-        x : tensor of shape (B, T, C)
-            The input.
-        mask : tensor of bool, shape (B, T), optional
-            True for a position that takes part.
-        offsets : tensor or array of int, shape (n + 1,), optional
-            Packed sequences, from 0 to T.
-        state : tensor of shape (B, k − 1, C), optional
-            What came before, not together with packed sequences.
-
-        Returns
-        -------
-        (tensor of shape (B, T, C), tensor of shape (B, k − 1, C) or None)
-            The output, and the state; None for packed sequences.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If shapes do not go together, the mask is not of bool, or offsets do not ascend from 0 to T or are given
-            together with a state.
-        """
-        check_sequence(self.dim, x)
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        if offsets is not None:
-            return causal_conv(x, weight, bias, mask=mask, offsets=offsets, state=state), None
-        out, state = causal_conv(x, weight, bias, mask=mask, state=state, return_state=True)
-        return out, state
-
-    def state_size(self) -> int:
-        """Return how many numbers a state has for each sequence.
-
-        Returns
-        -------
-        int
-            (k − 1) C.
-        """
-        return (self.width - 1) * self.dim
-
-    def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
-
-        Returns
-        -------
-        str
-            The options that it was made with.
-        """
-        return f"dim={self.dim}, width={self.width}"
+    def _arguments(self, x: Any) -> tuple[Any, ...]:
+        return x, self.weight.to(x.dtype), self.bias.to(x.dtype)
 
 
-class RGLRU(torch.nn.Module):  # type: ignore[misc]
+class RGLRU(_Memory):
     r"""Real-gated linear recurrence: `levattn.attention.rg_lru` with gates that it reads from its input.
 
     Each head makes both gates of its own channels, by a square matrix and a bias. With
@@ -131,10 +140,8 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
         Number of channels C.
     heads : int, optional
         Number of blocks of the gates, a divisor of `dim`; None for the largest of 8, 4, 2, 1 that divides it.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Raises
     ------
@@ -156,17 +163,19 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
     >>> from levattn.nn import RGLRU
     >>> layer, X = RGLRU(8, heads=2), torch.randn(2, 10, 8)
     >>> Y, _ = layer(X)
-    >>> head, state = layer(X[:, :6])
-    >>> tail, _ = layer(X[:, 6:], state=state)
-    >>> torch.allclose(torch.cat([head, tail], 1), Y, atol=1e-6)
+    >>> _, state = layer(X[:, :6])
+    >>> torch.allclose(layer(X[:, 6:], state=state)[0], Y[:, 6:], atol=1e-6)
     True
     """
+
+    _operator = staticmethod(rg_lru)
+    _shown = ("dim", "heads")
 
     def __init__(self, dim: int, heads: int | None = None, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.dim = whole_number("dim", dim)
         _, self.heads = split_in_heads(self.dim, math.gcd(self.dim, 8) if heads is None else heads)
-        width = self.dim // self.heads
+        self._size, width = self.dim + 1, self.dim // self.heads
         factory = {"device": device, "dtype": dtype}
         self.gate_x, self.gate_a = (
             torch.nn.Parameter(torch.empty(self.heads, width, width, **factory)) for _ in range(2)
@@ -179,59 +188,10 @@ class RGLRU(torch.nn.Module):  # type: ignore[misc]
             squares = torch.empty(self.dim, device=device).uniform_(_FASTEST**2, _SLOWEST**2)
             self.a_param.copy_(torch.log(torch.expm1(-0.5 * torch.log(squares))))
 
-    def forward(self, x: Any, *, mask: Any = None, offsets: Any = None, state: Any = None) -> tuple[Any, Any]:
-        """Return the recurrence of a batch of sequences, and the state after it.
-
-        Parameters
-        ----------
-        x : tensor of shape (B, T, C)
-            The input.
-        mask : tensor of bool, shape (B, T), optional
-            True for a position that takes part.
-        offsets : tensor or array of int, shape (n + 1,), optional
-            Packed sequences, from 0 to T.
-        state : tensor of shape (B, C + 1), optional
-            What came before, not together with packed sequences.
-
-        Returns
-        -------
-        (tensor of shape (B, T, C), tensor of shape (B, C + 1) or None)
-            The output, and the state; None for packed sequences.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If shapes do not go together, the mask is not of bool, or offsets do not ascend from 0 to T or are given
-            together with a state.
-        """
-        check_sequence(self.dim, x)
+    def _arguments(self, x: Any) -> tuple[Any, ...]:
         gates = (
             torch.einsum("bthi,hij->bthj", x.unflatten(-1, (self.heads, -1)), weight.to(x.dtype)).flatten(-2)
             + bias.to(x.dtype)
             for weight, bias in ((self.gate_x, self.bias_x), (self.gate_a, self.bias_a))
         )
-        arguments = (x, *gates, self.a_param)
-        if offsets is not None:
-            return rg_lru(*arguments, mask=mask, offsets=offsets, state=state), None
-        out, state = rg_lru(*arguments, mask=mask, state=state, return_state=True)
-        return out, state
-
-    def state_size(self) -> int:
-        """Return how many numbers a state has for each sequence.
-
-        Returns
-        -------
-        int
-            C + 1.
-        """
-        return self.dim + 1
-
-    def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
-
-        Returns
-        -------
-        str
-            The options that it was made with.
-        """
-        return f"dim={self.dim}, heads={self.heads}"
+        return (x, *gates, self.a_param)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import positive_number, whole_number
 from levattn.attention import tssa
-from levattn.attention.common.packed import compiling, cumulative
-from levattn.attention.latent import torch as torch_latent
-from levattn.attention.tokens.arguments import Membership, check_form, decay_rates, positive_number
-from levattn.nn.checks import check_input, refuse_bidirectional, split_in_heads
+from levattn.attention.common.packed import compiling, cumulative, untraced
+from levattn.attention.tokens.arguments import Membership, check_form, decay_rates
+from levattn.nn.base import Cache, Recurrent
+from levattn.nn.checks import projection, split_in_heads
 from levattn.nn.released import Released, read_released
 from levattn.states import TokenState
 
 __all__ = ["TokenStatistics", "TokenStatisticsCache"]
 
 
-class TokenStatisticsCache:
+class TokenStatisticsCache(Cache):
     """What decoding keeps of the tokens so far: two numbers for each channel and head, however many they are.
 
-    A module's ``new_cache()`` makes one, and its ``forward(x, cache=cache)`` reads and updates it. It goes with one
-    module and one batch of sequences. Gradients do not pass through it.
+    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
+    Gradients do not pass through it.
 
     Attributes
     ----------
@@ -48,22 +49,11 @@ class TokenStatisticsCache:
     (5, True)
     """
 
-    def __init__(self) -> None:
-        self.position = 0
-        self.state: TokenState | None = None
-
-    def numbers(self) -> int:
-        """Return how many floats are held, of all sequences together.
-
-        Returns
-        -------
-        int
-            Zero before the first positions.
-        """
-        return 0 if self.state is None else self.state.numbers()
+    def _numbers(self) -> int:
+        return int(self.state.numbers())
 
 
-class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
+class TokenStatistics(Recurrent[TokenStatisticsCache]):
     r"""Token statistics self-attention as a layer: time linear in the number of tokens, and half the weights.
 
     Of an input X (T, C) each head k makes tokens :math:`W_k = X U_k` of d = C/h channels, takes
@@ -71,8 +61,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     (untied), or :math:`[U_1, \dots, U_h]^\top` (tied). What is returned is to be added to the tokens, as in any
     transformer: ``x + layer(norm(x))``.
 
-    Other tokens enter through 2d + 1 statistics of each head alone, so the layer copies no value from one token to
-    another: what needs that (recall, retrieval) has to come from another layer, e.g. `Latte`.
+    No value is copied from one token to another: what needs that (recall) has to come from another layer (`Latte`).
 
     Parameters
     ----------
@@ -83,13 +72,11 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     causal : bool
         True if a token sees itself and those before, False if it sees all.
     membership : {"diag_leverage", "norm", "leverage", "uniform"}
-        What tokens are shared out over the heads by, as in `levattn.attention.tssa`: "diag_leverage" is the released
-        code's, "norm" the paper's.
+        As in `levattn.attention.tssa`, like the next two: "diag_leverage" is the released code's, "norm" the paper's.
     normalize : {"sum", "mean"}
-        Whether leverage scores are multiplied by the number of tokens seen. Then temperatures begin as
-        :math:`d^{-1/2}`, else as 1.
+        With "mean" temperatures begin as :math:`d^{-1/2}`, else as 1.
     decay : float or sequence of h floats
-        What a token counts for after the next has come, in (0, 1]. Causal only. It is not learned.
+        Causal only. It is not learned.
     output : {"untied", "tied"}
         Whether there is an output matrix. With tied outputs, no biases, ``c = step = 1`` and :math:`\|U_k\|_2 <
         \sqrt 2`, adding the output to the tokens that it was made of lowers the variational rate
@@ -105,10 +92,8 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     out_std : float
         The standard deviation that weights of an untied output begin with; the released language models of n layers
         take ``0.02 / sqrt(2 * n)``.
-    device : torch.device or str, optional
+    device, dtype : torch.device or str, torch.dtype, optional
         Of the parameters, as in torch's own layers.
-    dtype : torch.dtype, optional
-        The same.
 
     Attributes
     ----------
@@ -131,19 +116,17 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     Notes
     -----
     Parameters: 2C² + h and the biases, or C² + h if tied. Time of a call O(TC²) for the linear maps and O(TC) for
-    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h.
+    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h. Rows of masked tokens
+    are the bias of the output alone.
 
-    Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do. Their language
+    Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do, whose language
     models leave temperatures and biases of positions out of weight decay: `no_weight_decay`. Their code drops out
-    the factors 1/(1 + c m) and the output while it trains. This layer has no dropout: put one behind it, and use
-    none of the former.
-
-    Numbers of float16 and bfloat16, and autocast, are computed in float32 within attention.
+    the factors 1/(1 + c m) and the output while it trains; this layer has no dropout. Numbers of float16 and bfloat16,
+    and autocast, are computed in float32 within attention.
 
     References
     ----------
-    .. [1] Wu, Ding, Lu, Pai, Zhang, Wang, Yu, Ma and Haeffele, "Token Statistics Transformer: Linear-Time Attention
-       via Variational Rate Reduction", arXiv:2412.17810, section 3 and Algorithm 1.
+    Wu et al., "Token Statistics Transformer", arXiv:2412.17810, section 3 and Algorithm 1.
 
     Examples
     --------
@@ -157,6 +140,9 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
     >>> torch.allclose(torch.cat(steps, 1), Y, atol=1e-6)
     True
     """
+
+    _cache_class = TokenStatisticsCache
+    _shown = ("dim", "heads", "causal", "membership")
 
     def __init__(
         self,
@@ -198,14 +184,16 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         self.decay: Any = each[0] if len(set(each)) == 1 else tuple(each)
         self.positions = None if positions is None else whole_number("positions", positions)
         factory = {"device": device, "dtype": dtype}
-        self.project = _linear(self.dim, bias, 0.02, **factory)
+        self.project = projection(self.dim, self.dim, bias=bias, std=0.02, **factory)
         begin = self.head_dim**-0.5 if normalize == "mean" else 1.0
         temperature = None if membership == "uniform" else torch.full((self.heads,), begin, **factory)
         places = None if self.positions is None else torch.zeros(self.heads, self.positions, **factory)
         for name, values in (("temperature", temperature), ("position_bias", places)):
             self.register_parameter(name, None if values is None else torch.nn.Parameter(values))
         out_std = positive_number("out_std", out_std)
-        self.out = None if output == "tied" else _linear(self.dim, out_bias, out_std, **factory)
+        self.out = None
+        if output == "untied":
+            self.out = projection(self.dim, self.dim, bias=out_bias, std=out_std, **factory)
 
     @classmethod
     def from_released(
@@ -219,10 +207,8 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
             What a public model stores, as `load_released` reads it. Language models are causal, image models are not.
         prefix : str
             What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
-        device : torch.device or str, optional
-            Of the parameters; that of the stored weights if left out.
-        dtype : torch.dtype, optional
-            The same.
+        device, dtype : torch.device or str, torch.dtype, optional
+            Of the parameters; those of the stored weights if left out.
 
         Returns
         -------
@@ -318,70 +304,10 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         held = {"temperature": self.temperature, "position_bias": self.position_bias}
         return {name for name, parameter in held.items() if parameter is not None}
 
-    def new_cache(self) -> TokenStatisticsCache:
-        """Return an empty cache of decoding, for a batch of any size.
-
-        Returns
-        -------
-        TokenStatisticsCache
-            What ``forward(x, cache=cache)`` reads and updates.
-
-        Raises
-        ------
-        ValueError
-            If the layer is not causal: then all rows change with every new token.
-        """
-        refuse_bidirectional(self.causal)
-        return TokenStatisticsCache()
-
-    def state_size(self) -> int:
-        """Return how many floats decoding keeps for each sequence.
-
-        Returns
-        -------
-        int
-            The size of a cache, divided by the size of its batch.
-
-        Raises
-        ------
-        ValueError
-            If the layer is not causal.
-        """
-        refuse_bidirectional(self.causal)
+    def _state_size(self) -> int:
         return (2 if self.membership == "diag_leverage" else 1) * (self.dim + self.heads)
 
-    def forward(
-        self, x: Any, *, mask: Any = None, offsets: Any = None, cache: TokenStatisticsCache | None = None
-    ) -> Any:
-        """Return what is to be added to the tokens of a batch of sequences.
-
-        Parameters
-        ----------
-        x : tensor of shape (B, T, C)
-            The input.
-        mask : tensor of bool, shape (B, T), optional
-            True for a token that takes part.
-        offsets : tensor or array of int, shape (n + 1,), optional
-            Packed sequences, from 0 to T, as in `levattn.attention.tssa`.
-        cache : TokenStatisticsCache, optional
-            What `new_cache` returned: the input goes on where the last one ended, and the cache is updated.
-
-        Returns
-        -------
-        tensor of shape (B, T, C)
-            The output. Rows of masked tokens are the bias of the output alone.
-
-        Raises
-        ------
-        TypeError
-            If `x` or `mask` is no tensor, `cache` no `TokenStatisticsCache`, or offsets are no whole numbers.
-        ValueError
-            If shapes do not go together, the options of the call exclude one another, or a sequence has more tokens
-            than the layer has positions.
-        """
-        check_input(self.dim, x, mask, offsets, cache, TokenStatisticsCache)
-        if cache is not None:
-            refuse_bidirectional(self.causal)
+    def _attended(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
         options: dict[str, Any] = {
             "membership": self.membership,
             "normalize": self.normalize,
@@ -394,12 +320,9 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         }
         W = self.project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # a view, which is read where it lies
         temperature = 1.0 if self.temperature is None else self.temperature
-        if cache is None:
-            Y = tssa(W, temperature, offsets=offsets, **options)
-        else:
-            Y, state = tssa(W, temperature, state=cache.state, return_state=True, **options)
-            cache.position, cache.state = cache.position + x.shape[1], state
-        Y = Y.transpose(1, 2).flatten(-2)
+        return self._continued(partial(tssa, W, temperature, **options), x.shape[1], offsets, cache)
+
+    def _combined(self, Y: Any) -> Any:
         return Y @ self.project.weight if self.out is None else self.out(Y)
 
     def _bias(self, x: Any, mask: Any, offsets: Any, cache: TokenStatisticsCache | None) -> Any:
@@ -407,7 +330,7 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
         if self.position_bias is None:
             return None
         T = x.shape[1]
-        before = 0 if cache is None or cache.state is None else torch_latent.untraced(_counts, cache.state, x)
+        before = 0 if cache is None or cache.state is None else untraced(_counts, cache.state, x)
         if mask is None and offsets is None and isinstance(before, int):
             self._refuse_longer(before + T)
             return self.position_bias[:, before : before + T]
@@ -426,26 +349,10 @@ class TokenStatistics(torch.nn.Module):  # type: ignore[misc]
                 "that. Make the layer with more positions or without (positions=None), or cut the sequence"
             )
 
-    def extra_repr(self) -> str:
-        """Return what `print` shows of the layer.
-
-        Returns
-        -------
-        str
-            The options that it was made with.
-        """
-        shown = f"dim={self.dim}, heads={self.heads}, causal={self.causal}, membership={self.membership!r}"
-        shown += f", output={'tied' if self.out is None else 'untied'!r}"
+    def _options(self) -> dict[str, Any]:
         others = {"normalize": "sum", "decay": 1.0, "positions": None, "c": 1.0, "step": 1.0}
-        return shown + "".join(f", {k}={getattr(self, k)!r}" for k, v in others.items() if getattr(self, k) != v)
-
-
-def _linear(dim: int, bias: bool, std: float, **factory: Any) -> Any:
-    linear = torch.nn.Linear(dim, dim, bias=bool(bias), **factory)
-    torch.nn.init.normal_(linear.weight, std=std)
-    if linear.bias is not None:
-        torch.nn.init.zeros_(linear.bias)
-    return linear
+        changed = {name: getattr(self, name) for name, usual in others.items() if getattr(self, name) != usual}
+        return super()._options() | {"output": "tied" if self.out is None else "untied"} | changed
 
 
 def _counts(state: TokenState, x: Any) -> Any:

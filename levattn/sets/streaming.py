@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import whole_number
-from levattn._core.serialize import as_damage, pack, unpack, whole
+from levattn._core.checks import check_type, whole_number
+from levattn._core.serialize import StoredState, whole
 from levattn._kernels import BLOCK, Float64
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
@@ -25,7 +24,6 @@ from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, re
 
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
 
-_VERSION = 1
 _MOST_ROWS = 2**62
 
 Int64 = npt.NDArray[np.int64]
@@ -172,7 +170,7 @@ class StreamedSet:
         )
 
 
-class StreamingUniversalSet:
+class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1):
     r"""The universal set of keys that come in chunks: one pass, bounded memory, merges.
 
     For f(x) = x² the result is that of `universal_set`, exactly, at any time for the keys so far: a leverage score
@@ -330,8 +328,7 @@ class StreamingUniversalSet:
         -----
         Time O(d³ + d³/ε), whatever the number of rows.
         """
-        if not isinstance(other, StreamingUniversalSet):
-            raise TypeError(f"other is of type {type(other).__name__}; expected StreamingUniversalSet")
+        check_type("other", other, StreamingUniversalSet, "StreamingUniversalSet")
         if (other.epsilon, other.f) != (self.epsilon, self.f):
             raise ValueError(
                 f"other has epsilon = {other.epsilon} and f = {other.f}; expected {self.epsilon} and {self.f}"
@@ -397,23 +394,8 @@ class StreamingUniversalSet:
             certificate=(stream.running.certificate,),
         )
 
-    def __copy__(self) -> StreamingUniversalSet:
-        """Return a state of its own."""
-        return copy.deepcopy(self)
-
-    def to_bytes(self) -> bytes:
-        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
-
-        Returns
-        -------
-        bytes
-            A header in JSON, the arrays of the state, and a checksum; docs/design.md describes them.
-
-        Raises
-        ------
-        TypeError
-            If f is a function of one's own, which has no name to be saved by.
-        """
+    def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+        """Return rows, sums and candidates, as docs/design.md describes them; see `StoredState`."""
         if not self._saved_as:
             raise TypeError(f"f is {self.f!r}; only states of the functions of levattn can be saved")
         fields: dict[str, Any] = {"epsilon": self.epsilon, "f": self._saved_as, "placed": self._placed}
@@ -422,43 +404,23 @@ class StreamingUniversalSet:
         if self._stream is not None:
             more, arrays = self._stream.parts()
             fields |= more
-        return pack("StreamingUniversalSet", _VERSION, fields, arrays)
+        return fields, arrays
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> StreamingUniversalSet:
-        """Return the state that `to_bytes` made bytes of.
-
-        Parameters
-        ----------
-        data : bytes
-            What `to_bytes` returned.
-
-        Returns
-        -------
-        StreamingUniversalSet
-            It goes on exactly as the other would have.
-
-        Raises
-        ------
-        TypeError
-            If the data are no bytes.
-        ValueError
-            If they are damaged, of another kind, or of a version that is not known.
-        """
-        fields, arrays = unpack(data, "StreamingUniversalSet", _VERSION)
-        with as_damage():
-            name, parameters = fields["f"]
-            self = cls(fields["epsilon"], f=FAMILIES[name](**parameters))
-            self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
-            last = -1
-            for start, stop in fields["spans"]:
-                self._spans.append((whole(start, last + 1), whole(stop, start + 1)))
-                last = stop
-            if not last <= self._next_row < _MOST_ROWS:
-                raise ValueError(f"the next row is {self._next_row}, after rows up to {last}")
-            if fields["begun"]:
-                self._stream = CandidateStore.from_parts(fields, arrays, self.epsilon, self.f)
-                self._require_rows(self._stream)
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> StreamingUniversalSet:
+        """Return the state of the same rows, sums and candidates; see `StoredState`."""
+        name, parameters = fields["f"]
+        self = cls(fields["epsilon"], f=FAMILIES[name](**parameters))
+        self._placed, self._next_row = bool(fields["placed"]), whole(fields["next_row"])
+        last = -1
+        for start, stop in fields["spans"]:
+            self._spans.append((whole(start, last + 1), whole(stop, start + 1)))
+            last = stop
+        if not last <= self._next_row < _MOST_ROWS:
+            raise ValueError(f"the next row is {self._next_row}, after rows up to {last}")
+        if fields["begun"]:
+            self._stream = CandidateStore.from_parts(fields, arrays, self.epsilon, self.f)
+            self._require_rows(self._stream)
         return self
 
     def _require_rows(self, stream: CandidateStore) -> None:

@@ -10,16 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
-from levattn._core.checks import whole_number
+from levattn._core.checks import check_type, whole_number
 from levattn._core.random import as_seed
-from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
+from levattn._core.serialize import StoredState, shaped, whole
 from levattn._kernels import Float64, Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.sketch.families import FAMILIES, Distribution
 
 __all__ = ["Sketch", "SketchedRows"]
 
-_VERSION = 1  # of the bytes of SketchedRows
 _ROWS = 2**62  # numbers of rows are below
 
 
@@ -159,7 +158,7 @@ class Sketch:
             raise ValueError(f"K has entries so large that sums of them overflow {out.dtype}; scale K down")
 
 
-class SketchedRows:
+class SketchedRows(StoredState, name="SketchedRows", version=1):
     """The sketch ``S K`` of rows that come in chunks, in any order, here or elsewhere.
 
     Sums are kept without the scale of S: for integer-valued rows and a distribution with entries 0 and ±1 they are
@@ -268,8 +267,7 @@ class SketchedRows:
         TypeError, ValueError
             If the states do not go together.
         """
-        if not isinstance(other, SketchedRows):
-            raise TypeError(f"other is of type {type(other).__name__}; expected SketchedRows")
+        check_type("other", other, SketchedRows, "SketchedRows")
         mine, its = ((s.sketch, s.d, s.batch) for s in (self, other))
         if mine != its:
             raise ValueError(f"other has sketch, d and batch {its}; expected {mine}")
@@ -299,19 +297,8 @@ class SketchedRows:
         shape = (*self.batch, *self._sums.shape[1:])
         return (self._sums * self.sketch.distribution.scale).reshape(shape)
 
-    def to_bytes(self) -> bytes:
-        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
-
-        Returns
-        -------
-        bytes
-            A header in JSON, the sums, and a checksum.
-
-        Raises
-        ------
-        TypeError
-            If the distribution is none of this module.
-        """
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the sums and what they were drawn by; see `StoredState`."""
         distribution = self.sketch.distribution
         if FAMILIES.get(type(distribution).__name__) is not type(distribution):
             raise TypeError(f"the distribution is {distribution!r}; only those of levattn.sketch can be saved")
@@ -324,43 +311,18 @@ class SketchedRows:
             "count": self.count,
             "next_row": self.next_row,
         }
-        return pack("SketchedRows", _VERSION, fields, {"sums": to_numpy(self._sums)})
+        return fields, {"sums": to_numpy(self._sums)}
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> SketchedRows:
-        """Return the state that `to_bytes` made bytes of.
-
-        Parameters
-        ----------
-        data : bytes
-            What `to_bytes` returned.
-
-        Returns
-        -------
-        SketchedRows
-
-        Raises
-        ------
-        TypeError
-            If the data are no bytes.
-        ValueError
-            If they are damaged, of another kind, or of a version that is not known.
-        """
-        fields, arrays = unpack(data, "SketchedRows", _VERSION)
-        with as_damage():
-            distribution = FAMILIES[fields["distribution"]](**fields["parameters"])
-            d, batch = (
-                whole(fields["d"], 1),
-                tuple(whole(size) for size in fields["batch"]),
-            )
-            # before room is made for what the fields claim
-            sums = shaped(arrays["sums"], np.float64, (math.prod(batch), distribution.size, d))
-            state = cls(Sketch(distribution, fields["seed"]), d, batch)
-            state.count, state.next_row = (
-                whole(fields["count"]),
-                whole(fields["next_row"]),
-            )
-            if max(state.count, state.next_row) > _ROWS:
-                raise ValueError(f"{state.count} rows were summed, before row {state.next_row}")
-            state._sums = sums
-            return state
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, Any]) -> SketchedRows:
+        """Return the state of the same sums; see `StoredState`."""
+        distribution = FAMILIES[fields["distribution"]](**fields["parameters"])
+        d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
+        # before room is made for what the fields claim
+        sums = shaped(arrays["sums"], np.float64, (math.prod(batch), distribution.size, d))
+        state = cls(Sketch(distribution, fields["seed"]), d, batch)
+        state.count, state.next_row = whole(fields["count"]), whole(fields["next_row"])
+        if max(state.count, state.next_row) > _ROWS:
+            raise ValueError(f"{state.count} rows were summed, before row {state.next_row}")
+        state._sums = sums
+        return state

@@ -17,7 +17,7 @@ from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
 from levattn.linalg.reading import check_finite
 
-__all__ = ["BlockBuffer", "RowNumbers", "in_main_memory", "payload_of", "present_rows", "readable"]
+__all__ = ["BlockBuffer", "RowNumbers", "in_main_memory", "payload_of", "present_rows", "readable", "rows_in_memory"]
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -44,6 +44,11 @@ def _moved(matrices: Matrices, present: Any | None, name: str) -> tuple[Matrices
     if present is not None:
         present = to_numpy(present)
     return matrices, Rows(matrices.data, matrices.format, present)
+
+
+def rows_in_memory(rows: Rows) -> Rows:
+    """Return rows of a CUDA device in main memory; others as they are."""
+    return replace(rows, keys=to_numpy(rows.keys), mask=None if rows.mask is None else to_numpy(rows.mask))
 
 
 class BlockBuffer:
@@ -100,7 +105,10 @@ class BlockBuffer:
         at = self._fill(rows, *beside) if self.count else 0
         if self.count == BLOCK:  # a block is summed where its last rows are
             take(replace(self.rows, keys=to_device(self.rows.keys, rows.keys)), *self.beside)
-            self._empty()
+            # new memory, as a copy may hold what is here
+            self.count = 0
+            self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
+            self._beside = [array[:, :0].copy() for array in self._beside]
         whole = (rows.shape[1] - at) // BLOCK * BLOCK
         if whole:
             take(rows.between(at, at + whole), *(array[:, at : at + whole] for array in beside))
@@ -110,12 +118,6 @@ class BlockBuffer:
             check_finite(waiting, waiting.column_sums())
         self._fill(rest, *(array[:, at + whole :] for array in beside))
 
-    def _empty(self) -> None:
-        """Hold nothing, in new memory, as a copy may hold what is here."""
-        self.count = 0
-        self._held = replace(self._held, keys=self._held.keys[:, :0].copy())
-        self._beside = [array[:, :0].copy() for array in self._beside]
-
     def _fill(self, rows: Rows, *beside: Any) -> int:
         """Take rows up to the end of the block and return their number; what was held before is not touched."""
         taken = min(BLOCK - self.count, rows.shape[1])
@@ -124,11 +126,11 @@ class BlockBuffer:
             size = min(max(stop, 2 * self._held.shape[1], 64), BLOCK)
             self._held = replace(self._held, keys=_longer(self._held.keys, size))
             self._beside = [_longer(array, size) for array in self._beside]
-        part = rows.between(0, taken)
+        part = rows_in_memory(rows.between(0, taken))
         place = self._held.keys[:, self.count : stop]
-        place[...] = to_numpy(part.keys)
+        place[...] = part.keys
         if part.mask is not None:
-            place[~to_numpy(part.mask)] = 0
+            place[~part.mask] = 0
         for held, array in zip(self._beside, beside, strict=True):
             held[:, self.count : stop] = to_numpy(array[:, :taken])
         self.count = stop

@@ -14,7 +14,7 @@ from levattn._kernels import BLOCK, Float64, Rows, kernels_for
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator
 from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
-from levattn.states.block_buffer import BlockBuffer
+from levattn.states.block_buffer import BlockBuffer, rows_in_memory
 from levattn.states.factors import factor_of, factor_of_sum
 
 __all__ = ["BlockSums", "RunningSums"]
@@ -35,10 +35,10 @@ class BlockSums:
         """Add rows, `present` of them (b,), or raise and stay as it was; rows with weights are held in float64."""
         gained: Any = present
         if weights is not None:  # Σ w k kᵀ is the second moment of √w k
-            weights = to_numpy(weights)
+            weights, rows = to_numpy(weights), rows_in_memory(rows)
             gained = weights.sum(axis=1)
             keys = to_float64(rows.keys, rows.format) * np.sqrt(weights)[..., None]
-            rows = Rows(keys, "float64", None if rows.mask is None else to_numpy(rows.mask))
+            rows = Rows(keys, "float64", rows.mask)
         tail = self._tail.copy() if self._tail is not None else BlockBuffer(self._b, self._d, rows.format)
         sums, before = self._sum.copy(), self._sum.blocks.count * BLOCK + tail.count
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_cupy, to_numpy
-from levattn._core.checks import whole_number
-from levattn._core.serialize import MOST_ROWS, as_damage, counts, pack, shaped, unpack, whole
+from levattn._core.checks import check_type, whole_number
+from levattn._core.serialize import MOST_ROWS, StoredState, counts, shaped, whole
 from levattn._kernels import Rows
 from levattn.linalg.factor import Factor
 from levattn.states.block_buffer import present_rows, readable
@@ -21,22 +20,17 @@ from levattn.states.common import held_as, same_decay
 
 __all__ = ["Moments"]
 
-_VERSION = 2
 
-
-class Moments:
+class Moments(StoredState, name="Moments", version=2):
     """The second moment ``G = Σ w k kᵀ`` of keys that come in chunks, or its diagonal, and the factor of it.
-
-    One state for all that is made of second moments: leverage scores (all of it, w = 1), token statistics (its
-    diagonal, weighted by memberships), coding rates (all of it, for each group).
 
     The rows are numbered as they come and summed in fixed blocks, or one after the other where only the diagonal is
     kept or sums decay, so that the result has the same bits whatever the sizes of the chunks and the number of threads
     (to rounding on a CUDA device, for these). Merging two states agrees with one state to rounding.
 
     Sums are in float64 while that holds what the scores of the keys need, and else as pairs of float64, of about 100
-    bits; this is decided block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal,
-    and sums that decay, are in float64 always: squares of keys have to be within its range.
+    bits, block by block. So keys may be ill-conditioned, of any size, or rank-deficient. The diagonal, and sums that
+    decay, are in float64 always: squares of keys have to be within its range.
 
     Parameters
     ----------
@@ -285,8 +279,7 @@ class Moments:
         TypeError, ValueError
             If the states were made for different shapes or forms, or saw keys of different dtypes.
         """
-        if not isinstance(other, Moments):
-            raise TypeError(f"other is of type {type(other).__name__}; expected Moments")
+        check_type("other", other, Moments, "Moments")
         if other.d != self.d or other.batch != self.batch:
             raise ValueError(
                 f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
@@ -296,22 +289,10 @@ class Moments:
                 f"other has diagonal={other.diagonal} and decay={other.decay}; expected {self.diagonal} and "
                 f"{self.decay}, as here"
             )
-        self._sums.check(other._sums)  # type: ignore[arg-type]
-
-    def __copy__(self) -> Moments:
-        """Return a state of its own."""
-        return copy.deepcopy(self)
+        self._sums.check(other._sums)
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-        """Return the fields and arrays from which `from_parts` makes the state again.
-
-        Returns
-        -------
-        fields : dict
-            Numbers and strings by name, which JSON holds.
-        arrays : dict
-            Arrays of numpy by name.
-        """
+        """Return the sums and the numbers of keys; see `StoredState`."""
         fields, arrays = self._sums.parts()
         arrays |= {"count": self.count}
         if self.decay is not None:
@@ -320,23 +301,7 @@ class Moments:
 
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> Moments:
-        """Return the state that `parts` took apart.
-
-        Parameters
-        ----------
-        fields, arrays : dict
-            What `parts` returned.
-
-        Returns
-        -------
-        Moments
-            It goes on exactly as the other would have.
-
-        Raises
-        ------
-        TypeError, ValueError, LookupError
-            If something is missing, or does not go together.
-        """
+        """Return the state of the same sums; see `StoredState`."""
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
         b = math.prod(batch)
         count = counts(arrays["count"], batch)  # before room is made for what the fields claim
@@ -356,52 +321,17 @@ class Moments:
         self.count = count
         return self
 
-    def to_bytes(self) -> bytes:
-        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
-
-        Returns
-        -------
-        bytes
-            A header in JSON, the sums, the rows that wait, and a checksum.
-        """
-        return pack("Moments", _VERSION, *self.parts())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Moments:
-        """Return the state that `to_bytes` made bytes of.
-
-        Parameters
-        ----------
-        data : bytes
-            What `to_bytes` returned.
-
-        Returns
-        -------
-        Moments
-            It goes on exactly as the other would have.
-
-        Raises
-        ------
-        TypeError
-            If the data are no bytes.
-        ValueError
-            If they are damaged, of another kind, or of a version that is not known.
-        """
-        fields, arrays = unpack(data, "Moments", _VERSION)
-        with as_damage():
-            return cls.from_parts(fields, arrays)
-
 
 def _rates(decay: Any, batch: tuple[int, ...]) -> npt.NDArray[np.float64] | None:
     """Return decays as an array of float64 that broadcasts to the batch, or None where nothing decays."""
+    problem = f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}"
     try:
         rates = np.asarray(to_numpy(decay) if array_api_compat.is_array_api_obj(decay) else decay, np.float64)
-        np.broadcast_shapes(rates.shape, batch)
         fits = np.broadcast_shapes(rates.shape, batch) == batch
     except (TypeError, ValueError):
-        raise TypeError(f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}") from None
+        raise TypeError(problem) from None
     if not fits or not ((rates > 0) & (rates <= 1)).all():
-        raise ValueError(f"decay is {decay!r}; expected numbers in (0, 1] that broadcast to {batch}")
+        raise ValueError(problem)
     return None if (rates == 1).all() else rates
 
 

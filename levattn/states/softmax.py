@@ -8,20 +8,19 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, on_cuda, to_numpy
-from levattn._core.checks import whole_number
+from levattn._core.checks import check_type, whole_number
 from levattn._core.formats import decode_half
-from levattn._core.serialize import as_damage, pack, shaped, unpack, whole
+from levattn._core.serialize import StoredState, shaped, whole
 from levattn._kernels import kernels_for
 from levattn._kernels.latent.contract import State
 from levattn.states.common import held_as
 
 __all__ = ["SoftmaxState"]
 
-_VERSION = 1
 _MOST_UNSEEN = 2**31  # numbers of a saved state that has seen nothing
 
 
-class SoftmaxState:
+class SoftmaxState(StoredState, name="SoftmaxState", version=1):
     """Softmax averages of values over positions that come in chunks, one for each latent.
 
     Of logits K (positions × latents) and values V it holds ``m = max K``, ``s = Σ e^{K − m}`` and
@@ -82,19 +81,19 @@ class SoftmaxState:
     @property
     def m(self) -> Any:
         """The largest logit of each latent, (..., L); −inf where there is none."""
-        return self._parts()[0]
+        return self._sums()[0]
 
     @property
     def s(self) -> Any:
         """The sums of exponentials relative to `m`, (..., L); 0 where there is none."""
-        return self._parts()[1]
+        return self._sums()[1]
 
     @property
     def S(self) -> Any:  # noqa: N802
         """The sums of values times these exponentials, (..., L, D)."""
-        return self._parts()[2]
+        return self._sums()[2]
 
-    def _parts(self) -> State:
+    def _sums(self) -> State:
         if self._held is None:
             s = np.zeros((*self.batch, self.latents))
             return np.full_like(s, -np.inf), s, np.zeros((*s.shape, self.d))
@@ -193,8 +192,7 @@ class SoftmaxState:
         TypeError, ValueError
             If the states were made for different shapes, or their arrays are of different libraries.
         """
-        if not isinstance(other, SoftmaxState):
-            raise TypeError(f"other is of type {type(other).__name__}; expected SoftmaxState")
+        check_type("other", other, SoftmaxState, "SoftmaxState")
         mine, theirs = (self.batch, self.latents, self.d), (other.batch, other.latents, other.d)
         if mine != theirs:
             raise ValueError(f"other has (batch, latents, d) = {theirs}; expected {mine}, as here")
@@ -221,70 +219,37 @@ class SoftmaxState:
         array of float64, shape (..., L, D)
             Zero for a latent that has seen nothing.
         """
-        _, s, S = self._parts()
+        _, s, S = self._sums()
         xp = array_namespace(S)
         return S / xp.where(s == 0, xp.ones_like(s), s)[..., None]
 
-    def copy(self) -> SoftmaxState:
-        """Return a state of its own.
-
-        Returns
-        -------
-        SoftmaxState
-            What either sees from now on, the other does not.
-        """
+    def __copy__(self) -> SoftmaxState:
         other = SoftmaxState(self.latents, self.d, self.batch)
         other._held = self._held  # arrays are never written to
         return other
 
-    def to_bytes(self) -> bytes:
-        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
-
-        Returns
-        -------
-        bytes
-            A header in JSON, the arrays, and a checksum.
-        """
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the three sums, or no array; see `StoredState`."""
         fields: dict[str, Any] = {"latents": self.latents, "d": self.d, "batch": list(self.batch)}
         fields["empty"] = self._held is None
         held = {} if self._held is None else dict(zip("msS", map(to_numpy, self._held), strict=True))
-        return pack("SoftmaxState", _VERSION, fields, held)
+        return fields, held
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> SoftmaxState:
-        """Return the state that `to_bytes` made bytes of, with arrays of numpy.
-
-        Parameters
-        ----------
-        data : bytes
-            What `to_bytes` returned.
-
-        Returns
-        -------
-        SoftmaxState
-            With arrays of numpy.
-
-        Raises
-        ------
-        TypeError
-            If the data are no bytes.
-        ValueError
-            If they are damaged, of another kind, or of a version that is not known.
-        """
-        fields, arrays = unpack(data, "SoftmaxState", _VERSION)
-        with as_damage():
-            latents, d = whole(fields["latents"], 1), whole(fields["d"], 1)
-            batch = tuple(whole(size) for size in fields["batch"])
-            if fields["empty"] and math.prod(batch) * latents * d > _MOST_UNSEEN:
-                raise ValueError(f"no array backs {latents} latents of {d} columns in a batch {batch}")
-            self = cls(latents, d, batch)
-            shapes = {"m": (*batch, latents), "s": (*batch, latents), "S": (*batch, latents, d)}
-            if (fields["empty"], set(arrays)) not in ((True, set()), (False, set(shapes))):
-                raise ValueError(f"it holds the arrays {sorted(arrays)}")
-            if arrays:
-                m, s, S = (shaped(arrays[name], np.float64, shape, finite=False) for name, shape in shapes.items())
-                self._held = m, s, S
-            return self
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, Any]) -> SoftmaxState:
+        """Return the state of the same sums; see `StoredState`."""
+        latents, d = whole(fields["latents"], 1), whole(fields["d"], 1)
+        batch = tuple(whole(size) for size in fields["batch"])
+        if fields["empty"] and math.prod(batch) * latents * d > _MOST_UNSEEN:
+            raise ValueError(f"no array backs {latents} latents of {d} columns in a batch {batch}")
+        self = cls(latents, d, batch)
+        shapes = {"m": (*batch, latents), "s": (*batch, latents), "S": (*batch, latents, d)}
+        if (fields["empty"], set(arrays)) not in ((True, set()), (False, set(shapes))):
+            raise ValueError(f"it holds the arrays {sorted(arrays)}")
+        if arrays:
+            m, s, S = (shaped(arrays[name], np.float64, shape, finite=False) for name, shape in shapes.items())
+            self._held = m, s, S
+        return self
 
 
 def _as_computed(matrices: Matrices, double: bool) -> Any:

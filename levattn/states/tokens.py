@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
-from levattn._core.serialize import as_damage, pack, unpack
+from levattn._core.checks import check_type
+from levattn._core.serialize import StoredState
 from levattn.states.common import same_decay
 from levattn.states.moments import Moments
 
 __all__ = ["TokenState"]
 
-_VERSION = 1
 
-
-class TokenState:
+class TokenState(StoredState, name="TokenState", version=1):
     """What token statistics attention reads of the tokens: one or two diagonal second moments for each head.
 
     `tokens` holds ``M = Σ Π w²`` and ``N = Σ Π``, the squares of projected tokens w weighted by their memberships Π.
@@ -70,8 +68,7 @@ class TokenState:
 
     def __init__(self, norms: Moments | None = None, tokens: Moments | None = None) -> None:
         for name, moments in (("norms", norms), ("tokens", tokens)):
-            if moments is not None and not isinstance(moments, Moments):
-                raise TypeError(f"{name} is of type {type(moments).__name__}; expected levattn.states.Moments")
+            check_type(name, moments, Moments | None, "levattn.states.Moments")
         if tokens is not None and not tokens.diagonal:
             raise ValueError("tokens is a full second moment; expected Moments(d, batch, diagonal=True)")
         if norms is not None and tokens is not None:
@@ -106,8 +103,7 @@ class TokenState:
         TypeError, ValueError
             If `other` is no such state.
         """
-        if not isinstance(other, TokenState):
-            raise TypeError(f"other is of type {type(other).__name__}; expected TokenState")
+        check_type("other", other, TokenState, "TokenState")
         if [part is None for part in self._all] != [part is None for part in other._all]:
             raise ValueError(f"other holds {other._names}; expected {self._names}, as here")
         pairs = [(mine, theirs) for mine, theirs in zip(self._all, other._all, strict=True) if mine is not None]
@@ -127,16 +123,6 @@ class TokenState:
         held = [name for name, part in zip(("norms", "tokens"), self._all, strict=True) if part is not None]
         return " and ".join(held) or "nothing"
 
-    def copy(self) -> TokenState:
-        """Return a state of its own.
-
-        Returns
-        -------
-        TokenState
-            What either sees from now on, the other does not.
-        """
-        return TokenState(*(None if part is None else copy.copy(part) for part in self._all))
-
     def numbers(self) -> int:
         """Return how many numbers of float64 make up the state.
 
@@ -148,14 +134,8 @@ class TokenState:
         held = [part for part in self._all if part is not None]
         return sum(math.prod(part.batch) * (part.d ** (1 if part.diagonal else 2) + 1) for part in held)
 
-    def to_bytes(self) -> bytes:
-        """Return the state as bytes, from which `from_bytes` makes it again, on any machine.
-
-        Returns
-        -------
-        bytes
-            A header in JSON, the arrays, and a checksum.
-        """
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return those of both moments; see `StoredState`."""
         fields: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         for name, part in zip(("norms", "tokens"), self._all, strict=True):
@@ -163,33 +143,13 @@ class TokenState:
             if part is not None:
                 fields[name], found = part.parts()
                 arrays |= {f"{name}.{key}": array for key, array in found.items()}
-        return pack("TokenState", _VERSION, fields, arrays)
+        return fields, arrays
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> TokenState:
-        """Return the state that `to_bytes` made bytes of, with arrays of numpy.
-
-        Parameters
-        ----------
-        data : bytes
-            What `to_bytes` returned.
-
-        Returns
-        -------
-        TokenState
-            With arrays of numpy.
-
-        Raises
-        ------
-        TypeError
-            If the data are no bytes.
-        ValueError
-            If they are damaged, of another kind, or of a version that is not known.
-        """
-        fields, arrays = unpack(data, "TokenState", _VERSION)
-        with as_damage():
-            parts = []
-            for name in ("norms", "tokens"):
-                own = {key.partition(".")[2]: array for key, array in arrays.items() if key.startswith(f"{name}.")}
-                parts.append(None if fields[name] is None else Moments.from_parts(fields[name], own))
-            return cls(*parts)
+    def from_parts(cls, fields: dict[str, Any], arrays: dict[str, Any]) -> TokenState:
+        """Return the state of both moments; see `StoredState`."""
+        parts = []
+        for name in ("norms", "tokens"):
+            own = {key.partition(".")[2]: array for key, array in arrays.items() if key.startswith(f"{name}.")}
+            parts.append(None if fields[name] is None else Moments.from_parts(fields[name], own))
+        return cls(*parts)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 Float = NDArray[np.float64]
 Whole = NDArray[np.object_]  # of Python's integers
 Decimals = NDArray[np.object_]
-Precise = Callable[[Decimal], Decimal]  # of the size of a product, in the context of 60 digits
 
 DIGITS = Context(prec=60, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
@@ -249,7 +248,7 @@ class Truth:
         rows = [[scaled(z, int(e)) for z in row] for row, e in zip(Z, exponents, strict=True)]
         return np.array(rows, np.float64).reshape(Z.shape)
 
-    def shares(self, f: Precise) -> Iterator[tuple[Decimals, Decimal]]:
+    def shares(self, f: Function) -> Iterator[tuple[Decimals, Decimal]]:
         """For each query the values of f at its products with all keys, to 58 digits, and their sum."""
         rows, place = self._distinct
         counts = np.bincount(place, minlength=len(rows))
@@ -257,7 +256,7 @@ class Truth:
         with localcontext(DIGITS):
             for Z, exponent in zip(*few.products, strict=True):
                 unit = Decimal(2) ** int(exponent)
-                values = np.array([f(abs(Decimal(z)) * unit) for z in Z], object)
+                values = f(np.array([Decimal(z) * unit for z in Z], object))
                 total = sum((x * int(count) for x, count in zip(values, counts, strict=True)), Decimal(0))
                 yield values[place], total
 
@@ -297,77 +296,50 @@ def fraction(whole: int, exponent: int) -> Fraction:
     return Fraction(whole << max(exponent, 0), 1 << max(-exponent, 0))
 
 
-# -- other functions, in 60 digits ------------------------------------------------------------------------------------
+# -- other functions --------------------------------------------------------------------------------------------------
+# Of arrays of float64, good to some units in the last place, or of decimals, in the context of 60 digits.
+
+Function = Callable[[Any], Any]
 
 
-def precise_power(p: float) -> Precise:
-    """Of an exponent that is a multiple of 1/2."""
-    return lambda x: (x ** int(2 * p)).sqrt()
+def alike(value: float, x: Any) -> Any:
+    """A number of the kind that an array holds."""
+    return Decimal(value) if x.dtype == object else value
 
 
-def precise_huber(delta: float) -> Precise:
-    at = Decimal(delta)
-    return lambda x: x * x / 2 if x <= at else at * (x - at / 2)
+def power(p: float) -> Function:
+    return lambda x: np.abs(x) ** alike(p, x)
 
 
-def precise_tukey(c: float) -> Precise:
-    at = Decimal(c)
+def huber(delta: float) -> Function:
+    def f(x: Any) -> Any:
+        size, at = np.abs(x), alike(delta, x)
+        return np.where(size <= at, np.minimum(size, at) ** 2 / 2, at * (size - at / 2))
 
-    def f(x: Decimal) -> Decimal:
-        u = min(x / at, Decimal(1)) ** 2
+    return f
+
+
+def tukey(c: float) -> Function:
+    def f(x: Any) -> Any:
+        at = alike(c, x)
+        u = np.minimum(np.abs(x) / at, alike(1, x)) ** 2
         return at * at / 6 * u * (3 - 3 * u + u * u)
 
     return f
 
 
-def precise_l1l2(x: Decimal) -> Decimal:
-    return x * x / ((1 + x * x / 2).sqrt() + 1)
-
-
-def precise_fair(c: float) -> Precise:
-    at = Decimal(c)
-
-    def f(x: Decimal) -> Decimal:
-        u = x / at
-        if u < Decimal("1e-5"):
-            return at * at * sum(((-u) ** k / k for k in range(2, 16)), Decimal(0))
-        return at * at * (u - (1 + u).ln())
-
-    return f
-
-
-# -- other functions: float64 of exactly rounded products, good to some units in the last place ---------------------
-
-Function = Callable[[Float], Float]
-
-
-def power(p: float) -> Function:
-    return lambda x: np.abs(x) ** p
-
-
-def huber(delta: float) -> Function:
-    return lambda x: np.where(
-        np.abs(x) <= delta, np.minimum(np.abs(x), delta) ** 2 / 2, delta * (np.abs(x) - delta / 2)
-    )
-
-
-def tukey(c: float) -> Function:
-    def f(x: Float) -> Float:
-        u = np.minimum(np.abs(x) / c, 1.0) ** 2
-        return c * c / 6 * u * (3 - 3 * u + u * u)
-
-    return f
-
-
-def l1l2(x: Float) -> Float:
+def l1l2(x: Any) -> Any:
     return x * x / (np.sqrt(1 + x * x / 2) + 1)
 
 
 def fair(c: float) -> Function:
-    def f(x: Float) -> Float:
-        u = np.abs(x) / c
-        series = sum((-1) ** k * np.minimum(u, 0.01) ** k / k for k in range(2, 12))
-        return c * c * np.where(u < 0.01, series, u - np.log1p(u))
+    def f(x: Any) -> Any:
+        at = alike(c, x)
+        u = np.abs(x) / at
+        near = np.minimum(u, alike(0.01, x))
+        series = sum((-1) ** k * near**k / k for k in range(2, 32))
+        logarithm = np.frompyfunc(lambda y: (1 + y).ln(), 1, 1) if x.dtype == object else np.log1p
+        return at * at * np.where(u < alike(0.01, x), series, u - logarithm(u))
 
     return f
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .oracle import DIGITS, Float, Function, Precise, Truth, fraction, queries_for, scaled, shares
+from .oracle import DIGITS, Float, Function, Truth, fraction, queries_for, scaled, shares
 
 Bool = NDArray[np.bool_]
 
@@ -256,7 +256,7 @@ def bounded(witness: Float, chosen: Bool, upper: Any, epsilon: float, mask: Bool
         yield Breach("masked key", "no masked key in the set", _few(chosen & ~mask))
 
 
-def shares_hold(truth: Truth, f: Precise, found: Float, epsilon: float, error: Float) -> Iterator[Breach]:
+def shares_hold(truth: Truth, f: Function, found: Float, epsilon: float, error: Float) -> Iterator[Breach]:
     """As `entries_hold`, of another function: its values to 58 digits, where their sum is within float64's range."""
     with localcontext(DIGITS):
         for i, (over, total) in enumerate(truth.shares(f)):

@@ -1,7 +1,7 @@
 """One table of public routes: how each is called, and which promises are held against its result.
 
-A call is a function of its own, of the names that it takes of a case (K, Q, V, epsilon, mask, seed), so that it can be
-printed as a part of a script.
+A call is a function of the names that it takes of a case (K, Q, V, epsilon, mask, seed) and of options of its route,
+which can be printed as a part of a script, with the functions of this module that it calls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from levattn.exceptions import NonFiniteError
 
 from . import oracle, promises
 from .families import Case
-from .oracle import Function, Precise, Truth
+from .oracle import Function, Truth
 from .promises import Breach
 from .ranks import universal_set_of_ranks
 
@@ -35,13 +35,20 @@ class Route:
     name: str
     call: Callable[..., Any]
     judge: Judge
-    admits: Callable[[Case], bool] = lambda _: True
+    when: tuple[Callable[[Case], bool], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
+    def admits(self, case: Case) -> bool:
+        return all(holds(case) for holds in self.when)
+
     def arguments(self, case: Case) -> dict[str, Any]:
-        names = inspect.signature(self.call).parameters
         given = dict(self.options)
-        return {name: given[name] if name in given else getattr(case, name) for name in names}
+        return given | {name: getattr(case, name) for name in self.of_the_case()}
+
+    def of_the_case(self) -> list[str]:
+        """The names that the call takes of a case: those that are neither options nor left to their default."""
+        taken = inspect.signature(self.call).parameters.values()
+        return [one.name for one in taken if one.default is one.empty and one.name not in dict(self.options)]
 
     def breaches(self, case: Case, truth: Truth | None = None) -> list[Breach]:
         """Run the route, and say which promises do not hold; a typed refusal is none."""
@@ -83,17 +90,27 @@ def _raised(result: Any) -> float:
 # -- sets of keys -----------------------------------------------------------------------------------------------------
 
 
-def by_epsilon(K, epsilon, mask, method):
-    return levattn.universal_set(K, epsilon, mask=mask, method=method)
+def function(f):
+    if not isinstance(f, str):
+        return f
+    name, parameters = f.rstrip(")").split("(")
+    return getattr(levattn, name)(*map(float, parameters.split()))
 
 
-def by_size(K, mask, seed, method):
-    return levattn.universal_set(K, size=seed % (len(K) + 1), mask=mask, method=method)
+def by_epsilon(K, epsilon, mask, method="auto", f=2):
+    return levattn.universal_set(K, epsilon, mask=mask, method=method, f=function(f))
+
+
+def by_size(K, mask, seed, method="auto", f=2):
+    return levattn.universal_set(K, size=seed % (len(K) + 1), mask=mask, method=method, f=function(f))
+
+
+def in_parts(K, step):
+    return lambda: iter([K[i : i + step] for i in range(0, len(K), step)])
 
 
 def in_two_passes(K, epsilon, seed):
-    step = 1 + seed % len(K)
-    return levattn.universal_set(lambda: iter([K[i : i + step] for i in range(0, len(K), step)]), epsilon)
+    return levattn.universal_set(in_parts(K, 1 + seed % len(K)), epsilon)
 
 
 def from_a_file(K, epsilon, mask, seed):
@@ -172,22 +189,18 @@ def judge_batch(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
         yield from promises.same_bits("bits in a batch", getattr(one, name), getattr(batch, name)[1])
 
 
-def judge_threads(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    yield from _same(result, "bits of a number of threads")
-
-
-def judge_layouts(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    yield from _same(result, "bits of a layout")
-
-
-def _same(results: list[Any], kind: str) -> Iterator[Breach]:
+def judge_bits(kind: str) -> Judge:
     """The figures of the first result are those of the others, to the bit."""
-    for other in results[1:]:
-        for mine, its in zip(results[0], other, strict=True):
-            breach = next(promises.same_bits(kind, mine, its), None)
-            if breach is not None:
-                yield breach
-                return
+
+    def judge(case: Case, truth: Truth, results: Any) -> Iterator[Breach]:
+        for other in results[1:]:
+            for mine, its in zip(results[0], other, strict=True):
+                breach = next(promises.same_bits(kind, mine, its), None)
+                if breach is not None:
+                    yield breach
+                    return
+
+    return judge
 
 
 def scores(K, mask, method):
@@ -242,22 +255,44 @@ def streamed(K, epsilon, mask):
     return levattn.StreamingUniversalSet(epsilon).update(K, mask=mask).result()
 
 
-def in_chunks(K, epsilon, mask, seed):
-    state, step = levattn.StreamingUniversalSet(epsilon), 1 + seed % len(K)
-    for start in range(0, len(K), step):
-        part = slice(start, start + step)
-        state.update(K[part], mask=None if mask is None else mask[part])
+def fed(state, K, mask, cuts):
+    from itertools import pairwise
+
+    for start, stop in pairwise(cuts):
+        yield stop, state.update(K[start:stop], mask=None if mask is None else mask[start:stop])
+
+
+def every(step, n):
+    return [*range(0, n, step), n]
+
+
+def in_chunks(K, epsilon, mask, seed, f=2):
+    state = levattn.StreamingUniversalSet(epsilon, f=function(f))
+    for _ in fed(state, K, mask, every(1 + seed % len(K), len(K))):
+        pass
     return state.result()
 
 
-def merged(K, epsilon, mask, seed):
+def merged(K, epsilon, mask, seed, f=2):
     cut = seed % (len(K) + 1)
     parts = []
     for part in (slice(cut, len(K)), slice(0, cut)):
-        state = levattn.StreamingUniversalSet(epsilon, row_start=part.start)
+        state = levattn.StreamingUniversalSet(epsilon, f=function(f), row_start=part.start)
         state.update(K[part], mask=None if mask is None else mask[part])
         parts.append(levattn.StreamingUniversalSet.from_bytes(state.to_bytes()))
     return parts[0].merge(parts[1]).result()
+
+
+def in_dask(K, epsilon, seed, f=2):
+    import dask
+    import dask.array
+
+    from levattn.distributed.dask import universal_set
+
+    least = 1 if f == 2 else 1 + len(K) // 24  # each merge takes its time, however few the rows
+    chunks = (max(1 + seed % len(K), least), K.shape[1])
+    with dask.config.set(scheduler="synchronous"):
+        return universal_set(dask.array.from_array(K, chunks=chunks), epsilon, f=function(f)).compute()
 
 
 def judge_stream(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
@@ -271,27 +306,25 @@ def judge_stream(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 # -- queries ----------------------------------------------------------------------------------------------------------
 
 
-def heavy(Q, K, V, epsilon, mask):
-    found = levattn.heavy_attention(Q, K, epsilon, mask=mask)
+def heavy(Q, K, V, epsilon, mask, universal=None):
+    found = levattn.heavy_attention(Q, K, epsilon, mask=mask, universal=universal)
     return found, found.apply(V), found.apply(V, compensate="mean")
 
 
 def heavy_of_a_set(Q, K, V, epsilon, mask):
-    universal = levattn.universal_set(K, epsilon, mask=mask, method="gram")
-    found = levattn.heavy_attention(Q, K, epsilon, universal=universal)
-    return found, found.apply(V), found.apply(V, compensate="mean")
+    return heavy(Q, K, V, epsilon, None, by_epsilon(K, epsilon, mask, "gram"))
 
 
 def heavy_of_two_passes(Q, K, V, epsilon, seed):
-    step = 1 + seed % len(K)
-    universal = levattn.universal_set(lambda: iter([K[i : i + step] for i in range(0, len(K), step)]), epsilon)
-    found = levattn.heavy_attention(Q, K, epsilon, universal=universal)
-    return found, found.apply(V), found.apply(V, compensate="mean")
+    return heavy(Q, K, V, epsilon, None, in_two_passes(K, epsilon, seed))
+
+
+def a_query_each(Q, K):
+    return Q if len(Q) == len(K) else Q[np.arange(len(K)) % len(Q)]
 
 
 def heavy_causal(Q, K, V, epsilon, mask):
-    Q = Q if len(Q) == len(K) else Q[np.arange(len(K)) % len(Q)]
-    found = levattn.heavy_attention(Q, K, epsilon, causal=True, mask=mask)
+    found = levattn.heavy_attention(a_query_each(Q, K), K, epsilon, causal=True, mask=mask)
     return found, found.apply(V), found.apply(V)
 
 
@@ -311,7 +344,7 @@ def judge_heavy(case: Case, truth: Truth, result: Any, *, causal: bool = False) 
 
 def future(Q, K, epsilon, seed):
     rng, n = np.random.default_rng(seed), len(K)
-    Q = Q if len(Q) == len(K) else Q[np.arange(len(K)) % len(Q)]
+    Q = a_query_each(Q, K)
     cut = int(rng.integers(1, n + 1))
     futures = [K, *(K.copy() for _ in range(4))]
     futures[1][cut:] = 0
@@ -326,35 +359,21 @@ def future(Q, K, epsilon, seed):
     return rows
 
 
-def judge_future(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
-    yield from _same(result, "bits of the future")
+def decoded(Q, K, epsilon, mask, cuts):
+    return [(stop, state.heavy(Q)) for stop, state in fed(levattn.CausalUniversalSet(epsilon), K, mask, cuts)]
 
 
 def token_by_token(Q, K, epsilon, mask, seed):
-    state, step, found = levattn.CausalUniversalSet(epsilon), 1 + seed % 3, []
-    for start in range(0, len(K), step):
-        part = slice(start, min(start + step, len(K)))
-        state.update(K[part], mask=None if mask is None else mask[part])
-        found.append((part.stop, state.heavy(Q)))
-    return found
+    return decoded(Q, K, epsilon, mask, every(1 + seed % 3, len(K)))
 
 
 def in_large_steps(Q, K, epsilon, mask, seed):
-    state, found = levattn.CausalUniversalSet(epsilon), []
     cuts = [0, *np.random.default_rng(seed).integers(0, len(K), 2).tolist(), len(K)]
-    for start, stop in zip(sorted(cuts)[:-1], sorted(cuts)[1:], strict=True):
-        state.update(K[start:stop], mask=None if mask is None else mask[start:stop])
-        found.append((stop, state.heavy(Q)))
-    return found
+    return decoded(Q, K, epsilon, mask, sorted(cuts))
 
 
 def in_steps(Q, K, epsilon, mask, step):
-    state, found = levattn.CausalUniversalSet(epsilon), []
-    for start in range(0, len(K), step):
-        part = slice(start, min(start + step, len(K)))
-        state.update(K[part], mask=None if mask is None else mask[part])
-        found.append((part.stop, state.heavy(Q)))
-    return found
+    return decoded(Q, K, epsilon, mask, every(step, len(K)))
 
 
 def judge_decoding(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
@@ -406,13 +425,9 @@ def judge_pruned(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
 
 # -- other functions --------------------------------------------------------------------------------------------------
 
+_POWERS = (0.5, 1, 1.5, 3, 4, 6)
 FUNCTIONS: dict[str, Function] = {
-    "Power(0.5)": oracle.power(0.5),
-    "Power(1)": oracle.power(1),
-    "Power(1.5)": oracle.power(1.5),
-    "Power(3)": oracle.power(3),
-    "Power(4)": oracle.power(4),
-    "Power(6)": oracle.power(6),
+    **{f"Power({p})": oracle.power(p) for p in _POWERS},
     "Huber(1.0)": oracle.huber(1.0),
     "Tukey(4.685)": oracle.tukey(4.685),
     "Fair(1.4)": oracle.fair(1.4),
@@ -420,60 +435,8 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-PRECISE: dict[str, Precise] = {
-    **{f"Power({p})": oracle.precise_power(p) for p in (0.5, 1, 1.5, 3, 4, 6)},
-    "Huber(1.0)": oracle.precise_huber(1.0),
-    "Tukey(4.685)": oracle.precise_tukey(4.685),
-    "Fair(1.4)": oracle.precise_fair(1.4),
-    "L1L2()": oracle.precise_l1l2,
-}
-
-
-def of_function(K, epsilon, mask, f):
-    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
-    return levattn.universal_set(K, epsilon, f=f, mask=mask)
-
-
-def of_function_by_size(K, mask, seed, f):
-    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
-    return levattn.universal_set(K, size=seed % (len(K) + 1), f=f, mask=mask)
-
-
-def stream_of_function(K, epsilon, mask, seed, f):
-    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
-    state, step = levattn.StreamingUniversalSet(epsilon, f=f), 1 + seed % len(K)
-    for start in range(0, len(K), step):
-        part = slice(start, start + step)
-        state.update(K[part], mask=None if mask is None else mask[part])
-    return state.result()
-
-
-def merged_of_function(K, epsilon, mask, seed, f):
-    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
-    cut = seed % (len(K) + 1)
-    parts = []
-    for part in (slice(cut, len(K)), slice(0, cut)):
-        state = levattn.StreamingUniversalSet(epsilon, f=f, row_start=part.start)
-        state.update(K[part], mask=None if mask is None else mask[part])
-        parts.append(levattn.StreamingUniversalSet.from_bytes(state.to_bytes()))
-    return parts[0].merge(parts[1]).result()
-
-
-def dask_of_function(K, epsilon, seed, f):
-    import dask
-    import dask.array
-
-    from levattn.distributed.dask import universal_set
-
-    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
-    rows = 1 + max(seed % len(K), len(K) // 24)  # each merge takes its time, however few the rows
-    with dask.config.set(scheduler="synchronous"):
-        return universal_set(dask.array.from_array(K, chunks=(rows, K.shape[1])), epsilon, f=f).compute()
-
-
 def heavy_of_function(Q, K, epsilon, mask, f):
-    f = getattr(levattn, f.split("(")[0])(*map(float, f.split("(")[1].strip(")").split()))
-    return levattn.heavy_attention(Q, K, epsilon, f=f, mask=mask)
+    return levattn.heavy_attention(Q, K, epsilon, f=function(f), mask=mask)
 
 
 def judge_function(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
@@ -498,7 +461,7 @@ def judge_function_stream(case: Case, truth: Truth, result: Any, *, f: str) -> I
 
 
 def judge_function_heavy(case: Case, truth: Truth, result: Any, *, f: str) -> Iterator[Breach]:
-    yield from promises.shares_hold(truth, PRECISE[f], result.entries.toarray(), case.epsilon, result.error)
+    yield from promises.shares_hold(truth, FUNCTIONS[f], result.entries.toarray(), case.epsilon, result.error)
 
 
 def of_softmax(K, epsilon, mask):
@@ -527,16 +490,6 @@ def judge_softmax(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
     yield from promises.bounded(witness, np.asarray(found.mask), found.scores, case.epsilon, case.mask)
 
 
-def in_dask(K, epsilon, seed):
-    import dask
-    import dask.array
-
-    from levattn.distributed.dask import universal_set
-
-    with dask.config.set(scheduler="synchronous"):
-        return universal_set(dask.array.from_array(K, chunks=(1 + seed % len(K), K.shape[1])), epsilon).compute()
-
-
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -554,10 +507,6 @@ def _tame(case: Case) -> bool:
     arrays = case.queries, case.keys, case.values
     sizes = [max(1.0, float(np.abs(x).max(initial=0.0))) for x in arrays]
     return sizes[0] * sizes[1] < 1e15 and sizes[2] < 1e15
-
-
-def _above(rows: int, case: Case) -> bool:
-    return len(case.keys) > rows
 
 
 def _plain_numbers(case: Case) -> bool:
@@ -578,109 +527,89 @@ def _no_mask(case: Case) -> bool:
     return case.mask is None
 
 
-def _in_turn(place: int, of: int, case: Case) -> bool:
+def _usual(case: Case) -> bool:
+    """Keys whose certificates do not take their time: below this ε there are 2/ε blocks."""
+    return case.keys.shape[1] <= 8 and case.epsilon >= 0.01
+
+
+def above(rows: int) -> Callable[[Case], bool]:
+    return lambda case: len(case.keys) > rows
+
+
+def turn(place: int, of: int) -> Callable[[Case], bool]:
     """Routes that have much in common take turns, by the seed."""
-    return (case.seed + place) % of == 0
+    return lambda case: (case.seed + place) % of == 0
 
 
-def _of_function(
+def _each(
+    name: str, call: Callable[..., Any], judge: Judge, option: str, values: Iterable[Any], of: int = 1
+) -> Iterator[Route]:
+    """A route for each value of an option, which take turns."""
+    for i, value in enumerate(values):
+        yield Route(f"{name} {value}", call, judge, (turn(i, of),), ((option, value),))
+
+
+def _of_functions(
     name: str,
     call: Callable[..., Any],
     judge: Callable[..., Iterator[Breach]],
-    f: str,
-    admits: Callable[[Case], bool] = lambda _: True,
-) -> Route:
-    """A route of another function: a seventh of the small cases each, as there are many."""
-    place = list(FUNCTIONS).index(f)
-    return Route(name, call, partial(judge, f=f), lambda case: _turn(place, case) and admits(case), (("f", f),))
+    *when: Callable[[Case], bool],
+    least: bool = False,
+) -> Iterator[Route]:
+    """A route for each other function: a seventh of the small cases each, as there are many.
+
+    `least` leaves out what has no bound that never rises.
+    """
+    for i, f in enumerate(FUNCTIONS):
+        if not least or f != "Power(3)":
+            yield Route(f"{name} {f}", call, partial(judge, f=f), (_usual, turn(i, 7), *when), (("f", f),))
 
 
-def _turn(place: int, case: Case) -> bool:
-    usual = case.keys.shape[1] <= 8 and case.epsilon >= 0.01  # below, 2/ε blocks of a certificate take their time
-    return usual and _in_turn(place, 7, case)
-
-
-_STREAMED = [f for f in FUNCTIONS if f != "Power(3)"]  # which has no bound that never rises
+_METHODS = ("auto", "gram", "qr", "svd")
+_SKETCHES = [(m, r) for m in ("countsketch", "osnap", "srht", "jl") for r in (False, True)]
 
 ROUTES: dict[str, Route] = {
     route.name: route
     for route in (
-        *(Route(f"set {m}", by_epsilon, judge_set, options=(("method", m),)) for m in ("auto", "gram", "qr", "svd")),
+        *_each("set", by_epsilon, judge_set, "method", _METHODS),
+        *_each("size", by_size, judge_size, "method", _METHODS, 2),
+        Route("two passes", in_two_passes, judge_set, (_no_mask,)),
+        Route("file", from_a_file, judge_set, (_torch_numbers, turn(0, 4))),
+        Route("sparse", sparse, judge_set, (_plain_numbers, turn(0, 2))),
+        Route("torch", in_torch, judge_set, (_torch_numbers, turn(1, 2))),
+        Route("strict", strict, judge_set, (_plain_numbers, _few, turn(0, 2))),
+        Route("batch", in_a_batch, judge_batch, (turn(1, 2),)),
+        *_each("layout", in_layouts, judge_bits("bits of a layout"), "method", ("auto", "qr"), 2),
+        *_each("scores", scores, judge_scores, "method", _METHODS, 2),
+        Route("threads", in_threads, judge_bits("bits of a number of threads"), (above(2000),)),
+        Route("online", online, judge_online, (_few, turn(0, 2))),
+        Route("online future", online_future, judge_bits("bits of the future"), (_square, turn(1, 2))),
         *(
-            Route(f"size {m}", by_size, judge_size, partial(_in_turn, i, 2), (("method", m),))
-            for i, m in enumerate(("auto", "gram", "qr", "svd"))
-        ),
-        Route("two passes", in_two_passes, judge_set, _no_mask),
-        Route("file", from_a_file, judge_set, lambda case: _torch_numbers(case) and _in_turn(0, 4, case)),
-        Route("sparse", sparse, judge_set, lambda case: _plain_numbers(case) and _in_turn(0, 2, case)),
-        Route("torch", in_torch, judge_set, lambda case: _torch_numbers(case) and _in_turn(1, 2, case)),
-        Route("strict", strict, judge_set, lambda case: _plain_numbers(case) and _few(case) and _in_turn(0, 2, case)),
-        Route("batch", in_a_batch, judge_batch, partial(_in_turn, 1, 2)),
-        *(
-            Route(f"layout {m}", in_layouts, judge_layouts, partial(_in_turn, i, 2), (("method", m),))
-            for i, m in enumerate(("auto", "qr"))
-        ),
-        *(
-            Route(f"scores {m}", scores, judge_scores, partial(_in_turn, i, 2), (("method", m),))
-            for i, m in enumerate(("auto", "gram", "qr", "svd"))
-        ),
-        Route("threads", in_threads, judge_threads, partial(_above, 2000)),
-        Route("online", online, judge_online, lambda case: _few(case) and _in_turn(0, 2, case)),
-        Route("online future", online_future, judge_future, lambda case: _square(case) and _in_turn(1, 2, case)),
-        *(
-            Route(
-                f"sketch {m}{' recheck' * r}",
-                sketched,
-                judge_set,
-                partial(_in_turn, 2 * i + r, 5),
-                (("method", m), ("recheck", r)),
-            )
-            for i, m in enumerate(("countsketch", "osnap", "srht", "jl"))
-            for r in (False, True)
+            Route(f"sketch {m}{' recheck' * r}", sketched, judge_set, (turn(i, 5),), (("method", m), ("recheck", r)))
+            for i, (m, r) in enumerate(_SKETCHES)
         ),
         Route("stream", streamed, judge_stream),
-        Route("stream in chunks", in_chunks, judge_stream, partial(_in_turn, 0, 2)),
-        Route("stream merged", merged, judge_stream, partial(_in_turn, 1, 2)),
+        Route("stream in chunks", in_chunks, judge_stream, (turn(0, 2),)),
+        Route("stream merged", merged, judge_stream, (turn(1, 2),)),
         Route("heavy", heavy, judge_heavy),
-        Route("heavy of a set", heavy_of_a_set, judge_heavy, partial(_in_turn, 0, 3)),
-        Route("heavy of two passes", heavy_of_two_passes, judge_heavy, lambda c: _no_mask(c) and _in_turn(1, 3, c)),
-        Route(
-            "heavy causal",
-            heavy_causal,
-            partial(judge_heavy, causal=True),
-            lambda case: _square(case) and _in_turn(0, 3, case),
-        ),
-        Route("future", future, judge_future, lambda c: _square(c) and _no_mask(c) and _in_turn(1, 3, c)),
-        Route("decoding by tokens", token_by_token, judge_decoding, lambda case: _few(case) and _in_turn(0, 2, case)),
-        Route("decoding", in_large_steps, judge_decoding, partial(_in_turn, 1, 2)),
-        *(
-            Route(f"decoding by {s}", in_steps, judge_decoding, partial(_above, 256), (("step", s),))
-            for s in (300, 2048)
-        ),
-        Route(
-            "heavy countsketch", by_countsketch, judge_entries, lambda case: _countable(case) and _in_turn(0, 7, case)
-        ),
-        Route("groups", grouped, judge_groups, partial(_in_turn, 0, 2)),
-        Route("pruned", pruned, judge_pruned, lambda case: _few(case) and _tame(case) and _in_turn(0, 3, case)),
-        *(_of_function(f"set {f}", of_function, judge_function, f) for f in FUNCTIONS),
-        *(_of_function(f"size {f}", of_function_by_size, judge_function_size, f) for f in FUNCTIONS),
-        *(
-            _of_function(f"stream {f}", stream_of_function, judge_function_stream, f, partial(_in_turn, 1, 2))
-            for f in _STREAMED
-        ),
-        *(
-            _of_function(f"stream merged {f}", merged_of_function, judge_function_stream, f, partial(_in_turn, 0, 4))
-            for f in _STREAMED
-        ),
-        *(
-            _of_function(
-                f"dask {f}", dask_of_function, judge_function_stream, f, lambda c: _no_mask(c) and _in_turn(0, 8, c)
-            )
-            for f in _STREAMED
-        ),
-        *(_of_function(f"heavy {f}", heavy_of_function, judge_function_heavy, f) for f in FUNCTIONS),
-        Route("set Softmax", of_softmax, judge_softmax, partial(_in_turn, 0, 2)),
-        Route("torch group", universal_set_of_ranks, judge_stream, partial(_in_turn, 1, 8)),
-        Route("dask", in_dask, judge_stream, lambda case: _no_mask(case) and _in_turn(0, 8, case)),
+        Route("heavy of a set", heavy_of_a_set, judge_heavy, (turn(0, 3),)),
+        Route("heavy of two passes", heavy_of_two_passes, judge_heavy, (_no_mask, turn(1, 3))),
+        Route("heavy causal", heavy_causal, partial(judge_heavy, causal=True), (_square, turn(0, 3))),
+        Route("future", future, judge_bits("bits of the future"), (_square, _no_mask, turn(1, 3))),
+        Route("decoding by tokens", token_by_token, judge_decoding, (_few, turn(0, 2))),
+        Route("decoding", in_large_steps, judge_decoding, (turn(1, 2),)),
+        *(Route(f"decoding by {s}", in_steps, judge_decoding, (above(256),), (("step", s),)) for s in (300, 2048)),
+        Route("heavy countsketch", by_countsketch, judge_entries, (_countable, turn(0, 7))),
+        Route("groups", grouped, judge_groups, (turn(0, 2),)),
+        Route("pruned", pruned, judge_pruned, (_few, _tame, turn(0, 3))),
+        *_of_functions("set", by_epsilon, judge_function),
+        *_of_functions("size", by_size, judge_function_size),
+        *_of_functions("stream", in_chunks, judge_function_stream, turn(1, 2), least=True),
+        *_of_functions("stream merged", merged, judge_function_stream, turn(0, 4), least=True),
+        *_of_functions("dask", in_dask, judge_function_stream, _no_mask, turn(0, 8), least=True),
+        *_of_functions("heavy", heavy_of_function, judge_function_heavy),
+        Route("set Softmax", of_softmax, judge_softmax, (turn(0, 2),)),
+        Route("torch group", universal_set_of_ranks, judge_stream, (turn(1, 8),)),
+        Route("dask", in_dask, judge_stream, (_no_mask, turn(0, 8))),
     )
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from . import ranks
+from . import ranks, routes
 from .families import Case, Float, stored
 from .promises import Breach
 from .routes import Route
@@ -110,15 +111,24 @@ def _cost(A: Float) -> int:
     return sum(_digits(float(x)) + (x < 0) for x in A.reshape(-1))
 
 
+def called_by(call: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions of routes that a call needs, itself the last."""
+    found = []
+    for name in call.__code__.co_names:
+        other = getattr(routes, name, None)
+        if inspect.isfunction(other) and inspect.getmodule(other) is routes:
+            found += called_by(other)
+    return list(dict.fromkeys([*found, call]))
+
+
 # -- as a script ------------------------------------------------------------------------------------------------------
 
 
 def script(route: Route, case: Case, breach: Breach) -> str:
     """A program of its own that shows a breach: whoever reads it needs nothing else."""
-    names = inspect.signature(route.call).parameters
-    given = dict(route.options)
+    names = [*route.of_the_case(), *dict(route.options)]
     plain = case.storage == "float64" and case.layout == "C"
-    source = inspect.getsource(route.call)
+    source = "\n\n".join(map(inspect.getsource, called_by(route.call)))
     if inspect.getmodule(route.call) is ranks:  # which starts processes: to be run from the project's root
         source = f"from tests.adversary.ranks import {route.call.__name__}\n"
     lines = [
@@ -139,7 +149,7 @@ def script(route: Route, case: Case, breach: Breach) -> str:
             lines.append(f"{name} = {how.format(_matrix(array))}")
     others = {"epsilon": _number(case.epsilon), "seed": str(case.seed)}
     others["mask"] = "None" if case.mask is None else f"np.array({case.mask.tolist()})"
-    others |= {name: repr(value) for name, value in given.items()}
+    others |= {name: repr(value) for name, value in route.options}
     call = ", ".join(f"{name}={others.get(name, name)}" for name in names)
     return "\n".join([*lines, f"print({route.call.__name__}({call}))", ""])
 

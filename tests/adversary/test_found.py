@@ -1,16 +1,220 @@
-"""What the adversary has broken since, each as the smallest case that it shrank to."""
+"""What an adversary has broken: the smallest cases, judged as the routes are, and what no route shows."""
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import levattn
+from levattn.attention import pruned_attention
+
+from .families import Case
+from .oracle import Truth
+from .routes import FUNCTIONS, ROUTES
+
+METHODS = ("auto", "gram", "qr", "svd")
+SKETCHES = ("countsketch", "osnap", "srht", "jl")
+QUERIES = ("heavy", "heavy of a set", "decoding")
+
+
+def case(K: Any, Q: Any, epsilon: float, V: Any = None, storage: str = "float64", seed: int = 1) -> Case:
+    keys, queries = np.asarray(K, np.float64), np.asarray(Q, np.float64)
+    values = np.ones((len(keys), 2)) if V is None else np.asarray(V, np.float64)
+    return Case("found", seed, keys, queries, values, epsilon, storage=storage)
+
+
+def of_each(name: str, options: Any) -> list[str]:
+    return [f"{name} {option}" for option in options]
+
+
+# -- cases for routes -------------------------------------------------------------------------------------------------
+
+
+def alone_in_a_column_beside_rank_deficiency() -> Iterator[Case]:
+    x = np.random.default_rng(2).integers(-4, 5, 6144) * 1.0
+    K = np.stack([0 * x, 3 * x, x], 1)
+    K[5000, 0] = 1
+    yield case(K, [[1.0, 0, 0], [1, 1, -3], [0, 0, 1]], 0.5)
+
+
+def nearly_equal_columns() -> Iterator[Case]:
+    for gap in (1e-10, 1e-7, 1e-12):
+        K = np.random.default_rng(0).standard_normal((2000, 8))
+        K[:, 1] = K[:, 0] + gap * K[:, 1]
+        yield case(K, np.eye(8)[2:], 0.01)
+
+
+def float32_columns_one_unit_apart() -> Iterator[Case]:
+    K = np.random.default_rng(0).standard_normal((200, 4)).astype(np.float32)
+    K[:, 1] = np.nextafter(K[:, 0], np.float32(9))
+    yield case(K, np.eye(4), 0.01, storage="float32")
+
+
+def an_entry_above_epsilon() -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    K = rng.standard_normal((30, 4))
+    K[:, 1] = K[:, 0] + 1e-10 * K[:, 1]
+    Q = np.eye(4)[2:]
+    A = np.square(Q @ K.T) / np.array([[math.fsum(x * x for x in row)] for row in (Q @ K.T).tolist()])
+    yield case(K, Q, float(A.max() * (1 - 1e-7)), rng.standard_normal((30, 2)))
+
+
+def before_a_key_that_is_much_larger() -> Iterator[Case]:
+    yield case([[0, 1.0], [1e16, 0]], np.ones((2, 2)), 0.5, [[7.0, 7], [7, 7]])
+
+
+def wide_keys_and_a_later_column() -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    K = rng.integers(-3, 4, (40, 128)) * 1.0
+    K[:, 127] = 0
+    K[39, 127] = 1e12
+    Q = rng.integers(-3, 4, (40, 128)) * 1.0
+    yield case(K, Q, 0.25, rng.integers(-9, 9, (40, 2)))
+
+
+def rows_graded_beyond_the_precision() -> Iterator[Case]:
+    """Five generic rows in five dimensions have the score 1 each, whatever their sizes."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        yield case(rng.standard_normal((5, 5)) * 10.0 ** rng.choice([0, -14, -20, -7], 5)[:, None], np.eye(5), 0.5)
+
+
+def two_keys_of_a_direction() -> Iterator[Case]:
+    """A query that sees only keys 0 and 1 gives each of them half of its attention."""
+    for seed in range(40):
+        M = np.random.default_rng(seed).integers(-2, 3, (8, 3)).astype(np.float32)
+        M[0] = M[1] = [0, 0, 2.0**-20]
+        M[2:, 2] = 0
+        yield case(M, np.eye(3), 1 / 3, storage="float32")
+
+
+def a_query_nearly_orthogonal_to_the_keys() -> Iterator[Case]:
+    K = np.full((1000, 2), 1e3)
+    K[3] = 0, 1e-12
+    yield case(K, [[1.0, -1]], 0.5, np.full((1000, 1), 7.0))
+
+
+def columns_at_the_ends_of_the_range() -> Iterator[Case]:
+    for K in (
+        [[1e308, 1], [1e308, -1], [1e308, 2], [-1e308, 0]],
+        [[1.5e308, 1], [0, 1], [0, 1], [5e-324, 0]],
+        [[5e-324, 0], [0, 1e-323], [1.0, 1], [2, 2], [3, 3]],
+    ):
+        yield case(K, np.eye(2), 0.5)
+    K = [[0.0, 2e307, -(2.0**1021)], [0, 0, -1e151], [1, 2.0**1021 * (1 + 2.0**-7), -(2.0**1021)]]
+    yield case(K, np.eye(3), 0.5)
+
+
+def few_rows() -> Iterator[Case]:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(1, 11))
+        yield case(rng.standard_normal((n, 5)) * 10.0 ** rng.integers(-8, 9, (n, 1)), np.eye(5), 0.5)
+
+
+def a_large_entry_where_no_key_has_one() -> Iterator[Case]:
+    for n in (1, 100):  # recent keys, and factored ones
+        for large in (1e100, 4e179, 1e300):
+            yield case(np.tile([[0.0, 1.0]], (n, 1)), [[large, 1.0]], 0.01)
+
+
+def the_smallest_number() -> Iterator[Case]:
+    yield case([[5e-324]], [[1.0]], 0.5)
+
+
+def tables_no_larger_than_the_keys_ask_for() -> Iterator[Case]:
+    yield case(np.ones((2, 1)), np.ones((1, 1)), 1e-9)
+
+
+def products_beyond_the_range() -> Iterator[Case]:
+    """The right entry or a typed refusal, not a warning of numpy."""
+    yield case([[1e301]], [[1e300]], 0.5)
+
+
+def independent_keys() -> Iterator[Case]:
+    """Each has the score 1; the condition number of their sketch is some 200."""
+    K = [[-0.671875, -1.2421875, -2.0], [0.0791015625, -0.125, 0.6640625], [0.8515625, 2.0, 2.0]]
+    for storage in ("bfloat16", "float32", "float64"):
+        for seed in range(20):
+            yield case(K, np.eye(3), 1.0, storage=storage, seed=seed)
+
+
+FOUND: list[tuple[Callable[[], Iterator[Case]], list[str]]] = [
+    (
+        alone_in_a_column_beside_rank_deficiency,
+        [
+            *("set auto", "stream", *QUERIES, *of_each("sketch", SKETCHES)),
+            *of_each("set", ("Huber(1.0)", "Tukey(4.685)", "Fair(1.4)", "L1L2()", "Power(1.5)")),
+            *of_each("stream", ("Huber(1.0)", "Tukey(4.685)", "Fair(1.4)", "L1L2()")),
+        ],
+    ),
+    (nearly_equal_columns, ["heavy", "decoding"]),
+    (float32_columns_one_unit_apart, ["heavy"]),
+    (an_entry_above_epsilon, [*QUERIES]),
+    (before_a_key_that_is_much_larger, ["heavy causal", "future"]),
+    (wide_keys_and_a_later_column, ["heavy causal"]),
+    (rows_graded_beyond_the_precision, ["set auto", "set qr", "stream", "size auto", "two passes"]),
+    (two_keys_of_a_direction, ["set Power(0.5)"]),
+    (a_query_nearly_orthogonal_to_the_keys, [*QUERIES]),
+    (
+        columns_at_the_ends_of_the_range,
+        [f"{name} {method}" for name in ("set", "size", "scores") for method in METHODS],
+    ),
+    (few_rows, ["layout auto", "layout qr"]),
+    (a_large_entry_where_no_key_has_one, ["heavy", "decoding"]),
+    (the_smallest_number, ["set Power(4)", "set Power(6)"]),
+    (tables_no_larger_than_the_keys_ask_for, ["heavy countsketch"]),
+    (products_beyond_the_range, of_each("heavy", FUNCTIONS)),
+    (independent_keys, of_each("sketch", SKETCHES[:3])),
+]
+
+
+@pytest.mark.parametrize(("cases", "names"), FOUND, ids=[cases.__name__ for cases, _ in FOUND])
+def test_promises_hold_where_they_once_did_not(cases: Callable[[], Iterator[Case]], names: list[str]) -> None:
+    for found in cases():
+        truth = Truth(found.keys, found.queries)
+        for name in names:
+            assert ROUTES[name].breaches(found, truth) == [], name
+            assert cases is products_beyond_the_range or not ROUTES[name].refused(found), name
+
+
+# -- what no route shows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "f"), [("block", levattn.Huber()), ("lewis", 1.5)])
+def test_a_key_alone_in_a_column_by_each_certificate(method: Any, f: Any) -> None:
+    (found,) = alone_in_a_column_beside_rank_deficiency()
+    assert 5000 in levattn.universal_set(found.keys, 0.5, f=f, method=method).indices
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_set_of_a_size_certifies_what_it_leaves_out_and_little_more(method: Any) -> None:
+    """Scores 1, 1/11, 9/11 and 1/11, which the factor of graded float16 keys has to 1e-7."""
+    K = np.array([[-64992.0, 1.0, -64992.0], [3.0, 0.0, 3.0], [-9.0, 0.0, -9.0], [3.0, 0.0, 3.0]], "float16")
+    found = levattn.universal_set(K, size=2, method=method)
+    assert found.indices.tolist() == [0, 2]
+    assert 1 / 11 * (1 - 1e-9) <= found.epsilon <= 1 / 11 * (1 + 1e-5)
+    chunks = levattn.universal_set(lambda: iter([K[:2], K[2:]]), size=2)
+    assert 1 / 11 * (1 - 1e-9) <= chunks.epsilon <= 1 / 11 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("K", [[[1e-300], [1e300]], [[1e-323], [2e307]], [[0.0, 1e-300], [1, 0], [0, 1e300]]])
+def test_online_scores_do_not_see_the_future(K: Any) -> None:
+    scores = levattn.online_leverage_scores(np.array(K))
+    for n in range(1, len(K) + 1):
+        np.testing.assert_array_equal(scores[:n], levattn.online_leverage_scores(np.array(K)[:n]))
+    assert scores[0] == 1
+
+
+@pytest.mark.parametrize(("small", "storage"), [(1e-30, "f4"), (1e-170, "f8")])
+@pytest.mark.parametrize("f", [levattn.Tukey(), 0.001], ids=str)
+def test_scores_that_underflow(small: float, storage: str, f: Any) -> None:
+    """Far out both keys count alike, or all but: the small one has 0.40 to 0.5 of the attention."""
+    assert 1 in levattn.universal_set(np.array([[1.0], [small]], storage), 0.4, f=f).indices
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1.0, 1e10, 1e18, 1e30])
@@ -22,67 +226,41 @@ def test_softmax_bounds_at_any_scale(size: float, storage: str) -> None:
     assert 0 in levattn.universal_set(K, 0.9, f=levattn.Softmax(4 / size)).indices
 
 
-@pytest.mark.parametrize("K", [[[1e-300], [1e300]], [[1e-323], [2e307]], [[0.0, 1e-300], [1, 0], [0, 1e300]]])
-def test_online_scores_do_not_see_the_future(K: Any) -> None:
-    scores = levattn.online_leverage_scores(np.array(K))
-    for n in range(1, len(K) + 1):
-        np.testing.assert_array_equal(scores[:n], levattn.online_leverage_scores(np.array(K)[:n]))
-    assert scores[0] == 1
+def test_softmax_with_a_graded_matrix() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        scales = rng.permutation(np.geomspace(1e-5, 1e5, 3))
+        U = np.linalg.qr(rng.standard_normal((3, 3)))[0]
+        even = (U * [1, 0.3, 0.1]) @ U.T
+        S = even * np.outer(scales, scales)
+        Y = rng.standard_normal((40, 3))
+        Y[0] = 4 * np.eye(3)[scales.argmin()]
+        Z = Y @ np.linalg.cholesky((even + even.T) / 2)  # K L: queries are L u with u of norm at most 2
+        apart = Z - Z.mean(axis=0)
+        z = 2 * Z @ (apart / np.linalg.norm(apart, axis=1, keepdims=True)).T
+        weights = np.exp(z - z.max(axis=0))
+        bound = levattn.sensitivities(Y / scales, levattn.Softmax(2.0, (S + S.T) / 2)).upper
+        assert np.all(bound >= np.diagonal(weights / weights.sum(axis=0)) * (1 - 1e-9))
 
 
-@pytest.mark.parametrize("large", [1e100, 4e179, 1e300])
-def test_a_query_with_a_large_entry_where_no_key_has_one(large: float) -> None:
-    q = np.array([[large, 1.0]])
-    for n in (1, 100):  # recent keys, and factored ones
-        K = np.tile([[0.0, 1.0]], (n, 1))
-        found = levattn.CausalUniversalSet(0.01).update(K).heavy(q)
-        np.testing.assert_allclose(found.normalizers, [float(n)], rtol=1e-12)
-        assert found.indices.tolist() == list(range(n))
-        heavy = levattn.heavy_attention(q, K, 0.01)
-        np.testing.assert_allclose(heavy.normalizers, [float(n)], rtol=1e-12)
-        assert heavy.entries.nnz == n
+def test_pruned_attention_of_drifting_and_of_large_keys() -> None:
+    options = {"size": 1, "summaries": 1, "chunk": 1, "causal": True}
+    drift, ones = np.arange(400, dtype=np.float32)[:, None], np.ones((400, 1), np.float32)
+    np.testing.assert_allclose(pruned_attention(ones[:200], -drift[:200], ones[:200], **options), 1, rtol=1e-5)
+    K = 30 * np.random.default_rng(0).standard_normal((300, 4)).astype(np.float32)
+    assert np.isfinite(pruned_attention(K, K, K, **options)).all()
+    far = np.arange(400.0)[:, None] * np.ones(4)
+    assert np.isfinite(pruned_attention(-far, -far, far, **options)).all()
 
 
-@pytest.mark.parametrize("f", [4, 6])
-def test_the_smallest_number_is_not_called_infinite(f: int) -> None:
-    assert levattn.universal_set(np.array([[5e-324]]), 0.5, f=f).indices.tolist() == [0]
-
-
-def test_tables_of_a_sketch_are_no_larger_than_the_keys_ask_for() -> None:
-    found = levattn.heavy_attention(np.ones((1, 1)), np.ones((2, 1)), 1e-9, method="countsketch")
-    np.testing.assert_allclose(found.entries.toarray(), [[0.5, 0.5]])
-
-
-@pytest.mark.parametrize("f", [levattn.Huber(), levattn.Tukey(), levattn.L1L2(), levattn.Fair(), 1.0, 3.0], ids=str)
-def test_products_beyond_the_range_make_no_noise(f: Any) -> None:
-    """A query and a key whose product overflows: the right entry or a typed refusal, not a warning of numpy."""
-    with contextlib.suppress(ValueError):
-        found = levattn.heavy_attention(np.array([[1e300]]), np.array([[1e301]]), 0.5, f=f).entries.toarray()
-        np.testing.assert_array_equal(found, [[1.0]])
-
-
-@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
-def test_keys_next_to_overflow_whose_directions_are_found_anew(method: str) -> None:
-    K = np.array([[0.0, 2e307, -(2.0**1021)], [0, 0, -1e151], [1, 2.0**1021 * (1 + 2.0**-7), -(2.0**1021)]])
-    assert levattn.universal_set(K, 0.5, method=method).indices.tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
-def test_a_set_of_a_size_certifies_no_less_than_what_it_leaves_out(method: str) -> None:
-    """Scores 1, 1/11, 9/11 and 1/11, which the factor of graded float16 keys has to 1e-7."""
-    K = np.array([[-64992.0, 1.0, -64992.0], [3.0, 0.0, 3.0], [-9.0, 0.0, -9.0], [3.0, 0.0, 3.0]], "float16")
-    found = levattn.universal_set(K, size=2, method=method)
-    assert found.indices.tolist() == [0, 2]
-    assert 1 / 11 * (1 - 1e-9) <= found.epsilon <= 1 / 11 * (1 + 1e-5)
-    chunks = levattn.universal_set(lambda: iter([K[:2], K[2:]]), size=2)
-    assert 1 / 11 * (1 - 1e-9) <= chunks.epsilon <= 1 / 11 * (1 + 1e-5)
-
-
-@pytest.mark.parametrize("storage", ["bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("method", ["countsketch", "osnap", "srht"])
-def test_float32_products_of_a_sketch_lose_no_key(method: Any, storage: str) -> None:
-    """Independent keys, each of score 1; the condition number of their sketch is some 200."""
-    K = np.array([[-0.671875, -1.2421875, -2.0], [0.0791015625, -0.125, 0.6640625], [0.8515625, 2.0, 2.0]])
-    K = K.astype(ml_dtypes.bfloat16 if storage == "bfloat16" else storage)
-    for seed in range(20):
-        assert levattn.universal_set(K, 1.0, method=method, rng=seed).indices.tolist() == [0, 1, 2]
+@pytest.mark.parametrize(("scale", "storage"), [(1e-30, "f4"), (1e-170, "f8")])
+def test_bounds_of_tiny_values(scale: float, storage: str) -> None:
+    rng = np.random.default_rng(0)
+    Q, K = rng.standard_normal((2, 60, 4)).astype(storage)
+    V = (rng.standard_normal((60, 2)) * scale).astype(storage)
+    output, certificate = pruned_attention(Q, K, V, size=8, summaries=4, return_certificate=True)
+    A = np.exp(np.float64(Q) @ np.float64(K).T / 2)
+    dense = (A / A.sum(axis=1, keepdims=True)) @ (np.float64(V) / scale)
+    error = np.linalg.norm(np.float64(output) / scale - dense, axis=1)
+    assert error.max() > 1e-3
+    assert np.all(error <= np.float64(certificate.error_bound) / scale * (1 + 1e-4))

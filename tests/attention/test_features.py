@@ -1,4 +1,4 @@
-"""Short memories in front of latent logits: against loops, in chunks, packed, masked, and their gradients."""
+"""Short memories in front of latent logits: against loops, in chunks, packed and masked."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import naive_attention as naive
 from levattn import thread_limit
 from levattn._kernels.latent import decay, definition
 from levattn.attention import causal_conv, rg_lru
-from libraries import HAS_TORCH, needs_torch, over_storages, stored
-
-if HAS_TORCH:
-    import torch
-
-    from levattn.attention.latent import torch as torch_latent
+from libraries import over_storages, stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,55 +102,6 @@ def test_the_recurrence_keeps_the_power_of_its_input() -> None:
     np.testing.assert_array_equal(h[0], x[0])  # nothing decays at the start
 
 
-@over_cases
-def test_half_precision_is_computed_in_single(name: str) -> None:
-    case = Case(name)
-    wide = case("numpy")
-    case.inputs = [x.astype(np.float16) for x in case.inputs]
-    case.others = [x.astype(np.float16) for x in case.others]
-    found = case("numpy")
-    assert found.dtype == np.float16
-    np.testing.assert_allclose(found, wide, atol=0.02)
-
-
-@needs_torch
-@over_cases
-@pytest.mark.parametrize("options", ["plain", "packed", "masked"])
-def test_gradients_are_those_of_finite_differences(name: str, options: str) -> None:
-    import torch
-
-    case = Case(name)
-    arrays = [torch.from_numpy(x[:, :8]).requires_grad_() for x in case.inputs]
-    arrays += [torch.from_numpy(x).requires_grad_() for x in case.others]
-    given: dict[str, Any] = {"packed": {"offsets": [0, 3, 8]}, "masked": {"mask": torch.from_numpy(masks()[1][:, :8])}}
-    assert torch.autograd.gradcheck(lambda *x: case.run(*x, **given.get(options, {})), arrays)
-
-
-@needs_torch
-@over_cases
-def test_states_carry_no_gradient(name: str) -> None:
-    import torch
-
-    case = Case(name)
-    arrays = [torch.from_numpy(x).requires_grad_() for x in (*case.inputs, *case.others)]
-    y, state = case.run(*arrays, return_state=True)
-    assert y.requires_grad
-    assert not state.requires_grad
-
-
-@needs_torch
-def test_the_slope_of_the_root_is_bounded() -> None:
-    import torch
-
-    x = torch.ones(5, 1, dtype=torch.float64)
-    closed = torch.full((5, 1), -40.0, dtype=torch.float64).requires_grad_()  # a is 1 to rounding
-    rg_lru(x, x, closed, torch.zeros(1, dtype=torch.float64)).sum().backward()
-    assert torch.isfinite(closed.grad).all()
-    slow = torch.full((5, 1), -700.0, dtype=torch.float64).requires_grad_()
-    rg_lru(x, x, slow, torch.zeros(1, dtype=torch.float64)).sum().backward()
-    assert (slow.grad.abs() < 1e-280).all()
-
-
 def test_wrong_arguments_are_named() -> None:
     x, w = np.zeros((2, 5, 3)), np.zeros((3, 4))
     for call, error, message in (
@@ -192,42 +138,6 @@ def test_a_sequence_that_is_not_finite_stays_apart(bad: float, storage: str) -> 
             changed = np.asarray(found) != np.asarray(expected)
             changed[1, first:last, 1] = False
             assert not changed.any(), (first, which)
-
-
-@needs_torch
-@pytest.mark.parametrize("kind", ["compiled", "definition"])
-def test_a_sequence_that_is_not_finite_has_no_part_in_gradients_of_others(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "definition":
-        monkeypatch.setattr(torch_latent, "has_kernels", lambda _: False)
-    rng = np.random.default_rng(6)
-    lengths, rows = [4, 4, 5], slice(4, 8)
-    clean = torch.from_numpy(rng.standard_normal((3, 13, 3)))
-    speed, dh = torch.from_numpy(rng.standard_normal(3)), torch.from_numpy(rng.standard_normal((13, 3)))
-
-    def gradients(arrays: torch.Tensor, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = [part.clone().requires_grad_() for part in arrays]
-        rg_lru(*leaves, speed, lengths=lengths).backward(dh)
-        return tuple(leaf.grad for leaf in leaves)
-
-    expected = gradients(clean, dh)
-    for value in (torch.nan, torch.inf):
-        dirty, dirty_dh = clean.clone(), dh.clone()
-        dirty[:, rows], dirty_dh[rows] = value, value
-        for arrays, flow in ((dirty, dh), (clean, dirty_dh), (dirty, dirty_dh)):
-            for one, other in zip(gradients(arrays, flow), expected, strict=True):
-                for part in (slice(0, 4), slice(8, 13)):
-                    torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
-
-
-@needs_torch
-def test_second_derivatives_are_those_of_finite_differences() -> None:
-    rng = np.random.default_rng(7)
-    leaves = [torch.from_numpy(part).requires_grad_() for part in rng.standard_normal((3, 1, 5, 2))]
-    speed = torch.from_numpy(rng.standard_normal(2)).requires_grad_()
-    assert torch.autograd.gradgradcheck(rg_lru, (*leaves, speed))
-    assert torch.autograd.gradgradcheck(lambda *given: rg_lru(*given, lengths=[2, 3]), (*leaves, speed))
 
 
 # The compiled recurrence

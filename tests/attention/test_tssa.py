@@ -476,7 +476,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "decay-shape": ({"decay": [0.5, 0.5]}, ValueError, "one for each of 3 heads"),
     "decay-order": ({"decay": 0.5, "causal": False}, ValueError, "expected causal=True"),
     "c": ({"c": 0}, ValueError, "c is 0; expected a finite number above 0"),
-    "step": ({"step": "1"}, TypeError, "step is '1'; expected a number above 0"),
+    "step": ({"step": "1"}, TypeError, "step is '1'; expected a finite number above 0"),
     "mask": ({"mask": np.ones(36, bool)}, ValueError, r"mask has shape \(36,\)"),
     "mask-kind": ({"mask": np.ones(37)}, TypeError, "mask has dtype float64; expected bool"),
     "offsets": ({"offsets": [0, 5]}, ValueError, "offsets is .0 5.; expected whole numbers"),

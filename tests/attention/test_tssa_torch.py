@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.autograd import forward_ad, grad, gradcheck  # noqa: E402
 
-from levattn.attention.tokens import torch as operators  # noqa: E402
+from levattn._kernels.tokens import torch as operators  # noqa: E402
+from levattn.attention.tokens.torch import leverage  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
@@ -264,7 +265,7 @@ def test_gradients_through_leverage_scores_of_columns_of_very_different_sizes() 
 
 def test_leverage_scores_of_no_more_tokens_than_channels_are_one_and_have_no_gradient() -> None:
     W = leaf(1, 2, 3, 5)
-    scores = operators.leverage(W, None)
+    scores = leverage(W, None)
     torch.testing.assert_close(scores, torch.ones_like(scores))
     weights = leaf(1, 2, 3, seed=4).detach()
     assert grad((scores * weights).sum(), W)[0].abs().max() < 1e-12
@@ -315,10 +316,10 @@ def test_any_layout_has_the_same_values_and_the_layout_that_is_foretold(name: st
     b, h, T, _ = W.shape
     x = (W, torch.ones(b, h, dtype=W.dtype), None, None, torch.tensor([0, T]), *(None,) * 5)
     x += (True, 2, False, 1e-12, 1e-8, 1.0, 1.0)
-    real = (operators._STATISTICS(*x), *operators._STATISTICS_BACKWARD(torch.ones_like(Y), *x))
+    real = (operators.STATISTICS(*x), *operators.STATISTICS_BACKWARD(torch.ones_like(Y), *x))
     with FakeTensorMode() as mode:
         y = tuple(mode.from_tensor(part) if isinstance(part, torch.Tensor) else part for part in x)
-        fake = (operators._STATISTICS(*y), *operators._STATISTICS_BACKWARD(torch.ones(Y.shape, dtype=W.dtype), *y))
+        fake = (operators.STATISTICS(*y), *operators.STATISTICS_BACKWARD(torch.ones(Y.shape, dtype=W.dtype), *y))
     for one, other in zip(fake, real, strict=True):
         assert (one.shape, one.dtype, layout(one)) == (other.shape, other.dtype, layout(other))
 
@@ -368,7 +369,7 @@ def test_autocast_leaves_sums_in_single_precision() -> None:
         assert torch.equal(tssa(W), tssa(W.detach()))
         assert tssa(W.bfloat16()).dtype == torch.bfloat16
         assert torch.equal(tssa(W.bfloat16(), torch.ones(3)), tssa(W.bfloat16().float()).bfloat16())
-        assert operators.leverage(W, None).dtype == torch.float32
+        assert leverage(W, None).dtype == torch.float32
         fast = grad(tssa(W).square().sum(), W)[0]
         scores = grad(tssa(W, 9.0, membership="leverage", causal=False).square().sum(), W)[0]
     assert torch.equal(fast, grad(tssa(W).square().sum(), W)[0])
@@ -543,7 +544,7 @@ def test_operators_keep_the_rules_of_torch(gradients: bool) -> None:
             1.0,
         ),
     ):
-        torch.library.opcheck(operators._STATISTICS, arguments)
+        torch.library.opcheck(operators.STATISTICS, arguments)
 
 
 def test_tensors_without_numbers_have_shapes() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import naive_attention as naive
 from levattn.attention import latte, macchiato, rotate_values
-from libraries import STORAGES, needs_torch, stored
+from libraries import STORAGES, stored
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -24,11 +24,12 @@ def test_rotations_are_those_of_the_loops(storage: str, inverse: bool) -> None:
         np.testing.assert_allclose(np.asarray(found), answer, atol=1e-13)
 
 
-def test_each_row_has_positions_of_its_own() -> None:
-    V, places = np.ones((2, 3, 4)), np.array([[0, 1, 2], [7, 8, 9]])
+def test_rows_may_have_positions_of_their_own_and_half_precision() -> None:
+    V, places = np.ones((2, 3, 4), np.float16), np.array([[0, 1, 2], [7, 8, 10_000_000]])
     found = rotate_values(V, places)
+    assert found.dtype == np.float16
     for item in range(2):
-        np.testing.assert_allclose(found[item], naive.rotate(V[item], places[item]), atol=1e-14)
+        np.testing.assert_allclose(found[item], naive.rotate(V[item], places[item]), atol=2e-3)
 
 
 def test_turning_back_is_the_inverse_and_keeps_lengths() -> None:
@@ -72,36 +73,6 @@ def test_values_are_turned_by_their_distance() -> None:
     answer = np.stack([sum(P[t, s] * naive.rotate(V[s : s + 1], [t - s])[0] for s in range(t + 1)) for t in range(20)])
     places = np.arange(20)
     found = rotate_values(latte(Q, K, rotate_values(V, places, inverse=True)), places)
-    np.testing.assert_allclose(found, answer, atol=1e-14)
-
-
-def test_numpy_keeps_half_precision() -> None:
-    V = np.random.default_rng(4).standard_normal((9, 4)).astype(np.float16)
-    found = rotate_values(V, np.arange(9) + 10_000_000)
-    assert found.dtype == np.float16
-    np.testing.assert_allclose(found, naive.rotate(V, np.arange(9) + 10_000_000), atol=2e-3)
-
-
-@needs_torch
-def test_torch_keeps_its_dtype_and_gradients_turn_back() -> None:
-    import torch
-
-    V = torch.randn(2, 9, 4, dtype=torch.bfloat16)
-    assert rotate_values(V, torch.arange(9)).dtype == torch.bfloat16
-    wide = V.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: rotate_values(x, torch.arange(9)), wide)
-
-
-@needs_torch
-def test_positions_may_require_gradients_that_they_do_not_get() -> None:
-    import torch
-
-    places = torch.arange(9.0, requires_grad=True)
-    V = np.random.default_rng(5).standard_normal((9, 4))
-    answer = naive.rotate(V, np.arange(9))
-    np.testing.assert_allclose(rotate_values(V, places), answer, atol=1e-14)
-    found = rotate_values(torch.from_numpy(V), places)
-    assert not found.requires_grad
     np.testing.assert_allclose(found, answer, atol=1e-14)
 
 

@@ -6,7 +6,9 @@ Empty matrices, one row, zero rows and rank 0 are no errors: they have defined r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,66 +28,110 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "heavy_attention": lambda K, **options: levattn.heavy_attention(np.ones((2, 3)), K, 0.1, **options),
 }
 
-takes_keys = pytest.mark.parametrize("function", list(FUNCTIONS.values()), ids=list(FUNCTIONS))
+METHODS = ("auto", "gram", "qr", "svd")
 
 
-def check(error: BaseException, *words: str) -> None:
-    """The message contains all words, whatever their case, and is a sentence with a remedy."""
-    message = str(error)
+def fails(call: Callable[[], Any], error: type[Exception], *words: str) -> None:
+    """The call raises an error whose message has all words, whatever their case, and is a sentence with a remedy."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
     for word in words:
         assert re.search(word, message, re.IGNORECASE), f"{word!r} is not in: {message}"
     assert len(message) > 25
     assert len(message.splitlines()) <= 12
 
 
-# -- keys ---------------------------------------------------------------------------------
+# -- keys and masks, in every function that takes them ------------------------------------
 
 
-@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+def spoilt(value: float) -> Any:
+    K = GOOD.copy()
+    K[[4, 7], 1] = value
+    return K
+
+
+def ones(dtype: Any) -> Any:
+    return np.ones((4, 3)).astype(np.int64).astype(dtype)
+
+
+def wrong_keys() -> Iterator[Any]:
+    """Name, keys, error, and words of the message."""
+    for value in (np.nan, np.inf, -np.inf):
+        words = (r"\b4\b", r"\b7\b", "mask|remove|clean|replace")
+        yield str(value), spoilt(value), exceptions.NonFiniteError, *words
+    for shape in ((), (5,)):
+        yield f"shape {shape}", np.ones(shape), ValueError, r"\bn, ?d\b", re.escape(str(shape))
+    for dtype in (np.int64, np.int8, np.uint16, np.bool_):
+        yield np.dtype(dtype).name, ones(dtype), TypeError, np.dtype(dtype).name, "float", "real"
+    for dtype in (np.complex64, np.complex128, object, "U3", "M8[s]"):
+        yield f"of {dtype}", ones(dtype), TypeError, "float"
+    for value in (None, "keys.npy", 3.0, {"K": 1}):
+        yield repr(value), value, TypeError, "array", type(value).__name__
+    yield "uneven", [[1.0, 2.0], [3.0]], ValueError, "list", "equal length", "pad"
+    yield "no columns", np.ones((4, 0)), ValueError, r"\bd\b|column"
+
+
+def wrong_masks() -> Iterator[Any]:
+    for shape in ((11,), (12, 1), (1, 12), (12, 3), ()):
+        yield f"shape {shape}", np.ones(shape, bool), ValueError, re.escape(str(shape)), r"\(12,\)"
+    for dtype in (np.int64, np.float64, object):
+        yield f"of {dtype}", np.ones(12, dtype), TypeError, "bool"
+    yield "uneven", [[True], [True, False]], ValueError, "list", "equal length", "pad"
+
+
+def table(rows: Iterator[Any]) -> pytest.MarkDecorator:
+    """Parameters `given`, the error and the words, of rows that begin with their names."""
+    found = [pytest.param(given, error, words, id=name) for name, given, error, *words in rows]
+    return pytest.mark.parametrize(("given", "error", "words"), found)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("function", FUNCTIONS)
+@table(wrong_keys())
+def test_wrong_keys(function: str, given: Any, error: Any, words: list[str]) -> None:
+    fails(lambda: FUNCTIONS[function](given), error, r"\bK\b", *words)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("function", FUNCTIONS)
+@table(wrong_masks())
+def test_wrong_masks(function: str, given: Any, error: Any, words: list[str]) -> None:
+    fails(lambda: FUNCTIONS[function](GOOD, mask=given), error, r"\bmask\b", *words)
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("row", [0, 1, 2999])
 def test_every_method_finds_a_single_number_that_is_not_finite(row: int, value: float, method: str) -> None:
     K = np.random.default_rng(0).standard_normal((3000, 4))
     K[row, 2] = value
-    with pytest.raises(exceptions.NonFiniteError, match=rf"\b{row}\b"):
-        levattn.leverage_scores(K, method=method)
-
-
-@takes_keys
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_non_finite_keys_name_their_rows(function: Callable[..., Any], value: Any) -> None:
-    K = GOOD.copy()
-    K[[4, 7], 1] = value
-    with pytest.raises(exceptions.NonFiniteError) as caught:
-        function(K)
-    assert isinstance(caught.value, ValueError)
-    assert isinstance(caught.value, exceptions.LevattnError)
-    check(caught.value, r"\bK\b", r"\b4\b", r"\b7\b", "mask|remove|clean|replace")
+    fails(lambda: levattn.leverage_scores(K, method=method), exceptions.NonFiniteError, rf"\b{row}\b")
 
 
 @stores()
 def test_non_finite_keys_in_every_storage_type(storage: str) -> None:
     K = GOOD.copy()
     K[5, 0] = np.nan
-    with pytest.raises(exceptions.NonFiniteError) as caught:
-        levattn.leverage_scores(STORAGE[storage](K))
-    check(caught.value, r"\bK\b", r"\b5\b")
+    stored = STORAGE[storage](K)
+    fails(lambda: levattn.leverage_scores(stored), exceptions.NonFiniteError, r"\bK\b", r"\b5\b")
+
+
+def test_errors_are_of_the_library_and_of_values() -> None:
+    assert {exceptions.LevattnError, ValueError} <= set(exceptions.NonFiniteError.__mro__)
 
 
 def test_many_non_finite_rows_are_not_all_listed() -> None:
     K = np.full((100_000, 3), np.nan)
-    with pytest.raises(exceptions.NonFiniteError) as caught:
+    with pytest.raises(exceptions.NonFiniteError, match=r"\b0\b.*\b1\b") as caught:
         levattn.leverage_scores(K)
-    check(caught.value, r"\b0\b", r"\b1\b")
     assert len(str(caught.value)) < 600
 
 
 def test_non_finite_rows_of_a_head() -> None:
     K = np.zeros((2, 3, 6, 4))
     K[1, 2, 5, 0] = np.inf
-    with pytest.raises(exceptions.NonFiniteError) as caught:
-        levattn.leverage_scores(K)
-    check(caught.value, r"\bK\b", r"1, ?2, ?5|row 5")
+    fails(lambda: levattn.leverage_scores(K), exceptions.NonFiniteError, r"\bK\b", r"1, ?2, ?5|row 5")
 
 
 def test_finite_keys_whose_squares_overflow_are_not_refused() -> None:
@@ -93,57 +139,11 @@ def test_finite_keys_whose_squares_overflow_are_not_refused() -> None:
     assert np.all(np.isfinite(levattn.leverage_scores((GOOD * 1e38).astype(np.float32))))
 
 
-@takes_keys
-@pytest.mark.parametrize("shape", [(), (5,)])
-def test_keys_of_too_few_axes(function: Callable[..., Any], shape: Any) -> None:
-    with pytest.raises(ValueError, match=r"\bK\b") as caught:
-        function(np.ones(shape))
-    check(caught.value, r"\bn, ?d\b", re.escape(str(shape)))
-
-
-def test_heavy_attention_takes_one_pair() -> None:
-    with pytest.raises(ValueError, match=r"\bK\b") as caught:
-        levattn.heavy_attention(np.ones((2, 3)), np.ones((2, 12, 3)), 0.1)
-    check(caught.value, "one|loop|head|batch", r"\(2, ?12, ?3\)")
-    with pytest.raises(ValueError, match=r"\bQ\b"):
-        levattn.heavy_attention(np.ones((2, 4, 3)), GOOD, 0.1)
-    with pytest.raises(ValueError, match=r"\bQ\b"):
-        levattn.heavy_attention(np.ones(3), GOOD, 0.1)
-
-
-@takes_keys
-@pytest.mark.parametrize("dtype", [np.int64, np.int8, np.uint16, np.bool_])
-def test_integer_keys(function: Callable[..., Any], dtype: Any) -> None:
-    with pytest.raises(TypeError, match=r"\bK\b") as caught:
-        function(np.ones((4, 3), dtype))
-    check(caught.value, np.dtype(dtype).name, "float", "real")
-
-
-@takes_keys
-@pytest.mark.parametrize("dtype", [np.complex64, np.complex128, object, "U3", "M8[s]"])
-def test_keys_of_other_types(function: Callable[..., Any], dtype: Any) -> None:
-    K = np.ones((4, 3)).astype(np.int64).astype(dtype)
-    with pytest.raises(TypeError, match=r"\bK\b") as caught:
-        function(K)
-    check(caught.value, "float")
-
-
-@takes_keys
-@pytest.mark.parametrize("value", [None, "keys.npy", 3.0, {"K": 1}])
-def test_keys_that_are_no_array(function: Callable[..., Any], value: Any) -> None:
-    with pytest.raises(TypeError, match=r"\bK\b") as caught:
-        function(value)
-    check(caught.value, "array", type(value).__name__)
-
-
 def test_masked_arrays_and_sparse_matrices_are_not_densified_silently() -> None:
     import scipy.sparse
 
-    with pytest.raises(TypeError, match=r"\bK\b"):
-        levattn.leverage_scores(scipy.sparse.csc_matrix(GOOD))
-    with pytest.raises(TypeError, match=r"\bK\b") as caught:
-        levattn.leverage_scores(np.ma.masked_array(GOOD, GOOD > 1))
-    check(caught.value, "mask")
+    fails(lambda: levattn.leverage_scores(scipy.sparse.csc_matrix(GOOD)), TypeError, r"\bK\b")
+    fails(lambda: levattn.leverage_scores(np.ma.masked_array(GOOD, GOOD > 1)), TypeError, r"\bK\b", "mask")
 
 
 @pytest.mark.parametrize(
@@ -157,25 +157,8 @@ def test_masked_arrays_and_sparse_matrices_are_not_densified_silently() -> None:
 def test_the_remedy_for_a_dtype_is_one_of_the_namespace(storage: str, remedy: str) -> None:
     if storage not in STORAGE:
         pytest.skip(f"no package for {storage}")
-    with pytest.raises(TypeError, match=r"\bK\b") as caught:
-        levattn.leverage_scores(STORAGE[storage](GOOD) > 0)
-    check(caught.value, "bool", "float", remedy)
-
-
-def test_lists_of_integers() -> None:
-    with pytest.raises(TypeError, match=r"\bK\b") as caught:
-        levattn.leverage_scores([[1, 2], [3, 4]])
-    check(caught.value, "int64", r"numpy\.array\(K, 'float64'\)")
-
-
-@takes_keys
-def test_lists_that_make_no_array(function: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"\bK\b") as caught:
-        function([[1.0, 2.0], [3.0]])
-    check(caught.value, "list", "equal length", "pad")
-    with pytest.raises(ValueError, match=r"\bmask\b") as caught:
-        function(GOOD, mask=[[True], [True, False]])
-    check(caught.value, "list", "equal length", "pad")
+    flags = STORAGE[storage](GOOD) > 0
+    fails(lambda: levattn.leverage_scores(flags), TypeError, r"\bK\b", "bool", "float", remedy)
 
 
 @needs_torch
@@ -189,204 +172,117 @@ def test_tensors_without_dense_numbers() -> None:
         (K.to("meta"), ("meta", "no numbers", "device")),
         (torch.nested.nested_tensor([K, K[:5]]), ("nested", "to_padded_tensor", "mask=")),
     ):
-        with pytest.raises(TypeError, match=r"\bK\b") as caught:
-            levattn.leverage_scores(tensor)
-        check(caught.value, *words)
-    with pytest.raises(TypeError, match=r"\bmask\b") as caught:
-        levattn.leverage_scores(GOOD, mask=(K[:, 0] > 0).to_sparse())
-    check(caught.value, "sparse_coo", r"mask\.to_dense\(\)")
-    with pytest.raises(TypeError, match=r"\bmask\b") as caught:
-        levattn.leverage_scores(GOOD, mask=K[:, 0].bfloat16().requires_grad_())
-    check(caught.value, "bfloat16", "bool")
+        fails(lambda given=tensor: levattn.leverage_scores(given), TypeError, r"\bK\b", *words)
+    for mask, words in (
+        ((K[:, 0] > 0).to_sparse(), ("sparse_coo", r"mask\.to_dense\(\)")),
+        (K[:, 0].bfloat16().requires_grad_(), ("bfloat16", "bool")),
+    ):
+        fails(lambda given=mask: levattn.leverage_scores(GOOD, mask=given), TypeError, r"\bmask\b", *words)
 
 
-@takes_keys
-def test_no_columns(function: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"\bK\b") as caught:
-        function(np.ones((4, 0)))
-    check(caught.value, r"\bd\b|column")
+# -- other arguments ----------------------------------------------------------------------
 
 
-# -- queries ------------------------------------------------------------------------------
-
-
-def test_queries_of_another_width() -> None:
-    with pytest.raises(ValueError, match=r"\bQ\b") as caught:
-        levattn.heavy_attention(np.ones((2, 5)), GOOD, 0.1)
-    check(caught.value, r"\bK\b", r"\b5\b", r"\b3\b")
-
-
-def test_non_finite_queries_name_their_rows() -> None:
+def nan_row() -> Any:
     Q = np.ones((9, 3))
     Q[6, 2] = np.nan
-    with pytest.raises(exceptions.NonFiniteError) as caught:
-        levattn.heavy_attention(Q, GOOD, 0.1)
-    check(caught.value, r"\bQ\b", r"\b6\b")
+    return Q
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.complex128, object])
-def test_queries_of_other_types(dtype: Any) -> None:
-    with pytest.raises(TypeError, match=r"\bQ\b"):
-        levattn.heavy_attention(np.ones((2, 3), dtype), GOOD, 0.1)
+def attend(Q: Any, K: Any = GOOD, epsilon: Any = 0.1, **options: Any) -> Any:
+    return levattn.heavy_attention(Q, K, epsilon, **options)
 
 
-# -- epsilon and size ---------------------------------------------------------------------
+def choose(*arguments: Any, **options: Any) -> Any:
+    return levattn.universal_set(GOOD, *arguments, **options)
 
 
-@pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.0000001, 2.0, np.nan, np.inf])
-def test_epsilon_out_of_range(epsilon: Any) -> None:
+def set_of(K: Any) -> Any:
+    return levattn.universal_set(np.array(K), 0.1)
+
+
+def apply(V: Any, **options: Any) -> Any:
+    return attend(GOOD).apply(V, **options)
+
+
+def wrong_arguments() -> Iterator[Any]:
+    """Name, call, errors, and words of the message."""
+    either = (TypeError, ValueError)
+    remedy = r"numpy\.array\(K, 'float64'\)"
+    yield "integers", partial(levattn.leverage_scores, [[1, 2], [3, 4]]), TypeError, r"\bK\b", "int64", remedy
+    several = partial(attend, np.ones((2, 3)), np.ones((2, 12, 3)))
+    yield "several pairs", several, ValueError, r"\bK\b", "one|loop|head|batch", r"\(2, ?12, ?3\)"
+    yield "a batch of queries", partial(attend, np.ones((2, 4, 3))), ValueError, r"\bQ\b"
+    yield "one query", partial(attend, np.ones(3)), ValueError, r"\bQ\b"
+    yield "another width", partial(attend, np.ones((2, 5))), ValueError, r"\bQ\b", r"\bK\b", r"\b5\b", r"\b3\b"
+    yield "non-finite queries", partial(attend, nan_row()), exceptions.NonFiniteError, r"\bQ\b", r"\b6\b"
+    for dtype in (np.int64, np.complex128, object):
+        yield f"queries of {np.dtype(dtype)}", partial(attend, np.ones((2, 3), dtype)), TypeError, r"\bQ\b"
+    for value in (0.0, -0.1, 1.0000001, 2.0, np.nan, np.inf):
+        words = ("epsilon", r"\(0, 1\]|0 < epsilon <= 1", re.escape(str(value)))
+        yield f"set of {value}", partial(choose, value), ValueError, *words
+        yield f"attention of {value}", partial(attend, GOOD, GOOD, value), ValueError, *words
+    for value in ("0.1", [0.1], 1j, np.array([0.1, 0.2]), True):
+        yield f"epsilon {value!r}", partial(choose, value), TypeError, "epsilon"
+    for value in (-1, 13, 10**9):
+        words = ("size", r"\[0, 12\]|0 <= size <= 12", re.escape(str(value)))
+        yield f"size {value}", partial(choose, size=value), ValueError, *words
+    for value in (2.5, 3.0, "3", True, None):
+        yield f"size {value!r} of another type", partial(choose, size=value), either, "size"
+    yield "epsilon and size", partial(choose, 0.1, size=3), ValueError, "epsilon", "size", "both|one of|exactly one"
+    yield "neither", choose, ValueError, "epsilon", "size", "neither|one of|exactly one"
+    for name in ("leverage_scores", "universal_set"):
+        unknown = partial(FUNCTIONS[name], GOOD, method="cholesky")
+        yield f"{name} by no method", unknown, ValueError, "method", "cholesky", "auto", "gram", r"\bqr\b", "svd"
+        yield f"{name} by None", partial(FUNCTIONS[name], GOOD, method=None), either, "method"
+    for value in (-1e-3, np.nan, np.inf):
+        ridge = partial(levattn.leverage_scores, GOOD, ridge=value)
+        yield f"ridge {value}", ridge, ValueError, "ridge", re.escape(str(value))
+    for value in (-1e-3, np.nan, 1.5, 0.0, 1e-17):
+        yield f"rtol {value}", partial(levattn.leverage_scores, GOOD, rtol=value), ValueError, "rtol"
+    for method, option in product(METHODS, ("sketch_size", "rng")):
+        call = partial(levattn.leverage_scores, GOOD, method=method, **{option: 100})
+        yield f"{method} with {option}", call, ValueError, option, "exact", method
+    for f in (-1, 0, np.nan, "softmax", None, True):
+        yield f"f {f!r}", partial(choose, 0.1, f=f), (*either, NotImplementedError), r"\bf\b"
+    yield "values of another length", partial(apply, np.ones((11, 2))), ValueError, r"\bV\b", r"\b11\b", r"\b12\b"
+    yield "values without columns", partial(apply, np.ones(12)), ValueError, r"\bV\b"
+    yield "non-finite values", partial(apply, np.full((12, 2), np.nan)), exceptions.NonFiniteError, r"\bV\b"
+    yield "complex values", partial(apply, np.ones((12, 2), complex)), TypeError, r"\bV\b"
+    median = partial(apply, np.ones((12, 2)), compensate="median")
+    yield "compensation", median, ValueError, "compensate", "mean", "None"
+    yield "a mask for a set", partial(attend, GOOD, universal=np.ones(12, bool)), TypeError, "universal"
+    yield "other keys", lambda: attend(GOOD, universal=set_of(GOOD[:7])), ValueError, "universal", r"\b7\b", r"\b12\b"
+    yield "a set of a batch", lambda: attend(GOOD, universal=set_of([GOOD, GOOD])), ValueError, "universal"
+    yield "indices of a batch", lambda: set_of([GOOD, GOOD]).indices, ValueError, "indices", "mask"
+    yield "length of a batch", lambda: len(set_of([GOOD, GOOD])), either, "sizes"
+
+
+@table(wrong_arguments())
+def test_wrong_arguments(given: Callable[[], Any], error: Any, words: list[str]) -> None:
+    fails(given, error, *words)
+
+
+def test_options_are_keyword_only() -> None:
     for call in (
-        lambda: levattn.universal_set(GOOD, epsilon),
-        lambda: levattn.heavy_attention(GOOD, GOOD, epsilon),
+        lambda: levattn.leverage_scores(GOOD, "gram"),
+        lambda: levattn.universal_set(GOOD, 0.1, 3),
+        lambda: levattn.leverage_scores(K=GOOD),
     ):
-        with pytest.raises(ValueError, match="epsilon") as caught:
-            call()
-        check(caught.value, r"\(0, 1\]|0 < epsilon <= 1", re.escape(str(epsilon)))
-
-
-@pytest.mark.parametrize("epsilon", ["0.1", [0.1], 1j, np.array([0.1, 0.2]), True])
-def test_epsilon_of_another_type(epsilon: Any) -> None:
-    with pytest.raises(TypeError, match="epsilon"):
-        levattn.universal_set(GOOD, epsilon)
+        fails(call, TypeError)
 
 
 @pytest.mark.parametrize("epsilon", [np.float32(0.5), np.float64(0.5), 1])
 def test_numbers_of_other_types_are_numbers(epsilon: Any) -> None:
-    assert levattn.universal_set(GOOD, epsilon).epsilon == float(epsilon)
-
-
-@pytest.mark.parametrize("size", [-1, 13, 10**9])
-def test_size_out_of_range(size: Any) -> None:
-    with pytest.raises(ValueError, match="size") as caught:
-        levattn.universal_set(GOOD, size=size)
-    check(caught.value, r"\[0, 12\]|0 <= size <= 12", re.escape(str(size)))
+    assert choose(epsilon).epsilon == float(epsilon)
+    assert len(choose(size=np.int64(3))) == 3
 
 
 def test_a_size_beyond_the_unmasked_keys_takes_them_all() -> None:
     mask = np.arange(12) < 5
-    found = levattn.universal_set(GOOD, size=6, mask=mask)
+    found = choose(size=6, mask=mask)
     assert np.array_equal(found.mask, mask)
     assert found.epsilon == 0
-
-
-@pytest.mark.parametrize("size", [2.5, 3.0, "3", True, None])
-def test_size_of_another_type(size: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="size"):
-        levattn.universal_set(GOOD, size=size)
-
-
-def test_numpy_integers_are_sizes() -> None:
-    assert len(levattn.universal_set(GOOD, size=np.int64(3))) == 3
-
-
-def test_both_or_neither_of_epsilon_and_size() -> None:
-    with pytest.raises(ValueError, match="epsilon") as caught:
-        levattn.universal_set(GOOD, 0.1, size=3)
-    check(caught.value, "size", "both|one of|exactly one")
-    with pytest.raises(ValueError, match="epsilon") as caught:
-        levattn.universal_set(GOOD)
-    check(caught.value, "size", "neither|one of|exactly one")
-
-
-# -- options ------------------------------------------------------------------------------
-
-
-@takes_keys
-@pytest.mark.parametrize("shape", [(11,), (12, 1), (1, 12), (12, 3), ()])
-def test_mask_of_another_shape(function: Callable[..., Any], shape: Any) -> None:
-    with pytest.raises(ValueError, match="mask") as caught:
-        function(GOOD, mask=np.ones(shape, bool))
-    check(caught.value, re.escape(str(shape)), r"\(12,\)")
-
-
-@takes_keys
-@pytest.mark.parametrize("dtype", [np.int64, np.float64, object])
-def test_mask_of_another_type(function: Callable[..., Any], dtype: Any) -> None:
-    with pytest.raises(TypeError, match="mask") as caught:
-        function(GOOD, mask=np.ones(12, dtype))
-    check(caught.value, "bool")
-
-
-@pytest.mark.parametrize("function", [FUNCTIONS["leverage_scores"], FUNCTIONS["universal_set"]])
-def test_unknown_method(function: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="method") as caught:
-        function(GOOD, method="cholesky")
-    check(caught.value, "cholesky", "auto", "gram", r"\bqr\b", "svd")
-    with pytest.raises((TypeError, ValueError), match="method"):
-        function(GOOD, method=None)
-
-
-@pytest.mark.parametrize("ridge", [-1e-3, np.nan, np.inf])
-def test_ridge_out_of_range(ridge: float) -> None:
-    with pytest.raises(ValueError, match="ridge") as caught:
-        levattn.leverage_scores(GOOD, ridge=ridge)
-    check(caught.value, re.escape(str(ridge)))
-
-
-@pytest.mark.parametrize("rtol", [-1e-3, np.nan, 1.5, 0.0, 1e-17])
-def test_rtol_out_of_range(rtol: float) -> None:
-    with pytest.raises(ValueError, match="rtol"):
-        levattn.leverage_scores(GOOD, rtol=rtol)
-
-
-@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
-@pytest.mark.parametrize("option", [{"sketch_size": 100}, {"rng": 0}])
-def test_options_of_sketches_with_an_exact_method(method: str, option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(option))) as caught:
-        levattn.leverage_scores(GOOD, method=method, **option)
-    check(caught.value, "exact", method)
-
-
-def test_options_are_keyword_only() -> None:
-    with pytest.raises(TypeError):
-        levattn.leverage_scores(GOOD, "gram")
-    with pytest.raises(TypeError):
-        levattn.universal_set(GOOD, 0.1, 3)
-    with pytest.raises(TypeError):
-        levattn.leverage_scores(K=GOOD)
-
-
-@pytest.mark.parametrize("f", [-1, 0, np.nan, "softmax", None, True])
-def test_other_attention_functions(f: Any) -> None:
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=r"\bf\b"):
-        levattn.universal_set(GOOD, 0.1, f=f)
-
-
-def test_values_that_do_not_fit() -> None:
-    heavy = levattn.heavy_attention(GOOD, GOOD, 0.1)
-    with pytest.raises(ValueError, match=r"\bV\b") as caught:
-        heavy.apply(np.ones((11, 2)))
-    check(caught.value, r"\b11\b", r"\b12\b")
-    with pytest.raises(ValueError, match=r"\bV\b"):
-        heavy.apply(np.ones(12))
-    with pytest.raises(exceptions.NonFiniteError, match=r"\bV\b"):
-        heavy.apply(np.full((12, 2), np.nan))
-    with pytest.raises(TypeError, match=r"\bV\b"):
-        heavy.apply(np.ones((12, 2), complex))
-    with pytest.raises(ValueError, match="compensate") as caught:
-        heavy.apply(np.ones((12, 2)), compensate="median")
-    check(caught.value, "mean", "None")
-
-
-def test_universal_sets_that_do_not_fit() -> None:
-    with pytest.raises(TypeError, match="universal"):
-        levattn.heavy_attention(GOOD, GOOD, 0.1, universal=np.ones(12, bool))
-    other = levattn.universal_set(GOOD[:7], 0.1)
-    with pytest.raises(ValueError, match="universal") as caught:
-        levattn.heavy_attention(GOOD, GOOD, 0.1, universal=other)
-    check(caught.value, r"\b7\b", r"\b12\b")
-    batch = levattn.universal_set(np.stack([GOOD, GOOD]), 0.1)
-    with pytest.raises(ValueError, match="universal"):
-        levattn.heavy_attention(GOOD, GOOD, 0.1, universal=batch)
-
-
-def test_a_batch_has_no_indices() -> None:
-    found = levattn.universal_set(np.stack([GOOD, GOOD]), 0.1)
-    with pytest.raises(ValueError, match="indices") as caught:
-        _ = found.indices
-    check(caught.value, "mask")
-    with pytest.raises((TypeError, ValueError), match="sizes"):
-        len(found)
 
 
 @pytest.mark.parametrize("limit", [0, -1, np.int64(0), 1.5, 2.0, "2", True, np.True_, None])
@@ -409,8 +305,7 @@ def test_a_failed_call_leaves_the_input_alone() -> None:
     K = GOOD.copy()
     K[3] = np.nan
     before = K.copy()
-    with pytest.raises(exceptions.NonFiniteError):
-        levattn.universal_set(K, 0.1)
+    fails(lambda: levattn.universal_set(K, 0.1), exceptions.NonFiniteError)
     assert np.array_equal(K, before, equal_nan=True)
 
 
@@ -449,7 +344,7 @@ def test_no_queries() -> None:
     assert bound.shape == (0,)
 
 
-@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+@pytest.mark.parametrize("method", METHODS)
 def test_keys_of_zeros(method: str) -> None:
     K = np.zeros((5, 3))
     assert not np.any(levattn.leverage_scores(K, method=method))
@@ -475,7 +370,7 @@ def test_a_mask_without_keys() -> None:
     assert heavy.entries.nnz == 0
 
 
-@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+@pytest.mark.parametrize("method", METHODS)
 def test_one_row(method: str) -> None:
     for row in (GOOD[:1], GOOD[:1] * 1e-200, np.array([[0.0, 1e-300, 0.0]])):
         assert levattn.leverage_scores(row, method=method) == pytest.approx(1, rel=1e-12)

@@ -75,7 +75,7 @@ def mixture(
 
 
 def wide(x: LatentArguments) -> LatentArguments:
-    names = ("Q", "K", "V", "gate", "beside")
+    names = ("Q", "K", "V", "gate", "gate_value")
     parts = {name: getattr(x, name) for name in names}
     return replace(x, **{name: None if part is None else part.astype(np.float64) for name, part in parts.items()})
 
@@ -87,7 +87,7 @@ def gradients(x: LatentArguments, dY: Float) -> list[Float | None]:
     def tensor(array: Any) -> Any:
         return None if array is None else torch.tensor(np.asarray(array, np.float64), requires_grad=True)
 
-    parts = [tensor(part) for part in (x.Q, x.K, x.V, x.gate, x.beside)]
+    parts = [tensor(part) for part in (x.Q, x.K, x.V, x.gate, x.gate_value)]
     mask = None if x.mask is None else torch.tensor(x.mask)
     state = None if x.state is None else tuple(map(torch.tensor, x.state))
     Y = definition.forward(LatentArguments(*parts[:3], x.offsets, x.causal, x.ahead, *parts[3:], mask, state))
@@ -167,12 +167,12 @@ def test_nothing_to_do(causal: bool) -> None:
             Y = forward(x)
             assert Y.shape == (shape[0], shape[1], 4)
             found = backward(x, Y)
-            for part, source in zip(found, (x.Q, x.K, x.V, x.gate, x.beside), strict=True):
+            for part, source in zip(found, (x.Q, x.K, x.V, x.gate, x.gate_value), strict=True):
                 assert (part is None) == (source is None)
                 assert part is None or (part.shape == source.shape and not part.any())
     x = mixture(6, (2, 5, 3, 4), U=0, causal=causal, ahead=-5 if causal else 0, gate=True)
-    np.testing.assert_array_equal(forward(x), x.beside)  # there is nothing beside the gate's output
-    assert not backward(x, x.beside)[0].any()
+    np.testing.assert_array_equal(forward(x), x.gate_value)  # there is nothing beside the gate's output
+    assert not backward(x, x.gate_value)[0].any()
     x = LatentArguments(x.Q[:, :0], x.K, x.V, np.zeros(1, np.int64), causal)
     assert forward(x).shape == (2, 0, 4)
     assert summary(x.K, x.V, None, x.offsets)[2].shape == (2, 0, 3, 4)
@@ -183,7 +183,7 @@ def test_gradients_are_finite_differences(kind: str) -> None:
     x = mixture(7, (1, 40, 3, 2), **{**KINDS[kind], **({"U": 60} if "U" in KINDS[kind] else {})})
     rng = np.random.default_rng(8)
     dY = rng.standard_normal((1, 40, 2))
-    for name, gradient in zip(("Q", "K", "V", "gate", "beside"), backward(x, dY), strict=True):
+    for name, gradient in zip(("Q", "K", "V", "gate", "gate_value"), backward(x, dY), strict=True):
         part = getattr(x, name)
         if part is None:
             continue
@@ -278,8 +278,8 @@ def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(number: float,
 def test_a_gate_of_nothing_takes_no_part() -> None:
     x = mixture(15, (1, 30, 3, 2), gate=True)
     x.gate[:] = -np.inf
-    np.testing.assert_array_equal(forward(x), forward(replace(x, gate=None, beside=None)))
-    *_, dgate, dbeside = backward(x, x.beside)
+    np.testing.assert_array_equal(forward(x), forward(replace(x, gate=None, gate_value=None)))
+    *_, dgate, dbeside = backward(x, x.gate_value)
     assert not dgate.any()
     assert not dbeside.any()
 
@@ -302,7 +302,7 @@ def test_arrays_of_any_layout() -> None:
     def turned(array: Any) -> Any:  # rows of all heads next to each other
         return np.moveaxis(np.moveaxis(array, 0, 1).copy(), 0, 1)
 
-    other = replace(x, **{name: turned(getattr(x, name)) for name in ("Q", "K", "V", "gate", "beside", "mask")})
+    other = replace(x, **{name: turned(getattr(x, name)) for name in ("Q", "K", "V", "gate", "gate_value", "mask")})
     other = replace(other, V=other.V[:, ::-1].copy()[:, ::-1])
     np.testing.assert_array_equal(forward(other), Y)
     for part, expected in zip(backward(other, np.asfortranarray(dY)), found, strict=True):
@@ -436,7 +436,7 @@ def test_the_table_takes_arrays_of_a_device(monkeypatch: pytest.MonkeyPatch) -> 
         decayed_scan(x.gate[..., None], x.V[..., :1]),
     ]
     cupy = emulated.library_on_device(monkeypatch)
-    names = ("Q", "K", "V", "gate", "beside", "mask")
+    names = ("Q", "K", "V", "gate", "gate_value", "mask")
     there = replace(
         x,
         **{name: cupy.asarray(getattr(x, name)) for name in names},

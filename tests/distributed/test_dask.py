@@ -26,8 +26,7 @@ da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
 from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
-    _merged_moments,
-    _merged_set,
+    _merge,
     from_keys,
     leverage_scores,
     softmax_state,
@@ -176,18 +175,13 @@ def test_the_same_chunks_give_the_same_bits() -> None:
         assert np.array_equal(scores, results[0][1])
 
 
-def test_merging_leaves_the_states_as_they_are() -> None:
-    parts = np.split(keys(), 3)
-    states = [levattn.StreamingUniversalSet(0.1).update(part) for part in parts]
+@pytest.mark.parametrize("new", [lambda: levattn.StreamingUniversalSet(0.1), lambda: Moments(6)], ids=["set", "sums"])
+def test_merging_leaves_the_states_as_they_are(new: Callable[[], Any]) -> None:
+    states = [new().update(part) for part in np.split(keys(), 3)]
     before = [state.to_bytes() for state in states]
-    for _ in range(2):
-        assert _merged_set(states, 0.1, 2).n == 9000
+    first, second = (_merge([states], new).to_bytes() for _ in range(2))
+    assert first == second
     assert [state.to_bytes() for state in states] == before
-    moments = [Moments(6).update(part) for part in parts]
-    sums = [state.read() for state in moments]
-    first, second = (_merged_moments(moments, np.empty((0, 6))).read() for _ in range(2))
-    assert np.array_equal(first, second)
-    assert all(np.array_equal(state.read(), old) for state, old in zip(moments, sums, strict=True))
 
 
 # -- scores -------------------------------------------------------------------------------------------
@@ -291,17 +285,16 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", [lambda K: universal_set(K, 0.1), leverage_scores])
 def test_refuses_what_is_no_matrix_of_keys(call: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=r"ndarray; expected a dask array.*from_keys"):
-        call(np.ones((5, 3)))
-    with pytest.raises(ValueError, match=r"shape \(5,\)"):
-        call(da.ones(5))
-    with pytest.raises(TypeError, match="int64"):
-        call(da.ones((5, 3), dtype="int64"))
-    with pytest.raises(ValueError, match="at least one column"):
-        call(da.ones((5, 0)))
     columns = da.ones((5, 4))[:, da.from_array(np.ones(4, bool), chunks=2)]
-    with pytest.raises(ValueError, match="compute_chunk_sizes"):
-        call(columns)
+    for K, error, message in (
+        (np.ones((5, 3)), TypeError, r"ndarray; expected a dask array.*from_keys"),
+        (da.ones(5), ValueError, r"shape \(5,\)"),
+        (da.ones((5, 3), dtype="int64"), TypeError, "int64"),
+        (da.ones((5, 0)), ValueError, "at least one column"),
+        (columns, ValueError, "compute_chunk_sizes"),
+    ):
+        with pytest.raises(error, match=message):
+            call(K)
     check(universal_set(columns.compute_chunk_sizes(), 0.5).compute(), np.ones((5, 4)), 0.5)
 
 
@@ -479,9 +472,8 @@ def test_softmax_state_of_chunks_of_unknown_size() -> None:
 
 
 def test_softmax_state_refuses_what_does_not_go_together() -> None:
-    with pytest.raises(ValueError, match="as many positions"):
-        softmax_state(in_chunks(np.zeros((9, 2)), [4]), in_chunks(np.zeros((9, 2, 2)), [4]))
-    with pytest.raises(ValueError, match="as many positions"):
-        softmax_state(in_chunks(np.zeros((9, 2)), [9]), in_chunks(np.zeros((8, 2)), [4]))
+    for chunk, V in ((4, np.zeros((9, 2, 2))), (9, np.zeros((8, 2)))):
+        with pytest.raises(ValueError, match="as many positions"):
+            softmax_state(in_chunks(np.zeros((9, 2)), [chunk]), in_chunks(V, [4]))
     with pytest.raises(TypeError, match="V is of type ndarray"):
         softmax_state(in_chunks(np.zeros((9, 2)), [4]), np.zeros((9, 2)))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,30 +16,23 @@ FOLDER = Path(__file__).parents[2] / "examples" / "latte"
 MIXERS = ("latte", "window", "macchiato-mixture", "macchiato-exclusive", "softmax")
 
 
-def quick(name: str, folder: Path) -> dict:
-    """Run an example in a process of its own, and return what it wrote."""
-    command = [sys.executable, "-W", "error", FOLDER / f"{name}.py", "--quick", "--threads", "1", "--out", folder]
-    run = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
-    )
-    assert run.returncode == 0, run.stderr
-    assert all(mixer in run.stdout for mixer in MIXERS)
-    for kind in ("svg", "png"):
-        assert (folder / f"{name}.{kind}").stat().st_size > 1000
-    return json.loads((folder / f"{name}.json").read_text())
+def of_all_mixers(quick, name):
+    written, printed = quick(name, "--threads", "1")
+    assert all(mixer in printed for mixer in MIXERS)
+    return written
 
 
 @pytest.mark.thorough
-def test_recall_writes_accuracies_of_all_mixers(tmp_path):
-    results = quick("mqar", tmp_path)
+def test_recall_writes_accuracies_of_all_mixers(quick):
+    results = of_all_mixers(quick, "mqar")
     assert tuple(results["beyond the window"]) == MIXERS
     parts = (results["beyond the window"], results["latents"], results["any distance"]["results"])
     assert all(0 <= result["accuracy"] <= 1 for part in parts for result in part.values())
 
 
 @pytest.mark.thorough
-def test_extrapolation_writes_bits_that_no_mixer_has_fewer_of_than_is_possible(tmp_path):
-    results = quick("extrapolation", tmp_path)
+def test_extrapolation_writes_bits_that_no_mixer_has_fewer_of_than_is_possible(quick):
+    results = of_all_mixers(quick, "extrapolation")
     bits = results["bits per token"]
     assert tuple(bits) == ("best possible", *MIXERS)
     for span, best in bits["best possible"].items():
@@ -51,8 +40,8 @@ def test_extrapolation_writes_bits_that_no_mixer_has_fewer_of_than_is_possible(t
 
 
 @pytest.mark.thorough
-def test_byte_model_writes_bits_and_what_latents_do(tmp_path):
-    results = quick("byte_lm", tmp_path)["results"]
+def test_byte_model_writes_bits_and_what_latents_do(quick):
+    results = of_all_mixers(quick, "byte_lm")["results"]
     assert tuple(results) == MIXERS
     sizes = [result["parameters"] for result in results.values()]
     assert max(sizes) - min(sizes) < 0.01 * max(sizes)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +12,20 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples" / "pruning"
 
 
 @pytest.fixture(scope="module")
-def example():
-    """Give the module of the example, and those that it is made of."""
+def modules(example):
+    """Give the module of the example, and that of its models."""
     with pytest.MonkeyPatch.context() as patch:
-        for folder in ("tost", "pruning"):
-            patch.syspath_prepend(EXAMPLES / folder)
-        yield importlib.import_module("vit_digits"), importlib.import_module("_vit")
+        patch.syspath_prepend(FOLDER.parent / "tost")
+        yield example("vit_digits"), example("_vit")
 
 
 @pytest.mark.thorough
-def test_it_trains_and_prunes_in_all_ways(tmp_path):
-    command = [sys.executable, "-W", "error", EXAMPLES / "pruning" / "vit_digits.py", "--quick", "--out", tmp_path]
-    run = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
-    )
-    assert run.returncode == 0, run.stderr
-    for kind in ("svg", "png"):
-        assert (tmp_path / f"vit_digits.{kind}").stat().st_size > 1000
-    written = json.loads((tmp_path / "vit_digits.json").read_text())
+def test_it_trains_and_prunes_in_all_ways(quick):
+    written, _ = quick("vit_digits")
     assert len(written["parameters"]) == 1
     assert (written["slots"], written["keys"]) == (8, 64)
     names = ["leverage", "leverage, half of the slots summaries", "residual, half of the slots summaries"]
@@ -48,8 +35,8 @@ def test_it_trains_and_prunes_in_all_ways(tmp_path):
         assert all(0 <= accuracy <= 1 for accuracies in written[kind].values() for accuracy in accuracies)
 
 
-def test_layers_take_the_weights_of_softmax_attention(example):
-    vit_digits, vit = example
+def test_layers_take_the_weights_of_softmax_attention(modules):
+    vit_digits, vit = modules
     torch.manual_seed(0)
     shape = vit.Shape(dim=16, depth=2, heads=2, hidden=8)
     model, images = vit.Transformer("softmax", shape), torch.randn(3, 8, 8)
@@ -63,8 +50,8 @@ def test_layers_take_the_weights_of_softmax_attention(example):
         assert vit.parameters(pruned) == vit.parameters(model)
 
 
-def test_rows_are_read_by_what_they_are_chosen_by(example):
-    vit_digits, _ = example
+def test_rows_are_read_by_what_they_are_chosen_by(modules):
+    vit_digits, _ = modules
     torch.manual_seed(1)
     layer = vit_digits.ByKeys(16, heads=2, size=5, choose="row norm").double()
     X = torch.randn(1, 30, 16, dtype=torch.float64)

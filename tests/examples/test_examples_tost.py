@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,22 +24,9 @@ def vit(example):
     return example("_vit")
 
 
-def quick(name: str, folder: Path, *more: str, pictures: tuple[str, ...]) -> dict:
-    """Run an example in a process of its own, and return what it wrote."""
-    command = [sys.executable, "-W", "error", FOLDER / f"{name}.py", "--quick", "--out", folder, *more]
-    run = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(FOLDER.parents[1])}
-    )
-    assert run.returncode == 0, run.stderr
-    for picture in pictures:
-        for kind in ("svg", "png"):
-            assert (folder / f"{picture}.{kind}").stat().st_size > 1000
-    return json.loads((folder / f"{name}.json").read_text())
-
-
 @pytest.mark.thorough
-def test_all_mixers_learn_digits_far_beyond_chance_with_equally_many_parameters(tmp_path, vit):
-    written = quick("digits", tmp_path, pictures=("digits",))
+def test_all_mixers_learn_digits_far_beyond_chance_with_equally_many_parameters(quick, vit):
+    written = quick("digits")[0]
     results = {result["mixer"]: result for result in written["results"]}
     assert tuple(results) == vit.MIXERS
     sizes = [result["parameters"] for result in results.values()]
@@ -54,8 +37,8 @@ def test_all_mixers_learn_digits_far_beyond_chance_with_equally_many_parameters(
 
 
 @pytest.mark.thorough
-def test_dilution_has_the_figures_that_theory_gives(tmp_path):
-    written = quick("dilution", tmp_path, pictures=("dilution",))
+def test_dilution_has_the_figures_that_theory_gives(quick):
+    written = quick("dilution")[0]
     channels, places = written["channels"], np.array(written["places"])
     assert (channels, written["heads"], places.tolist()) == (64, 12, [16, 256, 1024, 4095])
     logits = {name: np.array(numbers) for name, numbers in written["mean logit"].items()}
@@ -73,8 +56,8 @@ def test_dilution_has_the_figures_that_theory_gives(tmp_path):
 
 
 @pytest.mark.thorough
-def test_pictures_show_layers_whose_tied_steps_lower_the_rate(tmp_path):
-    written = quick("maps", tmp_path, pictures=("maps", "left", "descent"))["results"]
+def test_pictures_show_layers_whose_tied_steps_lower_the_rate(quick):
+    written = quick("maps", pictures=("maps", "left", "descent"))[0]["results"]
     assert tuple(written) == ("tssa", "tssa tied")
     for result in written.values():
         assert len(result["layers"]) == 2

@@ -6,8 +6,6 @@ format without checksums cannot be told; there, shape and dtype are all that is 
 
 from __future__ import annotations
 
-import io
-import json
 import random
 import re
 import shutil
@@ -21,6 +19,8 @@ import numpy.typing as npt
 import pytest
 
 import strategies
+from damage import mutated
+from key_files import INDEX, write, write_index, write_parquet, write_zarr
 from levattn.exceptions import KeyFileError
 from levattn.io import open_keys
 
@@ -28,157 +28,92 @@ Array = npt.NDArray[Any]
 Files = dict[str, bytes]  # by the path within a folder
 
 K = np.random.default_rng(3).standard_normal((41, 4)).astype(np.float32)
-NUMBERS = ["0", "1", "2", "5", "-1", "40", "42", "1e9", "2147483648", str(2**62), str(2**63), str(2**64), "9" * 40]
-WORDS = [b"null", b"true", b"[]", b"{}", b'""', b"NaN", b"1L", b"\\", b"[[[[", b"\x00", b"\xff\xff\xff\xff", b"\x80"]
+V = K[:, :1]
 
 
 # -- sound files -------------------------------------------------------------------------------------------
-
-
-def npy(keys: Array = K) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, keys)
-    return stream.getvalue()
-
-
-def npz(save: Callable[..., None]) -> bytes:
-    stream = io.BytesIO()
-    save(stream, K=K, V=K[:, :1])
-    return stream.getvalue()
-
-
-def safetensors(**tensors: Array) -> bytes:
-    numpy_format = pytest.importorskip("safetensors.numpy")
-    saved: bytes = numpy_format.save(tensors)
-    return saved
-
-
-def parquet(folder: Path, keys: Array = K, **options: Any) -> bytes:
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    lists = pa.FixedSizeListArray.from_arrays(pa.array(keys.ravel()), keys.shape[1])
-    path = folder / "keys.parquet"
-    pq.write_table(pa.table({"K": lists, "token": list(range(len(keys)))}), path, row_group_size=16, **options)
-    return path.read_bytes()
-
-
-def zarr(folder: Path, name: str | None = None, **options: Any) -> Files:
-    package = pytest.importorskip("zarr")
-    path = folder / "keys.zarr"
-    if name is not None:
-        package.create_group(path)
-    array = package.create_array(path, name=name, shape=K.shape, dtype=K.dtype, chunks=(8, 4), **options)
-    array[:] = K
-    return {f"keys.zarr/{file.relative_to(path)}": file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def zarr_codecs(*names: str) -> Any:
     return [getattr(pytest.importorskip("zarr.codecs"), name)() for name in names]
 
 
-def model() -> Files:
-    first = {"K": "model-00001-of-00002.safetensors", "V": "model-00002-of-00002.safetensors"}
-    return {
-        "model.safetensors.index.json": json.dumps({"metadata": {"total_size": 820}, "weight_map": first}).encode(),
-        first["K"]: safetensors(K=K),
-        first["V"]: safetensors(V=K[:, :1]),
-    }
+def write_model(folder: Path) -> None:
+    names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    write_index(folder, {names[0]: {"K": K}, names[1]: {"V": np.ascontiguousarray(V)}})
 
 
-def folder_of_all(folder: Path) -> Files:
-    return {
-        "part-2.safetensors": safetensors(K=K[10:20]),
-        "part-10.npz": npz(lambda stream, **_: np.savez(stream, K=K[20:30])),
-        "part-1.npz": npz(lambda stream, **_: np.savez_compressed(stream, K=K[:10])),
-        "part-11.parquet": parquet(folder, K[30:]),
-        "notes.txt": b"not keys",
-    }
+def write_shards(folder: Path) -> None:
+    write("safetensors", folder, K[10:20], "part-2")
+    write("npz", folder, K[20:30], "part-10")
+    write("npz-compressed", folder, K[:10], "part-1")
+    write("parquet", folder, K[30:], "part-11")
+    (folder / "notes.txt").write_bytes(b"not keys")
+
+
+def files_in(folder: Path) -> Files:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 class Kind(NamedTuple):
     """Sound files, and how they are opened."""
 
-    files: Callable[[Path], Files]
+    write: Callable[[Path], object]
     name: str  # what is opened
     tensor: str | None = None
     checked: bool = False  # whether altered data show
     count: int = 100  # how many mutations are tried
 
 
+def parquet(**options: Any) -> Callable[[Path], object]:
+    return lambda folder: write_parquet(folder / "keys.parquet", K, row_group_size=16, **options)
+
+
+def zarr(kind: str = "zarr", codecs: tuple[str, ...] = (), **options: Any) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        compressors = {"compressors": zarr_codecs(*codecs)} if codecs else {}
+        write_zarr(folder / "keys.zarr", K, kind, chunks=(8, 4), **compressors, **options)
+
+    return make
+
+
 KINDS = {
-    "npy": Kind(lambda _: {"keys.npy": npy()}, "keys.npy", count=2500),
-    "npy-fortran": Kind(lambda _: {"keys.npy": npy(np.asfortranarray(K.astype(">f8")))}, "keys.npy", count=1500),
-    "npz": Kind(lambda _: {"keys.npz": npz(np.savez)}, "keys.npz", "K", True, count=2500),
-    "npz-compressed": Kind(lambda _: {"keys.npz": npz(np.savez_compressed)}, "keys.npz", "K", True, count=2000),
-    "safetensors": Kind(
-        lambda _: {"keys.safetensors": safetensors(K=K, V=K[:, :1])}, "keys.safetensors", "K", count=2000
+    "npy": Kind(lambda folder: write("npy", folder, K), "keys.npy", count=2500),
+    "npy-fortran": Kind(
+        lambda folder: write("npy", folder, np.asfortranarray(K.astype(">f8"))), "keys.npy", count=1500
     ),
-    "index": Kind(lambda _: model(), "model.safetensors.index.json", "K", count=1000),
-    "parquet": Kind(lambda folder: {"keys.parquet": parquet(folder)}, "keys.parquet", "K", count=1000),
-    "parquet-checksums": Kind(
-        lambda folder: {"keys.parquet": parquet(folder, write_page_checksum=True, compression="zstd")},
-        "keys.parquet",
-        "K",
-        count=1000,
-    ),
+    "npz": Kind(lambda folder: write("npz", folder, K, V=V), "keys.npz", "K", True, count=2500),
+    "npz-compressed": Kind(lambda folder: write("npz-compressed", folder, K, V=V), "keys.npz", "K", True, count=2000),
+    "safetensors": Kind(lambda folder: write("safetensors", folder, K, V=V), "keys.safetensors", "K", count=2000),
+    "index": Kind(write_model, INDEX, "K", count=1000),
+    "parquet": Kind(parquet(), "keys.parquet", "K", count=1000),
+    "parquet-checksums": Kind(parquet(write_page_checksum=True, compression="zstd"), "keys.parquet", "K", count=1000),
     "parquet-plain": Kind(
-        lambda folder: {
-            "keys.parquet": parquet(
-                folder, K.astype(np.float16), use_dictionary=False, compression="none", data_page_version="2.0"
-            )
-        },
+        lambda folder: write_parquet(
+            folder / "keys.parquet",
+            K.astype(np.float16),
+            row_group_size=16,
+            use_dictionary=False,
+            compression="none",
+            data_page_version="2.0",
+        ),
         "keys.parquet",
         "K",
         count=1000,
     ),
-    "folder": Kind(folder_of_all, "", count=500),
-    "zarr": Kind(zarr, "keys.zarr"),
-    "zarr-group": Kind(lambda folder: zarr(folder, "K", compressors=None), "keys.zarr", "K"),
-    "zarr-shards": Kind(lambda folder: zarr(folder, shards=(16, 4)), "keys.zarr"),
-    "zarr-blosc": Kind(lambda folder: zarr(folder, compressors=zarr_codecs("BloscCodec")), "keys.zarr"),
-    "zarr-gzip": Kind(lambda folder: zarr(folder, compressors=zarr_codecs("GzipCodec", "Crc32cCodec")), "keys.zarr"),
+    "folder": Kind(write_shards, "", count=500),
+    "zarr": Kind(zarr(), "keys.zarr"),
+    "zarr-group": Kind(zarr("zarr-group", compressors=None), "keys.zarr", "K"),
+    "zarr-shards": Kind(zarr("zarr-shards"), "keys.zarr"),
+    "zarr-blosc": Kind(zarr(codecs=("BloscCodec",)), "keys.zarr"),
+    "zarr-gzip": Kind(zarr(codecs=("GzipCodec", "Crc32cCodec")), "keys.zarr"),
 }
 
 
 # -- mutations ---------------------------------------------------------------------------------------------
 
 
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    data = bytearray(content)
-    for _ in range(chance.choice([1, 1, 1, 2, 4])):
-        if not data:
-            break
-        # Headers are at the beginning or at the end.
-        edge = min(len(data), 300)
-        where = chance.choice(
-            [chance.randrange(len(data)), chance.randrange(edge), len(data) - 1 - chance.randrange(edge)]
-        )
-        length = chance.choice([1, 2, 4, 8, 30])
-        match chance.randrange(9):
-            case 0 | 1:
-                data[where] ^= 1 << chance.randrange(8)
-            case 2:
-                data[where] = chance.choice([0, 1, 127, 128, 255, chance.randrange(256)])
-            case 3:
-                data[where : where + length] = chance.randbytes(length)
-            case 4:
-                data[where:where] = chance.choice([chance.randbytes(length), chance.choice(WORDS)])
-            case 5:
-                del data[where : where + length]
-            case 6:
-                del data[where:]
-            case 7:
-                source = chance.randrange(len(data))
-                data[where : where + length] = data[source : source + chance.choice([length, 100])]
-            case _:
-                runs = list(re.finditer(rb"[0-9]+", data))
-                if runs:
-                    run = chance.choice(runs)
-                    data[run.start() : run.end()] = chance.choice(NUMBERS).encode()
-    return bytes(data)
-
-
-def write(folder: Path, files: Files) -> Path:
+def write_files(folder: Path, files: Files) -> Path:
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,21 +164,23 @@ def peak_memory() -> int:
 @pytest.mark.parametrize("name", KINDS)
 def test_sound_files_are_read(tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
-    folder = write(tmp_path / "copy", kind.files(tmp_path))
-    assert outcome(folder, kind) == "read"
-    keys = open_keys(folder / kind.name, tensor=kind.tensor).load()
+    kind.write(tmp_path)
+    assert outcome(tmp_path, kind) == "read"
+    keys = open_keys(tmp_path / kind.name, tensor=kind.tensor).load()
     np.testing.assert_array_equal(keys, K.astype(keys.dtype))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_damaged_files_are_refused_or_read(tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
-    files = kind.files(tmp_path)
+    (tmp_path / "sound").mkdir()
+    kind.write(tmp_path / "sound")
+    files = files_in(tmp_path / "sound")
     before = peak_memory()
     outcomes = set()
     for number in range(strategies.trials(kind.count)):
         folder = tmp_path / str(number)
-        write(folder, one_damaged(name, number, files))
+        write_files(folder, one_damaged(name, number, files))
         try:
             outcomes.add(outcome(folder, kind))
         except BaseException as error:

@@ -1,9 +1,10 @@
-"""Layers of token statistics attention: what they compute, decoding, sizes, precisions, weights of the public code."""
+"""Layers of token statistics attention: what they compute and begin with, positions, weights of the public code."""
 
 from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import naive_attention as naive
 torch = pytest.importorskip("torch")
 
 from levattn.attention import memberships, rates  # noqa: E402
-from levattn.nn import LatteCache, TokenStatistics, TokenStatisticsCache  # noqa: E402
+from levattn.nn import TokenStatistics  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
@@ -37,13 +38,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "positions": {"positions": 23, "c": 2.0, "step": 0.5},
     "tied": {"output": "tied", "positions": 17, "membership": "norm"},
 }
-over_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 BOTH: dict[str, dict[str, Any]] = {
     **{f"{name}-all": {**o, "causal": False} for name, o in OPTIONS.items() if "decay" not in o},
-    "leverage": {"membership": "leverage", "normalize": "mean", "causal": False},
     **OPTIONS,
 }
-over_both = pytest.mark.parametrize("options", BOTH.values(), ids=BOTH)
 
 
 def answer(layer: Any, x: Any, options: dict[str, Any]) -> Any:
@@ -70,7 +68,7 @@ def answer(layer: Any, x: Any, options: dict[str, Any]) -> Any:
     return y @ weights["out.weight"].T + weights.get("out.bias", 0)
 
 
-@pytest.mark.parametrize("options", [o for name, o in BOTH.items() if name != "leverage"], ids=str)
+@pytest.mark.parametrize("options", BOTH.values(), ids=BOTH)
 def test_a_layer_is_token_statistics_of_its_projections(options: Any) -> None:
     layer, X = layer_and_input(**options)
     for b, x in enumerate(X.numpy()):
@@ -116,60 +114,27 @@ def test_a_layer_shows_what_it_was_made_with() -> None:
     assert "decay=(0.5, 1.0)" in repr(TokenStatistics(4, heads=2, causal=True, decay=np.array([0.5, 1])))
 
 
-@over_options
-@pytest.mark.parametrize("sizes", [[1] * 17, [5, 1, 11], [0, 17], [16, 1]], ids=str)
-def test_decoding_in_any_chunks_equals_the_whole(options: Any, sizes: list[int]) -> None:
-    layer, X = layer_and_input(**options)
-    cache = layer.new_cache()
-    parts, low = [], 0
-    for size in sizes:
-        parts.append(layer(X[:, low : low + size], cache=cache))
-        low += size
-    torch.testing.assert_close(torch.cat(parts, 1), layer(X), atol=1e-12, rtol=0)
-    assert cache.position == 17
-
-
-@over_options
-@pytest.mark.parametrize("B", [1, 4])
-def test_a_cache_has_the_size_that_is_stated(options: Any, B: int) -> None:
-    layer, X = layer_and_input(B, **options)
-    cache = layer.new_cache()
-    assert isinstance(cache, TokenStatisticsCache)
-    assert cache.numbers() == 0
-    for low, high in ((0, 9), (9, 10), (10, 17)):
-        layer(X[:, low:high], cache=cache)
-        held = [part for part in (cache.state.norms, cache.state.tokens) if part is not None]
-        assert sum(part.read().size + part.weight.size for part in held) == B * layer.state_size()
-        assert cache.numbers() == B * layer.state_size()
-    assert layer.state_size() == (2 if layer.membership == "diag_leverage" else 1) * (12 + 3)
-
-
-@over_both
-def test_packed_sequences_are_separate_ones(options: Any) -> None:
-    layer, X = layer_and_input(**options)
-    separate = torch.cat([layer(X[:, :6]), layer(X[:, 6:])], 1)
-    for offsets in (torch.tensor([0, 6, 17]), [0, 6, 6, 17], np.array([0, 0, 6, 17])):
-        torch.testing.assert_close(layer(X, offsets=offsets), separate, atol=1e-12, rtol=0)
-
-
-@over_both
-def test_padding_in_front_between_and_behind_changes_nothing(options: Any) -> None:
-    layer, X = layer_and_input(**options)
-    padded = torch.randn(2, 25, 12, dtype=X.dtype)
-    mask = torch.ones(2, 25, dtype=torch.bool)
-    mask[0, :3] = mask[0, 20:] = mask[1, 8:15] = mask[1, 24] = False
-    padded[mask] = X.flatten(0, 1)
-    expected = layer(X).flatten(0, 1)
-    Y = layer(padded, mask=mask)
-    torch.testing.assert_close(Y[mask], expected, atol=1e-12, rtol=0)
-    nothing = torch.zeros(12, dtype=X.dtype) if layer.out is None or layer.out.bias is None else layer.out.bias
-    torch.testing.assert_close(Y[~mask], nothing.expand(16, 12), atol=0, rtol=0)
-    if layer.causal:
+def test_a_cache_has_the_sums_that_are_stated() -> None:
+    for membership, sums in (("diag_leverage", 2), ("norm", 1)):
+        layer, X = layer_and_input(membership=membership)
         cache = layer.new_cache()
-        parts = [layer(padded[:, r], mask=mask[:, r], cache=cache) for r in (slice(0, 9), slice(9, 25))]
-        torch.testing.assert_close(torch.cat(parts, 1)[mask], expected, atol=1e-12, rtol=0)
-        assert cache.position == 25
-        assert cache.state.tokens.count.tolist() == [[17] * 3] * 2
+        layer(X, cache=cache)
+        held = [part for part in (cache.state.norms, cache.state.tokens) if part is not None]
+        assert sum(part.read().size + part.weight.size for part in held) == 2 * layer.state_size()
+        assert layer.state_size() == sums * (12 + 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"out_bias": False}, {"output": "tied"}], ids=str)
+def test_rows_of_masked_tokens_are_the_bias_of_the_output(options: Any) -> None:
+    layer, X = layer_and_input(**options)
+    mask = torch.ones(2, 17, dtype=torch.bool)
+    mask[0, :3] = mask[1, 5:9] = False
+    cache = layer.new_cache()
+    Y = layer(X, mask=mask, cache=cache)
+    nothing = torch.zeros(12, dtype=X.dtype) if layer.out is None or layer.out.bias is None else layer.out.bias
+    torch.testing.assert_close(Y[~mask], nothing.expand(7, 12), atol=0, rtol=0)
+    assert cache.position == 17
+    assert cache.state.tokens.count.tolist() == [[14] * 3, [13] * 3]
 
 
 def test_positions_go_on_behind_sequences_of_several_lengths() -> None:
@@ -214,12 +179,6 @@ def test_longer_sequences_than_there_are_positions_are_refused() -> None:
     assert cache.position == 11
 
 
-def test_bidirectional_rows_see_everything() -> None:
-    layer, X = layer_and_input(causal=False)
-    order = torch.randperm(17)
-    torch.testing.assert_close(layer(X[:, order]), layer(X)[:, order], atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_tied_outputs_of_orthonormal_maps_shrink_every_coordinate(causal: bool) -> None:
     """With orthonormal maps each coordinate shrinks by a factor between 0 and 1, and so do tokens."""
@@ -249,179 +208,49 @@ def test_tied_outputs_lower_the_variational_rate_for_fixed_memberships(seed: int
     assert (rate[1] < rate[0]).all()
 
 
-@over_both
-def test_gradients_reach_all_parameters(options: Any) -> None:
-    layer, X = layer_and_input(1, 6, **options)
-    names, parameters = zip(*layer.named_parameters(), strict=True)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"dim": 10, "heads": 4}, ValueError, "dim is 10 and heads is 4; expected a multiple"),
+    ({"dim": 0}, ValueError, "dim is 0; expected at least 1"),
+    ({"heads": 2.0}, TypeError, "heads is 2.0; expected a whole number"),
+    ({"membership": "nom"}, ValueError, "membership is 'nom'; expected one of 'diag"),
+    ({"membership": None}, ValueError, "membership is None; expected one of 'diag"),
+    ({"causal": True, "membership": "leverage"}, ValueError, "'leverage' and causal is True"),
+    ({"normalize": "max"}, ValueError, "normalize is 'max'; expected 'sum' or 'mean'"),
+    ({"membership": "norm", "normalize": "mean"}, ValueError, "normalize is 'mean' and"),
+    ({"membership": "uniform", "positions": 3}, ValueError, "positions was given and member"),
+    ({"output": "both"}, ValueError, "output is 'both'; expected 'untied' or 'tied'"),
+    ({"decay": 0.5}, ValueError, "decay was given and causal is False"),
+    ({"causal": True, "decay": 1.5}, ValueError, "decay is 1.5; expected numbers above 0"),
+    ({"causal": True, "decay": [0.5]}, ValueError, r"decay is \[0.5\]; expected .* 8 heads"),
+    ({"causal": True, "decay": "x"}, ValueError, "decay is 'x'; expected a number in"),
+    ({"causal": True, "decay": torch.ones(8, requires_grad=True)}, ValueError, "decay requires a gradient"),
+    ({"positions": 0}, ValueError, "positions is 0; expected at least 1"),
+    ({"c": 0}, ValueError, "c is 0; expected a finite number above 0"),
+    ({"step": "1"}, TypeError, "step is '1'; expected a finite number above 0"),
+    ({"out_std": math.nan}, ValueError, "out_std is nan; expected a finite number"),
+]
 
-    def run(X: Any, *values: Any) -> Any:
-        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), X)
 
-    assert torch.autograd.gradcheck(run, (X.requires_grad_(), *parameters), fast_mode=True)
-    layer(X).square().sum().backward()
-    assert all(p.grad.any() for p in parameters)
-    if layer.position_bias is not None:
-        assert not layer.position_bias.grad[:, 6:].any()
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_wrong_options_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TokenStatistics(**{"dim": 8} | options)
 
 
-def test_decoding_under_gradients_keeps_no_graph() -> None:
-    layer, X = layer_and_input()
+def test_a_cache_with_positions_goes_with_one_batch() -> None:
+    layer, X = layer_and_input(positions=40)
     cache = layer.new_cache()
     layer(X, cache=cache)
-    assert isinstance(cache.state.tokens.read(), np.ndarray)
-    layer(X, cache=cache).sum().backward()
-    assert layer.project.weight.grad.any()
-
-
-def test_copies_of_layers_and_caches_go_their_own_way() -> None:
-    layer, X = layer_and_input(positions=30)
-    twin = copy.deepcopy(layer)
-    assert torch.equal(twin(X), layer(X))
-    with torch.no_grad():
-        twin.temperature.mul_(3)
-    assert not torch.equal(twin(X), layer(X))
-    cache = layer.new_cache()
-    layer(X[:, :9], cache=cache)
-    branch = copy.deepcopy(cache)
-    layer(X[:, :4], cache=branch)
-    assert (cache.position, branch.position) == (9, 13)
-    torch.testing.assert_close(layer(X[:, 9:], cache=cache), layer(X)[:, 9:], atol=1e-12, rtol=0)
-
-
-@over_both
-def test_a_state_dict_makes_the_same_layer(options: Any) -> None:
-    layer, X = layer_and_input(**options)
-    other = TokenStatistics(12, **{"heads": 3, "causal": True, **options}).double()
-    assert not torch.equal(other(X), layer(X))
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(X), layer(X))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("options", [{"positions": 100}, {"causal": False, "output": "tied"}], ids=["causal", "all"])
-def test_half_precision_follows_double(options: Any, dtype: Any) -> None:
-    exact, X = layer_and_input(T=100, **options)
-    layer, _ = layer_and_input(dtype=dtype, **options)
-    layer.load_state_dict(exact.state_dict())
-    expected = exact(X)
-    room = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-5}[dtype]
-    room *= float(expected.detach().abs().max())
-    Y = layer(X.to(dtype))
-    assert Y.dtype == dtype
-    torch.testing.assert_close(Y.double(), expected, atol=room, rtol=0)
-    Y.sum().backward()
-    assert layer.temperature.grad.dtype == layer.project.weight.grad.dtype == dtype
-    if layer.causal:
-        cache = layer.new_cache()
-        parts = [layer(X[:, t : t + 10].to(dtype), cache=cache) for t in range(0, 100, 10)]
-        torch.testing.assert_close(torch.cat(parts, 1).double(), expected, atol=room, rtol=0)
-
-
-@pytest.mark.parametrize("output", ["untied", "tied"])
-def test_autocast_projects_in_half_precision(output: str) -> None:
-    layer, X = layer_and_input(dtype=torch.float32, output=output)
-    with torch.autocast("cpu", torch.bfloat16):
-        Y = layer(X)
-    assert Y.dtype == torch.bfloat16
-    torch.testing.assert_close(Y.float(), layer(X), atol=0.05, rtol=0)
-    Y.float().sum().backward()
-    assert layer.temperature.grad.dtype == layer.project.weight.grad.dtype == torch.float32
-
-
-@pytest.mark.thorough  # tests/nn/test_nn.py has one for every change
-@pytest.mark.parametrize(
-    "options",
-    [{"positions": 17}, {"decay": [0.9, 0.5, 1.0], "normalize": "mean"}, {"causal": False, "output": "tied"}],
-    ids=["positions", "decay", "all"],
-)
-def test_a_layer_compiles_whole(options: Any) -> None:
-    layer, X = layer_and_input(dtype=torch.float32, **options)
-    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    mask = torch.ones(2, 17, dtype=torch.bool)
-    mask[0, :5] = False
-    for given in ({}, {"mask": mask}, {"offsets": torch.tensor([0, 6, 17])}):
-        torch.testing.assert_close(fast(X, **given), layer(X, **given))
-    fast(X).sum().backward()
-    found = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
-    layer(X).sum().backward()
-    for one, p in zip(found, layer.parameters(), strict=True):
-        torch.testing.assert_close(one, p.grad)
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, behind a break
-@pytest.mark.parametrize("options", [{}, {"positions": 17}], ids=["plain", "positions"])
-def test_decoding_compiles_around_its_cache(options: Any) -> None:
-    layer, X = layer_and_input(dtype=torch.float32, **options)
-    cache, fast = layer.new_cache(), torch.compile(layer, backend="aot_eager")
-    with torch.no_grad():
-        steps = [fast(X[:, low : low + 5], cache=cache) for low in range(0, 17, 5)]
-        torch.testing.assert_close(torch.cat(steps, 1), layer(X))
-
-
-def test_a_layer_is_made_where_and_as_it_is_asked_for() -> None:
-    layer = TokenStatistics(8, heads=2, positions=5, device="meta", dtype=torch.float16)
-    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float16)}
-    assert layer(torch.empty(1, 3, 8, device="meta", dtype=torch.float16)).shape == (1, 3, 8)
-
-
-def test_wrong_arguments_are_named() -> None:
-    layer, X = layer_and_input()
-    both, _ = layer_and_input(causal=False)
-    mask = torch.ones(2, 17, dtype=torch.bool)
-    learned = torch.ones(8, requires_grad=True)
-    for call, error, message in (
-        (lambda: TokenStatistics(10, heads=4), ValueError, "dim is 10 and heads is 4; expected a multiple"),
-        (lambda: TokenStatistics(0), ValueError, "dim is 0; expected at least 1"),
-        (lambda: TokenStatistics(8, heads=2.0), TypeError, "heads is 2.0; expected a whole number"),
-        (lambda: TokenStatistics(8, membership="nom"), ValueError, "membership is 'nom'; expected one of 'diag"),
-        (lambda: TokenStatistics(8, membership=None), ValueError, "membership is None; expected one of 'diag"),
-        (lambda: TokenStatistics(8, causal=True, membership="leverage"), ValueError, "'leverage' and causal is True"),
-        (lambda: TokenStatistics(8, normalize="max"), ValueError, "normalize is 'max'; expected 'sum' or 'mean'"),
-        (lambda: TokenStatistics(8, membership="norm", normalize="mean"), ValueError, "normalize is 'mean' and"),
-        (lambda: TokenStatistics(8, membership="uniform", positions=3), ValueError, "positions was given and member"),
-        (lambda: TokenStatistics(8, output="both"), ValueError, "output is 'both'; expected 'untied' or 'tied'"),
-        (lambda: TokenStatistics(8, decay=0.5), ValueError, "decay was given and causal is False"),
-        (lambda: TokenStatistics(8, causal=True, decay=1.5), ValueError, "decay is 1.5; expected numbers above 0"),
-        (lambda: TokenStatistics(8, causal=True, decay=[0.5]), ValueError, r"decay is \[0.5\]; expected .* 8 heads"),
-        (lambda: TokenStatistics(8, causal=True, decay="x"), ValueError, "decay is 'x'; expected a number in"),
-        (lambda: TokenStatistics(8, causal=True, decay=learned), ValueError, "decay requires a gradient"),
-        (lambda: TokenStatistics(8, positions=0), ValueError, "positions is 0; expected at least 1"),
-        (lambda: TokenStatistics(8, c=0), ValueError, "c is 0; expected a finite number above 0"),
-        (lambda: TokenStatistics(8, step="1"), TypeError, "step is '1'; expected a number above 0"),
-        (lambda: TokenStatistics(8, out_std=math.nan), ValueError, "out_std is nan; expected a finite number"),
-        (lambda: TokenStatistics(8)([[[0.0] * 8]]), TypeError, "x is of type list; expected a tensor"),
-        (lambda: layer(X, cache=LatteCache()), TypeError, "cache is of type LatteCache; expected a TokenStatisticsC"),
-        (lambda: layer(X[0]), ValueError, r"x has shape \(17, 12\); expected \(B, T, 12\)"),
-        (lambda: layer(X, mask=mask[0]), ValueError, r"mask has shape \(17,\)"),
-        (lambda: layer(X, mask=mask.float()), ValueError, "dtype torch.float32; expected"),
-        (lambda: layer(X, offsets=[0, 17], cache=layer.new_cache()), ValueError, "cache and offsets were both given"),
-        (lambda: layer(X, offsets=[0, 16]), ValueError, "ascend from 0 to T = 17"),
-        (both.new_cache, ValueError, "causal=False"),
-        (both.state_size, ValueError, "causal=False"),
-        (lambda: both(X, cache=layer.new_cache()), ValueError, "causal=False"),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-    for options in ({}, {"positions": 40}):
-        layer, X = layer_and_input(**options)
-        cache = layer.new_cache()
-        layer(X, cache=cache)
-        with pytest.raises(ValueError, match=r"state has norms with .* batch \(2, 3\)"):
-            layer(X[:1], cache=cache)
-        assert cache.position == 17
+    with pytest.raises(ValueError, match=r"state has norms with .* batch \(2, 3\)"):
+        layer(X[:1], cache=cache)
+    assert cache.position == 17
 
 
 # -- weights of the public code ---------------------------------------------------------------
 
 
 def image_weights(dim: int = 192, heads: int = 4, *, bias: bool = True, prefix: str = "") -> dict[str, Any]:
-    rng = torch.Generator().manual_seed(dim)
-
-    def randn(*shape: int) -> Any:
-        return torch.randn(shape, generator=rng)
-
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
     stored = {"qkv.weight": randn(dim, dim) / dim**0.5, "temp": 1 + randn(heads, 1).exp()}
     stored |= {"to_out.0.weight": randn(dim, dim) / dim**0.5, "to_out.0.bias": randn(dim)}
     if bias:
@@ -432,11 +261,7 @@ def image_weights(dim: int = 192, heads: int = 4, *, bias: bool = True, prefix: 
 def language_weights(
     dim: int = 768, heads: int = 12, block: int = 1024, *, bias: bool = False, prefix: str = ""
 ) -> dict[str, Any]:
-    rng = torch.Generator().manual_seed(dim)
-
-    def randn(*shape: int) -> Any:
-        return torch.randn(shape, generator=rng)
-
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(dim))
     stored = {"c_attn.weight": randn(dim, dim) / dim**0.5, "temp": randn(heads, 1).exp()}
     stored |= {"denom_bias": 0.05 * randn(heads, block, 1), "c_proj.weight": randn(dim, dim) / dim**0.5}
     if bias:
@@ -477,42 +302,48 @@ def language_layer(stored: dict[str, Any], prefix: str, X: Any) -> Any:
     return y.permute(0, 2, 1, 3).reshape(B, T, C) @ get["c_proj.weight"].T + get.get("c_proj.bias", nothing)
 
 
+# name -> what is stored, the layer by its definition, its prefix, its sizes, and how many tokens it is tried on
+RELEASED: dict[str, tuple[Any, Any, str, dict[str, Any], int]] = {
+    "image": (
+        image_weights,
+        image_layer,
+        "blocks.11.attn.",
+        {"dim": 192, "heads": 4, "causal": False, "positions": None},
+        197,
+    ),
+    "language": (
+        language_weights,
+        language_layer,
+        "transformer.h.0.attn.",
+        {"dim": 768, "heads": 12, "causal": True, "positions": 1024},
+        300,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RELEASED)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_released_image_weights_make_the_released_layer(dtype: Any, bias: bool) -> None:
-    prefix = "blocks.11.attn."
+def test_released_weights_make_the_released_layer(dtype: Any, bias: bool, kind: str) -> None:
+    weights, definition, prefix, sizes, T = RELEASED[kind]
     stored = {f"blocks.{i}.norm1.weight": torch.ones(192) for i in range(12)}
-    stored |= image_weights(bias=bias, prefix=prefix) | image_weights(prefix="blocks.1.attn.")
+    stored |= weights(bias=bias, prefix=prefix) | image_weights(prefix="blocks.1.attn.")
     layer = TokenStatistics.from_released(stored, prefix, dtype=dtype)
-    assert (layer.dim, layer.heads, layer.causal, layer.positions) == (192, 4, False, None)
-    X = torch.randn(2, 197, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
-    X[0, :, :7] = 0  # and channels that never are anything
-    room = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    torch.testing.assert_close(layer(X), image_layer(stored, prefix, X), atol=room, rtol=0)
-    again = TokenStatistics(192, heads=4, bias=bias).to(dtype)
+    assert {name: getattr(layer, name) for name in sizes} == sizes
+    X = torch.randn(2, T, sizes["dim"], generator=torch.Generator().manual_seed(1)).to(dtype)
+    X[0, :, :7] = 0  # channels that never are anything
+    X[:, 0] *= 1e-9  # so that the least sum of squares shows
+    expected, room = definition(stored, prefix, X), {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(layer(X), expected, atol=room, rtol=0)
+    if layer.causal:
+        cache = layer.new_cache()
+        parts = [layer(X[:, low : low + 100], cache=cache) for low in (0, 100, 200)]
+        torch.testing.assert_close(torch.cat(parts, 1), expected, atol=room, rtol=0)
+    again = TokenStatistics(**sizes, bias=bias, out_bias=bias or kind == "image").to(dtype)
     kept = again.temperature
     assert again.load_released(stored, prefix) is again
     assert again.temperature is kept
     assert torch.equal(again(X), layer(X))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_released_language_weights_make_the_released_layer(dtype: Any, bias: bool) -> None:
-    prefix = "transformer.h.0.attn."
-    stored = {"transformer.wte.weight": torch.ones(3, 3), **language_weights(bias=bias, prefix=prefix)}
-    layer = TokenStatistics.from_released(stored, prefix, dtype=dtype)
-    assert (layer.dim, layer.heads, layer.causal, layer.positions) == (768, 12, True, 1024)
-    X = torch.randn(1, 300, 768, generator=torch.Generator().manual_seed(1)).to(dtype)
-    X[:, 0] = X[:, 0] * 1e-9  # so that the least sum of squares shows
-    room = {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
-    expected = language_layer(stored, prefix, X)
-    torch.testing.assert_close(layer(X), expected, atol=room, rtol=0)
-    cache = layer.new_cache()
-    parts = [layer(X[:, low : low + 100], cache=cache) for low in (0, 100, 200)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=room, rtol=0)
-    again = TokenStatistics(768, heads=12, causal=True, positions=1024, bias=bias, out_bias=bias).to(dtype)
-    assert torch.equal(again.load_released(stored, prefix)(X), layer(X))
 
 
 def test_released_weights_keep_their_precision_and_are_copied() -> None:
@@ -524,83 +355,68 @@ def test_released_weights_keep_their_precision_and_are_copied() -> None:
     assert all(p.requires_grad for p in layer.parameters())
 
 
-def test_released_weights_that_do_not_fit_are_named() -> None:
-    images, language = image_weights(12, 3), language_weights(12, 3, 9, bias=True)
-    plain = TokenStatistics(12, heads=3, bias=True)
-    causal = TokenStatistics(12, heads=3, causal=True, positions=9, bias=True)
+IMAGES, LANGUAGE = image_weights(12, 3), language_weights(12, 3, 9, bias=True)
 
-    def without(stored: dict[str, Any], name: str) -> dict[str, Any]:
-        return {key: value for key, value in stored.items() if key != name}
 
-    read = TokenStatistics.from_released
-    for call, error, message in (
-        (lambda: read([1]), TypeError, "state_dict is of type list; expected a dict"),
-        (lambda: read(images, 3), TypeError, "prefix is 3; expected a string"),
-        (lambda: read(images, "blocks.0.attn."), ValueError, "neither of blocks.0.attn.qkv.weight and blocks.0.attn"),
-        (lambda: read(images | language), ValueError, "both of qkv.weight and c_attn.weight"),
-        (lambda: read(without(images, "temp")), ValueError, "state_dict has no temp; expected"),
-        (lambda: read(without(images, "to_out.0.weight")), ValueError, "state_dict has no to_out.0.weight"),
-        (lambda: read(without(language, "denom_bias")), ValueError, "state_dict has no denom_bias; expected"),
-        (lambda: read(images | {"mask": images["temp"]}), ValueError, "state_dict has mask, which is not of a layer"),
-        (
-            lambda: read({"a." + name: value for name, value in (language | {"bias": images["temp"]}).items()}, "a."),
-            ValueError,
-            "state_dict has a.bias, which is not of a layer",
-        ),
-        (lambda: read(images | {"temp": 3.0}), TypeError, "temp is no tensor of floats"),
-        (lambda: read(images | {"temp": torch.ones(3, 1).int()}), TypeError, "temp is no tensor of floats"),
-        (
-            lambda: read(images | {"temp": torch.ones(3)}),
-            ValueError,
-            r"temp has shape \(3,\); expected \(3, 1\), with dim = 12",
-        ),
-        (lambda: read(images | {"temp": torch.ones(5, 1)}), ValueError, "dim is 12 and heads is 5; expected a mult"),
-        (
-            lambda: read(images | {"qkv.weight": torch.ones(36, 12)}),
-            ValueError,
-            r"qkv.weight has shape \(36, 12\); expected \(12, 12\)",
-        ),
-        (lambda: read(images | {"qkv.bias": torch.ones(36)}), ValueError, r"qkv.bias has shape \(36,\); expected"),
-        (
-            lambda: read(language | {"denom_bias": torch.ones(3, 9)}),
-            ValueError,
-            r"denom_bias has shape \(3, 9\); expected \(3, 9, 1\)",
-        ),
-        (lambda: plain.load_released(language), ValueError, "of a language model, which is causal, and the layer has"),
-        (lambda: causal.load_released(images), ValueError, "of an image model, which is not causal, and the layer"),
-        (lambda: plain.load_released(without(images, "qkv.bias")), ValueError, "state_dict has no qkv.bias, which th"),
-        (
-            lambda: TokenStatistics(12, heads=3).load_released(images),
-            ValueError,
-            "state_dict has qkv.bias, which this layer has no place for",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=3, bias=True, output="tied").load_released(images),
-            ValueError,
-            "state_dict has to_out.0.weight, to_out.0.bias, which this layer has no place for",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=4, bias=True).load_released(images),
-            ValueError,
-            r"temp has shape \(3,\) .*; expected \(4,\), as temperature of this layer",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=3, positions=9, bias=True).load_released(images),
-            ValueError,
-            "state_dict has no position_bias, which this layer needs",
-        ),
-        (
-            lambda: causal.load_released(language | {"denom_bias": torch.ones(3, 8, 1)}),
-            ValueError,
-            r"denom_bias has shape \(3, 8\) .*; expected \(3, 9\), as position_bias of this layer",
-        ),
-        (
-            lambda: TokenStatistics(12, heads=3, bias=True, device="meta").load_released(images),
-            ValueError,
-            "of this layer is on the device meta",
-        ),
-    ):
-        before = copy.deepcopy(plain.state_dict())
-        with pytest.raises(error, match=message):
-            call()
-        assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
+def without(stored: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in stored.items() if key != name}
+
+
+UNREADABLE: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    (([1],), TypeError, "state_dict is of type list; expected a dict"),
+    ((IMAGES, 3), TypeError, "prefix is 3; expected a string"),
+    ((IMAGES, "blocks.0.attn."), ValueError, "neither of blocks.0.attn.qkv.weight and blocks.0.attn"),
+    ((IMAGES | LANGUAGE,), ValueError, "both of qkv.weight and c_attn.weight"),
+    ((without(IMAGES, "temp"),), ValueError, "state_dict has no temp; expected"),
+    ((without(IMAGES, "to_out.0.weight"),), ValueError, "state_dict has no to_out.0.weight"),
+    ((without(LANGUAGE, "denom_bias"),), ValueError, "state_dict has no denom_bias; expected"),
+    ((IMAGES | {"mask": torch.ones(3)},), ValueError, "state_dict has mask, which is not of a layer"),
+    (
+        ({f"a.{name}": value for name, value in LANGUAGE.items()} | {"a.bias": torch.ones(3)}, "a."),
+        ValueError,
+        "state_dict has a.bias, which is not of a layer",
+    ),
+    ((IMAGES | {"temp": 3.0},), TypeError, "temp is no tensor of floats"),
+    ((IMAGES | {"temp": torch.ones(3, 1).int()},), TypeError, "temp is no tensor of floats"),
+    ((IMAGES | {"temp": torch.ones(3)},), ValueError, r"temp has shape \(3,\); expected \(3, 1\), with dim = 12"),
+    ((IMAGES | {"temp": torch.ones(5, 1)},), ValueError, "dim is 12 and heads is 5; expected a mult"),
+    (
+        (IMAGES | {"qkv.weight": torch.ones(36, 12)},),
+        ValueError,
+        r"qkv.weight has shape \(36, 12\); expected \(12",
+    ),
+    ((IMAGES | {"qkv.bias": torch.ones(36)},), ValueError, r"qkv.bias has shape \(36,\); expected"),
+    ((LANGUAGE | {"denom_bias": torch.ones(3, 9)},), ValueError, r"denom_bias has shape \(3, 9\); expected \(3, 9, 1"),
+]
+OF_LANGUAGE = {"causal": True, "positions": 9}
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, LANGUAGE, "of a language model, which is causal, and the layer has"),
+    (OF_LANGUAGE, IMAGES, "of an image model, which is not causal, and the layer"),
+    ({}, without(IMAGES, "qkv.bias"), "state_dict has no qkv.bias, which th"),
+    ({"bias": False}, IMAGES, "state_dict has qkv.bias, which this layer has no place for"),
+    ({"output": "tied"}, IMAGES, "state_dict has to_out.0.weight, to_out.0.bias, which this layer has no place for"),
+    ({"heads": 4}, IMAGES, r"temp has shape \(3,\) .*; expected \(4,\), as temperature of this layer"),
+    ({"positions": 9}, IMAGES, "state_dict has no position_bias, which this layer needs"),
+    (
+        OF_LANGUAGE,
+        LANGUAGE | {"denom_bias": torch.ones(3, 8, 1)},
+        r"expected \(3, 9\), as position_bias of this",
+    ),
+    ({"device": "meta"}, IMAGES, "of this layer is on the device meta"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), UNREADABLE, ids=range(len(UNREADABLE)))
+def test_released_weights_that_are_none_are_named(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TokenStatistics.from_released(*given)
+
+
+@pytest.mark.parametrize(("options", "stored", "message"), MISFITS, ids=range(len(MISFITS)))
+def test_released_weights_that_do_not_fit_leave_the_layer_as_it_was(options: Any, stored: Any, message: str) -> None:
+    layer = TokenStatistics(12, **{"heads": 3, "bias": True} | options)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        layer.load_released(stored)
+    if "device" not in options:
+        assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -57,24 +56,23 @@ def test_listing_the_names_loads_nothing_more() -> None:
     assert loaded_by("import levattn; dir(levattn)") == {"levattn"}
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
-def test_tensors_do_not_wake_the_compiler_of_torch() -> None:
-    """It takes a second to import, and whoever compiles a model has imported it."""
-    work = (
-        "import sys, torch, levattn.nn; from levattn.attention import latte, pruned_attention, tssa; "
+# What takes seconds to import, and whoever compiles a model, or has one, has imported: package -> work, module
+LATE = {
+    "torch": (
+        "import torch, levattn.nn; from levattn.attention import latte, pruned_attention, tssa; "
         "X = torch.ones(2, 40, 8); latte(X, X, X); tssa(X); pruned_attention(X, X, X, budget=0.5); "
-        "levattn.nn.TokenStatistics(8).requires_grad_(False)(X); "
-        "assert 'torch._dynamo' not in sys.modules"
-    )
-    found = run(work)
-    assert found.returncode == 0, found.stderr
+        "levattn.nn.TokenStatistics(8).requires_grad_(False)(X)",
+        "torch._dynamo",
+    ),
+    "transformers": ("import levattn.integrations.transformers", "transformers.modeling_utils"),
+}
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-def test_adapters_wait_for_models_of_transformers() -> None:
-    """Their base classes take two seconds to import, and whoever has a model has imported them."""
-    work = "import sys, levattn.integrations.transformers; assert 'transformers.modeling_utils' not in sys.modules"
-    found = run(work)
+@pytest.mark.parametrize("package", LATE)
+def test_work_does_not_wake_what_is_slow_to_import(package: str) -> None:
+    pytest.importorskip(package)
+    work, module = LATE[package]
+    found = run(f"import sys; {work}; assert {module!r} not in sys.modules")
     assert found.returncode == 0, found.stderr
 
 

@@ -18,6 +18,7 @@ import levattn
 from minimum import lowest, of_extra, project, requirements
 
 ROOT = Path(__file__).parents[2]
+WHOLE = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TABLE = project()
 EXTRAS: dict[str, list[str]] = TABLE["optional-dependencies"]
 CONTRIBUTORS = {"lint", "test", "bench", "docs"}  # extras that no user needs
@@ -42,10 +43,9 @@ def citation() -> dict[str, Any]:
 
 
 def test_the_version_is_written_in_the_package_alone() -> None:
-    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "version" not in TABLE
     assert TABLE["dynamic"] == ["version"]
-    assert whole["tool"]["hatch"]["version"]["path"] == "levattn/__init__.py"
+    assert WHOLE["tool"]["hatch"]["version"]["path"] == "levattn/__init__.py"
     assert re.fullmatch(r"\d+\.\d+\.\d+", levattn.__version__)
 
 
@@ -87,7 +87,7 @@ def test_classifiers_name_each_python_from_the_oldest_on() -> None:
 
 
 def test_tools_check_code_for_the_oldest_python() -> None:
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    tools = WHOLE["tool"]
     oldest = TABLE["requires-python"].removeprefix(">=")
     assert tools["mypy"]["python_version"] == oldest
     assert tools["ruff"]["target-version"] == "py" + oldest.replace(".", "")
@@ -108,8 +108,7 @@ def test_what_is_not_code_is_within_the_package() -> None:
 
 
 def test_the_sdist_names_folders_and_files_that_are_there() -> None:
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    included = tools["hatch"]["build"]["targets"]["sdist"]["include"]
+    included = WHOLE["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert [name for name in included if not (ROOT / name.lstrip("/")).exists()] == []
     assert {"/levattn", "/tests", "/CITATION.cff"} <= set(included)
 
@@ -157,8 +156,8 @@ def test_every_extra_that_an_error_names_is_there() -> None:
     named = {
         name
         for text in sources
-        for found in re.findall(r"levattn\[([a-z0-9,]+)\]\"", text)
-        for name in found.split(",")
+        for found in re.findall(r"levattn\[([a-z0-9,]+)\]\"|needing\(.*, \"(\w+)\"\)", text)
+        for name in "".join(found).split(",")
     }
     assert named
     assert named <= set(EXTRAS)

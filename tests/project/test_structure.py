@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -45,12 +46,13 @@ VECTOR_CODE = (
     *("_kernels.jit", "_kernels.shipped", "_kernels.llvm", "_kernels.scratch"),
     *("_kernels.*.compiled", "_kernels.*.simd"),
 )
+TENSORS = ("_kernels.tensors", "_kernels.*.torch")
 COMPILERS = (*VECTOR_CODE, "_kernels.cache", "_kernels.parts")
 HOMES = {
     "numba": COMPILERS,
     "llvmlite": VECTOR_CODE,
     "cupy": ("_kernels.cuda_source", "_core.arrays"),
-    "torch": ("attention.*", "distributed.*", "nn", "nn.*", "integrations.*", "cli.*"),
+    "torch": ("attention.*", *TENSORS, "distributed.*", "nn", "nn.*", "integrations.*", "cli.*"),
     "transformers": ("integrations.*", "cli.*"),
     "timm": ("integrations.timm",),
     "kvpress": ("integrations.kvpress",),
@@ -72,7 +74,7 @@ EAGER = {
     "sklearn": ("integrations.sklearn",),
     "typer": ("cli.*",),
     "torch": (
-        "attention.latent.torch",
+        *TENSORS,
         "attention.tokens.torch",
         "nn",
         "nn.*",
@@ -87,7 +89,18 @@ EAGER = {
 
 # The compiler's flags are chosen in one module; the rest of the kernels uses its decorators.
 JIT_HOME = "_kernels.jit"
+COMPILING = {"jit", "helper", "intrinsic"}
+PRIVATE_FOLDERS = {"levattn._core", "levattn._kernels"}
 JIT_NAMES = {"njit", "jit", "vectorize", "guvectorize", "cfunc", "stencil"}
+
+# Sizes in lines, docstrings not counted. Compiled functions are longer: what they call is compiled into them.
+LONGEST_MODULE = 400
+MEDIAN_MODULE = 130
+LONGEST_FUNCTION = 60
+LONGEST_COMPILED = 120
+
+# A public name of a module means one thing in the library. These stand in more modules than one, and this is why.
+TWICE: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,7 @@ class Module:
     name: str
     tree: ast.Module
     is_package: bool
+    length: int  # of the file, in lines
     imports: list[Import] = field(default_factory=list)
     nodes: list[ast.AST] = field(default_factory=list)
 
@@ -169,7 +183,8 @@ def read_package(root: Path) -> list[Module]:
         parts = path.relative_to(root).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
-        modules.append(Module(name, ast.parse(path.read_text("utf-8"), str(path)), is_package))
+        text = path.read_text("utf-8")
+        modules.append(Module(name, ast.parse(text, str(path)), is_package, len(text.splitlines())))
     known = {f"levattn.{module.name}" for module in modules}
     for module in modules:
         read(module, known)
@@ -278,6 +293,75 @@ def stray_statements(modules: list[Module]) -> Iterator[str]:
                 yield f"{module.at(node.lineno)}: print; return the value, or warn"
 
 
+def docstring_lines(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    if ast.get_docstring(node, clean=False) is None:
+        return 0
+    first = node.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1
+
+
+def module_length(module: Module) -> int:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return module.length - sum(docstring_lines(node) for node in module.nodes if isinstance(node, documented))
+
+
+def long_modules(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        if (length := module_length(module)) > LONGEST_MODULE:
+            yield f"levattn.{module.name}: {length} lines without docstrings; at most {LONGEST_MODULE}"
+
+
+def long_functions(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for node in module.nodes:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            decorators = {name_of(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list}
+            most = LONGEST_COMPILED if decorators & COMPILING else LONGEST_FUNCTION
+            length = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
+            if length > most:
+                yield f"{module.at(node.lineno)}: {node.name} has {length} lines without docstring; at most {most}"
+
+
+def names_of(module: Module) -> set[str]:
+    """The public names that a module defines."""
+    names = set()
+    for node in module.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        names.add(getattr(node, "name", "_"))
+    return {name for name in names if not name.startswith("_")}
+
+
+def home_of(module: Module) -> str:
+    """The module, or the folder of a kernel's task: its files are the same table for each device."""
+    parts = module.name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "_kernels" else module.name
+
+
+def repeated_names(modules: list[Module]) -> Iterator[str]:
+    homes: dict[str, set[str]] = {}
+    for module in modules:
+        for name in names_of(module):
+            homes.setdefault(name, set()).add(home_of(module))
+    for name, places in sorted(homes.items()):
+        if len(places) > 1 and name not in TWICE:
+            where = ", ".join(sorted(places))
+            yield f"{name} is defined in {where}; name what each of them means, or give the reason in TWICE"
+    for name in sorted(set(TWICE) & set(homes)):
+        if len(homes[name]) == 1:
+            yield f"TWICE: {name} is defined once; take it out"
+
+
+def foreign_privates(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for node in module.nodes:
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").partition(".")[0] == "levattn"):
+                for alias in node.names:
+                    if alias.name.startswith("_") and f"levattn.{alias.name}" not in PRIVATE_FOLDERS:
+                        yield f"{module.at(node.lineno)}: {alias.name} is private to {node.module}"
+
+
 Rule = Callable[[list[Module]], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     unknown_modules,
@@ -287,12 +371,28 @@ RULES: tuple[Rule, ...] = (
     stray_jit,
     costly_calls,
     stray_statements,
+    long_modules,
+    long_functions,
+    repeated_names,
+    foreign_privates,
 )
 
 
 @pytest.fixture(scope="module")
 def package() -> list[Module]:
     return read_package(ROOT)
+
+
+def test_folders_and_modules_are_few_levels_and_small(package: list[Module]) -> None:
+    assert len(LAYERS) <= 10
+    assert statistics.median(module_length(module) for module in package) <= MEDIAN_MODULE
+
+
+def test_docstrings_do_not_count(tmp_path: Path) -> None:
+    function = 'def g():\n    """One line.\n' + "    More.\n" * 80 + '    """\n' + "    x = 1\n" * 59
+    modules = write_package(tmp_path, {"functions.py": f'"""Text.\n{"More." * 400}\n"""\n{function}'})
+    assert module_length(modules[0]) == 60
+    assert [*long_modules(modules), *long_functions(modules)] == []
 
 
 def test_tables_allow_what_is_done_and_no_more(package: list[Module]) -> None:
@@ -346,6 +446,24 @@ PLANTED = [
         "from levattn._kernels.jit import helper\n@helper\ndef f(x): return min(x, 3)",
         "min; use smaller or larger",
     ),
+    (long_modules, "functions.py", "x = 1\n" * 401, "levattn.functions: 401 lines"),
+    (
+        long_functions,
+        "functions.py",
+        "def g():\n" + "    x = 1\n" * 60,
+        "g has 61 lines without docstring; at most 60",
+    ),
+    (
+        long_functions,
+        "_kernels/gram/compiled.py",
+        "@helper(inline=True)\ndef g():\n" + "    x = 1\n" * 120,
+        "g has 121 lines without docstring; at most 120",
+    ),
+    (repeated_names, "io/parquet.py", "def draw(): ...", "draw is defined in io.parquet, plots.common"),
+    (repeated_names, "io/parquet.py", "draw: int = 1", "draw is defined in io.parquet, plots.common"),
+    (repeated_names, "_kernels/online/cpu.py", "class table: ...", "table is defined in _kernels, _kernels.online"),
+    (foreign_privates, "io/parquet.py", "from .safetensors import _read", "_read is private to safetensors"),
+    (foreign_privates, "io/parquet.py", "from levattn.sets import _read", "_read is private to levattn.sets"),
     (stray_statements, "io/__init__.py", "assert 1", "raise a typed error"),
     (stray_statements, "io/__init__.py", "print(1)", "levattn.io, line 1: print"),
 ]
@@ -366,7 +484,7 @@ INNOCENT = {
     "cli/__init__.py": "",
     "cli/program.py": "import typer\nimport levattn\nfrom levattn import datasets\nprint(levattn)",
     "plots/__init__.py": "",
-    "plots/common.py": "def f():\n    import matplotlib",
+    "plots/common.py": "def draw():\n    import matplotlib",
     "datasets.py": "import numpy",
 }
 

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 import levattn
 import strategies
+from damage import NUMBERS, mutated
 from levattn import StreamingUniversalSet
 from levattn._core.serialize import MOST_ROWS
 from levattn._kernels import BLOCK
@@ -39,25 +40,7 @@ State = StreamingUniversalSet | Moments | SketchedRows | SoftmaxState | TokenSta
 
 MUTATIONS = 100_000  # that break the checksum
 SEALED = strategies.trials(30_000)  # under a checksum made anew
-NUMBERS = [
-    "0",
-    "1",
-    "2",
-    "5",
-    "-1",
-    "3",
-    "1e9",
-    "0.5",
-    "1e-300",
-    str(2**31),
-    str(2**53),
-    str(2**62),
-    str(2**63),
-    "9" * 40,
-    "-0.0",
-]
 WORDS = ["null", "true", "[]", "{}", '""', '"x"', "NaN", "-Infinity", "[[[[", "[1,2,3]"]
-DAMAGE = b"\x00", b"\xff\xff\xff\xff", b"[[[[", b'"', b"}", b"\x80", b"null", b"1e999"
 
 
 def gaussian(n: int, d: int = 2, seed: int = 0) -> Float:
@@ -136,6 +119,17 @@ def test_the_bytes_hold_the_state(name: str) -> None:
     assert STATES[name]().to_bytes() == saved(name)  # nothing of them depends on time or place
     for data in (bytearray(saved(name)), memoryview(saved(name))):
         assert kind_of(name).from_bytes(data).to_bytes() == saved(name)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_loaded_and_copied_states_go_on_and_share_nothing(name: str) -> None:
+    state = STATES[name]()
+    loaded, copied = kind_of(name).from_bytes(saved(name)), state.copy()
+    for other in (loaded, copied):
+        use(other)
+        assert state.to_bytes() == saved(name)
+    use(state)
+    assert loaded.to_bytes() == copied.to_bytes() == state.to_bytes()
 
 
 def awkward(n: int) -> Float:
@@ -309,30 +303,6 @@ def test_every_truncation_and_every_bit(name: str) -> None:
     refused(kind_of(name), data + data)
 
 
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """The data with one to four changes of many kinds."""
-    out = bytearray(data)
-    for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        at, length = chance.randrange(max(len(out), 1)), chance.choice((1, 2, 8, 30))
-        match chance.randrange(8):
-            case 0 | 1 if out:
-                out[at] ^= 1 << chance.randrange(8)
-            case 2 if out:
-                out[at] = chance.randrange(256)
-            case 3:
-                out[at : at + length] = chance.randbytes(length)
-            case 4:
-                out[at:at] = chance.choice(DAMAGE)
-            case 5:
-                del out[at : at + length]
-            case 6:
-                del out[at:]
-            case _:
-                source = chance.randrange(max(len(out), 1))
-                out[at : at + length] = out[source : source + length]
-    return bytes(out)
-
-
 @pytest.mark.parametrize("name", STATES)
 def test_mutations_are_refused(name: str) -> None:
     chance = random.Random(name)
@@ -404,63 +374,59 @@ def rows_up_to(rows: int) -> dict[str, Any]:
     return {"spans": [[0, rows + 3]], "next_row": rows + 3}
 
 
-BAD_FIELDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "epsilon": [("few-rows", {"epsilon": value}) for value in (0, 2, -1, None, "0.5", True, [0.5])],
-    "f": [
-        ("few-rows", {"f": value})
-        for value in (
+# state -> field -> what it cannot be
+BAD_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "few-rows": {
+        "epsilon": (0, 2, -1, None, "0.5", True, [0.5]),
+        "f": (
             *(None, [], "Power", ["Power"], ["Cubic", {"p": 3}], ["Power", {}], ["Power", {"p": 3}], ["Power", 2]),
             *(["Power", {"p": None}], ["Power", {"q": 2}], ["Softmax", {"radius": 1}], [["Power"], {"p": 2}]),
-        )
-    ],
-    "power": [("few-rows", {"f": ["Power", {"p": value}]}) for value in (4, 2000, 2e5, 1e300, float(HUGE))],
-    "family": [("few-rows", {"f": ["Huber", {"delta": 1.0}]}), ("block", {"f": ["Power", {"p": 2}]})],
-    "groups": [("block", {"epsilon": value}) for value in (0.5, 1e-3, 1e-5)],
-    "d": [("few-rows", {"d": value}) for value in (0, -1, 1, 3, 2.0, "2", None, 2**28, HUGE, 10**30)],
-    "batch": [
-        ("few-rows", {"batch": value})
-        for value in ([2], [0], [-1], [2**16], [HUGE], [HUGE, 0], [HUGE] * 20, [1.0], 2, None)
-    ],
-    "format": [("few-rows", {"format": value}) for value in ("float32", "bfloat16", "object", None, 8, [])],
-    "beside": [("few-rows", {"beside": value}) for value in (1, -1, HUGE, None, 0.0)],
-    "blocks": [("blocks", {"blocks": value}) for value in (0, 1, 3, -2, HUGE, 2.0, None)],
-    "terms": [
-        ("blocks", {"terms": value}) for value in ([], ["0"], ["2"], ["1", "0"], ["merged"], ["x"], [1], None, HUGE)
-    ],
-    "spans": [
-        ("few-rows", {"spans": value})
-        for value in (
+            *(["Power", {"p": value}] for value in (4, 2000, 2e5, 1e300, float(HUGE))),
+            ["Huber", {"delta": 1.0}],
+        ),
+        "d": (0, -1, 1, 3, 2.0, "2", None, 2**28, HUGE, 10**30),
+        "batch": ([2], [0], [-1], [2**16], [HUGE], [HUGE, 0], [HUGE] * 20, [1.0], 2, None),
+        "format": ("float32", "bfloat16", "object", None, 8, []),
+        "beside": (1, -1, HUGE, None, 0.0),
+        "spans": (
             *([[3, 0]], [[0, 0]], [[-3, 0]], [[0, 2], [1, 3]], [[0, 3, 4]], [[0.0, 3.0]], [0, 3], None, 3),
             *([[0, HUGE]], [[0, 10**30]], [[2, 3], [0, 1]]),
-        )
-    ],
-    "next-row": [("few-rows", {"next_row": value}) for value in (-1, 0, 2, 10**30, 3.0, None)],
-    "merged": [("block", {"merged": value}) for value in (-1, BLOCK + 3, 2**53, HUGE, 1.0, None)],
-    "more-blocks": [
-        *(("block", {"blocks": value}) for value in (2, 2**42, 2**52, 2**53, 2**63)),
-        *(("block", {"blocks": rows // BLOCK} | rows_up_to(rows)) for rows in (2**54, 2**61)),
-    ],
-    "sketch": [
-        ("sketch", change)
-        for change in (
-            *({"d": value} for value in (0, 3, 2**40, HUGE, 10**30, 2.0, None)),
-            *({"batch": value} for value in ([2], [0], [2**40], [HUGE, HUGE], [-1], 1, None)),
-            *({"parameters": {"size": value}} for value in (0, 5, 2**31 - 1, HUGE, 10**30, None)),
-            *({"distribution": "SRHT", "parameters": {"size": 4, "block": 2**k}} for k in (29, 31, 53, 62, 63)),
-            *({"next_row": value} for value in (-1, 2**62 + 1, 10**30, 1.0, None)),
-            *({"count": value} for value in (-1, 2**62 + 1, 10**30, None)),
-            *({"seed": value} for value in (-1, 2**64, "1", 0.5)),
-        )
-    ],
-    "no-such-fields": [("few-rows", {"begun": True, "format": None}), ("empty", {"begun": True})],
-    "moments": [
-        ("moments", change)
-        for change in (
-            *({"d": 3}, {"d": HUGE}, {"d": None}, {"d": 0}, {"batch": [2]}, {"batch": [HUGE]}, {"batch": [0]}),
-            *({"format": "float32"}, {"format": "x"}, {"blocks": 1}, {"terms": ["0"]}, {"terms": 5}),
-        )
-    ],
+        ),
+        "next_row": (-1, 0, 2, 10**30, 3.0, None),
+    },
+    "blocks": {
+        "blocks": (0, 1, 3, -2, HUGE, 2.0, None),
+        "terms": ([], ["0"], ["2"], ["1", "0"], ["merged"], ["x"], [1], None, HUGE),
+    },
+    "block": {
+        "f": (["Power", {"p": 2}],),
+        "epsilon": (0.5, 1e-3, 1e-5),
+        "merged": (-1, BLOCK + 3, 2**53, HUGE, 1.0, None),
+        "blocks": (2, 2**42, 2**52, 2**53, 2**63),
+    },
+    "empty": {"begun": (True,)},
+    "sketch": {
+        "d": (0, 3, 2**40, HUGE, 10**30, 2.0, None),
+        "batch": ([2], [0], [2**40], [HUGE, HUGE], [-1], 1, None),
+        "parameters": tuple({"size": value} for value in (0, 5, 2**31 - 1, HUGE, 10**30, None)),
+        "next_row": (-1, 2**62 + 1, 10**30, 1.0, None),
+        "count": (-1, 2**62 + 1, 10**30, None),
+        "seed": (-1, 2**64, "1", 0.5),
+    },
+    "moments": {
+        "d": (3, HUGE, None, 0),
+        "batch": ([2], [HUGE], [0]),
+        "format": ("float32", "x"),
+        "blocks": (1,),
+        "terms": (["0"], 5),
+    },
 }
+# and changes of several fields
+BAD_TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    *(("block", {"blocks": rows // BLOCK} | rows_up_to(rows)) for rows in (2**54, 2**61)),
+    *(("sketch", {"distribution": "SRHT", "parameters": {"size": 4, "block": 2**k}}) for k in (29, 31, 53, 62, 63)),
+    ("few-rows", {"begun": True, "format": None}),
+]
 
 
 def test_states_of_very_many_rows_go_on() -> None:
@@ -498,10 +464,15 @@ def refused_lean(kind: type[State], data: bytes) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("group", BAD_FIELDS)
-def test_bad_fields_are_refused(group: str) -> None:
-    for name, change in BAD_FIELDS[group]:
-        refused_lean(kind_of(name), crafted(name, **change))
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name in BAD_FIELDS for field in BAD_FIELDS[name]])
+def test_bad_fields_are_refused(name: str, field: str) -> None:
+    for value in BAD_FIELDS[name][field]:
+        refused_lean(kind_of(name), crafted(name, **{field: value}))
+
+
+@pytest.mark.parametrize(("name", "change"), BAD_TOGETHER)
+def test_fields_that_do_not_go_together_are_refused(name: str, change: dict[str, Any]) -> None:
+    refused_lean(kind_of(name), crafted(name, **change))
 
 
 def without_rows(d: int) -> dict[str, Any]:

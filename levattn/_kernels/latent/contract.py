@@ -31,8 +31,8 @@ class LatentArguments:
         sees nothing of the others. More than one sequence have U = T.
     causal: row t sees the positions ``u ≤ t + ahead`` of its sequence (both counted from its beginning), else all.
     ahead: at most 0 where U = T: rows that are −ahead positions behind. U − T ≥ ahead always.
-    gate: (b, T) the logit of one more component, whose output is `beside`, (b, T, D); or both None. It takes no part
-        where it is −inf.
+    gate: (b, T) the logit of one more component, whose output is `gate_value`, (b, T, D); or both None. It takes no
+        part where it is −inf.
     mask: (b, U) bool, False for a position that nobody sees, or None. Its values and logits are not used.
     state: what every row of a sequence sees besides: m (b, n, L), s (b, n, L), S (b, n, L, D) in float64 with
         ``Σ e^{K−m}`` and ``Σ e^{K−m} V``; m = −inf where there is nothing. Or None.
@@ -45,7 +45,7 @@ class LatentArguments:
     causal: bool
     ahead: int = 0
     gate: Any = None
-    beside: Any = None
+    gate_value: Any = None
     mask: Any = None
     state: State | None = None
 
@@ -70,4 +70,4 @@ class LatentGradients(LatentKernels, Protocol):
     """The same on a device for which there are compiled kernels, with gradients; `state` has none."""
 
     def backward(self, x: LatentArguments, dY: Any, /) -> tuple[Any, Any, Any, Any, Any]:
-        """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and beside, None for what is not there."""
+        """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value, or None."""

@@ -45,7 +45,7 @@ def forward(x: LatentArguments) -> Any:
 
 
 def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and beside; None for what there is not."""
+    """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value; None for what there is not."""
     (b, T, L), (_, U, D) = x.Q.shape, x.V.shape
     dQ, dK, dV = (np.zeros((b, n, width), x.V.dtype) for n, width in ((T, L), (U, L), (U, D)))
     gate, beside = (None, None) if x.gate is None else (np.empty((b, T), dQ.dtype), np.empty((b, T, D), dQ.dtype))
@@ -122,7 +122,7 @@ class _Views:
     """Where the arrays of a mixture lie, for compiled code: addresses, and steps in bytes. It keeps them alive."""
 
     def __init__(self, x: LatentArguments, **further: Any) -> None:
-        names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.beside, "MASK": x.mask, **further}
+        names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.gate_value, "MASK": x.mask, **further}
         self.table = np.zeros((compiled.VIEWS, 3), np.int64)
         self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
         self._kept = []

@@ -49,11 +49,11 @@ def forward(x: LatentArguments) -> Any:
 
 
 def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the gradients of Q, K, V, gate and beside; the last two are None where there are none of these."""
+    """Return the gradients of Q, K, V, gate and gate_value; the last two are None where there are none of these."""
     xp, work = namespace(), _Work(x)
     if not work.T:
         absent = None if x.gate is None else xp.zeros(x.gate.shape, work.dtype)
-        beside = None if x.beside is None else xp.zeros(x.beside.shape, work.dtype)
+        beside = None if x.gate_value is None else xp.zeros(x.gate_value.shape, work.dtype)
         return (*(xp.zeros(part.shape, work.dtype) for part in (x.Q, x.K, x.V)), absent, beside)
     weights = work.row_weights()
     return work.gradients(_strided(dY), weights, work.starts() if x.causal else work.everything())
@@ -225,7 +225,7 @@ class _Work:
         pitch, steps = self._pitch(threads), _steps(self.dtype, 64)
         shared = 4 * steps * self.width + 2 * steps * pitch * (1 + (x.gate is not None)) + 6 * steps + 2 * self.width
         sizes = [np.int32(self.L), np.int32(self.D), np.int64(self.T)]
-        arguments = [*self.positions, *_rows(x.Q), *_rows(x.beside), *weights, *starts.arguments]
+        arguments = [*self.positions, *_rows(x.Q), *_rows(x.gate_value), *weights, *starts.arguments]
         arguments += [*runs.arguments, *sizes, out]
         self._launch("latent", "write_rows", (len(runs) * self.b, columns, self.slices), threads, arguments, shared)
         return _summed(out)
@@ -233,7 +233,7 @@ class _Work:
     # -- gradients ---------------------------------------------------------------------
 
     def gradients(self, dY: Any, weights: list[Any], starts: _Starts) -> tuple[Any, Any, Any, Any, Any]:
-        """Return the gradients of Q, K, V, gate and beside."""
+        """Return the gradients of Q, K, V, gate and gate_value."""
         xp, x = namespace(), self.x
         b, T, U, L, D = self.b, self.T, self.U, self.L, self.D
         threads, columns = self._block(None)
@@ -251,7 +251,7 @@ class _Work:
         if x.gate is not None:
             dgate, dbeside = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
         besides = [NOTHING if part is None else part for part in (dgate, dbeside)]
-        arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.beside), *weights, *self.row_runs.arguments, *sizes]
+        arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.gate_value), *weights, *self.row_runs.arguments, *sizes]
         arguments += [c, growths, dQ, *besides]
         launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, _ROWS), _THREADS, arguments)
         if not x.causal:

@@ -40,8 +40,8 @@ def forward(x: LatentArguments) -> Any:
             Y, p = _causal(xp, Q, K, V, gate, x.ahead, state)
         else:
             Y, p = _everywhere(xp, Q, K, V, gate, state)
-        parts.append(Y if p is None else Y + p[..., None] * x.beside[:, low:high, :])
-    return xp.concat(parts, axis=1) if parts else xp.zeros_like(x.beside if x.beside is not None else x.V)
+        parts.append(Y if p is None else Y + p[..., None] * x.gate_value[:, low:high, :])
+    return xp.concat(parts, axis=1) if parts else xp.zeros_like(x.gate_value if x.gate_value is not None else x.V)
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:

@@ -10,21 +10,23 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from levattn._core.arrays import array_namespace, as_cupy, from_list, is_torch, on_cuda, to_device, to_numpy
+from levattn._core.arrays import as_cupy, check_flags, from_list, is_torch, on_cuda, to_device, to_numpy
 from levattn._core.formats import format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent.contract import State
-from levattn.attention.common.packed import compiling, cumulative
+from levattn.attention.common.packed import cumulative, untraced
+from levattn.attention.common.space import namespace_of
 from levattn.states import SoftmaxState
 
 __all__ = [
     "Stacks",
     "check_sizes",
     "cumulative",
-    "decayed_scan",
     "dense_array",
-    "is_wide",
+    "dense_arrays",
+    "is_double",
     "latent_attention",
+    "moved",
     "promoted",
     "reshaped",
     "stacked",
@@ -52,11 +54,7 @@ class Stacks:
     def give_back(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's dtype."""
         array = reshaped(array, (*self.batch, *array.shape[1:]))
-        if isinstance(array, np.ndarray):
-            return array.astype(self.dtype, copy=False)
-        if is_torch(array):
-            return array.to(self.dtype)
-        return array_namespace(array).astype(array, self.dtype, copy=False)
+        return namespace_of(array).astype(array, self.dtype, copy=False)
 
 
 def dense_array(name: str, array: Any) -> Any:
@@ -84,6 +82,23 @@ def dense_array(name: str, array: Any) -> Any:
     )
 
 
+def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
+    """Return the arrays of a call as dense ones, or raise unless they agree in the sizes that they share.
+
+    A letter for each of the last axes of an array says which: those of one letter are as long. None stays None.
+    """
+    arrays = {name: None if array is None else dense_array(name, array) for name, (array, _) in given.items()}
+    check_sizes(
+        {
+            f"{name} {letter}": (arrays[name], axis - len(axes), letter)
+            for name, (_, axes) in given.items()
+            for axis, letter in enumerate(axes)
+            if arrays[name] is not None
+        }
+    )
+    return list(arrays.values())
+
+
 def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None) -> Stacks:
     """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
 
@@ -93,7 +108,7 @@ def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
     """
     arrays: dict[str, Any] = {}
     leading: dict[str, tuple[int, ...]] = {}
-    wide = False
+    double = False
     for name, (given, axes) in arguments.items():
         if given is None:
             continue
@@ -101,7 +116,7 @@ def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
         _refuse_short(name, array, axes)
         if axes > 1 and not array.shape[-1]:
             raise ValueError(f"{name} has shape {tuple(array.shape)}; expected at least one column (its last axis)")
-        wide = is_wide(name, array) or wide
+        double = is_double(name, array) or double
         leading[name] = tuple(array.shape[: array.ndim - axes])
     first = next(iter(arrays))
     _refuse_mixtures(first, arrays)
@@ -110,7 +125,7 @@ def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any
         leading["mask"] = tuple(flags.shape[:-1])
     batch = _broadcast(leading)
     stacks = [
-        None if given is None else _stacked(promoted(arrays[name], wide), batch, axes)
+        None if given is None else _stacked(promoted(arrays[name], double), batch, axes)
         for name, (given, axes) in arguments.items()
     ]
     return Stacks(tuple(stacks), None if flags is None else _stacked(flags, batch, 1), batch, arrays[like].dtype)
@@ -159,19 +174,11 @@ def state_stacks(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
 
 def state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
     """Return the state after the positions of stacks, from one that `state_stacks` took or from nothing."""
-    if compiling():
-        from levattn.attention.latent import torch as torch_latent
-
-        return torch_latent.untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
-    return _state_after(state, batch, bounds, K, V, mask)
+    return untraced(_state_after, state, batch, bounds, K, V, mask)  # type: ignore[no-any-return]
 
 
 def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any, mask: Any) -> SoftmaxState:
     ends = np.array([0, K.shape[1]], np.int64) if bounds is None else np.asarray(bounds)
-    if is_torch(K):
-        from levattn.attention.latent import torch as torch_latent
-
-        K, V, mask = (torch_latent.memory_of(array) for array in (K, V, mask))
     axes = batch if bounds is None else (*batch, len(bounds) - 1)
     parts = kernels_for("latent", K).summary(K, V, mask, ends)
     m, s, S = (reshaped(part, (*axes, *part.shape[2:])) for part in parts)
@@ -179,45 +186,14 @@ def _state_after(state: Any, batch: tuple[int, ...], bounds: Any, K: Any, V: Any
     return new if state is None else state.copy().merge(new)
 
 
-def latent_attention(
-    Q: Any,
-    K: Any,
-    V: Any,
-    *,
-    causal: bool,
-    offsets: Any = None,
-    ahead: int = 0,
-    gate: Any = None,
-    beside: Any = None,
-    mask: Any = None,
-    state: State | None = None,
-) -> Any:
+def latent_attention(Q: Any, K: Any, V: Any, *, offsets: Any = None, **options: Any) -> Any:
     """Return the output (b, T, D) of latent attention on stacks, by the kernels that read them; see `LatentArguments`.
 
-    offsets: as `cumulative` returns it. state: arrays of the library of Q, for torch in main memory numpy's.
-    Gradients of torch reach Q, K, V, gate and beside.
+    offsets: as `cumulative` returns it. Gradients of torch reach Q, K, V, gate and gate_value.
     """
-    if is_torch(Q):
-        from levattn.attention.latent import torch as torch_latent
-
-        return torch_latent.latent_attention(Q, K, V, gate, beside, mask, offsets, causal, ahead, state)
     if offsets is None:
         offsets = np.array([0, Q.shape[1]], np.int64)
-    return kernels_for("latent", Q).forward(
-        LatentArguments(Q, K, V, offsets, causal, ahead, gate, beside, mask, state)
-    )
-
-
-def decayed_scan(a: Any, x: Any, first: Any = None) -> Any:
-    """Return ``h_t = a_t h_{t−1} + x_t`` for stacks (b, T, C) of one kind, from ``first`` (b, C) or 0.
-
-    Gradients of torch reach all three.
-    """
-    if is_torch(a):
-        from levattn.attention.latent import torch as torch_latent
-
-        return torch_latent.decayed_scan(a, x, first)
-    return kernels_for("latent", a).decayed_scan(a, x, first)
+    return kernels_for("latent", Q).forward(LatentArguments(Q, K, V, offsets, **options))
 
 
 def _refuse_short(name: str, array: Any, axes: int) -> None:
@@ -251,24 +227,21 @@ def _home(array: Any) -> tuple[Any, Any]:
     return type(array).__module__.partition(".")[0], array_api_compat.device(array)
 
 
-def is_wide(name: str, array: Any) -> bool:
+def is_double(name: str, array: Any) -> bool:
     """Tell whether an array of real floats is of float64, or raise for another kind."""
     if isinstance(array, np.ndarray) and array.dtype.char in "fd":
         return bool(array.dtype.char == "d")
     return format_of(array.dtype, name, f"{name} to float64") == "float64"
 
 
-def promoted(array: Any, wide: bool) -> Any:
+def promoted(array: Any, double: bool) -> Any:
     """Return an array in the kind that a call is computed in, its last axis contiguous where kernels read it."""
     if isinstance(array, np.ndarray):
-        array = np.asarray(array, np.float64 if wide else np.float32)
+        array = np.asarray(array, np.float64 if double else np.float32)
         return array if array.flags.aligned and _is_dense_along_rows(array) else array.copy()
-    if is_torch(array):
-        torch = sys.modules["torch"]
-        return array.to(torch.float64 if wide else torch.float32)
-    xp = array_namespace(array)
-    array = xp.astype(array, xp.float64 if wide else xp.float32, copy=False)
-    return array if not on_cuda(array) or _is_dense_along_rows(array) else array.copy()
+    xp = namespace_of(array)
+    array = xp.astype(array, xp.float64 if double else xp.float32, copy=False)
+    return array if is_torch(array) or not on_cuda(array) or _is_dense_along_rows(array) else array.copy()
 
 
 def _is_dense_along_rows(array: Any) -> bool:
@@ -295,36 +268,33 @@ def _broadcast(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 def _stacked(array: Any, batch: tuple[int, ...], axes: int) -> Any:
     """Return (..., axes) as (b, axes), broadcast; a copy only where the leading axes cannot be one stride."""
-    core = tuple(array.shape[array.ndim - axes :])
-    shape, full = (math.prod(batch), *core), (*batch, *core)
+    last = tuple(array.shape[array.ndim - axes :])
+    shape, full = (math.prod(batch), *last), (*batch, *last)
     if tuple(array.shape) == shape:
         return array
     if tuple(array.shape) != full:
-        if isinstance(array, np.ndarray):
-            array = np.broadcast_to(array, full)
-        elif is_torch(array):
-            array = array.expand(full)
-        else:
-            array = array_namespace(array).broadcast_to(array, full)
+        array = namespace_of(array).broadcast_to(array, full)
     return reshaped(array, shape)
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library in another shape."""
-    if isinstance(array, np.ndarray) or is_torch(array):
-        return array.reshape(shape)
-    return array_namespace(array).reshape(array, shape)
+    return namespace_of(array).reshape(array, shape)
+
+
+def moved(name: str, array: Any, like: Any) -> Any:
+    """Return an array in the library and on the device of another."""
+    if _home(array) == _home(like):
+        return array
+    if is_torch(array) and is_torch(like):
+        return array.to(like.device)
+    if on_cuda(like) and (shared := as_cupy(array, name)) is not None:
+        return shared
+    return to_device(to_numpy(array), like)
 
 
 def _flags(mask: Any, U: int, like: Any) -> Any:
     """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
     mask = dense_array("mask", mask)
-    if str(mask.dtype).rpartition(".")[2] != "bool":
-        raise TypeError(f"mask has dtype {mask.dtype}; expected bool, True for a position that takes part")
-    if not mask.ndim or mask.shape[-1] != U:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected (..., {U}), one entry a position")
-    if _home(mask) == _home(like):
-        return mask
-    if on_cuda(like) and (shared := as_cupy(mask, "mask")) is not None:
-        return shared
-    return to_device(to_numpy(mask), like)
+    check_flags("mask", mask, (..., U), "a position that takes part")
+    return moved("mask", mask, like)

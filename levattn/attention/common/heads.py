@@ -29,7 +29,7 @@ class Heads:
         It may also have one head for each group, or for all; then the other size is 1.
         """
         xp = namespace_of(array)
-        core = tuple(array.shape[array.ndim - axes :])
+        last = tuple(array.shape[array.ndim - axes :])
         if array.ndim == axes:
             return array[None, ...]
         lead, heads = tuple(array.shape[: array.ndim - axes - 1]), array.shape[array.ndim - axes - 1]
@@ -42,7 +42,11 @@ class Heads:
                 f"{name} has shape {tuple(array.shape)}; expected {self.shared * self.group} heads as the queries have"
                 + (f", or {self.shared} as the keys have" if self.group > 1 else "")
             )
-        return xp.reshape(array, (*lead, *split, *core))
+        return xp.reshape(array, (*lead, *split, *last))
+
+    def of_queries(self, **arrays: Any) -> dict[str, tuple[Any, int]]:
+        """Return dense arrays (..., H, T, n) as `stacked` takes them: (..., G, H / G, T, n), of 3 axes each."""
+        return {name: (self.per_query(name, array, 2), 3) for name, array in arrays.items()}
 
     def joined(self, array: Any, axes: int = 2) -> Any:
         """Return a result (..., G, H / G, axes) as (..., H, axes)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat
@@ -10,14 +11,24 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import from_list, to_numpy
+from levattn._core.checks import check_offsets, shown
 
-__all__ = ["check_offsets", "compiling", "cumulative"]
+__all__ = ["compiling", "cumulative", "refuse_packed", "untraced"]
 
 
 def compiling() -> bool:
     """Tell whether torch is tracing the call, so that numbers cannot be looked at."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
+
+
+def untraced(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, which torch's compiler leaves to Python: states are no tensors."""
+    if not compiling():
+        return function(*arguments)
+    from levattn._kernels import tensors
+
+    return tensors.untraced(function, *arguments)
 
 
 def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
@@ -40,24 +51,19 @@ def cumulative(offsets: Any, lengths: Any, T: int) -> Any:
     total = sum(whole.tolist())  # exact: the sum of an array may overflow to T
     if (whole < 0).any() or total != T:
         raise ValueError(
-            f"lengths is {_shown(whole)}, which sum to {total}; expected numbers of at least 0 whose sum is T = {T}, "
+            f"lengths is {shown(whole)}, which sum to {total}; expected numbers of at least 0 whose sum is T = {T}, "
             "the number of packed positions"
         )
     return check_offsets(np.concatenate([np.zeros(1, np.int64), np.cumsum(whole)]), T)
 
 
-def check_offsets(offsets: npt.NDArray[np.int64], T: int) -> npt.NDArray[np.int64]:
-    """Return offsets that the kernels may follow, or raise."""
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != T or (offsets[1:] < offsets[:-1]).any():
+def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
+    """Raise if packed sequences are to go on from a state or to one."""
+    if bounds is not None and (state is not None or return_state):
         raise ValueError(
-            f"offsets is {_shown(offsets)}; expected whole numbers that ascend from 0 to T = {T}: sequence i is "
-            "offsets[i]:offsets[i + 1]"
+            "offsets or lengths were given with state or return_state; expected one sequence then: call this for each "
+            "sequence, or stack sequences of one length along a leading axis"
         )
-    return offsets
-
-
-def _shown(whole: npt.NDArray[Any]) -> str:
-    return np.array2string(whole, max_line_width=1000, threshold=8)
 
 
 def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:
@@ -69,5 +75,5 @@ def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise TypeError(f"{name} is {given!r}; expected one axis of whole numbers")
     if found.size and found.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} is {_shown(found)}; expected whole numbers below 2**63")
+        raise ValueError(f"{name} is {shown(found)}; expected whole numbers below 2**63")
     return found.astype(np.int64)

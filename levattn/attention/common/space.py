@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import array_api_compat
 
 from levattn._core.arrays import array_namespace, is_torch
 
-__all__ = ["device_of", "namespace_of", "without_gradient"]
+__all__ = ["device_of", "namespace_of", "running_counts", "without_gradient"]
 
 
 def namespace_of(array: Any) -> Any:
@@ -28,3 +29,11 @@ def device_of(array: Any) -> Any:
 def without_gradient(array: Any) -> Any:
     """Return the same numbers, which gradients of torch do not reach."""
     return array.detach() if is_torch(array) else array
+
+
+def running_counts(flags: Any) -> Any:
+    """Return how many flags (b, n, ...) are set before each place along the second axis, (b, n + 1, ...)."""
+    if is_torch(flags):  # its namespace takes a way that its compiler warns of
+        return sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
+    xp = array_namespace(flags)
+    return xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.arrays import is_torch
-from levattn.attention.common.arguments import check_sizes, decayed_scan, dense_array, reshaped, stacked
-from levattn.attention.common.packed import cumulative
-from levattn.attention.common.space import device_of, namespace_of
+from levattn._kernels import kernels_for
+from levattn.attention.common.arguments import dense_arrays, reshaped, stacked
+from levattn.attention.common.packed import cumulative, refuse_packed
+from levattn.attention.common.space import device_of, namespace_of, running_counts
 
 __all__ = ["causal_conv", "rg_lru"]
 
@@ -88,19 +89,14 @@ def rg_lru(
     >>> np.allclose(np.concatenate([h, rest]), rg_lru(x, x, x, np.zeros(3)))
     True
     """
-    x, gate_x, gate_a, a_param = (
-        dense_array(name, array)
-        for name, array in zip(("x", "gate_x", "gate_a", "a_param"), (x, gate_x, gate_a, a_param), strict=True)
-    )
-    check_sizes(
-        {"x": (x, -2, "T"), "gate_x": (gate_x, -2, "T"), "gate_a": (gate_a, -2, "T"), "x .": (x, -1, "C")}
-        | {"gate_x .": (gate_x, -1, "C"), "gate_a .": (gate_a, -1, "C"), "a_param": (a_param, -1, "C")}
+    x, gate_x, gate_a, a_param = dense_arrays(
+        {"x": (x, "TC"), "gate_x": (gate_x, "TC"), "gate_a": (gate_a, "TC"), "a_param": (a_param, "C")}
     )
     T, C = x.shape[-2:]
     arguments = {"x": (x, 2), "gate_x": (gate_x, 2), "gate_a": (gate_a, 2), "a_param": (a_param, 1)}
     given = stacked(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
-    _refuse_packed(bounds, state, return_state)
+    refuse_packed(bounds, state, return_state)
     X, Gx, Ga, speed, before = given.stacks
     if before is not None and before.shape[1] != C + 1:
         raise ValueError(f"state has {before.shape[1]} numbers along its last axis; expected C + 1 = {C + 1}")
@@ -122,7 +118,7 @@ def rg_lru(
         a = xp.where(given.mask[..., None], a, xp.ones_like(a))
         if bounds is not None:  # nothing so far of this sequence: not what the one before left
             a = xp.where((places < 0)[..., None], xp.zeros_like(a), a)
-    h = decayed_scan(a, u, None if before is None else before[:, :C])
+    h = kernels_for("latent", a).decayed_scan(a, u, None if before is None else before[:, :C])
     out = given.give_back(h)
     if not return_state:
         return out
@@ -198,14 +194,12 @@ def causal_conv(
     >>> causal_conv(np.arange(5.0)[:, None], np.array([[-1.0, 1.0]])).ravel()  # differences
     array([0., 1., 1., 1., 1.])
     """
-    x, weight = dense_array("x", x), dense_array("weight", weight)
-    sizes = {"x": (x, -1, "C"), "weight": (weight, -2, "C")}
-    check_sizes(sizes if bias is None else sizes | {"bias": (dense_array("bias", bias), -1, "C")})
+    x, weight, bias = dense_arrays({"x": (x, "TC"), "weight": (weight, "Ck"), "bias": (bias, "C")})
     T, width = x.shape[-2], weight.shape[-1]
     arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
     given = stacked(arguments, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
-    _refuse_packed(bounds, state, return_state)
+    refuse_packed(bounds, state, return_state)
     X, W, add, before = given.stacks
     b, _, C = X.shape
     if before is not None and tuple(before.shape[1:]) != (width - 1, C):
@@ -233,7 +227,7 @@ def causal_conv(
     if add is not None:
         out = out + add[:, None, :]
     if given.mask is not None:
-        ranks = xp.cumulative_sum(xp.astype(given.mask, xp.int64), axis=1) - 1
+        ranks = running_counts(given.mask)[:, 1:] - 1
         out = _rows(xp, out, xp.where(given.mask, ranks, xp.zeros_like(ranks)))
         out = xp.where(given.mask[..., None], out, xp.zeros_like(out))
     out = given.give_back(out)
@@ -246,14 +240,6 @@ def causal_conv(
     return out, _detached(given.give_back(tail))
 
 
-def _refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
-    if bounds is not None and (state is not None or return_state):
-        raise ValueError(
-            "offsets or lengths were given with state or return_state; expected one sequence then: call this for each "
-            "sequence, or stack sequences of one length along a leading axis"
-        )
-
-
 def _places(xp: Any, X: Any, mask: Any, bounds: Any) -> Any:
     """Return the number of each position in its sequence, (1, T), or (b, T) without those that are masked."""
     T, device = X.shape[1], device_of(X)
@@ -264,7 +250,7 @@ def _places(xp: Any, X: Any, mask: Any, bounds: Any) -> Any:
         begins = xp.take(ends, xp.searchsorted(ends[1:], rows, side="right"))
     if mask is None:
         return (rows - begins)[None, :]
-    counts = xp.cumulative_sum(xp.astype(mask, xp.int64), axis=1, include_initial=True)
+    counts = running_counts(mask)
     return counts[:, 1:] - xp.take(counts, begins, axis=1) - 1
 
 
@@ -284,9 +270,9 @@ def _root(xp: Any, x: Any) -> Any:
     """Return the square root, in torch with a slope of at most `_STEEPEST`."""
     if not is_torch(x):
         return xp.sqrt(x)
-    from levattn.attention.latent import torch as torch_latent
+    from levattn._kernels.latent.torch import held_root
 
-    return torch_latent.held_root(x, _STEEPEST)
+    return held_root(x, _STEEPEST)
 
 
 def _batched(array: Any, batch: tuple[int, ...]) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from levattn.attention.common.arguments import (
-    check_sizes,
     cumulative,
-    dense_array,
+    dense_arrays,
     latent_attention,
     stacked,
     state_after,
@@ -110,8 +109,8 @@ def latte(
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512, equations of the bidirectional and the causal model in section 3.
+    Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512,
+    equations of the bidirectional and the causal model in section 3.
 
     Examples
     --------
@@ -127,16 +126,9 @@ def latte(
     >>> np.allclose(latte(Q[60:], K[60:], V[60:], state=state), Y[60:])
     True
     """
-    q_logits, k_logits, V = dense_array("q_logits", q_logits), dense_array("k_logits", k_logits), dense_array("V", V)
     rows = "T" if causal or offsets is not None or lengths is not None else "U"
-    check_sizes(
-        {
-            "q_logits rows": (q_logits, -2, "T"),
-            "q_logits": (q_logits, -1, "L"),
-            "k_logits rows": (k_logits, -2, rows),
-            "k_logits": (k_logits, -1, "L"),
-            "V": (V, -2, rows),
-        }
+    q_logits, k_logits, V = dense_arrays(
+        {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
     )
     arguments = {"q_logits": (q_logits, 2), "k_logits": (k_logits, 2), "V": (V, 2)}
     given = stacked(arguments, like="V", mask=(mask, V.shape[-2]))

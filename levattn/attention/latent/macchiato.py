@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from levattn._core.checks import whole_number
-from levattn._kernels.latent.contract import State
 from levattn.attention.common.arguments import (
-    check_sizes,
-    dense_array,
+    dense_arrays,
     latent_attention,
     reshaped,
     stacked,
@@ -18,12 +16,12 @@ from levattn.attention.common.arguments import (
     state_stacks,
 )
 from levattn.attention.common.heads import heads_of
-from levattn.attention.common.packed import cumulative
+from levattn.attention.common.packed import cumulative, refuse_packed
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale, check_softcap, windowed
 from levattn.states import SoftmaxState
 
-__all__ = ["MacchiatoState", "macchiato"]
+__all__ = ["MacchiatoState", "check_overlap", "macchiato"]
 
 Overlap = Literal["mixture", "exclusive"]
 
@@ -62,8 +60,7 @@ class MacchiatoState:
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512v5, Latte-Macchiato. What a state has to hold for the exclusive mode is ours.
+    Dolga et al., arXiv:2402.17512v5, Latte-Macchiato. What a state has to hold for the exclusive mode is ours.
 
     Examples
     --------
@@ -191,9 +188,8 @@ def macchiato(
 
     References
     ----------
-    .. [1] Dolga, Maystre, Cobzarenco and Barber, "Latte: Latent Attention for Linear Time Transformers",
-       arXiv:2402.17512v5, Latte-Macchiato. The softmax over L + 1 logits is our reading of it, and the
-       exclusive mode is ours.
+    Dolga, Maystre, Cobzarenco, Barber, "Latte: Latent Attention for Linear Time Transformers", arXiv:2402.17512v5,
+    Latte-Macchiato. The softmax over L + 1 logits is our reading of it, and the exclusive mode is ours.
 
     Examples
     --------
@@ -209,74 +205,47 @@ def macchiato(
     True
     """
     window, softcap = whole_number("window", window), check_softcap(softcap)
-    if overlap not in ("mixture", "exclusive"):
-        raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
-    named = zip(("q", "k", "V", "q_logits", "k_logits", "gate"), (q, k, V, q_logits, k_logits, gate), strict=True)
-    q, k, V, q_logits, k_logits, gate = (dense_array(name, array) for name, array in named)
-    check_sizes(
-        {"q": (q, -2, "T"), "k": (k, -2, "T"), "V": (V, -2, "T"), "q .": (q, -1, "d"), "k .": (k, -1, "d")}
-        | {"q_logits": (q_logits, -2, "T"), "k_logits": (k_logits, -2, "T"), "gate": (gate, -1, "T")}
-        | {"q_logits .": (q_logits, -1, "L"), "k_logits .": (k_logits, -1, "L")}
+    check_overlap(overlap)
+    q, k, V, q_logits, k_logits, gate = dense_arrays(
+        {"q": (q, "Td"), "k": (k, "Td"), "V": (V, "TD")}
+        | {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, "TL"), "gate": (gate, "T")}
     )
     heads = heads_of(q, k, V)
-    arguments = {
-        "q": (heads.per_query("q", q, 2), 3),
-        "k": (k, 2),
-        "V": (V, 2),
-        "q_logits": (heads.per_query("q_logits", q_logits, 2), 3),
-        "k_logits": (heads.per_query("k_logits", k_logits, 2), 3),
-        "gate": (heads.per_query("gate", gate[..., None], 2), 3),
-    }
-    given = stacked(arguments, like="V", mask=(mask, V.shape[-2]))
+    of_queries = heads.of_queries(q=q, q_logits=q_logits, k_logits=k_logits, gate=gate[..., None])
+    given = stacked(of_queries | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     bounds = cumulative(offsets, lengths, q.shape[-2])
-    if bounds is not None and (state is not None or return_state):
-        raise ValueError(
-            "offsets or lengths were given with state or return_state; expected one sequence then: call macchiato for "
-            "each sequence, or stack sequences of one length along a leading axis"
-        )
-    stack_q, stack_k, stack_v, *of_queries = given.stacks
-    Q, K, gates = (_spread(x, heads.group) for x in of_queries)
-    new = _Positions(stack_k, stack_v, K, given.mask)
-    lead = heads.leading(given.batch)
-    seen, before = new, None
+    refuse_packed(bounds, state, return_state)
+    queries, *logits, keys, values = given.stacks
+    Q, K, gates = (_spread(x, heads.group) for x in logits)
+    seen = new = _Positions(keys, values, K, given.mask)
+    latents, batch = None, heads.leading(given.batch)
     if state is not None:
         _check_state(state, window, overlap, given.batch, new)
-        seen = _followed(state, new)
-        before = state_stacks(state.latents, lead, None, K, stack_v)
-    beside, some = windowed(
-        stack_q,
-        seen.k,
-        seen.V,
-        window=window,
-        scale=check_scale(scale, q.shape[-1]),
-        softcap=softcap,
-        mask=seen.mask,
-        offsets=bounds,
-    )
-    shape = tuple(beside.shape)
+        seen, latents = _followed(state, new), state.latents
+    weights: dict[str, Any] = {"window": window, "scale": check_scale(scale, q.shape[-1]), "softcap": softcap}
+    near, some = windowed(queries, seen.k, seen.V, **weights, mask=seen.mask, offsets=bounds)
     read = (seen if overlap == "exclusive" else new).for_queries(heads.group)
     ahead = read.V.shape[1] - Q.shape[1] - window if overlap == "exclusive" else 0
-    beside, some = _spread(beside, heads.group), None if some is None else _spread(some[:, None, :], heads.group)
-    Y = _mixed(Q, read, gates[..., 0], beside, some, ahead, bounds, before)
-    result = heads.joined(given.give_back(reshaped(Y, shape)))
+    before = state_stacks(latents, batch, None, K, values)
+    Y = _mixed(Q, read, gates[..., 0], near, some, ahead=ahead, offsets=bounds, state=before)
+    result = heads.joined(given.give_back(Y))
     if not return_state:
         return result
-    ring = min(seen.V.shape[1], window - 1)
-    entered = read.until(read.V.shape[1] - (ring if overlap == "exclusive" else 0))
-    latents = SoftmaxState(K.shape[2], stack_v.shape[2], lead) if state is None else state.latents
-    if entered.V.shape[1]:
-        latents = state_after(latents, lead, None, entered.logits, entered.V, entered.mask)
+    if latents is None:
+        latents = SoftmaxState(K.shape[2], values.shape[2], batch)
     return result, MacchiatoState(
-        latents=latents,
-        k=_last(seen.k, ring, k.dtype),
-        V=_last(seen.V, ring, V.dtype),
-        logits=_last(seen.logits, ring, k_logits.dtype) if overlap == "exclusive" else None,
-        mask=None if seen.mask is None else _last(seen.mask, ring, seen.mask.dtype),
+        **_ring_and_latents(seen, read, latents, window, overlap, (k.dtype, V.dtype, k_logits.dtype)),
         batch=given.batch,
         window=window,
         overlap=overlap,
         positions=q.shape[-2] + (0 if state is None else state.positions),
     )
+
+
+def check_overlap(overlap: Any) -> None:
+    """Raise unless it says what latents see."""
+    if overlap not in get_args(Overlap):
+        raise ValueError(f"overlap is {overlap!r}; expected 'mixture' or 'exclusive'")
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,35 +268,27 @@ class _Positions:
         return _Positions(self.k, self.V[:, :n, :], self.logits[:, :n, :], mask)
 
 
-def _mixed(
-    Q: Any, read: _Positions, gate: Any, beside: Any, some: Any, ahead: int, bounds: Any, before: State | None
-) -> Any:
-    """Return the output (b, T, D) of the softmax over the latents and what is beside them."""
-    xp = namespace_of(Q)
+def _mixed(Q: Any, read: _Positions, gate: Any, near: Any, some: Any, **options: Any) -> Any:
+    """Return the output (b, g, T, D) of the softmax over the latents and the window, whose output is `near`.
+
+    some: which rows see a position in their window, (b, T), or None for all.
+    """
+    xp, (_, group, *_) = namespace_of(Q), near.shape
+    value = _spread(near, group)
     if some is not None:
-        gate = xp.where(some, gate, xp.full_like(gate, -math.inf))
+        gate = xp.where(_spread(some[:, None, :], group), gate, xp.full_like(gate, -math.inf))
     alone = gate == math.inf  # a softmax would be NaN
     gate = xp.where(alone, xp.zeros_like(gate), gate)
-    Y = latent_attention(
-        Q,
-        read.logits,
-        read.V,
-        causal=True,
-        offsets=bounds,
-        ahead=ahead,
-        gate=gate,
-        beside=beside,
-        mask=read.mask,
-        state=before,
-    )
-    return xp.where(alone[..., None], beside, Y)
+    options |= {"causal": True, "gate": gate, "gate_value": value, "mask": read.mask}
+    Y = xp.where(alone[..., None], value, latent_attention(Q, read.logits, read.V, **options))
+    return reshaped(Y, tuple(near.shape))
 
 
 def _spread(array: Any, group: int) -> Any:
     """Return (b, 1, ...) or (b, group, ...) as (b group, ...), repeated for each of a group."""
-    b, _, *core = array.shape
-    array = namespace_of(array).broadcast_to(array, (b, group, *core))
-    return reshaped(array, (b * group, *core))
+    b, _, *last = array.shape
+    array = namespace_of(array).broadcast_to(array, (b, group, *last))
+    return reshaped(array, (b * group, *last))
 
 
 def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
@@ -344,6 +305,24 @@ def _followed(state: MacchiatoState, new: _Positions) -> _Positions:
         for mask, array in ((state.mask, state.V), (new.mask, new.V))
     )
     return _Positions(k, V, logits, xp.concat(list(flags), axis=1))
+
+
+def _ring_and_latents(
+    seen: _Positions, read: _Positions, latents: SoftmaxState, window: int, overlap: Overlap, kinds: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Return what a state holds of positions, `seen` by the window and `read` by latents; kinds: of k, V, logits."""
+    ring = min(seen.V.shape[1], window - 1)
+    exclusive = overlap == "exclusive"
+    entered = read.until(read.V.shape[1] - (ring if exclusive else 0))
+    if entered.V.shape[1]:
+        latents = state_after(latents, latents.batch, None, entered.logits, entered.V, entered.mask)
+    return {
+        "latents": latents,
+        "k": _last(seen.k, ring, kinds[0]),
+        "V": _last(seen.V, ring, kinds[1]),
+        "logits": _last(seen.logits, ring, kinds[2]) if exclusive else None,
+        "mask": None if seen.mask is None else _last(seen.mask, ring, seen.mask.dtype),
+    }
 
 
 def _last(array: Any, n: int, dtype: Any) -> Any:

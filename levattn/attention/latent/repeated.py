@@ -11,7 +11,7 @@ import numpy.typing as npt
 from levattn._core.arrays import to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._kernels import Float64
-from levattn.attention.common.arguments import check_sizes, dense_array, stacked
+from levattn.attention.common.arguments import dense_arrays, stacked
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import without_gradient
@@ -84,24 +84,17 @@ def repeated_mass(
     array([0.8  , 0.08 , 0.008])
     """
     window = whole_number("window", window)
-    named = zip(("q_logits", "k_logits", "gate"), (q_logits, k_logits, gate), strict=True)
-    q_logits, k_logits, gate = (dense_array(name, array) for name, array in named)
-    check_sizes(
-        {"q_logits": (q_logits, -2, "T"), "k_logits": (k_logits, -2, "T"), "gate": (gate, -1, "T")}
-        | {"q_logits .": (q_logits, -1, "L"), "k_logits .": (k_logits, -1, "L")}
+    q_logits, k_logits, gate = dense_arrays(
+        {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, "TL"), "gate": (gate, "T")}
     )
     heads = heads_of(q_logits, k_logits, k_logits, names=("q_logits", "k_logits", "k_logits"))
-    arguments = {
-        "q_logits": (heads.per_query("q_logits", q_logits, 2), 3),
-        "k_logits": (k_logits, 2),
-        "gate": (heads.per_query("gate", gate[..., None], 2), 3),
-    }
+    arguments = heads.of_queries(q_logits=q_logits, gate=gate[..., None]) | {"k_logits": (k_logits, 2)}
     T = q_logits.shape[-2]
     given = stacked(arguments, like="q_logits", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     ends = [0, T] if bounds is None else bounds.tolist()
     stacks = (without_gradient(x) for x in given.stacks)
-    Q, K, gates = (to_numpy(x) for x in stacks)
+    Q, gates, K = (to_numpy(x) for x in stacks)
     flags = np.ones(K.shape[:2], np.bool_) if given.mask is None else to_numpy(given.mask)
     gates = np.broadcast_to(gates[..., 0], Q.shape[:-1])
     out = np.zeros(Q.shape[:-1])

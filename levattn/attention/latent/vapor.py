@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
-from levattn._core.arrays import is_torch, to_device, to_numpy
-from levattn.attention.common.arguments import dense_array, stacked
-from levattn.attention.common.space import device_of, namespace_of
+from levattn._core.checks import positive_number
+from levattn.attention.common.arguments import dense_array, moved, stacked
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 
-__all__ = ["check_base", "rotate_values"]
+__all__ = ["rotate_values"]
 
 
 def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: bool = False) -> Any:
@@ -72,20 +70,15 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     D = V.shape[-1]
     if V.ndim < 2 or not D or D % 2:
         raise ValueError(f"V has shape {tuple(V.shape)}; expected (..., T, D) with an even D, whose halves are pairs")
-    check_base(base)
+    base = positive_number("base", base)
     given = stacked({"V": (V, 2)}, like="V")
     (stack,) = given.stacks
     xp = namespace_of(stack)
-    device = device_of(stack)
     places = dense_array("positions", positions)
     if not _is_real(places):
         raise TypeError(f"positions has dtype {places.dtype}; expected whole numbers or real floats")
-    if is_torch(places):
-        places = places.detach().double()
-    if namespace_of(places) is not xp:
-        places = to_device(to_numpy(places), stack)
-    places = places.to(stack.device) if is_torch(places) else xp.asarray(places, device=device)
-    places = xp.astype(places, xp.float64)
+    numbers = namespace_of(places)
+    places = moved("positions", numbers.astype(without_gradient(places), numbers.float64), stack)
     if not places.shape or places.shape[-1] != V.shape[-2]:
         raise ValueError(
             f"positions has shape {tuple(places.shape)}; expected (..., {V.shape[-2]}), one entry a row of V"
@@ -98,22 +91,15 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
             "to those of V"
         )
     half = D // 2
-    speeds = float(base) ** (xp.arange(half, dtype=xp.float64, device=device) * (-2 / D))
+    speeds = base ** (xp.arange(half, dtype=xp.float64, device=device_of(stack)) * (-2 / D))
     angles = places[..., None] * (-speeds if inverse else speeds)
     c, s = (xp.astype(part, stack.dtype) for part in (xp.cos(angles), xp.sin(angles)))
     values = xp.reshape(stack, tuple(V.shape))
     a, b = values[..., :half], values[..., half:]
-    turned = xp.concat([a * c - b * s, a * s + b * c], axis=-1)
-    return given.give_back(xp.reshape(turned, stack.shape))
+    rotated = xp.concat([a * c - b * s, a * s + b * c], axis=-1)
+    return given.give_back(xp.reshape(rotated, stack.shape))
 
 
 def _is_real(array: Any) -> bool:
     kind = str(array.dtype).rpartition(".")[2]  # by name, which torch's compiler can follow
     return "int" in kind or "float" in kind
-
-
-def check_base(base: Any) -> float:
-    """Return the base of the angles, or raise."""
-    if isinstance(base, bool) or not isinstance(base, Real) or not 0 < float(base) < math.inf:
-        raise ValueError(f"base is {base!r}; expected a finite number above 0")
-    return float(base)

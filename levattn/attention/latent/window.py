@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from levattn._core.arrays import is_torch
-from levattn._core.checks import whole_number
+from levattn._core.checks import positive_number, real_number, whole_number
 from levattn._kernels.finite import surely_finite
-from levattn.attention.common.arguments import check_sizes, dense_array, stacked
+from levattn.attention.common.arguments import dense_arrays, stacked
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, running_counts
 
 __all__ = ["check_scale", "check_softcap", "window_attention", "windowed"]
 
@@ -73,7 +72,7 @@ def window_attention(
     -------
     array of shape (..., H, T, D)
         Of the dtype of `V`. Numbers are computed in float64 where one argument has it, and else in float32. Gradients
-        of torch reach q, k and V.
+        of torch lead q, k and V.
 
     Raises
     ------
@@ -109,11 +108,9 @@ def window_attention(
     True
     """
     window, softcap = whole_number("window", window), check_softcap(softcap)
-    q, k, V = (dense_array(name, array) for name, array in (("q", q), ("k", k), ("V", V)))
-    check_sizes({"q": (q, -2, "T"), "k": (k, -2, "T"), "V": (V, -2, "T"), "q .": (q, -1, "d"), "k .": (k, -1, "d")})
+    q, k, V = dense_arrays({"q": (q, "Td"), "k": (k, "Td"), "V": (V, "TD")})
     heads = heads_of(q, k, V)
-    arrays = {"q": (heads.per_query("q", q, 2), 3), "k": (k, 2), "V": (V, 2)}
-    given = stacked(arrays, like="V", mask=(mask, V.shape[-2]))
+    given = stacked(heads.of_queries(q=q) | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     stack_q, stack_k, stack_v = given.stacks
     Y, _ = windowed(
         stack_q,
@@ -132,18 +129,17 @@ def check_scale(scale: Any, d: int) -> float:
     """Return what products of queries and keys are multiplied by, or raise."""
     if scale is None:
         return 1 / math.sqrt(max(d, 1))
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+    number = real_number("scale", scale, what="a finite number, or None for 1/√d")
+    if not math.isfinite(number):
         raise ValueError(f"scale is {scale!r}; expected a finite number, or None for 1/√d")
-    return float(scale)
+    return number
 
 
 def check_softcap(softcap: Any) -> float | None:
     """Return the bound of the logits, or raise."""
     if softcap is None:
         return None
-    if isinstance(softcap, bool) or not isinstance(softcap, Real) or not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap is {softcap!r}; expected a finite number above 0, or None for no bound")
-    return float(softcap)
+    return positive_number("softcap", softcap, what="a finite number above 0, or None for no bound")
 
 
 def windowed(
@@ -214,10 +210,7 @@ def windowed(
 
 def _any_in_window(xp: Any, flags: Any, lowest: Any) -> Any:
     """Return whether a flag, (b, U, ...), is set between the lowest position of a row and its own, (b, T, ...)."""
-    if is_torch(flags):  # its namespace takes a way that its compiler warns of
-        counts = sys.modules["torch"].cat([flags.new_zeros(flags[:, :1].shape), flags], 1).cumsum(1)
-    else:
-        counts = xp.cumulative_sum(xp.astype(flags, xp.int64), axis=1, include_initial=True)
+    counts = running_counts(flags)
     return counts[:, flags.shape[1] - lowest.shape[0] + 1 :, ...] > xp.take(counts, lowest, axis=1)
 
 
@@ -230,8 +223,8 @@ def _cut(x: Any, size: int, count: int) -> Any:
     return x.split(size) if is_torch(x) else [x[low : low + size, ...] for low in range(0, count, size)]
 
 
-def _slabs(xp: Any, x: Any, axis: int, skipped: int, reach: int, cuts: list[tuple[int, int]]) -> Iterator[Any]:
-    """Return the parts of an array that runs of rows read: ``skipped + low − reach`` to ``skipped + high`` of each.
+def _slabs(xp: Any, x: Any, axis: int, skipped: int, lead: int, cuts: list[tuple[int, int]]) -> Iterator[Any]:
+    """Return the parts of an array that runs of rows read: ``skipped + low − lead`` to ``skipped + high`` of each.
 
     Zeros stand for what is before the beginning.
     """
@@ -239,18 +232,18 @@ def _slabs(xp: Any, x: Any, axis: int, skipped: int, reach: int, cuts: list[tupl
         yield from [None] * len(cuts)
     elif is_torch(x):  # a slice has a gradient of the size of all, and so many of them would take time T²
         head, *pieces = x.split([skipped, *(high - low for low, high in cuts)], axis)
-        held = head.narrow(axis, max(skipped - reach, 0), min(skipped, reach))
-        missing = reach - held.shape[axis]
+        held = head.narrow(axis, max(skipped - lead, 0), min(skipped, lead))
+        missing = lead - held.shape[axis]
         if missing:
             held = xp.concat([x.new_zeros((*x.shape[:axis], missing, *x.shape[axis + 1 :])), held], axis=axis)
         for piece in pieces:
-            slab = xp.concat([held, piece], axis=axis) if reach else piece
+            slab = xp.concat([held, piece], axis=axis) if lead else piece
             yield slab
-            held = slab.narrow(axis, slab.shape[axis] - reach, reach)
+            held = slab.narrow(axis, slab.shape[axis] - lead, lead)
     else:
         before = (slice(None),) * axis
         for low, high in cuts:
-            first = skipped + low - reach
+            first = skipped + low - lead
             slab = x[(*before, slice(max(first, 0), skipped + high), ...)]
             if first < 0:
                 shape = (*x.shape[:axis], -first, *x.shape[axis + 1 :])
@@ -317,9 +310,9 @@ def _is_fused(*arrays: Any) -> bool:
     """Tell whether torch's kernels are asked: they have no forward mode."""
     if not is_torch(arrays[0]):
         return False
-    from levattn.attention.latent import torch as torch_latent
+    from levattn._kernels import tensors
 
-    return not torch_latent.has_tangent(arrays)
+    return not tensors.has_tangent(arrays)
 
 
 def _fused(q: Any, k: Any, V: Any, sees: Any, scale: float) -> Any:

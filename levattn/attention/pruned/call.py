@@ -55,9 +55,9 @@ class Call:
         given = stacked(named, like="V", mask=(mask, K.shape[-2]))
         stacks, torch, in_memory = given.stacks, None, False
         if is_torch(stacks[0]):
-            from levattn.attention.latent import torch as torch_latent
+            from levattn._kernels import tensors
 
-            torch = torch_latent
+            torch = tensors
             in_memory = torch.in_memory((*stacks, *(array for part in held for array in arrays_of(part))))
             stacks = tuple(map(torch.memory_of, stacks)) if in_memory else stacks
         present = None if given.mask is None else to_numpy(given.mask)

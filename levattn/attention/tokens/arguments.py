@@ -13,23 +13,25 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import is_torch, to_device, to_numpy
+from levattn._core.checks import positive_number
 from levattn._kernels import TokenArguments
 from levattn.attention.common.arguments import (
     Stacks,
-    check_sizes,
     cumulative,
     dense_array,
-    is_wide,
+    dense_arrays,
+    is_double,
     promoted,
     reshaped,
     stacked,
 )
+from levattn.attention.common.packed import untraced
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.states import Moments, TokenState
 from levattn.states.block_buffer import readable
 
-__all__ = ["Membership", "TokenCall", "check_form", "checked_call", "decay_rates", "positive_number"]
+__all__ = ["Membership", "TokenCall", "check_form", "checked_call", "decay_rates"]
 
 Membership = Literal["diag_leverage", "norm", "leverage", "uniform"]
 _NAMES = ("diag_leverage", "norm", "leverage", "uniform")
@@ -75,26 +77,23 @@ def checked_call(
     step: Any = 1.0,
 ) -> TokenCall:
     """Check the arguments of `tssa` or `memberships`; the state is looked at by `entered`."""
-    W = dense_array("W", W)
-    if W.ndim < 3:
-        raise ValueError(f"W has shape {tuple(W.shape)}; expected (..., h, T, d), heads last but two")
-    if not W.shape[-3]:
-        raise ValueError(f"W has shape {tuple(W.shape)}; expected at least one head (its last axis but two)")
+    W = _with_heads(W)
     name = membership if isinstance(membership, str) else "logits"
     check_form(name, normalize, bool(causal), bias)
-    theta = _temperatures(temperature, W)
-    own = None if isinstance(membership, str) else dense_array("membership", membership)
-    bias = None if bias is None else dense_array("bias", bias)
-    sizes = {"W heads": (W, -3, "h"), "W": (W, -2, "T"), "temperature": (theta, -1, "h")}
-    for label, array in (("membership", own), ("bias", bias)):
-        if array is not None:
-            sizes |= {f"{label} heads": (array, -2, "h"), label: (array, -1, "T")}
-    check_sizes(sizes)
+    own = None if isinstance(membership, str) else membership
+    W, theta, own, bias = dense_arrays(
+        {
+            "W": (W, "hTd"),
+            "temperature": (_temperatures(temperature, W), "h"),
+            "membership": (own, "hT"),
+            "bias": (bias, "hT"),
+        }
+    )
     h, T, d = W.shape[-3:]
     if bias is not None:  # multiplied before it is repeated for each of the batch
-        bias = d * promoted(bias, is_wide("bias", bias))
-    beside = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
-    given = stacked({"W": (W, 3), "temperature": (theta, 1), **beside}, like="W", mask=(mask, T))
+        bias = d * promoted(bias, is_double("bias", bias))
+    logits = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
+    given = stacked({"W": (W, 3), "temperature": (theta, 1), **logits}, like="W", mask=(mask, T))
     stack, theta, own, bias = given.stacks
     bounds = cumulative(offsets, lengths, T)
     rates = decay_rates(decay, h, bool(causal))
@@ -120,6 +119,16 @@ def checked_call(
         given.mask,
     )
     return TokenCall(given, x, bounds, name == "diag_leverage", name == "leverage", state)
+
+
+def _with_heads(W: Any) -> Any:
+    """Return tokens (..., h, T, d) as a dense array, or raise."""
+    W = dense_array("W", W)
+    if W.ndim < 3:
+        raise ValueError(f"W has shape {tuple(W.shape)}; expected (..., h, T, d), heads last but two")
+    if not W.shape[-3]:
+        raise ValueError(f"W has shape {tuple(W.shape)}; expected at least one head (its last axis but two)")
+    return W
 
 
 def _least_normal(array: Any) -> float:
@@ -160,15 +169,6 @@ def _temperatures(temperature: Any, W: Any) -> Any:
     if not theta.ndim:
         return namespace_of(theta).broadcast_to(theta, (h,))
     return theta
-
-
-def positive_number(name: str, value: Any) -> float:
-    """Return a finite number above 0, or raise."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} is {value!r}; expected a number above 0")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
-    return float(value)
 
 
 def decay_rates(decay: Any, h: int, causal: bool) -> npt.NDArray[np.float64] | None:
@@ -220,21 +220,20 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
         if state is not None:
             scores = _scores_in(state.norms, part, there)
         elif is_torch(part):
-            from levattn.attention.latent import torch as torch_latent
-            from levattn.attention.tokens import torch as torch_tokens
+            from levattn.attention.tokens.torch import leverage
 
-            scores = torch_latent.untraced(torch_tokens.leverage, part, there)
+            scores = untraced(leverage, part, there)
         else:
             scores = leverage_scores(part, mask=there)
         if mean:
             n = high - low if there is None else namespace_of(W).sum(namespace_of(W).astype(there, W.dtype), axis=-1)
             n = state.norms.count.reshape(*W.shape[:2]) if state is not None else n
-            scores = scores * (n if isinstance(n, int) else _beside(n, scores))
+            scores = scores * (n if isinstance(n, int) else _per_token(n, scores))
         parts.append(scores)
     return namespace_of(W).concat(parts, axis=2) if parts else W[..., 0]
 
 
-def _beside(n: Any, scores: Any) -> Any:
+def _per_token(n: Any, scores: Any) -> Any:
     """Return numbers of tokens (b, h or 1) as they multiply scores (b, h, T)."""
     if isinstance(n, np.ndarray) and not isinstance(scores, np.ndarray):
         n = namespace_of(scores).asarray(n.astype(np.float64), dtype=scores.dtype, device=device_of(scores))

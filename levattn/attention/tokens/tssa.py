@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
-from levattn.attention.tokens.arguments import Membership, TokenCall, checked_call
+from levattn.attention.common.packed import untraced
+from levattn.attention.tokens.arguments import Membership, checked_call
 from levattn.attention.tokens.states import entered, state_after
 from levattn.states import TokenState
 
@@ -148,10 +148,8 @@ def tssa(
     """
     form = membership, normalize, bias, causal, decay
     arguments = W, temperature, form, mask, offsets, lengths, state, return_state, c, step
-    if is_torch(W) and (return_state or state is not None):  # states are no tensors, so nothing of this is traced
-        from levattn.attention.latent import torch as torch_latent
-
-        return torch_latent.untraced(_answer, *arguments)
+    if return_state or state is not None:  # states are no tensors, so nothing of this is traced
+        return untraced(_answer, *arguments)
     return _answer(*arguments)
 
 
@@ -211,12 +209,7 @@ def memberships(
     form = membership, normalize, bias, causal, decay
     call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state), reads=False)
     x = call.x
-    if is_torch(x.W):
-        from levattn.attention.tokens import torch as torch_tokens
-
-        found = torch_tokens.token_memberships(x)
-    else:
-        found = kernels_for("tokens", x.W).memberships(x)
+    found = kernels_for("tokens", x.W).memberships(x)
     return reshaped(found, (*call.given.batch, *found.shape[1:]))
 
 
@@ -233,27 +226,6 @@ def _answer(
     step: Any,
 ) -> Any:
     call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
-    if return_state:
-        Y, state = _with_state(call)
-        return call.given.give_back(Y), state
-    return call.given.give_back(_output(call))
-
-
-def _output(call: TokenCall) -> Any:
-    x = call.x
-    if is_torch(x.W):
-        from levattn.attention.tokens import torch as torch_tokens
-
-        return torch_tokens.token_statistics(x)
-    return kernels_for("tokens", x.W).forward(x)[0]
-
-
-def _with_state(call: TokenCall) -> tuple[Any, TokenState]:
-    """Return the output and the state after all tokens."""
-    if not is_torch(call.x.W):
-        Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=True)
-        return Y, state_after(call, sums)
-    from levattn.attention.tokens import torch as torch_tokens
-
-    Y, sums = torch_tokens.token_statistics_and_sums(call.x)
-    return Y, state_after(call, sums)
+    Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=return_state)
+    Y = call.given.give_back(Y)
+    return (Y, state_after(call, sums)) if return_state else Y

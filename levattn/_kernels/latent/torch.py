@@ -1,0 +1,184 @@
+"""Latent attention on tensors of torch: its kernels on their memory, with gradients, and opaque to its compiler.
+
+Where neither a gradient nor the compiler asks for an operator, the kernel is called directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from levattn._core.arrays import as_tensor
+from levattn._kernels.dispatch import kernels_for
+from levattn._kernels.latent import definition
+from levattn._kernels.latent.contract import LatentArguments, LatentGradients, State
+from levattn._kernels.latent.definition import joined
+from levattn._kernels.tensors import (
+    bounds_of,
+    follows_definition,
+    has_tangent,
+    is_plain,
+    is_transformed,
+    make_attention,
+    make_operator,
+    memory_of,
+    tensor_of,
+)
+
+__all__ = ["decayed_scan", "forward", "held_root", "joined", "summary"]
+
+_NOTHING = (None, None, None)
+
+
+def forward(x: LatentArguments) -> Any:
+    """Return the output (b, T, D) of latent attention; see `LatentArguments`.
+
+    offsets: a numpy array, or a tensor while torch compiles. state: arrays that numpy or CuPy hold, or tensors.
+    """
+    tensors = (x.Q, x.K, x.V, x.gate, x.gate_value)
+    if follows_definition(tensors):
+        return definition.forward(replace(x, offsets=bounds_of(x.offsets, x.Q.shape[1]), state=_state_of(x)))
+    if is_plain(tensors):
+        held = x.state if x.Q.device.type == "cpu" else _state_of(x)
+        return _forward(*tensors, x.mask, x.offsets, *(held or _NOTHING), x.causal, x.ahead)
+    offsets = torch.from_numpy(x.offsets) if isinstance(x.offsets, np.ndarray) else x.offsets
+    return ATTENTION(*tensors, x.mask, offsets, *(_state_of(x) or _NOTHING), x.causal, x.ahead)
+
+
+def summary(K: Any, V: Any, mask: Any, offsets: Any) -> State:
+    """Return the state of all positions of each sequence in float64, without gradients, as arrays of the kernels."""
+    K, V, mask = map(memory_of, (K, V, mask))
+    kernels = definition if isinstance(K, torch.Tensor) else kernels_for("latent", K)
+    return kernels.summary(K, V, mask, offsets)
+
+
+def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) -> Any:
+    """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from `first` (b, C) or 0; see `definition` for `reverse`."""
+    tensors = (a, x, first)
+    if follows_definition(tensors):
+        return definition.decayed_scan(*tensors, reverse=reverse)
+    return (_scan if is_plain(tensors) else SCAN)(*tensors, reverse)
+
+
+def _state_of(x: LatentArguments) -> State | None:
+    """Return the arrays of a state as tensors where the call computes, on the same memory where that is possible."""
+    if x.state is None:
+        return None
+    found = []
+    for part in x.state:
+        if isinstance(part, np.ndarray):
+            part = torch.from_numpy(np.require(part, requirements=["C", "W"]))
+        elif not isinstance(part, torch.Tensor):
+            part = as_tensor(part)
+        found.append(part.to(x.Q.device))
+    return found[0], found[1], found[2]
+
+
+def _read(
+    Q: Any, K: Any, V: Any, gate: Any, gate_value: Any, mask: Any, offsets: Any, *others: Any
+) -> LatentArguments:
+    """Return the arguments of the operator as the kernels read them."""
+    bounds = bounds_of(offsets, Q.shape[1])
+    *state, causal, ahead = others
+    Q, K, V, gate, gate_value, mask, m, s, S = map(memory_of, (Q, K, V, gate, gate_value, mask, *state))
+    return LatentArguments(Q, K, V, bounds, causal, ahead, gate, gate_value, mask, None if m is None else (m, s, S))
+
+
+def _forward(Q: Any, K: Any, V: Any, *others: Any) -> Any:
+    if not Q.shape[0] * Q.shape[1]:
+        return _like_output(Q, K, V)
+    x = _read(Q, K, V, *others)
+    return tensor_of(kernels_for("latent", x.Q).forward(x))
+
+
+def _like_output(Q: Any, _K: Any, V: Any, *_others: Any) -> Any:
+    return V.new_empty(Q.shape[0], Q.shape[1], V.shape[2])
+
+
+def _backward(dY: Any, Q: Any, *others: Any) -> Any:
+    if not Q.shape[0] * Q.shape[1]:
+        return tuple(gradient.zero_() for gradient in _like_gradients(dY, Q, *others))
+    x = _read(Q, *others)
+    gradients = cast(LatentGradients, kernels_for("latent", x.Q)).backward(x, memory_of(dY))
+    return tuple(Q.new_empty(0) if gradient is None else tensor_of(gradient) for gradient in gradients)
+
+
+def _like_gradients(_dY: Any, Q: Any, K: Any, V: Any, gate: Any, gate_value: Any, *_others: Any) -> Any:
+    return tuple(Q.new_empty(() if array is None else array.shape) for array in (Q, K, V, gate, gate_value))
+
+
+ATTENTION, _ = make_attention(
+    "latent_attention",
+    "Tensor Q, Tensor K, Tensor V, Tensor? gate, Tensor? gate_value, Tensor? mask, Tensor offsets, Tensor? m, "
+    "Tensor? s, Tensor? S, bool causal, SymInt ahead",
+    5,
+    (_forward, _like_output),
+    (_backward, _like_gradients),
+)
+
+
+def _scan(a: Any, x: Any, first: Any, reverse: bool) -> Any:
+    if not a.numel():
+        return torch.empty_like(x)
+    a, x, first = map(memory_of, (a, x, first))
+    return tensor_of(kernels_for("latent", a).decayed_scan(a, x, first, reverse=reverse))
+
+
+def _like_scan(_a: Any, x: Any, *_others: Any) -> Any:
+    return x.new_empty(x.shape)
+
+
+def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, _, first, ctx.reverse = inputs
+    ctx.save_for_backward(a, first, output)
+
+
+def _scan_gradients(ctx: Any, dh: Any) -> Any:
+    """Return the gradients of a scan: of x it is the scan of `dh` the other way.
+
+    A caller who begins a sequence by a = 0 holds a there: its gradient reads the row before, which may be NaN.
+    """
+    a, first, h = ctx.saved_tensors
+    r = SCAN(a, dh, None, not ctx.reverse)
+    nothing = torch.zeros_like(a[:, :1, :])
+    if ctx.reverse:
+        return torch.cat([nothing, r[:, :-1, :]], 1) * h, r, None, None
+    before = torch.cat([nothing if first is None else first[:, None, :], h[:, :-1, :]], 1)
+    return r * before, r, None if first is None else (a * r)[:, 0, :], None
+
+
+SCAN = make_operator(
+    "decayed_scan",
+    "(Tensor a, Tensor x, Tensor? first, bool reverse) -> Tensor",
+    _scan,
+    _like_scan,
+    _keep_scan,
+    _scan_gradients,
+)
+
+
+class _Root(torch.autograd.Function):  # type: ignore[misc]
+    """The square root with a slope of at most `steepest`, in few steps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, steepest: float) -> Any:
+        root = x.sqrt()
+        ctx.steepest = steepest
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # of the saved root, so that it can be differentiated again
+        (root,) = ctx.saved_tensors
+        return gradient / (2 * root).clamp_min(1 / ctx.steepest), None
+
+
+def held_root(x: Any, steepest: float) -> Any:
+    """Return the square root, whose slope is held at `steepest` near 0, where it has none."""
+    if not torch.compiler.is_compiling() and not is_transformed(x) and not has_tangent([x]):
+        return _Root.apply(x, steepest)
+    steep, held = x < (0.5 / steepest) ** 2, x.detach()
+    return held.sqrt().add(x - held, alpha=steepest).where(steep, x.masked_fill(steep, 1.0).sqrt())

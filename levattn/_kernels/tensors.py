@@ -1,0 +1,170 @@
+"""Tensors of torch as kernels read them, and kernels as its operators: with gradients, opaque to its compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.forward_ad import unpack_dual
+
+from levattn._core.arrays import as_cupy, as_tensor
+from levattn._core.checks import check_offsets
+
+__all__ = [
+    "bounds_of",
+    "follows_definition",
+    "has_kernels",
+    "has_tangent",
+    "in_memory",
+    "is_plain",
+    "is_transformed",
+    "make_attention",
+    "make_operator",
+    "memory_of",
+    "tensor_of",
+    "without_autocast",
+]
+
+_HAS_CUPY = find_spec("cupy") is not None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def has_kernels(tensor: Any) -> bool:
+    """Tell whether kernels read the tensor: else the definitions run on it, and gradients follow them."""
+    return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _HAS_CUPY)
+
+
+def is_transformed(tensor: Any) -> bool:
+    """Tell whether a tensor stands for others within torch.func, whose transformations follow the definitions."""
+    if tensor is None or torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def follows_definition(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether the definition runs on the tensors of a call, and gradients follow it."""
+    return not has_kernels(tensors[0]) or any(map(is_transformed, tensors))
+
+
+def has_tangent(tensors: Iterable[Any]) -> bool:
+    """Tell whether one of some tensors carries a tangent of forward-mode differentiation."""
+    return not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in tensors)
+
+
+def is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether tensors are numbers in memory and nothing else, so that the operator would add nothing."""
+    if torch.compiler.is_compiling():
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if has_tangent(given):
+        raise NotImplementedError(
+            "a tensor carries a tangent of forward-mode differentiation, which this operator does not have; use "
+            "reverse mode (backward, torch.autograd.grad)"
+        )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return False
+    return all(type(tensor) in _PLAIN and not tensor.is_meta for tensor in given)
+
+
+def in_memory(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether tensors are numbers in main memory that nothing follows, so that kernels may read them there."""
+    given = tuple(tensor for tensor in tensors if tensor is not None)
+    if torch.compiler.is_compiling() or any(map(is_transformed, given)) or has_tangent(given):
+        return False
+    return is_plain(given) and all(tensor.device.type == "cpu" for tensor in given)
+
+
+def memory_of(tensor: Any) -> Any:
+    """Return what the kernels read of a tensor: its memory as an array of numpy or CuPy, without its gradient.
+
+    It is copied only where neighbors along the last axis are apart. Tensors of other devices stay tensors, and
+    what is no tensor as it is.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if is_transformed(tensor):
+        raise NotImplementedError(
+            "a state was asked for within torch.func (vmap, grad or another), which has no numbers to keep yet; "
+            "leave out return_state there, or call without torch.func"
+        )
+    tensor = tensor.detach().resolve_neg()
+    if tensor.ndim and tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    if tensor.device.type == "cpu":
+        return tensor.numpy()
+    shared = as_cupy(tensor, "an argument")
+    return tensor if shared is None else shared
+
+
+def tensor_of(array: Any) -> Any:
+    """Return what a kernel made as a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else as_tensor(array)
+
+
+def bounds_of(offsets: Any, T: int) -> Any:
+    """Return offsets in main memory; those that came as a tensor, while torch traced the call, are checked here."""
+    return check_offsets(offsets.cpu().numpy(), T) if isinstance(offsets, torch.Tensor) else offsets
+
+
+def without_autocast(like: Any) -> Any:
+    """Return a block in which products have the precision of their factors."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _called(function: Any, *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, which torch's compiler leaves to Python: states are no tensors."""
+    return function(*arguments)
+
+
+def __getattr__(name: str) -> Any:
+    """Make `untraced` when it is first asked for: it imports torch's compiler, which takes a second."""
+    if name == "untraced":
+        globals()[name] = torch.compiler.disable(_called)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def make_operator(name: str, schema: str, run: Any, shape: Any, setup_context: Any, backward: Any) -> Any:
+    """Return a kernel as an operator of torch, with the shapes of its results and its gradient."""
+    operator = torch.library.custom_op(f"levattn::{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(shape)
+    operator.register_autograd(backward, setup_context=setup_context)
+    return operator
+
+
+def make_attention(
+    name: str,
+    arguments: str,
+    learned: int,
+    forward: tuple[Callable[..., Any], Callable[..., Any]],
+    backward: tuple[Callable[..., Any], Callable[..., Any]],
+) -> tuple[Any, Any]:
+    """Return the kernels of an attention, forward and backward, as operators of torch; there is no second derivative.
+
+    arguments: in torch's schema language, tensors before numbers; the first `learned` of them have gradients.
+    forward, backward: a kernel, and a function with its arguments that returns empty tensors of the same shapes.
+    """
+    tensors, count = arguments.count("Tensor"), arguments.count(",") + 1
+
+    def refuse(_ctx: Any, *_gradients: Any) -> Any:
+        raise RuntimeError(
+            f"a gradient of {name.replace('_', ' ')} was differentiated again; it has first derivatives only. Leave "
+            "out create_graph=True, or detach the first gradient"
+        )
+
+    results = ", ".join(["Tensor"] * learned)
+    back = make_operator(f"{name}_backward", f"(Tensor dY, {arguments}) -> ({results})", *backward, None, refuse)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 (torch names it)
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.numbers = inputs[tensors:]
+
+    def gradients(ctx: Any, dY: Any) -> Any:
+        found = back(dY, *ctx.saved_tensors, *ctx.numbers)
+        wanted = zip(found, ctx.needs_input_grad, strict=False)
+        return *(gradient if needed else None for gradient, needed in wanted), *(None,) * (count - learned)
+
+    return make_operator(name, f"({arguments}) -> Tensor", *forward, keep, gradients), back

@@ -1,0 +1,70 @@
+"""What layers with latents share: a feature in front of the logits, and values that turn with their positions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from levattn._core.checks import positive_number, whole_number
+from levattn.attention import rotate_values
+from levattn.nn.base import Cache, Recurrent
+from levattn.nn.features import feature_map, feature_size, run_feature
+
+__all__ = ["LatentLayer"]
+
+C = TypeVar("C", bound=Cache)
+
+
+class LatentLayer(Recurrent[C]):
+    """A layer of `latents` latents a head, whose logits read a `feature` of the input."""
+
+    heads: int
+    head_dim: int
+    rope: bool = False
+
+    def _take_options(self, latents: Any, vapor: bool, base: Any, feature: Any, factory: dict[str, Any]) -> None:
+        """Check and keep the options of all layers with latents."""
+        self.latents = whole_number("latents", latents)
+        if (vapor or self.rope) and self.head_dim % 2:
+            raise ValueError(
+                f"dim / heads is {self.head_dim}; expected an even number, as rotations turn pairs of channels"
+            )
+        self.vapor, self.base = bool(vapor), positive_number("base", base)
+        self.feature = feature_map(feature, self.dim, **factory)
+
+    def _state_size(self) -> int:
+        return self.heads * self.latents * (self.head_dim + 2) + feature_size(self.feature)
+
+    def _attended(self, x: Any, mask: Any, offsets: Any, cache: C | None) -> Any:
+        T, start, memory = x.shape[1], 0, None
+        if cache is not None:
+            start, memory = cache.position, cache.feature
+        positions = torch.arange(start, start + T, device=x.device) if self.vapor or self.rope else None
+        h, memory = run_feature(self.feature, x, offsets, memory, mask)
+        mask = None if mask is None else mask[:, None, :]
+        Y = self._continued(partial(self._mixed(x, h, positions), mask=mask), T, offsets, cache)
+        if cache is not None:
+            cache.feature = None if memory is None else memory.detach()
+        return self._turned(Y, positions) if self.vapor else Y
+
+    @abstractmethod
+    def _mixed(self, x: Any, h: Any, positions: Any) -> partial[Any]:
+        """Return the operator with what it mixes, made of the input and its feature."""
+
+    def _values(self, x: Any, positions: Any) -> Any:
+        V = self._in_heads(self.Wv(x), self.head_dim)
+        return self._turned(V, positions, inverse=True) if self.vapor else V
+
+    def _combined(self, Y: Any) -> Any:
+        return self.Wo(Y)
+
+    def _turned(self, X: Any, positions: Any, *, inverse: bool = False) -> Any:
+        return rotate_values(X, positions, base=self.base, inverse=inverse)
+
+    @staticmethod
+    def _in_heads(X: Any, width: int) -> Any:
+        """Return (B, T, heads · width) as (B, heads, T, width)."""
+        return X.unflatten(-1, (-1, width)).transpose(1, 2)

@@ -1,0 +1,335 @@
+"""What holds of every layer: decoding, packing, padding, gradients, precisions, the compiler, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from levattn.nn import Latte, LatteCache, LevAttention, Macchiato, MacchiatoCache, TokenStatistics  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
+
+T, C = 17, 12
+
+
+class RunningSum(torch.nn.Module):
+    """A feature with a state: the input and half of what was before."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def state_size(self) -> int:
+        return self.dim
+
+    def forward(self, x: Any, *, offsets: Any = None, state: Any = None) -> Any:
+        h = x.new_zeros(x.shape[0], x.shape[2]) if state is None else state
+        starts = [] if offsets is None else list(offsets)
+        rows = []
+        for t in range(x.shape[1]):
+            h = x[:, t] + (0 if t in starts else 0.5 * h)
+            rows.append(h)
+        return torch.stack(rows, 1) if rows else x, h
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "latte": (Latte, {"latents": 5}),
+    "macchiato": (Macchiato, {"latents": 5, "window": 6, "rope": False}),
+    "tokens": (TokenStatistics, {"causal": True}),
+    "few": (LevAttention, {"causal": True, "budget": 8, "chunk": 4}),
+}
+CAUSAL: dict[str, dict[str, Any]] = {
+    "latte": {},
+    "latte, vapor": {"vapor": True},
+    "latte, memory": {"feature": RunningSum(C)},
+    "latte, conv": {"feature": "conv"},
+    "latte, rg_lru": {"feature": "rg_lru", "vapor": True},
+    "latte, map": {"feature": torch.nn.LayerNorm(C), "vapor": True},
+    "macchiato": {},
+    "macchiato, exclusive": {"overlap": "exclusive"},
+    "macchiato, rotated": {"rope": True, "vapor": True, "kv_heads": 1},
+    "macchiato, conv": {"feature": "conv", "overlap": "exclusive", "rope": True},
+    "macchiato, rg_lru": {"feature": "rg_lru", "softcap": 5.0, "kv_heads": 1},
+    "macchiato, map": {"feature": torch.nn.LayerNorm(C), "window": 40},
+    "tokens": {},
+    "tokens, mean": {"normalize": "mean", "bias": True},
+    "tokens, norm": {"membership": "norm", "decay": 0.9, "out_bias": False},
+    "tokens, uniform": {"membership": "uniform", "decay": [0.9, 0.5, 1.0]},
+    "tokens, positions": {"positions": 23, "c": 2.0, "step": 0.5},
+    "tokens, tied": {"output": "tied", "positions": T, "membership": "norm"},
+}
+ALL: dict[str, dict[str, Any]] = CAUSAL | {
+    f"{name}, all": {**options, "causal": False}
+    for name, options in CAUSAL.items()
+    if not name.startswith("macchiato") and "decay" not in options
+}
+ALL["tokens, leverage"] = {"membership": "leverage", "normalize": "mean", "causal": False}
+over_causal = pytest.mark.parametrize("form", CAUSAL)
+over_all = pytest.mark.parametrize("form", ALL)
+over_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def layer_and_input(form: str, B: int = 2, T: int = T, *, dtype: Any = torch.float64, **more: Any) -> Any:
+    """A layer whose parameters are all of order 1, so that each of them shows, and an input."""
+    torch.manual_seed(0)
+    cls, usual = KINDS[form.partition(",")[0]]
+    layer = cls(C, **{"heads": 3, **usual, **ALL.get(form, {}), **more}).to(dtype)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if not name.startswith("feature"):
+                values = torch.randn(parameter.shape, dtype=torch.float64)
+                parameter.copy_(values / (C**0.5 if parameter.ndim == 2 else 1))
+    return layer, torch.randn(B, T, C, dtype=torch.float64).to(dtype)
+
+
+def decoded(layer: Any, X: Any, sizes: list[int], mask: Any = None) -> tuple[Any, Any]:
+    """The output in chunks, and the cache after them."""
+    cache, parts, low = layer.new_cache(), [], 0
+    for size in sizes:
+        rows = slice(low, low + size)
+        parts.append(layer(X[:, rows], mask=None if mask is None else mask[:, rows], cache=cache))
+        low += size
+    assert cache.position == low == X.shape[1]
+    return torch.cat(parts, 1), cache
+
+
+def close(found: Any, expected: Any, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+@over_causal
+@pytest.mark.parametrize("sizes", [[1] * T, [5, 1, 11], [0, T], [16, 1], [3, 0, 7, 7]], ids=str)
+def test_decoding_in_any_chunks_equals_the_whole(form: str, sizes: list[int]) -> None:
+    layer, X = layer_and_input(form)
+    close(decoded(layer, X, sizes)[0], layer(X))
+
+
+@over_causal
+@pytest.mark.parametrize("B", [1, 4])
+def test_a_cache_has_the_size_that_is_stated(form: str, B: int) -> None:
+    layer, X = layer_and_input(form, B, 60, **({"positions": 60} if "positions" in CAUSAL[form] else {}))
+    cache = layer.new_cache()
+    assert cache.numbers() == 0
+    for low, high in ((0, 45), (45, 46), (46, 60)):
+        layer(X[:, low:high], cache=cache)
+        assert cache.numbers() == B * layer.state_size()
+
+
+@over_all
+def test_packed_sequences_are_separate_ones(form: str) -> None:
+    layer, X = layer_and_input(form)
+    separate = torch.cat([layer(X[:, :6]), layer(X[:, 6:])], 1)
+    for offsets in (torch.tensor([0, 6, T]), [0, 6, 6, T], np.array([0, 0, 6, T])):
+        Y = layer(X, offsets=offsets)
+        close(Y, separate)
+        Y.sum().backward()
+
+
+@over_all
+def test_padding_changes_nothing(form: str) -> None:
+    layer, X = layer_and_input(form)
+    padded = torch.randn(2, 25, C, dtype=X.dtype)
+    mask = torch.ones(2, 25, dtype=torch.bool)
+    within = slice(8, 13) if form.startswith("tokens") else slice(0, 5)  # elsewhere places count
+    mask[0, :3] = mask[0, 20:] = mask[1, within] = mask[1, 22:] = False
+    padded[mask] = X.flatten(0, 1)
+    expected = layer(X).flatten(0, 1)
+    close(layer(padded, mask=mask)[mask], expected)
+    if getattr(layer, "causal", True):
+        close(decoded(layer, padded, [2, 7, 16], mask)[0][mask], expected)
+
+
+@over_all
+def test_gradients_reach_all_parameters(form: str) -> None:
+    layer, X = layer_and_input(form, 1, 9)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def run(X: Any, *values: Any) -> Any:
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), X)
+
+    assert torch.autograd.gradcheck(run, (X.requires_grad_(), *parameters), fast_mode=True)
+    layer(X).square().sum().backward()
+    assert all(p.grad.any() for p in parameters)
+
+
+@over_causal
+def test_decoding_under_gradients_keeps_no_graph(form: str) -> None:
+    layer, X = layer_and_input(form, T=8)
+    cache = layer.new_cache()
+    layer(X, cache=cache)
+    state = cache.state
+    held = [cache.feature, *(getattr(state, name, None) for name in ("k", "V", "logits", "S"))]
+    assert not any(getattr(part, "requires_grad", False) for part in held)
+    layer(X, cache=cache).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@over_causal
+def test_copies_of_layers_and_caches_go_their_own_way(form: str) -> None:
+    layer, X = layer_and_input(form)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(X), layer(X))
+    with torch.no_grad():
+        next(twin.parameters()).mul_(3)
+    assert not torch.equal(twin(X), layer(X))
+    cache = layer.new_cache()
+    layer(X[:, :9], cache=cache)
+    branch = copy.deepcopy(cache)
+    layer(X[:, :4], cache=branch)
+    assert (cache.position, branch.position) == (9, 13)
+    close(layer(X[:, 9:], cache=cache), layer(X)[:, 9:])
+
+
+@over_all
+def test_a_state_dict_makes_the_same_layer(form: str) -> None:
+    layer, X = layer_and_input(form)
+    other, _ = layer_and_input(form)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(other(X), layer(X))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(X), layer(X))
+
+
+PRECISE = {
+    "latte, vapor": {},
+    "macchiato, rg_lru": {"rope": True, "vapor": True},
+    "tokens, positions": {"positions": 100},
+    "tokens, tied, all": {"positions": 100},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", PRECISE)
+def test_half_precision_follows_double(form: str, dtype: Any) -> None:
+    exact, X = layer_and_input(form, T=100, **PRECISE[form])
+    layer, _ = layer_and_input(form, dtype=dtype, **PRECISE[form])
+    layer.load_state_dict(exact.state_dict())
+    expected = exact(X).detach()
+    room = {torch.bfloat16: 0.06, torch.float16: 0.01, torch.float32: 1e-5}[dtype] * float(expected.abs().max())
+    Y = layer(X.to(dtype))
+    assert Y.dtype == dtype
+    close(Y.double(), expected, room)
+    Y.sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} == {dtype}
+    if getattr(layer, "causal", True):
+        parts, cache = decoded(layer, X.to(dtype), [10] * 10)
+        close(parts.double(), expected, room)
+        assert getattr(cache.state, "k", X.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("form", ["latte", "latte, rg_lru", "macchiato", "macchiato, conv", "tokens", "tokens, tied"])
+def test_autocast_projects_in_half_precision(form: str) -> None:
+    layer, X = layer_and_input(form, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        Y = layer(X)
+    assert Y.dtype == torch.bfloat16
+    close(Y.float(), layer(X), 0.08)
+    Y.float().sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
+
+
+COMPILED = ["macchiato, rotated", "macchiato, rg_lru", "tokens, positions", "tokens, mean", "tokens, tied, all"]
+
+
+@pytest.mark.parametrize("form", ["latte", *(pytest.param(form, marks=pytest.mark.thorough) for form in COMPILED)])
+def test_a_layer_compiles_whole(form: str) -> None:
+    layer, X = layer_and_input(form, dtype=torch.float32)
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[0, :5] = False
+    for given in ({}, {"mask": mask}, {"offsets": torch.tensor([0, 6, T])}):
+        close(fast(X, **given), layer(X, **given), 1e-5)
+    fast(X).sum().backward()
+    found = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    layer(X).sum().backward()
+    for one, p in zip(found, layer.parameters(), strict=True):
+        torch.testing.assert_close(one, p.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, behind a break
+@pytest.mark.parametrize("form", ["latte", "tokens", "tokens, positions"])
+def test_decoding_compiles_around_its_cache(form: str) -> None:
+    layer, X = layer_and_input(form, dtype=torch.float32)
+    with torch.no_grad():
+        fast = torch.compile(layer, backend="aot_eager")
+        cache = layer.new_cache()
+        steps = [fast(X[:, low : low + 5], cache=cache) for low in range(0, T, 5)]
+        torch.testing.assert_close(torch.cat(steps, 1), layer(X))
+
+
+@pytest.mark.parametrize("form", ["latte", "macchiato", "tokens, positions"])
+def test_a_layer_is_made_where_and_as_it_is_asked_for(form: str) -> None:
+    cls, options = KINDS[form.partition(",")[0]]
+    layer = cls(C, **{"heads": 3, **options, **CAUSAL[form]}, device="meta", dtype=torch.float16)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float16)}
+    assert layer(torch.empty(1, 3, C, device="meta", dtype=torch.float16)).shape == (1, 3, C)
+
+
+@over_kinds
+def test_wrong_calls_are_named(kind: str) -> None:
+    layer, X = layer_and_input(kind)
+    mask = torch.ones(2, T, dtype=torch.bool)
+    other = MacchiatoCache() if kind == "latte" else LatteCache()
+    wrong = f"cache is of type {type(other).__name__}; expected a {type(layer).__name__}Cache"
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ([[[0.0] * C]], {}, TypeError, "x is of type list; expected a tensor"),
+        (X[0], {}, ValueError, r"x has shape \(17, 12\); expected \(B, T, 12\)"),
+        (X[..., :3], {}, ValueError, r"x has shape \(2, 17, 3\)"),
+        (X, {"mask": [[True]]}, TypeError, "mask is of type list; expected"),
+        (X, {"mask": mask[0]}, ValueError, r"mask has shape \(17,\)"),
+        (X, {"mask": mask.float()}, ValueError, "dtype torch.float32; expected"),
+        (X, {"cache": other}, TypeError, wrong),
+    ]
+    if kind != "few":
+        both = {"offsets": [0, T], "cache": layer.new_cache()}
+        refused.append((X, both, ValueError, "cache and offsets were both given"))
+        refused.append((X, {"offsets": [0, 16]}, ValueError, "ascend from 0 to T = 17"))
+    for x, options, error, message in refused:
+        with pytest.raises(error, match=message):
+            layer(x, **options)
+
+
+@over_kinds
+def test_a_cache_goes_with_one_batch_and_is_left_alone_by_errors(kind: str) -> None:
+    layer, X = layer_and_input(kind)
+    cache = layer.new_cache()
+    layer(X, cache=cache)
+    with pytest.raises(ValueError, match=r"state (has|is of)"):
+        layer(X[:1], cache=cache)
+    assert cache.position == T
+
+
+@pytest.mark.parametrize("kind", ["latte", "tokens", "few"])
+def test_a_layer_that_sees_all_does_not_decode(kind: str) -> None:
+    options = {"chunk": None} if kind == "few" else {}
+    layer, X = layer_and_input(kind, causal=False, **options)
+    cache = layer_and_input(kind)[0].new_cache()
+    for call in (layer.new_cache, getattr(layer, "state_size", layer.new_cache), lambda: layer(X, cache=cache)):
+        with pytest.raises(ValueError, match="causal=False"):
+            call()
+
+
+@pytest.mark.parametrize("form", ["latte, all", "tokens, all"])
+def test_bidirectional_rows_see_everything(form: str) -> None:
+    layer, X = layer_and_input(form)
+    order = torch.randperm(T)
+    close(layer(X[:, order]), layer(X)[:, order])
+
+
+@pytest.mark.parametrize(("form", "others"), [("latte, vapor", {}), ("macchiato, rotated", {"rope": False})])
+def test_rotated_rows_depend_on_distances_only(form: str, others: dict[str, Any]) -> None:
+    layer, X = layer_and_input(form)
+    cache = layer.new_cache()
+    cache.position = 1000
+    close(layer(X, cache=cache), layer(X), 1e-10)
+    plain, _ = layer_and_input(form, vapor=False, **others)
+    assert not torch.allclose(layer(X), plain(X), atol=1e-3)
