@@ -7,7 +7,7 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.pruned.panels import ROWS, multiply, pack_column, pack_row, row_at_view, whole_tiles
+from levattn._kernels.pruned.panels import TILE_ROWS, multiply, pack_column, pack_row, row_at_view, whole_tiles
 from levattn._kernels.pruned.simd import apart, nearest
 from levattn._kernels.scratch import empty, zeros
 
@@ -16,7 +16,7 @@ __all__ = [
     "assign_tasks",
     "far_tasks",
     "level_tasks",
-    "moment_tasks",
+    "moments_of_rows",
     "pack_centers",
     "place_tasks",
     "radius_tasks",
@@ -24,18 +24,18 @@ __all__ = [
 
 
 @jit
-def moment_tasks(like, view, n, d, second, first, last):
+def moments_of_rows(like, view, n, d, second, first, last):
     """Write ``Σ x [xᵀ 1]`` over n rows to (b, d, d + 1), in float64."""
     width = SCORE_VECTORS * (VECTOR_BYTES // second.itemsize)
     panels = (d + width) // width
-    in_columns, rows = zeros(0.0, (whole_tiles(d), ROWS)), zeros(0.0, (panels, ROWS, width))
+    in_columns, rows = zeros(0.0, (whole_tiles(d), TILE_ROWS)), zeros(0.0, (panels, TILE_ROWS, width))
     total, unit = empty(0.0, (whole_tiles(d), panels * width)), like.dtype.type(1)
     for item in range(first, last):
         for i in range(d):
             for j in range(panels * width):
                 total[i, j] = 0
-        for low in range(0, n, ROWS):
-            count = smaller(ROWS, n - low)
+        for low in range(0, n, TILE_ROWS):
+            count = smaller(TILE_ROWS, n - low)
             for r in range(count):
                 source = as_pointer(row_at_view(view, item, 0, low + r), like)
                 for i in range(d):
@@ -52,11 +52,11 @@ def moment_tasks(like, view, n, d, second, first, last):
 def place_tasks(like, view, origin, panels, X, along, first, last):
     """Write ``(k − origin) L`` and ``⟨query, k − origin⟩`` of blocks of rows; the query is the last column of L."""
     _, n, d = X.shape
-    rows, out = zeros(like, (ROWS, d)), empty(like, (ROWS, panels.shape[1] * panels.shape[3]))
-    stretches = (n + ROWS - 1) // ROWS
+    rows, out = zeros(like, (TILE_ROWS, d)), empty(like, (TILE_ROWS, panels.shape[1] * panels.shape[3]))
+    stretches = (n + TILE_ROWS - 1) // TILE_ROWS
     for task in range(first, last):
-        item, low = task // stretches, task % stretches * ROWS
-        count = smaller(ROWS, n - low)
+        item, low = task // stretches, task % stretches * TILE_ROWS
+        count = smaller(TILE_ROWS, n - low)
         for i in range(count):
             source = as_pointer(row_at_view(view, item, 0, low + i), like)
             for k in range(d):
@@ -140,12 +140,12 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
     size, width = X.itemsize, panels.shape[3]
     lanes = VECTOR_BYTES // size
     deep = panels.shape[1] * width
-    rows, out = zeros(X, (ROWS, d)), empty(X, (ROWS, deep))
-    squares, least = empty(X, (ROWS,)), empty(X, (1,))
-    stretches = (n + ROWS - 1) // ROWS
+    rows, out = zeros(X, (TILE_ROWS, d)), empty(X, (TILE_ROWS, deep))
+    squares, least = empty(X, (TILE_ROWS,)), empty(X, (1,))
+    stretches = (n + TILE_ROWS - 1) // TILE_ROWS
     for task in range(first, last):
-        item, low = task // stretches, task % stretches * ROWS
-        here = smaller(ROWS, n - low)
+        item, low = task // stretches, task % stretches * TILE_ROWS
+        here = smaller(TILE_ROWS, n - low)
         for i in range(here):
             source = X[item, low + i]
             square = X.dtype.type(0)

@@ -12,10 +12,10 @@ from levattn._kernels.pruned import clusters, definition
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
 from levattn._kernels.pruned.mixture import mixture_tasks, pack_slots
-from levattn._kernels.pruned.panels import ROWS
+from levattn._kernels.pruned.panels import TILE_ROWS
 from levattn._kernels.tasks import share
 
-__all__ = ["cluster", "levels", "merged", "mixture", "moments", "places", "radii"]
+__all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "row_moments"]
 
 _FEW = 256  # rows whose moments need no kernel
 
@@ -42,8 +42,8 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     packed = partial(pack_slots, *kept, count, *sums, x.power is not None, key_panels, value_panels, bias)
     share(packed, b, float(b) * slots * (d + D))
     edges = np.array([x.first, x.last], np.int64)
-    tall = min(ROWS, m)
-    many = max(1, min(g, ROWS // tall))
+    tall = min(TILE_ROWS, m)
+    many = max(1, min(g, TILE_ROWS // tall))
     begins = np.arange(0, m, tall)
     spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
     widest = max(0, int(spans.max()))
@@ -88,7 +88,7 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
             there = mass > 0
             centers[there] = sums[there] / mass[there][:, None]
         share(partial(clusters.pack_centers, centers, panels, norms), b, float(centers.size))
-        share(assign, b * -(-n // ROWS), float(b) * n * R * d)
+        share(assign, b * -(-n // TILE_ROWS), float(b) * n * R * d)
     return labels, distances
 
 
@@ -119,13 +119,13 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def moments(X: Any) -> tuple[Any, Any]:
+def row_moments(X: Any) -> tuple[Any, Any]:
     """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
     b, n, d = X.shape
     if n < _FEW:
-        return definition.moments(X)
+        return definition.row_moments(X)
     X, second = _readable(X), np.empty((b, d, d + 1))
-    share(partial(clusters.moment_tasks, np.empty(1, X.dtype), _view(X), n, d, second), b, float(X.size) * d)
+    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _view(X), n, d, second), b, float(X.size) * d)
     return np.ascontiguousarray(second[:, :, d]), np.ascontiguousarray(second[:, :, :d])
 
 
@@ -140,7 +140,7 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     panels = np.ascontiguousarray(panels.reshape(b, d, panels.shape[2] // width, width).transpose(0, 2, 1, 3))
     K = _readable(K)
     arguments = np.empty(1, K.dtype), _view(K), np.ascontiguousarray(origin), panels, X, along
-    share(partial(clusters.place_tasks, *arguments), b * -(-n // ROWS), float(K.size) * (d + 1))
+    share(partial(clusters.place_tasks, *arguments), b * -(-n // TILE_ROWS), float(K.size) * (d + 1))
     return X, along
 
 

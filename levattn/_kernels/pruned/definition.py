@@ -13,7 +13,7 @@ import array_api_compat
 from levattn._core.arrays import array_namespace, is_torch
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
 
-__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
+__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "places", "radii", "row_moments", "sample_step"]
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
@@ -25,7 +25,7 @@ def sample_step(n: int, R: int) -> int:
     return max(1, n // max(_SAMPLE, _EACH * R))
 
 
-def moments(X: Any) -> tuple[Any, Any]:
+def row_moments(X: Any) -> tuple[Any, Any]:
     """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
     xp = array_namespace(X)
     X = xp.astype(X, xp.float64)

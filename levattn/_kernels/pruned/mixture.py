@@ -12,7 +12,7 @@ import numpy as np
 from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.panels import (
-    ROWS,
+    TILE_ROWS,
     multiply_panels,
     pack_column,
     pack_row,
@@ -178,13 +178,13 @@ def mixture_tasks(
     near = key_panels.shape[1] * width
     deep = value_panels.shape[1] * width
     full = near + (widest + width - 1) // width * width
-    rows_q = zeros(like, (ROWS, d))
-    L, out = empty(like, (ROWS, full)), empty(like, (ROWS, deep))
+    rows_q = zeros(like, (TILE_ROWS, d))
+    L, out = empty(like, (TILE_ROWS, full)), empty(like, (TILE_ROWS, deep))
     near_keys = empty(like, ((full - near) // width, d, width))
     near_values = empty(like, (value_panels.shape[1], full - near, width))
     shift = zeros(like, (full,))
     names, weight, logs = filled(0, widest, -1), filled(0.0, widest, 1.0), zeros(0.0, (widest,))
-    inverse = empty(like, (ROWS,))
+    inverse = empty(like, (TILE_ROWS,))
     room = filled(0, R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
     stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
     q_view, k_view, v_view = views[0], views[1], views[2]

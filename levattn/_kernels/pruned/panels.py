@@ -12,7 +12,7 @@ from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.pruned.simd import matrix_tile
 
 __all__ = [
-    "ROWS",
+    "TILE_ROWS",
     "multiply",
     "multiply_panels",
     "pack_column",
@@ -22,7 +22,7 @@ __all__ = [
     "whole_tiles",
 ]
 
-ROWS = 48  # of a block: whole tiles on all machines, and their logits stay in the second cache
+TILE_ROWS = 48  # of a block: whole tiles on all machines, and their logits stay in the second cache
 
 
 @helper

@@ -13,16 +13,16 @@ from levattn._kernels.pruned.contract import PrunedArguments, mapped
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.call import Call, Piece, spread
+from levattn.attention.pruned.call import Call, Piece, at_places
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sets.universal import universal_set
 
-__all__ = ["attended"]
+__all__ = ["whole_attention"]
 
 
-def attended(call: Call, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
+def whole_attention(call: Call, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
     """Return the result of a call; the rule is of how many keys are there."""
     pieces: list[Piece] = []
     kept: list[Piece] = []
@@ -39,7 +39,7 @@ def attended(call: Call, rule_for: Callable[[int], SelectionRule], factor: float
             still = mapped(x, without_gradient)
             bounds = _bounds(still, without_gradient(rest), _value_radius(rule, still.values))
             xp = namespace_of(flags)
-            kept.append((rows, None, (spread(xp.astype(flags, xp.int64)[:, None, :], keys, call.K.shape[1]),)))
+            kept.append((rows, None, (at_places(xp.astype(flags, xp.int64)[:, None, :], keys, call.K.shape[1]),)))
         pieces.append((rows, queries, (Y, *bounds)))
     Y, *figures = call.results(pieces)
     if not certified:

@@ -14,7 +14,7 @@ from levattn.attention.common.heads import Heads
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
-__all__ = ["Call", "Piece", "spread"]
+__all__ = ["Call", "Piece", "at_places"]
 
 Piece = tuple[Any, Any, tuple[Any, ...]]  # which items of the batch, places of queries, arrays (b', g, m', ...)
 
@@ -107,7 +107,7 @@ class Call:
         order = np.concatenate([np.arange(b) if rows is None else rows for rows, _, _ in pieces])
         found = []
         for same in zip(*(arrays for _, _, arrays in pieces), strict=True):
-            stacks = [spread(array, places, m) for array, (_, places, _) in zip(same, pieces, strict=True)]
+            stacks = [at_places(array, places, m) for array, (_, places, _) in zip(same, pieces, strict=True)]
             whole = stacks[0] if len(stacks) == 1 else namespace_of(self.q).concat(stacks, axis=0)
             found.append(_taken(whole, np.argsort(order, kind="stable"), 0))
         return found
@@ -136,7 +136,7 @@ def _taken(array: Any, places: Any, axis: int) -> Any:
     return xp.take(array, xp.asarray(places, device=device_of(array)), axis=axis)
 
 
-def spread(array: Any, places: Any, m: int) -> Any:
+def at_places(array: Any, places: Any, m: int) -> Any:
     """Return (b, g, s, ...) with its rows at some places of m, and zeros between them; None stands for all places."""
     if places is None:
         return array

@@ -18,10 +18,10 @@ from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, picked
 from levattn.sensitivity.leverage import TIE
 
-__all__ = ["attended"]
+__all__ = ["causal_attention"]
 
 
-def attended(
+def causal_attention(
     call: Call, rule: SelectionRule, factor: float, state: PrunedState | None, return_state: bool, certified: bool
 ) -> Any:
     """Return the result of a call, which goes on from a state if there is one."""

@@ -47,7 +47,7 @@ class Sums:
     @classmethod
     def of(cls, X: Any) -> Sums:
         """Return the sums over the rows of X (b, n, d)."""
-        total, second = kernels_for("pruned", X).moments(X)
+        total, second = kernels_for("pruned", X).row_moments(X)
         return cls(total, second, X.shape[1])
 
     def plus(self, other: Sums) -> Sums:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from levattn.attention.common.arguments import check_sizes, dense_array
 from levattn.attention.common.heads import heads_of
 from levattn.attention.latent.window import check_scale
-from levattn.attention.pruned import bidirectional
-from levattn.attention.pruned import causal as in_order
+from levattn.attention.pruned.bidirectional import whole_attention
 from levattn.attention.pruned.call import Call
+from levattn.attention.pruned.causal import causal_attention
 from levattn.attention.pruned.rule import SCORES, SelectionRule, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
 from levattn.functions import Power
@@ -207,5 +207,5 @@ def pruned_attention(
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
         if causal:
-            return in_order.attended(call, rule, factor, state, return_state, return_certificate)
-        return bidirectional.attended(call, rule_for, factor, return_certificate)
+            return causal_attention(call, rule, factor, state, return_state, return_certificate)
+        return whole_attention(call, rule_for, factor, return_certificate)

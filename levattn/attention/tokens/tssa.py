@@ -8,7 +8,7 @@ from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.packed import untraced
 from levattn.attention.tokens.arguments import Membership, checked_call
-from levattn.attention.tokens.states import entered, state_after
+from levattn.attention.tokens.states import entered, token_state_after
 from levattn.states import TokenState
 
 __all__ = ["memberships", "tssa"]
@@ -228,4 +228,4 @@ def _answer(
     call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
     Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=return_state)
     Y = call.given.give_back(Y)
-    return (Y, state_after(call, sums)) if return_state else Y
+    return (Y, token_state_after(call, sums)) if return_state else Y
