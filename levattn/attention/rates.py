@@ -1,17 +1,8 @@
 r"""Coding rates of tokens: how many nats it takes to store them up to a distortion, whole or in groups.
 
-For n tokens Z of d channels, with memberships Π of K groups (rows of sum 1, :math:`n_k = \sum_t \Pi_{tk}`) and
-:math:`c = d/\epsilon^2`,
-
-.. math::
-
-    R &= \tfrac12 \log\det\bigl(I + \tfrac{c}{n} Z^T Z\bigr), \qquad
-    R_c = \tfrac12 \sum_k \tfrac{n_k}{n} \log\det\bigl(I + \tfrac{c}{n_k} Z^T \mathrm{diag}(\Pi_k) Z\bigr), \\
-    R_{var} &= \tfrac12 \sum_k \tfrac{n_k}{n} \sum_i \log\bigl(1 + c\, m_{ki}\bigr), \qquad
-    m_{ki} = \tfrac{1}{n_k} \sum_t \Pi_{tk} \langle u_{ki}, z_t\rangle^2 .
-
-Maximal coding rate reduction makes R − R_c large. It needs a constraint of scale, such as tokens of unit norm: R − R_c
-grows with the size of Z. Token statistics attention (`levattn.attention.tssa`) is a gradient step on R_var.
+Maximal coding rate reduction makes R − R_c large (`coding_rate`, `compression_rate`). It needs a constraint of scale,
+such as tokens of unit norm: R − R_c grows with the size of Z. Token statistics attention (`levattn.attention.tssa`) is
+a gradient step on R_var (`variational_rate`).
 
 All is computed in float64, in plain functions of the arrays' library, so that gradients of torch reach every array.
 Rates are in nats; divide by log 2 for bits.
@@ -35,7 +26,6 @@ from levattn.states import Moments
 __all__ = [
     "coding_rate",
     "compression_rate",
-    "descent",
     "descent_step",
     "head_rate",
     "largest_step",
@@ -54,9 +44,9 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
 
     .. math:: R = \tfrac12 \log\det\bigl(I + \tfrac{d}{n \epsilon^2} Z^T Z\bigr),
 
-    which does not depend on the order of the tokens, and not on the basis of the channels. It is half the sum of
+    which does not depend on the order of the tokens, nor on the basis of the channels. It is half the sum of
     :math:`-\log(1 - \tau_t)` over the online leverage scores of the tokens (`levattn.online_leverage_scores`) with the
-    ridge :math:`n \epsilon^2 / d`, so it is known as soon as the second moment is.
+    ridge :math:`n \epsilon^2 / d`.
 
     Parameters
     ----------
@@ -77,7 +67,7 @@ def coding_rate(Z: Any, eps: float, /, *, mask: Any = None) -> Any:
     Raises
     ------
     TypeError
-        If Z is no array of real floats and no `Moments`, or the mask is not boolean.
+        If an argument is no array of real floats (or of bool), or arrays are of several libraries or devices.
     ValueError
         If a shape or ε is out of range, or there is a mask beside `Moments`.
 
@@ -119,22 +109,20 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
     .. math::
         R_c = \tfrac12 \sum_k \tfrac{n_k}{n}
             \log\det\bigl(I + \tfrac{d}{n_k \epsilon^2} Z^T \mathrm{diag}(\Pi_k) Z\bigr),
+            \qquad n_k = \sum_t \Pi_{tk},
 
     at most R, and R for a single group. Empty groups count for nothing.
 
     Parameters
     ----------
     Z : array of float, shape (..., n, d), or levattn.states.Moments
-        Tokens, as in `coding_rate`. Or the second moments of the groups, of the batch (..., K): those of the tokens
-        weighted by their memberships, ``Moments(d, (K,)).update(np.broadcast_to(Z, (K, n, d)), weights=Pi.T)``, in
-        as many chunks as they come in.
+        Tokens. Or the second moments of the groups, of the batch (..., K): those of the tokens weighted by their
+        memberships, ``Moments(d, (K,)).update(np.broadcast_to(Z, (K, n, d)), weights=Pi.T)``, in any chunks.
     Pi : array of float, shape (..., n, K), or None
         The memberships of the tokens in K groups, of at least 0 and of sum 1 for each token (within 1e-2, for those
         of 16 bits). None where Z is `Moments`, which holds what is needed of them.
-    eps : float
-        The distortion ε > 0, finite.
-    mask : array of bool, shape (..., n), optional
-        True for a token that takes part. The others are as if they were not there.
+    eps, mask : float and array of bool, shape (..., n)
+        As in `coding_rate`.
 
     Returns
     -------
@@ -143,11 +131,8 @@ def compression_rate(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any
 
     Raises
     ------
-    TypeError
-        If an argument is no array of real floats, or arrays are of several libraries or devices.
-    ValueError
-        If shapes do not go together, ε is out of range, memberships are negative or do not sum to 1, or Pi or a mask
-        is given beside `Moments`.
+    TypeError, ValueError
+        As `coding_rate`, and if memberships are negative or do not sum to 1, or are given beside `Moments`.
 
     Notes
     -----
@@ -180,8 +165,8 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
     r"""Return the bound R_var of the compression rate that token statistics attention descends.
 
     .. math::
-        R_{var} = \tfrac12 \sum_k \tfrac{n_k}{n} \sum_i \log\Bigl(1 + \tfrac{d}{n_k \epsilon^2} \sum_t \Pi_{tk}
-            \langle u_{ki}, z_t\rangle^2\Bigr),
+        R_{var} = \tfrac12 \sum_k \tfrac{n_k}{n} \sum_i \log\bigl(1 + \tfrac{d}{\epsilon^2}\, m_{ki}\bigr), \qquad
+        m_{ki} = \tfrac{1}{n_k} \sum_t \Pi_{tk} \langle u_{ki}, z_t\rangle^2,
 
     with the columns :math:`u_{ki}` of :math:`U_k`. For f concave with f(0) = 0 the sum of f over the eigenvalues of a
     matrix is at most that over its diagonal, in any orthonormal basis. So R_c ≤ R_var wherever each :math:`U_k` has
@@ -190,16 +175,12 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
 
     Parameters
     ----------
-    Z : array of float, shape (..., n, d)
-        Tokens, of any library.
-    Pi : array of float, shape (..., n, K)
-        Memberships, as in `compression_rate`.
+    Z, Pi : array of float, shapes (..., n, d) and (..., n, K)
+        Tokens and their memberships, as in `compression_rate`.
     U : array of float, shape (..., K, d, p)
         One matrix of p columns for each group.
-    eps : float
-        The distortion ε > 0, finite.
-    mask : array of bool, shape (..., n), optional
-        True for a token that takes part. The others are as if they were not there.
+    eps, mask : float and array of bool, shape (..., n)
+        As in `coding_rate`.
 
     Returns
     -------
@@ -208,10 +189,8 @@ def variational_rate(Z: Any, Pi: Any, U: Any, eps: float, /, *, mask: Any = None
 
     Raises
     ------
-    TypeError
-        If an argument is no array of real floats, or arrays are of several libraries or devices.
-    ValueError
-        If shapes do not go together, ε is out of range, or memberships are negative or do not sum to 1.
+    TypeError, ValueError
+        As `compression_rate`.
 
     Notes
     -----
@@ -244,19 +223,14 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
     r"""Return the rate reduction R − R_c: what is saved by a code for each group.
 
     It is at least 0, also where rounding would have it below, and largest where groups are far apart and each is
-    compact, if tokens are held to a scale. Without such a constraint (tokens of unit norm, or groups of a given
-    Frobenius norm) it grows with the size of Z.
+    compact, if tokens are held to a scale (of unit norm, or groups of a given Frobenius norm).
 
     Parameters
     ----------
-    Z : array of float, shape (..., n, d), or levattn.states.Moments
-        Tokens, or the second moments of the groups, as in `compression_rate`. That of all tokens is their sum.
-    Pi : array of float, shape (..., n, K), or None
-        Memberships. None where Z is `Moments`.
-    eps : float
-        The distortion ε > 0, finite.
-    mask : array of bool, shape (..., n), optional
-        True for a token that takes part. The others are as if they were not there.
+    Z, Pi : array of float, shapes (..., n, d) and (..., n, K), or levattn.states.Moments and None
+        Tokens and memberships, or the second moments of the groups, as in `compression_rate`.
+    eps, mask : float and array of bool, shape (..., n)
+        As in `coding_rate`.
 
     Returns
     -------
@@ -265,11 +239,8 @@ def rate_reduction(Z: Any, Pi: Any, eps: float, /, *, mask: Any = None) -> Any:
 
     Raises
     ------
-    TypeError
-        If an argument is no array of real floats, or arrays are of several libraries or devices.
-    ValueError
-        If shapes do not go together, ε is out of range, memberships are negative or do not sum to 1, or Pi or a mask
-        is given beside `Moments`.
+    TypeError, ValueError
+        As `compression_rate`.
 
     Notes
     -----
@@ -306,8 +277,8 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
 
     .. math:: \tfrac12 \sum_k \log\det\bigl(I + \tfrac{p}{T \epsilon^2} \hat W_k^T \hat W_k\bigr),
 
-    where the T tokens of a head are scaled to norm 1 first. A probe of what layers do: a rate that falls from layer
-    to layer says that the tokens of a head come together.
+    where the T tokens of a head are scaled to norm 1 first; one of zeros stays that. A probe of what layers do: a rate
+    that falls from layer to layer says that the tokens of a head come together.
 
     Parameters
     ----------
@@ -316,7 +287,7 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     eps : float, default 0.1
         The distortion ε > 0, finite. The default has ε² = 0.01, as the reference has it.
     mask : array of bool, shape (..., T), optional
-        True for a token that takes part. The others are as if they were not there.
+        True for a token that takes part.
 
     Returns
     -------
@@ -326,11 +297,11 @@ def head_rate(W: Any, eps: float = 0.1, /, *, mask: Any = None) -> Any:
     Raises
     ------
     TypeError, ValueError
-        As in `coding_rate`, and where W has fewer than three axes.
+        As `coding_rate`.
 
     Notes
     -----
-    Time O(h T p min(T, p)). A token of zeros stays one.
+    Time O(h T p min(T, p)).
 
     References
     ----------
@@ -382,12 +353,8 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
 
     Parameters
     ----------
-    Z : array of float, shape (..., n, d)
-        Tokens, of any library.
-    Pi : array of float, shape (..., n, K)
-        Memberships, as in `compression_rate`.
-    U : array of float, shape (..., K, d, p)
-        One matrix of p columns for each group.
+    Z, Pi, U : array of float, shapes (..., n, d), (..., n, K) and (..., K, d, p)
+        As in `variational_rate`.
     eps : float
         The distortion ε > 0, finite.
     step : float
@@ -402,10 +369,8 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
 
     Raises
     ------
-    TypeError
-        If an argument is no array of real floats, or arrays are of several libraries or devices.
-    ValueError
-        If shapes do not go together, ε or the step is out of range, or memberships are negative or do not sum to 1.
+    TypeError, ValueError
+        As `compression_rate`, and if the step is out of range.
 
     Notes
     -----
@@ -413,7 +378,7 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
 
     References
     ----------
-    Wu et al., arXiv:2412.17810, section 3, for the operator.
+    Wu et al., arXiv:2412.17810, section 3, for the operator. The theorem is ours.
 
     Examples
     --------
@@ -428,60 +393,16 @@ def descent_step(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: A
     """
     alpha = _positive("step", _number(step))
     call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
-    plain = namespace_of(Z).astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
-    return call.give_back(plain - _step(Z, Pi, U, eps, alpha) / _gain(Z.shape[2], eps))
-
-
-def descent(Z: Any, Pi: Any, U: Any, eps: float, /, *, step: float, mask: Any = None) -> tuple[Any, Any]:
-    """Return R_var of tokens before and after a step of token statistics attention, for the same memberships.
-
-    The second is not above the first where the step is at most `largest_step`: the theorem of `descent_step`.
-
-    Parameters
-    ----------
-    Z : array of float, shape (..., n, d)
-        Tokens, of any library.
-    Pi : array of float, shape (..., n, K)
-        Memberships, as in `compression_rate`.
-    U : array of float, shape (..., K, d, p)
-        One matrix of p columns for each group.
-    eps : float
-        The distortion ε > 0, finite.
-    step : float
-        The step α of `descent_step`, above 0 and finite.
-    mask : array of bool, shape (..., n), optional
-        True for a token that takes part. The others are as if they were not there.
-
-    Returns
-    -------
-    tuple of two arrays of float64, shape (...,)
-        `variational_rate` before and after.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `descent_step`.
-
-    Notes
-    -----
-    Time O(K n d p), memory O(K n p). Tokens are not rounded to the dtype of Z in between.
-
-    References
-    ----------
-    The theorem is ours, with its proof in `descent_step`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from levattn.attention import rates
-    >>> before, after = rates.descent(np.eye(3), np.ones((3, 1)), np.eye(3)[None], 1.0, step=0.5)
-    >>> bool(after < before)
-    True
-    """
-    alpha = _positive("step", _number(step))
-    call, (Z, Pi, U), _ = _tokens({"Z": (Z, 2), "Pi": (Pi, 2), "U": (U, 3)}, eps, mask)
-    rates = _variational(Z, Pi, U), _variational(Z - _step(Z, Pi, U, eps, alpha), Pi, U)
-    return _scalar(rates[0], call.batch), _scalar(rates[1], call.batch)
+    xp = namespace_of(Z)
+    plain = xp.astype(call.stacks[0], Z.dtype)  # not scaled back, which would round
+    gain = _gain(Z.shape[2], eps)
+    taken = xp.zeros_like(Z)
+    for k in range(Pi.shape[2]):
+        V = U[:, k, :, :]
+        W, m = _moments(Z, Pi[:, :, k], V)
+        W = W * (alpha * gain**2 / (1 + m))[:, None, :] * Pi[:, :, k, None]
+        taken = taken + xp.matmul(W, xp.matrix_transpose(V))
+    return call.give_back(plain - taken / gain)
 
 
 def largest_step(U: Any, eps: float, /) -> Any:
@@ -515,7 +436,7 @@ def largest_step(U: Any, eps: float, /) -> Any:
 
     References
     ----------
-    The theorem is ours, with its proof in `descent_step`.
+    That of `descent_step`.
 
     Examples
     --------
@@ -706,19 +627,6 @@ def _moments(Z: Any, weights: Any, U: Any) -> tuple[Any, Any]:
     W = xp.matmul(Z, U)
     shares = weights / _or_one(xp, xp.sum(weights, axis=1))[:, None]
     return W, xp.sum(shares[..., None] * (W * W), axis=1)
-
-
-def _step(Z: Any, Pi: Any, U: Any, eps: float, step: float) -> Any:
-    """Return what a step takes of the tokens, scaled as Z is."""
-    xp = namespace_of(Z)
-    gain = step * _gain(Z.shape[2], eps) ** 2
-    total = xp.zeros_like(Z)
-    for k in range(Pi.shape[2]):
-        V = U[:, k, :, :]
-        W, m = _moments(Z, Pi[:, :, k], V)
-        W = W * (gain / (1 + m))[:, None, :] * Pi[:, :, k, None]
-        total = total + xp.matmul(W, xp.matrix_transpose(V))
-    return total
 
 
 def _logdet(Z: Any, weights: Any = None) -> Any:

@@ -160,9 +160,7 @@ def test_token_statistics_attention_with_tied_outputs_is_the_descent_step() -> N
     Y = tssa(W, theta, c=6 / eps**2, step=step, **options)
     tied = Z + np.einsum("htp,hdp->td", Y, U)
     np.testing.assert_allclose(tied, rates.descent_step(Z, P.T, U, eps, step=step), rtol=1e-11, atol=1e-12)
-    before, after = rates.variational_rate(Z, P.T, U, eps), rates.variational_rate(tied, P.T, U, eps)
-    assert after < before
-    assert rates.descent(Z, P.T, U, eps, step=step) == pytest.approx((before, after), rel=1e-12)
+    assert rates.variational_rate(tied, P.T, U, eps) < rates.variational_rate(Z, P.T, U, eps)
 
 
 def test_concatenated_orthonormal_heads_shrink_every_token_and_the_rate() -> None:

@@ -75,12 +75,6 @@ def test_a_renewal_at_every_position_keeps_results_finite_and_bounds_true(name: 
     assert np.all(held.offset <= held.weight * np.log(np.maximum(held.count, 1)) + 1e-12 * held.count)
 
 
-def test_the_example_that_never_recovered() -> None:
-    K, one = -np.arange(200, dtype=np.float32)[:, None], np.ones((200, 1), np.float32)
-    Y = pruned_attention(one, K, one, size=1, summaries=1, chunk=1, causal=True)
-    np.testing.assert_allclose(Y, 1, rtol=1e-6)
-
-
 def test_summaries_of_many_positions_go_on_without_losing_any() -> None:
     """A state whose summaries have 2³⁰ times as many members stands for one after that many positions."""
     Q, K, V = (X[2:3] for X in sequences("drift", "float32"))

@@ -234,7 +234,7 @@ def test_a_bidirectional_state_is_what_all_tokens_see() -> None:
 
 
 @pytest.mark.parametrize("normalize", ["sum", "mean"])
-@pytest.mark.parametrize("options", [{}, {"mask": True}, {"offsets": [0, 6, 11]}], ids=["all", "masked", "packed"])
+@pytest.mark.parametrize("options", [{}, {"mask": True}, {"offsets": [0, 6, 6, 11]}], ids=["all", "masked", "packed"])
 def test_gradients_through_leverage_scores(options: dict[str, Any], normalize: str) -> None:
     given: dict[str, Any] = {"membership": "leverage", "causal": False, "normalize": normalize, **options}
     if "mask" in given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import array_api_strict
@@ -12,7 +13,7 @@ from levattn import thread_limit
 from levattn._kernels import kernels_for, tasks
 from levattn._kernels.pruned import cpu as pruned_cpu
 from levattn._kernels.pruned import definition
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
 from levattn.attention import pruned_attention
 from libraries import needs_torch
 
@@ -23,11 +24,7 @@ over_powers = pytest.mark.parametrize("power", [None, 1.0, 2.0, 3.5])
 
 def strict(value: Any) -> Any:
     """Arrays of numpy, and what holds them, in the strict namespace; others as they are."""
-    if isinstance(value, np.ndarray):
-        return array_api_strict.asarray(np.ascontiguousarray(value))
-    if isinstance(value, Summaries | PrunedArguments):
-        return type(value)(**{name: strict(part) for name, part in vars(value).items()})
-    return value
+    return mapped(value, lambda array: array_api_strict.asarray(np.ascontiguousarray(array)))
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
@@ -184,10 +181,10 @@ def test_nan_is_not_hidden() -> None:
 def test_views_that_are_not_contiguous() -> None:
     x = mixture(g=2)
     parts = {name: np.moveaxis(np.moveaxis(getattr(x, name), 0, -2).copy(), -2, 0) for name in ("q", "keys", "values")}
-    turned = PrunedArguments(**{**vars(x), **parts})
-    assert not turned.q.flags.c_contiguous
-    for one, other in zip(pruned_cpu.mixture(x), pruned_cpu.mixture(turned), strict=True):
-        np.testing.assert_array_equal(one, other)
+    other = replace(x, **parts)
+    assert not other.q.flags.c_contiguous
+    for one, two in zip(pruned_cpu.mixture(x), pruned_cpu.mixture(other), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 CLUSTERS = [(2, 301, 7, 12), (1, 40, 1, 3), (2, 5, 3, 9), (3, 64, 16, 1), (1, 2100, 2, 4)]
@@ -233,22 +230,12 @@ def test_sums_by_label_are_their_definition(shape: tuple[int, ...], dtype: str) 
     rng = np.random.default_rng(3)
     labels = rng.integers(-1, R, (b, n))
     values, weight, tilt = (rng.random((b, n)).astype(dtype) for _ in range(3))
-    items = summaries(rng, b, n, d, d + 2, dtype)
-    tolerance = TOLERANCE[dtype]
-    close(
-        pruned_cpu.levels(labels, values, weight, R),
-        definition.levels(*map(strict, (labels, values, weight)), R),
-        tolerance,
-    )
-    found, expected = (
-        table.merged(*given, R)
-        for table, given in (
-            (pruned_cpu, (labels, tilt, items)),
-            (definition, (strict(labels), strict(tilt), strict(items))),
-        )
-    )
+    given = labels, values, weight
+    close(pruned_cpu.levels(*given, R), definition.levels(*map(strict, given), R), TOLERANCE[dtype])
+    given = labels, tilt, summaries(rng, b, n, d, d + 2, dtype)
+    found, expected = pruned_cpu.merged(*given, R), definition.merged(*map(strict, given), R)
     for name, array in vars(found).items():
-        close(array, getattr(expected, name), 20 * tolerance)
+        close(array, getattr(expected, name), 20 * TOLERANCE[dtype])
 
 
 @over_dtypes
@@ -256,21 +243,20 @@ def test_sums_by_label_are_their_definition(shape: tuple[int, ...], dtype: str) 
 def test_radii_are_their_definition_and_bounds(scale: float, dtype: str) -> None:
     b, n, d, R = 2, 40, 3, 5
     rng = np.random.default_rng(8)
-    labels, reach = rng.integers(-1, R, (b, n)), scale * rng.random((b, n))
+    labels, item_radii = rng.integers(-1, R, (b, n)), scale * rng.random((b, n))
     items, centers = summaries(rng, b, n, d, 2, "float64"), summaries(rng, b, R, d, 2, "float64")
     scale = min(max(scale, 1e-30), 1e30) if dtype == "float32" else scale
-    items = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(items).items()))
-    centers = Summaries(*((scale if name == "keys" else 1) * X for name, X in vars(centers).items()))
-    items = Summaries(*(X.astype(dtype) for X in vars(items).values()))
-    found = pruned_cpu.radii(labels, items, reach, centers)
-    expected = np.asarray(definition.radii(strict(labels), strict(items), strict(reach), strict(centers)))
+    items, centers = (replace(held, keys=scale * held.keys) for held in (items, centers))
+    items = mapped(items, lambda X: X.astype(dtype))
+    found = pruned_cpu.radii(labels, items, item_radii, centers)
+    expected = np.asarray(definition.radii(strict(labels), strict(items), strict(item_radii), strict(centers)))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     means, others = (
         x.keys.astype(np.longdouble) / np.where(x.weight > 0, x.weight, 1)[..., None] for x in (items, centers)
     )
     for i, c in np.ndindex(b, R):
         inside = labels[i] == c
-        far = reach[i] + np.sqrt(((means[i] - others[i, c]) ** 2).sum(axis=-1))
+        far = item_radii[i] + np.sqrt(((means[i] - others[i, c]) ** 2).sum(axis=-1))
         bound = far[inside].max(initial=0)
         assert bound <= found[i, c] <= bound * (1 + 1e-14)
 
@@ -281,7 +267,7 @@ def test_moments_and_places_are_their_definition(n: int, d: int, dtype: str) -> 
     rng = np.random.default_rng(4)
     X, root = rng.standard_normal((2, n, d)).astype(dtype), rng.standard_normal((2, d, d)).astype(dtype)
     origin, query = rng.standard_normal((2, 2, d)).astype(dtype)
-    for found, expected in zip(pruned_cpu.moments(X), definition.moments(strict(X)), strict=True):
+    for found, expected in zip(pruned_cpu.row_moments(X), definition.row_moments(strict(X)), strict=True):
         close(found, expected, 1e-11)
     given = X, origin, root, query
     for found, expected in zip(pruned_cpu.places(*given), definition.places(*map(strict, given)), strict=True):

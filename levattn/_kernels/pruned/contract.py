@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
-__all__ = ["PrunedArguments", "PrunedKernels", "Summaries"]
+__all__ = ["PrunedArguments", "PrunedKernels", "Summaries", "mapped"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,13 @@ class PrunedArguments:
     power: float | None
 
 
+def mapped(held: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a dataclass with what a function makes of each array in it, at any depth."""
+    if is_dataclass(held) and not isinstance(held, type):
+        return replace(held, **{name: mapped(part, change) for name, part in vars(held).items()})
+    return change(held) if hasattr(held, "shape") else held
+
+
 class PrunedKernels(Protocol):
     """Pruned attention. In torch, gradients follow the definitions."""
 
@@ -73,10 +81,10 @@ class PrunedKernels(Protocol):
     def merged(self, labels: Any, log_weight: Any, items: Summaries, R: int, /) -> Summaries:
         """Return R summaries of items."""
 
-    def radii(self, labels: Any, items: Summaries, reach: Any, summaries: Summaries, /) -> Any:
+    def radii(self, labels: Any, items: Summaries, item_radii: Any, summaries: Summaries, /) -> Any:
         """Return how far the members of summaries may be from their means, (b, R)."""
 
-    def moments(self, X: Any, /) -> tuple[Any, Any]:
+    def row_moments(self, X: Any, /) -> tuple[Any, Any]:
         """Return the sums (b, d) of rows and (b, d, d) of x xᵀ in float64."""
 
     def places(self, K: Any, origin: Any, root: Any, query: Any, /) -> tuple[Any, Any]:

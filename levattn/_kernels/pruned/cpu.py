@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
-from levattn._kernels.pruned import compiled, definition
-from levattn._kernels.pruned.compiled import ROWS
+from levattn._kernels.pruned import clusters, definition
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import sample_step
+from levattn._kernels.pruned.mixture import mixture_tasks, pack_slots
+from levattn._kernels.pruned.panels import TILE_ROWS
 from levattn._kernels.tasks import share
 
-__all__ = ["cluster", "levels", "merged", "mixture", "moments", "places", "radii"]
+__all__ = ["cluster", "levels", "merged", "mixture", "places", "radii", "row_moments"]
 
 _FEW = 256  # rows whose moments need no kernel
 
@@ -36,22 +38,19 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
     count = np.full(b, s) if x.kept_count is None else np.asarray(x.kept_count, np.int64)
     kept = (np.ascontiguousarray(array) for array in (x.kept_keys, x.kept_values))
     weight, means, values, offset, members = (np.ascontiguousarray(array) for array in vars(held).values())
-    slot_arrays = (*kept, count, weight, means, values, offset, members, x.power is not None)
-
-    def pack(first: int, last: int) -> None:
-        compiled.pack_slots(*slot_arrays, key_panels, value_panels, bias, first, last)
-
-    share(pack, b, float(b) * slots * (d + D))
+    sums = weight, means, values, offset, members
+    packed = partial(pack_slots, *kept, count, *sums, x.power is not None, key_panels, value_panels, bias)
+    share(packed, b, float(b) * slots * (d + D))
     edges = np.array([x.first, x.last], np.int64)
-    tall = min(ROWS, m)
-    many = max(1, min(g, ROWS // tall))
+    tall = min(TILE_ROWS, m)
+    many = max(1, min(g, TILE_ROWS // tall))
     begins = np.arange(0, m, tall)
     spans = edges[1, np.minimum(begins + tall, m) - 1] - edges[0, begins]
     widest = max(0, int(spans.max()))
-    views, kept_alive = _views(x.q, x.keys, x.values)
+    read = [_readable(array) for array in (x.q, x.keys, x.values)]
     arguments = (
         np.empty(1, kind),
-        views,
+        np.stack([_view(array) for array in read]),
         (s, tall, many, widest),
         0.0 if x.power is None else float(x.power),
         key_panels,
@@ -64,12 +63,8 @@ def mixture(x: PrunedArguments) -> tuple[Any, Any]:
         Y,
         rest,
     )
-
-    def body(first: int, last: int) -> None:
-        compiled.mixture_tasks(*arguments, first, last)
-
-    share(body, b * len(begins) * -(-g // many), float(b) * g * m * (slots + widest) * (d + D))
-    del kept_alive
+    work = float(b) * g * m * (slots + widest) * (d + D)
+    share(partial(mixture_tasks, *arguments), b * len(begins) * -(-g // many), work)
     return Y, rest
 
 
@@ -85,26 +80,15 @@ def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     panels = np.empty((b, _panels(R, size), d, _width(size)), kind)
     norms = np.empty((b, panels.shape[1] * panels.shape[3]), kind)
 
-    def begin(first: int, last: int) -> None:
-        compiled.far_tasks(X, weight, step, centers, first, last)
-
-    def pack(first: int, last: int) -> None:
-        compiled.pack_centers(centers, panels, norms, first, last)
-
-    def body(first: int, last: int) -> None:
-        compiled.assign_tasks(X, panels, norms, labels, distances, first, last)
-
-    def assign() -> None:
-        share(pack, b, float(centers.size))
-        share(body, b * -(-n // ROWS), float(b) * n * R * d)
-
-    share(begin, b, float(b) * (n // step) * R * d)
-    for _ in range(iterations):
-        assign()
-        sums, mass = _row_sums(X, labels, weight, R), _level_sums(labels, weight, ones, R)[0]
-        there = mass > 0
-        centers[there] = sums[there] / mass[there][:, None]
-    assign()
+    assign = partial(clusters.assign_tasks, X, panels, norms, labels, distances)
+    share(partial(clusters.far_tasks, X, weight, step, centers), b, float(b) * (n // step) * R * d)
+    for i in range(iterations + 1):
+        if i:
+            sums, mass = _row_sums(X, labels, weight, R), _level_sums(labels, weight, ones, R)[0]
+            there = mass > 0
+            centers[there] = sums[there] / mass[there][:, None]
+        share(partial(clusters.pack_centers, centers, panels, norms), b, float(centers.size))
+        share(assign, b * -(-n // TILE_ROWS), float(b) * n * R * d)
     return labels, distances
 
 
@@ -114,11 +98,11 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     return (total / np.where(mass > 0, mass, 1.0)).astype(values.dtype)
 
 
-def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) -> Any:
     """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards."""
     found = np.zeros(summaries.weight.shape)
-    arrays = labels, items.keys, items.weight, reach, summaries.keys, summaries.weight
-    compiled.radius_tasks(*map(np.ascontiguousarray, arrays), found, 0, len(labels))
+    arrays = labels, items.keys, items.weight, item_radii, summaries.keys, summaries.weight
+    clusters.radius_tasks(*map(np.ascontiguousarray, arrays), found, 0, len(labels))
     return found
 
 
@@ -135,19 +119,13 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def moments(X: Any) -> tuple[Any, Any]:
+def row_moments(X: Any) -> tuple[Any, Any]:
     """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
     b, n, d = X.shape
     if n < _FEW:
-        return definition.moments(X)
-    second, (views, kept_alive) = np.empty((b, d, d + 1)), _views(X)
-    arguments = np.empty(1, X.dtype), np.empty(1), views[0], n, d, second
-
-    def body(first: int, last: int) -> None:
-        compiled.moment_tasks(*arguments, first, last)
-
-    share(body, b, float(X.size) * d)
-    del kept_alive
+        return definition.row_moments(X)
+    X, second = _readable(X), np.empty((b, d, d + 1))
+    share(partial(clusters.moments_of_rows, np.empty(1, X.dtype), _view(X), n, d, second), b, float(X.size) * d)
     return np.ascontiguousarray(second[:, :, d]), np.ascontiguousarray(second[:, :, :d])
 
 
@@ -160,14 +138,9 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     panels = np.zeros((b, d, _panels(d + 1, size) * width), K.dtype)
     panels[:, :, :d], panels[:, :, d] = root, query
     panels = np.ascontiguousarray(panels.reshape(b, d, panels.shape[2] // width, width).transpose(0, 2, 1, 3))
-    views, kept_alive = _views(K)
-    like, origin = np.empty(1, K.dtype), np.ascontiguousarray(origin)
-
-    def body(first: int, last: int) -> None:
-        compiled.place_tasks(like, views[0], origin, panels, X, along, first, last)
-
-    share(body, b * -(-n // ROWS), float(K.size) * (d + 1))
-    del kept_alive
+    K = _readable(K)
+    arguments = np.empty(1, K.dtype), _view(K), np.ascontiguousarray(origin), panels, X, along
+    share(partial(clusters.place_tasks, *arguments), b * -(-n // TILE_ROWS), float(K.size) * (d + 1))
     return X, along
 
 
@@ -180,30 +153,23 @@ def _panels(columns: int, size: int) -> int:
     return -(-columns // _width(size))
 
 
-def _views(*arrays: Any) -> tuple[Any, list[Any]]:
-    """Return where arrays (b, ..., rows, columns) lie, (arrays, 4), and what keeps their memory alive."""
-    table, kept = np.zeros((len(arrays), 4), np.int64), []
-    for at, array in enumerate(arrays):
-        if array.strides[-1] != array.itemsize:
-            array = np.ascontiguousarray(array)
-        kept.append(array)
-        item, *heads, row = array.strides[:-1]
-        table[at] = array.__array_interface__["data"][0], item, heads[0] if heads else 0, row
-    return table, kept
+def _readable(array: Any) -> Any:
+    """Return an array (b, ..., rows, columns) whose neighbors along the last axis lie side by side."""
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def _view(array: Any) -> Any:
+    """Return where such an array lies, which has to be held as long as that is read."""
+    item, *heads, row = array.strides[:-1]
+    return np.array([array.__array_interface__["data"][0], item, heads[0] if heads else 0, row], np.int64)
 
 
 def _row_sums(X: Any, labels: Any, factor: Any, R: int) -> Any:
     """Return ``Σ f x`` (b, R, d) in float64 over the rows x of X (b, n, d) with each label."""
     b, width = len(X), X.shape[2]
-    total, (views, kept_alive) = np.zeros((b, R, width)), _views(X)
-    like, factor = np.empty(1, X.dtype), np.ascontiguousarray(factor, X.dtype)
-    labels = np.ascontiguousarray(labels)
-
-    def body(first: int, last: int) -> None:
-        compiled.add_tasks(like, views[0], width, labels, factor, total, first, last)
-
-    share(body, b, float(X.size))
-    del kept_alive
+    X, total = _readable(X), np.zeros((b, R, width))
+    arguments = np.empty(1, X.dtype), _view(X), width, np.ascontiguousarray(labels)
+    share(partial(clusters.add_tasks, *arguments, np.ascontiguousarray(factor, X.dtype), total), b, float(X.size))
     return total
 
 
@@ -213,8 +179,5 @@ def _level_sums(labels: Any, values: Any, weight: Any, R: int) -> tuple[Any, Any
     total, mass = np.zeros((b, R)), np.zeros((b, R))
     arguments = np.ascontiguousarray(labels), *(np.ascontiguousarray(x, values.dtype) for x in (values, weight))
 
-    def body(first: int, last: int) -> None:
-        compiled.level_tasks(*arguments, total, mass, first, last)
-
-    share(body, b, float(labels.size))
+    share(partial(clusters.level_tasks, *arguments, total, mass), b, float(labels.size))
     return total, mass

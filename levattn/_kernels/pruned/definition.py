@@ -11,9 +11,9 @@ from typing import Any
 import array_api_compat
 
 from levattn._core.arrays import array_namespace, is_torch
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries
+from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
 
-__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "moments", "places", "radii", "sample_step"]
+__all__ = ["cluster", "lengths", "levels", "merged", "mixture", "places", "radii", "row_moments", "sample_step"]
 
 _ENTRIES = 1 << 22  # logits, and weights of clusters, held at a time
 _LEAST = 64  # positions of a block
@@ -25,7 +25,7 @@ def sample_step(n: int, R: int) -> int:
     return max(1, n // max(_SAMPLE, _EACH * R))
 
 
-def moments(X: Any) -> tuple[Any, Any]:
+def row_moments(X: Any) -> tuple[Any, Any]:
     """Return the sum of the rows of X (b, d), and that of x xᵀ (b, d, d), in float64."""
     xp = array_namespace(X)
     X = xp.astype(X, xp.float64)
@@ -86,10 +86,10 @@ def _assigned(xp: Any, X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
     n = X.shape[1]
     step = _step(X.shape[0] * centers.shape[1])
     norms = xp.sum(centers * centers, axis=-1)[:, None, :]
-    turned = xp.matrix_transpose(centers)
+    columns = xp.matrix_transpose(centers)
     labels, least = [], []
     for low in range(0, max(n, 1), step):
-        relative = norms - 2 * xp.matmul(X[:, low : min(n, low + step), :], turned)
+        relative = norms - 2 * xp.matmul(X[:, low : min(n, low + step), :], columns)
         labels.append(xp.argmin(relative, axis=-1))
         least.append(xp.min(relative, axis=-1))
     distance = xp.concat(least, axis=1) + squares
@@ -125,18 +125,18 @@ def levels(labels: Any, values: Any, weight: Any, R: int) -> Any:
     return sums[..., 0] / xp.where(weights > 0, weights, xp.ones_like(weights))
 
 
-def radii(labels: Any, items: Summaries, reach: Any, summaries: Summaries) -> Any:
+def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) -> Any:
     """Return how far members may be from the means of summaries, (b, R), in float64 and rounded upwards.
 
-    Members of an item are within `reach` (b, n) of its mean, and in the summary of its label (b, n), or in none if it
-    is -1. 0 for a summary without members.
+    Members of an item are within its radius (b, n) of its mean, and in the summary of its label (b, n), or in none if
+    that is -1. 0 for a summary without members.
     """
-    xp = array_namespace(reach)
+    xp = array_namespace(item_radii)
     means, centers = (xp.astype(x.keys, xp.float64) / _positive(xp, x.weight)[..., None] for x in (items, summaries))
     up = 1 + (means.shape[-1] + 8) * 2.0**-52
     found = []
     for c in range(centers.shape[1]):
-        far = up * (reach + lengths(means - centers[:, c, None, :]))
+        far = up * (item_radii + lengths(means - centers[:, c, None, :]))
         found.append(xp.max(xp.where(labels == c, far, xp.zeros_like(far)), axis=1))
     return xp.stack(found, axis=1)
 
@@ -163,9 +163,9 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     xp = array_namespace(items.keys)
     factor = xp.exp(log_weight)
     # w' = a w gives Σ w' log w' = a (Σ w log w + log a Σ w)
-    beside = xp.stack([items.weight, items.offset + log_weight * items.weight], axis=-1)
+    scalars = xp.stack([items.weight, items.offset + log_weight * items.weight], axis=-1)
     width, depth = items.keys.shape[-1], items.values.shape[-1]
-    sums, _ = _sums(xp, labels, factor, xp.concat([items.keys, items.values, beside], axis=-1), R)
+    sums, _ = _sums(xp, labels, factor, xp.concat([items.keys, items.values, scalars], axis=-1), R)
     counts, _ = _sums(xp, labels, xp.ones_like(factor), items.count[..., None], R)
     return Summaries(
         weight=sums[..., width + depth],
@@ -201,10 +201,9 @@ def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: in
     b, g, _, d = x.q.shape
     device = array_api_compat.device(x.q)
     q = xp.reshape(x.q[:, :, low:high, :], (b, g * (high - low), d))
-    turned = xp.matrix_transpose
     exact, values, flags = [], [], []
     if x.kept_keys.shape[1]:
-        exact.append(xp.matmul(q, turned(x.kept_keys)))
+        exact.append(xp.matmul(q, xp.matrix_transpose(x.kept_keys)))
         values.append(x.kept_values)
         there = xp.ones_like(exact[0], dtype=xp.bool)
         if x.kept_count is not None:
@@ -214,7 +213,7 @@ def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: in
     edges = (xp.asarray(bound, device=device)[low:high, None] for bound in (x.first, x.last))
     within = _for_all(xp, (next(edges) <= place) & (place < next(edges)), g)[None, :, :]
     keys, near_values = x.keys[:, begin:end, :], x.values[:, begin:end, :]
-    near = xp.matmul(q, turned(keys))
+    near = xp.matmul(q, xp.matrix_transpose(keys))
     role = xp.full(near.shape[::2], -1, device=device) if x.role is None else x.role[:, begin:end]
     exact.append(near)
     values.append(near_values)
@@ -223,31 +222,21 @@ def _block(xp: Any, x: PrunedArguments, low: int, high: int, begin: int, end: in
         weights = _weights(xp, xp.concat(exact, axis=-1), xp.concat(flags, axis=-1), None, x.power)
         Y, rest = xp.matmul(weights, xp.concat(values, axis=1)), xp.zeros_like(q[..., 0])
     else:
-        held = Summaries(*(xp.astype(array, q.dtype, copy=False) for array in vars(x.summaries).values()))
-        Y, rest = _with_summaries(xp, x, held, q, exact, values, flags, within, role, begin, end)
+        held = mapped(x.summaries, lambda array: xp.astype(array, q.dtype, copy=False))
+        log_w = xp.zeros_like(near[:, 0, :]) if x.log_weight is None else x.log_weight[:, begin:end]
+        Y, rest = _with_summaries(held, q, exact, values, flags, within, role, log_w, x.power)
     return xp.reshape(Y, (b, g, high - low, Y.shape[-1])), xp.reshape(rest, (b, g, high - low))
 
 
 def _with_summaries(
-    xp: Any,
-    x: PrunedArguments,
-    held: Summaries,
-    q: Any,
-    exact: Any,
-    values: Any,
-    flags: Any,
-    within: Any,
-    role: Any,
-    begin: int,
-    end: int,
+    held: Summaries, q: Any, exact: Any, values: Any, flags: Any, within: Any, role: Any, log_w: Any, power: Any
 ) -> tuple[Any, Any]:
     """Return outputs and the share of the summaries, from which the keys near a query are taken out."""
-    near, dtype = exact[-1], q.dtype
+    xp, near, dtype = array_namespace(q), exact[-1], q.dtype
     weight, offset = held.weight[:, None, :], held.offset[:, None, :]
     inner = xp.matmul(q, xp.matrix_transpose(held.keys))
     names = xp.arange(held.weight.shape[1], device=array_api_compat.device(q))
     member = xp.astype(role[..., None] == names, dtype)
-    log_w = xp.zeros_like(member[..., 0]) if x.log_weight is None else x.log_weight[:, begin:end]
     out = xp.astype(within, dtype) * xp.exp(log_w)[:, None, :]  # what each row takes out, once it has a label
     weight = weight - xp.matmul(out, member)
     inner = inner - offset - xp.matmul(out * (near - log_w[:, None, :]), member)
@@ -257,11 +246,11 @@ def _with_summaries(
     mean = inner / divisor
     here = xp.concat([*flags, left & xp.ones_like(mean, dtype=xp.bool)], axis=-1)
     copies = None
-    if x.power is None:
+    if power is None:
         mean = mean + xp.log(divisor)
     else:
         copies = xp.concat([*(xp.ones_like(part) for part in exact), divisor + xp.zeros_like(mean)], axis=-1)
-    weights = _weights(xp, xp.concat([*exact, mean], axis=-1), here, copies, x.power)
+    weights = _weights(xp, xp.concat([*exact, mean], axis=-1), here, copies, power)
     split = weights.shape[-1] - mean.shape[-1]
     share = weights[..., split:]
     coefficient = share / divisor

@@ -9,10 +9,10 @@ from typing import Any
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries
 from levattn._kernels.pruned.definition import lengths
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.choice import TILT, means_of
 
-__all__ = ["PrunedCertificate", "bounded", "detached", "longest_of"]
+__all__ = ["PrunedCertificate", "bounded", "longest_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +55,11 @@ class PrunedCertificate:
     slots: Any
 
 
-def bounded(x: PrunedArguments, radius: Any, rest: Any, reach: Any) -> tuple[Any, Any, Any]:
+def bounded(x: PrunedArguments, radius: Any, rest: Any, value_radius: Any) -> tuple[Any, Any, Any]:
     """Return lower and upper bounds of the captured mass and a bound of the error of outputs, each (b, g, m).
 
     radius: (b, R), how far members are from the means of the summaries of x. rest: the share of these in the mixture.
-    reach: (b,), the radius of a ball that holds the values, and zero where an output may be of nothing.
+    value_radius: (b,), the radius of a ball that holds the values, and zero where an output may be of nothing.
     """
     xp = namespace_of(x.q)
     if x.summaries is None:
@@ -70,11 +70,11 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, reach: Any) -> tuple[Any
     means, _ = means_of(held)
     norms, radius = lengths(x.q)[..., None], xp.astype(radius, means.dtype, copy=False)
 
-    def beside(array: Any, column: Any) -> Any:
+    def widened(array: Any, column: Any) -> Any:
         return xp.concat([array, column], axis=-1)
 
     def largest(sign: float) -> Summaries:
-        top = beside(means, sign * radius[..., None]) * held.count[..., None]
+        top = widened(means, sign * radius[..., None]) * held.count[..., None]
         return Summaries(held.count, top, held.values, xp.zeros_like(held.offset), held.count)
 
     most = largest(1.0)
@@ -86,9 +86,9 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, reach: Any) -> tuple[Any
         role = xp.where(role >= 0, xp.full_like(role, -1), role)
     upper = replace(
         x,
-        q=beside(x.q, norms),
-        kept_keys=beside(x.kept_keys, xp.zeros_like(x.kept_keys[..., :1])),
-        keys=beside(x.keys, xp.zeros_like(x.keys[..., :1])),
+        q=widened(x.q, norms),
+        kept_keys=widened(x.kept_keys, xp.zeros_like(x.kept_keys[..., :1])),
+        keys=widened(x.keys, xp.zeros_like(x.keys[..., :1])),
         summaries=most,
         role=role,
     )
@@ -105,21 +105,10 @@ def bounded(x: PrunedArguments, radius: Any, rest: Any, reach: Any) -> tuple[Any
     least_rest = xp.clip(xp.where(known, least_rest, xp.zeros_like(rest)), 0.0, 1.0)
     # With shares ρ of the keys that are left out, whose mean value is r, and ρ' ≤ ρ of their summaries, r', outputs
     # differ by (ρ − ρ')(e − r) + ρ'(r − r'), where e is the mean of the others: by at most ρ diameters.
-    error = most_rest * 2 * reach[:, None, None]
+    error = most_rest * 2 * value_radius[:, None, None]
     least = xp.asarray(xp.finfo(error.dtype).smallest_normal, dtype=error.dtype, device=device_of(error))
-    error = xp.where((reach > 0)[:, None, None], xp.maximum(error, least), error)  # a product that underflows
+    error = xp.where((value_radius > 0)[:, None, None], xp.maximum(error, least), error)  # a product that underflows
     return 1 - most_rest, 1 - least_rest, xp.where(known & ~xp.isnan(error), error, xp.full_like(error, math.inf))
-
-
-def detached(x: PrunedArguments) -> PrunedArguments:
-    """Return a mixture without gradients."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Summaries):
-            return Summaries(**{name: plain(array) for name, array in vars(value).items()})
-        return value if value is None or isinstance(value, list | float) else without_gradient(value)
-
-    return PrunedArguments(**{name: plain(value) for name, value in vars(x).items()})
 
 
 def longest_of(*stacks: Any) -> Any:

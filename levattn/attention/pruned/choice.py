@@ -10,7 +10,7 @@ import numpy as np
 
 from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import Summaries
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 
 __all__ = [
@@ -19,15 +19,17 @@ __all__ = [
     "Sums",
     "balanced",
     "chosen",
-    "flips",
     "grouped",
+    "in_range",
+    "items_of",
     "means_of",
     "measured",
+    "one_sided",
     "rows_at",
     "scored",
 ]
 
-ITERATIONS = 2  # of Lloyd's algorithm; more change little
+_ITERATIONS = 2  # of Lloyd's algorithm; more change little
 TILT = 3.0  # a member's weight is within exp(±this) of its cluster's: what is taken out must not cancel
 _SAME = 2.0**-16  # of a key's squared length: a squared distance that counts as nothing
 _JITTER = 1e-6  # of the mean squared length of a direction: queries may not span the space
@@ -45,7 +47,7 @@ class Sums:
     @classmethod
     def of(cls, X: Any) -> Sums:
         """Return the sums over the rows of X (b, n, d)."""
-        total, second = kernels_for("pruned", X).moments(X)
+        total, second = kernels_for("pruned", X).row_moments(X)
         return cls(total, second, X.shape[1])
 
     def plus(self, other: Sums) -> Sums:
@@ -71,18 +73,23 @@ class Measure:
         their mean for a softmax, which sees no constant; about zero for powers.
     query: (b, d), the mean query; for powers zero.
     origin: (b, d), the mean key for a softmax, which sees no constant either; for powers zero.
-    power: None for a softmax.
     """
 
     root: Any
     query: Any
     origin: Any
-    power: float | None
 
     def places(self, K: Any) -> tuple[Any, Any]:
         """Return the places of keys (b, n, d), between which distances are taken, and ⟨mean query, k⟩ (b, n)."""
-        X, along = kernels_for("pruned", K).places(K, self.origin, self.root, self.query)
-        return X, along
+        found: tuple[Any, Any] = kernels_for("pruned", K).places(K, self.origin, self.root, self.query)
+        return found
+
+    def places_of(self, held: Summaries) -> tuple[Any, Any]:
+        """Return the same for summaries: where their means are, and what each unit of their weight stands for."""
+        xp, dtype = namespace_of(held.keys), self.root.dtype
+        means, weight = means_of(held)
+        X, along = self.places(xp.astype(without_gradient(means), dtype))
+        return X, along - xp.astype(held.offset / weight, dtype)
 
 
 def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Measure:
@@ -104,19 +111,50 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
         xp.astype(xp.linalg.cholesky(moment), dtype),
         xp.astype(zero if power is not None else queries.mean, dtype),
         xp.astype(zero if power is not None else keys.mean, dtype),
-        power,
     )
 
 
-def flips(K: Any, second: Any) -> Any:
-    """Return ±1 for each key, (b, n, 1), by which they are on one side of the origin as far as they can be.
+def one_sided(K: Any, second: Any) -> Any:
+    """Return keys (b, n, d) times ±1, by which they are on one side of the origin as far as they can be.
 
     Even functions of a product do not see the sign, but means of keys do. second: (b, d, d), of all keys.
     """
     xp = namespace_of(K)
     _, directions = xp.linalg.eigh(second)
-    along = xp.matmul(K, xp.astype(directions[..., -1:], K.dtype))
-    return xp.where(along < 0, xp.full_like(along, -1.0), xp.ones_like(along))
+    along = xp.matmul(without_gradient(K), xp.astype(directions[..., -1:], K.dtype))
+    return K * xp.where(along < 0, xp.full_like(along, -1.0), xp.ones_like(along))
+
+
+def in_range(q: Any, keys: Any, before: Any = None) -> Any:
+    """Return queries (b, g, m, d) with the same weights of a power, whose products with keys (b, n, d) are in range.
+
+    These stay as they are if a query is multiplied by a number. With `before`, earlier keys, query i
+    reads these and the first i + 1 keys, and nothing else changes what it is multiplied by.
+    """
+    if not (q.shape[-1] and q.shape[-2] and keys.shape[1]):
+        return q
+    xp = namespace_of(q)
+    tiny = xp.finfo(q.dtype).smallest_normal
+    half = -math.log2(tiny) / 2
+
+    def exponents(X: Any) -> Any:
+        return xp.log2(xp.maximum(xp.abs(without_gradient(X)), xp.full_like(X, tiny)))
+
+    columns = exponents(keys)
+    if before is None:
+        columns = xp.max(columns, axis=1, keepdims=True)
+    else:
+        if before.shape[1]:
+            columns = xp.maximum(columns, xp.max(exponents(before), axis=1, keepdims=True))
+        step = 1
+        while step < columns.shape[1]:  # the largest of the first i + 1, in doubling steps
+            later = xp.maximum(columns[:, step:, :], columns[:, :-step, :])
+            columns = xp.concat([columns[:, :step, :], later], axis=1)
+            step *= 2
+    largest = xp.max(exponents(q) + columns[:, None, :, :], axis=-1, keepdims=True)
+    far = (xp.abs(largest) > half) & xp.isfinite(largest)
+    steps = xp.clip(xp.where(far, -xp.floor(largest), xp.zeros_like(largest)), -2 * half, 2 * half)
+    return q * 2.0**steps
 
 
 def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | None) -> tuple[Any, Any]:
@@ -141,7 +179,7 @@ def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | No
         return expected, None
     labels, distance = None, squares
     if R:
-        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, ITERATIONS)
+        labels, distance = kernels_for("pruned", X).cluster(X, weight, R, _ITERATIONS)
     # what is left of a distance below this is rounding, and must not say which keys are chosen
     return xp.log(xp.maximum(distance, xp.maximum(_SAME * squares, tiny))) + expected, labels
 
@@ -184,18 +222,21 @@ def grouped(
     xp = namespace_of(X)
     kernels = kernels_for("pruned", X)
     if labels is None:
-        labels, _ = kernels.cluster(X, weight, R, ITERATIONS)
+        labels, _ = kernels.cluster(X, weight, R, _ITERATIONS)
     here = weight > 0
     labels = xp.where(here, labels, xp.full_like(labels, -1))
     if power is None:
         level = kernels.levels(labels, along, weight, R)
-        tilt = along - xp.where(
-            here, rows_at(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0], along
-        )
-        tilt = xp.clip(tilt, -TILT, TILT)
+        own = rows_at(level[..., None], xp.where(here, labels, xp.zeros_like(labels)))[..., 0]
+        tilt = xp.clip(along - xp.where(here, own, along), -TILT, TILT)
     else:
         tilt = xp.zeros_like(along)
     return labels, tilt, kernels.merged(labels, xp.astype(tilt, items.weight.dtype), items, R)
+
+
+def items_of(ones: Any, keys: Any, values: Any) -> Summaries:
+    """Return rows as items to be grouped, each of weight and count 1; ones: (b, n)."""
+    return Summaries(ones, keys, values, namespace_of(ones).zeros_like(ones), ones)
 
 
 def balanced(summaries: Summaries) -> Summaries:

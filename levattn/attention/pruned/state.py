@@ -1,4 +1,4 @@
-"""Causal pruned attention, chunk by chunk, in a state of bounded size."""
+"""What causal pruned attention holds of the positions so far."""
 
 from __future__ import annotations
 
@@ -7,47 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from levattn._kernels import kernels_for
-from levattn._kernels.pruned.contract import PrunedArguments, Summaries
-from levattn.attention.common.space import device_of, namespace_of, without_gradient
-from levattn.attention.pruned.certificate import longest_of
-from levattn.attention.pruned.choice import (
-    Measure,
-    Sums,
-    balanced,
-    chosen,
-    flips,
-    grouped,
-    means_of,
-    measured,
-    rows_at,
-    scored,
-)
+from levattn._kernels.pruned.contract import Summaries, mapped
+from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.pruned.choice import Sums
+from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.slots import Slots
-from levattn.sensitivity.leverage import TIE
 
-__all__ = [
-    "PrunedPart",
-    "PrunedState",
-    "SelectionRule",
-    "arrays_of",
-    "converted",
-    "empty_part",
-    "in_range",
-    "picked",
-    "stepped",
-]
-
-
-@dataclass(frozen=True)
-class SelectionRule:
-    """How keys are chosen: what does not change while a sequence is read."""
-
-    slots: Slots
-    kind: str  # "residual", "expected", "leverage" or "given"
-    epsilon: float | None
-    center: bool
-    power: float | None
+__all__ = ["PrunedPart", "PrunedState", "arrays_of", "continued_rule", "converted", "empty_part", "picked"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,17 +87,32 @@ class PrunedState:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays held."""
-        return sum(_size(value) for part in self.parts for value in vars(part).values())
+        return sum(_bytes(array) for part in self.parts for array in (part.rows, *arrays_of(part)))
 
 
-def _size(value: Any) -> int:
-    if isinstance(value, Summaries | Sums):
-        return sum(_size(part) for part in vars(value).values())
-    if not hasattr(value, "shape"):
-        return 0
-    xp = namespace_of(value)
-    info = xp.finfo if xp.isdtype(value.dtype, "real floating") else xp.iinfo
-    return int(math.prod(value.shape) * info(value.dtype).bits // 8)
+def _bytes(array: Any) -> int:
+    xp = namespace_of(array)
+    info = xp.finfo if xp.isdtype(array.dtype, "real floating") else xp.iinfo
+    return int(math.prod(array.shape) * info(array.dtype).bits // 8)
+
+
+def continued_rule(state: Any, options: dict[str, Any], kind: str, power: float | None) -> SelectionRule:
+    """Return the rule of a state, or raise if a call that goes on from it asks for another."""
+    if not isinstance(state, PrunedState):
+        raise TypeError(f"state is of type {type(state).__name__}; expected a PrunedState, from return_state=True")
+    rule = state.rule
+    again = [name for name, value in options.items() if value is not None]
+    if again:
+        raise ValueError(
+            f"state and {', '.join(again)} were given; expected the state alone, which holds these options"
+        )
+    if rule.power != power:
+        raise ValueError(f"f is not that of the state (power {rule.power}); expected the same function")
+    if (rule.kind == "given") != (kind == "given"):
+        raise ValueError("scores are given in only one of this call and the one that the state is from; expected both")
+    if kind not in ("residual", rule.kind):
+        raise ValueError(f"scores is {kind!r}, and the state has {rule.kind!r}; expected no other with it")
+    return rule
 
 
 def empty_part(rows: Any, K: Any, V: Any, scores: Any) -> PrunedPart:
@@ -156,15 +137,8 @@ def picked(part: PrunedPart, which: Any) -> PrunedPart:
 
 def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
     """Return a part whose arrays, but for `rows`, are what a function makes of them."""
-
-    def found(value: Any) -> Any:
-        if value is None or isinstance(value, int):
-            return value
-        if isinstance(value, Sums | Summaries):
-            return replace(value, **{name: found(array) for name, array in vars(value).items()})
-        return convert(value)
-
-    return replace(part, **{name: found(value) for name, value in vars(part).items() if name != "rows"})
+    found: PrunedPart = mapped(replace(part, rows=None), convert)
+    return replace(found, rows=part.rows)
 
 
 def arrays_of(part: PrunedPart) -> list[Any]:
@@ -172,217 +146,3 @@ def arrays_of(part: PrunedPart) -> list[Any]:
     found: list[Any] = []
     converted(part, found.append)
     return found
-
-
-def stepped(
-    rule: SelectionRule, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, watch: Any = None
-) -> tuple[Any, PrunedPart]:
-    """Return the output (b, g, T, D) for the next T positions, and the part after them.
-
-    q: (b, g, T, d), times the scale. scores: (b, T), where they are given. watch: called with each mixture and part.
-    """
-    xp = namespace_of(q)
-    T, C = K.shape[1], rule.slots.chunk
-    outputs, low = [], 0
-    while low < T:
-        high = min(T, low + C - part.positions % C)
-        cut = slice(low, high)
-        Y, part = _within_chunk(
-            xp,
-            rule,
-            part,
-            q[:, :, cut, :],
-            K[:, cut, :],
-            V[:, cut, :],
-            None if scores is None else scores[:, cut],
-            watch,
-        )
-        outputs.append(Y)
-        low = high
-    if not outputs:
-        return xp.zeros((*q.shape[:3], V.shape[-1]), dtype=q.dtype, device=device_of(q)), part
-    return (outputs[0] if len(outputs) == 1 else xp.concat(outputs, axis=2)), part
-
-
-def in_range(q: Any, keys: Any, before: Any = None) -> Any:
-    """Return queries (b, g, m, d) with the same weights of a power, whose products with keys (b, n, d) are in range.
-
-    These stay as they are if a query is multiplied by a number. With `before`, earlier keys, query i
-    reads these and the first i + 1 keys, and nothing else changes what it is multiplied by.
-    """
-    if not (q.shape[-1] and q.shape[-2] and keys.shape[1]):
-        return q
-    xp = namespace_of(q)
-    tiny = xp.finfo(q.dtype).smallest_normal
-    half = -math.log2(tiny) / 2
-
-    def exponents(X: Any) -> Any:
-        return xp.log2(xp.maximum(xp.abs(without_gradient(X)), xp.full_like(X, tiny)))
-
-    columns = exponents(keys)
-    if before is None:
-        columns = xp.max(columns, axis=1, keepdims=True)
-    else:
-        if before.shape[1]:
-            columns = xp.maximum(columns, xp.max(exponents(before), axis=1, keepdims=True))
-        step = 1
-        while step < columns.shape[1]:  # the largest of the first i + 1, in doubling steps
-            later = xp.maximum(columns[:, step:, :], columns[:, :-step, :])
-            columns = xp.concat([columns[:, :step, :], later], axis=1)
-            step *= 2
-    largest = xp.max(exponents(q) + columns[:, None, :, :], axis=-1, keepdims=True)
-    far = (xp.abs(largest) > half) & xp.isfinite(largest)
-    steps = xp.clip(xp.where(far, -xp.floor(largest), xp.zeros_like(largest)), -2 * half, 2 * half)
-    return q * 2.0**steps
-
-
-def _held(part: PrunedPart) -> Any:
-    """Return the keys of a part, those of its summaries as means."""
-    stacks = [part.kept, part.recent]
-    if part.summaries is not None:
-        stacks.append(means_of(part.summaries)[0])
-    xp = namespace_of(part.recent)
-    return xp.concat([xp.astype(X, part.recent.dtype) for X in stacks], axis=1)
-
-
-def _within_chunk(
-    xp: Any, rule: SelectionRule, part: PrunedPart, q: Any, K: Any, V: Any, scores: Any, watch: Any
-) -> tuple[Any, PrunedPart]:
-    """Return the output for positions of one chunk, and the part after them."""
-    b, g, T, d = q.shape
-    held = part.recent.shape[1]
-    keys, values = xp.concat([part.recent, K], axis=1), xp.concat([part.recent_values, V], axis=1)
-    x = PrunedArguments(
-        q=q if rule.power is None else in_range(q, K, _held(part)),
-        kept_keys=part.kept,
-        kept_values=part.kept_values,
-        kept_count=part.kept_count,
-        summaries=part.summaries,
-        keys=keys,
-        values=values,
-        first=[0] * T,
-        last=[held + i + 1 for i in range(T)],
-        role=None,
-        log_weight=None,
-        power=rule.power,
-    )
-    Y, rest = kernels_for("pruned", q).mixture(x)
-    largest = xp.maximum(part.largest, longest_of(without_gradient(V)))
-    if watch is not None:
-        watch(x, replace(part, largest=largest), rest)
-    queries = xp.reshape(without_gradient(q), (b, g * T, d))
-    part = replace(
-        part,
-        recent=keys,
-        recent_values=values,
-        recent_scores=None if scores is None else xp.concat([part.recent_scores, scores], axis=1),
-        keys=part.keys.plus(Sums.of(without_gradient(K))),
-        queries=part.queries.plus(Sums.of(queries)),
-        largest=largest,
-        positions=part.positions + T,
-    )
-    return Y, (part if part.positions % rule.slots.chunk else _renewed(xp, rule, part))
-
-
-def _renewed(xp: Any, rule: SelectionRule, part: PrunedPart) -> PrunedPart:
-    """Return the part after a selection among the keys that were kept and those that are no longer recent."""
-    leaving = part.recent.shape[1] - rule.slots.window
-    if leaving <= 0:
-        return part
-    device, b = device_of(part.recent), part.recent.shape[0]
-    keys = xp.concat([part.kept, part.recent[:, :leaving, :]], axis=1)
-    values = xp.concat([part.kept_values, part.recent_values[:, :leaving, :]], axis=1)
-    oldest = part.positions - part.recent.shape[1]
-    fresh = xp.broadcast_to(xp.arange(oldest, oldest + leaving, dtype=xp.int64, device=device), (b, leaving))
-    places = xp.concat([part.kept_places, fresh], axis=1)
-    there = xp.ones(places.shape, dtype=xp.bool, device=device)
-    if part.kept_count is not None:
-        row = xp.arange(places.shape[1], device=device)
-        there = (row < part.kept_count[:, None]) | (row >= part.kept.shape[1])
-    given = None
-    if part.kept_scores is not None:
-        given = xp.concat([part.kept_scores, part.recent_scores[:, :leaving]], axis=1)
-
-    if rule.power is not None:
-        keys = keys * flips(without_gradient(keys), part.keys.second)
-    measure = measured(part.queries, part.keys, rule.power, keys.dtype)
-    X, along = measure.places(without_gradient(keys))
-    weight = xp.astype(there, keys.dtype)
-    held = part.summaries
-    if held is not None:
-        if rule.power is not None:
-            held = replace(held, keys=held.keys * flips(without_gradient(held.keys), part.keys.second))
-        X_held, along_held = _places_of(measure, held)
-        X, along = xp.concat([X_held, X], axis=1), xp.concat([along_held, along], axis=1)
-        weight = xp.concat([xp.astype(held.count, keys.dtype), weight], axis=1)
-    R, n, clusters = rule.slots.summaries, keys.shape[1], None
-    if given is not None:
-        scores = given
-    elif rule.kind == "leverage":
-        scores = _prefix_leverage(xp, part.keys, without_gradient(keys), rule.center)
-    else:
-        scores, clusters = scored(rule.kind, X, along, weight, R, rule.power)
-        scores = scores[:, X.shape[1] - n :]
-    scores = xp.where(there, scores, xp.full_like(scores, -math.inf))
-    epsilon = rule.epsilon
-    if epsilon is not None and rule.kind == "leverage":  # scores that tie with it are in
-        epsilon *= 1 - TIE - 8 * float(xp.finfo(scores.dtype).eps)
-    order, count, flags = chosen(scores, rule.slots.selected, epsilon, there & (places < rule.slots.sinks))
-
-    summaries, radius = held, part.radius
-    if R:
-        ones = xp.ones(scores.shape, dtype=xp.float64, device=device)
-        items = Summaries(ones, keys, values, xp.zeros_like(ones), ones)
-        reach = xp.zeros_like(ones)
-        left = xp.astype(there & ~flags, keys.dtype)
-        if held is None:
-            items = Summaries(*(xp.astype(array, xp.float64, copy=False) for array in vars(items).values()))
-        else:  # which are in float64
-            items = Summaries(*(xp.concat([vars(held)[name], array], axis=1) for name, array in vars(items).items()))
-            reach = xp.concat([part.radius, reach], axis=1)
-            left = xp.concat([weight[:, : reach.shape[1] - n], left], axis=1)
-        labels, _, summaries = grouped(X, along, items, left, R, rule.power, clusters)
-        summaries = summaries if rule.power is not None else balanced(summaries)  # of powers all weights are 1
-        radius = kernels_for("pruned", reach).radii(labels, _still(items), reach, _still(summaries))
-    return replace(
-        part,
-        kept=rows_at(keys, order),
-        kept_values=rows_at(values, order),
-        kept_scores=None if given is None else rows_at(given, order),
-        kept_places=rows_at(places, order),
-        kept_count=count,
-        summaries=summaries,
-        radius=radius,
-        recent=part.recent[:, leaving:, :],
-        recent_values=part.recent_values[:, leaving:, :],
-        recent_scores=None if given is None else part.recent_scores[:, leaving:],
-    )
-
-
-def _still(held: Summaries) -> Summaries:
-    """Return summaries whose means have no gradients."""
-    return replace(held, keys=without_gradient(held.keys), weight=without_gradient(held.weight))
-
-
-def _places_of(measure: Measure, held: Summaries) -> tuple[Any, Any]:
-    """Return the same for summaries: where their means are, and what each unit of their weight stands for."""
-    xp, dtype = namespace_of(held.keys), measure.root.dtype
-    means, weight = means_of(held)
-    X, along = measure.places(xp.astype(without_gradient(means), dtype))
-    return X, along - xp.astype(held.offset / weight, dtype)
-
-
-def _prefix_leverage(xp: Any, keys: Sums, K: Any, center: bool) -> Any:
-    """Return the leverage scores (b, n) of rows among all keys so far; rows outside their span count as 1."""
-    moment = keys.moment(center)
-    values, directions = xp.linalg.eigh(moment)
-    top = values[:, -1:]
-    sound = values > top * moment.shape[-1] * 2.0**-50
-    wide = xp.astype(K, xp.float64)
-    centered = wide - keys.mean[:, None, :] if center else wide
-    along = xp.matmul(centered, directions) ** 2
-    inverse = xp.where(sound, 1 / xp.where(sound, values, xp.ones_like(values)), xp.zeros_like(values))
-    scores = xp.sum(along * inverse[:, None, :], axis=-1) / keys.count
-    outside = xp.sum(xp.where(sound[:, None, :], xp.zeros_like(along), along), axis=-1)
-    beyond = outside > 2.0**-40 * xp.sum(centered * centered, axis=-1)
-    return xp.astype(xp.where(beyond, xp.ones_like(scores), xp.clip(scores, 0.0, 1.0)), K.dtype)

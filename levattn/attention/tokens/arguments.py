@@ -12,7 +12,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import is_torch, to_numpy
+from levattn._core.arrays import is_torch, to_device, to_numpy
 from levattn._core.checks import positive_number
 from levattn._kernels import TokenArguments
 from levattn.attention.common.arguments import (
@@ -213,6 +213,8 @@ def _leverage(W: Any, mask: Any, bounds: Any, mean: bool, state: Any) -> Any:
     ends = [0, W.shape[2]] if bounds is None else np.asarray(bounds).tolist()
     parts = []
     for low, high in pairwise(ends):
+        if low == high:
+            continue
         there = None if mask is None else mask[:, None, low:high]
         part = W[:, :, low:high, :]
         if state is not None:
@@ -242,4 +244,5 @@ def _scores_in(norms: Moments, W: Any, mask: Any) -> Any:
     """Return ``w G⁺ w`` of tokens (b, h, T, d) by a full second moment of them and others."""
     matrices, rows = readable(without_gradient(W), mask)
     scores = norms.factor().on(rows).scores(numerical=True)[0]
-    return matrices.give_back(reshaped(scores, tuple(W.shape[:3])))
+    found = matrices.give_back(reshaped(scores, tuple(W.shape[:3])))
+    return to_device(found, W) if isinstance(found, np.ndarray) else found

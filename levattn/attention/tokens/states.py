@@ -16,7 +16,7 @@ from levattn.attention.tokens.arguments import TokenCall
 from levattn.states import Moments, TokenState
 from levattn.states.common import same_decay
 
-__all__ = ["entered", "state_after"]
+__all__ = ["entered", "token_state_after"]
 
 
 def _axes(call: TokenCall) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ def _sums_of(call: TokenCall, needs_tokens: bool) -> TokenSums:
     return found[0], found[1], found[2], found[3]
 
 
-def state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
+def token_state_after(call: TokenCall, sums: TokenSums | None) -> TokenState:
     """Return sums (b, h, n, ...) of the kernels as a state."""
     if sums is None:
         raise AssertionError("a kernel was asked for its sums and gave none")

@@ -8,7 +8,7 @@ from levattn._kernels import kernels_for
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.packed import untraced
 from levattn.attention.tokens.arguments import Membership, checked_call
-from levattn.attention.tokens.states import entered, state_after
+from levattn.attention.tokens.states import entered, token_state_after
 from levattn.states import TokenState
 
 __all__ = ["memberships", "tssa"]
@@ -75,7 +75,7 @@ def tssa(
     temperature : float or array of float, shape (..., h)
         The temperatures θ. Leading axes of all arrays broadcast as in numpy.
     membership : str or array of float, shape (..., h, T)
-        What the memberships are made of.
+        One of the names above, or ℓ.
     normalize : {"sum", "mean"}
         Whether leverage scores are multiplied by the number of tokens seen; for these only.
     bias : array of float, shape (..., h, T), optional
@@ -83,8 +83,7 @@ def tssa(
     causal : bool
         True if token t sees the tokens up to itself, False if it sees all of its sequence.
     decay : float or array of float, shape (h,)
-        What a token counts for in all sums after the next has come, in (0, 1]; 1 for as much. Causal only; it has no
-        gradient.
+        What a token counts for in all sums after the next has come, in (0, 1]. Causal only; it has no gradient.
     c, step : float
         The constants c and τ′, above 0.
     mask : array of bool, shape (..., T), optional
@@ -176,27 +175,9 @@ def memberships(
     Parameters
     ----------
     W : array of float, shape (..., h, T, d)
-        Tokens, projected to the heads; this and what follows is as in `tssa`.
-    temperature : float or array of float, shape (..., h)
-        The temperatures θ.
-    membership : {"diag_leverage", "norm", "leverage", "uniform"} or array of float, shape (..., h, T)
-        What the memberships are made of.
-    normalize : {"sum", "mean"}
-        Whether leverage scores are multiplied by the number of tokens seen.
-    bias : array of float, shape (..., h, T), optional
-        The positional bias b.
-    causal : bool
-        True if a token sees itself and those before, False if it sees all.
-    decay : float or array of float, shape (h,)
-        What a token counts for after the next has come, in (0, 1].
-    mask : array of bool, shape (..., T), optional
-        True for a token that takes part.
-    offsets : array of int, shape (n + 1,), optional
-        Where packed sequences begin, ending with T.
-    lengths : array of int, shape (n,), optional
-        The same by the number of tokens of each sequence.
-    state : TokenState, optional
-        What tokens see besides; here its `norms` are enough.
+        Tokens, projected to the heads.
+    temperature, membership, normalize, bias, causal, decay, mask, offsets, lengths, state : as in `tssa`
+        What the memberships are made of, and what tokens see. Of a state the `norms` are enough.
 
     Returns
     -------
@@ -247,4 +228,4 @@ def _answer(
     call = entered(checked_call(W, temperature, *form, mask, offsets, lengths, state, c=c, step=step))
     Y, sums = kernels_for("tokens", call.x.W).forward(call.x, state=return_state)
     Y = call.given.give_back(Y)
-    return (Y, state_after(call, sums)) if return_state else Y
+    return (Y, token_state_after(call, sums)) if return_state else Y

@@ -1,0 +1,271 @@
+"""The mixtures of pruned attention, compiled.
+
+A row of logits has the kept keys first, then the summaries, then the near keys, each part in whole panels. `bias` is
+added to it: what says that a place is empty (−inf), and the logarithm of what a summary stands for.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels.jit import VECTOR_BYTES, helper, jit
+from levattn._kernels.llvm import address, as_pointer, larger, smaller
+from levattn._kernels.pruned.panels import (
+    TILE_ROWS,
+    multiply_panels,
+    pack_column,
+    pack_row,
+    row_at_view,
+    row_pointer,
+    whole_tiles,
+)
+from levattn._kernels.pruned.simd import exponentials, raised
+from levattn._kernels.scratch import clear, empty, filled, zeros
+
+__all__ = ["mixture_tasks", "pack_slots"]
+
+
+@jit
+def pack_slots(
+    keys,
+    values,
+    count,
+    weight,
+    means,
+    mean_values,
+    offset,
+    members,
+    power,
+    key_panels,
+    value_panels,
+    bias,
+    first,
+    last,
+):
+    """Write kept keys (b, s, d) and values, and summaries as means, to panels; `count` (b,) of the keys are there."""
+    s, R, width = keys.shape[1], weight.shape[1], key_panels.shape[3]
+    begin = (s + width - 1) // width * width
+    D = values.shape[2]
+    nothing, one = 0.0 if power else -np.inf, keys.dtype.type(1)
+    many_keys, many_values, places = key_panels[0].size, value_panels[0].size, bias.shape[1]
+    for item in range(first, last):
+        clear(key_panels, item * many_keys, many_keys)
+        clear(value_panels, item * many_values, many_values)
+        for j in range(places):
+            bias[item, j] = nothing
+        for j in range(smaller(count[item], s)):
+            row = item * s + j
+            pack_column(row_pointer(keys, row), one, key_panels[item], j)
+            pack_row(row_pointer(values, row), one, D, value_panels[item], j)
+            bias[item, j] = 0
+        for c in range(R):
+            if members[item, c] > 0.5:
+                row = item * R + c
+                inverse = means.dtype.type(1) / weight[item, c]
+                pack_column(row_pointer(means, row), inverse, key_panels[item], begin + c)
+                pack_row(row_pointer(mean_values, row), inverse, D, value_panels[item], begin + c)
+                shift = -offset[item, c] / weight[item, c]
+                bias[item, begin + c] = shift if power else np.log(weight[item, c]) + shift
+
+
+@helper
+def _take_out(row, bias, begin, near, low, high, role, weight, log_weight, sums, power, room):
+    """Take the near keys low to high out of the summaries in a row of logits; return how many these are.
+
+    sums: weight, offset and count of each summary. room: marks, which summaries, and their weights afterwards.
+    """
+    marks, which, after, gone = room
+    touched = 0
+    for j in range(low, high):
+        c = role[j]
+        if c >= 0:
+            if marks[c] < 0:
+                marks[c], which[touched] = touched, c
+                for i in range(3):
+                    gone[i, touched] = 0
+                touched += 1
+            t = marks[c]
+            gone[0, t] += weight[j]
+            gone[1, t] += weight[j] * (row[near + j] - log_weight[j])
+            gone[2, t] += 1
+    for t in range(touched):
+        c = which[t]
+        whole, place = sums[0, c], begin + c
+        left = whole - gone[0, t]
+        after[t] = 0
+        if sums[2, c] - gone[2, t] > 0.5 and left > 0:
+            after[t] = left
+            mean = (whole * row[place] - sums[1, c] - gone[1, t]) / left
+            row[place] = mean - bias[place] if power else mean + np.log(left) - bias[place]
+        else:
+            row[place] = 0.0 if power else -np.inf
+    return touched
+
+
+@helper
+def _put_right(row, begin, near, low, high, role, weight, sums, touched, room):
+    """Make weights of a row those of the values in memory: of whole summaries, less what near keys have in them."""
+    marks, which, after, gone = room
+    for t in range(touched):
+        c = which[t]
+        gone[0, t] = row[begin + c] / after[t] if after[t] > 0 else 0.0
+        row[begin + c] = gone[0, t] * sums[0, c]
+    for j in range(low, high):
+        c = role[j]
+        if c >= 0:
+            row[near + j] -= weight[j] * gone[0, marks[c]]
+    for t in range(touched):
+        marks[which[t]] = -1
+
+
+@helper
+def _powers(row, bias, begin, near, power, sums, touched, room):
+    """Replace logits of a row by powers relative to the largest; return the sum, and that of summaries alone."""
+    _, which, after, _ = room
+    top = 0.0
+    for j in range(len(row)):
+        row[j] = abs(row[j] + bias[j])
+        top = row[j] if row[j] > top else top
+    if top == 0:
+        top = 1.0
+    total, share = 0.0, 0.0
+    for j in range(len(row)):
+        x = row[j] / top
+        row[j] = x * x if power == 2 else x**power
+    for t in range(touched):  # the others stand for all of their members
+        row[begin + which[t]] *= after[t] / sums[0, which[t]]
+    for c in range(sums.shape[1]):
+        row[begin + c] *= sums[0, c]
+        share += row[begin + c]
+    for j in range(begin):
+        total += row[j]
+    for j in range(near, len(row)):
+        total += row[j]
+    return total + share, share
+
+
+@jit
+def mixture_tasks(
+    like,
+    views,
+    sizes,
+    power,
+    key_panels,
+    value_panels,
+    bias,
+    sums,
+    edges,
+    role,
+    log_weight,
+    Y,
+    rest,
+    first,
+    last,
+):
+    """Write outputs and the share of summaries of blocks of rows, one after the other for each item.
+
+    views: of queries, keys and values. sizes: rows of keys that are kept; positions and heads of a block; the most
+    near keys of a block. sums: (b, 3, R). edges: first and last of the near keys. role, log_weight: (b, n), or without
+    rows.
+    """
+    size = like.itemsize
+    lanes = VECTOR_BYTES // size
+    kept, tall, many, widest = sizes
+    _, heads, m, D = Y.shape
+    width, d, R = key_panels.shape[3], key_panels.shape[2], sums.shape[2]
+    begin = (kept + width - 1) // width * width
+    near = key_panels.shape[1] * width
+    deep = value_panels.shape[1] * width
+    full = near + (widest + width - 1) // width * width
+    rows_q = zeros(like, (TILE_ROWS, d))
+    L, out = empty(like, (TILE_ROWS, full)), empty(like, (TILE_ROWS, deep))
+    near_keys = empty(like, ((full - near) // width, d, width))
+    near_values = empty(like, (value_panels.shape[1], full - near, width))
+    shift = zeros(like, (full,))
+    names, weight, logs = filled(0, widest, -1), filled(0.0, widest, 1.0), zeros(0.0, (widest,))
+    inverse = empty(like, (TILE_ROWS,))
+    room = filled(0, R, -1), empty(0, (R,)), empty(0.0, (R,)), empty(0.0, (3, R))
+    stretches, groups = (m + tall - 1) // tall, (heads + many - 1) // many
+    q_view, k_view, v_view = views[0], views[1], views[2]
+    q_at, l_at, y_at = address(rows_q), address(L), address(out)
+    near_keys_at, near_values_at = address(near_keys), address(near_values)
+    nothing, unit = 0.0 if power else -np.inf, like.dtype.type(1)
+    for task in range(first, last):
+        item, at = task // (stretches * groups), task % (stretches * groups)
+        head, low = at // stretches * many, at % stretches * tall
+        others, high = smaller(heads, head + many), smaller(m, low + tall)
+        positions = high - low
+        rows = positions * (others - head)
+        start = edges[0, low]
+        n = larger(start, edges[1, high - 1]) - start
+        padded = (n + width - 1) // width * width
+        for i in range(rows):
+            source = as_pointer(row_at_view(q_view, item, head + i // positions, low + i % positions), like)
+            for k in range(d):
+                rows_q[i, k] = source[k]
+        for j in range(near):
+            shift[j] = bias[item, j]
+        for j in range(n):
+            absent = False
+            if len(role):
+                names[j] = role[item, start + j]
+                absent = names[j] == -2
+            if len(log_weight):
+                logs[j] = log_weight[item, start + j]
+                weight[j] = np.exp(logs[j])
+            shift[near + j] = nothing if absent else 0.0
+            pack_column(as_pointer(row_at_view(k_view, item, 0, start + j), like), unit, near_keys, j)
+            pack_row(as_pointer(row_at_view(v_view, item, 0, start + j), like), unit, D, near_values, j)
+            if absent:  # a power of nothing is nothing
+                for k in range(d):
+                    near_keys[j // width, k, j % width] = 0
+        for j in range(n, padded):
+            shift[near + j] = nothing
+            for k in range(d):
+                near_keys[j // width, k, j % width] = 0
+            for p in range(len(near_values)):
+                near_values[p, j] = 0
+        whole = whole_tiles(rows)
+        panels_at, count, to_at, step = address(key_panels[item]), near // width, l_at, d * width * size
+        for _ in range(2):  # in a loop, so that it is compiled once
+            multiply_panels(like, False, q_at, d * size, whole, panels_at, count, step, d, to_at, full * size)
+            panels_at, count, to_at = near_keys_at, padded // width, l_at + near * size
+        for i in range(rows):
+            position = low + i % positions
+            one, other = edges[0, position] - start, larger(edges[0, position], edges[1, position]) - start
+            row = L[i, : near + padded]
+            for j in range(one):
+                row[near + j] = nothing
+            for j in range(near + other, near + padded):
+                row[j] = nothing
+            touched = 0
+            if len(role) and R:
+                touched = _take_out(
+                    row, shift, begin, near, one, other, names, weight, logs, sums[item], power != 0, room
+                )
+            row_at = l_at + i * full * size
+            if power:
+                total, share = _powers(row, shift, begin, near, power, sums[item], touched, room)
+            else:
+                top = raised(like, row_at, address(shift), (near + padded) // lanes)
+                if top == -np.inf:
+                    top = like.dtype.type(0)
+                total = exponentials(like, row_at, top, begin // lanes)
+                share = exponentials(like, row_at + begin * size, top, (near - begin) // lanes)
+                total += share + exponentials(like, row_at + near * size, top, padded // lanes)
+            inverse[i] = 1 / total if total != 0 else 0.0
+            rest[item, head + i // positions, position] = share * inverse[i]
+            if touched:
+                _put_right(row, begin, near, one, other, names, weight, sums[item], touched, room)
+        panels_at, step, n, from_at = address(value_panels[item]), near * width * size, near, l_at
+        for part in range(2):
+            multiply_panels(
+                like, part > 0, from_at, full * size, whole, panels_at, deep // width, step, n, y_at, deep * size
+            )
+            panels_at, step, n = near_values_at, (full - near) * width * size, padded
+            from_at = l_at + near * size
+        for i in range(rows):
+            target = Y[item, head + i // positions, low + i % positions]
+            for j in range(D):
+                target[j] = out[i, j] * inverse[i]

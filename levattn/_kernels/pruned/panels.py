@@ -1,0 +1,96 @@
+"""Products of pruned attention: tiles of rows by panels, compiled into its kernels.
+
+A panel has some numbers of each of n rows side by side (SCORE_VECTORS vectors), and the rows one behind the other. A
+view is (address, steps in bytes between items, heads and rows). Names that end in _at are addresses.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper
+from levattn._kernels.llvm import address, as_pointer, larger, smaller
+from levattn._kernels.pruned.simd import matrix_tile
+
+__all__ = [
+    "TILE_ROWS",
+    "multiply",
+    "multiply_panels",
+    "pack_column",
+    "pack_row",
+    "row_at_view",
+    "row_pointer",
+    "whole_tiles",
+]
+
+TILE_ROWS = 48  # of a block: whole tiles on all machines, and their logits stay in the second cache
+
+
+@helper
+def row_at_view(view, item, head, row):
+    return view[0] + item * view[1] + head * view[2] + row * view[3]
+
+
+@helper
+def row_pointer(X, row):
+    """Return a pointer to a row of a C array, by its number in all of it."""
+    return as_pointer(address(X) + row * X.shape[X.ndim - 1] * X.itemsize, X)
+
+
+@helper
+def pack_column(source, factor, panels, column):
+    """Write a row times a factor as a column of panels (panels, n, width)."""
+    width = panels.shape[2]
+    panel, lane = panels[column // width], column % width
+    for k in range(panels.shape[1]):
+        panel[k, lane] = source[k] * factor
+
+
+@helper
+def pack_row(source, factor, n, panels, row):
+    """Write n numbers times a factor as a row of panels, and zeros behind them."""
+    width = panels.shape[2]
+    for p in range(len(panels)):
+        target, low = panels[p, row], p * width
+        here = smaller(width, n - low)
+        for j in range(here):
+            target[j] = source[low + j] * factor
+        for j in range(larger(here, 0), width):
+            target[j] = 0
+
+
+@helper
+def multiply_panels(like, adds, x_at, x_step, rows, panels_at, count, step, n, to_at, to_step):
+    """Write the products of rows (whole tiles of them) with panels of n rows, or add them if `adds`."""
+    for p in range(count):
+        panel, to = panels_at + p * step, to_at + p * SCORE_VECTORS * VECTOR_BYTES
+        for r in range(0, rows, SCORE_ROWS):
+            x, out = x_at + r * x_step, to + r * to_step
+            if adds:
+                matrix_tile(like, SCORE_ROWS, SCORE_VECTORS, 1, x, x_step, panel, n, out, to_step)
+            else:
+                matrix_tile(like, SCORE_ROWS, SCORE_VECTORS, 0, x, x_step, panel, n, out, to_step)
+
+
+@helper
+def whole_tiles(rows):
+    return (rows + SCORE_ROWS - 1) // SCORE_ROWS * SCORE_ROWS
+
+
+@helper
+def multiply(adds, rows, count, panels, n, out):
+    """Do the same for so many rows of an array and all panels, to the rows of another array."""
+    size = rows.itemsize
+    step = panels.shape[1] * panels.shape[2] * size
+    multiply_panels(
+        rows,
+        adds,
+        address(rows),
+        rows.shape[1] * size,
+        whole_tiles(count),
+        address(panels),
+        panels.shape[0],
+        step,
+        n,
+        address(out),
+        out.shape[1] * size,
+    )

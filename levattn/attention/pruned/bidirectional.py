@@ -1,0 +1,151 @@
+"""Pruned attention of all queries at once to keys in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels import kernels_for
+from levattn._kernels.pruned.contract import PrunedArguments, mapped
+from levattn.attention.common.arguments import reshaped
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
+from levattn.attention.pruned import choice
+from levattn.attention.pruned.call import Call, Piece, at_places
+from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
+from levattn.attention.pruned.rule import SelectionRule
+from levattn.sensitivity.leverage import leverage_scores
+from levattn.sets.universal import universal_set
+
+__all__ = ["whole_attention"]
+
+
+def whole_attention(call: Call, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
+    """Return the result of a call; the rule is of how many keys are there."""
+    pieces: list[Piece] = []
+    kept: list[Piece] = []
+    most = 0
+    for rows, keys, queries in call.groups():
+        q, K, V, scores = call.taken(rows, keys, queries)
+        rule = rule_for(K.shape[1])
+        most = max(most, min(rule.slots.total, K.shape[1]))
+        near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
+        x, flags = _planned(rule, q * factor, K, V, scores, near)
+        Y, rest = kernels_for("pruned", q).mixture(x)
+        bounds: tuple[Any, ...] = ()
+        if certified:
+            still = mapped(x, without_gradient)
+            bounds = _bounds(still, without_gradient(rest), _value_radius(rule, still.values))
+            xp = namespace_of(flags)
+            kept.append((rows, None, (at_places(xp.astype(flags, xp.int64)[:, None, :], keys, call.K.shape[1]),)))
+        pieces.append((rows, queries, (Y, *bounds)))
+    Y, *figures = call.results(pieces)
+    if not certified:
+        return Y
+    lower, upper, error = figures
+    (flags,) = call.combined(kept)
+    flags = call.as_given(reshaped(flags[:, 0, :] > 0, (*call.given.batch, flags.shape[2])))
+    return Y, PrunedCertificate(lower, upper, error, flags, np.full(call.q.shape[2], most, np.int64))
+
+
+def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[int], list[int]]:
+    """Return where the keys near each query begin and end among those that are there.
+
+    keys, queries: their n and m places, or None where these are all.
+    """
+    at = np.arange(m) if queries is None else queries
+    if not window:
+        return [0] * m, [0] * m
+    low, high = (at, at + 1) if keys is None else (np.searchsorted(keys, at, side) for side in ("left", "right"))
+    return np.maximum(low - window, 0).tolist(), np.minimum(high + window, n).tolist()
+
+
+def _planned(
+    rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, near: tuple[list[int], list[int]]
+) -> tuple[PrunedArguments, Any]:
+    """Return the mixture of some items, and which keys are kept (b, n)."""
+    xp = namespace_of(q)
+    b, g, m, d = q.shape
+    n, slots, device = K.shape[1], rule.slots, device_of(q)
+    if rule.power is not None:
+        K = choice.one_sided(K, choice.Sums.of(without_gradient(K)).second)
+    still = without_gradient(K)
+    ones = xp.ones(still.shape[:2], dtype=K.dtype, device=device)
+    selects = slots.selected < n or rule.epsilon is not None
+    R = min(slots.summaries, n) if selects else 0
+    X = along = clusters = None
+    if selects and (R or rule.kind in ("expected", "residual")):
+        queries = choice.Sums.of(xp.reshape(without_gradient(q), (b, g * m, d)))
+        X, along = choice.measured(queries, choice.Sums.of(still), rule.power, K.dtype).places(still)
+    if not selects:
+        found = xp.zeros_like(ones)
+    elif scores is not None:
+        found = without_gradient(scores)
+    elif rule.kind == "leverage":
+        found = _leverage(rule, still, ones)
+    else:
+        found, clusters = choice.scored(rule.kind, X, along, ones, R, rule.power)
+    place = xp.arange(n, device=device)
+    first = xp.broadcast_to(place < slots.sinks, (b, n))
+    order, count, flags = choice.chosen(found, slots.selected, rule.epsilon, first)
+    role = xp.where(flags, xp.full_like(place, -2), xp.full_like(place, -1))
+    log_weight = summaries = None
+    if R:
+        left = xp.astype(~flags, K.dtype)
+        labels, log_weight, summaries = choice.grouped(
+            X, along, choice.items_of(ones, K, V), left, R, rule.power, clusters
+        )
+        role = xp.where(flags, role, labels)
+    x = PrunedArguments(
+        q=q if rule.power is None else choice.in_range(q, K),
+        kept_keys=choice.rows_at(K, order),
+        kept_values=choice.rows_at(V, order),
+        kept_count=count,
+        summaries=summaries,
+        keys=K,
+        values=V,
+        first=near[0],
+        last=near[1],
+        role=role,
+        log_weight=log_weight,
+        power=rule.power,
+    )
+    return x, flags
+
+
+def _leverage(rule: SelectionRule, K: Any, ones: Any) -> Any:
+    """Return the leverage scores of keys, or by a threshold what is at it for those of the universal set, and zero."""
+    if rule.epsilon is None:
+        return leverage_scores(K, center=rule.center)
+    xp = namespace_of(K)
+    inside = universal_set(K, rule.epsilon, center=rule.center).mask  # with its margin for rounding
+    return xp.where(inside, xp.full_like(ones, rule.epsilon), xp.zeros_like(ones))
+
+
+def _bounds(x: PrunedArguments, rest: Any, value_radius: Any) -> tuple[Any, Any, Any]:
+    """Return the bounds of `bounded` for a mixture of keys in memory; keys that were dropped are summarized for it."""
+    xp = namespace_of(x.q)
+    kernels = kernels_for("pruned", x.q)
+    labels, ones = x.role, xp.ones_like(x.keys[..., 0])
+    items, summaries = choice.items_of(ones, x.keys, x.values), x.summaries
+    if summaries is None:
+        labels = xp.where(labels == -1, xp.zeros_like(labels), xp.full_like(labels, -1))
+        if not bool(xp.any(labels == 0)):
+            return bounded(x, None, rest, value_radius)
+        summaries = kernels.merged(labels, xp.zeros_like(ones), items, 1)
+        x = replace(x, summaries=summaries, role=xp.where(labels == 0, labels, x.role))
+        _, rest = kernels.mixture(x)
+    labels, none = xp.where(labels >= 0, labels, xp.full_like(labels, -1)), xp.zeros_like(ones, dtype=xp.float64)
+    return bounded(x, kernels.radii(labels, items, none, summaries), rest, value_radius)
+
+
+def _value_radius(rule: SelectionRule, V: Any) -> Any:
+    """Return the radius (b,) of a ball that holds the values, and outputs of nothing, which are zero."""
+    slots = rule.slots
+    reads = slots.summaries or slots.window or slots.sinks or (slots.selected and rule.epsilon is None)
+    if rule.power is None and reads and V.shape[1]:
+        xp = namespace_of(V)
+        V = V - (xp.min(V, axis=1, keepdims=True) / 2 + xp.max(V, axis=1, keepdims=True) / 2)  # any point will do
+    return longest_of(V)

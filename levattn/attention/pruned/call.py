@@ -1,0 +1,159 @@
+"""A call of pruned attention: its arrays as stacks, which items go together, and results for the caller."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import is_torch, to_numpy
+from levattn.attention.common.arguments import Stacks, dense_array, reshaped, stacked
+from levattn.attention.common.heads import Heads
+from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
+
+__all__ = ["Call", "Piece", "at_places"]
+
+Piece = tuple[Any, Any, tuple[Any, ...]]  # which items of the batch, places of queries, arrays (b', g, m', ...)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arrays of a call as stacks.
+
+    q: (b, g, m, d). K, V: (b, n, d), (b, n, D). scores: (b, n) or None. present, asking: (b, n) and (b, m) flags of
+    numpy, or None for all. torch: what knows tensors, if they came in. in_memory: whether stacks are their memory.
+    """
+
+    q: Any
+    K: Any
+    V: Any
+    scores: Any
+    present: Any
+    asking: Any
+    heads: Heads
+    given: Stacks
+    torch: Any
+    in_memory: bool
+
+    @classmethod
+    def of(
+        cls,
+        arrays: tuple[Any, Any, Any, Any],
+        heads: Heads,
+        mask: Any,
+        query_mask: Any,
+        *,
+        tied: bool,
+        held: tuple[PrunedPart, ...],
+    ) -> Call:
+        """Return the call with Q, K, V and scores, where `tied` says that a key's mask is that of its query too."""
+        Q, K, V, scores = arrays
+        named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
+        given = stacked(named, like="V", mask=(mask, K.shape[-2]))
+        stacks, torch, in_memory = given.stacks, None, False
+        if is_torch(stacks[0]):
+            from levattn._kernels import tensors
+
+            torch = tensors
+            in_memory = torch.in_memory((*stacks, *(array for part in held for array in arrays_of(part))))
+            stacks = tuple(map(torch.memory_of, stacks)) if in_memory else stacks
+        present = None if given.mask is None else to_numpy(given.mask)
+        asking = present if tied else None
+        if query_mask is not None:
+            asking = _query_flags(query_mask, given.batch, stacks[0].shape[2])
+        q, k, v, scores = stacks
+        return cls(q, k, v, scores, present, asking, heads, given, torch, in_memory)
+
+    def full_precision(self) -> Any:
+        """Return a block in which torch makes no products of half precision: sums over members would not bear it."""
+        return nullcontext() if self.torch is None or self.in_memory else self.torch.without_autocast(self.q)
+
+    def groups(self) -> list[tuple[Any, Any, Any]]:
+        """Return the items of the batch that have the same keys and queries: which items, keys and queries.
+
+        None stands for all of them.
+        """
+        b = self.K.shape[0]
+        if not b or (self.present is None and self.asking is None):
+            return [(None, None, None)]
+        sides = [flags for flags in (self.present, self.asking) if flags is not None]
+        patterns, inverse = np.unique(np.concatenate(sides, axis=1), axis=0, return_inverse=True)
+        found = []
+        for i in range(len(patterns)):
+            rows = np.flatnonzero(inverse.reshape(-1) == i)
+            keys, queries = (
+                None if flags is None or flags[rows[0]].all() else np.flatnonzero(flags[rows[0]])
+                for flags in (self.present, self.asking)
+            )
+            found.append((None if len(rows) == b else rows, keys, queries))
+        return found
+
+    def taken(self, rows: Any, keys: Any, queries: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the queries, keys, values and scores of some items, at some places."""
+        return (
+            _taken(_taken(self.q, rows, 0), queries, 2),
+            *(_taken(_taken(array, rows, 0), keys, 1) for array in (self.K, self.V, self.scores)),
+        )
+
+    def combined(self, pieces: list[Piece]) -> list[Any]:
+        """Return each of the arrays of pieces as (b, g, m, ...), zeros between."""
+        rows, places, arrays = pieces[0]
+        if len(pieces) == 1 and rows is None and places is None:
+            return list(arrays)
+        b, m = self.q.shape[0], self.q.shape[2]
+        order = np.concatenate([np.arange(b) if rows is None else rows for rows, _, _ in pieces])
+        found = []
+        for same in zip(*(arrays for _, _, arrays in pieces), strict=True):
+            stacks = [at_places(array, places, m) for array, (_, places, _) in zip(same, pieces, strict=True)]
+            whole = stacks[0] if len(stacks) == 1 else namespace_of(self.q).concat(stacks, axis=0)
+            found.append(_taken(whole, np.argsort(order, kind="stable"), 0))
+        return found
+
+    def results(self, pieces: list[Piece]) -> list[Any]:
+        """Return outputs (..., H, m, D) in the caller's dtype, and numbers (..., H, m) that follow them, if any."""
+        Y, *figures = map(self.as_given, self.combined(pieces))
+        batch = self.given.batch
+        figures = [self.heads.joined(reshaped(figure, (*batch, *figure.shape[1:])), 1) for figure in figures]
+        return [self.heads.joined(self.given.give_back(Y)), *figures]
+
+    def as_given(self, array: Any) -> Any:
+        """Return an array of the kernels in the library of the arguments."""
+        return self.torch.tensor_of(array) if self.in_memory else array
+
+    def as_computed(self, part: PrunedPart) -> PrunedPart:
+        """Return a part of a state with its arrays as this call computes with them."""
+        return converted(part, self.torch.memory_of) if self.in_memory else part
+
+
+def _taken(array: Any, places: Any, axis: int) -> Any:
+    """Return an array at some places of one axis; None stands for all."""
+    if array is None or places is None:
+        return array
+    xp = namespace_of(array)
+    return xp.take(array, xp.asarray(places, device=device_of(array)), axis=axis)
+
+
+def at_places(array: Any, places: Any, m: int) -> Any:
+    """Return (b, g, s, ...) with its rows at some places of m, and zeros between them; None stands for all places."""
+    if places is None:
+        return array
+    xp = namespace_of(array)
+    none = xp.zeros((*array.shape[:2], 1, *array.shape[3:]), dtype=array.dtype, device=device_of(array))
+    source = np.zeros(m, np.int64)
+    source[places] = np.arange(1, len(places) + 1)
+    return _taken(xp.concat([none, array], axis=2), source, 2)
+
+
+def _query_flags(query_mask: Any, batch: tuple[int, ...], m: int) -> Any:
+    flags = to_numpy(dense_array("query_mask", query_mask))
+    if flags.dtype != np.bool_:
+        raise TypeError(f"query_mask has dtype {flags.dtype}; expected bool, True for a query that counts")
+    try:
+        return np.broadcast_to(flags, (*batch, m)).reshape(-1, m)
+    except ValueError:
+        raise ValueError(
+            f"query_mask has shape {flags.shape}; expected (..., {m}), and leading axes as those of K"
+        ) from None

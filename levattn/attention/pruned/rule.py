@@ -1,0 +1,66 @@
+"""How pruned attention chooses keys, and the options that say so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from levattn.attention.pruned.slots import Slots, slots_for
+from levattn.functions import Power
+from levattn.sensitivity.leverage import check_epsilon
+
+__all__ = ["SCORES", "SelectionRule", "exponent_of", "rule_of"]
+
+SCORES = ("residual", "expected", "leverage")
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """How keys are chosen: what does not change while a sequence is read.
+
+    kind: one of `SCORES`, or "given".
+    """
+
+    slots: Slots
+    kind: str
+    epsilon: float | None
+    center: bool
+    power: float | None
+
+
+def exponent_of(f: Any) -> float | None:
+    """Return the exponent of an attention function, or None for softmax."""
+    if isinstance(f, str) and f == "softmax":
+        return None
+    f = f.p if isinstance(f, Power) else f
+    if not isinstance(f, bool) and isinstance(f, Real) and 1 <= float(f) < math.inf:
+        return float(f)
+    raise ValueError(f'f is {f!r}; expected "softmax", a number p >= 1 for |x|^p, or levattn.Power(p)')
+
+
+def rule_of(
+    n: int, options: dict[str, Any], *, kind: str, power: float | None, causal: bool, aligned: bool
+) -> SelectionRule:
+    """Return how options of a call say that some of n keys are chosen, or raise."""
+    options = dict(options)
+    epsilon, center = options.pop("epsilon"), options.pop("center")
+    if epsilon is not None and (
+        isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon)
+    ):
+        raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, which scores are compared with")
+    if epsilon is not None and kind == "leverage":
+        check_epsilon(epsilon)
+    if center is not None and kind != "leverage":
+        raise ValueError(f'center is {center!r} and scores is {kind!r}; expected center only with scores="leverage"')
+    if center and power is not None:
+        raise ValueError("center is True and f is a power; expected center only for softmax, which sees no mean")
+    slots = slots_for(n, causal=causal, aligned=aligned, by_threshold=epsilon is not None, **options)
+    return SelectionRule(
+        slots,
+        kind,
+        None if epsilon is None else float(epsilon),
+        power is None if center is None else bool(center),
+        power,
+    )
