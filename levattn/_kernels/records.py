@@ -30,18 +30,24 @@ class Record:
         self.put(fields)
 
     def put(self, fields: Mapping[str, Any]) -> None:
-        """Write numbers, and of arrays what the field holds: the address, and the steps along the first axes."""
-        for name, value in fields.items():
-            if not isinstance(value, np.ndarray):
-                self.data[name] = value
-                continue
-            self._kept.append(value)
-            address = value.__array_interface__["data"][0] if value.size else 0
-            place = self.data.dtype[name]
-            self.data[name] = (address, *value.strides[: len(place) - 1]) if place.names else address
+        """Write numbers, and of arrays the address and the steps that the field holds; None is no array.
 
-    def copy(self) -> Record:
-        """Return a record for another thread, whose fields may be changed."""
+        An array of rows, with one axis more than there are steps, is copied unless their numbers lie side by side.
+        """
+        for name, value in fields.items():
+            if isinstance(value, np.ndarray):
+                place = self.data.dtype[name]
+                if value.ndim == len(place) and value.strides[-1] != value.itemsize:
+                    value = np.ascontiguousarray(value)
+                self._kept.append(value)
+                address = value.__array_interface__["data"][0] if value.size else 0
+                self.data[name] = (address, *value.strides[: len(place) - 1]) if place.names else address
+            elif value is not None:
+                self.data[name] = value
+
+    def with_scratch(self, arrays: Mapping[str, Any]) -> Record:
+        """Return a record for one thread, that has these arrays."""
         made = Record(self.data.dtype)
-        made.data[:], made._kept = self.data, [self._kept]
+        made.data[:] = self.data
+        made.put(arrays)
         return made

@@ -40,15 +40,13 @@ __all__ = [
 
 
 @vector_code(literals="rows vectors adds reads")
-def state_tile(
-    v, like, rows, vectors, adds, reads, add, add_step, x, x_step, read, read_step, y, y_step, n, to, to_step
-):
+def state_tile(v, like, rows, vectors, adds, reads, add, x, read, y, n, to, to_step):
     """Add ``add[t, i] * x[t]`` to state[i] for n steps t, and after each ``Σ_i read[t, i] * state[i]`` to y[t].
 
     The state, at `to`, has so many `rows` of so many `vectors`, in registers meanwhile. Without `adds` or `reads` that
-    half is left out.
+    half is left out. Each of add, x, read and y is an address and a step.
     """
-    b, steps = v.b, (add_step, x_step, read_step, y_step)
+    b, cursors, steps = v.b, *zip(add, x, read, y, strict=True)
     targets = [place for i in range(rows) for place in v.row(b.add(to, b.mul(to_step, integer(i))), vectors)]
     first = [load(b, place, v.kind, v.size) for place in targets]
 
@@ -67,7 +65,7 @@ def state_tile(
         moved = [b.add(at, by) for at, by in zip((add, x, read, y), steps, strict=True)]
         return [*moved, *state] if adds else moved
 
-    _, _, _, _, *results = repeated(b, n, (add, x, read, y, *(first if adds else ())), step)
+    _, _, _, _, *results = repeated(b, n, (*cursors, *(first if adds else ())), step)
     for place, result in zip(targets if adds else (), results, strict=True):
         store(b, result, place, v.size)
 

@@ -71,9 +71,11 @@ def add_squares(
     else:
         total, mass = np.array(held[0], np.float64).reshape(b, -1, d), np.array(held[1], np.float64)
     rates = np.empty(0) if decay is None else np.ascontiguousarray(decay, np.float64)
-    for low in range(0, T, _ROWS if X.dtype == np.float16 else max(T, 1)):
-        part = slice(low, low + _ROWS) if X.dtype == np.float16 else slice(None)
-        rows = X[:, part].astype(np.float32) if X.dtype == np.float16 else _rows(X)
+    half = X.dtype == np.float16
+    for low in range(0, T, _ROWS if half else max(T, 1)):
+        part = slice(low, low + _ROWS) if half else slice(None)
+        rows = X[:, part].astype(np.float32) if half else X
+        rows = rows if rows.strides[-1] == rows.itemsize else np.ascontiguousarray(rows)
         there = np.empty((0, 0), np.uint8) if mask is None else np.ascontiguousarray(mask[:, part]).view(np.uint8)
         w = np.empty((0, 0)) if weights is None else np.ascontiguousarray(weights[:, part], np.float64)
         bands = -(-d // BAND) if full else 1
@@ -92,11 +94,6 @@ def _like(W: Any) -> Any:
     if W.strides[1] < W.strides[2]:
         return np.empty((b, T, h, d), W.dtype).transpose(0, 2, 1, 3)
     return np.empty((b, h, T, d), W.dtype)
-
-
-def _rows(X: Any) -> Any:
-    """Return an array whose last axis is contiguous."""
-    return X if X.strides[-1] == X.itemsize else np.ascontiguousarray(X)
 
 
 def _begin(x: TokenArguments) -> TokenSums:
@@ -119,10 +116,15 @@ class _Work:
         decay = np.ones(h) if x.decay is None else np.asarray(x.decay, np.float64)
         powers = decay[:, None] ** np.arange(BLOCK + 1)
         self._bounds = np.stack([x.offsets[:-1], x.offsets[1:]], axis=1)
-        arrays = {"W": x.W, "offset": x.offset, "mask": None if x.mask is None else x.mask[:, None], "P": self.P}
         self._plan = Record(
             PLAN,
-            **{name: _rows(X) if X.ndim == 4 else X for name, X in {**arrays, **further}.items() if X is not None},
+            **{
+                "W": x.W,
+                "offset": x.offset,
+                "mask": None if x.mask is None else x.mask[:, None],
+                "P": self.P,
+                **further,
+            },
             heads=h,
             width=d,
             size=kind.itemsize,
@@ -195,8 +197,7 @@ class _Work:
             count *= h
 
         def body(first: int, last: int) -> None:
-            plan = self._plan.copy()
-            plan.put(scratch(h, d, kind))
+            plan = self._plan.with_scratch(scratch(h, d, kind))
             tasks(self._like, plan.data, step, spans, reads, first, last)
 
         if self._x.W.size:
