@@ -9,6 +9,8 @@ import numpy as np
 
 __all__ = ["Record", "record_type"]
 
+_LINE = 64  # bytes of a cache line
+
 
 def record_type(arrays: Sequence[str], axes: Sequence[str], whole: Sequence[str], real: Sequence[str] = ()) -> Any:
     """Return the dtype of records with so named arrays, int64 numbers (addresses among them) and float64 numbers.
@@ -25,7 +27,8 @@ class Record:
     """One record, in the array `data` of one element, and the arrays whose addresses it has."""
 
     def __init__(self, kind: Any, /, **fields: Any) -> None:
-        self.data = np.zeros(1, kind)
+        self._words = np.zeros(kind.itemsize // 8, np.int64)  # of which each field has some; by their names it is slow
+        self.data = self._words.view(kind)
         self._kept: list[Any] = []
         self.put(fields)
 
@@ -34,20 +37,33 @@ class Record:
 
         An array of rows, with one axis more than there are steps, is copied unless their numbers lie side by side.
         """
+        places = self.data.dtype.fields
         for name, value in fields.items():
+            kind, offset = places[name][:2]
+            first = offset // 8
             if isinstance(value, np.ndarray):
-                place = self.data.dtype[name]
-                if value.ndim == len(place) and value.strides[-1] != value.itemsize:
+                if value.ndim == len(kind) and value.strides[-1] != value.itemsize:
                     value = np.ascontiguousarray(value)
                 self._kept.append(value)
-                address = value.__array_interface__["data"][0] if value.size else 0
-                self.data[name] = (address, *value.strides[: len(place) - 1]) if place.names else address
+                self._words[first] = value.__array_interface__["data"][0] if value.size else 0
+                for axis in range(1, len(kind)):
+                    self._words[first + axis] = value.strides[axis - 1]
+            elif isinstance(value, float):
+                self._words.view(np.float64)[first] = value
             elif value is not None:
-                self.data[name] = value
+                self._words[first] = value
 
-    def with_scratch(self, arrays: Mapping[str, Any]) -> Record:
-        """Return a record for one thread, that has these arrays."""
+    def with_scratch(self, sizes: Mapping[str, int]) -> Record:
+        """Return a record for one thread, whose fields have addresses of scratch of so many bytes."""
         made = Record(self.data.dtype)
-        made.data[:] = self.data
-        made.put(arrays)
+        made._words[:] = self._words
+        starts = [0]
+        for size in sizes.values():
+            starts.append(starts[-1] + -(-size // _LINE) * _LINE)
+        room = np.empty(starts[-1] + _LINE, np.uint8)
+        made._kept.append(room)
+        base = -(-room.__array_interface__["data"][0] // _LINE) * _LINE
+        places = self.data.dtype.fields
+        for name, start in zip(sizes, starts, strict=False):
+            made._words[places[name][1] // 8] = base + start
         return made

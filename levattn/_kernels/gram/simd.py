@@ -3,6 +3,8 @@
 Strides are in elements; steps `ahead` are in bytes.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -163,7 +165,8 @@ def product_tile(
         def add(x: Value, w: Value, line: Value, *held: Value, live: Sequence[int] = live) -> list[Value]:
             places = v.row(w, vectors)
             values = [load(b, places[j], v.kind, v.size) for j in live]
-            base, new = x, []
+            new: list[Value] = []
+            base = x
             for i in range(rows):
                 if i and i % 4 == 0:
                     base = b.add(base, x_step4)

@@ -122,23 +122,23 @@ class _Work:
     """What compiled code works on, with states (b · places, ...) that it reads or writes."""
 
     def __init__(self, x: LatentArguments, states: State, **further: Any) -> None:
-        (b, _, self._L), self._D, self._kind = x.Q.shape, x.V.shape[2], x.V.dtype
-        size = self._kind.itemsize
-        latents, channels = padded(self._L, self._kind), padded(self._D, self._kind)
-        self.like = np.empty(0, self._kind)
+        (b, _, L), D, kind = x.Q.shape, x.V.shape[2], x.V.dtype
+        size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
+        self.like = np.empty(0, kind)
+        self._widths = latents, channels, size
         self._record = Record(
             PLAN,
             **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.beside, "mask": x.mask, **further},
             **dict(zip(("m", "s", "S"), states, strict=True)),
-            **{"latents": self._L, "latent_width": latents, "latent_step": latents * size},
-            **{"channels": self._D, "channel_width": channels, "channel_step": channels * size},
+            **{"latents": L, "latent_width": latents, "latent_step": latents * size},
+            **{"channels": D, "channel_width": channels, "channel_step": channels * size},
             **{"size": size, "lanes": VECTOR_BYTES // size, "ahead": x.ahead, "enters": x.causal},
             places=len(states[0]) // max(b, 1),
         )
 
     def plan(self, longest: int | None = None) -> Record:
         """Return the plan of one thread; the longest run of rows is for the way back."""
-        return self._record.with_scratch(scratch(self._L, self._D, self._kind, longest))
+        return self._record.with_scratch(scratch(*self._widths, longest))
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:

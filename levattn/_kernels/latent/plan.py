@@ -5,6 +5,8 @@ back it is `by_channel`, with a row for each channel. ``like`` is a pointer, for
 arguments end in _at.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any
@@ -74,26 +76,26 @@ PLAN = record_type(
 )
 
 
-def padded(n: int, kind: Any) -> int:
+def padded(n: int, kind: np.dtype[Any]) -> int:
     """Return how many numbers are in a row of whole vectors that has room for n."""
-    lanes = VECTOR_BYTES // np.dtype(kind).itemsize
+    lanes: int = VECTOR_BYTES // kind.itemsize
     return -(-n // lanes) * lanes
 
 
-def scratch(L: int, D: int, kind: Any, longest: int | None) -> dict[str, Any]:
-    """Return the scratch of one thread, by its names in the plan; that of the way back if given the longest run."""
-    widths = {"latents": padded(L, kind), "channels": padded(D, kind)}
-    width, state = widths["latents"], widths["latents"] * widths["channels"]
-    sizes = dict.fromkeys(_LATENT, width) | {name: ROWS * widths[what] for name, what in _ROWS.items()}
-    sizes |= {"gate_weights": ROWS, "state": state, "gains": state}
-    exact = {"raised": width, "exact_total": width, "exact_state": state}
-    whole = {}
+def scratch(latents: int, channels: int, size: int, longest: int | None) -> dict[str, int]:
+    """Return how many bytes the scratch of one thread has, by its names in the plan.
+
+    Rows are padded to so many latents and channels, of `size` bytes; `longest` is the longest run, for the way back.
+    """
+    widths, state = {"latents": latents, "channels": channels}, latents * channels
+    like = dict.fromkeys(_LATENT, latents) | {name: ROWS * widths[what] for name, what in _ROWS.items()}
+    like |= {"gate_weights": ROWS, "state": state, "gains": state}
+    eights = {"raised": latents, "exact_total": latents, "exact_state": state}
     if longest is not None:
-        sizes |= {name: ROWS * widths[what] for name, what in _ROWS_BACK.items()} | {"R": state, "T": state}
-        sizes |= {"weights": longest * width, "changes": longest * width, "references": (longest + 1) * width}
-        whole = {"segments": 3 * longest}
-    parts = (sizes, kind), (exact, np.float64), (whole, np.int64)
-    return {name: np.empty(size, dtype) for part, dtype in parts for name, size in part.items()}
+        like |= {name: ROWS * widths[what] for name, what in _ROWS_BACK.items()} | {"R": state, "T": state}
+        like |= {"weights": longest * latents, "changes": longest * latents, "references": (longest + 1) * latents}
+        eights |= {"segments": 3 * longest}
+    return {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
 
 
 # -- rows ------------------------------------------------------------------------------------

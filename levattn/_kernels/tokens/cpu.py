@@ -136,10 +136,10 @@ class _Work:
             temperature=np.array(x.temperature, kind, order="C"),
             powers=np.ascontiguousarray(powers[:, 1:], kind),
             kept=powers,
-            least=max(x.least, float(info.tiny)),
-            ridge=x.ridge,
-            weight=x.c,
-            gain=x.gain,
+            least=max(float(x.least), float(info.tiny)),
+            ridge=float(x.ridge),
+            weight=float(x.c),
+            gain=float(x.gain),
             largest=float(info.max),
         )
         self._after = after
@@ -197,7 +197,7 @@ class _Work:
             count *= h
 
         def body(first: int, last: int) -> None:
-            plan = self._plan.with_scratch(scratch(h, d, kind))
+            plan = self._plan.with_scratch(scratch(h, d, kind.itemsize))
             tasks(self._like, plan.data, step, spans, reads, first, last)
 
         if self._x.W.size:

@@ -4,9 +4,9 @@ Tokens that take part are worked on RUN at a time, so that what is written down 
 caches. ``like`` is a pointer, for the dtype; names of addresses end in _at.
 """
 
-from __future__ import annotations
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
-from typing import Any
+from __future__ import annotations
 
 import numpy as np
 
@@ -82,12 +82,11 @@ PLAN = record_type(
 )
 
 
-def scratch(heads: int, d: int, kind: Any) -> dict[str, Any]:
-    """Return the scratch of one thread, by its names in the plan."""
+def scratch(heads: int, d: int, size: int) -> dict[str, int]:
+    """Return how many bytes the scratch of one thread has, by its names in the plan; `size` is that of the dtype."""
     like = {"tables": TABLES * RUN, "shares": 2 * heads * RUN, "row": heads * d, "other": d, "rows": RUN * d}
-    float64 = {"norms": heads * d, "sums": heads * d, "totals": 2 * heads, "later": d}
-    parts = [({"tokens": RUN}, np.int64), (like, kind), (float64, np.float64)]
-    return {name: np.empty(size, dtype) for sizes, dtype in parts for name, size in sizes.items()}
+    eights = {"tokens": RUN, "norms": heads * d, "sums": heads * d, "totals": 2 * heads, "later": d}
+    return {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
 
 
 @helper

@@ -162,7 +162,8 @@ def _run_code(emit: Callable[..., None]) -> Callable[..., Any]:
         for at in _stretches(v.b, like, *run):
             emit(at, like, run, *given)
 
-    return vector_code(numbers="least", literals="back")(every)
+    made: Callable[..., Any] = vector_code(numbers="least", literals="back")(every)
+    return made
 
 
 def _reciprocal(at: _Stretch, x: Value) -> Value:
