@@ -113,8 +113,9 @@ class _Work:
         info = np.finfo(kind)
         self.P = np.empty(x.W.shape[:3], kind)
         self._x, self._like = x, np.empty(0, kind)
-        decay = np.ones(h) if x.decay is None else np.asarray(x.decay, np.float64)
-        powers = decay[:, None] ** np.arange(BLOCK + 1)
+        powers = np.ones((h, BLOCK + 1))
+        if x.decay is not None:
+            powers = np.asarray(x.decay, np.float64)[:, None] ** np.arange(BLOCK + 1)
         self._bounds = np.stack([x.offsets[:-1], x.offsets[1:]], axis=1)
         self._plan = Record(
             PLAN,
