@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from levattn._kernels.gram.moments import carry, fold
+from levattn._kernels.gram.simd import entry_tile, lane_sum
 from levattn._kernels.jit import VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import address, entry_tile, lane_sum, larger, smaller
+from levattn._kernels.llvm import address, larger, smaller
 from levattn._kernels.scratch import empty, zeros
 from levattn._kernels.sketch.compiled import place_of
 from levattn._kernels.sketch.random import GROUP, fill_words

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from levattn._kernels.gram.moments import add_rows, carry, fold, moment_panels
+from levattn._kernels.gram.simd import product_tile
 from levattn._kernels.gram.squares import SCRATCH_ROWS, SLAB, pack_panels, row_squares, write_sums
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import address, larger, product_tile, smaller
+from levattn._kernels.llvm import address, larger, smaller
 from levattn._kernels.rows.compiled import load_rows
 from levattn._kernels.scratch import empty, filled, zeros
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from levattn._kernels.gram.simd import add_upper, moment_tiles
 from levattn._kernels.gram.squares import SLAB
 from levattn._kernels.jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import add_upper, address, as_pointer, larger, moment_tiles, smaller
+from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.rows.compiled import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
 from levattn._kernels.scratch import clear, empty, zeros
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from levattn._kernels.gram.simd import lane_sum, product_tile
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import address, as_pointer, lane_sum, larger, product_tile, smaller
+from levattn._kernels.llvm import address, as_pointer, larger, smaller
 from levattn._kernels.rows.compiled import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
 from levattn._kernels.scratch import clear, empty, zeros
 

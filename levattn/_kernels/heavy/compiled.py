@@ -11,7 +11,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from levattn._kernels.jit import VECTOR_BYTES, jit
-from levattn._kernels.llvm import _load, _splat, _store, rolled
+from levattn._kernels.llvm import load, rolled, splat, store
 from levattn._kernels.scratch import empty
 
 __all__ = ["heavy_tasks", "norm_tasks"]
@@ -44,15 +44,15 @@ def _products(typing, Q, i, columns, z):
             starts = [b.gep(columns.data, [b.mul(r, u)]) for r in rows]
             for width, start, stop in ((lanes, zero, vectors), (1, vectors, u)):
                 kind = ir.VectorType(double, width) if width > 1 else double
-                scales = [_splat(b, f, width) if width > 1 else f for f in factors]
+                scales = [splat(b, f, width) if width > 1 else f for f in factors]
                 with rolled(b, start, stop, width) as j:
                     terms = [
-                        b.fmul(f, _load(b, b.gep(row, [j]), kind, 8)) for f, row in zip(scales, starts, strict=True)
+                        b.fmul(f, load(b, b.gep(row, [j]), kind, 8)) for f, row in zip(scales, starts, strict=True)
                     ]
                     while len(terms) > 1:
                         terms = [b.fadd(*terms[k : k + 2]) for k in range(0, len(terms), 2)]
                     place = b.gep(z.data, [j])
-                    _store(b, b.fadd(_load(b, place, kind, 8), terms[0]), place, 8)
+                    store(b, b.fadd(load(b, place, kind, 8), terms[0]), place, 8)
 
         with rolled(b, zero, fours) as i:
             add(b.mul(i, four), 4)

@@ -17,7 +17,8 @@ from levattn._kernels.latent import compiled
 from levattn._kernels.latent.backward import backward_tasks
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
-from levattn._kernels.rows.contract import Float64
+from levattn._kernels.latent.plan import PLAN, padded, scratch
+from levattn._kernels.records import Record
 from levattn._kernels.tasks import share
 
 __all__ = ["backward", "decayed_scan", "forward", "joined", "summary"]
@@ -34,11 +35,11 @@ def forward(x: LatentArguments) -> Any:
     out = np.empty((b, x.Q.shape[1], D), x.V.dtype)
     runs, states = _runs(x)
     tasks = _tasks(b, runs)
-    views = _Views(x, Y=out)
-    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, tasks, len(states[0]) // max(b, 1), *states)
+    work = _Work(x, states, Y=out)
 
     def body(first: int, last: int) -> None:
-        compiled.forward_tasks(*arguments, *views.scratch(L, D), first, last)
+        plan = work.plan()
+        compiled.forward_tasks(work.like, plan.data, tasks, first, last)
 
     share(body, len(tasks), 2 * out.size * L)
     return out
@@ -57,14 +58,13 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     if len(begins) == 1:  # positions and rows may differ in number
         ends = np.array([U])
     tasks = _tasks(b, list(zip(begins, ends, first_runs[:-1], first_runs[1:], strict=True)))
-    views = _Views(x, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_GATE=gate, D_BESIDE=beside)
+    work = _Work(x, states, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_gate=gate, D_gate_value=beside)
     each = np.array(runs, np.int64).reshape(-1, 4)
-    places = len(states[0]) // max(b, 1)
-    arguments = (*views.kinds, views.table, L, D, x.ahead, x.causal, lead, tasks, each, places, *states)
     longest = max((high - low for low, high, *_ in runs), default=0)
 
     def body(first: int, last: int) -> None:
-        backward_tasks(*arguments, *views.scratch(L, D, longest), first, last)
+        plan = work.plan(longest)
+        backward_tasks(work.like, plan.data, lead, tasks, each, first, last)
 
     share(body, len(tasks), 6 * b * T * D * L)
     return dQ, dK, dV, gate, beside
@@ -118,29 +118,27 @@ def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
     return tasks.reshape(-1, tasks.shape[2])
 
 
-class _Views:
-    """Where the arrays of a mixture lie, for compiled code: addresses, and steps in bytes. It keeps them alive."""
+class _Work:
+    """What compiled code works on, with states (b · places, ...) that it reads or writes."""
 
-    def __init__(self, x: LatentArguments, **further: Any) -> None:
-        names = {"Q": x.Q, "K": x.K, "V": x.V, "GATE": x.gate, "BESIDE": x.gate_value, "MASK": x.mask, **further}
-        self.table = np.zeros((compiled.VIEWS, 3), np.int64)
-        self.kinds = np.empty(1, x.V.dtype), np.empty(1, np.uint8)
-        self._kept = []
-        for name, array in names.items():
-            if array is not None:
-                if array.ndim == 3 and array.strides[2] != array.itemsize:
-                    array = np.ascontiguousarray(array)
-                self._kept.append(array)
-                self.table[getattr(compiled, name)] = array.ctypes.data, *array.strides[:2]
+    def __init__(self, x: LatentArguments, states: State, **further: Any) -> None:
+        (b, _, L), D, kind = x.Q.shape, x.V.shape[2], x.V.dtype
+        size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
+        self.like = np.empty(0, kind)
+        self._widths = latents, channels, size
+        self._record = Record(
+            PLAN,
+            **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.gate_value, "mask": x.mask, **further},
+            **dict(zip(("m", "s", "S"), states, strict=True)),
+            **{"latents": L, "latent_width": latents, "latent_step": latents * size},
+            **{"channels": D, "channel_width": channels, "channel_step": channels * size},
+            **{"size": size, "lanes": VECTOR_BYTES // size, "ahead": x.ahead, "enters": x.causal},
+            places=len(states[0]) // max(b, 1),
+        )
 
-    def scratch(self, L: int, D: int, longest: int | None = None) -> tuple[Any, Float64]:
-        """Return the scratch of a task, more of it backwards, if given the longest run of rows."""
-        lanes = VECTOR_BYTES // self.kinds[0].itemsize
-        wide, deep = -(-L // lanes) * lanes, -(-D // lanes) * lanes
-        size = compiled.SINGLE * wide + 2 * wide * deep + compiled.ROWS * (4 * wide + 3 * deep)
-        if longest is not None:
-            size += 2 * wide * deep + (3 * longest + 1) * wide
-        return np.empty(size, self.kinds[0].dtype), np.empty(2 * wide + wide * deep)
+    def plan(self, longest: int | None = None) -> Record:
+        """Return the plan of one thread; the longest run of rows is for the way back."""
+        return self._record.with_scratch(scratch(*self._widths, longest))
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:
@@ -158,12 +156,11 @@ def _summaries(x: LatentArguments, cuts: list[tuple[int, int]]) -> State:
     """Return the states of cuts of the positions: m (b, cuts, L), s, S."""
     (b, _, L), D = x.K.shape, x.V.shape[2]
     m, s, S = _nothing(b, len(cuts), L, D)
-    tasks, views = _tasks(b, list(cuts)), _Views(x)
-    flat = m.reshape(-1, L), s.reshape(-1, L), S.reshape(-1, L, D)
-    arguments = (*views.kinds, views.table, L, D, tasks, *flat)
+    tasks, work = _tasks(b, list(cuts)), _Work(x, (m, s, S))
 
     def body(first: int, last: int) -> None:
-        compiled.summary_tasks(*arguments, *views.scratch(L, D), first, last)
+        plan = work.plan()
+        compiled.summary_tasks(work.like, plan.data, tasks, first, last)
 
     share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
     return m, s, S

@@ -5,8 +5,9 @@ That keeps about 96 bits: second moments of keys of any condition number up to t
 
 from __future__ import annotations
 
+from levattn._kernels.gram.simd import twofold_tile
 from levattn._kernels.jit import VECTOR_BYTES, jit
-from levattn._kernels.llvm import address, fused_multiply_add, smaller, twofold_tile
+from levattn._kernels.llvm import address, fused_multiply_add, smaller
 from levattn._kernels.scratch import empty
 
 __all__ = ["TALL", "WIDTH", "product_rows", "product_tasks", "solve_tasks"]

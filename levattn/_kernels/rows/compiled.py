@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from levattn._kernels.jit import VECTOR_BYTES, helper
-from levattn._kernels.llvm import _load, _store, address, as_pointer, combine, primitive, rolled
+from levattn._kernels.llvm import address, as_pointer, combine, load, primitive, rolled, store
 
 if TYPE_CHECKING:
     from levattn._kernels.rows.contract import Rows
@@ -112,10 +112,10 @@ def _read_row(typing, like, format, source, step, n, target):
             choice.add_case(ir.Constant(_I64, number), begin)
             with b.if_else(b.icmp_signed("==", step, ir.Constant(_I64, size))) as (side_by_side, apart):
                 with side_by_side, rolled(b, _NONE, whole, count) as i:
-                    value = _load(
+                    value = load(
                         b, b.gep(b.inttoptr(source, stored.as_pointer()), [i]), ir.VectorType(stored, count), size
                     )
-                    _store(b, _widened(b, value, number, kind), b.gep(to, [i]), size_of)
+                    store(b, _widened(b, value, number, kind), b.gep(to, [i]), size_of)
                 with apart, rolled(b, _NONE, whole, _APART) as i:
                     for k in range(_APART):
                         copy(b.add(i, ir.Constant(_I64, k)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from levattn._kernels.gram.simd import moment_tiles
 from levattn._kernels.jit import FULL_ROWS, PANEL, VECTOR_BYTES, helper, jit
-from levattn._kernels.llvm import add_signed, address, hadamard_tile, larger, moment_tiles, smaller
+from levattn._kernels.llvm import address, larger, smaller
 from levattn._kernels.rows.compiled import (
     ADDRESS,
     COLUMN_STEP,
@@ -19,6 +20,7 @@ from levattn._kernels.rows.compiled import (
 )
 from levattn._kernels.scratch import empty, zeros
 from levattn._kernels.sketch.random import GROUP, fill_group, fill_normals, fill_signs, fill_words
+from levattn._kernels.sketch.simd import add_signed, hadamard_tile
 
 __all__ = ["DRAWN", "FIRST_ROWS", "SLAB", "dense_rows", "hadamard_blocks", "scatter_rows"]
 

@@ -11,19 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.threads import num_threads
+from levattn._kernels.records import Record
 from levattn._kernels.rows.contract import Float64
-from levattn._kernels.tasks import share
+from levattn._kernels.tasks import share, threads_for
 from levattn._kernels.tokens import forward as compiled
 from levattn._kernels.tokens.backward import backward_tasks
 from levattn._kernels.tokens.contract import TokenArguments, TokenSums
-from levattn._kernels.tokens.forward import BAND, KINDS, SLAB, SPAN, VIEWS, scratch_sizes
+from levattn._kernels.tokens.forward import forward_tasks
+from levattn._kernels.tokens.plan import KINDS, PLAN, SLAB, SPAN, scratch
 from levattn._kernels.tokens.simd import BLOCK
+from levattn._kernels.tokens.squares import BAND, square_rows
 
 __all__ = ["add_squares", "backward", "forward", "memberships"]
 
 _ENOUGH = 4  # sequences for each thread, so that they are balanced
-_SMALL = 2_000_000  # multiply-adds that are not shared out
 _ROWS = 4096  # rows of float16 that are widened at a time
 
 
@@ -48,13 +49,13 @@ def memberships(x: TokenArguments) -> Any:
 def backward(x: TokenArguments, dY: Any) -> tuple[Any, Any, Any]:
     """Return the gradients of ``Σ dY · forward(x)`` in W, temperature and offset; None for an offset there is not."""
     b, h, _, _ = x.W.shape
-    out, blame = _like(x.W), np.zeros((b, h, len(x.offsets) - 1))
+    out, flow = _like(x.W), np.zeros((b, h, len(x.offsets) - 1))
     E = np.empty(x.W.shape[:3], x.W.dtype)
-    work = _Work(x, blame=blame, D_Y=np.asarray(dY, x.W.dtype), D_W=out, E=E)
+    work = _Work(x, flow=flow, D_Y=np.asarray(dY, x.W.dtype), D_W=out, E=E)
     work.share_out()
     work.backward()
     offset = None if x.offset is None else E * np.asarray(x.temperature, E.dtype)[..., None]
-    return out, blame.sum(axis=2).astype(x.W.dtype), offset
+    return out, flow.sum(axis=2).astype(x.W.dtype), offset
 
 
 def add_squares(
@@ -70,16 +71,18 @@ def add_squares(
     else:
         total, mass = np.array(held[0], np.float64).reshape(b, -1, d), np.array(held[1], np.float64)
     rates = np.empty(0) if decay is None else np.ascontiguousarray(decay, np.float64)
-    for low in range(0, T, _ROWS if X.dtype == np.float16 else max(T, 1)):
-        part = slice(low, low + _ROWS) if X.dtype == np.float16 else slice(None)
-        rows = X[:, part].astype(np.float32) if X.dtype == np.float16 else _rows(X)
+    half = X.dtype == np.float16
+    for low in range(0, T, _ROWS if half else max(T, 1)):
+        part = slice(low, low + _ROWS) if half else slice(None)
+        rows = X[:, part].astype(np.float32) if half else X
+        rows = rows if rows.strides[-1] == rows.itemsize else np.ascontiguousarray(rows)
         there = np.empty((0, 0), np.uint8) if mask is None else np.ascontiguousarray(mask[:, part]).view(np.uint8)
         w = np.empty((0, 0)) if weights is None else np.ascontiguousarray(weights[:, part], np.float64)
         bands = -(-d // BAND) if full else 1
         arguments = rows, there, w, rates, total, mass, full, bands
 
         def body(first: int, last: int, arguments: Any = arguments) -> None:
-            compiled.square_rows(*arguments, first, last)
+            square_rows(*arguments, first, last)
 
         share(body, b * bands, float(rows.size) * (d if full else 2))
     return total if full else total[:, 0], mass
@@ -93,11 +96,6 @@ def _like(W: Any) -> Any:
     return np.empty((b, h, T, d), W.dtype)
 
 
-def _rows(X: Any) -> Any:
-    """Return an array whose last axis is contiguous."""
-    return X if X.strides[-1] == X.itemsize else np.ascontiguousarray(X)
-
-
 def _begin(x: TokenArguments) -> TokenSums:
     """Return the sums before the tokens, in arrays of their own."""
     if x.state is not None:
@@ -107,95 +105,101 @@ def _begin(x: TokenArguments) -> TokenSums:
     return np.zeros((b, h, count, d)), np.zeros((b, h, count)), np.zeros((b, h, count, d)), np.zeros((b, h, count))
 
 
-_FLAG, _FLAT, _DEEP = np.empty(0, np.uint8), np.empty((0, 0, 0)), np.empty((0, 0, 0, 0))
-_NO_SUMS: TokenSums = _DEEP, _FLAT, _DEEP, _FLAT
-
-
 class _Work:
-    """What the compiled code works on. It keeps the arrays alive; P are the memberships, once they are known."""
+    """What the compiled code works on; P are the memberships, once they are known."""
 
-    def __init__(self, x: TokenArguments, after: TokenSums | None = None, blame: Any = _FLAT, **further: Any) -> None:
-        h, d, kind = x.W.shape[1], x.W.shape[3], x.W.dtype
+    def __init__(self, x: TokenArguments, after: TokenSums | None = None, **further: Any) -> None:
+        (_, h, _, d), kind = x.W.shape, x.W.dtype
         info = np.finfo(kind)
         self.P = np.empty(x.W.shape[:3], kind)
-        self._x, self._like, self._kept, self._after = x, np.empty(0, kind), [], after
-        views = np.zeros((VIEWS, 4), np.int64)
-        for name, array in {"W": x.W, "OFFSET": x.offset, "MASK": x.mask, "P": self.P, **further}.items():
-            if array is not None:
-                array = _rows(array) if array.ndim == 4 else array
-                self._kept.append(array)
-                b_step, *steps = array.strides[:3]
-                steps = [0, *steps] if array.ndim == 2 else steps
-                views[getattr(compiled, name)] = array.__array_interface__["data"][0], b_step, *steps
-        if x.decay is None:
-            powers = np.ones((h, BLOCK + 1))
-        else:
+        self._x, self._like = x, np.empty(0, kind)
+        powers = np.ones((h, BLOCK + 1))
+        if x.decay is not None:
             powers = np.asarray(x.decay, np.float64)[:, None] ** np.arange(BLOCK + 1)
         self._bounds = np.stack([x.offsets[:-1], x.offsets[1:]], axis=1)
-        self._given = (
-            views,
-            self._bounds,
-            (h, d, int(x.causal), KINDS.index(x.logits), int(x.mean and x.logits == "diagonal")),
-            np.array([max(x.least, float(info.tiny)), x.ridge, x.c, x.gain, float(info.max)]),
-            np.array(x.temperature, kind, order="C"),
-            np.ascontiguousarray(powers[:, 1:], kind),
-            powers,
+        self._plan = Record(
+            PLAN,
+            **{
+                "W": x.W,
+                "offset": x.offset,
+                "mask": None if x.mask is None else x.mask[:, None],
+                "P": self.P,
+                **further,
+            },
+            heads=h,
+            width=d,
+            size=kind.itemsize,
+            causal=x.causal,
+            logits=KINDS.index(x.logits),
+            mean=x.mean and x.logits == "diagonal",
+            sequences=len(self._bounds),
+            bounds=self._bounds,
+            temperature=np.array(x.temperature, kind, order="C"),
+            powers=np.ascontiguousarray(powers[:, 1:], kind),
+            kept=powers,
+            least=max(float(x.least), float(info.tiny)),
+            ridge=float(x.ridge),
+            weight=float(x.c),
+            gain=float(x.gain),
+            largest=float(info.max),
         )
-        self._before: TokenSums | None = None if x.state is None else _begin(x)
-        self._blame = blame
+        self._after = after
+        self._put_sums("", None if x.state is None else _begin(x))
+        self._put_sums("_after", after)
+
+    def _put_sums(self, when: str, sums: TokenSums | None) -> None:
+        self._plan.put({name + when: part for name, part in zip(("A", "n", "M", "N"), sums or (), strict=bool(sums))})
 
     def forward(self) -> None:
         """Write the outputs."""
         work = 4.0 * self._x.W.size
         if self._alone(work):
-            self._do(compiled.forward_tasks, compiled.ALL, work)
+            self._do(forward_tasks, compiled.ALL, work)
             return
-        steps = compiled.SCORE, compiled.SHARE, compiled.LAST
         lows, highs = self._bounds.T.copy()
         longest = slab = int((highs - lows).max())
         if self._x.causal and slab > SLAB:  # so that tokens are in the caches still when the last step comes
             slab = SLAB
-            self._before = self._after = _begin(self._x) if self._after is None else self._after
+            sums = _begin(self._x) if self._after is None else self._after
+            self._put_sums("", sums)
+            self._put_sums("_after", sums)
         for low in range(0, longest, slab):
             self._bounds[:, 0] = np.minimum(lows + low, highs)
             self._bounds[:, 1] = np.minimum(lows + low + slab, highs)
-            for step in steps:
-                self._do(compiled.forward_tasks, step, work)
+            for step in (compiled.SCORES, compiled.MEMBERSHIPS, compiled.OUTPUTS):
+                self._do(forward_tasks, step, work)
 
     def share_out(self) -> None:
         """Write the memberships."""
         work = 2.0 * self._x.W.size
-        for step in (compiled.ALL,) if self._alone(work) else (compiled.SCORE, compiled.SHARE):
-            self._do(compiled.forward_tasks, step, work, reads=False)
+        for step in (compiled.ALL,) if self._alone(work) else (compiled.SCORES, compiled.MEMBERSHIPS):
+            self._do(forward_tasks, step, work, reads=False)
 
     def backward(self) -> None:
         """Write the gradients."""
         work = 8.0 * self._x.W.size
-        steps = compiled.BACK, compiled.BLAME, compiled.REST
+        steps = compiled.D_MEMBERSHIPS, compiled.D_LOGITS, compiled.D_SCORES
         for step in (compiled.ALL,) if self._alone(work) else steps:
             self._do(backward_tasks, step, work)
 
     def _alone(self, work: float) -> bool:
         """Tell whether sequences are not shared out among threads."""
-        threads = num_threads() if work >= _SMALL else 1
+        threads = threads_for(work)
         return threads == 1 or len(self._x.W) * len(self._bounds) >= _ENOUGH * threads
 
     def _do(self, tasks: Callable[..., None], step: int, work: float, *, reads: bool = True) -> None:
         """Do the tasks of a step."""
         (b, h, _, d), kind = self._x.W.shape, self._x.W.dtype
         spans, count = 1, b * len(self._bounds)
-        if step in (compiled.SHARE, compiled.BLAME):
+        if step in (compiled.MEMBERSHIPS, compiled.D_LOGITS):
             spans = -(-int(np.diff(self._bounds).max(initial=0)) // SPAN)
             count *= spans
         elif step != compiled.ALL:
             count *= h
-        sums = (_NO_SUMS if part is None else part for part in (self._before, self._after))
-        given = (*self._given, *sums, self._blame)
-        whole, narrow, wide = scratch_sizes(h, d)
 
         def body(first: int, last: int) -> None:
-            scratch = np.empty(whole, np.int64), np.empty(narrow, kind), np.empty(wide)
-            tasks(self._like, _FLAG, given, scratch, step, spans, reads, first, last)
+            plan = self._plan.with_scratch(scratch(h, d, kind.itemsize))
+            tasks(self._like, plan.data, step, spans, reads, first, last)
 
         if self._x.W.size:
             share(body, count, work)

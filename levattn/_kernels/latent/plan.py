@@ -1,0 +1,381 @@
+"""What the compiled code of latent attention works on: its plan, padded rows, and the sums of the latents.
+
+Rows are copied to scratch of whole vectors. The state of the latents, Σ e V, has a row for each latent; on the way
+back it is `by_channel`, with a row for each channel. ``like`` is a pointer, for the dtype; names of addresses that are
+arguments end in _at.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper
+from levattn._kernels.latent.simd import copy_vectors, differs, exceeds, exp_row, fold_vectors, state_tile, weigh_row
+from levattn._kernels.llvm import as_pointer, larger, smaller
+from levattn._kernels.records import record_type
+
+__all__ = [
+    "FOLD",
+    "PLAN",
+    "ROWS",
+    "SLACK",
+    "add_rows",
+    "begins_fold",
+    "copy_row",
+    "copy_rows",
+    "enter",
+    "fill_row",
+    "fold_gain",
+    "grow_and_read",
+    "grow_tiles",
+    "multiply",
+    "padded",
+    "place_of",
+    "raise_references",
+    "read_positions",
+    "read_tiles",
+    "scale_columns",
+    "scale_rows",
+    "scratch",
+    "weigh_and_keep",
+    "weigh_rows",
+    "write_positions",
+    "write_rows",
+]
+
+ROWS = 32  # of a segment: what it reads and writes stays in the first cache
+SLACK = 8.0  # e^SLACK times the number of positions is what a sum can be larger than its largest term
+FOLD = 64  # rows whose gain is summed apart, and then added to sums in float64
+PLAIN = 192  # rows of a run before which nothing is, up to which a sum is not large yet
+TALL = 4  # rows of a tile
+
+# Numbers of each latent. `factors` is by what the sums are to be multiplied since the last raise, and in float64
+# `raised` since the gain was last added. The sums on the way back are relative to `held`.
+_LATENT = ("reference", "base", "limit", "total", "factors", "gain", "held", "rho")
+# Rows of a segment: e^{K − base} and V of positions, weights c = p/s and p of latents, 1/s, rows of the output
+_ROWS = {"e": "latents", "x": "channels", "c": "latents", "p": "latents", "inverses": "latents", "y": "channels"}
+# and on the way back the products of dY and the state, dY, and the gradients in values
+_ROWS_BACK = {"g": "latents", "z": "channels", "v": "channels"}
+
+# m, s and S are the states before runs (or those to be written), `places` of each head; `enters` tells whether with
+# row t position t + `ahead` enters the state. `weights` and `changes` are c and c g/s of every row of a run,
+# `references` those of its segments, and `segments` (n, 3) their first row, number of rows, and place of references.
+PLAN = record_type(
+    (*("Q", "K", "V", "gate", "gate_value", "mask", "Y", "D_Y"), *("D_Q", "D_K", "D_V", "D_gate", "D_gate_value")),
+    ("head", "row"),
+    (
+        *("latents", "latent_width", "latent_step", "channels", "channel_width", "channel_step", "size", "lanes"),
+        *("ahead", "enters", "places", "m", "s", "S"),
+        *(*_LATENT, "gate_weights", *_ROWS, *_ROWS_BACK, "state", "gains", "raised", "exact_total", "exact_state"),
+        *("R", "T", "weights", "changes", "references", "segments"),
+    ),
+)
+
+
+def padded(n: int, kind: np.dtype[Any]) -> int:
+    """Return how many numbers are in a row of whole vectors that has room for n."""
+    lanes: int = VECTOR_BYTES // kind.itemsize
+    return -(-n // lanes) * lanes
+
+
+def scratch(latents: int, channels: int, size: int, longest: int | None) -> dict[str, int]:
+    """Return how many bytes the scratch of one thread has, by its names in the plan.
+
+    Rows are padded to so many latents and channels, of `size` bytes; `longest` is the longest run, for the way back.
+    """
+    widths, state = {"latents": latents, "channels": channels}, latents * channels
+    like = dict.fromkeys(_LATENT, latents) | {name: ROWS * widths[what] for name, what in _ROWS.items()}
+    like |= {"gate_weights": ROWS, "state": state, "gains": state}
+    eights = {"raised": latents, "exact_total": latents, "exact_state": state}
+    if longest is not None:
+        like |= {name: ROWS * widths[what] for name, what in _ROWS_BACK.items()} | {"R": state, "T": state}
+        like |= {"weights": longest * latents, "changes": longest * latents, "references": (longest + 1) * latents}
+        eights |= {"segments": 3 * longest}
+    return {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
+
+
+# -- rows ------------------------------------------------------------------------------------
+
+
+@helper
+def place_of(view, head, row):
+    return view.at + head * view.head + row * view.row
+
+
+@helper
+def fill_row(like, address, n, value):
+    target = as_pointer(address, like)
+    for j in range(n):
+        target[j] = value
+
+
+@helper
+def copy_row(source, target, n):
+    for j in range(n):
+        target[j] = source[j]
+
+
+@helper
+def copy_rows(like, p, view, head, first, rows, n, fill, target_at, width):
+    """Write rows of n numbers of an array to padded rows."""
+    whole = n // p.lanes
+    for i in range(rows):
+        source_at, row_at = place_of(view, head, first + i), target_at + i * width * p.size
+        copy_vectors(like, source_at, row_at, whole)
+        source, target = as_pointer(source_at, like), as_pointer(row_at, like)
+        for j in range(whole * p.lanes, n):
+            target[j] = source[j]
+        for j in range(n, width):
+            target[j] = fill
+
+
+@helper
+def write_rows(like, p, row_at, width, rows, n, view, head, first):
+    """Write the first n numbers of padded rows to rows of an array."""
+    whole = n // p.lanes
+    for i in range(rows):
+        source_at, target_at = row_at + i * width * p.size, place_of(view, head, first + i)
+        copy_vectors(like, source_at, target_at, whole)
+        source, target = as_pointer(source_at, like), as_pointer(target_at, like)
+        for j in range(whole * p.lanes, n):
+            target[j] = source[j]
+
+
+@helper
+def _is_masked(p, head, position):
+    return p.mask.at != 0 and as_pointer(place_of(p.mask, head, position), np.uint8(0))[0] == 0
+
+
+@helper
+def read_positions(like, p, head, first, rows, begin):
+    """Write logits and values of positions to padded rows; −inf and zeros for those before `begin` and masked ones.
+
+    The values of a position whose logits all are −inf are zeros as well.
+    """
+    missing = smaller(larger(begin - first, 0), rows)
+    there, de, dx = rows - missing, p.latent_step, p.channel_step
+    fill_row(like, p.e, missing * p.latent_width, -np.inf)
+    fill_row(like, p.x, missing * p.channel_width, 0)
+    copy_rows(like, p, p.K, head, first + missing, there, p.latents, -np.inf, p.e + missing * de, p.latent_width)
+    copy_rows(like, p, p.V, head, first + missing, there, p.channels, 0, p.x + missing * dx, p.channel_width)
+    for i in range(missing, rows):
+        if _is_masked(p, head, first + i):
+            fill_row(like, p.e + i * de, p.latent_width, -np.inf)
+        if not differs(like, p.e + i * de, -np.inf, p.latent_width // p.lanes):
+            fill_row(like, p.x + i * dx, p.channel_width, 0)
+
+
+@helper
+def write_positions(like, p, head, first, rows, begin):
+    """Write the gradients of positions that there are and that are not masked."""
+    for i in range(smaller(larger(begin - first, 0), rows), rows):
+        if not _is_masked(p, head, first + i):
+            write_rows(like, p, p.p + i * p.latent_step, p.latent_width, 1, p.latents, p.D_K, head, first + i)
+            write_rows(like, p, p.v + i * p.channel_step, p.channel_width, 1, p.channels, p.D_V, head, first + i)
+
+
+# -- sums ------------------------------------------------------------------------------------
+
+
+@helper
+def raise_references(like, p, logits_at, slack, total_at):
+    """Raise the references that a row exceeds to its logits, and write by what the sums are to be multiplied."""
+    logits, total, factors = as_pointer(logits_at, like), as_pointer(total_at, like), as_pointer(p.factors, like)
+    reference, base, limit = as_pointer(p.reference, like), as_pointer(p.base, like), as_pointer(p.limit, like)
+    for j in range(p.latent_width):
+        factors[j] = 1
+        if logits[j] > limit[j]:
+            factors[j] = np.exp(reference[j] - logits[j])
+            total[j] *= factors[j]
+            reference[j] = logits[j]
+            base[j] = logits[j]
+            limit[j] = logits[j] + slack
+
+
+@helper
+def add_rows(like, row_at, rows, n, gain_at):
+    """Add padded rows of n numbers to one."""
+    gain, row = as_pointer(gain_at, like), as_pointer(row_at, like)
+    for i in range(rows):
+        for j in range(n):
+            gain[j] += row[i * n + j]
+
+
+@helper
+def multiply(numbers, factors, n):
+    for j in range(n):
+        numbers[j] *= factors[j]
+
+
+@helper
+def scale_rows(state, factors, rows, n):
+    for i in range(rows):
+        if factors[i] != 1:
+            f = factors[i]
+            for j in range(n):
+                state[i * n + j] *= f
+
+
+@helper
+def scale_columns(state, factors, rows, n):
+    for i in range(rows):
+        for j in range(n):
+            state[i * n + j] *= factors[j]
+
+
+@helper
+def _scale(p, state, factors, by_channel):
+    """Multiply the latents of a state."""
+    if by_channel:
+        scale_columns(state, factors, p.channel_width, p.latent_width)
+    else:
+        scale_rows(state, factors, p.latent_width, p.channel_width)
+
+
+@helper
+def enter(like, p, place, slack, by_channel):
+    """Take the state before a run, none if its place is negative; tell whether nothing is before the run.
+
+    The state are the references, and sums that are relative to them.
+    """
+    reference, base, limit = as_pointer(p.reference, like), as_pointer(p.base, like), as_pointer(p.limit, like)
+    total, gain, raised = as_pointer(p.total, like), as_pointer(p.gain, like), as_pointer(p.raised, 0.0)
+    exact, exact_state = as_pointer(p.exact_total, 0.0), as_pointer(p.exact_state, 0.0)
+    m, s, S = as_pointer(p.m, 0.0), as_pointer(p.s, 0.0), as_pointer(p.S, 0.0)
+    state, gains = as_pointer(p.state, like), as_pointer(p.gains, like)
+    fresh = True
+    for k in range(p.latent_width):
+        reference[k], exact[k] = -np.inf, 0
+        if place >= 0 and k < p.latents:
+            reference[k], exact[k] = m[place * p.latents + k], s[place * p.latents + k]
+            fresh = fresh and reference[k] == -np.inf and exact[k] == 0
+        total[k], gain[k], raised[k] = exact[k], 0, 1
+        base[k] = 0 if reference[k] == -np.inf else reference[k]
+        limit[k] = reference[k] + slack
+    for at in range(p.latent_width * p.channel_width):
+        exact_state[at], gains[at] = 0, 0
+    if place >= 0:
+        along, across = (1, p.latent_width) if by_channel else (p.channel_width, 1)
+        for k in range(p.latents):
+            for j in range(p.channels):
+                exact_state[k * along + j * across] = S[(place * p.latents + k) * p.channels + j]
+    copy_row(exact_state, state, p.latent_width * p.channel_width)
+    return fresh
+
+
+@helper
+def begins_fold(like, p, fresh, row, rows):
+    """Tell whether what a row of a run adds is summed apart; the last rows are not followed by any."""
+    folds = p.enters != 0 and p.size == 4 and row // FOLD < (rows - 1) // FOLD and not (fresh and row < PLAIN)
+    if folds and row == PLAIN and fresh:
+        copy_row(as_pointer(p.total, like), as_pointer(p.exact_total, 0.0), p.latent_width)
+        copy_row(as_pointer(p.state, like), as_pointer(p.exact_state, 0.0), p.latent_width * p.channel_width)
+    return folds
+
+
+@helper
+def fold_gain(like, p, by_channel):
+    """Add what was gained since the last time to the sums in float64, and begin anew with these, rounded.
+
+    Additions of single positions to a sum that is much larger are rounded, and for like ones all in one direction. So
+    they are summed apart, and the state that rows read forgets its own rounding here. References have been raised by
+    as much as `raised` says.
+    """
+    raised, exact = as_pointer(p.raised, 0.0), as_pointer(p.exact_total, 0.0)
+    total, gain = as_pointer(p.total, like), as_pointer(p.gain, like)
+    changed = False
+    for j in range(p.latent_width):
+        changed = changed or raised[j] != 1
+        exact[j] = exact[j] * raised[j] + gain[j]
+        total[j] = exact[j]
+        gain[j] = 0
+    if changed:
+        _scale(p, as_pointer(p.exact_state, 0.0), raised, by_channel)
+    for j in range(p.latent_width):
+        raised[j] = 1
+    fold_vectors(like, p.gains, p.exact_state, p.state, p.latent_width * p.channel_width // p.lanes)
+
+
+@helper
+def _follow(like, p, folds, by_channel):
+    """Follow references that were raised with the state, and if it `folds` with what is summed apart."""
+    factors = as_pointer(p.factors, like)
+    _scale(p, as_pointer(p.state, like), factors, by_channel)
+    if folds:
+        multiply(as_pointer(p.raised, 0.0), factors, p.latent_width)
+        multiply(as_pointer(p.gain, like), factors, p.latent_width)
+        _scale(p, as_pointer(p.gains, like), factors, by_channel)
+
+
+def _tiles(adds, reads):
+    """Return a function that does what `state_tile` does for a whole state, step by step.
+
+    Rows that are added, multiplied, and read, and those that what is read is added to, are (address, step).
+    """
+
+    @helper
+    def run(like, p, add, x, read, y, n, state_at, by_channel):
+        rows, width = (p.channel_width, p.latent_width) if by_channel else (p.latent_width, p.channel_width)
+        size, lanes, dt = p.size, p.lanes, width * p.size
+        for i in range(0, rows, TALL):
+            a, r = (add[0] + i * size, add[1]), (read[0] + i * size, read[1])
+            low = 0
+            while low < width:
+                v, o, s = (x[0] + low * size, x[1]), (y[0] + low * size, y[1]), state_at + i * dt + low * size
+                left = (width - low) // lanes
+                if left >= STATE_VECTORS:
+                    state_tile(like, TALL, STATE_VECTORS, adds, reads, a, v, r, o, n, s, dt)
+                    low += STATE_VECTORS * lanes
+                elif left >= 2:
+                    state_tile(like, TALL, 2, adds, reads, a, v, r, o, n, s, dt)
+                    low += 2 * lanes
+                else:
+                    state_tile(like, TALL, 1, adds, reads, a, v, r, o, n, s, dt)
+                    low += lanes
+
+    return run
+
+
+grow_tiles = _tiles(1, 0)
+read_tiles = _tiles(0, 1)
+grow_and_read = _tiles(1, 1)
+
+
+def _weighing(keeps):
+    """Return a function that weighs rows of a block from the row `done` on, until references are raised again.
+
+    It takes up the positions that enter with them, writes c = p/s over the logits of the latents at `c_at`, and if it
+    `keeps` p and 1/s of each row. It returns the row after the last, and whether references were raised at the first.
+    """
+
+    @helper
+    def run(like, p, head, start, done, n, c_at, folds, by_channel):
+        vectors, step = p.latent_width // p.lanes, p.latent_step
+        gate_weights = as_pointer(p.gate_weights, like)
+        raised = p.enters != 0 and exceeds(like, p.e + done * step, p.limit, vectors)
+        if raised:
+            raise_references(like, p, p.e + done * step, SLACK, p.total)
+            _follow(like, p, folds, by_channel)
+        i = done
+        while i < n:
+            if p.enters:
+                if i > done and exceeds(like, p.e + i * step, p.limit, vectors):
+                    break
+                exp_row(like, p.e + i * step, p.base, p.total, vectors)
+            gate = -np.inf
+            if p.gate.at != 0:
+                gate = as_pointer(place_of(p.gate, head, start + i), like)[0]
+            row_at, kept = c_at + i * step, i * step
+            gate_weights[i] = weigh_row(like, keeps, row_at, p.total, gate, vectors, p.p + kept, p.inverses + kept)
+            i += 1
+        return i, raised
+
+    return run
+
+
+weigh_rows = _weighing(0)
+weigh_and_keep = _weighing(1)

@@ -1,0 +1,274 @@
+"""What the compiled code of token statistics attention works on: its plan, and how runs of tokens are read by it.
+
+Tokens that take part are worked on RUN at a time, so that what is written down for each of them stays in the first
+caches. ``like`` is a pointer, for the dtype; names of addresses end in _at.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels.jit import helper
+from levattn._kernels.llvm import as_pointer, smaller
+from levattn._kernels.records import record_type
+from levattn._kernels.tokens.simd import BLOCK, dot_run, gather_run
+
+__all__ = [
+    "DIAGONAL",
+    "KINDS",
+    "NONE",
+    "NORM",
+    "PLAN",
+    "RUN",
+    "SLAB",
+    "SPAN",
+    "advance",
+    "begin_sums",
+    "bounds",
+    "clear",
+    "copy_sums",
+    "dot",
+    "end_sums",
+    "fill",
+    "gather",
+    "place_of",
+    "rate_of",
+    "read",
+    "rows_of",
+    "run_of",
+    "scratch",
+    "sums_of",
+    "table",
+    "take",
+    "temperature_of",
+    "write",
+]
+
+KINDS = ("none", "norm", "diagonal")
+NONE, NORM, DIAGONAL = range(3)
+
+RUN = 8 * BLOCK
+SPAN = 4 * RUN  # tokens of a task over all heads
+SLAB = 64 * RUN  # tokens of a head that are worked on before the next step
+TABLES = 7  # of a number for each token of a run
+
+# P holds logits and then memberships, E the gradients in these and then in the logits. A, n, M and N are the sums
+# before, and A_after, ... those to be written. `bounds` are the first and the last token of each sequence, `powers`
+# (h, BLOCK) and `kept` (h, BLOCK + 1) the powers 1, 2, ... and 0, 1, ... of the decay. `flow` (b, h, sequences) is
+# what the gradient in the temperature is the sum of. The names from `tokens` on are of scratch.
+PLAN = record_type(
+    ("W", "offset", "mask", "P", "Y", "D_Y", "D_W", "E"),
+    ("group", "head", "token"),
+    (
+        *(
+            "heads",
+            "width",
+            "size",
+            "causal",
+            "logits",
+            "mean",
+            "sequences",
+            "bounds",
+            "temperature",
+            "powers",
+            "kept",
+        ),
+        *("A", "n", "M", "N", "A_after", "n_after", "M_after", "N_after", "flow"),
+        *("tokens", "tables", "shares", "row", "other", "rows", "norms", "sums", "totals", "later"),
+    ),
+    ("least", "ridge", "weight", "gain", "largest"),  # c is a weight; the largest number of the dtype
+)
+
+
+def scratch(heads: int, d: int, size: int) -> dict[str, int]:
+    """Return how many bytes the scratch of one thread has, by its names in the plan; `size` is that of the dtype."""
+    like = {"tables": TABLES * RUN, "shares": 2 * heads * RUN, "row": heads * d, "other": d, "rows": RUN * d}
+    eights = {"tokens": RUN, "norms": heads * d, "sums": heads * d, "totals": 2 * heads, "later": d}
+    return {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
+
+
+@helper
+def rows_of(view, g, k):
+    """Return the address of an array's first token of a head, and the step between tokens."""
+    return view.at + g * view.group + k * view.head, view.token
+
+
+@helper
+def run_of(p, n):
+    return p.width, p.tokens, n
+
+
+@helper
+def sums_of(p, k, sums_at):
+    """Return running sums with the decay of a head."""
+    return sums_at, p.powers + k * BLOCK * p.size, p.kept + k * (BLOCK + 1) * 8
+
+
+@helper
+def bounds(p, i):
+    """Return the first token of a sequence, and the one after its last."""
+    both = as_pointer(p.bounds, 0)
+    return both[2 * i], both[2 * i + 1]
+
+
+@helper
+def table(p, i):
+    """Return the address of a table of a run."""
+    return p.tables + i * RUN * p.size
+
+
+@helper
+def fill(like, at, n, value):
+    target = as_pointer(at, like)
+    for j in range(n):
+        target[j] = value
+
+
+@helper
+def copy_sums(source_at, target_at, n):
+    """Copy sums; zeros from address 0."""
+    source, target = as_pointer(source_at, 0.0), as_pointer(target_at, 0.0)
+    for j in range(n):
+        target[j] = source[j] if source_at != 0 else 0.0
+
+
+@helper
+def rate_of(p, k):
+    """Return what is left of a sum of a head one token later."""
+    return as_pointer(p.kept, 0.0)[k * (BLOCK + 1) + 1]
+
+
+@helper
+def temperature_of(like, p, g, k):
+    return as_pointer(p.temperature, like)[g * p.heads + k]
+
+
+@helper
+def place_of(p, g, k, i):
+    """Return the number of a head's sums."""
+    return (g * p.heads + k) * p.sequences + i
+
+
+@helper
+def take(p, g, i, at, high):
+    """Write down the next tokens that take part, up to RUN; return how many, and where to go on.
+
+    No run is in two slabs of SLAB tokens.
+    """
+    tokens = as_pointer(p.tokens, 0)
+    n = 0
+    if p.mask.at == 0:
+        n = smaller(RUN, high - at)
+        for t in range(n):
+            tokens[t] = at + t
+        return n, at + n
+    mask_at, step = rows_of(p.mask, g, 0)
+    present = as_pointer(mask_at, np.uint8(0))
+    high = smaller(high, at - (at - bounds(p, i)[0]) % SLAB + SLAB)
+    while n < RUN and at < high:
+        if present[at * step] != 0:
+            tokens[n] = at
+            n += 1
+        at += 1
+    return n, at
+
+
+@helper
+def clear(like, p, view, g, k, low, high, d):
+    """Fill rows of d numbers with zeros, of tokens that are masked."""
+    if p.mask.at == 0:
+        return
+    (mask_at, skip), (start, step) = rows_of(p.mask, g, 0), rows_of(view, g, k)
+    present = as_pointer(mask_at, np.uint8(0))
+    for t in range(low, high):
+        if present[t * skip] == 0:
+            fill(like, start + t * step, d, 0)
+
+
+@helper
+def write(like, p, view, g, k, n, row_at):
+    """Write a number for each token of a run."""
+    tokens, row = as_pointer(p.tokens, 0), as_pointer(row_at, like)
+    start, step = rows_of(view, g, k)
+    if n and step == p.size and tokens[n - 1] - tokens[0] == n - 1:
+        target = as_pointer(start + tokens[0] * step, like)
+        for t in range(n):
+            target[t] = row[t]
+    else:
+        for t in range(n):
+            as_pointer(start + tokens[t] * step, like)[0] = row[t]
+
+
+@helper
+def read(like, p, view, g, k, n, row_at):
+    """Read a number for each token of a run."""
+    tokens, row = as_pointer(p.tokens, 0), as_pointer(row_at, like)
+    start, step = rows_of(view, g, k)
+    if n and step == p.size and tokens[n - 1] - tokens[0] == n - 1:
+        source = as_pointer(start + tokens[0] * step, like)
+        for t in range(n):
+            row[t] = source[t]
+    else:
+        for t in range(n):
+            row[t] = as_pointer(start + tokens[t] * step, like)[0]
+
+
+@helper
+def gather(like, p, g, k, view, n, sums_at, weights_at):
+    """Add ``weight · w z`` of a run to sums; z is a row of the array."""
+    w, z = rows_of(p.W, g, k), rows_of(view, g, k)
+    gather_run(like, run_of(p, n), w, z, sums_of(p, k, sums_at), weights_at)
+
+
+@helper
+def dot(like, p, g, k, view, n, row_at, out_at):
+    """Write ``Σ w z · row`` of a run; z is a row of the array."""
+    fill(like, out_at, n, 0)
+    dot_run(like, run_of(p, n), rows_of(p.W, g, k), rows_of(view, g, k), row_at, out_at)
+
+
+@helper
+def advance(like, p, g, k, n, weighted, weights_at, sums_at, total):
+    """Add the squares of a run to sums, weighted by memberships or 1; return the sum of weights after it."""
+    weights = as_pointer(weights_at, like)
+    if weighted:
+        read(like, p, p.P, g, k, n, weights_at)
+    else:
+        fill(like, weights_at, n, 1)
+    rate = rate_of(p, k)
+    if rate == 1:
+        for t in range(n):
+            total += weights[t]
+    else:
+        for t in range(n):
+            total = rate * total + weights[t]
+    gather(like, p, g, k, p.W, n, sums_at, weights_at)
+    return total
+
+
+@helper
+def begin_sums(like, p, g, i, k, weighted, sums_at, weights_at):
+    """Write the sums A, or M if `weighted`, that a sequence starts with, or that all of it reads; return n or N."""
+    place, d = place_of(p, g, k, i), p.width
+    if p.A != 0:
+        before, totals = (p.M, p.N) if weighted else (p.A, p.n)
+        copy_sums(before + place * d * 8, sums_at, d)
+        return as_pointer(totals, 0.0)[place]
+    copy_sums(0, sums_at, d)
+    (at, high), total = bounds(p, i), 0.0
+    while at < high and not p.causal:
+        n, at = take(p, g, i, at, high)
+        total = advance(like, p, g, k, n, weighted, weights_at, sums_at, total)
+    return total
+
+
+@helper
+def end_sums(p, g, i, k, weighted, sums_at, total):
+    """Write the sums A or M after a sequence, with n or N, if they are wanted."""
+    place, d = place_of(p, g, k, i), p.width
+    after, totals = (p.M_after, p.N_after) if weighted else (p.A_after, p.n_after)
+    if after != 0:
+        copy_sums(sums_at, after + place * d * 8, d)
+        as_pointer(totals, 0.0)[place] = total
