@@ -3,8 +3,6 @@
 Strides are in elements; steps `ahead` are in bytes.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ back it is `by_channel`, with a row for each channel. ``like`` is a pointer, for
 arguments end in _at.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any

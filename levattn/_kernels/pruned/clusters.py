@@ -1,6 +1,5 @@
 """The clusters of keys, compiled: where keys are, which are together, and sums over those."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import numpy as np

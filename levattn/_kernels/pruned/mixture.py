@@ -4,7 +4,6 @@ A row of logits has the kept keys first, then the summaries, then the near keys,
 added to it: what says that a place is empty (−inf), and the logarithm of what a summary stands for.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import numpy as np

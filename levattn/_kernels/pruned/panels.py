@@ -4,7 +4,6 @@ A panel has some numbers of each of n rows side by side (SCORE_VECTORS vectors),
 view is (address, steps in bytes between items, heads and rows). Names that end in _at are addresses.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper

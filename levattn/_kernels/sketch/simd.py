@@ -1,7 +1,5 @@
 """Vector code of sketches: rows added with signs, and Hadamard transforms of a few rows. Steps are in bytes."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any

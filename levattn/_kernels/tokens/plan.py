@@ -4,8 +4,6 @@ Tokens that take part are worked on RUN at a time, so that what is written down 
 caches. ``like`` is a pointer, for the dtype; names of addresses end in _at.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import numpy as np

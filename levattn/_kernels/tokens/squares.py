@@ -1,7 +1,5 @@
 """Running second moments of tokens, or their diagonals, compiled: row after row, so that chunks do not show."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 from levattn._kernels.jit import jit
