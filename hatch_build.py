@@ -105,11 +105,11 @@ def run(code: str, *arguments: str, **environment: str) -> None:
 def build(levels: list[str], to: Path) -> list[Path]:
     """Make the archives, of the levels named or of all that this machine can compile for; return their paths."""
     sys.path.insert(0, str(ROOT))
-    from levattn._kernels.shipped import FEATURES, versions
+    from levattn._kernels.shipped import CPU_FEATURES, versions
 
     kind = {"AMD64": "x86", "x86_64": "x86", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-    levels = levels or [level for level in FEATURES if level.startswith(kind)]
-    if not levels or not set(levels) <= set(FEATURES):
+    levels = levels or [level for level in CPU_FEATURES if level.startswith(kind)]
+    if not levels or not set(levels) <= set(CPU_FEATURES):
         raise SystemExit(f"no kernels are made for {levels or kind}; expected some of {', '.join(FEATURES)}")
     to.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def build(levels: list[str], to: Path) -> list[Path]:
         run(RECORD, str(signatures), CALLS)
         paths = []
         for level in levels:
-            features = ",".join(f"+{feature}" for feature in FEATURES[level])
+            features = ",".join(f"+{feature}" for feature in CPU_FEATURES[level])
             cpu = "generic" if level == "aarch64" else level
             run(COMPILE, str(signatures), str(code), NUMBA_CPU_NAME=cpu, NUMBA_CPU_FEATURES=features)
             paths.append(to / f"{level}.zip")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import real_number
+from levattn._core.types import Float64
 
 __all__ = [
     "FAMILIES",
@@ -26,7 +27,6 @@ __all__ = [
     "scale_of",
 ]
 
-Floats = npt.NDArray[np.float64]
 
 INSIDE = 1e-12  # by which queries may be larger than the radius, relative to it
 _ALIKE = 1e-12  # relative error of the entries of a matrix that is taken for symmetric, and positive semi-definite
@@ -72,7 +72,7 @@ class AttentionFunction(Protocol):
     def monotone(self) -> bool:
         """Whether f does not decrease in abs(x)."""
 
-    def __call__(self, x: Floats, /) -> Floats:
+    def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array of float64."""
 
 
@@ -130,7 +130,7 @@ class Power:
         """The exponent p."""
         return self.p
 
-    def __call__(self, x: Floats, /) -> Floats:
+    def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
         return np.asarray(x * x if self.p == 2 else np.abs(x) ** self.p)
 
@@ -188,7 +188,7 @@ class Huber(_Quadratic):
         """Check the parameter."""
         object.__setattr__(self, "delta", _positive("delta", self.delta))
 
-    def __call__(self, x: Floats, /) -> Floats:
+    def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
         size = np.abs(x)
         near = np.minimum(size, self.delta)
@@ -223,7 +223,7 @@ class Tukey(_Scaled):
 
     c: float = 4.685
 
-    def __call__(self, x: Floats, /) -> Floats:
+    def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
         u = np.minimum(np.abs(x) / self.c, 1.0) ** 2
         return np.asarray(self.c**2 / 6 * (u * (3 - u * (3 - u))))  # without the cancellation of 1 − (1 − u)³
@@ -245,7 +245,7 @@ class L1L2(_Quadratic):
     array([4.])
     """
 
-    def __call__(self, x: Floats, /) -> Floats:
+    def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
         root = np.hypot(1.0, x / math.sqrt(2))
         return np.asarray(np.abs(x) * (np.abs(x) / (root + 1)))
@@ -278,7 +278,7 @@ class Fair(_Scaled):
 
     c: float = 1.4
 
-    def __call__(self, x: Floats, /) -> Floats:
+    def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
         u = np.abs(x) / self.c
         near = np.minimum(u, 1e-3)
@@ -321,8 +321,8 @@ class Softmax:
     """
 
     radius: float
-    matrix: Floats | None = field(default=None)
-    _parts: tuple[Floats, Floats, Floats] | None = field(default=None, init=False, repr=False)
+    matrix: Float64 | None = field(default=None)
+    _parts: tuple[Float64, Float64, Float64] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -346,7 +346,7 @@ class Softmax:
         object.__setattr__(self, "matrix", matrix)
         object.__setattr__(self, "_parts", axes)
 
-    def root(self, d: int) -> Floats:
+    def root(self, d: int) -> Float64:
         """Return a matrix L with ``L Lᵀ = radius² Σ``: queries are L times a vector of norm at most 1.
 
         Σ is made a little larger, by about d 2⁻⁵¹ of its diagonal, so that rounding leaves out no query.
@@ -372,7 +372,7 @@ class Softmax:
         sizes, values, vectors = self._parts
         return np.asarray(self.radius * sizes[:, None] * vectors * np.sqrt(values))
 
-    def contains(self, Q: Floats, /) -> npt.NDArray[np.bool_]:
+    def contains(self, Q: Float64, /) -> npt.NDArray[np.bool_]:
         """Tell which queries are those that are meant.
 
         Parameters
@@ -392,7 +392,7 @@ class Softmax:
         """
         Q = np.asarray(Q, np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
-            inside: Floats = Q / self.radius
+            inside: Float64 = Q / self.radius
             if self._parts is not None:
                 self._check(Q.shape[1])
                 sizes, values, vectors = self._parts
@@ -406,12 +406,12 @@ class Softmax:
         if self.matrix is not None and len(self.matrix) != d:
             raise ValueError(f"f has a matrix of {len(self.matrix)} rows, but the keys have d = {d} columns")
 
-    def __call__(self, x: Floats, /) -> Floats:
+    def __call__(self, x: Float64, /) -> Float64:
         """Evaluate exp at every entry of an array."""
         return np.exp(x)
 
 
-def _axes(matrix: Floats) -> tuple[Floats, Floats, Floats] | None:
+def _axes(matrix: Float64) -> tuple[Float64, Float64, Float64] | None:
     """Return the roots of the diagonal, and the eigenvalues and vectors of what they leave; None if some are negative.
 
     So every row and column is right to rounding of its own size.

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.types import Float64
+
 __all__ = ["as_seed", "below", "normals", "philox", "signs", "words"]
 
 Words = npt.NDArray[np.uint32]
-Float64 = npt.NDArray[np.float64]
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 INCREMENTS = 0x9E3779B9, 0xBB67AE85

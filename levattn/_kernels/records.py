@@ -35,14 +35,16 @@ class Record:
     def put(self, fields: Mapping[str, Any]) -> None:
         """Write numbers, and of arrays the address and the steps that the field holds; None is no array.
 
-        An array of rows, with one axis more than there are steps, is copied unless their numbers lie side by side.
+        An array of rows, with one axis more than there are steps, is copied unless their numbers lie side by side, and
+        one whose field holds no steps unless all of its numbers do.
         """
         places = self.data.dtype.fields
         for name, value in fields.items():
             kind, offset = places[name][:2]
             first = offset // 8
             if isinstance(value, np.ndarray):
-                if value.ndim == len(kind) and value.strides[-1] != value.itemsize:
+                side_by_side = value.ndim != len(kind) or value.strides[-1] == value.itemsize
+                if not (side_by_side if len(kind) else value.flags.c_contiguous):
                     value = np.ascontiguousarray(value)
                 self._kept.append(value)
                 self._words[first] = value.__array_interface__["data"][0] if value.size else 0

@@ -21,13 +21,13 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 
-__all__ = ["FEATURES", "FOLDER", "entry", "shipped", "versions"]
+__all__ = ["ARCHIVES", "CPU_FEATURES", "entry", "shipped", "versions"]
 
-FOLDER = Path(__file__).with_name("compiled")
+ARCHIVES = Path(__file__).with_name("compiled")
 _V2 = ("cx16", "popcnt", "sahf", "sse3", "sse4.1", "sse4.2", "ssse3")
 _V3 = (*_V2, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
 # What a processor must have, of LLVM's names; the best level comes first
-FEATURES = {
+CPU_FEATURES = {
     "x86-64-v4": (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
     "x86-64-v3": _V3,
     "aarch64": ("neon",),
@@ -63,12 +63,12 @@ def _archive() -> zipfile.ZipFile | None:
         return None
     machine = _MACHINES.get(platform.machine(), "none")
     has: dict[str, bool] = llvm.get_host_cpu_features()
-    for level, needed in FEATURES.items():
+    for level, needed in CPU_FEATURES.items():
         # of all that may run here the one alone that has the width of vectors by which the library cuts up its work
         wide = bool(has.get("avx512f")) == ("avx512f" in needed)
         if level.startswith(machine) and wide and all(has.get(feature) for feature in needed):
             with suppress(OSError, zipfile.BadZipFile):
-                content = (FOLDER / f"{level}.zip").read_bytes()  # and no open file, which forks would share
+                content = (ARCHIVES / f"{level}.zip").read_bytes()  # and no open file, which forks would share
                 archive = zipfile.ZipFile(io.BytesIO(content))
                 return archive if archive.comment == versions().encode() else None
     return None

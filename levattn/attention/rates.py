@@ -18,7 +18,7 @@ import numpy as np
 
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import real_number
-from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stacked
+from levattn.attention.common.arguments import Stacks, check_sizes, dense_array, reshaped, stack_arguments
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
@@ -447,7 +447,7 @@ def largest_step(U: Any, eps: float, /) -> Any:
     >>> float(rates.largest_step(np.eye(4).reshape(4, 2, 2).transpose(1, 0, 2), 1.0).round(6))
     0.5
     """
-    call = stacked({"U": (dense_array("U", U), 3)}, like="U")
+    call = stack_arguments({"U": (dense_array("U", U), 3)}, like="U")
     U = call.stacks[0]
     xp = namespace_of(U)
     _, K, d, _ = U.shape
@@ -474,7 +474,7 @@ def _tokens(arguments: dict[str, tuple[Any, int]], eps: float | None, mask: Any)
         }
     )
     first = next(iter(arrays))
-    call = stacked(
+    call = stack_arguments(
         {name: (arrays[name], axes) for name, (_, axes) in arguments.items()},
         like=first,
         mask=(mask, arrays[first].shape[-2]),

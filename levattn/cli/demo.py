@@ -11,14 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 import levattn
+from levattn._core.types import Float64
 from levattn.cli.output import VACUOUS, check_folder, check_target, fail, new_console, new_table, print_json
 from levattn.io import replace_file
 from levattn.io.common import printable
 
-__all__ = ["DEMO_EPSILON", "run"]
+__all__ = ["DEMO_EPSILON", "run_demo"]
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.intp]
 
 DEMO_EPSILON = 0.1
 
@@ -50,13 +49,13 @@ class _HeadReport:
 @dataclass(frozen=True)
 class _Head:
     report: _HeadReport
-    scores: Floats
-    norms: Floats
-    x2_mass: Floats  # (n,) mean over the queries
-    softmax_mass: Floats
+    scores: Float64
+    norms: Float64
+    x2_mass: Float64  # (n,) mean over the queries
+    softmax_mass: Float64
 
 
-def run(epsilon: float, out: Path, as_json: bool) -> None:
+def run_demo(epsilon: float, out: Path, as_json: bool) -> None:
     """Run the command."""
     from rich.console import Console
     from rich.progress import track
@@ -134,7 +133,7 @@ def _measure(place: tuple[int, int], encoder: Any, epsilon: float) -> _Head:
     return _Head(report, np.asarray(chosen.scores, np.float64), norms, A.mean(axis=0), mass)
 
 
-def _worst_case(K: Floats) -> tuple[Floats, Floats]:
+def _worst_case(K: Float64) -> tuple[Float64, Float64]:
     """The query of each key under which it scores highest, and the attention of these queries."""
     from levattn import datasets
 
@@ -142,24 +141,24 @@ def _worst_case(K: Floats) -> tuple[Floats, Floats]:
     return worst, _x2_attention(worst, K)
 
 
-def _x2_attention(Q: Floats, K: Floats) -> Floats:
+def _x2_attention(Q: Float64, K: Float64) -> Float64:
     """Brute force, to judge the library by: every score from its definition, in float64."""
     squares = np.square(Q @ K.T)
     totals = squares.sum(axis=1, keepdims=True)
     return np.asarray(np.divide(squares, totals, out=np.zeros_like(squares), where=totals > 0))
 
 
-def _softmax_attention(Q: Floats, K: Floats, scale: float) -> Floats:
+def _softmax_attention(Q: Float64, K: Float64, scale: float) -> Float64:
     logits = scale * (Q @ K.T)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
-def _missed(A: Floats, heavy: levattn.HeavyAttention, epsilon: float) -> int:
+def _missed(A: Float64, heavy: levattn.HeavyAttention, epsilon: float) -> int:
     return int(np.count_nonzero((epsilon <= A) & (heavy.entries.toarray() == 0)))
 
 
-def _descending(values: Floats) -> Ints:
+def _descending(values: Float64) -> npt.NDArray[np.intp]:
     return np.argsort(-values, axis=-1, kind="stable")
 
 

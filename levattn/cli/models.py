@@ -12,10 +12,10 @@ from typing import Any
 from levattn.cli.output import check_output, fail, new_console, new_table, print_json
 from levattn.io import replace_file
 
-__all__ = ["Inquiry", "Scores", "inspect", "prune_report"]
+__all__ = ["Inquiry", "ScoreColumn", "inspect", "prune_report"]
 
 
-class Scores(StrEnum):
+class ScoreColumn(StrEnum):
     """What keys can be selected by."""
 
     residual = "residual"

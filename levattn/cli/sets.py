@@ -26,13 +26,13 @@ from levattn.cli.output import (
 )
 from levattn.io import replace_file
 
-__all__ = ["Method", "Request", "run"]
+__all__ = ["Request", "SetMethod", "find_sets"]
 
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
 
 
-class Method(StrEnum):
+class SetMethod(StrEnum):
     """The exact routes to leverage scores."""
 
     auto = "auto"
@@ -52,7 +52,7 @@ class Request:
     function: Function
     center: bool
     duplicates: float | None
-    method: Method
+    method: SetMethod
     memory: int | None
     checkpoint: Path | None
     scheduler: str | None
@@ -61,7 +61,7 @@ class Request:
     def in_passes(self) -> bool:
         """Whether the files can be read in two passes, without loading them."""
         plain = self.function.is_square and not self.center and self.duplicates is None
-        return plain and self.method in (Method.auto, Method.gram)
+        return plain and self.method in (SetMethod.auto, SetMethod.gram)
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Request:
         return self.files[0] if len(self.files) == 1 else self.files
 
 
-def run(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
+def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
     """Run the command."""
     _check_targets(request, plot, output)
     memory = None if request.memory is None else request.memory * 2**20

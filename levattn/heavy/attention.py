@@ -14,7 +14,7 @@ from levattn.heavy.causal import Causal
 from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
 from levattn.heavy.result import Figures, HeavyAttention
-from levattn.heavy.squares import Method, of_squares
+from levattn.heavy.squares import NormalizerMethod, of_squares
 from levattn.sensitivity.leverage import TIE, check_epsilon, refuse_randomness
 from levattn.sets.result import UniversalSet, require_set_of
 from levattn.sets.universal import set_of
@@ -32,7 +32,7 @@ def heavy_attention(
     f: Any = 2,
     universal: UniversalSet | None = None,
     causal: bool = False,
-    method: Method = "auto",
+    method: NormalizerMethod = "auto",
     sketch_size: int | tuple[int, int] | None = None,
     mask: Any = None,
     rng: int | np.random.Generator | None = None,
@@ -131,7 +131,7 @@ def heavy_attention(
         raise TypeError(f"causal is {causal!r}; expected True or False")
     queries, keys = _checked_pair(Q, K)
     square = is_square(function)
-    if method not in get_args(Method):
+    if method not in get_args(NormalizerMethod):
         raise ValueError(f"method is {method!r}; expected 'auto', 'countsketch' or 'jl'")
     if method == "auto":
         refuse_randomness("auto", sketch_size, rng)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
 from levattn.heavy.normalizers import (
     LEAST,
     PRODUCT_ERROR,

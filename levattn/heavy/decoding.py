@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
-from levattn._kernels import BLOCK, Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import BLOCK, Rows
 from levattn.heavy.entries import heavy_places
 from levattn.heavy.normalizers import (
     LEAST,

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices
-from levattn._kernels import Float64, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.heavy.normalizers import LEAST, PRODUCT_ERROR, SUM_ERROR, even_queries, flushed
 from levattn.heavy.result import Figures, HeavyAttention, PreciseQueries, Products

@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy
-from levattn._kernels import Float64, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import UNIT, Factor
+from levattn.linalg.gram import Exponents
 from levattn.linalg.span import zero_products
 from levattn.sensitivity.leverage import TIE
 
@@ -31,7 +33,6 @@ __all__ = [
     "require_finite_queries",
 ]
 
-Exponents = npt.NDArray[np.int32]
 EvenRows = tuple[Float64, Exponents, npt.NDArray[np.bool_]]  # what `even_rows` returns
 
 NORMALIZER_ERROR = 1e-12  # estimated rounding, relative, from which on a normalizer is computed more precisely

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.random import below, signs, words
-from levattn._kernels import Float64, Rows, kernels_for
-from levattn.sensitivity.approximate import FAILURE, spread
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
+from levattn.sensitivity.approximate import FAILURE, projection_spread
 from levattn.sketch import GaussianJL
 
 __all__ = ["estimated_normalizers", "recovered_entries", "recovery_size"]
@@ -17,7 +18,7 @@ __all__ = ["estimated_normalizers", "recovered_entries", "recovery_size"]
 _PLACES = 102  # stream
 _ENTRIES = 1 << 22  # estimates that are held at a time
 
-Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]
+Recovered = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64]
 
 
 def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
@@ -35,7 +36,7 @@ def recovery_size(m: int, epsilon: float, n: int) -> tuple[int, int]:
 
 def recovered_entries(
     Q: Float64, keys: Float64, D: Float64, epsilon: float, buckets: int, repetitions: int, seed: int
-) -> Found:
+) -> Recovered:
     """Return rows, columns and scores of the entries of at least ε that a CountSketch of the keys gives away.
 
     The keys are sketched, not the queries: est = sign · ⟨q, bucket of the key⟩, and the median of the repetitions.
@@ -48,7 +49,7 @@ def recovered_entries(
     sketched = np.zeros((1, buckets * repetitions, d))
     rows = Rows(keys[None], "float64")
     kernels_for("sketch", rows.keys).scatter(rows, seed, _PLACES, 0, repetitions, buckets, sketched)
-    found: list[Found] = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    found: list[Recovered] = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
     step = max(1, _ENTRIES // max(n * repetitions, buckets * repetitions, 1))
     for start in range(0, len(Q), step):
         part = slice(start, start + step)
@@ -69,4 +70,4 @@ def estimated_normalizers(Q: Float64, N: Float64, columns: int, seed: int) -> tu
     family = GaussianJL(columns)
     projected = family.columns(seed, 0, len(N)) * family.scale @ N
     Y = Q @ projected.T
-    return np.asarray(np.einsum("ij,ij->i", Y, Y)), spread(columns, len(Q))
+    return np.asarray(np.einsum("ij,ij->i", Y, Y)), projection_spread(columns, len(Q))

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_mask, as_matrices, take_rows, to_device, to_numpy
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.functions import AttentionFunction, Softmax, is_square
 from levattn.heavy.causal import CHUNK, Causal

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, take_entries, to_device, to_float64, to_numpy
 from levattn._core.random import as_seed
-from levattn._kernels import Float64, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import kernels_for
 from levattn.functions import Power
 from levattn.heavy.entries import csr_of, heavy_places
 from levattn.heavy.normalizers import (
@@ -35,9 +36,9 @@ from levattn.sketch import jl_size
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["Method", "of_squares"]
+__all__ = ["NormalizerMethod", "of_squares"]
 
-Method = Literal["auto", "countsketch", "jl"]
+NormalizerMethod = Literal["auto", "countsketch", "jl"]
 
 
 def of_squares(
@@ -46,7 +47,7 @@ def of_squares(
     keys: Matrices,
     universal: UniversalSet,
     epsilon: float,
-    method: Method,
+    method: NormalizerMethod,
     sketch_size: Any,
     rng: Any,
 ) -> HeavyAttention:

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_entries, to_device, to_numpy, where
-from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Arithmetic, Rows, kernels_for
 from levattn.linalg.gram import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows

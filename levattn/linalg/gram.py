@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import on_cuda, to_numpy
 from levattn._core.serialize import MOST_ROWS, shaped, whole
-from levattn._kernels import BLOCK, Arithmetic, Float64, PairwiseSum, Pieces, Rows, kernels_for
+from levattn._core.types import Flags, Float64
+from levattn._kernels import BLOCK, Arithmetic, PairwiseSum, Pieces, Rows, kernels_for
 from levattn.linalg.reading import check_finite, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
@@ -37,7 +38,6 @@ _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
 LARGEST_EXPONENT = 1024  # of a column
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
-Flags = npt.NDArray[np.bool_]
 Exponents = npt.NDArray[np.int32]
 
 

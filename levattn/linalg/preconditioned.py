@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Arithmetic, Rows, kernels_for
 from levattn.linalg.factor import Factor, column_norms, upper_form
 from levattn.linalg.gram import PLAIN_NOISE, UNIT, spectral_norm
 
-__all__ = ["ROUNDING", "SURE_CONDITION", "Found", "MomentsInBasis", "decompose", "precondition", "resolve"]
+__all__ = ["ROUNDING", "SURE_CONDITION", "MatrixFactor", "MomentsInBasis", "decompose", "precondition", "resolve"]
 
 ROUNDING = 2 * UNIT  # of moments summed in float64
 SURE_CONDITION = 2e5  # the same for float64 where it costs little, and for the factors of LAPACK
@@ -26,7 +27,7 @@ MomentsInBasis = Callable[[Float64, Arithmetic], Float64]  # gives the moments o
 
 
 @dataclass(frozen=True)
-class Found:
+class MatrixFactor:
     """The factor of one matrix: the fields of `Factor`, with `columns` for the norms beside the null directions."""
 
     whitening: Float64
@@ -37,7 +38,7 @@ class Found:
     null_directions: Float64
     columns: Float64
 
-    def embedded(self, live: npt.NDArray[np.bool_]) -> Found:
+    def embedded(self, live: npt.NDArray[np.bool_]) -> MatrixFactor:
         """Return what was found of some columns for all of them; the others are zero."""
 
         def square(A: Float64) -> Float64:
@@ -74,7 +75,7 @@ class Found:
 
 def decompose(
     moments_in: MomentsInBasis, R: Float64, penalty: Float64, cut: float, exact_rank: Callable[[], int] | None = None
-) -> Found:
+) -> MatrixFactor:
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle.
 
     Equal rows are rounded alike, so that noise grows with their number. Singular values next to the cut are told from
@@ -116,7 +117,7 @@ def _complement(V: Float64) -> Float64:
 
 def precondition(
     moments_in: MomentsInBasis, G: Float64, penalty: Float64, noise: float, target: float, cut: float, limit: float
-) -> Found:
+) -> MatrixFactor:
     """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
 
     Each round multiplies the keys by the inverse of a (shifted) Cholesky factor, which divides their condition
@@ -151,7 +152,7 @@ def precondition(
         if lost.shape[1]:
             out = _orthonormal(np.hstack([out, lost]))
         if not W.any() or out.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
-            return Found(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, out, c)
+            return MatrixFactor(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, out, c)
         if lost.shape[1]:
             basis = upper_form(_complement(out.T)) / c[:, None]
         elif good:
@@ -164,7 +165,7 @@ def precondition(
     return _finish(moments_in, W, c, out, penalty, condition, limit, float(inverse_norm_bound[0]))
 
 
-def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> Found:
+def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> MatrixFactor:
     """Factor a matrix again with compensated products from the beginning, which resolve smaller directions."""
     return precondition(
         lambda B, _: moments_in(B, "compensated"), G, np.zeros(len(G)), noise, target, _FINE_CUT, limit
@@ -202,7 +203,7 @@ def _finish(
     condition: float,
     limit: float,
     inverse_norm_bound: float | None = None,
-) -> Found:
+) -> MatrixFactor:
     """Accept W where the norm of its inverse is bounded, or correct it through moments of the keys in that basis.
 
     These are formed with compensated products where the condition is above the limit.
@@ -211,13 +212,13 @@ def _finish(
     rank, fine = int(np.count_nonzero(kept)), condition > limit
     rounding = (_SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
     if inverse_norm_bound is not None and not fine:
-        return Found(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, out, c)
+        return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, out, c)
     G = moments_in(W, "compensated" if fine else "double")
     C, pivot, again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
     if not (pivot[0] > 0 and np.array_equal(np.any(C[0] != 0, axis=0), kept)):  # W is no whitening at all
-        return Found(W, W, None, rank, np.inf, out, c)
+        return MatrixFactor(W, W, None, rank, np.inf, out, c)
     whitening, error = _multiply(W, C[0]), PLAIN_NOISE * float(again[0]) + rounding
-    return Found(whitening, W if fine else whitening, C[0] if fine else None, rank, error, out, c)
+    return MatrixFactor(whitening, W if fine else whitening, C[0] if fine else None, rank, error, out, c)
 
 
 def _orthonormal(A: Float64) -> Float64:

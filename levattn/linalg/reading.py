@@ -10,7 +10,8 @@ from typing import NoReturn
 import numpy as np
 
 from levattn._core.arrays import to_float64, to_numpy
-from levattn._kernels import BLOCK, Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import BLOCK, Rows
 from levattn.exceptions import NonFiniteError
 
 __all__ = ["as_read", "check_finite", "read_in_pieces", "refuse_nonfinite", "require_finite", "require_room"]

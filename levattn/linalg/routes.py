@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_device, to_numpy
 from levattn._core.sparse import Csr
-from levattn._kernels import Arithmetic, Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Arithmetic, Rows, kernels_for
 from levattn.linalg.factor import SINGLE_BOUND, Factor, column_norms, float64_rows
 from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble, second_moments, spectral_norm
 from levattn.linalg.preconditioned import (
     ROUNDING,
     SURE_CONDITION,
-    Found,
+    MatrixFactor,
     MomentsInBasis,
     decompose,
     precondition,
@@ -122,11 +123,11 @@ class _Batch:
     error: Float64
     arithmetic: list[Arithmetic] = field(default_factory=list)
     counts_null_directions: bool = True  # whether rows with a part in the directions left out count
-    found: dict[int, Found] = field(default_factory=dict)
+    found: dict[int, MatrixFactor] = field(default_factory=dict)
     spans: dict[int, Span] = field(default_factory=dict)
-    hidden: dict[int, Found | None] = field(default_factory=dict)
+    hidden: dict[int, MatrixFactor | None] = field(default_factory=dict)
 
-    def put(self, item: int, found: Found) -> None:
+    def put(self, item: int, found: MatrixFactor) -> None:
         """Set what was found for one matrix."""
         self.W[item] = to_device(found.whitening, self.W)
         self.rank[item], self.error[item] = found.rank, found.error
@@ -160,7 +161,7 @@ class _Batch:
             hidden,
         )
 
-    def look_below(self, item: int, finer: Callable[[], Found] | None, span: Span | None = None) -> None:
+    def look_below(self, item: int, finer: Callable[[], MatrixFactor] | None, span: Span | None = None) -> None:
         """Compare the exact rank of a matrix with the one that was found; take a finer factor where it is higher."""
         found = self.found[item]
         if not self.counts_null_directions or not found.null_directions.shape[1] or self.rows.shift is not None:

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64, to_numpy
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._core.types import Flags, Float64
+from levattn._kernels import Rows, kernels_for
 
 __all__ = ["Span", "nonzero_rows", "zero_products"]
 
 _NUMBERS = 1 << 18  # that are widened to float64 at a time
-
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

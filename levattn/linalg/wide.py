@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn.linalg.gram import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span

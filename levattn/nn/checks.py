@@ -11,9 +11,9 @@ from levattn._core.checks import real_number, whole_number
 __all__ = [
     "check_input",
     "check_sequence",
+    "fraction",
     "projection",
     "refuse_bidirectional",
-    "share",
     "split_in_heads",
 ]
 
@@ -32,7 +32,7 @@ def refuse_bidirectional(causal: bool) -> None:
         raise ValueError("the layer has causal=False, so it cannot decode position by position; make it causal=True")
 
 
-def share(name: str, value: Any) -> float:
+def fraction(name: str, value: Any) -> float:
     """Return an argument that is a weight between 0 and 1, or raise."""
     number = real_number(name, value)
     if not 0 < number < 1:

@@ -15,10 +15,10 @@ from levattn.nn.features import feature_map, feature_size, run_feature
 
 __all__ = ["LatentLayer"]
 
-C = TypeVar("C", bound=Cache)
+CacheType = TypeVar("CacheType", bound=Cache)
 
 
-class LatentLayer(Recurrent[C]):
+class LatentLayer(Recurrent[CacheType]):
     """A layer of `latents` latents a head, whose logits read a `feature` of the input."""
 
     heads: int
@@ -38,7 +38,7 @@ class LatentLayer(Recurrent[C]):
     def _state_size(self) -> int:
         return self.heads * self.latents * (self.head_dim + 2) + feature_size(self.feature)
 
-    def _attended(self, x: Any, mask: Any, offsets: Any, cache: C | None) -> Any:
+    def _attended(self, x: Any, mask: Any, offsets: Any, cache: CacheType | None) -> Any:
         T, start, memory = x.shape[1], 0, None
         if cache is not None:
             start, memory = cache.position, cache.feature

@@ -13,7 +13,7 @@ from levattn.attention import macchiato
 from levattn.attention.latent.macchiato import check_overlap
 from levattn.attention.latent.window import check_softcap
 from levattn.nn.base import Cache
-from levattn.nn.checks import projection, share
+from levattn.nn.checks import fraction, projection
 from levattn.nn.latents import LatentLayer
 
 __all__ = ["Macchiato", "MacchiatoCache"]
@@ -159,7 +159,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
             )
         self.head_dim, self.rope = self.dim // self.heads, bool(rope)
         check_overlap(overlap)
-        delta = None if delta is None else share("delta", delta)
+        delta = None if delta is None else fraction("delta", delta)
         self.overlap, self.softcap = overlap, check_softcap(softcap)
         factory = {"device": device, "dtype": dtype}
         self._take_options(latents, vapor, base, feature, factory)

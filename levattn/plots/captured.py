@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import BLUE, GRAY, GREEN, OCHRE, PINK, RED, Display, Floats, spread
+from levattn._core.types import Float64
+from levattn.plots.common import BLUE, GRAY, GREEN, OCHRE, PINK, RED, Display, log_positions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +47,7 @@ class CapturedMassDisplay(Display):
     """
 
     def __init__(self, curves: Mapping[str, npt.ArrayLike], *, size: float | None = None) -> None:
-        self.curves: dict[str, Floats] = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
+        self.curves: dict[str, Float64] = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
         self.size = size
 
     @classmethod
@@ -102,7 +103,7 @@ class CapturedMassDisplay(Display):
         styles = iter(_CURVES * (1 + len(self.curves) // len(_CURVES)))
         for name, curve in self.curves.items():
             color, dashes = _REFERENCES[name] if name in _REFERENCES else next(styles)
-            at = spread(curve.size)
+            at = log_positions(curve.size)
             ax.plot(at + 1, curve[at], color=color, ls=dashes, lw=2, label=name)
         if self.size is not None:
             ax.axvline(self.size, color=RED, lw=1.2, ls="--", label=f"|U| = {self.size:.3g}")

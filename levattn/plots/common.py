@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.intp]
 
@@ -162,7 +161,7 @@ def _require_matplotlib() -> None:
         raise ImportError('pictures need matplotlib: pip install "levattn[plot]"') from error
 
 
-def spread(n: int) -> Ints:
+def log_positions(n: int) -> Ints:
     """Positions 0, ..., n - 1, thinned out evenly on a logarithmic axis where there are many."""
     if n <= _CURVE_POINTS:
         return np.arange(n)

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import (
-    BLUE,
-    COLORS,
-    RED,
-    Display,
-    Floats,
-    Ints,
-    legend_below,
-    mask_of,
-    starts_of_bins,
-    whole_ticks,
-)
+from levattn._core.types import Float64
+from levattn.plots.common import BLUE, COLORS, RED, Display, Ints, legend_below, mask_of, starts_of_bins, whole_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +80,7 @@ class HeavyMapDisplay(Display):
         missed: npt.ArrayLike,
         counts: tuple[int, int],
     ) -> None:
-        self.cells: Floats = np.asarray(cells, dtype=np.float64)
+        self.cells: Float64 = np.asarray(cells, dtype=np.float64)
         self.shape = shape
         self.epsilon = epsilon
         self.indices: Ints = np.asarray(indices, dtype=np.intp)

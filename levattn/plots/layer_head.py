@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import COLORS, GRAY, Display, Floats, Ints
+from levattn._core.types import Float64
+from levattn.plots.common import COLORS, GRAY, Display, Ints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +49,7 @@ class LayerHeadDisplay(Display):
     """
 
     def __init__(self, values: npt.ArrayLike, *, label: str, layers: npt.ArrayLike | None = None) -> None:
-        self.values: Floats = np.asarray(values, dtype=np.float64)
+        self.values: Float64 = np.asarray(values, dtype=np.float64)
         if self.values.ndim != 2:
             raise ValueError(f"values has shape {self.values.shape}, expected (layers, heads)")
         self.label = label

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import BLUE, GRAY, RED, Display, Floats, Ints, spread
+from levattn._core.types import Float64
+from levattn.plots.common import BLUE, GRAY, RED, Display, Ints, log_positions
 from levattn.sensitivity.leverage import TIE
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class LeverageSpectrumDisplay(Display):
     ) -> None:
         values = np.atleast_1d(np.asarray(scores, dtype=np.float64))
         flat = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
-        self.scores: Floats = -np.sort(-flat, axis=-1)
+        self.scores: Float64 = -np.sort(-flat, axis=-1)
         self.epsilon = epsilon
         self.certified = certified
         self.sizes: Ints | None = None if sizes is None else np.asarray(sizes, dtype=np.intp).reshape(-1)
@@ -127,7 +128,7 @@ class LeverageSpectrumDisplay(Display):
         items, n = self.scores.shape
         if items == 0:
             return
-        at = spread(n)
+        at = log_positions(n)
         values = np.where(self.scores[:, at] > 0, self.scores[:, at], np.nan)
         if items == 1:
             label = "certified bounds" if self.certified else "leverage scores"

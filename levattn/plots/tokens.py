@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
-from levattn.plots.common import COLORS, Bools, Display, Floats, axes_for, mask_of
+from levattn._core.types import Float64
+from levattn.plots.common import COLORS, Bools, Display, axes_for, mask_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +98,7 @@ class TokenStripDisplay(Display):
     ) -> None:
         self.tokens = _texts(tokens)
         n = len(self.tokens)
-        self.scores: Floats = np.asarray(scores, dtype=np.float64)
+        self.scores: Float64 = np.asarray(scores, dtype=np.float64)
         if self.scores.shape != (n,):
             raise ValueError(f"scores has shape {self.scores.shape}, expected ({n},), one for each token")
         if not np.isfinite(self.scores).all():
@@ -344,7 +345,7 @@ def _underline(piece: _Piece) -> tuple[float, float, float]:
 _MIDDLE = (1.05 * 0.05) ** 0.5 - 0.05  # the luminance that contrasts with black as with white, by 4.58
 
 
-def _luminance(colors: npt.ArrayLike) -> Floats:
+def _luminance(colors: npt.ArrayLike) -> Float64:
     """Relative luminance of WCAG 2 of colors (n, 4), that is of sRGB and opacity."""
     rgb = np.asarray(colors, dtype=np.float64).reshape(-1, 4)[:, :3]
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
@@ -356,7 +357,7 @@ def _inches(columns: int, rows: int) -> tuple[float, float]:
     return max(columns, _LEAST_WIDTH) * 0.6 * _POINTS / 72 + 0.2, rows * _PITCH * _POINTS / 72 + _BAR_ROOM
 
 
-def _points(ax: Axes) -> Floats:
+def _points(ax: Axes) -> Float64:
     """Width and height of the axes."""
     left, bottom, right, top = ax.bbox.extents
     return np.array([right - left, top - bottom]) * (72 / ax.figure.dpi)

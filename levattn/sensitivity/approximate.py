@@ -12,7 +12,8 @@ import numpy as np
 from levattn._core.arrays import to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.random import normals
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
 from levattn.linalg.factor import UNIT, Factor, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
@@ -24,9 +25,9 @@ __all__ = [
     "Screened",
     "check_sketch_size",
     "projected",
+    "projection_spread",
     "screen",
     "sketched_factor",
-    "spread",
 ]
 
 _SKETCHED = ("countsketch", "osnap", "srht")
@@ -158,7 +159,7 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
     # not as members, whose scores would be cut at 1 before they are divided
     found, _ = factor.scores(as_float64=True, member=False)
     scores = to_numpy(found).astype(np.float64)
-    short = spread(right, n * b)[0] if right else 0.0
+    short = projection_spread(right, n * b)[0] if right else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(scores * (1 + 4 * factor.score_error[:, None]) / (least[:, None] * (1 - short)), 1.0)
     for item in range(b) if method != "jl" else ():  # directions may be hidden from the sketch, or not measured
@@ -171,7 +172,7 @@ def screen(rows: Rows, method: str, left: int, right: int, seed: int, recheck: b
     return Screened(upper, factor if exact is None else exact, exact is not None)
 
 
-def spread(columns: int, count: int) -> tuple[float, float]:
+def projection_spread(columns: int, count: int) -> tuple[float, float]:
     """Return η, η′: all squared norms of so many vectors, projected, lie within 1 − η and 1 + η′ times their own.
 
     But for a probability of `FAILURE`: a chi-squared variable of k degrees is below (1 − η) k with a probability of at

@@ -10,14 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import take_rows, to_numpy
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn.functions import Power, Softmax, is_square
 from levattn.linalg.factor import Factor
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.contract import Certificate, Problem, by_chunks, raised_scores
 from levattn.sensitivity.lewis import iterated
 
-__all__ = ["BLOCK"]
+__all__ = ["BLOCK_BOUND"]
 
 _BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
 _MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
@@ -103,7 +104,7 @@ def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:
 
 # Bounds from the sum over every block of keys where one key has attention; the only ones of functions in general. For
 # powers they take as long as all others together.
-BLOCK = Certificate(
+BLOCK_BOUND = Certificate(
     "block",
     lambda f: not isinstance(f, Softmax) and not is_square(f),
     _of_each,

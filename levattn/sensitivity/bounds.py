@@ -15,22 +15,23 @@ from levattn._core.arrays import (
     to_numpy,
 )
 from levattn._core.checks import whole_number
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.linalg.factor import Factor
-from levattn.sensitivity.block import BLOCK
+from levattn.sensitivity.block import BLOCK_BOUND
 from levattn.sensitivity.contract import Problem, raised_scores
 from levattn.sensitivity.leverage import check_epsilon, factorize
-from levattn.sensitivity.lewis import DIRECT, LEWIS, iterated
-from levattn.sensitivity.lift import LIFT
-from levattn.sensitivity.softmax import BALL, JENSEN
+from levattn.sensitivity.lewis import DIRECT_BOUND, LEWIS_BOUND, iterated
+from levattn.sensitivity.lift import LIFT_BOUND
+from levattn.sensitivity.softmax import BALL_BOUND, JENSEN_BOUND
 
 __all__ = ["Sensitivities", "certify", "lewis_weights", "sensitivities"]
 
-Method = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
+CertificateMethod = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
 
 # Of those that apply to f the smallest bound counts
-CERTIFICATES = (DIRECT, LEWIS, LIFT, BLOCK, JENSEN, BALL)
+CERTIFICATES = (DIRECT_BOUND, LEWIS_BOUND, LIFT_BOUND, BLOCK_BOUND, JENSEN_BOUND, BALL_BOUND)
 
 _ITERATIONS = 5  # of Lewis weights; each halves the distance for p = 1, and any weights certify
 
@@ -160,7 +161,7 @@ def sensitivities(
     f: Any = 2,
     /,
     *,
-    method: Method = "auto",
+    method: CertificateMethod = "auto",
     mask: Any = None,
     epsilon: float = 0.05,
     iterations: int = _ITERATIONS,

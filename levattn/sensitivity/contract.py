@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import take_rows, to_float64, to_numpy
 from levattn._core.threads import parallel_for
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Softmax
 from levattn.linalg.factor import Factor
 

@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices, to_float64
+from levattn._core.types import Flags, Float64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import Power, Softmax, as_function
 from levattn.linalg.routes import rank_tolerance
 
 __all__ = ["ExactSensitivities", "exact_sensitivities"]
 
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 _EPS = float(np.finfo(np.float64).eps)
 _MOST_KEYS = 2000
@@ -66,9 +65,9 @@ class ExactSensitivities:
     array([0.888889, 0.888889, 0.888889])
     """
 
-    lower: Floats
-    upper: Floats
-    queries: Floats
+    lower: Float64
+    upper: Float64
+    queries: Float64
     method: str
 
 
@@ -154,7 +153,7 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     return _of_softmax(keys, f) if isinstance(f, Softmax) else _of_power(keys, f)
 
 
-def _keys(K: Any) -> Floats:
+def _keys(K: Any) -> Float64:
     matrices = as_matrices(K, "K")
     if matrices.batch:
         raise ValueError(
@@ -166,14 +165,14 @@ def _keys(K: Any) -> Floats:
             f"K has n = {matrices.n} keys; expected at most {_MOST_KEYS}, because each is a program of its own. "
             "Use a certificate, such as leverage_scores, or fewer keys"
         )
-    keys: Floats = to_float64(matrices.data, matrices.format)[0]
+    keys: Float64 = to_float64(matrices.data, matrices.format)[0]
     bad = np.flatnonzero(~np.isfinite(keys).all(axis=1))
     if bad.size:
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
     return keys
 
 
-def _of_power(keys: Floats, f: Power) -> ExactSensitivities:
+def _of_power(keys: Float64, f: Power) -> ExactSensitivities:
     live = keys.any(axis=1)
     lower, upper, queries = np.zeros(len(keys)), np.zeros(len(keys)), np.zeros(keys.shape)
     method, bracket = _method(f.p)
@@ -196,7 +195,7 @@ def _of_power(keys: Floats, f: Power) -> ExactSensitivities:
 
 
 # Takes B and counts, and returns what is below and above each sensitivity, and a query for the former.
-_Bracket = Callable[[Floats, Floats], tuple[Floats, Floats, Floats]]
+_Bracket = Callable[[Float64, Float64], tuple[Float64, Float64, Float64]]
 
 
 def _method(p: float) -> tuple[str, _Bracket]:
@@ -209,20 +208,20 @@ def _method(p: float) -> tuple[str, _Bracket]:
     return "vertices", lambda B, counts: _by_vertices(B, counts, p)
 
 
-def _scores(f: Power, x: Floats, counts: Floats) -> Floats:
+def _scores(f: Power, x: Float64, counts: Float64) -> Float64:
     """Return f(x) divided by its sum over the last axis, in which an entry stands for several keys."""
     values = f(x)
     totals = (values @ counts)[:, None]
     return np.asarray(np.divide(values, totals, out=np.zeros_like(values), where=totals > 0))
 
 
-def _improve(best: Floats, queries: Floats, keys: npt.NDArray[np.intp], values: Floats, y: Floats) -> None:
+def _improve(best: Float64, queries: Float64, keys: npt.NDArray[np.intp], values: Float64, y: Float64) -> None:
     """Write the values of different keys, and the queries that reach them, where they are better."""
     better = values > best[keys]
     best[keys[better]], queries[keys[better]] = values[better], y[better]
 
 
-def _unit(y: Floats) -> Floats:
+def _unit(y: Float64) -> Float64:
     """Return rows of length 1, but for those that are zero."""
     y = y / np.maximum(np.abs(y).max(axis=1, keepdims=True, initial=0.0), 1e-300)  # whose squares are in range
     return np.asarray(y / np.maximum(np.linalg.norm(y, axis=1, keepdims=True), 0.5))
@@ -231,19 +230,19 @@ def _unit(y: Floats) -> Floats:
 # -- rows ------------------------------------------------------------------------------
 
 
-def _signed(rows: Floats) -> Floats:
+def _signed(rows: Float64) -> Float64:
     """Return the rows with the sign that makes the first entry that is not zero positive."""
     first = np.take_along_axis(rows, (rows != 0).argmax(axis=1)[:, None], axis=1)
     return np.where(first < 0, -rows, rows) + 0.0  # and no negative zeros, which differ from zeros in bytes
 
 
-def _distinct(rows: Floats) -> tuple[Floats, npt.NDArray[np.intp], Floats]:
+def _distinct(rows: Float64) -> tuple[Float64, npt.NDArray[np.intp], Float64]:
     """Return the distinct rows, which of them each row is, and how often each of them occurs."""
     distinct, inverse, counts = np.unique(rows, axis=0, return_inverse=True, return_counts=True)
     return distinct, inverse.reshape(-1), counts.astype(np.float64)
 
 
-def _reduce(rows: Floats, counts: Floats) -> tuple[Floats, Callable[[Floats], Floats], Flags]:
+def _reduce(rows: Float64, counts: Float64) -> tuple[Float64, Callable[[Float64], Float64], Flags]:
     """Return B (n, r) with the column space of the rows and ``Bᵀ diag(counts) B = I``.
 
     The scores that queries can give B are those that they can give the rows, so nothing else is needed of the rows.
@@ -263,7 +262,7 @@ def _reduce(rows: Floats, counts: Floats) -> tuple[Floats, Callable[[Floats], Fl
     basis = scaled @ turn
     _, R = np.linalg.qr(root * basis)
 
-    def unreduced(y: Floats) -> Floats:
+    def unreduced(y: Float64) -> Float64:
         queries, powers = np.frexp(np.linalg.solve(R, y.T).T @ turn.T)
         powers = np.where(queries == 0, 0, powers - exponents)
         excess = powers.max(axis=1, keepdims=True, initial=_MOST_POWER) - _MOST_POWER
@@ -281,18 +280,18 @@ def _chunks(total: int, entries: int) -> list[slice]:
 # -- powers ----------------------------------------------------------------------------
 
 
-def _by_leverage(B: Floats) -> Floats:
+def _by_leverage(B: Float64) -> Float64:
     return np.asarray(np.einsum("la,la->l", B, B))
 
 
-def _feasible(z: Floats, B: Floats, counts: Floats, target: Floats) -> Floats:
+def _feasible(z: Float64, B: Float64, counts: Float64, target: Float64) -> Float64:
     """Return the z nearest to those given with ``Bᵀz = target``, one for each row."""
     for _ in range(2):  # the second round takes the rounding of the first
         z = z + ((target - z @ B) @ B.T) * counts
     return z
 
 
-def _by_program(B: Floats, counts: Floats) -> tuple[Floats, Floats, Floats]:
+def _by_program(B: Float64, counts: Float64) -> tuple[Float64, Float64, Float64]:
     """Bracket the sensitivities for p = 1; the queries give their keys the score 1.
 
     1/σ = min Σ c_l |⟨b_l, y⟩| over ⟨b_j, y⟩ = 1 is the largest s with Bᵀz = s b_j and |z_l| ≤ c_l. This dual is
@@ -325,7 +324,7 @@ def _by_program(B: Floats, counts: Floats) -> tuple[Floats, Floats, Floats]:
     return lower, upper, queries
 
 
-def _by_convex(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, Floats]:
+def _by_convex(B: Float64, counts: Float64, p: float) -> tuple[Float64, Float64, Float64]:
     """Bracket the sensitivities for p > 1."""
     lower, upper, queries = np.zeros(len(B)), np.ones(len(B)), np.zeros(B.shape)
     for part in _chunks(len(B), max(len(B), B.shape[1] ** 2)):
@@ -333,7 +332,9 @@ def _by_convex(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, Flo
     return lower, upper, queries
 
 
-def _least_powers(B: Floats, counts: Floats, p: float, keys: npt.NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
+def _least_powers(
+    B: Float64, counts: Float64, p: float, keys: npt.NDArray[np.intp]
+) -> tuple[Float64, Float64, Float64]:
     """Minimize Σ c_l |⟨b_l, y⟩|^p over ⟨b_j, y⟩ = 1 for each of the keys j.
 
     The direction is that of iteratively reweighted least squares, which for a power also is Newton's, and the step
@@ -370,17 +371,17 @@ def _least_powers(B: Floats, counts: Floats, p: float, keys: npt.NDArray[np.intp
     return lower, upper, queries
 
 
-def _solve(matrices: Floats, sides: Floats) -> Floats:
+def _solve(matrices: Float64, sides: Float64) -> Float64:
     """Solve positive semi-definite systems, with as much ridge as rounding asks for."""
     r = matrices.shape[-1]
     trace = np.trace(matrices, axis1=-2, axis2=-1)[:, None, None]
     return np.asarray(np.linalg.solve(matrices + 1e-15 * trace * np.eye(r), sides[:, :, None])[:, :, 0])
 
 
-def _best_step(x: Floats, dx: Floats, counts: Floats, p: float) -> Floats:
+def _best_step(x: Float64, dx: Float64, counts: Float64, p: float) -> Float64:
     """Return the step, at most twice that of Newton's method, at which Σ c_l |x_l + step dx_l|^p is least."""
 
-    def slope(x: Floats) -> Floats:
+    def slope(x: Float64) -> Float64:
         return np.asarray(counts * np.sign(x) * (np.abs(x) / np.abs(x).max(axis=1, keepdims=True)) ** (p - 1))
 
     low, high = np.zeros(len(x)), np.full(len(x), 2 * max(1.0, 1 / (p - 1)))
@@ -391,7 +392,7 @@ def _best_step(x: Floats, dx: Floats, counts: Floats, p: float) -> Floats:
     return low
 
 
-def _by_vertices(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, Floats]:
+def _by_vertices(B: Float64, counts: Float64, p: float) -> tuple[Float64, Float64, Float64]:
     """Bracket the sensitivities for p ≤ 1: Σ c_l |x_l|^p is concave where no x_l changes its sign.
 
     So it is least at a vertex of the cells, where r − 1 independent keys score 0: one query for each such subset,
@@ -436,7 +437,7 @@ def _by_vertices(B: Floats, counts: Floats, p: float) -> tuple[Floats, Floats, F
 # -- softmax ---------------------------------------------------------------------------
 
 
-def _of_softmax(keys: Floats, f: Softmax) -> ExactSensitivities:
+def _of_softmax(keys: Float64, f: Softmax) -> ExactSensitivities:
     method = "concave program"
     root = f.root(keys.shape[1])
     if len(keys) == 0:
@@ -458,7 +459,7 @@ def _of_softmax(keys: Floats, f: Softmax) -> ExactSensitivities:
     return ExactSensitivities(lower[inverse], np.maximum(lower, upper)[inverse], queries[inverse], method)
 
 
-def _most_logits(A: Floats, log_counts: Floats, keys: npt.NDArray[np.intp]) -> tuple[Floats, Floats, Floats]:
+def _most_logits(A: Float64, log_counts: Float64, keys: npt.NDArray[np.intp]) -> tuple[Float64, Float64, Float64]:
     """Bracket the largest ⟨a_j, u⟩ − log Σ c_l exp⟨a_l, u⟩ over ‖u‖ ≤ 1 for each of the keys j.
 
     Each step maximizes the quadratic model in the ball and goes the best part of the way. The function is concave,
@@ -469,7 +470,7 @@ def _most_logits(A: Floats, log_counts: Floats, keys: npt.NDArray[np.intp]) -> t
     outer = np.einsum("la,lb->lab", A, A).reshape(n, r * r)
     at, u = np.arange(len(keys)), np.zeros((len(keys), r))
 
-    def weights(logits: Floats) -> tuple[Floats, Floats]:
+    def weights(logits: Float64) -> tuple[Float64, Float64]:
         shift = logits.max(axis=1, keepdims=True)
         terms = np.exp(logits - shift)
         total = terms.sum(axis=1, keepdims=True)
@@ -506,7 +507,7 @@ def _most_logits(A: Floats, log_counts: Floats, keys: npt.NDArray[np.intp]) -> t
     return lower, upper, queries
 
 
-def _ball_step(matrices: Floats, sides: Floats) -> Floats:
+def _ball_step(matrices: Float64, sides: Float64) -> Float64:
     """Minimize vᵀNv/2 − ⟨c, v⟩ over ‖v‖ ≤ 1, for positive semi-definite N."""
     values, vectors = np.linalg.eigh(matrices)
     values = np.maximum(values, 1e-15 * values[:, -1:])
@@ -516,7 +517,7 @@ def _ball_step(matrices: Floats, sides: Floats) -> Floats:
     low, high = np.zeros(len(c)), length.copy()
     floor = np.maximum(1e-100 * length, 1e-300)[:, None]  # the square of a longer v would overflow
 
-    def at(mu: Floats) -> Floats:
+    def at(mu: Float64) -> Float64:
         return np.asarray(c / np.maximum(values + mu[:, None], floor))
 
     inside = np.linalg.norm(at(low), axis=1) <= 1

@@ -15,13 +15,12 @@ from levattn._core.arrays import Matrices, as_matrices, take_rows, to_device, to
 from levattn._core.checks import real_number
 from levattn._core.random import as_seed
 from levattn._core.threads import parallel_for
-from levattn._kernels import Float64
+from levattn._core.types import Float64, Int64
 from levattn.linalg.factor import Factor, blockwise_product, float64_rows
 from levattn.sensitivity.leverage import factorize
 
-__all__ = ["as_labels", "group_leverage", "group_scores", "near_duplicates"]
+__all__ = ["as_labels", "check_angle", "group_leverage", "group_scores", "near_duplicates"]
 
-Int64 = npt.NDArray[np.int64]
 
 _CHUNK = 1 << 11  # rows that are whitened, compared or given signatures at a time
 _LEAST_ANGLE = 1e-8  # finer ones are below the rounding of whitened keys
@@ -290,7 +289,7 @@ def near_duplicates(
     >>> np.flatnonzero(labels == 0), np.flatnonzero(labels == 1), labels.max()
     (array([  0,   1,   2, 100]), array([  3, 150]), np.int64(1))
     """
-    angle = _check_angle(angle)
+    angle = check_angle(angle)
     seed = as_seed(rng)
     matrices = as_matrices(K, "K")
     factor = factorize(matrices, method="auto", mask=mask, single="no")
@@ -302,7 +301,8 @@ def near_duplicates(
     return matrices.wrap(to_device(labels, matrices.data))
 
 
-def _check_angle(angle: Any) -> float:
+def check_angle(angle: Any) -> float:
+    """Return an angle as a float, or raise."""
     number = real_number("angle", angle, what="a real number, in radians")
     if not _LEAST_ANGLE <= number <= math.pi / 4:
         raise ValueError(

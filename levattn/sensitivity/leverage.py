@@ -21,7 +21,7 @@ from levattn.sensitivity.approximate import APPROXIMATE, check_sketch_size, proj
 
 __all__ = [
     "TIE",
-    "Method",
+    "ScoreMethod",
     "check_epsilon",
     "check_method",
     "factorize",
@@ -30,7 +30,7 @@ __all__ = [
     "rows_of",
 ]
 
-Method = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
+ScoreMethod = Literal["auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"]
 TIE = 1e-9  # relative slack within which a score counts as equal to ε, and so as in
 
 _EXACT = ("auto", "gram", "qr", "svd")
@@ -109,7 +109,7 @@ def leverage_scores(
     K: Any,
     /,
     *,
-    method: Method = "auto",
+    method: ScoreMethod = "auto",
     ridge: float = 0.0,
     center: bool = False,
     mask: Any = None,

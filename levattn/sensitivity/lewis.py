@@ -8,14 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn.functions import Power, is_square
 from levattn.linalg.factor import UNIT, Factor
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.contract import LOG_ERROR, Certificate, Problem, by_chunks, in_row_space, raised_scores
 from levattn.sensitivity.lift import root_error
 
-__all__ = ["DIRECT", "LEWIS", "iterated"]
+__all__ = ["DIRECT_BOUND", "LEWIS_BOUND", "iterated"]
 
 _LEAST_WEIGHT = 1e-20  # of a row, relative to the largest, so that weighted keys stay tame
 
@@ -147,5 +148,5 @@ def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iter
     return np.asarray(np.exp(np.minimum(constant + log_h + LOG_ERROR * (1 + p + 1 / p + p / abs(p - 2)), 0.0)))
 
 
-DIRECT = Certificate("leverage", lambda f: isinstance(f, Power), _direct)
-LEWIS = Certificate("lewis", lambda f: isinstance(f, Power) and not is_square(f), _of_each)
+DIRECT_BOUND = Certificate("leverage", lambda f: isinstance(f, Power), _direct)
+LEWIS_BOUND = Certificate("lewis", lambda f: isinstance(f, Power) and not is_square(f), _of_each)

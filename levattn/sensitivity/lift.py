@@ -11,13 +11,14 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
 from levattn._core.threads import parallel_for
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
 from levattn.functions import Power
 from levattn.linalg.factor import UNIT, Factor, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.contract import Certificate, Problem, in_row_space, raised_scores
 
-__all__ = ["LIFT", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
+__all__ = ["LIFT_BOUND", "lift_columns", "lifted_keys", "lifted_rows", "lifted_sums"]
 
 _MILD_CONDITION = 100.0  # up to which products with a whitening matrix keep their digits
 _ROWS = 512  # that are lifted at a time
@@ -32,7 +33,7 @@ def lift_columns(d: int, m: int) -> int:
     return math.comb(d + m - 1, m)
 
 
-def spread(A: Float64) -> float:
+def norm_bound(A: Float64) -> float:
     """Return a number that the 2-norm of A does not exceed, nor that by more than the root of its size."""
     size = np.abs(A)
     sums = (float(size.sum(axis=axis).max(initial=0.0)) for axis in (0, 1))
@@ -59,7 +60,7 @@ def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None 
             sizes_of = np.linalg.norm(N, axis=0)
         else:
             sizes_of = sizes[item]
-        moved = 2 * errors[item] * math.sqrt(len(W)) * spread(sizes_of[:, None] * W)
+        moved = 2 * errors[item] * math.sqrt(len(W)) * norm_bound(sizes_of[:, None] * W)
         if moved < 0.5:
             out[item] = (1 + moved) / (1 - moved)
     return out
@@ -182,7 +183,7 @@ def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> t
     for item in np.flatnonzero(resolved).tolist():
         W = lift.whitening[item] if lift.rows.scale is None else lift.whitening[item] * lift.rows.scale[item][:, None]
         powers = tau[item] ** (m / 2)
-        moved = absolute[item] * spread(W)
+        moved = absolute[item] * norm_bound(W)
         kept = 1 - moved * math.sqrt(float(np.sum(powers**2)))
         felt = max(felt, float(np.max(moved * powers / upper[item], initial=1 - kept, where=tau[item] > 0)))
         upper[item] = (upper[item] * raised[item] + moved * powers) / kept if kept > 0 else 1.0
@@ -193,7 +194,7 @@ def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> t
 
 
 # Bounds from the leverage scores of the lifted keys
-LIFT = Certificate(
+LIFT_BOUND = Certificate(
     "lift",
     lambda f: isinstance(f, Power) and f.p > 2 and f.p % 2 == 0,
     lambda problem: _scored(replace(problem.factor, wide=None), problem.tau, round(problem.growth / 2)),

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices
 from levattn._core.checks import real_number
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn.linalg.factor import float64_rows
 from levattn.linalg.reading import require_finite
 from levattn.states.block_buffer import in_main_memory

@@ -8,13 +8,14 @@ import numpy as np
 
 from levattn._core.arrays import to_float64, to_numpy
 from levattn._core.threads import parallel_for
-from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn.functions import INSIDE, AttentionFunction, Softmax
 from levattn.linalg.factor import UNIT
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.contract import Certificate, Problem
 
-__all__ = ["BALL", "JENSEN"]
+__all__ = ["BALL_BOUND", "JENSEN_BOUND"]
 
 _NUMBERS = 1 << 18  # logits in a block
 _UNGROUPED = 4096  # keys up to which each stands for itself from the beginning
@@ -206,8 +207,8 @@ def _is_softmax(f: AttentionFunction | Softmax) -> bool:
     return isinstance(f, Softmax)
 
 
-JENSEN = Certificate("jensen", _is_softmax, lambda problem: (_jensen(problem), None))
-BALL = Certificate(
+JENSEN_BOUND = Certificate("jensen", _is_softmax, lambda problem: (_jensen(problem), None))
+BALL_BOUND = Certificate(
     "ball",
     _is_softmax,
     lambda problem: (_ball(problem), None),

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, to_float64
-from levattn._kernels import Float64, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey, scale_of
 from levattn.linalg.factor import UNIT

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import item_entries, nonzero, on_cuda, to_float64, to_numpy
 from levattn._core.serialize import counts, shaped, whole
-from levattn._kernels import BLOCK, Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import BLOCK, Rows
 from levattn.functions import AttentionFunction, Softmax
 from levattn.sets.prefix_bounds import (
     Judged,

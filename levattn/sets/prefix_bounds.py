@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_device, to_float64, to_numpy
 from levattn._core.serialize import MOST_ROWS, shaped, whole
-from levattn._kernels import BLOCK, Float64, Rows
+from levattn._core.types import Flags, Float64
+from levattn._kernels import BLOCK, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble, GramAccumulator
@@ -42,7 +43,6 @@ _LARGEST_POWER = 64
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
-Flags = npt.NDArray[np.bool_]
 Labels = npt.NDArray[np.int64]
 Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, take_entries, take_rows, to_float64, to_numpy
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn.exceptions import NonFiniteError
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.leverage import TIE
@@ -18,12 +19,12 @@ __all__ = [
     "Guarantee",
     "UniversalSet",
     "flag_counts",
+    "keys_at",
     "known_by",
     "reaches",
     "require_set_of",
     "rescored",
     "result_of",
-    "rows_at",
 ]
 
 _SAMPLE = 64  # keys outside a set whose scores are compared with those of K
@@ -261,7 +262,7 @@ def reaches(scores: Any, epsilon: Any) -> npt.NDArray[np.bool_]:
     return np.asarray(scores >= epsilon * (1 - TIE))
 
 
-def rows_at(matrices: Matrices, item: int, indices: npt.NDArray[np.int64]) -> Rows:
+def keys_at(matrices: Matrices, item: int, indices: npt.NDArray[np.int64]) -> Rows:
     """Return some keys of one matrix, (1, k, d)."""
     return Rows(take_rows(matrices.data[item : item + 1, :, :], indices), matrices.format)
 
@@ -309,7 +310,7 @@ def require_set_of(keys: Matrices, universal: Any) -> None:
         raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad[:5].tolist()}; expected finite keys")
     wide = universal.factor.wide
     if wide is None:
-        again, _ = rescored(universal.factor, 0, rows_at(keys, 0, sample))
+        again, _ = rescored(universal.factor, 0, keys_at(keys, 0, sample))
         counted = scores == 1  # rows that reach outside the numerical row space among them
         same = counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)
     else:  # their scores are those of some columns, but the keys themselves are known

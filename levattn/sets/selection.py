@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, to_numpy
-from levattn._kernels import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels import Rows
 from levattn._kernels.select.contract import SelectKernels
 from levattn.linalg.factor import Factor
 from levattn.sensitivity.leverage import TIE
 from levattn.sets.result import flag_counts
 
-__all__ = ["at_least", "largest", "rescored_all"]
+__all__ = ["at_least", "largest_scores", "rescored_all"]
 
 _Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # scores of the rows listed in float64, one after the other
 _SMALL_SCORE = 2.0**-100  # scores of float32 below this may have vanished
@@ -40,7 +41,7 @@ def at_least(
     return chosen, doubt
 
 
-def largest(
+def largest_scores(
     select: SelectKernels, factor: Factor, scores: Any, present: Any, size: int, rescore: _Rescore
 ) -> tuple[Any, Float64, bool]:
     """Choose by score descending, then index ascending; return the largest score of each matrix left out, too.

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from levattn._core.checks import check_type, whole_number
 from levattn._core.serialize import StoredState, whole
-from levattn._kernels import BLOCK, Float64
+from levattn._core.types import Float64, Int64
+from levattn._kernels import BLOCK
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
 from levattn.io import replace_file
 from levattn.linalg.factor import Factor
@@ -25,8 +26,6 @@ from levattn.states.block_buffer import RowNumbers, payload_of, present_rows, re
 __all__ = ["SelectedKeys", "StreamedSet", "StreamingUniversalSet"]
 
 _MOST_ROWS = 2**62
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.random import as_seed
-from levattn._kernels import Float64, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.linalg.factor import Factor
@@ -22,8 +23,8 @@ from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import TIE, check_epsilon, check_method, factorize, refuse_randomness, rows_of
-from levattn.sets.result import Guarantee, UniversalSet, known_by, reaches, rescored, result_of, rows_at
-from levattn.sets.selection import at_least, largest, rescored_all
+from levattn.sets.result import Guarantee, UniversalSet, keys_at, known_by, reaches, rescored, result_of
+from levattn.sets.selection import at_least, largest_scores, rescored_all
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 
 __all__ = ["set_of", "universal_set"]
@@ -222,7 +223,7 @@ def _exact(matrices: Matrices, asked: _Asked, labels: npt.NDArray[np.int64] | No
     if epsilon is not None:
         chosen, doubt = at_least(select, factor, scores, present, epsilon, rescore)
     else:
-        chosen, left, doubt = largest(select, factor, scores, present, asked.size or 0, rescore)
+        chosen, left, doubt = largest_scores(select, factor, scores, present, asked.size or 0, rescore)
     together = None if labels is None else group_scores(factor, labels)
     if labels is not None and together is not None and together.size:
         heavy = np.take_along_axis(reaches(together, epsilon), np.maximum(labels, 0), axis=1)
@@ -271,7 +272,7 @@ def _of_chunks(source: Source, asked: _Asked, progress: Any, path: Any, every: A
                 again[part] = rescored(factor, item, source.rows(item, rows[part], found.example))[0]
             return again
 
-        chosen, left, doubt = largest(kernels_for("select", scores), factor, scores, None, size, rescore)
+        chosen, left, doubt = largest_scores(kernels_for("select", scores), factor, scores, None, size, rescore)
     checkpoint.remove()
     guarantee: Guarantee = "superset" if found.counted.any() or doubt else "exact"
     return result_of(found.example, chosen, scores, factor, scores, epsilon=epsilon, left=left, guarantee=guarantee)
@@ -296,7 +297,7 @@ def _recheck(bounds: Bounds, matrices: Matrices, epsilon: float) -> bool:
     counted = False
     for item in range(len(bounds.upper)):
         rows = np.flatnonzero(bounds.upper[item] >= epsilon * (1 - TIE))
-        bounds.upper[item, rows], one = rescored(bounds.factor, item, rows_at(matrices, item, rows))
+        bounds.upper[item, rows], one = rescored(bounds.factor, item, keys_at(matrices, item, rows))
         counted |= one
     return counted
 
@@ -331,7 +332,7 @@ def _certified(
         left = np.max(np.where(present & ~chosen, bounds.upper, 0.0), axis=1, initial=0.0)
     for item in range(b):  # to tell these keys from others later
         sample = known_by(np.flatnonzero(chosen[item]), present[item], n)
-        bounds.leverage[item, sample] = rescored(bounds.factor, item, rows_at(matrices, item, sample))[0]
+        bounds.leverage[item, sample] = rescored(bounds.factor, item, keys_at(matrices, item, sample))[0]
     return result_of(
         matrices,
         chosen,

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from levattn._core.checks import whole_number
 from levattn._core.random import below, normals, signs, words
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
 
-__all__ = ["FAMILIES", "OSNAP", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL"]
+__all__ = ["OSNAP", "SKETCHES", "SRHT", "CountSketch", "Distribution", "GaussianJL", "SignJL"]
 
 # Streams of the generator, so that no two things share their words
 _PLACES, _NORMALS, _SIGNS, _ROW_SIGNS, _CHOSEN, _BLOCK_SIGNS = range(1, 7)
@@ -399,4 +400,4 @@ class SRHT(Distribution):
         kernels.subsampled_hadamard(rows, seed, streams, start, self.block, self._chosen(seed), out)
 
 
-FAMILIES = {family.__name__: family for family in (CountSketch, OSNAP, GaussianJL, SignJL, SRHT)}
+SKETCHES = {family.__name__: family for family in (CountSketch, OSNAP, GaussianJL, SignJL, SRHT)}

@@ -13,9 +13,10 @@ from levattn._core.arrays import as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import check_type, whole_number
 from levattn._core.random import as_seed
 from levattn._core.serialize import StoredState, shaped, whole
-from levattn._kernels import Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
-from levattn.sketch.families import FAMILIES, Distribution
+from levattn.sketch.families import SKETCHES, Distribution
 
 __all__ = ["Sketch", "SketchedRows"]
 
@@ -300,7 +301,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
     def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the sums and what they were drawn by; see `StoredState`."""
         distribution = self.sketch.distribution
-        if FAMILIES.get(type(distribution).__name__) is not type(distribution):
+        if SKETCHES.get(type(distribution).__name__) is not type(distribution):
             raise TypeError(f"the distribution is {distribution!r}; only those of levattn.sketch can be saved")
         fields = {
             "distribution": type(distribution).__name__,
@@ -316,7 +317,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
     @classmethod
     def from_parts(cls, fields: dict[str, Any], arrays: dict[str, Any]) -> SketchedRows:
         """Return the state of the same sums; see `StoredState`."""
-        distribution = FAMILIES[fields["distribution"]](**fields["parameters"])
+        distribution = SKETCHES[fields["distribution"]](**fields["parameters"])
         d, batch = whole(fields["d"], 1), tuple(whole(size) for size in fields["batch"])
         # before room is made for what the fields claim
         sums = shaped(arrays["sums"], np.float64, (math.prod(batch), distribution.size, d))

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, to_device, to_float64, to_numpy
 from levattn._core.formats import decode_half
 from levattn._core.serialize import shaped
-from levattn._kernels import BLOCK, Float64, Rows, kernels_for
+from levattn._core.types import Float64
+from levattn._kernels import BLOCK, Rows, kernels_for
 from levattn.linalg.factor import Factor
 from levattn.linalg.gram import DoubleDouble, Exponents, GramAccumulator
 from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room

@@ -359,9 +359,9 @@ def test_picture_says_what_the_scores_are(
     [
         ((), "exactly one of --epsilon and --size"),
         (("--epsilon", "0.1", "--size", "3"), "exactly one of --epsilon and --size"),
-        (("--epsilon", "0"), "expected a number in (0, 1]"),
-        (("--epsilon", "1.01"), "expected a number in (0, 1]"),
-        (("--epsilon", "nan"), "expected a number in (0, 1]"),
+        (("--epsilon", "0"), "expected 0 < epsilon <= 1"),
+        (("--epsilon", "1.01"), "expected 0 < epsilon <= 1"),
+        (("--epsilon", "nan"), "expected 0 < epsilon <= 1"),
         (("--epsilon", "tenth"), "--epsilon"),
         (("--size", "-1"), "--size"),
         (("--size", "201"), "--size is 201, but"),
@@ -386,7 +386,7 @@ def test_picture_says_what_the_scores_are(
         (("--size", "3", "--function", "huber", "--center"), "--center is for --function 2"),
         (("--size", "3", "--duplicates", "0.1"), "--duplicates is for --epsilon and --function 2"),
         (("--epsilon", "0.1", "--function", "1", "--duplicates", "0.1"), "--duplicates is for --epsilon"),
-        (("--epsilon", "0.1", "--duplicates", "3"), "the angle is 3.0, expected radians"),
+        (("--epsilon", "0.1", "--duplicates", "3"), "angle is 3.0; expected 1e-08 <= angle"),
         (("--epsilon", "0.1", "--scheduler", "host"), "--scheduler is 'host', expected an address such as tcp://"),
         (("--epsilon", "0.1", "--method", "qr", "--memory", "5"), "--memory and --checkpoint are for"),
     ],
@@ -739,7 +739,7 @@ def test_demo_fails_loudly_if_an_entry_is_missed(tmp_path: Path, monkeypatch: py
 def test_demo_needs_a_folder_and_a_threshold(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     assert "taken is not a folder" in refused("demo", "--out", tmp_path / "taken" / "inside")
-    assert "expected a number in (0, 1]" in refused("demo", "--epsilon", "2", status=2)
+    assert "expected 0 < epsilon <= 1" in refused("demo", "--epsilon", "2", status=2)
     assert "taken" in refused("demo", "--out", tmp_path / "taken")
 
 

@@ -225,14 +225,14 @@ def archive(tmp_path: Path, compiled: Callable[[], Any], monkeypatch: pytest.Mon
     """Give the archive of the level of this processor, with the function's code for whole numbers."""
     folder = tmp_path / "compiled"
     folder.mkdir()
-    monkeypatch.setattr(shipped, "FOLDER", folder)
+    monkeypatch.setattr(shipped, "ARCHIVES", folder)
     kernel = compiled()
     kernel(3)
     has = llvmlite.binding.get_host_cpu_features()
     kinds = {"x86_64": "x86", "arm64": "aarch64"}
     kind = kinds.get(platform.machine(), platform.machine())
     level = next(
-        (name for name, all_of in shipped.FEATURES.items() if name.startswith(kind) and all(map(has.get, all_of))),
+        (name for name, all_of in shipped.CPU_FEATURES.items() if name.startswith(kind) and all(map(has.get, all_of))),
         None,
     )
     if level is None:
@@ -277,7 +277,7 @@ def test_code_of_an_older_source_is_not_used(archive: Path, compiled: Callable[[
     assert not was_cached(compiled())
 
 
-@pytest.mark.parametrize("level", list(shipped.FEATURES))
+@pytest.mark.parametrize("level", list(shipped.CPU_FEATURES))
 def test_code_for_vectors_of_another_width_is_not_used(
     archive: Path, compiled: Callable[[], Any], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

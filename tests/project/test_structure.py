@@ -100,7 +100,21 @@ LONGEST_FUNCTION = 60
 LONGEST_COMPILED = 120
 
 # A public name of a module means one thing in the library. These stand in more modules than one, and this is why.
-TWICE: dict[str, str] = {}
+TWICE = {
+    "leverage_scores": "the same, by dask",
+    "universal_set": "the same, by dask and by ranks of torch",
+    "softmax_state": "the same by dask and by ranks of torch",
+    "LevAttention": "timm's form of the layer",
+    "prune": "of models of transformers and of timm",
+    "memberships": "public, and the kernel that computes them",
+    "forward": "the contract of attention kernels",
+    "backward": "the contract of attention kernels",
+    "forward_tasks": "compiled code of `forward`",
+    "backward_tasks": "compiled code of `backward`",
+    "SLAB": "rows that a compiled kernel works on at a time: each has its own number",
+    "TALL": "rows of a tile: each has its own number",
+    "add": "a command adds itself to the program",
+}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from levattn._kernels.rows.contract import Float64
+from levattn._core.types import Float64
 
 __all__ = ["FactorKernels"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from levattn._core.types import Float64
 from levattn._kernels.factor.cholesky import cholesky_tasks
 from levattn._kernels.gram.blas import BLAS_COLUMNS, lapack_cholesky
-from levattn._kernels.rows.contract import Float64
 from levattn._kernels.tasks import share
 
 __all__ = ["inverse_cholesky"]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
+from levattn._core.types import Float64
 from levattn._kernels.cuda_source import launch, namespace, on_device, shared_limit
-from levattn._kernels.rows.contract import Float64
 
 __all__ = ["inverse_cholesky"]
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Float64, Pieces
+from levattn._kernels.rows.contract import BLOCK, Pieces
 
 __all__ = ["BLAS_COLUMNS", "blas_moments", "lapack_cholesky"]
 

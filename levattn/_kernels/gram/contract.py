@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-from levattn._kernels.rows.contract import Arithmetic, Float64, Pieces, Rows
+from levattn._core.types import Float64
+from levattn._kernels.rows.contract import Arithmetic, Pieces, Rows
 
 __all__ = ["GramKernels"]
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from levattn._core.threads import num_threads
+from levattn._core.types import Float64
 from levattn._kernels.gram.blas import BLAS_COLUMNS, blas_moments
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
 from levattn._kernels.rows.compiled import view_of
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels.rows.cpu import read, scratch
+from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
+from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
 
 __all__ = [
@@ -58,9 +59,9 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     d = rows.shape[2]
     if d >= BLAS_COLUMNS and basis is None and arithmetic == "double":
         whole: Float64 = np.empty((len(pieces), d, d))
-        blas_moments(lambda item, start, stop: read(rows, item, start, stop, np.float64), pieces, whole)
+        blas_moments(lambda item, start, stop: stored_rows(rows, item, start, stop, np.float64), pieces, whole)
         return whole
-    X = scratch(d, arithmetic)
+    X = scratch_like(d, arithmetic)
     width = X.shape[1]
     out = np.empty((len(pieces), width, width))
     view = view_of(rows, X.dtype)
@@ -91,7 +92,7 @@ def sqnorms(
 ) -> None:
     """Write ``‖k W‖²`` (or ``‖k basis W‖²``) of every key; see `GramKernels`."""
     _, n, d = rows.shape
-    X = scratch(d, arithmetic)
+    X = scratch_like(d, arithmetic)
     width = X.shape[1]
     work = float(len(items)) * n * d * d
     threads = threads_for(work)
@@ -125,5 +126,5 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmeti
         right = np.ascontiguousarray(P[slot], kind)
         for start in range(0, n, step):
             stop = min(start + step, n)
-            Y = read(rows, item, start, stop, kind) @ right
+            Y = stored_rows(rows, item, start, stop, kind) @ right
             out[item, start:stop] = np.minimum(np.einsum("ij,ij->i", Y, Y), ceiling)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from levattn._core.sparse import Csr
 from levattn._core.threads import num_threads, parallel_for
+from levattn._core.types import Float64
 from levattn._kernels.gram import cpu
 from levattn._kernels.gram.csr_compiled import (
     PANEL_VECTORS,
@@ -31,7 +32,7 @@ from levattn._kernels.gram.csr_compiled import (
 )
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
 from levattn._kernels.tasks import share, threads_for
 

@@ -13,7 +13,7 @@ from levattn._kernels.gram.simd import entry_tile, lane_sum
 from levattn._kernels.jit import VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, larger, smaller
 from levattn._kernels.scratch import empty, zeros
-from levattn._kernels.sketch.compiled import place_of
+from levattn._kernels.sketch.compiled import number_below
 from levattn._kernels.sketch.random import GROUP, fill_words
 
 __all__ = [
@@ -240,7 +240,7 @@ def scatter_entries(indptr, indices, values, mask, begin, end, key0, key1, strea
                 continue
             for b in range(blocks):
                 word = drawn[b, skipped + r - start]
-                to = out[b * size + place_of(word, size)]
+                to = out[b * size + number_below(word, size)]
                 sign = out.dtype.type(1 - 2 * np.int32(word & np.uint32(1)))
                 for p in range(indptr[r], indptr[r + 1]):
                     to[np.uintp(indices[p])] += sign * out.dtype.type(values[p])

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
-from levattn._kernels.gram.cuda_blas import WIDE, partial_moments, square_rows
+from levattn._kernels.gram.cuda_blas import WIDE, partial_moments, write_squares
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
+from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 __all__ = [
@@ -116,7 +117,7 @@ def _square_rows(rows: Rows, items: Pieces, W: Any, out: Any, real: str, ceiling
         tensor_squares(rows, items, W, out, ceiling, triangular=triangular)
         return
     if max(W.shape[1:]) >= WIDE:
-        square_rows(rows, items, W, out, np.dtype(_REALS[real]), ceiling, triangular=triangular)
+        write_squares(rows, items, W, out, np.dtype(_REALS[real]), ceiling, triangular=triangular)
         return
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))

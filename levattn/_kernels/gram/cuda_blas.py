@@ -15,7 +15,7 @@ from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_d
 from levattn._kernels.rows.contract import BLOCK, Pieces, Rows
 from levattn._kernels.rows.cuda import key_arguments, key_type
 
-__all__ = ["WIDE", "partial_moments", "square_rows"]
+__all__ = ["WIDE", "partial_moments", "write_squares"]
 
 WIDE = 256  # columns from which a product by cuBLAS is worth writing out what it reads
 
@@ -41,7 +41,9 @@ def partial_moments(rows: Rows, pieces: Pieces, partial: Any) -> None:
             at += 1
 
 
-def square_rows(rows: Rows, items: Pieces, W: Any, out: Any, dtype: Any, ceiling: float, *, triangular: bool) -> None:
+def write_squares(
+    rows: Rows, items: Pieces, W: Any, out: Any, dtype: Any, ceiling: float, *, triangular: bool
+) -> None:
     """Write ``‖k W‖²`` of every key of the matrices `items` to ``out[item]``, from products of the given dtype."""
     xp = namespace()
     for slot, item in enumerate(np.asarray(items).tolist()):

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import array_namespace, to_numpy
+from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Pieces, Rows
-from levattn._kernels.rows.definition import load, send
+from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
+from levattn._kernels.rows.definition import send, transformed_rows
 
 __all__ = [
     "longest_run",
@@ -65,7 +66,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     for t, (slot, item, start, stop) in enumerate(pieces.tolist()):
         sums: list[Float64] = []
         for low in range(start, stop, BLOCK):
-            x = load(rows, item, low, min(low + BLOCK, stop))
+            x = transformed_rows(rows, item, low, min(low + BLOCK, stop))
             if bases is not None:
                 x = _in_basis(x, bases[slot, :, :], arithmetic)
             sums.append(to_numpy(x.T @ x))
@@ -81,7 +82,7 @@ def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmeti
         right = xp.astype(send(P[slot], rows), kind)
         for start in range(0, rows.shape[1], BLOCK):
             stop = min(start + BLOCK, rows.shape[1])
-            y = xp.astype(load(rows, item, start, stop), kind) @ right
+            y = xp.astype(transformed_rows(rows, item, start, stop), kind) @ right
             squares = xp.clip(xp.sum(y * y, axis=1), max=ceiling)
             out[item, start:stop] = xp.astype(squares, out.dtype)
 
@@ -104,7 +105,7 @@ def sqnorms(
         B = None if basis is None else send(basis[slot], rows)
         for start in range(0, n, BLOCK):
             stop = min(start + BLOCK, n)
-            x = load(rows, item, start, stop)
+            x = transformed_rows(rows, item, start, stop)
             if B is not None:
                 x = _in_basis(x, B, arithmetic)
             y = x @ whitening

@@ -6,7 +6,7 @@ from levattn._kernels.gram.simd import add_upper, moment_tiles
 from levattn._kernels.gram.squares import SLAB
 from levattn._kernels.jit import FULL_ROWS, LONE_ROWS, PANEL, TILE_ROWS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.rows.compiled import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
+from levattn._kernels.rows.compiled import ADDRESS, IN_PLACE, ROW_STEP, entry_address, load_rows
 from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["add_rows", "carry", "fold", "moment_panels", "moment_tasks"]
@@ -121,7 +121,7 @@ def moment_tasks(view, X, block, levels, tasks, first, last, out):
     """
     size, d = X.itemsize, X.shape[1]
     rows = zeros(X, (SLAB, d))
-    direct = view[DIRECT]
+    direct = view[IN_PLACE]
     step = view[ROW_STEP]
     packed = moment_panels(X)
     partial = empty(X, (d, d))

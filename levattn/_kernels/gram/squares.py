@@ -9,7 +9,7 @@ import numpy as np
 from levattn._kernels.gram.simd import lane_sum, product_tile
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.rows.compiled import ADDRESS, DIRECT, ROW_STEP, entry_address, load_rows
+from levattn._kernels.rows.compiled import ADDRESS, IN_PLACE, ROW_STEP, entry_address, load_rows
 from levattn._kernels.scratch import clear, empty, zeros
 
 __all__ = ["SCRATCH_ROWS", "SLAB", "pack_panels", "row_squares", "scores_at", "sqnorm_tasks", "write_sums"]
@@ -86,7 +86,7 @@ def sqnorm_tasks(view, W, X, tasks, first, last, ceiling, out):
     lanes = VECTOR_BYTES // size
     rows = zeros(X, (SCRATCH_ROWS, X.shape[1]))
     squares = empty(X, (SCRATCH_ROWS, lanes))
-    direct = view[DIRECT]
+    direct = view[IN_PLACE]
     step = view[ROW_STEP]
     slot = -1
     panels = zeros(X, (1, 1, 1))

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.types import Float64
 from levattn._kernels.heavy.compiled import heavy_tasks, norm_tasks
-from levattn._kernels.rows.contract import Float64
 from levattn._kernels.tasks import share
 
 __all__ = ["heavy_entries", "query_norms"]

@@ -13,7 +13,6 @@ from levattn._kernels.latent.plan import (
     FOLD,
     ROWS,
     SLACK,
-    add_rows,
     begins_fold,
     copy_row,
     copy_rows,
@@ -22,11 +21,12 @@ from levattn._kernels.latent.plan import (
     fold_gain,
     grow_and_read,
     grow_tiles,
-    place_of,
     read_positions,
     read_tiles,
+    row_address,
     scale_columns,
     scale_rows,
+    sum_rows,
     weigh_and_keep,
     write_positions,
     write_rows,
@@ -62,8 +62,8 @@ def _row_gradients(like, p, head, start, n, skip):
             copy_rows(like, p, p.gate_value, head, row, 1, p.channels, 0, p.x, p.channel_width)
             product = dot_vectors(like, p.x, z, p.channel_width // p.lanes) if weight != 0 else weight
             mean += weight * product
-            as_pointer(place_of(p.D_gate, head, row), like)[0] = weight * (product - mean)
-            dY, out = as_pointer(z, like), as_pointer(place_of(p.D_gate_value, head, row), like)
+            as_pointer(row_address(p.D_gate, head, row), like)[0] = weight * (product - mean)
+            dY, out = as_pointer(z, like), as_pointer(row_address(p.D_gate_value, head, row), like)
             for j in range(p.channels):
                 out[j] = weight * dY[j]
         query_row(like, c_at, p.g + at, p.p + at, p.inverses + at, mean, vectors)
@@ -101,7 +101,7 @@ def _go_through(like, p, head, low, high, begin, place):
                 grow_and_read(like, p, x, e, z, g, end - done, p.state, True)
                 if folds:
                     grow_tiles(like, p, x, e, x, e, end - done, p.gains, True)
-                    add_rows(like, e[0], end - done, p.latent_width, p.gain)
+                    sum_rows(like, e[0], end - done, p.latent_width, p.gain)
             else:
                 read_tiles(like, p, z, g, z, g, end - done, p.state, True)
             segments[3 * count], segments[3 * count + 1], segments[3 * count + 2] = start + done, end - done, raises

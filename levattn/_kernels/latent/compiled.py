@@ -15,7 +15,6 @@ from levattn._kernels.latent.plan import (
     FOLD,
     ROWS,
     SLACK,
-    add_rows,
     begins_fold,
     copy_row,
     copy_rows,
@@ -24,12 +23,13 @@ from levattn._kernels.latent.plan import (
     fold_gain,
     grow_and_read,
     grow_tiles,
-    multiply,
-    place_of,
     raise_references,
     read_positions,
     read_tiles,
+    row_address,
+    scale_numbers,
     scale_rows,
+    sum_rows,
     weigh_rows,
     write_rows,
 )
@@ -60,7 +60,7 @@ def summary_tasks(like, plan, tasks, first, last):
                     top[j] = e[i * p.latent_width + j] if e[i * p.latent_width + j] > top[j] else top[j]
             if exceeds(like, p.held, p.reference, vectors):
                 raise_references(like, p, p.held, 0.0, p.gain)
-                multiply(as_pointer(p.raised, 0.0), factors, p.latent_width)
+                scale_numbers(as_pointer(p.raised, 0.0), factors, p.latent_width)
                 scale_rows(as_pointer(p.gains, like), factors, p.latent_width, p.channel_width)
             for i in range(n):
                 exp_row(like, p.e + i * de, p.base, p.gain, vectors)
@@ -116,7 +116,9 @@ def forward_tasks(like, plan, tasks, first, last):
             if p.enters:
                 read_positions(like, p, head, start + p.ahead, n, begin)
             copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, p.c, p.latent_width)
-            y_at = place_of(p.Y, head, start) if p.channels == p.channel_width else p.y  # its rows follow each other
+            y_at = (
+                row_address(p.Y, head, start) if p.channels == p.channel_width else p.y
+            )  # its rows follow each other
             fill_row(like, y_at, n * p.channel_width, 0)
             done = 0
             while done < n:
@@ -124,7 +126,7 @@ def forward_tasks(like, plan, tasks, first, last):
                 for i in range(done, end):
                     weight = gate_weights[i]
                     if p.gate.at != 0 and weight != 0:
-                        value = as_pointer(place_of(p.gate_value, head, start + i), like)
+                        value = as_pointer(row_address(p.gate_value, head, start + i), like)
                         out = as_pointer(y_at + i * dx, like)
                         for j in range(p.channels):
                             out[j] = weight * value[j]
@@ -134,7 +136,7 @@ def forward_tasks(like, plan, tasks, first, last):
                     grow_and_read(like, p, e, x, c, y, end - done, p.state, False)
                     if folds:
                         grow_tiles(like, p, e, x, e, x, end - done, p.gains, False)
-                        add_rows(like, e[0], end - done, p.latent_width, p.gain)
+                        sum_rows(like, e[0], end - done, p.latent_width, p.gain)
                 else:
                     read_tiles(like, p, c, y, c, y, end - done, p.state, False)
                 done = end

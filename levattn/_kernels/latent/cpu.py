@@ -17,7 +17,7 @@ from levattn._kernels.latent import compiled
 from levattn._kernels.latent.backward import backward_tasks
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.latent.decay import decayed_scan
-from levattn._kernels.latent.plan import PLAN, padded, scratch
+from levattn._kernels.latent.plan import LATENT_PLAN, latent_scratch, padded
 from levattn._kernels.records import Record
 from levattn._kernels.tasks import share
 
@@ -127,7 +127,7 @@ class _Work:
         self.like = np.empty(0, kind)
         self._widths = latents, channels, size
         self._record = Record(
-            PLAN,
+            LATENT_PLAN,
             **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.gate_value, "mask": x.mask, **further},
             **dict(zip(("m", "s", "S"), states, strict=True)),
             **{"latents": L, "latent_width": latents, "latent_step": latents * size},
@@ -138,7 +138,7 @@ class _Work:
 
     def plan(self, longest: int | None = None) -> Record:
         """Return the plan of one thread; the longest run of rows is for the way back."""
-        return self._record.with_scratch(scratch(*self._widths, longest))
+        return self._record.with_scratch(latent_scratch(*self._widths, longest))
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.types import Int64
 from levattn._kernels.cuda_source import KERNELS, THREADS, TYPES, launch, namespace, on_device, with_rows, with_steps
 from levattn._kernels.latent.contract import LatentArguments, State
 from levattn._kernels.rows.cuda import sum_in_pairs
@@ -33,8 +34,6 @@ _WIDEST = 128  # columns of a block
 _PIECE = 64  # rows of a warp's block
 _FOLLOWED, _ROWS, _POSITIONS = 7, 6, 5  # fields of a run
 _CHANNELS, _LINES = 32, 16
-
-Int64 = npt.NDArray[np.int64]
 
 
 def forward(x: LatentArguments) -> Any:

@@ -18,10 +18,9 @@ from levattn._kernels.records import record_type
 
 __all__ = [
     "FOLD",
-    "PLAN",
+    "LATENT_PLAN",
     "ROWS",
     "SLACK",
-    "add_rows",
     "begins_fold",
     "copy_row",
     "copy_rows",
@@ -30,15 +29,16 @@ __all__ = [
     "fold_gain",
     "grow_and_read",
     "grow_tiles",
-    "multiply",
+    "latent_scratch",
     "padded",
-    "place_of",
     "raise_references",
     "read_positions",
     "read_tiles",
+    "row_address",
     "scale_columns",
+    "scale_numbers",
     "scale_rows",
-    "scratch",
+    "sum_rows",
     "weigh_and_keep",
     "weigh_rows",
     "write_positions",
@@ -62,7 +62,7 @@ _ROWS_BACK = {"g": "latents", "z": "channels", "v": "channels"}
 # m, s and S are the states before runs (or those to be written), `places` of each head; `enters` tells whether with
 # row t position t + `ahead` enters the state. `weights` and `changes` are c and c g/s of every row of a run,
 # `references` those of its segments, and `segments` (n, 3) their first row, number of rows, and place of references.
-PLAN = record_type(
+LATENT_PLAN = record_type(
     (*("Q", "K", "V", "gate", "gate_value", "mask", "Y", "D_Y"), *("D_Q", "D_K", "D_V", "D_gate", "D_gate_value")),
     ("head", "row"),
     (
@@ -80,7 +80,7 @@ def padded(n: int, kind: np.dtype[Any]) -> int:
     return -(-n // lanes) * lanes
 
 
-def scratch(latents: int, channels: int, size: int, longest: int | None) -> dict[str, int]:
+def latent_scratch(latents: int, channels: int, size: int, longest: int | None) -> dict[str, int]:
     """Return how many bytes the scratch of one thread has, by its names in the plan.
 
     Rows are padded to so many latents and channels, of `size` bytes; `longest` is the longest run, for the way back.
@@ -100,7 +100,7 @@ def scratch(latents: int, channels: int, size: int, longest: int | None) -> dict
 
 
 @helper
-def place_of(view, head, row):
+def row_address(view, head, row):
     return view.at + head * view.head + row * view.row
 
 
@@ -122,7 +122,7 @@ def copy_rows(like, p, view, head, first, rows, n, fill, target_at, width):
     """Write rows of n numbers of an array to padded rows."""
     whole = n // p.lanes
     for i in range(rows):
-        source_at, row_at = place_of(view, head, first + i), target_at + i * width * p.size
+        source_at, row_at = row_address(view, head, first + i), target_at + i * width * p.size
         copy_vectors(like, source_at, row_at, whole)
         source, target = as_pointer(source_at, like), as_pointer(row_at, like)
         for j in range(whole * p.lanes, n):
@@ -136,7 +136,7 @@ def write_rows(like, p, row_at, width, rows, n, view, head, first):
     """Write the first n numbers of padded rows to rows of an array."""
     whole = n // p.lanes
     for i in range(rows):
-        source_at, target_at = row_at + i * width * p.size, place_of(view, head, first + i)
+        source_at, target_at = row_at + i * width * p.size, row_address(view, head, first + i)
         copy_vectors(like, source_at, target_at, whole)
         source, target = as_pointer(source_at, like), as_pointer(target_at, like)
         for j in range(whole * p.lanes, n):
@@ -145,7 +145,7 @@ def write_rows(like, p, row_at, width, rows, n, view, head, first):
 
 @helper
 def _is_masked(p, head, position):
-    return p.mask.at != 0 and as_pointer(place_of(p.mask, head, position), np.uint8(0))[0] == 0
+    return p.mask.at != 0 and as_pointer(row_address(p.mask, head, position), np.uint8(0))[0] == 0
 
 
 @helper
@@ -195,7 +195,7 @@ def raise_references(like, p, logits_at, slack, total_at):
 
 
 @helper
-def add_rows(like, row_at, rows, n, gain_at):
+def sum_rows(like, row_at, rows, n, gain_at):
     """Add padded rows of n numbers to one."""
     gain, row = as_pointer(gain_at, like), as_pointer(row_at, like)
     for i in range(rows):
@@ -204,7 +204,7 @@ def add_rows(like, row_at, rows, n, gain_at):
 
 
 @helper
-def multiply(numbers, factors, n):
+def scale_numbers(numbers, factors, n):
     for j in range(n):
         numbers[j] *= factors[j]
 
@@ -304,8 +304,8 @@ def _follow(like, p, folds, by_channel):
     factors = as_pointer(p.factors, like)
     _scale(p, as_pointer(p.state, like), factors, by_channel)
     if folds:
-        multiply(as_pointer(p.raised, 0.0), factors, p.latent_width)
-        multiply(as_pointer(p.gain, like), factors, p.latent_width)
+        scale_numbers(as_pointer(p.raised, 0.0), factors, p.latent_width)
+        scale_numbers(as_pointer(p.gain, like), factors, p.latent_width)
         _scale(p, as_pointer(p.gains, like), factors, by_channel)
 
 
@@ -366,7 +366,7 @@ def _weighing(keeps):
                 exp_row(like, p.e + i * step, p.base, p.total, vectors)
             gate = -np.inf
             if p.gate.at != 0:
-                gate = as_pointer(place_of(p.gate, head, start + i), like)[0]
+                gate = as_pointer(row_address(p.gate, head, start + i), like)[0]
             row_at, kept = c_at + i * step, i * step
             gate_weights[i] = weigh_row(like, keeps, row_at, p.total, gate, vectors, p.p + kept, p.inverses + kept)
             i += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from levattn._core.types import Float64
 from levattn._kernels.online.compiled import online_tasks
 from levattn._kernels.rows.compiled import view_of
-from levattn._kernels.rows.contract import Float64, Rows
+from levattn._kernels.rows.contract import Rows
 from levattn._kernels.tasks import share
 
 __all__ = ["online_scores"]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from levattn._kernels.rows.contract import Float64
+from levattn._core.types import Float64
 
 __all__ = ["PreciseKernels"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from levattn._core.threads import parallel_for
+from levattn._core.types import Float64
 from levattn._kernels.precise.double_double import TALL, WIDTH, product_rows, product_tasks, solve_tasks
 from levattn._kernels.precise.span import field, insert_rows, mark_outside, mark_zeros
-from levattn._kernels.rows.contract import Float64
 from levattn._kernels.tasks import share, threads_for
 
 __all__ = [

@@ -6,7 +6,7 @@ import numpy as np
 
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
-from levattn._kernels.pruned.panels import TILE_ROWS, multiply, pack_column, pack_row, row_at_view, whole_tiles
+from levattn._kernels.pruned.panels import TILE_ROWS, multiply_rows, pack_column, pack_row, row_at_view, whole_tiles
 from levattn._kernels.pruned.simd import apart, nearest
 from levattn._kernels.scratch import empty, zeros
 
@@ -41,7 +41,7 @@ def moments_of_rows(like, view, n, d, second, first, last):
                     in_columns[i, r] = source[i]
                 pack_row(source, unit, d, rows, r)
                 rows[d // width, r, d % width] = 1
-            multiply(True, in_columns, d, rows, count, total)
+            multiply_rows(True, in_columns, d, rows, count, total)
         for i in range(d):
             for j in range(d + 1):
                 second[item, i, j] = total[i, j]
@@ -60,7 +60,7 @@ def place_tasks(like, view, origin, panels, X, along, first, last):
             source = as_pointer(row_at_view(view, item, 0, low + i), like)
             for k in range(d):
                 rows[i, k] = source[k] - origin[item, k]
-        multiply(False, rows, count, panels[item], d, out)
+        multiply_rows(False, rows, count, panels[item], d, out)
         for i in range(count):
             target = X[item, low + i]
             for k in range(d):
@@ -152,7 +152,7 @@ def assign_tasks(X, panels, norms, labels, distances, first, last):
                 rows[i, k] = source[k]
                 square += source[k] * source[k]
             squares[i] = square
-        multiply(False, rows, here, panels[item], d, out)
+        multiply_rows(False, rows, here, panels[item], d, out)
         for i in range(here):
             row_at = address(out) + i * deep * size
             label = nearest(X, row_at, address(norms[item]), deep // lanes, address(least))

@@ -12,8 +12,8 @@ from levattn._kernels.pruned.simd import matrix_tile
 
 __all__ = [
     "TILE_ROWS",
-    "multiply",
     "multiply_panels",
+    "multiply_rows",
     "pack_column",
     "pack_row",
     "row_at_view",
@@ -76,7 +76,7 @@ def whole_tiles(rows):
 
 
 @helper
-def multiply(adds, rows, count, panels, n, out):
+def multiply_rows(adds, rows, count, panels, n, out):
     """Do the same for so many rows of an array and all panels, to the rows of another array."""
     size = rows.itemsize
     step = panels.shape[1] * panels.shape[2] * size

@@ -23,7 +23,7 @@ __all__ = ["copy_numbers", "entry_address", "load_rows", "view_of"]
 
 # Where the vector holds what; steps are in bytes, and an address of 0 says that there is no such array
 ADDRESS, _, ROW_STEP, COLUMN_STEP, COLUMNS, FORMAT = range(6)
-DIRECT = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
+IN_PLACE = 6  # whether the tiles can read the keys where they lie, instead of from a scratch
 MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the steps of its two axes
 
 _FORMATS = ("float64", "float32", "float16", "bfloat16")

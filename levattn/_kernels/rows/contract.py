@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace
 from levattn._core.sparse import Csr
+from levattn._core.types import Float64
 from levattn._kernels.dispatch import kernels_for
 
-__all__ = ["BLOCK", "Arithmetic", "Float64", "Pieces", "RowKernels", "Rows"]
+__all__ = ["BLOCK", "Arithmetic", "Pieces", "RowKernels", "Rows"]
 
-Float64 = npt.NDArray[np.float64]
 Pieces = npt.NDArray[np.int64]  # (t, 4): slot, item, first row, row after the last
 
 BLOCK = 2048  # rows whose moments are summed before they are combined pairwise

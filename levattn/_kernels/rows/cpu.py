@@ -6,23 +6,24 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.types import Float64
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.rows.compiled import view_of
-from levattn._kernels.rows.contract import BLOCK, Arithmetic, Float64, Rows
+from levattn._kernels.rows.contract import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.scan import column_tasks, nonfinite_scan, read_rows
 from levattn._kernels.tasks import share
 
-__all__ = ["column_maxima", "column_sums", "nonfinite_rows", "read", "scratch"]
+__all__ = ["column_maxima", "column_sums", "nonfinite_rows", "scratch_like", "stored_rows"]
 
 
-def scratch(d: int, arithmetic: Arithmetic) -> Any:
+def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
     """Return an array that tells the compiled code the precision and the padded width."""
     kind = np.dtype(np.float32 if arithmetic == "single" else np.float64)
     lanes = VECTOR_BYTES // kind.itemsize
     return np.empty((1, -(-d // lanes) * lanes), kind)
 
 
-def read(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
+def stored_rows(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
     """Return some rows of one matrix as they are read, row after row; without a copy where they are stored so."""
     stored = rows.keys[item, start:stop]
     plain = all(x is None for x in (rows.mask, rows.shift, rows.scale, rows.weights))

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from levattn._core.sparse import Csr
+from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows import cpu
-from levattn._kernels.rows.contract import BLOCK, Float64, Rows
+from levattn._kernels.rows.contract import BLOCK, Rows
 
 __all__ = [
     "blocks_of",

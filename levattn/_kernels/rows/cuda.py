@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
+from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
-from levattn._kernels.rows.contract import BLOCK, Float64, Rows
+from levattn._kernels.rows.contract import BLOCK, Rows
 
 __all__ = [
     "MOST_SLABS",

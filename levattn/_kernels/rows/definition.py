@@ -8,19 +8,20 @@ import array_api_compat
 import numpy as np
 
 from levattn._core.arrays import array_namespace, to_numpy
+from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
-from levattn._kernels.rows.contract import BLOCK, Float64, Rows
+from levattn._kernels.rows.contract import BLOCK, Rows
 
 __all__ = [
     "column_maxima",
     "column_sums",
-    "load",
     "nonfinite_rows",
     "send",
+    "transformed_rows",
 ]
 
 
-def load(rows: Rows, item: int, start: int, stop: int) -> Any:
+def transformed_rows(rows: Rows, item: int, start: int, stop: int) -> Any:
     """Return rows ``start:stop`` of one matrix in float64, transformed, 0 where masked."""
     xp = array_namespace(rows.keys)
     x = xp.astype(rows.keys[item, start:stop, :], xp.float64)
@@ -55,7 +56,7 @@ def _columns(rows: Rows, what: str) -> Float64:
     b, n, d = rows.shape
     out = np.zeros((b, d))
     for item in range(b):
-        blocks = [load(rows, item, low, min(low + BLOCK, n)) for low in range(0, n, BLOCK)]
+        blocks = [transformed_rows(rows, item, low, min(low + BLOCK, n)) for low in range(0, n, BLOCK)]
         if what == "max":
             out[item] = np.max([to_numpy(xp.max(xp.abs(x), axis=0)) for x in blocks], axis=0, initial=0.0)
         else:
@@ -66,5 +67,5 @@ def _columns(rows: Rows, what: str) -> Float64:
 def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
     xp = array_namespace(rows.keys)
-    finite = xp.all(xp.isfinite(load(rows, item, 0, rows.shape[1])), axis=1)
+    finite = xp.all(xp.isfinite(transformed_rows(rows, item, 0, rows.shape[1])), axis=1)
     return [int(r) for r in np.flatnonzero(~to_numpy(finite))[:limit]]

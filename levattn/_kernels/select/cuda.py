@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
+from levattn._core.types import Float64, Int64
 from levattn._kernels.cuda_source import TYPES, WORDS, launch, namespace, on_device, with_steps
-from levattn._kernels.rows.contract import Float64
 
 __all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
 
@@ -22,8 +22,6 @@ _SPAN = 8192  # entries whose digits a block counts
 _DIGITS = 2048
 _COPIED = 16  # rows that a block copies
 _BITS = {"float": (11, 11, 10), "double": (11, 11, 11, 11, 11, 9)}  # of the digits of a score, from the highest on
-
-Int64 = npt.NDArray[np.int64]
 
 
 def held(array: Any) -> Any:

@@ -9,16 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_rows, to_device, to_numpy
 from levattn._core.sparse import Csr
-from levattn._kernels.rows.contract import Float64
+from levattn._core.types import Flags, Float64, Int64
 
 __all__ = ["held", "include", "largest", "maxima", "stacked", "threshold"]
-
-Int64 = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 
 def held(array: Any) -> Any:

@@ -11,7 +11,7 @@ from levattn._kernels.rows.compiled import (
     ADDRESS,
     COLUMN_STEP,
     COLUMNS,
-    DIRECT,
+    IN_PLACE,
     ROW_STEP,
     SCALE,
     SHIFT,
@@ -39,7 +39,7 @@ _tile = moment_tiles(lambda _lanes: [(FULL_ROWS, vectors) for vectors in range(1
 
 
 @helper
-def place_of(word, size):
+def number_below(word, size):
     """Return a number below `size`, by the upper 31 bits of a word."""
     return np.int64(np.uint64(word >> np.uint32(1)) * np.uint64(size) >> np.uint64(31))
 
@@ -55,7 +55,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
     width = X.shape[1]
     drawn = empty(np.uint32(0), (_SLAB,))
     places = empty(0, (_SLAB + _AHEAD, blocks))
-    direct = view[DIRECT]
+    direct = view[IN_PLACE]
     fetched = _FETCHED if direct else 0
     rows = zeros(X, (_LOADED, width))
     base, row_bytes = address(out), out.strides[0]
@@ -68,7 +68,7 @@ def scatter_rows(view, item, begin, end, key0, key1, stream, offset, blocks, siz
             fill_words(key0, key1, stream, b, (offset + start) // GROUP, drawn[: groups * GROUP])
             for r in range(count):
                 word = drawn[skipped + r]
-                places[r, b] = (b * size + place_of(word, size)) * 2 + np.int64(word & np.uint32(1))
+                places[r, b] = (b * size + number_below(word, size)) * 2 + np.int64(word & np.uint32(1))
         for r in range(count, count + _AHEAD):  # where nothing is to be fetched
             for b in range(blocks):
                 places[r, b] = places[count - 1, b]
@@ -122,7 +122,7 @@ def hadamard_blocks(view, item, n, begin, end, key0, key1, streams, offset, chos
     group = smaller(FIRST_ROWS, size)
     if group < FIRST_ROWS:
         group = 4
-    direct = view[DIRECT]
+    direct = view[IN_PLACE]
     drawn = empty(np.uint32(0), (size,))
     signs = empty(X, (size,))
     flips = empty(np.uint32(0), (GROUP, chosen.size))
@@ -177,7 +177,7 @@ def dense_rows(view, begin, end, key0, key1, stream, offset, normal, X, part, ou
     """
     lanes = VECTOR_BYTES // X.itemsize
     items, _, size, width = out.shape
-    direct = view[DIRECT]
+    direct = view[IN_PLACE]
     rows = zeros(X, (SLAB, width))
     drawn = empty(np.uint32(0), (GROUP, DRAWN))
     S = empty(X, (SLAB, DRAWN + 64 // X.itemsize))  # rows an odd number of cache lines apart

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from levattn._kernels.rows.contract import Float64, Rows
+from levattn._core.types import Float64
+from levattn._kernels.rows.contract import Rows
 
 __all__ = ["SketchKernels"]
 

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.threads import parallel_for
+from levattn._core.types import Float64
 from levattn._kernels.jit import FULL_ROWS, VECTOR_BYTES
 from levattn._kernels.rows.compiled import view_of
-from levattn._kernels.rows.contract import Float64, Rows
-from levattn._kernels.rows.cpu import read, scratch
+from levattn._kernels.rows.contract import Rows
+from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.sketch.compiled import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
 from levattn._kernels.sketch.random import key_words
 from levattn._kernels.tasks import threads_for
@@ -29,7 +30,7 @@ def sketch_zeros(rows: Rows, size: int, dtype: npt.DTypeLike) -> Any:
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
     """Add sparse sketches of the matrices to `out`; see `SketchKernels`."""
     b, n, d = rows.shape
-    X = scratch(d, "double" if rows.format == "float64" else "single")
+    X = scratch_like(d, "double" if rows.format == "float64" else "single")
     width = X.shape[1]
     parts = _partial_sketches(n * rows.keys.itemsize, blocks * size * out.itemsize)
     starts = [n * i // parts for i in range(parts + 1)]
@@ -49,7 +50,7 @@ def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: 
 def add_products(rows: Rows, S: Float64, out: Any) -> None:
     """Add S (size, n) times the rows of each matrix to `out`, (b, size, d)."""
     for item in range(rows.shape[0]):
-        out[item] += S @ read(rows, item, 0, rows.shape[1], np.float64)
+        out[item] += S @ stored_rows(rows, item, 0, rows.shape[1], np.float64)
 
 
 def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, out: Any) -> None:
@@ -60,7 +61,7 @@ def dense_sketch(rows: Rows, seed: int, stream: int, offset: int, normal: bool, 
     """
     b, n, d = rows.shape
     size = out.shape[1]
-    X = scratch(d, "double" if out.dtype == np.float64 else "single")
+    X = scratch_like(d, "double" if out.dtype == np.float64 else "single")
     parts = 1
     while parts < 64 and parts * max(128, 2 * size) <= n:
         parts *= 2

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device
-from levattn._kernels.rows.contract import Float64, Rows
+from levattn._kernels.rows.contract import Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
 __all__ = ["add_products", "dense_sketch", "scatter", "sketch_zeros", "subsampled_hadamard"]

@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
 from levattn._core.random import below, signs, words
-from levattn._kernels.rows.contract import Float64, Rows
-from levattn._kernels.rows.definition import load, send
+from levattn._core.types import Float64
+from levattn._kernels.rows.contract import Rows
+from levattn._kernels.rows.definition import send, transformed_rows
 
 __all__ = ["add_products", "scatter", "sketch_zeros"]
 
@@ -36,4 +37,4 @@ def add_products(rows: Rows, S: Float64, out: Any) -> None:
     """Add S times the rows of each matrix to `out`, (b, size, d)."""
     S_here = send(S, rows)
     for item in range(rows.shape[0]):
-        out[item] += to_numpy(S_here @ load(rows, item, 0, rows.shape[1]))
+        out[item] += to_numpy(S_here @ transformed_rows(rows, item, 0, rows.shape[1]))

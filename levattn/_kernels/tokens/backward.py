@@ -29,17 +29,17 @@ from levattn._kernels.tokens.plan import (
     advance,
     begin_sums,
     bounds,
-    clear,
+    clear_masked,
     copy_sums,
     dot,
     fill,
     gather,
-    place_of,
+    head_rows,
     rate_of,
-    read,
-    rows_of,
+    read_numbers,
     run_of,
     sums_of,
+    sums_place,
     table,
     take,
     temperature_of,
@@ -84,7 +84,7 @@ def _resume(p, marks, run):
 @helper
 def _weigh_back(like, p, g, k, n, total, members_at, slopes_at, factors_at, steps_at):
     """Read memberships, and write slopes, factors, and what ``w r² dY`` is multiplied by to be the gradient in M."""
-    read(like, p, p.P, g, k, n, members_at)
+    read_numbers(like, p, p.P, g, k, n, members_at)
     weigh(like, p, k, n, total, members_at, slopes_at, factors_at)
     members, slopes, steps = as_pointer(members_at, like), as_pointer(slopes_at, like), as_pointer(steps_at, like)
     for t in range(n):
@@ -97,7 +97,12 @@ def _back_causal(like, p, g, i, k):
     dots_at, means_at, others_at = table(p, 4), table(p, 5), table(p, 6)
     steps, dots, means = as_pointer(steps_at, like), as_pointer(dots_at, like), as_pointer(means_at, like)
     others = as_pointer(others_at, like)
-    w, dy, out, gammas = rows_of(p.W, g, k), rows_of(p.D_Y, g, k), rows_of(p.D_W, g, k), (p.rows, p.width * p.size)
+    w, dy, out, gammas = (
+        head_rows(p.W, g, k),
+        head_rows(p.D_Y, g, k),
+        head_rows(p.D_W, g, k),
+        (p.rows, p.width * p.size),
+    )
     high, past, rate = bounds(p, i)[1], 0.0, rate_of(p, k)
     total = begin_sums(like, p, g, i, k, True, p.sums, members_at)
     marks, totals, places, runs = _marks(like, p, g, i, k, True, members_at, total)
@@ -124,7 +129,7 @@ def _back_everywhere(like, p, g, i, k):
     members_at, slopes_at, factors_at = table(p, 0), table(p, 1), table(p, 2)
     steps_at, dots_at, others_at = table(p, 3), table(p, 4), table(p, 5)
     dots, others = as_pointer(dots_at, like), as_pointer(others_at, like)
-    w, dy, out = rows_of(p.W, g, k), rows_of(p.D_Y, g, k), rows_of(p.D_W, g, k)
+    w, dy, out = head_rows(p.W, g, k), head_rows(p.D_Y, g, k), head_rows(p.D_W, g, k)
     (low, high), past = bounds(p, i), 0.0
     total = begin_sums(like, p, g, i, k, True, p.sums, members_at)
     shrinkage(like, p, total, p.sums, p.row)
@@ -143,7 +148,7 @@ def _back_everywhere(like, p, g, i, k):
     at = low
     while at < high:
         n, at = take(p, g, i, at, high)
-        read(like, p, p.P, g, k, n, members_at)
+        read_numbers(like, p, p.P, g, k, n, members_at)
         weigh(like, p, k, n, total, members_at, slopes_at, factors_at)
         dot(like, p, g, k, p.D_Y, n, p.row, dots_at)
         fill(like, others_at, n, 0)
@@ -164,8 +169,8 @@ def _membership_gradients(like, p, g, i, k):
     else:
         _back_everywhere(like, p, g, i, k)
     low, high = bounds(p, i)
-    clear(like, p, p.D_W, g, k, low, high, p.width)
-    clear(like, p, p.E, g, k, low, high, 1)
+    clear_masked(like, p, p.D_W, g, k, low, high, p.width)
+    clear_masked(like, p, p.E, g, k, low, high, 1)
 
 
 @helper
@@ -178,8 +183,8 @@ def _logit_gradients(like, p, g, i, low, high):
         fill(like, table(p, 0), n, 0)
         for k in range(heads):
             members_at, slopes_at = p.shares + k * step, p.shares + (heads + k) * step
-            read(like, p, p.P, g, k, n, members_at)
-            read(like, p, p.E, g, k, n, slopes_at)
+            read_numbers(like, p, p.P, g, k, n, members_at)
+            read_numbers(like, p, p.E, g, k, n, slopes_at)
             members, slopes = as_pointer(members_at, like), as_pointer(slopes_at, like)
             for t in range(n):
                 mean[t] += members[t] * slopes[t]
@@ -194,19 +199,24 @@ def _logit_gradients(like, p, g, i, low, high):
 @helper
 def _slopes(like, p, g, i, k, n, scores_at, factors_at, slopes_at):
     """Write the gradients in the bare scores of a run, given what the temperature multiplies."""
-    read(like, p, p.E, g, k, n, slopes_at)
+    read_numbers(like, p, p.E, g, k, n, slopes_at)
     scores, factors, slopes = as_pointer(scores_at, like), as_pointer(factors_at, like), as_pointer(slopes_at, like)
     temperature, total = temperature_of(like, p, g, k), 0.0
     for t in range(n):
         total += slopes[t] * scores[t]
         slopes[t] *= temperature * factors[t]
-    as_pointer(p.flow, 0.0)[place_of(p, g, k, i)] += total
+    as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] += total
 
 
 @helper
 def _score_gradients_causal(like, p, g, i, k):
     scores_at, factors_at, slopes_at, ones_at = table(p, 0), table(p, 1), table(p, 2), table(p, 3)
-    w, out, rows, later = rows_of(p.W, g, k), rows_of(p.D_W, g, k), (p.rows, p.width * p.size), sums_of(p, k, p.later)
+    w, out, rows, later = (
+        head_rows(p.W, g, k),
+        head_rows(p.D_W, g, k),
+        (p.rows, p.width * p.size),
+        sums_of(p, k, p.later),
+    )
     high = bounds(p, i)[1]
     count = begin_sums(like, p, g, i, k, False, p.sums, scores_at)
     marks, totals, places, runs = _marks(like, p, g, i, k, False, ones_at, count)
@@ -223,7 +233,7 @@ def _score_gradients_causal(like, p, g, i, k):
 def _score_gradients_everywhere(like, p, g, i, k):
     """As there, where scores are by the same row for all tokens."""
     scores_at, factors_at, slopes_at, ones_at = table(p, 0), table(p, 1), table(p, 2), table(p, 3)
-    w, out, (low, high) = rows_of(p.W, g, k), rows_of(p.D_W, g, k), bounds(p, i)
+    w, out, (low, high) = head_rows(p.W, g, k), head_rows(p.D_W, g, k), bounds(p, i)
     count, at = begin_sums(like, p, g, i, k, False, p.sums, scores_at), low
     inverses(like, p, p.sums, p.row)
     depends = p.logits == DIAGONAL and p.A == 0  # sums depend on the tokens
@@ -246,7 +256,7 @@ def _score_gradients_everywhere(like, p, g, i, k):
     at = low
     while at < high:
         n, at = take(p, g, i, at, high)
-        read(like, p, p.E, g, k, n, slopes_at)
+        read_numbers(like, p, p.E, g, k, n, slopes_at)
         for t in range(n):
             slopes[t] *= temperature * factors[0]
         score_gradients(like, run_of(p, n), w, out, p.row, slopes_at, p.other)
@@ -256,7 +266,7 @@ def _score_gradients_everywhere(like, p, g, i, k):
 def _score_gradients(like, p, g, i, k):
     """Add what logits give W, and write the gradient in the temperature."""
     copy_sums(0, p.later, p.width)
-    as_pointer(p.flow, 0.0)[place_of(p, g, k, i)] = 0
+    as_pointer(p.flow, 0.0)[sums_place(p, g, k, i)] = 0
     if p.causal and p.logits == DIAGONAL:
         _score_gradients_causal(like, p, g, i, k)
     else:

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.types import Float64
 from levattn._kernels.records import Record
-from levattn._kernels.rows.contract import Float64
 from levattn._kernels.tasks import share, threads_for
 from levattn._kernels.tokens import forward as compiled
 from levattn._kernels.tokens.backward import backward_tasks
 from levattn._kernels.tokens.contract import TokenArguments, TokenSums
 from levattn._kernels.tokens.forward import forward_tasks
-from levattn._kernels.tokens.plan import KINDS, PLAN, SLAB, SPAN, scratch
-from levattn._kernels.tokens.simd import BLOCK
+from levattn._kernels.tokens.plan import KINDS, SLAB, SPAN, TOKEN_PLAN, token_scratch
+from levattn._kernels.tokens.simd import GAIN_BLOCK
 from levattn._kernels.tokens.squares import BAND, square_rows
 
 __all__ = ["add_squares", "backward", "forward", "memberships"]
@@ -113,12 +113,12 @@ class _Work:
         info = np.finfo(kind)
         self.P = np.empty(x.W.shape[:3], kind)
         self._x, self._like = x, np.empty(0, kind)
-        powers = np.ones((h, BLOCK + 1))
+        powers = np.ones((h, GAIN_BLOCK + 1))
         if x.decay is not None:
-            powers = np.asarray(x.decay, np.float64)[:, None] ** np.arange(BLOCK + 1)
+            powers = np.asarray(x.decay, np.float64)[:, None] ** np.arange(GAIN_BLOCK + 1)
         self._bounds = np.stack([x.offsets[:-1], x.offsets[1:]], axis=1)
         self._plan = Record(
-            PLAN,
+            TOKEN_PLAN,
             **{
                 "W": x.W,
                 "offset": x.offset,
@@ -198,7 +198,7 @@ class _Work:
             count *= h
 
         def body(first: int, last: int) -> None:
-            plan = self._plan.with_scratch(scratch(h, d, kind.itemsize))
+            plan = self._plan.with_scratch(token_scratch(h, d, kind.itemsize))
             tasks(self._like, plan.data, step, spans, reads, first, last)
 
         if self._x.W.size:

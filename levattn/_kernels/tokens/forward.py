@@ -18,18 +18,18 @@ from levattn._kernels.tokens.plan import (
     advance,
     begin_sums,
     bounds,
-    clear,
+    clear_masked,
     copy_sums,
     dot,
     end_sums,
     fill,
     gather,
-    place_of,
+    head_rows,
     rate_of,
-    read,
-    rows_of,
+    read_numbers,
     run_of,
     sums_of,
+    sums_place,
     table,
     take,
     temperature_of,
@@ -76,7 +76,7 @@ def score(like, p, g, k, n, back, sums_at, row_at, ones_at, scores_at):
     """Write the scores of a run, and if `back` 1/A of each token to `rows`."""
     if p.causal and p.logits == DIAGONAL:
         fill(like, scores_at, n, 0)
-        run, w, sums, rows = run_of(p, n), rows_of(p.W, g, k), sums_of(p, k, sums_at), (p.rows, p.width * p.size)
+        run, w, sums, rows = run_of(p, n), head_rows(p.W, g, k), sums_of(p, k, sums_at), (p.rows, p.width * p.size)
         if back:
             score_run(like, run, 1, w, sums, p.least, scores_at, rows)
         else:
@@ -112,7 +112,7 @@ def complete(like, p, g, k, n, count, scores_at, factors_at):
         for t in range(n):
             scores[t] *= factors[t]
     if p.offset.at != 0:
-        start, step = rows_of(p.offset, g, k)
+        start, step = head_rows(p.offset, g, k)
         tokens = as_pointer(p.tokens, 0)
         for t in range(n):
             scores[t] += as_pointer(start + tokens[t] * step, like)[0]
@@ -150,12 +150,12 @@ def _share_tokens(like, p, g, i, low, high):
     while at < high:
         n, at = take(p, g, i, at, high)
         for k in range(p.heads):
-            read(like, p, p.P, g, k, n, p.shares + k * step)
+            read_numbers(like, p, p.P, g, k, n, p.shares + k * step)
         share_run(like, p.heads, n, p.shares, step)
         for k in range(p.heads):
             write(like, p, p.P, g, k, n, p.shares + k * step)
     for k in range(p.heads):
-        clear(like, p, p.P, g, k, low, high, 1)
+        clear_masked(like, p, p.P, g, k, low, high, 1)
 
 
 # -- outputs ---------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def shrinkage(like, p, total, sums_at, row_at):
 @helper
 def _outputs(like, p, g, k, n, total, sums_at, row_at, members_at):
     """Write the outputs of a run; return the sum of memberships after it."""
-    run, w, y = run_of(p, n), rows_of(p.W, g, k), rows_of(p.Y, g, k)
+    run, w, y = run_of(p, n), head_rows(p.W, g, k), head_rows(p.Y, g, k)
     slopes_at, factors_at = table(p, 1), table(p, 2)
     total = weigh(like, p, k, n, total, members_at, slopes_at, factors_at)
     if p.causal:
@@ -213,9 +213,9 @@ def _output_head(like, p, g, i, k):
     shrinkage(like, p, total, p.sums, p.row)
     while at < high:
         n, at = take(p, g, i, at, high)
-        read(like, p, p.P, g, k, n, members_at)
+        read_numbers(like, p, p.P, g, k, n, members_at)
         total = _outputs(like, p, g, k, n, total, p.sums, p.row, members_at)
-    clear(like, p, p.Y, g, k, low, high, p.width)
+    clear_masked(like, p, p.Y, g, k, low, high, p.width)
     end_sums(p, g, i, k, True, p.sums, total)
 
 
@@ -225,9 +225,9 @@ def _finish(like, p, g, i, reads, counts, totals):
     (low, high), deep = bounds(p, i), p.width * 8
     for k in range(p.heads):
         if reads:
-            clear(like, p, p.Y, g, k, low, high, p.width)
+            clear_masked(like, p, p.Y, g, k, low, high, p.width)
         else:
-            clear(like, p, p.P, g, k, low, high, 1)
+            clear_masked(like, p, p.P, g, k, low, high, 1)
         end_sums(p, g, i, k, False, p.norms + k * deep, counts[k])
         end_sums(p, g, i, k, True, p.sums + k * deep, totals[k])
 
@@ -263,7 +263,7 @@ def _even_sequence(like, p, g, i, reads):
     counts, totals = as_pointer(p.totals, 0.0), as_pointer(p.totals + 8 * heads, 0.0)
     alone, (low, high) = p.A != 0, bounds(p, i)
     for k in range(heads):
-        place = place_of(p, g, k, i)
+        place = sums_place(p, g, k, i)
         counts[k] = as_pointer(p.n, 0.0)[place] if alone else 0
         totals[k] = as_pointer(p.N, 0.0)[place] if alone else 0
         copy_sums(p.A + place * deep if alone else 0, p.norms + k * deep, p.width)
@@ -293,7 +293,7 @@ def _even_sequence(like, p, g, i, reads):
     while at < high and reads:
         n, at = take(p, g, i, at, high)
         for k in range(heads):
-            read(like, p, p.P, g, k, n, table(p, 0))
+            read_numbers(like, p, p.P, g, k, n, table(p, 0))
             _outputs(like, p, g, k, n, totals[k], 0, p.row + k * row, table(p, 0))
     _finish(like, p, g, i, reads, counts, totals)
 

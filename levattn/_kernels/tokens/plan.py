@@ -11,43 +11,43 @@ import numpy as np
 from levattn._kernels.jit import helper
 from levattn._kernels.llvm import as_pointer, smaller
 from levattn._kernels.records import record_type
-from levattn._kernels.tokens.simd import BLOCK, dot_run, gather_run
+from levattn._kernels.tokens.simd import GAIN_BLOCK, dot_run, gather_run
 
 __all__ = [
     "DIAGONAL",
     "KINDS",
     "NONE",
     "NORM",
-    "PLAN",
     "RUN",
     "SLAB",
     "SPAN",
+    "TOKEN_PLAN",
     "advance",
     "begin_sums",
     "bounds",
-    "clear",
+    "clear_masked",
     "copy_sums",
     "dot",
     "end_sums",
     "fill",
     "gather",
-    "place_of",
+    "head_rows",
     "rate_of",
-    "read",
-    "rows_of",
+    "read_numbers",
     "run_of",
-    "scratch",
     "sums_of",
+    "sums_place",
     "table",
     "take",
     "temperature_of",
+    "token_scratch",
     "write",
 ]
 
 KINDS = ("none", "norm", "diagonal")
 NONE, NORM, DIAGONAL = range(3)
 
-RUN = 8 * BLOCK
+RUN = 8 * GAIN_BLOCK
 SPAN = 4 * RUN  # tokens of a task over all heads
 SLAB = 64 * RUN  # tokens of a head that are worked on before the next step
 TABLES = 7  # of a number for each token of a run
@@ -56,7 +56,7 @@ TABLES = 7  # of a number for each token of a run
 # before, and A_after, ... those to be written. `bounds` are the first and the last token of each sequence, `powers`
 # (h, BLOCK) and `kept` (h, BLOCK + 1) the powers 1, 2, ... and 0, 1, ... of the decay. `flow` (b, h, sequences) is
 # what the gradient in the temperature is the sum of. The names from `tokens` on are of scratch.
-PLAN = record_type(
+TOKEN_PLAN = record_type(
     ("W", "offset", "mask", "P", "Y", "D_Y", "D_W", "E"),
     ("group", "head", "token"),
     (
@@ -80,7 +80,7 @@ PLAN = record_type(
 )
 
 
-def scratch(heads: int, d: int, size: int) -> dict[str, int]:
+def token_scratch(heads: int, d: int, size: int) -> dict[str, int]:
     """Return how many bytes the scratch of one thread has, by its names in the plan; `size` is that of the dtype."""
     like = {"tables": TABLES * RUN, "shares": 2 * heads * RUN, "row": heads * d, "other": d, "rows": RUN * d}
     eights = {"tokens": RUN, "norms": heads * d, "sums": heads * d, "totals": 2 * heads, "later": d}
@@ -88,7 +88,7 @@ def scratch(heads: int, d: int, size: int) -> dict[str, int]:
 
 
 @helper
-def rows_of(view, g, k):
+def head_rows(view, g, k):
     """Return the address of an array's first token of a head, and the step between tokens."""
     return view.at + g * view.group + k * view.head, view.token
 
@@ -101,7 +101,7 @@ def run_of(p, n):
 @helper
 def sums_of(p, k, sums_at):
     """Return running sums with the decay of a head."""
-    return sums_at, p.powers + k * BLOCK * p.size, p.kept + k * (BLOCK + 1) * 8
+    return sums_at, p.powers + k * GAIN_BLOCK * p.size, p.kept + k * (GAIN_BLOCK + 1) * 8
 
 
 @helper
@@ -135,7 +135,7 @@ def copy_sums(source_at, target_at, n):
 @helper
 def rate_of(p, k):
     """Return what is left of a sum of a head one token later."""
-    return as_pointer(p.kept, 0.0)[k * (BLOCK + 1) + 1]
+    return as_pointer(p.kept, 0.0)[k * (GAIN_BLOCK + 1) + 1]
 
 
 @helper
@@ -144,7 +144,7 @@ def temperature_of(like, p, g, k):
 
 
 @helper
-def place_of(p, g, k, i):
+def sums_place(p, g, k, i):
     """Return the number of a head's sums."""
     return (g * p.heads + k) * p.sequences + i
 
@@ -162,7 +162,7 @@ def take(p, g, i, at, high):
         for t in range(n):
             tokens[t] = at + t
         return n, at + n
-    mask_at, step = rows_of(p.mask, g, 0)
+    mask_at, step = head_rows(p.mask, g, 0)
     present = as_pointer(mask_at, np.uint8(0))
     high = smaller(high, at - (at - bounds(p, i)[0]) % SLAB + SLAB)
     while n < RUN and at < high:
@@ -174,11 +174,11 @@ def take(p, g, i, at, high):
 
 
 @helper
-def clear(like, p, view, g, k, low, high, d):
+def clear_masked(like, p, view, g, k, low, high, d):
     """Fill rows of d numbers with zeros, of tokens that are masked."""
     if p.mask.at == 0:
         return
-    (mask_at, skip), (start, step) = rows_of(p.mask, g, 0), rows_of(view, g, k)
+    (mask_at, skip), (start, step) = head_rows(p.mask, g, 0), head_rows(view, g, k)
     present = as_pointer(mask_at, np.uint8(0))
     for t in range(low, high):
         if present[t * skip] == 0:
@@ -189,7 +189,7 @@ def clear(like, p, view, g, k, low, high, d):
 def write(like, p, view, g, k, n, row_at):
     """Write a number for each token of a run."""
     tokens, row = as_pointer(p.tokens, 0), as_pointer(row_at, like)
-    start, step = rows_of(view, g, k)
+    start, step = head_rows(view, g, k)
     if n and step == p.size and tokens[n - 1] - tokens[0] == n - 1:
         target = as_pointer(start + tokens[0] * step, like)
         for t in range(n):
@@ -200,10 +200,10 @@ def write(like, p, view, g, k, n, row_at):
 
 
 @helper
-def read(like, p, view, g, k, n, row_at):
+def read_numbers(like, p, view, g, k, n, row_at):
     """Read a number for each token of a run."""
     tokens, row = as_pointer(p.tokens, 0), as_pointer(row_at, like)
-    start, step = rows_of(view, g, k)
+    start, step = head_rows(view, g, k)
     if n and step == p.size and tokens[n - 1] - tokens[0] == n - 1:
         source = as_pointer(start + tokens[0] * step, like)
         for t in range(n):
@@ -216,7 +216,7 @@ def read(like, p, view, g, k, n, row_at):
 @helper
 def gather(like, p, g, k, view, n, sums_at, weights_at):
     """Add ``weight · w z`` of a run to sums; z is a row of the array."""
-    w, z = rows_of(p.W, g, k), rows_of(view, g, k)
+    w, z = head_rows(p.W, g, k), head_rows(view, g, k)
     gather_run(like, run_of(p, n), w, z, sums_of(p, k, sums_at), weights_at)
 
 
@@ -224,7 +224,7 @@ def gather(like, p, g, k, view, n, sums_at, weights_at):
 def dot(like, p, g, k, view, n, row_at, out_at):
     """Write ``Σ w z · row`` of a run; z is a row of the array."""
     fill(like, out_at, n, 0)
-    dot_run(like, run_of(p, n), rows_of(p.W, g, k), rows_of(view, g, k), row_at, out_at)
+    dot_run(like, run_of(p, n), head_rows(p.W, g, k), head_rows(view, g, k), row_at, out_at)
 
 
 @helper
@@ -232,7 +232,7 @@ def advance(like, p, g, k, n, weighted, weights_at, sums_at, total):
     """Add the squares of a run to sums, weighted by memberships or 1; return the sum of weights after it."""
     weights = as_pointer(weights_at, like)
     if weighted:
-        read(like, p, p.P, g, k, n, weights_at)
+        read_numbers(like, p, p.P, g, k, n, weights_at)
     else:
         fill(like, weights_at, n, 1)
     rate = rate_of(p, k)
@@ -249,7 +249,7 @@ def advance(like, p, g, k, n, weighted, weights_at, sums_at, total):
 @helper
 def begin_sums(like, p, g, i, k, weighted, sums_at, weights_at):
     """Write the sums A, or M if `weighted`, that a sequence starts with, or that all of it reads; return n or N."""
-    place, d = place_of(p, g, k, i), p.width
+    place, d = sums_place(p, g, k, i), p.width
     if p.A != 0:
         before, totals = (p.M, p.N) if weighted else (p.A, p.n)
         copy_sums(before + place * d * 8, sums_at, d)
@@ -265,7 +265,7 @@ def begin_sums(like, p, g, i, k, weighted, sums_at, weights_at):
 @helper
 def end_sums(p, g, i, k, weighted, sums_at, total):
     """Write the sums A or M after a sequence, with n or N, if they are wanted."""
-    place, d = place_of(p, g, k, i), p.width
+    place, d = sums_place(p, g, k, i), p.width
     after, totals = (p.M_after, p.N_after) if weighted else (p.A_after, p.n_after)
     if after != 0:
         copy_sums(sums_at, after + place * d * 8, d)

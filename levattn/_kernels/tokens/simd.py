@@ -41,7 +41,7 @@ from levattn._kernels.llvm import (
 )
 
 __all__ = [
-    "BLOCK",
+    "GAIN_BLOCK",
     "causal_output_gradients",
     "causal_score_gradients",
     "dot_run",
@@ -55,7 +55,7 @@ __all__ = [
     "sum_gradients",
 ]
 
-BLOCK = 16  # tokens whose gain is summed apart
+GAIN_BLOCK = 16  # tokens whose gain is summed apart
 
 _AHEAD = 16  # tokens until a row is read that is asked for
 _MOST = 4  # vectors of the longest stretch
@@ -123,11 +123,11 @@ class _Stretch(Vectors):
         rates = self.number(powers)
         gain = cgutils.alloca_once(b, self.kind)
         last = b.sub(n, integer(1))
-        with cgutils.for_range_slice(b, integer(0), n, integer(BLOCK)) as (begin, _):
+        with cgutils.for_range_slice(b, integer(0), n, integer(GAIN_BLOCK)) as (begin, _):
             held = load(b, sums_at, doubles, 8)
             base = held if self.size == 8 else b.fptrunc(held, self.kind)
             left = b.sub(n, begin)
-            count = b.select(b.icmp_signed("<", left, integer(BLOCK)), left, integer(BLOCK))
+            count = b.select(b.icmp_signed("<", left, integer(GAIN_BLOCK)), left, integer(GAIN_BLOCK))
             b.store(self.constant(0.0), gain)
             with cgutils.for_range(b, count) as loop:
                 t = b.add(begin, loop.index)

@@ -29,7 +29,7 @@ __all__ = [
     "moved",
     "promoted",
     "reshaped",
-    "stacked",
+    "stack_arguments",
     "state_after",
     "state_stacks",
 ]
@@ -99,7 +99,9 @@ def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
     return list(arrays.values())
 
 
-def stacked(arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None) -> Stacks:
+def stack_arguments(
+    arguments: dict[str, tuple[Any, int]], *, like: str, mask: tuple[Any, int] | None = None
+) -> Stacks:
     """Check arrays of one call, promote them to one kind, broadcast their leading axes and stack these.
 
     `arguments` names each array and its number of axes behind the leading ones; an array may be None. `like` is the

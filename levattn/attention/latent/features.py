@@ -6,7 +6,7 @@ from typing import Any
 
 from levattn._core.arrays import is_torch
 from levattn._kernels import kernels_for
-from levattn.attention.common.arguments import dense_arrays, reshaped, stacked
+from levattn.attention.common.arguments import dense_arrays, reshaped, stack_arguments
 from levattn.attention.common.packed import cumulative, refuse_packed
 from levattn.attention.common.space import device_of, namespace_of, running_counts
 
@@ -94,7 +94,7 @@ def rg_lru(
     )
     T, C = x.shape[-2:]
     arguments = {"x": (x, 2), "gate_x": (gate_x, 2), "gate_a": (gate_a, 2), "a_param": (a_param, 1)}
-    given = stacked(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
+    given = stack_arguments(arguments | {"state": (state, 1)}, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     refuse_packed(bounds, state, return_state)
     X, Gx, Ga, speed, before = given.stacks
@@ -197,7 +197,7 @@ def causal_conv(
     x, weight, bias = dense_arrays({"x": (x, "TC"), "weight": (weight, "Ck"), "bias": (bias, "C")})
     T, width = x.shape[-2], weight.shape[-1]
     arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
-    given = stacked(arguments, like="x", mask=(mask, T))
+    given = stack_arguments(arguments, like="x", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     refuse_packed(bounds, state, return_state)
     X, W, add, before = given.stacks

@@ -8,7 +8,7 @@ from levattn.attention.common.arguments import (
     cumulative,
     dense_arrays,
     latent_attention,
-    stacked,
+    stack_arguments,
     state_after,
     state_stacks,
 )
@@ -131,7 +131,7 @@ def latte(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
     )
     arguments = {"q_logits": (q_logits, 2), "k_logits": (k_logits, 2), "V": (V, 2)}
-    given = stacked(arguments, like="V", mask=(mask, V.shape[-2]))
+    given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]))
     Q, K, V = given.stacks
     bounds = cumulative(offsets, lengths, Q.shape[1])
     before = state_stacks(state, given.batch, bounds, K, V)

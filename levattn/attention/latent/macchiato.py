@@ -11,7 +11,7 @@ from levattn.attention.common.arguments import (
     dense_arrays,
     latent_attention,
     reshaped,
-    stacked,
+    stack_arguments,
     state_after,
     state_stacks,
 )
@@ -212,7 +212,7 @@ def macchiato(
     )
     heads = heads_of(q, k, V)
     of_queries = heads.of_queries(q=q, q_logits=q_logits, k_logits=k_logits, gate=gate[..., None])
-    given = stacked(of_queries | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
+    given = stack_arguments(of_queries | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     bounds = cumulative(offsets, lengths, q.shape[-2])
     refuse_packed(bounds, state, return_state)
     queries, *logits, keys, values = given.stacks

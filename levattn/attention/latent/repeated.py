@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_device, to_numpy
 from levattn._core.checks import whole_number
-from levattn._kernels import Float64
-from levattn.attention.common.arguments import dense_arrays, stacked
+from levattn._core.types import Float64
+from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import without_gradient
@@ -90,7 +90,7 @@ def repeated_mass(
     heads = heads_of(q_logits, k_logits, k_logits, names=("q_logits", "k_logits", "k_logits"))
     arguments = heads.of_queries(q_logits=q_logits, gate=gate[..., None]) | {"k_logits": (k_logits, 2)}
     T = q_logits.shape[-2]
-    given = stacked(arguments, like="q_logits", mask=(mask, T))
+    given = stack_arguments(arguments, like="q_logits", mask=(mask, T))
     bounds = cumulative(offsets, lengths, T)
     ends = [0, T] if bounds is None else bounds.tolist()
     stacks = (without_gradient(x) for x in given.stacks)

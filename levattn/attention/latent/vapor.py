@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.checks import positive_number
-from levattn.attention.common.arguments import dense_array, moved, stacked
+from levattn.attention.common.arguments import dense_array, moved, stack_arguments
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 
 __all__ = ["rotate_values"]
@@ -71,7 +71,7 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     if V.ndim < 2 or not D or D % 2:
         raise ValueError(f"V has shape {tuple(V.shape)}; expected (..., T, D) with an even D, whose halves are pairs")
     base = positive_number("base", base)
-    given = stacked({"V": (V, 2)}, like="V")
+    given = stack_arguments({"V": (V, 2)}, like="V")
     (stack,) = given.stacks
     xp = namespace_of(stack)
     places = dense_array("positions", positions)

@@ -12,7 +12,7 @@ import numpy as np
 from levattn._core.arrays import is_torch
 from levattn._core.checks import positive_number, real_number, whole_number
 from levattn._kernels.finite import surely_finite
-from levattn.attention.common.arguments import dense_arrays, stacked
+from levattn.attention.common.arguments import dense_arrays, stack_arguments
 from levattn.attention.common.heads import heads_of
 from levattn.attention.common.packed import cumulative
 from levattn.attention.common.space import device_of, namespace_of, running_counts
@@ -110,7 +110,7 @@ def window_attention(
     window, softcap = whole_number("window", window), check_softcap(softcap)
     q, k, V = dense_arrays({"q": (q, "Td"), "k": (k, "Td"), "V": (V, "TD")})
     heads = heads_of(q, k, V)
-    given = stacked(heads.of_queries(q=q) | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
+    given = stack_arguments(heads.of_queries(q=q) | {"k": (k, 2), "V": (V, 2)}, like="V", mask=(mask, V.shape[-2]))
     stack_q, stack_k, stack_v = given.stacks
     Y, _ = windowed(
         stack_q,

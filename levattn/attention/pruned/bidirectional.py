@@ -13,7 +13,7 @@ from levattn._kernels.pruned.contract import PrunedArguments, mapped
 from levattn.attention.common.arguments import reshaped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.call import Call, Piece, at_places
+from levattn.attention.pruned.call import Piece, PrunedCall, at_places
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
@@ -22,7 +22,7 @@ from levattn.sets.universal import universal_set
 __all__ = ["whole_attention"]
 
 
-def whole_attention(call: Call, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
+def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], factor: float, certified: bool) -> Any:
     """Return the result of a call; the rule is of how many keys are there."""
     pieces: list[Piece] = []
     kept: list[Piece] = []

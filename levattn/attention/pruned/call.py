@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
-from levattn.attention.common.arguments import Stacks, dense_array, reshaped, stacked
+from levattn.attention.common.arguments import Stacks, dense_array, reshaped, stack_arguments
 from levattn.attention.common.heads import Heads
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
 
-__all__ = ["Call", "Piece", "at_places"]
+__all__ = ["Piece", "PrunedCall", "at_places"]
 
 Piece = tuple[Any, Any, tuple[Any, ...]]  # which items of the batch, places of queries, arrays (b', g, m', ...)
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class PrunedCall:
     """The arrays of a call as stacks.
 
     q: (b, g, m, d). K, V: (b, n, d), (b, n, D). scores: (b, n) or None. present, asking: (b, n) and (b, m) flags of
@@ -48,11 +48,11 @@ class Call:
         *,
         tied: bool,
         held: tuple[PrunedPart, ...],
-    ) -> Call:
+    ) -> PrunedCall:
         """Return the call with Q, K, V and scores, where `tied` says that a key's mask is that of its query too."""
         Q, K, V, scores = arrays
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
-        given = stacked(named, like="V", mask=(mask, K.shape[-2]))
+        given = stack_arguments(named, like="V", mask=(mask, K.shape[-2]))
         stacks, torch, in_memory = given.stacks, None, False
         if is_torch(stacks[0]):
             from levattn._kernels import tensors

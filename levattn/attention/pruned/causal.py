@@ -12,7 +12,7 @@ from levattn._kernels import kernels_for
 from levattn._kernels.pruned.contract import PrunedArguments, Summaries, mapped
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned import choice
-from levattn.attention.pruned.call import Call, Piece
+from levattn.attention.pruned.call import Piece, PrunedCall
 from levattn.attention.pruned.certificate import PrunedCertificate, bounded, longest_of
 from levattn.attention.pruned.rule import SelectionRule
 from levattn.attention.pruned.state import PrunedPart, PrunedState, converted, empty_part, picked
@@ -22,7 +22,12 @@ __all__ = ["causal_attention"]
 
 
 def causal_attention(
-    call: Call, rule: SelectionRule, factor: float, state: PrunedState | None, return_state: bool, certified: bool
+    call: PrunedCall,
+    rule: SelectionRule,
+    factor: float,
+    state: PrunedState | None,
+    return_state: bool,
+    certified: bool,
 ) -> Any:
     """Return the result of a call, which goes on from a state if there is one."""
     before = 0 if state is None else state.positions
@@ -51,7 +56,7 @@ def causal_attention(
     return answer[0] if len(answer) == 1 else tuple(answer)
 
 
-def _parts(call: Call, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
+def _parts(call: PrunedCall, state: PrunedState | None) -> list[tuple[PrunedPart, Any, Any]]:
     """Return what is held of items of the batch, which items they are, and the places of their positions."""
     b = call.K.shape[0]
     found = []

@@ -9,7 +9,7 @@ from levattn.attention.common.arguments import check_sizes, dense_array
 from levattn.attention.common.heads import heads_of
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.bidirectional import whole_attention
-from levattn.attention.pruned.call import Call
+from levattn.attention.pruned.call import PrunedCall
 from levattn.attention.pruned.causal import causal_attention
 from levattn.attention.pruned.rule import SCORES, SelectionRule, exponent_of, rule_of
 from levattn.attention.pruned.state import PrunedState, continued_rule
@@ -203,7 +203,7 @@ def pruned_attention(
     if given is not None and given.shape[-1:] != (n,):
         raise ValueError(f"scores has shape {tuple(given.shape)}; expected (..., {n}), one for each key")
     tied, held = causal or rule.slots.window > 0, () if state is None else state.parts
-    call = Call.of((Q, K, V, given), heads, mask, query_mask, tied=tied, held=held)
+    call = PrunedCall.of((Q, K, V, given), heads, mask, query_mask, tied=tied, held=held)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
         if causal:

@@ -23,7 +23,7 @@ from levattn.attention.common.arguments import (
     is_double,
     promoted,
     reshaped,
-    stacked,
+    stack_arguments,
 )
 from levattn.attention.common.packed import untraced
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
@@ -93,7 +93,7 @@ def checked_call(
     if bias is not None:  # multiplied before it is repeated for each of the batch
         bias = d * promoted(bias, is_double("bias", bias))
     logits = {label: (None if a is None else a[..., None], 3) for label, a in (("membership", own), ("bias", bias))}
-    given = stacked({"W": (W, 3), "temperature": (theta, 1), **logits}, like="W", mask=(mask, T))
+    given = stack_arguments({"W": (W, 3), "temperature": (theta, 1), **logits}, like="W", mask=(mask, T))
     stack, theta, own, bias = given.stacks
     bounds = cumulative(offsets, lengths, T)
     rates = decay_rates(decay, h, bool(causal))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import demo as demonstration
-from levattn.cli.commands.options import RESULTS, AsJson, check_epsilon
+from levattn.cli.commands.options import RESULTS, AsJson, by_library
 from levattn.cli.program import Command
 
 __all__ = ["add"]
@@ -49,7 +49,7 @@ def add(app: typer.Typer) -> None:
     )
     def demo(
         epsilon: Annotated[
-            float, typer.Option(callback=check_epsilon, help="Score from which on a key is heavy, in (0, 1].")
+            float, typer.Option(callback=by_library("epsilon"), help="Score from which on a key is heavy, in (0, 1].")
         ] = demonstration.DEMO_EPSILON,
         out: Annotated[
             Path,
@@ -59,4 +59,4 @@ def add(app: typer.Typer) -> None:
         ] = Path("levattn-demo"),
         as_json: AsJson = False,
     ) -> None:
-        demonstration.run(epsilon, out, as_json)
+        demonstration.run_demo(epsilon, out, as_json)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from levattn.cli import models
-from levattn.cli.commands.options import RESULTS, AsJson, check_epsilon, check_picture
-from levattn.cli.models import Scores
+from levattn.cli.commands.options import RESULTS, AsJson, by_library, check_picture
+from levattn.cli.models import ScoreColumn
 from levattn.cli.program import Command
 
 __all__ = ["add"]
@@ -97,7 +97,7 @@ _Picture = Annotated[
     ),
 ]
 _Epsilon = Annotated[
-    float, typer.Option(callback=check_epsilon, help="Score from which on a key is heavy, in (0, 1].")
+    float, typer.Option(callback=by_library("epsilon"), help="Score from which on a key is heavy, in (0, 1].")
 ]
 _Budget = Annotated[
     float,
@@ -108,7 +108,7 @@ _Budget = Annotated[
     ),
 ]
 _Selection = Annotated[
-    Scores,
+    ScoreColumn,
     typer.Option(
         rich_help_panel=_SLOTS,
         help="What keys are selected by: expected attention, that with how badly a summary stands for the key "
@@ -170,7 +170,7 @@ def _prune_report(
     text: _Text,
     tokens: _Tokens = 512,
     budget: _Budget = 0.25,
-    scores: _Selection = Scores.residual,
+    scores: _Selection = ScoreColumn.residual,
     summaries: _Summaries = None,
     window: _Window = None,
     sinks: _Sinks = None,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["RESULTS", "AsJson", "check_epsilon", "check_picture", "ends_in"]
+__all__ = ["RESULTS", "AsJson", "by_library", "check_picture", "ends_in"]
 
 RESULTS = "Results"
 AsJson = Annotated[
@@ -18,11 +18,19 @@ AsJson = Annotated[
 ]
 
 
-def check_epsilon(epsilon: float | None) -> float | None:
-    """Return ε, or refuse it."""
-    if epsilon is not None and not 0 < epsilon <= 1:
-        raise typer.BadParameter(f"epsilon is {epsilon}, expected a number in (0, 1]")
-    return epsilon
+def by_library(name: str) -> Any:
+    """Return a check of an option, if it is given: the library's own of that name."""
+
+    def check(value: float | None) -> float | None:
+        from levattn.sensitivity import groups, leverage
+
+        checks = {"epsilon": leverage.check_epsilon, "angle": groups.check_angle}
+        try:
+            return None if value is None else checks[name](value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return check
 
 
 def ends_in(*suffixes: str) -> Any:

@@ -1,6 +1,5 @@
 """The command line of ``levattn universal-set``."""
 
-import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +7,10 @@ from typing import Annotated
 import typer
 
 from levattn.cli import sets
-from levattn.cli.commands.options import RESULTS, AsJson, check_epsilon, check_picture, ends_in
+from levattn.cli.commands.options import RESULTS, AsJson, by_library, check_picture, ends_in
 from levattn.cli.function import ALLOWED, parse_function
 from levattn.cli.program import Command
-from levattn.cli.sets import Method
+from levattn.cli.sets import SetMethod
 
 __all__ = ["add"]
 
@@ -56,12 +55,6 @@ them.
 _CHOICE, _WORK = "Which keys (one of --epsilon and --size is required)", "How they are read"
 
 
-def _check_angle(angle: float | None) -> float | None:
-    if angle is not None and not 1e-8 <= angle <= math.pi / 4:
-        raise typer.BadParameter(f"the angle is {angle}, expected radians from 1e-8 to 0.785 (45°)")
-    return angle
-
-
 _Files = Annotated[
     list[Path],
     typer.Argument(
@@ -74,7 +67,7 @@ _Files = Annotated[
 _Epsilon = Annotated[
     float | None,
     typer.Option(
-        callback=check_epsilon, rich_help_panel=_CHOICE, help="Keys that can score at least this, in (0, 1]."
+        callback=by_library("epsilon"), rich_help_panel=_CHOICE, help="Keys that can score at least this, in (0, 1]."
     ),
 ]
 _Size = Annotated[
@@ -91,7 +84,7 @@ _Function = Annotated[
 _Duplicates = Annotated[
     float | None,
     typer.Option(
-        callback=_check_angle,
+        callback=by_library("angle"),
         rich_help_panel=_CHOICE,
         help="Also groups of near-copies, of which none is heavy by itself but all together are: keys linked "
         "by at most this angle, in radians, e.g. 0.1. With --epsilon and --function 2.",
@@ -109,7 +102,7 @@ _Tensor = Annotated[
     str | None, typer.Option(rich_help_panel=_WORK, help="Name of the array, if a file holds several.")
 ]
 _Method = Annotated[
-    Method,
+    SetMethod,
     typer.Option(
         rich_help_panel=_WORK,
         help="Exact route to the scores: the second moment of the keys in float64 (gram), the same in float32 "
@@ -180,7 +173,7 @@ def _universal_set(
     duplicates: _Duplicates = None,
     center: _Center = False,
     tensor: _Tensor = None,
-    method: _Method = Method.auto,
+    method: _Method = SetMethod.auto,
     memory: _Memory = None,
     checkpoint: _Checkpoint = None,
     scheduler: _Scheduler = None,
@@ -204,12 +197,12 @@ def _universal_set(
     for wrong, message in _conflicts(request, plot):
         if wrong:
             raise typer.BadParameter(message)
-    sets.run(request, as_json, plot, output)
+    sets.find_sets(request, as_json, plot, output)
 
 
 def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str]]:
     """Return which options may not go together, whether they were given, and what is said then."""
-    by_size, other_method = request.epsilon is None, request.method is not Method.auto
+    by_size, other_method = request.epsilon is None, request.method is not SetMethod.auto
     is_square, grouped = request.function.is_square, request.duplicates is not None
     resumed, address = request.checkpoint is not None, request.scheduler
     remote = address is not None

@@ -13,10 +13,10 @@ from levattn.attention import MacchiatoState
 from levattn.integrations.transformers.cache import StateLayer, replaced
 from levattn.states import SoftmaxState
 
-__all__ = ["LatentLayer", "latent_layer_for"]
+__all__ = ["LatentState", "latent_layer_for"]
 
 
-class LatentLayer(StateLayer):
+class LatentState(StateLayer):
     """The state of one extended layer."""
 
     owner, change = "a model extended by macchiato_from", "the extension"
@@ -56,15 +56,15 @@ class LatentLayer(StateLayer):
             self.feature = self.feature[indices.to(self.feature.device)]
 
 
-class _FullLatentLayer(LatentLayer, DynamicLayer):  # type: ignore[misc]
+class _FullLatentLayer(LatentState, DynamicLayer):  # type: ignore[misc]
     """In the place of a layer that attends to all positions."""
 
 
-class _SlidingLatentLayer(LatentLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class _SlidingLatentLayer(LatentState, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """In the place of a layer that slides in the base model too."""
 
 
-def latent_layer_for(cache: Any, index: int) -> LatentLayer:
+def latent_layer_for(cache: Any, index: int) -> LatentState:
     """Return the layer of a cache that holds a state, putting one there in the place of an empty one."""
     return replaced(cache, index, _FullLatentLayer, _SlidingLatentLayer, "the latents")  # type: ignore[no-any-return]
 

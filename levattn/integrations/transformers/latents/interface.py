@@ -11,7 +11,7 @@ from levattn.integrations.transformers.interface import Interface, Probe
 from levattn.integrations.transformers.latents.cache import latent_layer_for
 from levattn.integrations.transformers.masks import causal_padding, padding_mask
 
-__all__ = ["LATENTS", "register"]
+__all__ = ["LATENTS", "register_latents"]
 
 
 def _held_in(cache: Any, module: Any) -> Any:
@@ -28,7 +28,7 @@ LATENTS = Interface(
 )
 
 
-def register() -> None:
+def register_latents() -> None:
     """Tell transformers the attention of extended layers, and its masks."""
     LATENTS.register(_attention, padding_mask)
 

@@ -9,8 +9,8 @@ import torch
 
 from levattn._core.checks import whole_number
 from levattn.integrations.transformers.changes import EXTENSION, Changes
-from levattn.integrations.transformers.latents.cache import LatentLayer
-from levattn.integrations.transformers.latents.interface import LATENTS, register
+from levattn.integrations.transformers.latents.cache import LatentState
+from levattn.integrations.transformers.latents.interface import LATENTS, register_latents
 from levattn.integrations.transformers.latents.layers import (
     RECORD,
     attention_modules,
@@ -20,7 +20,7 @@ from levattn.integrations.transformers.latents.layers import (
 )
 from levattn.integrations.transformers.latents.parameters import FEATURES, OVERLAPS, LatentLogits
 from levattn.integrations.transformers.pruning.report import REPORT
-from levattn.nn.checks import share
+from levattn.nn.checks import fraction
 
 __all__ = [
     "latent_parameters",
@@ -128,14 +128,14 @@ def macchiato_from(
     """
     check_extendable(model)
     window, latents = whole_number("window", window), whole_number("latents", latents)
-    delta = share("delta", delta)
+    delta = fraction("delta", delta)
     if overlap not in OVERLAPS:
         raise ValueError(f'overlap is {overlap!r}; expected "mixture" or "exclusive"')
     if feature is not None and feature not in FEATURES:
         raise ValueError(f'feature is {feature!r}; expected "conv", "rg_lru", or None')
     candidates = attention_modules(model)
     chosen = chosen_among(candidates, layers)
-    register()
+    register_latents()
     changes = Changes(EXTENSION)
     options: dict[str, Any] = {
         "latents": latents,
@@ -353,7 +353,7 @@ def state_size(past_key_values: Any) -> dict[int, int]:
     layers = getattr(past_key_values, "layers", None)
     if layers is None:
         raise TypeError(f"past_key_values is of type {type(past_key_values).__name__}; expected a DynamicCache")
-    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentLayer)}
+    return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentState)}
 
 
 def _named_tensors(model: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from levattn.attention import PrunedState, Slots, pruned_attention
 from levattn.attention.pruned.slots import slots_for
 from levattn.integrations.transformers.pruning.cache import Held
 
-__all__ = ["Arrays", "Group", "SharedOptions", "joined", "outputs", "weights"]
+__all__ = ["Arrays", "Group", "SharedOptions", "concatenated", "outputs", "weights"]
 
 _ENDLESS = 1 << 40  # more keys than any sequence has: a budget in numbers does not depend on how many there are yet
 
@@ -169,7 +169,7 @@ def outputs(arrays: Arrays, group: int, budget: float | None, rule: SharedOption
             Y, state = Y
             after.append(Held(rows, group, state))
         pieces.append(Y)
-    return joined(pieces, [rows for rows, _, _ in found], 0), after
+    return concatenated(pieces, [rows for rows, _, _ in found], 0), after
 
 
 def plans(arrays: Arrays, budget: float | None, rule: SharedOptions) -> list[tuple[Any, dict[str, Any]]]:
@@ -196,7 +196,7 @@ def weights(arrays: Arrays, budget: float | None, rule: SharedOptions) -> Any:
     return outputs(arrays, 0, budget, rule, None)[0]
 
 
-def joined(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
+def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
     """Return parts of an array as one, given the places of each along an axis; None stands for all of them."""
     if len(pieces) == 1:
         return pieces[0]

@@ -15,7 +15,14 @@ from levattn.integrations.transformers.changes import PART
 from levattn.integrations.transformers.interface import Interface, Probe
 from levattn.integrations.transformers.masks import padding_and_kind, padding_mask
 from levattn.integrations.transformers.pruning.cache import Progress, pruned_layer_for
-from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions, joined, outputs, weights
+from levattn.integrations.transformers.pruning.heads import (
+    Arrays,
+    Group,
+    SharedOptions,
+    concatenated,
+    outputs,
+    weights,
+)
 from levattn.integrations.transformers.pruning.sample import Tally, sampled
 
 __all__ = ["PRUNED", "STREAM", "LayerPruning", "register"]
@@ -129,8 +136,8 @@ def _attention(
         progress.positions, progress.present = seen, total
     part.tally.calls += 1
     places = [group.of_queries(query.shape[1] // key.shape[1]) for group in part.groups]
-    Y = joined([Y for Y, _, _ in found], places, 1)
-    shares = joined([share for _, share, _ in found], places, 1) if output_attentions else None
+    Y = concatenated([Y for Y, _, _ in found], places, 1)
+    shares = concatenated([share for _, share, _ in found], places, 1) if output_attentions else None
     return Y.transpose(1, 2).contiguous(), shares
 
 

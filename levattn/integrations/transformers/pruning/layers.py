@@ -16,7 +16,7 @@ from levattn.integrations.transformers.pruning.heads import Group
 from levattn.integrations.transformers.pruning.interface import PRUNED
 
 __all__ = [
-    "Layer",
+    "ModelLayer",
     "budgets_of",
     "check_layer",
     "check_prunable",
@@ -32,7 +32,7 @@ _POSITIONS = 3  # of what a model is tried with
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """An attention module that goes through the attention interface."""
 
     number: int
@@ -59,7 +59,7 @@ def check_prunable(model: Any) -> None:
             )
 
 
-def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> dict[int, Layer]:
+def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> dict[int, ModelLayer]:
     """Return the layers of a model by their numbers, from a call on a few tokens; the model stays as it is.
 
     Those that go past the attention interface raise, unless `layers` leaves them out.
@@ -94,7 +94,7 @@ def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> di
                 f"{names[id(module)]} ({layer_of(module)}) does not go through the attention interface of "
                 "transformers; expected layers that do. Name those in layers"
             )
-    found: dict[int, Layer] = {}
+    found: dict[int, ModelLayer] = {}
     for number, probe in sorted(zip(numbers, probes, strict=True), key=lambda pair: int(pair[0])):
         module = probe.module
         if id(module) in crossed and (wanted is None or number in wanted):
@@ -103,7 +103,7 @@ def discovered(model: Any, example: Mapping[str, Any] | None, layers: Any) -> di
                 "self-attention. Prune the encoder alone, e.g. prune(model.get_encoder(), ...)"
             )
         handed = probe.call is not None
-        found[number] = Layer(number, names[id(module)], module, probe.key.shape[1], probe.causal, handed)
+        found[number] = ModelLayer(number, names[id(module)], module, probe.key.shape[1], probe.causal, handed)
     return found
 
 
@@ -143,7 +143,7 @@ def _inputs(model: Any) -> dict[str, Any]:
     return {**inputs, "use_cache": False} if "use_cache" in names else inputs
 
 
-def budgets_of(budget: Any, layers: dict[int, Layer], chosen: Any, heads: Any) -> dict[int, dict[int, Any]]:
+def budgets_of(budget: Any, layers: dict[int, ModelLayer], chosen: Any, heads: Any) -> dict[int, dict[int, Any]]:
     """Return the budget of each head that is pruned, by the number of its layer: None where there is none."""
     if isinstance(budget, Mapping):
         if chosen is not None or heads is not None:
@@ -159,7 +159,7 @@ def budgets_of(budget: Any, layers: dict[int, Layer], chosen: Any, heads: Any) -
     return found
 
 
-def _named(budget: Mapping[Any, Any], layers: dict[int, Layer]) -> dict[int, dict[int, Any]]:
+def _named(budget: Mapping[Any, Any], layers: dict[int, ModelLayer]) -> dict[int, dict[int, Any]]:
     """Return the budgets of a mapping from layers, or from pairs of a layer and a head."""
     found: dict[int, dict[int, Any]] = {}
     for key, value in budget.items():
@@ -188,7 +188,7 @@ def _plain(budget: Any) -> Any:
     return int(budget) if isinstance(budget, Integral) else float(budget)
 
 
-def groups_of(layer: Layer, budgets: dict[int, Any]) -> tuple[Group, ...]:
+def groups_of(layer: ModelLayer, budgets: dict[int, Any]) -> tuple[Group, ...]:
     """Return the heads of a layer by their budgets; those without, or with all keys as theirs, are dense."""
     of: dict[Any, list[int]] = {}
     for head, budget in sorted(budgets.items()):
@@ -200,7 +200,7 @@ def groups_of(layer: Layer, budgets: dict[int, Any]) -> tuple[Group, ...]:
     return (*pruned, Group(dense, None, dense=True)) if dense else tuple(pruned)
 
 
-def check_layer(layer: Layer) -> None:
+def check_layer(layer: ModelLayer) -> None:
     """Raise if a layer has a cache that could not be followed."""
     if takes_cache(parameters_of(layer.module)[0]) and not layer.handed:
         raise ValueError(

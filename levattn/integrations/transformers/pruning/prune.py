@@ -16,7 +16,7 @@ from levattn.integrations.transformers.changes import PART, Changes
 from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions
 from levattn.integrations.transformers.pruning.interface import PRUNED, STREAM, LayerPruning, register
 from levattn.integrations.transformers.pruning.layers import (
-    Layer,
+    ModelLayer,
     budgets_of,
     check_layer,
     check_prunable,
@@ -183,7 +183,7 @@ def prune(
     return report
 
 
-def _check_stream(layer: Layer, groups: tuple[Group, ...]) -> None:
+def _check_stream(layer: ModelLayer, groups: tuple[Group, ...]) -> None:
     """Raise for a layer that needs all its keys."""
     if not layer.causal:
         raise ValueError(
@@ -231,7 +231,7 @@ def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None
         changes.undo()
 
 
-def _changed(model: Any, layers: dict[int, Layer], parts: list[LayerPruning]) -> Changes:
+def _changed(model: Any, layers: dict[int, ModelLayer], parts: list[LayerPruning]) -> Changes:
     """Give layers of a model their parts, and return how to undo it; a model that is refused is as it was."""
     chosen = [layers[part.number] for part in parts]
     modules = [layer.module for layer in chosen]
