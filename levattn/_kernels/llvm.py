@@ -175,23 +175,20 @@ def repeated(b: Builder, n: Value, begin: Iterable[Value], step: Callable[..., I
     """Return what n steps make of some values, which are in registers meanwhile; `begin` where n is not positive."""
     before, begin = b.block, [n, *begin]
     loop, after = b.append_basic_block("steps"), b.append_basic_block("after")
-
-    def joined() -> list[Value]:
-        phis = [b.phi(value.type) for value in begin]
-        for phi, value in zip(phis, begin, strict=True):
-            phi.add_incoming(value, before)
-        return phis
-
     b.cbranch(b.icmp_signed(">", n, integer(0)), loop, after)
     b.position_at_end(loop)
-    left, *held = joined()
-    following = [b.sub(left, integer(1)), *step(*held)]
+    left, *held = (b.phi(value.type) for value in begin)
+    moved = list(step(*held))
+    following = [b.sub(left, integer(1)), *moved]  # counted last: LLVM spills vectors of some tiles otherwise
     b.cbranch(b.icmp_signed(">", following[0], integer(0)), loop, after)
     b.position_at_end(after)
-    results = joined()
-    for phis in ((left, *held), results):
-        for phi, value in zip(phis, following, strict=True):
-            phi.add_incoming(value, loop)
+    results = []
+    for phi, first, value in zip((left, *held), begin, following, strict=True):
+        result = b.phi(phi.type)
+        for joined in (phi, result):
+            joined.add_incoming(first, before)
+            joined.add_incoming(value, loop)
+        results.append(result)
     return results[1:]
 
 
