@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Record", "record_type"]
+from levattn._core.types import Int64
+
+__all__ = ["Record", "RecordType", "Scratch"]
 
 _LINE = 64  # bytes of a cache line
 
 
-def record_type(arrays: Sequence[str], axes: Sequence[str], whole: Sequence[str], real: Sequence[str] = ()) -> Any:
-    """Return the dtype of records with so named arrays, int64 numbers (addresses among them) and float64 numbers.
+class RecordType:
+    """Records with so named arrays, int64 numbers (addresses among them) and float64 numbers.
 
     Of an array there are the address, `at`, which is 0 where there is no array, and the steps along so named axes, in
     bytes.
     """
-    place = np.dtype([("at", np.int64), *((axis, np.int64) for axis in axes)], align=True)
-    fields = [(name, place) for name in arrays] + [(name, np.int64) for name in whole]
-    return np.dtype([*fields, *((name, np.float64) for name in real)], align=True)
+
+    def __init__(self, arrays: Sequence[str], axes: Sequence[str], whole: Sequence[str], real: Sequence[str] = ()):
+        place = np.dtype([("at", np.int64), *((axis, np.int64) for axis in axes)], align=True)
+        fields: list[tuple[str, Any, int]] = [(name, place, 1 + len(axes)) for name in arrays]
+        fields += [(name, np.int64, 0) for name in whole]
+        fields += [(name, np.float64, 0) for name in real]
+        self.dtype = np.dtype([(name, kind) for name, kind, _ in fields], align=True)
+        self.words = 0
+        self.places = {}  # the first word of each field and the number of its parts: dtypes are slow to ask
+        for name, _, parts in fields:
+            self.places[name] = self.words, parts
+            self.words += parts or 1
+
+    def scratch(self, sizes: Mapping[str, int]) -> Scratch:
+        """Return how the scratch of a thread lies in its memory, given the bytes for each of some fields."""
+        starts = np.cumsum([0, *(-(-size // _LINE) * _LINE for size in sizes.values())])
+        return Scratch(np.array([self.places[name][0] for name in sizes]), starts[:-1], int(starts[-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """The words of a record that tell where its scratch lies, the places there, and the bytes of all of it."""
+
+    words: Int64
+    starts: Int64
+    size: int
 
 
 class Record:
-    """One record, in the array `data` of one element, and the arrays whose addresses it has."""
+    """One record, and the arrays whose addresses it has."""
 
-    def __init__(self, kind: Any, /, **fields: Any) -> None:
-        self._words = np.zeros(kind.itemsize // 8, np.int64)  # of which each field has some; by their names it is slow
-        self.data = self._words.view(kind)
+    def __init__(self, kind: RecordType, scratch: Scratch, /, **fields: Any) -> None:
+        self._kind, self._scratch = kind, scratch
+        self._words = np.zeros(kind.words, np.int64)
         self._kept: list[Any] = []
         self.put(fields)
 
@@ -38,34 +64,25 @@ class Record:
         An array of rows, with one axis more than there are steps, is copied unless their numbers lie side by side, and
         one whose field holds no steps unless all of its numbers do.
         """
-        places = self.data.dtype.fields
+        words, places = self._words, self._kind.places
         for name, value in fields.items():
-            kind, offset = places[name][:2]
-            first = offset // 8
+            first, count = places[name]
             if isinstance(value, np.ndarray):
-                side_by_side = value.ndim != len(kind) or value.strides[-1] == value.itemsize
-                if not (side_by_side if len(kind) else value.flags.c_contiguous):
+                side_by_side = value.ndim != count or value.strides[-1] == value.itemsize
+                if not (side_by_side if count else value.flags.c_contiguous):
                     value = np.ascontiguousarray(value)
                 self._kept.append(value)
-                self._words[first] = value.__array_interface__["data"][0] if value.size else 0
-                for axis in range(1, len(kind)):
-                    self._words[first + axis] = value.strides[axis - 1]
+                words[first] = value.__array_interface__["data"][0] if value.size else 0
+                for axis in range(1, count):
+                    words[first + axis] = value.strides[axis - 1]
             elif isinstance(value, float):
-                self._words.view(np.float64)[first] = value
+                words[first : first + 1].view(np.float64)[0] = value
             elif value is not None:
-                self._words[first] = value
+                words[first] = value
 
-    def with_scratch(self, sizes: Mapping[str, int]) -> Record:
-        """Return a record for one thread, whose fields have addresses of scratch of so many bytes."""
-        made = Record(self.data.dtype)
-        made._words[:] = self._words
-        starts = [0]
-        for size in sizes.values():
-            starts.append(starts[-1] + -(-size // _LINE) * _LINE)
-        room = np.empty(starts[-1] + _LINE, np.uint8)
-        made._kept.append(room)
+    def for_thread(self) -> tuple[Any, Any]:
+        """Return the record as compiled code takes it, with scratch of its own, which is to be kept meanwhile."""
+        words, room = self._words.copy(), np.empty(self._scratch.size + _LINE, np.uint8)
         base = -(-room.__array_interface__["data"][0] // _LINE) * _LINE
-        places = self.data.dtype.fields
-        for name, start in zip(sizes, starts, strict=False):
-            made._words[places[name][1] // 8] = base + start
-        return made
+        words[self._scratch.words] = self._scratch.starts + base
+        return np.ndarray(1, self._kind.dtype, words), room

@@ -38,8 +38,8 @@ def forward(x: LatentArguments) -> Any:
     work = _Work(x, states, Y=out)
 
     def body(first: int, last: int) -> None:
-        plan = work.plan()
-        compiled.forward_tasks(work.like, plan.data, tasks, first, last)
+        plan, _scratch = work.record.for_thread()
+        compiled.forward_tasks(work.like, plan, tasks, first, last)
 
     share(body, len(tasks), 2 * out.size * L)
     return out
@@ -58,13 +58,13 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     if len(begins) == 1:  # positions and rows may differ in number
         ends = np.array([U])
     tasks = _tasks(b, list(zip(begins, ends, first_runs[:-1], first_runs[1:], strict=True)))
-    work = _Work(x, states, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_gate=gate, D_gate_value=beside)
     each = np.array(runs, np.int64).reshape(-1, 4)
     longest = max((high - low for low, high, *_ in runs), default=0)
+    work = _Work(x, states, longest, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_gate=gate, D_gate_value=beside)
 
     def body(first: int, last: int) -> None:
-        plan = work.plan(longest)
-        backward_tasks(work.like, plan.data, lead, tasks, each, first, last)
+        plan, _scratch = work.record.for_thread()
+        backward_tasks(work.like, plan, lead, tasks, each, first, last)
 
     share(body, len(tasks), 6 * b * T * D * L)
     return dQ, dK, dV, gate, beside
@@ -119,15 +119,18 @@ def _tasks(b: int, rows: list[tuple[Any, ...]]) -> _Indices:
 
 
 class _Work:
-    """What compiled code works on, with states (b · places, ...) that it reads or writes."""
+    """What compiled code works on, with states (b · places, ...) that it reads or writes.
 
-    def __init__(self, x: LatentArguments, states: State, **further: Any) -> None:
+    `longest` is the longest run of rows, for the way back.
+    """
+
+    def __init__(self, x: LatentArguments, states: State, longest: int | None = None, **further: Any) -> None:
         (b, _, L), D, kind = x.Q.shape, x.V.shape[2], x.V.dtype
         size, latents, channels = kind.itemsize, padded(L, kind), padded(D, kind)
         self.like = np.empty(0, kind)
-        self._widths = latents, channels, size
-        self._record = Record(
+        self.record = Record(
             LATENT_PLAN,
+            latent_scratch(latents, channels, size, longest),
             **{"Q": x.Q, "K": x.K, "V": x.V, "gate": x.gate, "gate_value": x.gate_value, "mask": x.mask, **further},
             **dict(zip(("m", "s", "S"), states, strict=True)),
             **{"latents": L, "latent_width": latents, "latent_step": latents * size},
@@ -135,10 +138,6 @@ class _Work:
             **{"size": size, "lanes": VECTOR_BYTES // size, "ahead": x.ahead, "enters": x.causal},
             places=len(states[0]) // max(b, 1),
         )
-
-    def plan(self, longest: int | None = None) -> Record:
-        """Return the plan of one thread; the longest run of rows is for the way back."""
-        return self._record.with_scratch(latent_scratch(*self._widths, longest))
 
 
 def _nothing(b: int, n: int, L: int, D: int) -> State:
@@ -159,8 +158,8 @@ def _summaries(x: LatentArguments, cuts: list[tuple[int, int]]) -> State:
     tasks, work = _tasks(b, list(cuts)), _Work(x, (m, s, S))
 
     def body(first: int, last: int) -> None:
-        plan = work.plan()
-        compiled.summary_tasks(work.like, plan.data, tasks, first, last)
+        plan, _scratch = work.record.for_thread()
+        compiled.summary_tasks(work.like, plan, tasks, first, last)
 
     share(body, len(tasks), b * sum(high - low for low, high in cuts) * L * D)
     return m, s, S

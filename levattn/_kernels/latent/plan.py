@@ -7,6 +7,7 @@ arguments end in _at.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper
 from levattn._kernels.latent.simd import copy_vectors, differs, exceeds, exp_row, fold_vectors, state_tile, weigh_row
 from levattn._kernels.llvm import as_pointer, larger, smaller
-from levattn._kernels.records import record_type
+from levattn._kernels.records import RecordType, Scratch
 
 __all__ = [
     "FOLD",
@@ -62,7 +63,7 @@ _ROWS_BACK = {"g": "latents", "z": "channels", "v": "channels"}
 # m, s and S are the states before runs (or those to be written), `places` of each head; `enters` tells whether with
 # row t position t + `ahead` enters the state. `weights` and `changes` are c and c g/s of every row of a run,
 # `references` those of its segments, and `segments` (n, 3) their first row, number of rows, and place of references.
-LATENT_PLAN = record_type(
+LATENT_PLAN = RecordType(
     (*("Q", "K", "V", "gate", "gate_value", "mask", "Y", "D_Y"), *("D_Q", "D_K", "D_V", "D_gate", "D_gate_value")),
     ("head", "row"),
     (
@@ -80,8 +81,9 @@ def padded(n: int, kind: np.dtype[Any]) -> int:
     return -(-n // lanes) * lanes
 
 
-def latent_scratch(latents: int, channels: int, size: int, longest: int | None) -> dict[str, int]:
-    """Return how many bytes the scratch of one thread has, by its names in the plan.
+@lru_cache(64)
+def latent_scratch(latents: int, channels: int, size: int, longest: int | None) -> Scratch:
+    """Return how the scratch of one thread lies, by its names in the plan.
 
     Rows are padded to so many latents and channels, of `size` bytes; `longest` is the longest run, for the way back.
     """
@@ -93,7 +95,9 @@ def latent_scratch(latents: int, channels: int, size: int, longest: int | None) 
         like |= {name: ROWS * widths[what] for name, what in _ROWS_BACK.items()} | {"R": state, "T": state}
         like |= {"weights": longest * latents, "changes": longest * latents, "references": (longest + 1) * latents}
         eights |= {"segments": 3 * longest}
-    return {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
+    return LATENT_PLAN.scratch(
+        {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
+    )
 
 
 # -- rows ------------------------------------------------------------------------------------

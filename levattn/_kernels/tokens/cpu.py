@@ -119,6 +119,7 @@ class _Work:
         self._bounds = np.stack([x.offsets[:-1], x.offsets[1:]], axis=1)
         self._plan = Record(
             TOKEN_PLAN,
+            token_scratch(h, d, kind.itemsize),
             **{
                 "W": x.W,
                 "offset": x.offset,
@@ -189,7 +190,7 @@ class _Work:
 
     def _do(self, tasks: Callable[..., None], step: int, work: float, *, reads: bool = True) -> None:
         """Do the tasks of a step."""
-        (b, h, _, d), kind = self._x.W.shape, self._x.W.dtype
+        b, h = self._x.W.shape[:2]
         spans, count = 1, b * len(self._bounds)
         if step in (compiled.MEMBERSHIPS, compiled.D_LOGITS):
             spans = -(-int(np.diff(self._bounds).max(initial=0)) // SPAN)
@@ -198,8 +199,8 @@ class _Work:
             count *= h
 
         def body(first: int, last: int) -> None:
-            plan = self._plan.with_scratch(token_scratch(h, d, kind.itemsize))
-            tasks(self._like, plan.data, step, spans, reads, first, last)
+            plan, _scratch = self._plan.for_thread()
+            tasks(self._like, plan, step, spans, reads, first, last)
 
         if self._x.W.size:
             share(body, count, work)

@@ -6,11 +6,13 @@ caches. ``like`` is a pointer, for the dtype; names of addresses end in _at.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from levattn._kernels.jit import helper
 from levattn._kernels.llvm import as_pointer, smaller
-from levattn._kernels.records import record_type
+from levattn._kernels.records import RecordType, Scratch
 from levattn._kernels.tokens.simd import GAIN_BLOCK, dot_run, gather_run
 
 __all__ = [
@@ -56,7 +58,7 @@ TABLES = 7  # of a number for each token of a run
 # before, and A_after, ... those to be written. `bounds` are the first and the last token of each sequence, `powers`
 # (h, BLOCK) and `kept` (h, BLOCK + 1) the powers 1, 2, ... and 0, 1, ... of the decay. `flow` (b, h, sequences) is
 # what the gradient in the temperature is the sum of. The names from `tokens` on are of scratch.
-TOKEN_PLAN = record_type(
+TOKEN_PLAN = RecordType(
     ("W", "offset", "mask", "P", "Y", "D_Y", "D_W", "E"),
     ("group", "head", "token"),
     (
@@ -80,11 +82,14 @@ TOKEN_PLAN = record_type(
 )
 
 
-def token_scratch(heads: int, d: int, size: int) -> dict[str, int]:
-    """Return how many bytes the scratch of one thread has, by its names in the plan; `size` is that of the dtype."""
+@lru_cache(64)
+def token_scratch(heads: int, d: int, size: int) -> Scratch:
+    """Return how the scratch of one thread lies, by its names in the plan; `size` is that of the dtype."""
     like = {"tables": TABLES * RUN, "shares": 2 * heads * RUN, "row": heads * d, "other": d, "rows": RUN * d}
     eights = {"tokens": RUN, "norms": heads * d, "sums": heads * d, "totals": 2 * heads, "later": d}
-    return {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
+    return TOKEN_PLAN.scratch(
+        {name: size * n for name, n in like.items()} | {name: 8 * n for name, n in eights.items()}
+    )
 
 
 @helper
