@@ -110,7 +110,7 @@ def build(levels: list[str], to: Path) -> list[Path]:
     kind = {"AMD64": "x86", "x86_64": "x86", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     levels = levels or [level for level in CPU_FEATURES if level.startswith(kind)]
     if not levels or not set(levels) <= set(CPU_FEATURES):
-        raise SystemExit(f"no kernels are made for {levels or kind}; expected some of {', '.join(FEATURES)}")
+        raise SystemExit(f"no kernels are made for {levels or kind}; expected some of {', '.join(CPU_FEATURES)}")
     to.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         signatures, code = Path(folder, "signatures"), Path(folder, "code")

@@ -210,8 +210,10 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
     elif is_torch(array):
         array, conversion = _plain_tensor(array, name), f"{name}.to(torch.float64)"
-    eager = array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array)
-    if not eager or isinstance(array, np.ma.MaskedArray):
+    known = isinstance(array, np.ndarray) or is_torch(array)
+    if not known:
+        known = array_api_compat.is_array_api_obj(array) and not array_api_compat.is_lazy_array(array)
+    if not known or isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
             "namespace of the array-API standard). Convert it first, and give rows that do not count by mask="
