@@ -121,10 +121,14 @@ def _prepared(
         product = d * UNIT * xp.where(D > 0, xp.einsum("ij,j->i", xp.abs(Q), largest) / xp.sqrt(epsilon * D), 0.0)
     precise = (product > PRODUCT_ERROR) | (error > TIE / 8) | (shift != 0) | lost
     places = to_numpy(xp.nonzero(precise)[0])
+    if not len(places):
+        error, nothing = xp.where(D > 0, error + 2 * product, 0.0), np.zeros(0)
+        none = PreciseQueries(places, nothing, nothing, lambda _: np.zeros((0, len(keys))))
+        return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, none)
     # those few go on in main memory
     few, its_D, its_shift = (to_numpy(take_entries(array, places)) for array in (Q, D, shift))
-    K, units, unknown = even_rows(to_numpy(selected) if len(places) else np.zeros((0, d)), -exponents)
-    for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)) if len(few) else ():
+    K, units, unknown = even_rows(to_numpy(selected), -exponents)
+    for part in np.array_split(np.arange(len(few)), max(1, len(few) * len(K) // BLOCK_ENTRIES)):
         sums = PreciseSums(few[part])
         sums.add(K, units, unknown)
         total, _, root = sums.result(len(K))
