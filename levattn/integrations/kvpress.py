@@ -89,10 +89,12 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 
         Parameters
         ----------
-        module, hidden_states, values, attentions : object
+        module, hidden_states : object
             Not read.
         keys : torch.Tensor of shape (B, H_kv, S, d)
             Keys of the cache.
+        values, attentions : object
+            Not read.
         kwargs : dict
             What the layer was called with; its ``attention_mask`` tells which keys are padding.
 
