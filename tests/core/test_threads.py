@@ -50,14 +50,18 @@ def test_no_index_is_taken_after_an_error(error: type[BaseException], in_helper:
 @pytest.mark.skipif(not hasattr(signal, "SIGINT") or os.name != "posix", reason="no signals")
 @pytest.mark.parametrize("n", [2, 1000])
 def test_ctrl_c_ends_the_work_when_what_was_begun_is_done(n: int) -> None:
-    caller, begun, begun_here, ended = threading.current_thread(), [], threading.Event(), []
+    caller, begun, ended = threading.current_thread(), [], []
+    begun_here, begun_there = threading.Event(), threading.Event()
 
     def body(i: int) -> None:
         begun.append(i)
         if threading.current_thread() is caller:
             begun_here.set()
+            begun_there.wait(PATIENCE)  # else the caller may do all of the work before the other thread comes
             time.sleep(0.02 if n > 2 else 0)  # of two items, the caller waits for the other when the signal comes
-        elif begun_here.wait(PATIENCE) and not ended:
+            return
+        begun_there.set()
+        if begun_here.wait(PATIENCE) and not ended:
             time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.02)
