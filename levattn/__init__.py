@@ -20,9 +20,11 @@ from levattn.heavy.result import HeavyAttention
 from levattn.io import KeySource, open_keys
 from levattn.sensitivity.bounds import Sensitivities, lewis_weights, sensitivities
 from levattn.sensitivity.exact import ExactSensitivities, exact_sensitivities
+from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.groups import group_leverage, near_duplicates
 from levattn.sensitivity.leverage import leverage_scores
 from levattn.sensitivity.online import online_leverage_scores
+from levattn.sets.adaptive import AdaptiveCoverage
 from levattn.sets.result import UniversalSet
 from levattn.sets.streaming import SelectedKeys, StreamedSet, StreamingUniversalSet
 from levattn.sets.universal import universal_set
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "L1L2",
+    "AdaptiveCoverage",
     "AttentionFunction",
     "CacheWarning",
     "CausalUniversalSet",
@@ -55,6 +58,7 @@ __all__ = [
     "__version__",
     "datasets",
     "exact_sensitivities",
+    "expected_scores",
     "group_leverage",
     "heavy_attention",
     "leverage_scores",

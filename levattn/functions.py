@@ -291,19 +291,20 @@ class Softmax:
     r"""The exponential function of softmax attention, for queries of bounded size.
 
     For unbounded queries softmax has no small universal set: every extreme point of the keys would be in it. With
-    :math:`\|q\| \le` `radius`, or :math:`q^T \Sigma^{-1} q \le` `radius`\ ² for a given Σ, it may have one.
+    :math:`\|q\| \le` `radius`, or :math:`q^T \Sigma^{-1} q \le` `radius`\ ² for a given Σ, it may have one. So it has
+    for queries like given ones: `expected_scores` and ``universal_set(..., queries=)`` need no radius.
 
     Parameters
     ----------
-    radius : float
-        Largest norm of a query, with the scale of the logits (1/√d) multiplied in.
+    radius : float, default infinity
+        Largest norm of a query, with the scale of the logits (1/√d) multiplied in. Certified bounds need a finite one.
     matrix : array of shape (d, d), optional
         Σ, symmetric and positive semi-definite: queries lie in an ellipsoid of its shape. The identity if left out.
 
     Raises
     ------
     TypeError, ValueError
-        If the radius is no finite number above 0, or Σ not symmetric and positive semi-definite.
+        If the radius is no number above 0, infinite beside a Σ, or Σ not symmetric and positive semi-definite.
 
     Notes
     -----
@@ -320,13 +321,14 @@ class Softmax:
     array([1.    , 2.7183])
     """
 
-    radius: float
+    radius: float = math.inf
     matrix: Float64 | None = field(default=None)
     _parts: tuple[Float64, Float64, Float64] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        object.__setattr__(self, "radius", _positive("radius", self.radius))
+        unbounded = self.matrix is None and self.radius == math.inf
+        object.__setattr__(self, "radius", math.inf if unbounded else _positive("radius", self.radius))
         if self.matrix is None:
             return
         given = np.asarray(self.matrix)
@@ -346,6 +348,29 @@ class Softmax:
         object.__setattr__(self, "matrix", matrix)
         object.__setattr__(self, "_parts", axes)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Softmax):
+            return NotImplemented
+        same = (self.matrix is None) == (other.matrix is None)
+        return same and self.radius == other.radius and np.array_equal(self.matrix, other.matrix)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return hash((Softmax, self.radius))
+
+    def require_radius(self) -> None:
+        """Raise if queries may be of any size.
+
+        Raises
+        ------
+        ValueError
+            If the radius is infinite.
+        """
+        if self.radius == math.inf:
+            raise ValueError(
+                "f is Softmax() without a radius, for which any extreme key can get all the attention; expected a "
+                "radius, Softmax(r), or queries that are like those to come, queries="
+            )
+
     def root(self, d: int) -> Float64:
         """Return a matrix L with ``L Lᵀ = radius² Σ``: queries are L times a vector of norm at most 1.
 
@@ -364,8 +389,9 @@ class Softmax:
         Raises
         ------
         ValueError
-            If Σ has another number of rows.
+            If Σ has another number of rows, or the radius is infinite.
         """
+        self.require_radius()
         if self._parts is None:
             return self.radius * np.eye(d)
         self._check(d)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -64,6 +64,10 @@ class Matrices:
     def d(self) -> int:
         """Number of columns."""
         return int(self.data.shape[2])
+
+    def item(self, index: int) -> Matrices:
+        """Return one matrix as a batch of one, without a copy."""
+        return replace(self, data=self.data[index : index + 1, :, :], batch=())
 
     def wrap(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's kind."""

@@ -91,18 +91,19 @@ class Factor:
     wide: Wide | None = None
 
     @property
-    def _all_columns(self) -> Rows:
+    def all_columns(self) -> Rows:
+        """The keys with all their columns, which `rows` has not where they are wide."""
         return self.rows if self.wide is None else self.wide.rows
 
     @property
     def columns(self) -> int:
         """Number of columns of the keys."""
-        return self._all_columns.shape[2]
+        return self.all_columns.shape[2]
 
     @property
     def shift(self) -> Float64 | None:
         """What was subtracted from the keys, (b, columns)."""
-        return self._all_columns.shift
+        return self.all_columns.shift
 
     @cached_property
     def whitening(self) -> Float64:

@@ -258,6 +258,8 @@ def certify(
     rng: int | np.random.Generator | None = None,
 ) -> Bounds:
     """Return the bounds that apply to f, and the factor of the keys."""
+    if isinstance(f, Softmax):
+        f.require_radius()
     applying = {each.name: each for each in CERTIFICATES if each.applies(f)}
     if method != "auto" and method not in applying:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ __all__ = [
 
 _SAMPLE = 64  # keys outside a set whose scores are compared with those of K
 
-Guarantee = Literal["exact", "superset", "none"]
+Guarantee = Literal["exact", "superset", "coverage", "none"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -44,15 +45,18 @@ class UniversalSet:
         True for the keys of the set.
     scores : array of shape (..., n)
         The leverage scores of all keys for f(x) = x², else certified upper bounds of their sensitivities. Of keys
-        with directions below the numerical rank the scores are upper bounds as well: raised by up to 3 %, or 1.
-    epsilon : float or array of shape (...,)
+        with directions below the numerical rank the scores are upper bounds as well: raised by up to 3 %, or 1. For a
+        set with coverage what the keys were ordered by.
+    epsilon : float or array of shape (...,), or None
         The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
-        outside exceeds it.
-    guarantee : {"exact", "superset", "none"}
+        outside exceeds it. None for a set by `mass`.
+    guarantee : {"exact", "superset", "coverage", "none"}
         "exact": the smallest set that holds every score of at least ε (for a set of a given size: every score above
         it, and ties are cut). "superset": it holds them all, but perhaps other keys as well: those whose scores
         float64 does not tell apart from ε, keys with a direction below the numerical rank, or whatever a certified
-        bound does not tell apart. "none": nothing is promised for attention over K.
+        bound does not tell apart. "coverage": a query that is exchangeable with those given has all its scores of at
+        least ε on keys of the set (or `mass` of its attention) with probability at least `coverage`; for a set of a
+        given size it has none above `epsilon` outside. "none": nothing is promised for attention over K.
     f : float, AttentionFunction or Softmax
         The attention function; a number is the exponent p of abs(x)^p.
     rank : int or array of int64, shape (...,)
@@ -64,9 +68,10 @@ class UniversalSet:
         Whether a size was asked for instead of ε.
     certificate : tuple of str
         What the guarantee rests on: the certificates of `sensitivities` whose minimum `scores` is. For f(x) = x² it is
-        "leverage", which is exact.
+        "leverage", which is exact; with coverage "conformal".
     total_bound : float or array of shape (...,)
-        What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x².
+        What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x², and infinite
+        for a set with coverage.
     exact_factor : bool
         Whether `factor` is that of the keys; False where it is that of a sketch, whose normalizers are approximate:
         `heavy_attention` does not take such a set.
@@ -74,6 +79,12 @@ class UniversalSet:
         The groups of keys that were given, -1 for a key in none.
     group_scores : array of float64, shape (..., g), or None
         The largest attention that a query can give to each group as a whole; see `group_leverage`.
+    coverage : float or None
+        The probability of what a set with coverage promises.
+    mass : float or None
+        The share of a query's attention that it promises, if that was asked for.
+    needs : array of float64, shape (..., m), or None
+        How many keys each query that set the threshold needs, ascending; for a given size its largest score left out.
 
     Examples
     --------
@@ -97,6 +108,9 @@ class UniversalSet:
     _present: Any = field(repr=False)  # the mask that was given, in the kind of `mask`, or None
     groups: Any = field(default=None, repr=False)
     group_scores: Any = field(default=None, repr=False)
+    coverage: float | None = None
+    mass: float | None = None
+    needs: Float64 | None = field(default=None, repr=False)
     _lift: Factor | None = field(default=None, repr=False)  # of the lifted keys, where it was made
 
     @property
@@ -147,8 +161,11 @@ class UniversalSet:
         """The theorem's bound on the size: `total_bound`/ε (rank/ε for f(x) = x²), infinite for ε = 0.
 
         For other functions it bounds the smallest such set, and up to quadratic growth the expected size of one made
-        of blocks; a set made of other certified bounds may be larger. A float, or an array (...,).
+        of blocks; a set made of other certified bounds may be larger. A set with coverage has no such bound. A float,
+        or an array (...,).
         """
+        if self.coverage is not None:
+            return np.full(self.batch, np.inf) if self.batch else math.inf
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             bound = np.where(np.asarray(self.rank) == 0, 0.0, np.asarray(self.total_bound, float) / self.epsilon)
         return bound if self.batch else float(bound)
@@ -191,6 +208,12 @@ class UniversalSet:
             sizes = self.sizes
             span = f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
             return f"UniversalSet({span} of {n} keys in each of {self.batch}, guarantee={self.guarantee!r})"
+        if self.coverage is not None:
+            wish = f"mass={self.mass:.6g}" if self.mass is not None else f"epsilon={self.epsilon:.6g}"
+            return (
+                f"UniversalSet({len(self)} of {n} keys, {wish}, guarantee='coverage', coverage={self.coverage:.6g}, "
+                f"{0 if self.needs is None else len(self.needs)} queries)"
+            )
         vacuous = ", vacuous" if self.is_vacuous else ""
         hidden = f", {self.hidden_groups.sum()} hidden groups" if self.groups is not None else ""
         return (
@@ -216,6 +239,9 @@ def result_of(
     exact_factor: bool = True,
     labels: npt.NDArray[np.int64] | None = None,
     group_scores: Any = None,
+    coverage: float | None = None,
+    mass: float | None = None,
+    needs: Float64 | None = None,
     lift: Factor | None = None,
 ) -> UniversalSet:
     """Return the set of the keys that were chosen, flags (b, n), in the caller's kind.
@@ -247,6 +273,9 @@ def result_of(
         _present=given_back(present),
         groups=given_back(labels),
         group_scores=given_back(group_scores),
+        coverage=coverage,
+        mass=mass,
+        needs=None if needs is None else needs.reshape(*matrices.batch, -1),
         _lift=lift,
     )
 

@@ -23,6 +23,7 @@ from levattn.sensitivity.approximate import check_sketch_size, screen
 from levattn.sensitivity.bounds import Bounds, certify
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import TIE, check_epsilon, check_method, factorize, refuse_randomness, rows_of
+from levattn.sets.coverage import Covered, covering_set
 from levattn.sets.result import Guarantee, UniversalSet, keys_at, known_by, reaches, rescored, result_of
 from levattn.sets.selection import at_least, largest_scores, rescored_all
 from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
@@ -39,6 +40,10 @@ def universal_set(
     *,
     size: int | None = None,
     f: Any = 2,
+    queries: Any = None,
+    coverage: float | None = None,
+    mass: float | None = None,
+    scores: Any = None,
     method: str = "auto",
     center: bool = False,
     groups: Any = None,
@@ -61,6 +66,10 @@ def universal_set(
     theorem says nothing (`is_vacuous`). For other functions f a key is left out if its sensitivity is certified to be
     below ε.
 
+    With `queries` the set is for queries like these, and far smaller. Half of them order the keys, the others set the
+    threshold by conformal prediction. For a new query that is *exchangeable* with them all keys with
+    :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, whatever f, n and the distribution.
+
     Parameters
     ----------
     K : array of shape (..., n, d), or chunks of one
@@ -77,7 +86,18 @@ def universal_set(
         tells the ε that it certifies.
     f : float, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
-        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius.
+        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius; with
+        `queries` it needs none.
+    queries : array of shape (..., m, d), optional
+        A sample of the queries, as in `expected_scores`: m of at least about twice coverage/(1 − coverage).
+    coverage : float in (0, 1), optional
+        With `queries`: the probability with which a new query finds all its keys in the set.
+    mass : float in (0, 1), optional
+        With `queries`, instead of `epsilon`: what is promised is that the keys of the set get at least this share of
+        the new query's attention. With `size` the ε that the set then tells has the coverage.
+    scores : array of shape (..., n), optional
+        With `queries`: scores of your own by which the keys are ordered, made without these queries, all of which then
+        set the threshold. If left out, how often and how nearly a key gets ε; for `mass` and `size` mean attention.
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
         superset: their scores are raised by their distortion, which is measured, and so bound the true ones from
@@ -97,7 +117,8 @@ def universal_set(
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others are removed and never in the set.
     rng : int or numpy.random.Generator, optional
-        Seed of the approximate methods, 0 if left out. A ValueError with the exact methods.
+        Seed of the approximate methods and of the split of the queries, 0 if left out. A ValueError with the exact
+        methods.
     progress : bool or function, optional
         For chunks: True for a bar (of rich), or a function of the rows done and their total (None where it is not
         known), both passes together.
@@ -115,7 +136,8 @@ def universal_set(
     Raises
     ------
     TypeError, ValueError
-        If an argument is wrong; both or neither of `epsilon` and `size` among them.
+        If an argument is wrong; not exactly one of `epsilon`, `size` and `mass`, or too few queries for the coverage
+        (the least number is named) among them.
     NonFiniteError
         If the keys hold NaN or infinity outside the mask.
     ImportError
@@ -133,10 +155,19 @@ def universal_set(
     the approximate methods is measured on the second moment: exactly up to d = 320 and with `recheck`, else by
     Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
+    *With queries*: time O(n d² + m n d), memory O(n + m d) and 32 MiB. The guarantee holds in the mean over the draw
+    of the queries and of the new one. With m' queries for the threshold the probability is at most coverage +
+    1/(m' + 1), but more where many queries need equally many keys (such as none). Exchangeable means that no order of
+    the queries and the new one is likelier than another: so for queries at random places of one text, or texts drawn
+    alike. Those that follow in a text need not be: there measure, or follow them with `AdaptiveCoverage`.
+
     References
     ----------
     Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), Theorem 1 (existence and
     size of the universal set).
+    Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005, and Lei, G'Sell, Rinaldo, Tibshirani,
+    Wasserman, "Distribution-free predictive inference for regression", JASA 113, 2018, Theorem 2 (split conformal
+    prediction, both bounds of the coverage).
 
     Examples
     --------
@@ -148,8 +179,33 @@ def universal_set(
     >>> K[[10, 20, 30]] = 3 * np.eye(8)[5:]
     >>> levattn.universal_set(K, 0.1).indices
     array([10, 20, 30])
+
+    Softmax, for queries like 200 given ones, of which 19 in 20 find all they give a tenth to:
+
+    >>> Q = 0.3 * np.random.default_rng(1).standard_normal((200, 8)) + 2 * np.eye(8)[5]
+    >>> levattn.universal_set(K, 0.1, f=levattn.Softmax(), queries=Q, coverage=0.95).indices
+    array([10])
     """
     function = as_function(f)
+    if queries is not None or coverage is not None or mass is not None or scores is not None:
+        wish = _covered(epsilon, size, mass, coverage, queries)
+        others = {
+            "method": method != "auto",
+            "center": center,
+            "groups": groups is not None,
+            "sketch_size": sketch_size is not None,
+            "recheck": recheck,
+            "progress": progress,
+            "checkpoint": checkpoint is not None,
+            "checkpoint_rows": checkpoint_rows is not None,
+        }
+        unread = [name for name, there in others.items() if there is not None and there is not False]
+        if unread:
+            raise ValueError(f"{', '.join(unread)} given with queries; expected none of these for a set with coverage")
+        matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
+        if size is not None:
+            whole_number("size", size, 0, matrices.n, what="a whole number of keys")
+        return covering_set(matrices, function, wish, queries, scores=scores, mask=mask, seed=as_seed(rng))
     square = is_square(function)
     approximate = square and check_method(method)
     if not approximate:
@@ -185,6 +241,19 @@ def universal_set(
     if approximate:
         return _from_sketch(matrices, asked, sketch_size, rng, recheck)
     return _exact(matrices, asked, labels) if square else _bounded(matrices, function, asked)
+
+
+def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) -> Covered:
+    """Return what a set with coverage is asked for, or raise."""
+    if queries is None or coverage is None:
+        missing = "queries" if queries is None else "coverage"
+        raise ValueError(
+            f"{missing} is None; expected queries and coverage together, without which there is no mass and no scores"
+        )
+    asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
+    if len(asked) != 1:
+        raise ValueError(f"{' and '.join(asked) or 'none'} of epsilon, size and mass given; expected exactly one")
+    return Covered(coverage, None if epsilon is None else check_epsilon(epsilon), mass, size)
 
 
 @dataclass(frozen=True)

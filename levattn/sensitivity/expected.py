@@ -1,0 +1,235 @@
+"""Expected attention scores: what the queries that come give each key in the mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
+from levattn._core.checks import whole_number
+from levattn._core.random import as_seed
+from levattn._core.types import Flags, Float64
+from levattn._kernels import Arithmetic, kernels_for
+from levattn.functions import AttentionFunction, Softmax, as_function, is_square
+from levattn.linalg.factor import Factor, upper_form
+from levattn.sensitivity.leverage import factorize
+from levattn.sensitivity.queries import Queries, as_queries, symmetric_root
+from levattn.sensitivity.shares import share_blocks
+
+__all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weights"]
+
+ExpectedMethod = Literal["auto", "normal", "mean"]
+_STEP, _FIRST, _LAST = 0.125, -40.0, 100.0  # of the quadrature, in log t
+_EVEN = 1 / 16  # least ratio of shares of the directions for which products in float32 do
+_SAMPLES = 1024
+
+
+def expected_scores(
+    K: Any,
+    queries: Any,
+    /,
+    *,
+    f: Any = 2,
+    method: ExpectedMethod = "auto",
+    rotary: Any = None,
+    mask: Any = None,
+    samples: int | None = None,
+    rng: int | np.random.Generator | None = None,
+) -> Any:
+    r"""Expected attention scores: the mean attention that queries like the given ones give to each key.
+
+    The score of key :math:`k_j` is
+
+    .. math:: s_j = \mathrm{E}_q[A_j(q)], \qquad A_j(q) = f(\langle q, k_j\rangle) / \sum_l f(\langle q, k_l\rangle),
+
+    where q is drawn from the distribution that `queries` describes. Scores lie in [0, 1] and sum to 1 (to the share
+    of the queries that attend to anything, if some give f = 0 to all keys). Leverage scores hold for every query that
+    there could be; these are for the queries that come.
+
+    **Guarantee.** Under the distribution that is assumed the score is exact ("normal" for x²), the exact mean over
+    the sample ("mean"), or a mean over draws with a standard error of at most :math:`\tfrac12 /
+    \sqrt{\mathtt{samples}}` ("normal" for other functions); it may err either way. Nothing is promised for other
+    queries. By Markov's inequality at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε.
+    So for any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys,
+    whatever d and n, and a key outside it gets ε from at most a share δ of the queries.
+
+    Parameters
+    ----------
+    K : array of shape (..., n, d)
+        Keys as in `leverage_scores` (sparse ones for x² by "normal" only).
+    queries : array of shape (..., m, d), Moments, or (mean, covariance)
+        What is known of the queries. A sample of them, with the scale of the logits multiplied in where f is not a
+        power; leading axes are those of K, none, or a multiple of the last (heads of queries that share keys). Or
+        their second moments, as `levattn.states.Moments` sums them over chunks and workers: of q for x², of q and a
+        last column of ones for other functions, which need the mean. Or their mean (..., d) and covariance
+        (..., d, d).
+    f : float, AttentionFunction or Softmax, default 2
+        Attention function; a number p is abs(x)^p. `Softmax` needs no radius here.
+    method : {"auto", "normal", "mean"}
+        "normal": the queries are normal; for x² of mean zero, with the second moment of the queries given. "mean":
+        the plain mean over the queries given. "auto": "normal" for x² and where there is no sample, else "mean".
+    rotary : (array of shape (h, r), array of shape (h, r)), optional
+        Cosines and sines of a rotary embedding at h positions of later queries, as the models of transformers make
+        them (entries i and i + r/2 are a pair; columns from r on are not turned). The queries given are those before
+        the embedding; scores are means over the positions.
+    mask : array of bool, shape (..., n), optional
+        True for a key that takes part. The others have the score 0 and their values are not read.
+    samples : int, optional
+        Normal queries to draw for functions other than x², 1024 if left out. A ValueError where none are drawn.
+    rng : int or numpy.random.Generator, optional
+        Seed of these draws, 0 if left out.
+
+    Returns
+    -------
+    array of shape (..., n)
+        Scores in the caller's kind of array, on its device: float64 for float64 keys, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, or `queries` lacks what the method needs.
+    NonFiniteError
+        If keys or queries hold NaN or infinity outside the mask.
+
+    See Also
+    --------
+    leverage_scores : The largest attention that any query can give.
+    universal_set : With ``queries=`` the keys that hold the large scores of new queries with a given coverage.
+
+    Notes
+    -----
+    *x², "normal".* With :math:`L L^T` the second moment of the queries and :math:`L^T K^T K L = U \Lambda U^T`,
+
+    .. math:: s_j = \sum_i w_i (U^T L^T k_j)_i^2, \qquad
+        w_i = \int_0^\infty \frac{dt}{(1 + 2 t \lambda_i) \prod_l (1 + 2 t \lambda_l)^{1/2}},
+
+    by the trapezoidal rule in log t, whose relative error is below 1e-10. Time O(n d²) and memory O(n + d²), as for
+    leverage scores. The scale of K and of the queries changes nothing. For whitened queries (their second moment the
+    inverse of KᵀK) the scores are the leverage scores divided by the rank. A singular second moment is handled in its
+    row space. Queries orthogonal to all keys give scores of 0.
+
+    *Otherwise* time O(m n d) for m queries (or draws), twice, in float64; memory O(n + m d) and 32 MiB.
+
+    Queries of one text are not a sample of those of another: what is measured on some says nothing of others unless
+    they are exchangeable. Queries of a causal decoder turn with their position (`rotary`) and change with the text.
+
+    References
+    ----------
+    Devoto, Jeblick and Jégou, "Expected Attention", arXiv:2510.00636, for the softmax of normal queries. The
+    quadrature for x² is ours, with :math:`1/x = \int_0^\infty e^{-tx} dt` as in Magnus, "The exact moments of a ratio
+    of quadratic forms in normal variables", Annales d'Économie et de Statistique 4, 1986.
+
+    Examples
+    --------
+    Queries that look along the first axis only:
+
+    >>> import numpy as np, levattn
+    >>> K = np.array([[1.0, 0], [3, 0], [0, 5]])
+    >>> levattn.expected_scores(K, np.array([[1.0, 0.0], [2.0, 0.0]])).round(6)
+    array([0.1, 0.9, 0. ])
+    """
+    function = as_function(f)
+    if method not in get_args(ExpectedMethod):
+        raise ValueError(f"method is {method!r}; expected 'auto', 'normal' or 'mean'")
+    square = is_square(function)
+    matrices = as_matrices(K, "K", sparse=square and method != "mean")
+    known = as_queries(queries, matrices, rotary)
+    if method == "auto":
+        method = "normal" if square or known.sample is None else "mean"
+    draws = method == "normal" and not square
+    if not draws and (samples is not None or rng is not None):
+        raise ValueError("samples or rng is given, but no queries are drawn; expected them left out")
+    if square and method == "normal":
+        return matrices.wrap(_of_squares(matrices, known, mask))
+    require_sample(known, function, draws=draws)
+    count = _SAMPLES if samples is None else whole_number("samples", samples)
+    seed, given = as_seed(rng), as_mask(mask, matrices)
+    present = np.ones((len(known.second), matrices.n), np.bool_) if given is None else to_numpy(given)
+    out = np.zeros(present.shape)
+    for item in range(len(out)):
+        Q = known.normal_draws(item, count, seed) if draws else known.turned_sample(item)
+        out[item] = mean_shares(Q, matrices.item(item), present[item], function)
+    kind = np.float64 if matrices.format == "float64" else np.float32
+    return matrices.wrap(to_device(out.astype(kind), matrices.data))
+
+
+def require_sample(known: Queries, f: AttentionFunction | Softmax, *, draws: bool) -> None:
+    """Raise if queries are neither a sample nor, where they may be drawn, of a known mean."""
+    if not draws and known.sample is None:
+        raise ValueError("queries are moments; expected a sample of queries for their plain mean, or method='normal'")
+    if known.mean is None:
+        raise ValueError(
+            f"queries are second moments without a mean, and f is {f!r}; expected a sample, their mean and "
+            "covariance, or Moments of the queries with a last column of ones"
+        )
+
+
+def mean_shares(
+    Q: Any, keys: Matrices, present: Flags, f: AttentionFunction | Softmax, epsilon: float | None = None
+) -> Float64:
+    """Return the mean attention of each key of one matrix, (n,), over queries (m, d).
+
+    With ε it is the mean of ``min(A/ε, 1)⁴``, which tells how often and how nearly a key gets ε.
+    """
+    total = np.zeros(keys.n)
+    for _, places, A in share_blocks(Q, keys, present, f):
+        if epsilon is not None:
+            A = np.square(np.square(np.minimum(A / epsilon, 1.0)))
+        total[places] += A.sum(axis=0)
+    return total / max(len(Q), 1)
+
+
+def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
+    """Return the scores of x² for centered normal queries, (b, n)."""
+    factor = factorize(matrices, method="auto", mask=mask)
+    rows, out = factor.all_columns, factor.all_columns.zeros()
+    kernels = kernels_for("gram", rows.keys)
+    b, d = len(known.second), matrices.d
+    W = np.zeros((b, d, d))
+    arithmetic: list[Arithmetic] = []
+    for item in range(b):
+        W[item], even = _weighted_basis(factor, item, symmetric_root(known.turned_second(item)))
+        arithmetic.append("single" if even and factor.arithmetic[item] == "single" else "double")
+    for one in dict.fromkeys(arithmetic):
+        items = np.array([item for item in range(b) if arithmetic[item] == one], np.int64)
+        kernels.sqnorms(rows, items, W[items], out, arithmetic=one, ceiling=1.0)
+    return out
+
+
+def _weighted_basis(factor: Factor, item: int, L: Float64) -> tuple[Float64, bool]:
+    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read, and whether float32 does for it."""
+    d = factor.columns
+    N, exponents = factor.even_normalizer(item)
+    shift = exponents - (int(exponents.max()) if d else 0)
+    with np.errstate(under="ignore"):
+        even = np.ldexp(L, shift[:, None])
+        largest = np.abs(even).max(initial=0.0)
+        if not largest:
+            return np.zeros((d, d)), False
+        even /= largest
+        _, roots, V = np.linalg.svd(N @ even, full_matrices=False)
+    kept = roots > 2.0**-50 * roots.max(initial=0.0)
+    if not kept.any():
+        return np.zeros((d, d)), False
+    total = float(np.sum(roots**2))
+    shares = roots[kept] ** 2 / total
+    w = quadratic_weights(shares)
+    A = even @ (V[kept].T * np.sqrt(w / total))
+    parts = w * shares
+    uniform = len(parts) == int(factor.rank[item]) and parts.min() >= _EVEN * parts.max()
+    return np.asarray(np.ldexp(upper_form(A), -exponents[:, None])), bool(uniform)
+
+
+def quadratic_weights(shares: Float64) -> Float64:
+    r"""Return ``w_i = ∫₀^∞ (1 + 2tλ_i)⁻¹ Π (1 + 2tλ_l)^{−1/2} dt`` for λ that sum to 1, to about 1e-12.
+
+    The integrand is analytic in log t up to an imaginary part of π, so the trapezoidal rule converges like
+    exp(−2π²/step); what lies outside its ends is below e⁻⁴⁰.
+    """
+    u = np.arange(_FIRST, _LAST, _STEP)
+    grown = 2 * np.exp(u)[:, None] * shares
+    logs = u - np.log1p(grown).sum(axis=1) / 2
+    w = _STEP * np.sum(np.exp(logs)[:, None] / (1 + grown), axis=0)
+    return np.asarray(w / math.fsum(w * shares))

@@ -1,0 +1,184 @@
+"""What is known of the queries that come: a sample of them, or their mean and second moment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import Matrices, as_matrices, from_list, to_float64, to_numpy
+from levattn._core.types import Float64
+from levattn.exceptions import NonFiniteError
+from levattn.states import Moments
+
+__all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "symmetric_root"]
+
+_ALIKE = 1e-9  # relative error of a covariance that is taken for symmetric and positive semi-definite, and of a weight
+Rotary = tuple[Float64, Float64]  # cosines and sines, (h, r) each
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What is known of the queries of a batch of key matrices.
+
+    sample: (b, m, d), or None where only moments are known. mean: (b, d), or None where it is not known. second:
+    (b, d, d) the mean of ``q qᵀ``. rotary: by which each query is still to be turned, to one of h positions.
+    """
+
+    sample: Float64 | None
+    mean: Float64 | None
+    second: Float64
+    rotary: Rotary | None = None
+
+    def turned_second(self, item: int) -> Float64:
+        """Return the second moment of the turned queries, averaged over the positions."""
+        C: Float64 = self.second[item]
+        if self.rotary is None:
+            return C
+        total = np.zeros_like(C)
+        for position in range(len(self.rotary[0])):
+            total += _turned(_turned(C, self.rotary, position).T, self.rotary, position)
+        return np.asarray(total / len(self.rotary[0]))
+
+    def turned_sample(self, item: int) -> Float64 | None:
+        """Return the sample of one matrix; query i is turned to the position ``i mod h``."""
+        return None if self.sample is None else self._at_positions(self.sample[item])
+
+    def normal_draws(self, item: int, count: int, seed: int) -> Float64:
+        """Return `count` normal queries of this mean and covariance, turned to the positions one after the other."""
+        second: Float64 = self.second[item]
+        center = np.zeros(len(second)) if self.mean is None else self.mean[item]
+        L = symmetric_root(second - np.outer(center, center))
+        normals = np.random.default_rng([seed, item]).standard_normal((count, L.shape[1]))
+        return self._at_positions(np.asarray(center + normals @ L.T))
+
+    def _at_positions(self, Q: Float64) -> Float64:
+        if self.rotary is None:
+            return Q
+        return _turned(Q, self.rotary, np.arange(len(Q)) % len(self.rotary[0]))
+
+
+def _turned(Q: Float64, rotary: Rotary, position: Any) -> Float64:
+    """Return rows turned by rotary embedding: the first r columns by pairs (i, i + r/2)."""
+    cosine, sine = rotary[0][position], rotary[1][position]
+    r = cosine.shape[-1]
+    half = np.concatenate([-Q[:, r // 2 : r], Q[:, : r // 2]], axis=1)
+    return np.concatenate([Q[:, :r] * cosine + half * sine, Q[:, r:]], axis=1)
+
+
+def symmetric_root(C: Float64) -> Float64:
+    """Return L (d, r) with ``L Lᵀ = C`` for a positive semi-definite C of rank r; columns of C may differ in size."""
+    sizes = np.sqrt(np.maximum(np.diag(C), 0.0))
+    c = np.where(sizes > 0, sizes, 1.0)
+    values, vectors = np.linalg.eigh(C / c[:, None] / c)
+    kept = values > len(C) * 2.0**-50 * values.max(initial=0.0)
+    return np.asarray(sizes[:, None] * vectors[:, kept] * np.sqrt(values[kept]))
+
+
+def as_queries(queries: Any, keys: Matrices, rotary: Any = None) -> Queries:
+    """Return what is known of the queries of these keys, or raise."""
+    if isinstance(queries, Moments):
+        found = _of_moments(queries, keys)
+    elif isinstance(queries, tuple) and len(queries) == 2 and np.ndim(queries[0]) == np.ndim(queries[1]) - 1:
+        found = _of_normal(*queries, keys)
+    else:
+        sample = _sample(queries, keys)
+        count = max(sample.shape[1], 1)
+        found = Queries(sample, sample.mean(axis=1), sample.swapaxes(1, 2) @ sample / count)
+    return replace(found, rotary=as_rotary(rotary, keys.d))
+
+
+def _sample(queries: Any, keys: Matrices) -> Float64:
+    """Return queries as (b, m, d), those of all heads that share keys together."""
+    given = as_matrices(queries, "queries")
+    sample = to_float64(given.data, given.format)
+    if given.d != keys.d:
+        raise ValueError(f"queries have {given.d} columns and K has {keys.d}; expected the same number d")
+    if not given.n:
+        raise ValueError(f"queries have shape {(*given.batch, 0, given.d)}; expected at least one query")
+    if not np.isfinite(sample).all():
+        bad = np.argwhere(~np.isfinite(sample).all(axis=2))[:5]
+        raise NonFiniteError(f"queries hold NaN or infinity, first at {bad.tolist()}; expected finite numbers")
+    if given.batch != keys.batch and given.batch:
+        *outer, heads = given.batch
+        if not keys.batch or tuple(outer) != keys.batch[:-1] or heads % max(keys.batch[-1], 1):
+            raise ValueError(
+                f"queries have leading axes {given.batch} and K has {keys.batch}; expected the same, none, or a "
+                "multiple of the last: several heads of queries for each head of keys"
+            )
+        sample = sample.reshape(math.prod(keys.batch), -1, keys.d)
+    return np.broadcast_to(sample, (math.prod(keys.batch), *sample.shape[1:]))
+
+
+def _of_moments(moments: Moments, keys: Matrices) -> Queries:
+    """Return the queries of second moments, whose last column may be of ones."""
+    if moments.diagonal:
+        raise TypeError("queries are Moments with diagonal=True; expected all of the second moment")
+    if moments.d - keys.d not in (0, 1):
+        raise ValueError(
+            f"queries are Moments of d = {moments.d} and K has d = {keys.d}; expected the same number, or one more: "
+            "of queries with a column of ones, which gives their mean"
+        )
+    G, weight = to_numpy(moments.read()), to_numpy(moments.weight)
+    if not np.isfinite(G).all() or not (weight > 0).all():
+        raise ValueError(
+            "queries are Moments of no queries, or beyond the range of float64; expected some, scaled down"
+        )
+    G = _for_items(G / weight[..., None, None], 2, moments.batch, keys)
+    if moments.d == keys.d:
+        return Queries(None, None, G)
+    if not np.allclose(G[:, -1, -1], 1.0, rtol=_ALIKE, atol=0):
+        raise ValueError(
+            f"queries are Moments of d = {moments.d}; expected the last column to be of ones, as K has one less"
+        )
+    return Queries(None, G[:, :-1, -1], G[:, :-1, :-1])
+
+
+def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:
+    """Return the queries of a mean (..., d) and a covariance (..., d, d)."""
+    found = []
+    for name, array, axes in (("mean", mean, 1), ("covariance", covariance, 2)):
+        values = np.asarray(to_numpy(array) if hasattr(array, "shape") else from_list(array, name))
+        if values.dtype.kind not in "fiu" or values.shape[values.ndim - axes :] != (keys.d,) * axes:
+            raise ValueError(
+                f"the queries' {name} has shape {values.shape} and dtype {values.dtype}; expected real numbers "
+                f"(..., {', '.join(['d'] * axes)}) with d = {keys.d}"
+            )
+        if not np.isfinite(values).all():
+            raise NonFiniteError(f"the queries' {name} holds NaN or infinity; expected finite numbers")
+        found.append(_for_items(values.astype(np.float64), axes, values.shape[: values.ndim - axes], keys))
+    center, C = found
+    size = np.abs(C).max(axis=(1, 2), initial=0.0)
+    skew = np.abs(C - C.swapaxes(1, 2)).max(axis=(1, 2), initial=0.0)
+    if (skew > _ALIKE * size).any() or (np.linalg.eigvalsh(C)[:, 0] < -_ALIKE * keys.d * size).any():
+        raise ValueError("the queries' covariance is not symmetric and positive semi-definite; expected one that is")
+    return Queries(None, center, C + center[:, :, None] * center[:, None, :])
+
+
+def _for_items(array: Float64, axes: int, batch: tuple[int, ...], keys: Matrices) -> Float64:
+    """Return figures of queries, one for each key matrix."""
+    if batch not in ((), keys.batch):
+        raise ValueError(f"queries have leading axes {batch} and K has {keys.batch}; expected the same, or none")
+    shape = array.shape[array.ndim - axes :]
+    return np.broadcast_to(array.reshape(-1, *shape), (math.prod(keys.batch), *shape))
+
+
+def as_rotary(rotary: Any, d: int) -> Rotary | None:
+    """Return the cosines and sines by which queries are turned, or raise."""
+    if rotary is None:
+        return None
+    problem = "expected a pair of arrays (h, r), cosines and sines for h positions, r even and at most d"
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+        raise TypeError(f"rotary is of type {type(rotary).__name__}; {problem}")
+    found = []
+    for given in rotary:
+        array = to_numpy(given) if hasattr(given, "shape") else from_list(given, "rotary")
+        found.append(np.asarray(array, np.float64).reshape(-1, array.shape[-1] if array.ndim else 1))
+    (h, r), other = found[0].shape, found[1].shape
+    if other != (h, r) or not h or r % 2 or not 0 < r <= d:
+        raise ValueError(f"rotary has arrays of shapes {(h, r)} and {other}, and d is {d}; {problem}")
+    if not np.allclose(found[0] ** 2 + found[1] ** 2, 1.0, atol=2.0**-6):
+        raise ValueError(f"rotary holds numbers that are no cosine and sine of one angle; {problem}")
+    return found[0], found[1]

@@ -1,0 +1,137 @@
+"""Sets with coverage for queries that come one after the other, and change as they do."""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import as_matrices, to_float64, to_numpy
+from levattn._core.checks import check_type, real_number
+from levattn._core.types import Flags, Int64
+from levattn.functions import as_function
+from levattn.sets.coverage import Covered
+from levattn.sets.result import UniversalSet
+
+__all__ = ["AdaptiveCoverage"]
+
+
+class AdaptiveCoverage:
+    r"""The keys that the next query needs, adjusted after each one so that the coverage is reached in the long run.
+
+    A set with coverage promises nothing for queries that are not exchangeable with those given, such as the later ones
+    of a text. This one looks at every query after it has been served: if it missed a key, the set grows, else it
+    shrinks a little.
+
+    **Guarantee.** After T queries, whatever they are, the share of those that found all their keys differs from the
+    coverage c by at most :math:`(\max(c, 1 - c) + \gamma) / (\gamma T)`, with the rate γ. It is a statement about the
+    mean over queries, not about any single one.
+
+    Parameters
+    ----------
+    K : array of shape (n, d)
+        Keys, one matrix.
+    universal : UniversalSet
+        Their set with coverage, by `epsilon` or by `mass`, as `universal_set` makes it with ``queries=``. Its scores
+        order the keys.
+    rate : float in (0, 1), default 0.02
+        γ: a larger one follows changes faster, and sets vary more.
+
+    Attributes
+    ----------
+    seen, missed : int
+        How many queries came, and how many of them lacked a key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the set has no coverage, was made for a size, or is of other keys.
+
+    Notes
+    -----
+    A query costs O(n d + n) and the memory of its need; the keys are held.
+
+    References
+    ----------
+    Gibbs and Candès, "Adaptive conformal inference under distribution shift", NeurIPS 2021 (arXiv:2106.00170),
+    Proposition 4.1.
+
+    Examples
+    --------
+    >>> import numpy as np, levattn
+    >>> rng = np.random.default_rng(0)
+    >>> K, Q = rng.standard_normal((200, 8)), rng.standard_normal((100, 8))
+    >>> found = levattn.universal_set(K, 0.05, f=levattn.Softmax(), queries=Q, coverage=0.9)
+    >>> following = levattn.AdaptiveCoverage(K, found)
+    >>> covered = following.update(rng.standard_normal((2000, 8)) + 1)  # other queries than those given
+    >>> following.seen, bool(abs(covered.mean() - 0.9) < 0.03)
+    (2000, True)
+    """
+
+    def __init__(self, K: Any, universal: UniversalSet, /, *, rate: float = 0.02) -> None:
+        check_type("universal", universal, UniversalSet, "the result of universal_set with queries and coverage")
+        if universal.coverage is None or universal.needs is None or universal.by_size or universal.batch:
+            raise ValueError(
+                f"universal is {universal!r}; expected the set with coverage of one matrix, by epsilon or by mass"
+            )
+        if not 0 < real_number("rate", rate) < 1:
+            raise ValueError(f"rate is {rate!r}; expected a number above 0 and below 1, e.g. 0.02")
+        self._keys = as_matrices(K, "K")
+        if (self._keys.batch, self._keys.n, self._keys.d) != ((), len(universal.present), universal.factor.columns):
+            raise ValueError(
+                f"K has shape {tuple(self._keys.data.shape[1:])}; expected the keys of universal, "
+                f"{(len(universal.present), universal.factor.columns)}"
+            )
+        self._present, self._f, self._rate = universal.present, as_function(universal.f), float(rate)
+        self._wish = Covered(universal.coverage, universal.epsilon if universal.mass is None else None, universal.mass)
+        scores = np.where(self._present, to_numpy(universal.scores).astype(np.float64), -np.inf)
+        self._order: Int64 = np.argsort(-scores, kind="stable")[: np.count_nonzero(self._present)]
+        self._needs = universal.needs.tolist()
+        self._level = universal.coverage
+        self.seen = self.missed = 0
+
+    @property
+    def size(self) -> int:
+        """The number of keys that the next query gets."""
+        if self._level >= 1:
+            return len(self._order)
+        place = int(np.ceil((len(self._needs) + 1) * self._level)) - 1
+        return 0 if place < 0 else len(self._order) if place >= len(self._needs) else int(self._needs[place])
+
+    @property
+    def indices(self) -> Int64:
+        """Ascending indices of these keys, int64 (size,)."""
+        return np.sort(self._order[: self.size])
+
+    def update(self, Q: Any) -> Flags:
+        """Take queries that have been served, one after the other.
+
+        Parameters
+        ----------
+        Q : array of shape (m, d)
+            Queries, in their order.
+
+        Returns
+        -------
+        array of bool, shape (m,)
+            Whether each found all its keys in the set that it got.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If they are no queries of these keys.
+        """
+        given = as_matrices(Q, "Q")
+        if given.batch or given.d != self._keys.d:
+            raise ValueError(f"Q has shape {(*given.batch, given.n, given.d)}; expected (m, {self._keys.d})")
+        rows = to_float64(given.data, given.format)[0]
+        covered = np.zeros(len(rows), np.bool_)
+        needs = self._wish.needs(rows, self._keys, self._present, self._f, self._order)
+        for i, need in enumerate(needs.tolist()):
+            covered[i] = need <= self.size
+            self._level += self._rate * (self._wish.coverage - covered[i])
+            insort(self._needs, need)
+        self.seen += len(rows)
+        self.missed += int(np.count_nonzero(~covered))
+        return covered

@@ -1,0 +1,176 @@
+"""Sets with coverage: the keys that new queries need, with a chance that is controlled by conformal prediction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import Matrices, as_mask, to_device, to_numpy
+from levattn._core.checks import real_number
+from levattn._core.types import Flags, Float64, Int64
+from levattn.functions import AttentionFunction, Softmax
+from levattn.sensitivity.expected import mean_shares, require_sample
+from levattn.sensitivity.leverage import TIE, factorize
+from levattn.sensitivity.queries import Queries, as_queries
+from levattn.sensitivity.shares import share_blocks
+from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, result_of
+
+__all__ = ["Covered", "conformal_quantile", "covering_set", "least_queries"]
+
+_DRAWS = 1024  # normal queries beside those given
+
+
+@dataclass(frozen=True)
+class Covered:
+    """What new queries are to have with probability at least `coverage`; one of the others is not None.
+
+    epsilon: all keys that get ε are in the set. mass: the keys of the set get that much together. size: of the set,
+    and the least ε is looked for.
+    """
+
+    coverage: float
+    epsilon: float | None = None
+    mass: float | None = None
+    size: int | None = None
+
+    def checked(self) -> Covered:
+        """Return the wish with numbers in their ranges, or raise."""
+        for name, value in (("coverage", self.coverage), ("mass", self.mass)):
+            if value is not None and not 0 < real_number(name, value) < 1:
+                raise ValueError(f"{name} is {value!r}; expected a number above 0 and below 1, e.g. 0.9")
+        return self
+
+    def order(self, Q: Float64, drawn: Float64, keys: Matrices, present: Flags, f: Any) -> Float64:
+        """Return the scores (n,) by which keys are ordered: from queries given and from normal ones like them."""
+        near = self.epsilon
+        return (mean_shares(Q, keys, present, f, near) + mean_shares(drawn, keys, present, f, near)) / 2
+
+    def needs(self, Q: Float64, keys: Matrices, present: Flags, f: Any, order: Int64) -> Float64:
+        """Return for each query how many keys of the order it needs, or for a size the largest score left out."""
+        found = np.zeros(len(Q))
+        if self.size is not None:
+            for part, _, A in share_blocks(Q, keys, present, f, order[self.size :]):
+                found[part] = np.maximum(found[part], A.max(axis=1, initial=0.0))
+            return found
+        rank = np.empty(len(present), np.int64)
+        rank[order] = np.arange(1, len(order) + 1)
+        if self.epsilon is not None:
+            for part, places, A in share_blocks(Q, keys, present, f):
+                heavy = np.where(self.epsilon * (1 - TIE) <= A, rank[places], 0)
+                found[part] = np.maximum(found[part], heavy.max(axis=1, initial=0))
+            return found
+        held = np.zeros(len(Q))
+        for part, _, A in share_blocks(Q, keys, present, f, order):
+            so_far = held[part][:, None] + np.cumsum(A, axis=1)
+            found[part] += np.count_nonzero(so_far < (self.mass or 0.0) * (1 - TIE), axis=1)
+            held[part] = so_far[:, -1]
+        return np.where(held > 0, np.minimum(found + 1, len(order)), 0.0)  # a query that attends to none needs none
+
+
+def least_queries(coverage: float) -> int:
+    """Return the least number m of queries with ``⌈(m + 1) coverage⌉ ≤ m``."""
+    return max(1, math.ceil(coverage / (1 - coverage) * (1 - TIE)))
+
+
+def conformal_quantile(values: Float64, coverage: float) -> float:
+    """Return the ⌈(m + 1) coverage⌉-th smallest of m values, which ascend.
+
+    A further value that is exchangeable with them is not larger with probability at least `coverage`, and at most
+    ``coverage + 1/(m + 1)`` if no two are equal.
+    """
+    place = math.ceil((len(values) + 1) * coverage * (1 - TIE))
+    return float(values[place - 1])
+
+
+def covering_set(
+    matrices: Matrices,
+    f: AttentionFunction | Softmax,
+    wish: Covered,
+    queries: Any,
+    *,
+    scores: Any,
+    mask: Any,
+    seed: int,
+) -> UniversalSet:
+    """Return the set of keys for queries like the given ones; see `universal_set`."""
+    wish = wish.checked()
+    known = as_queries(queries, matrices)
+    require_sample(known, f, draws=False)
+    given = as_mask(mask, matrices)
+    b, n = len(known.second), matrices.n
+    present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
+    ordered_by = None if scores is None else _scores(scores, matrices)
+    fit, test = _split(known, wish.coverage, seed, whole=ordered_by is not None)
+    factor = factorize(matrices, method="auto", mask=mask)
+    found, chosen, leverage = np.zeros((b, n)), np.zeros((b, n), np.bool_), np.zeros((b, n))
+    left = None if wish.size is None else np.zeros(b)
+    needs: list[Float64] = []
+    for item in range(b):
+        keys, here, tests = matrices.item(item), present[item], test(item)
+        if ordered_by is not None:
+            found[item] = np.where(here, ordered_by[item], 0.0)
+        else:
+            sample = fit(item)
+            drawn = _like(sample).normal_draws(0, _DRAWS, seed + item)
+            found[item] = wish.order(sample, drawn, keys, here, f)
+        order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
+        needs.append(np.sort(wish.needs(tests, keys, here, f, order)))
+        limit = conformal_quantile(needs[item], wish.coverage)
+        if left is not None:
+            left[item] = limit
+        chosen[item, order[: int(limit) if wish.size is None else wish.size]] = True
+        rows = known_by(np.flatnonzero(chosen[item]), here, n)
+        leverage[item, rows] = rescored(factor, item, keys_at(matrices, item, rows))[0]
+    kind = np.float64 if matrices.format == "float64" else np.float32
+    return result_of(
+        matrices,
+        to_device(chosen, matrices.data),
+        to_device(found.astype(kind), matrices.data),
+        factor,
+        leverage,
+        epsilon=wish.epsilon,
+        left=left,
+        guarantee="coverage",
+        present=given,
+        f=f,
+        certificate=("conformal",),
+        total_bound=np.full(b, np.inf),
+        coverage=wish.coverage,
+        mass=wish.mass,
+        needs=np.array(needs).reshape(b, -1) if b else np.zeros((0, 0)),
+    )
+
+
+def _split(
+    known: Queries, coverage: float, seed: int, *, whole: bool
+) -> tuple[Callable[[int], Float64], Callable[[int], Float64]]:
+    """Return what gives the queries that order the keys, and those that set the threshold: a random half each."""
+    Q = known.sample
+    m = 0 if Q is None else Q.shape[1]
+    least = least_queries(coverage)
+    for_scores = 0 if whole else m // 2
+    if Q is None or m - for_scores < least:
+        more = f"{least} to set the threshold" + ("" if whole else f" and as many to order the keys, {2 * least - 1}")
+        raise ValueError(f"queries are {m} for each matrix; expected at least {more}, for coverage {coverage:g}")
+    order = np.random.default_rng(seed).permutation(m)
+    return lambda item: Q[item][order[:for_scores]], lambda item: Q[item][order[for_scores:]]
+
+
+def _like(sample: Float64) -> Queries:
+    """Return what is known of queries by a sample of one matrix, (m, d)."""
+    return Queries(None, sample.mean(axis=0)[None], (sample.T @ sample / max(len(sample), 1))[None])
+
+
+def _scores(scores: Any, matrices: Matrices) -> Float64:
+    """Return the scores that order the keys, (b, n), or raise."""
+    array = np.asarray(to_numpy(scores) if hasattr(scores, "shape") else scores)
+    shape = (*matrices.batch, matrices.n)
+    if array.shape != shape or array.dtype.kind not in "fiu" or not np.isfinite(array).all():
+        raise ValueError(
+            f"scores have shape {array.shape} and dtype {array.dtype}; expected finite numbers {shape}, one a key"
+        )
+    return array.reshape(-1, matrices.n).astype(np.float64)
