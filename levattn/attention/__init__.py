@@ -9,6 +9,7 @@ from levattn.attention.latent.repeated import repeated_mass
 from levattn.attention.latent.vapor import rotate_values
 from levattn.attention.latent.window import window_attention
 from levattn.attention.pruned.certificate import PrunedCertificate
+from levattn.attention.pruned.coverage import PrunedCoverage, pruned_coverage
 from levattn.attention.pruned.pruned import pruned_attention
 from levattn.attention.pruned.slots import Slots
 from levattn.attention.pruned.state import PrunedState
@@ -17,6 +18,7 @@ from levattn.attention.tokens.tssa import memberships, tssa
 __all__ = [
     "MacchiatoState",
     "PrunedCertificate",
+    "PrunedCoverage",
     "PrunedState",
     "Slots",
     "causal_conv",
@@ -24,6 +26,7 @@ __all__ = [
     "macchiato",
     "memberships",
     "pruned_attention",
+    "pruned_coverage",
     "repeated_mass",
     "rg_lru",
     "rotate_values",

@@ -19,7 +19,7 @@ from levattn.sensitivity.queries import Queries, as_queries
 from levattn.sensitivity.shares import share_blocks
 from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, result_of
 
-__all__ = ["Covered", "conformal_quantile", "covering_set", "least_queries"]
+__all__ = ["Covered", "check_coverage", "conformal_quantile", "covering_set", "least_queries"]
 
 _DRAWS = 1024  # normal queries beside those given
 
@@ -37,12 +37,11 @@ class Covered:
     mass: float | None = None
     size: int | None = None
 
-    def checked(self) -> Covered:
-        """Return the wish with numbers in their ranges, or raise."""
-        for name, value in (("coverage", self.coverage), ("mass", self.mass)):
-            if value is not None and not 0 < real_number(name, value) < 1:
-                raise ValueError(f"{name} is {value!r}; expected a number above 0 and below 1, e.g. 0.9")
-        return self
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        check_coverage(self.coverage)
+        if self.mass is not None:
+            check_coverage(self.mass, "mass")
 
     def order(self, Q: Float64, drawn: Float64, keys: Matrices, present: Flags, f: Any) -> Float64:
         """Return the scores (n,) by which keys are ordered: from queries given and from normal ones like them."""
@@ -71,6 +70,12 @@ class Covered:
         return np.where(held > 0, np.minimum(found + 1, len(order)), 0.0)  # a query that attends to none needs none
 
 
+def check_coverage(coverage: Any, name: str = "coverage") -> None:
+    """Raise unless a coverage, or another probability or share, lies in (0, 1)."""
+    if not 0 < real_number(name, coverage) < 1:
+        raise ValueError(f"{name} is {coverage!r}; expected a number above 0 and below 1, e.g. 0.9")
+
+
 def least_queries(coverage: float) -> int:
     """Return the least number m of queries with ``⌈(m + 1) coverage⌉ ≤ m``."""
     return max(1, math.ceil(coverage / (1 - coverage) * (1 - TIE)))
@@ -97,7 +102,6 @@ def covering_set(
     seed: int,
 ) -> UniversalSet:
     """Return the set of keys for queries like the given ones; see `universal_set`."""
-    wish = wish.checked()
     known = as_queries(queries, matrices)
     require_sample(known, f, draws=False)
     given = as_mask(mask, matrices)

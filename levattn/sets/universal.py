@@ -68,7 +68,7 @@ def universal_set(
 
     With `queries` the set is for queries like these, and far smaller. Half of them order the keys, the others set the
     threshold by conformal prediction. For a new query that is *exchangeable* with them all keys with
-    :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, whatever f, n and the distribution.
+    :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, for any f, n and distribution.
 
     Parameters
     ----------

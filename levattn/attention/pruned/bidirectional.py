@@ -29,10 +29,11 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
     most = 0
     for rows, keys, queries in call.groups():
         q, K, V, scores = call.taken(rows, keys, queries)
+        sample = without_gradient(call.sampled(rows, q)) * factor
         rule = rule_for(K.shape[1])
         most = max(most, min(rule.slots.total, K.shape[1]))
         near = _near(rule.slots.window, q.shape[2], K.shape[1], keys, queries)
-        x, flags = _planned(rule, q * factor, K, V, scores, near)
+        x, flags = _planned(rule, q * factor, K, V, scores, sample, near)
         Y, rest = kernels_for("pruned", q).mixture(x)
         bounds: tuple[Any, ...] = ()
         if certified:
@@ -63,11 +64,11 @@ def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[in
 
 
 def _planned(
-    rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, near: tuple[list[int], list[int]]
+    rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, sample: Any, near: tuple[list[int], list[int]]
 ) -> tuple[PrunedArguments, Any]:
-    """Return the mixture of some items, and which keys are kept (b, n)."""
+    """Return the mixture of some items, selected for the queries of the sample, and which keys are kept (b, n)."""
     xp = namespace_of(q)
-    b, g, m, d = q.shape
+    b, d = q.shape[0], q.shape[3]
     n, slots, device = K.shape[1], rule.slots, device_of(q)
     if rule.power is not None:
         K = choice.one_sided(K, choice.Sums.of(without_gradient(K)).second)
@@ -77,7 +78,7 @@ def _planned(
     R = min(slots.summaries, n) if selects else 0
     X = along = clusters = None
     if selects and (R or rule.kind in ("expected", "residual")):
-        queries = choice.Sums.of(xp.reshape(without_gradient(q), (b, g * m, d)))
+        queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
         X, along = choice.measured(queries, choice.Sums.of(still), rule.power, K.dtype).places(still)
     if not selects:
         found = xp.zeros_like(ones)

@@ -23,14 +23,16 @@ Piece = tuple[Any, Any, tuple[Any, ...]]  # which items of the batch, places of 
 class PrunedCall:
     """The arrays of a call as stacks.
 
-    q: (b, g, m, d). K, V: (b, n, d), (b, n, D). scores: (b, n) or None. present, asking: (b, n) and (b, m) flags of
-    numpy, or None for all. torch: what knows tensors, if they came in. in_memory: whether stacks are their memory.
+    q: (b, g, m, d). K, V: (b, n, d), (b, n, D). scores: (b, n) or None. sample: (b, g or 1, s, d) queries that the
+    selection goes by, or None for q. present, asking: (b, n) and (b, m) flags of numpy, or None for all. torch: what
+    knows tensors, if they came in. in_memory: whether stacks are their memory.
     """
 
     q: Any
     K: Any
     V: Any
     scores: Any
+    sample: Any
     present: Any
     asking: Any
     heads: Heads
@@ -41,7 +43,7 @@ class PrunedCall:
     @classmethod
     def of(
         cls,
-        arrays: tuple[Any, Any, Any, Any],
+        arrays: tuple[Any, Any, Any, Any, Any],
         heads: Heads,
         mask: Any,
         query_mask: Any,
@@ -49,9 +51,10 @@ class PrunedCall:
         tied: bool,
         held: tuple[PrunedPart, ...],
     ) -> PrunedCall:
-        """Return the call with Q, K, V and scores, where `tied` says that a key's mask is that of its query too."""
-        Q, K, V, scores = arrays
+        """Return the call with Q, K, V, scores and queries, where `tied` says that a key's mask is its query's too."""
+        Q, K, V, scores, queries = arrays
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
+        named |= {"queries": (None if queries is None else heads.per_query("queries", queries, 2), 3)}
         given = stack_arguments(named, like="V", mask=(mask, K.shape[-2]))
         stacks, torch, in_memory = given.stacks, None, False
         if is_torch(stacks[0]):
@@ -64,8 +67,8 @@ class PrunedCall:
         asking = present if tied else None
         if query_mask is not None:
             asking = _query_flags(query_mask, given.batch, stacks[0].shape[2])
-        q, k, v, scores = stacks
-        return cls(q, k, v, scores, present, asking, heads, given, torch, in_memory)
+        q, k, v, scores, sample = stacks
+        return cls(q, k, v, scores, sample, present, asking, heads, given, torch, in_memory)
 
     def full_precision(self) -> Any:
         """Return a block in which torch makes no products of half precision: sums over members would not bear it."""
@@ -97,6 +100,10 @@ class PrunedCall:
             _taken(_taken(self.q, rows, 0), queries, 2),
             *(_taken(_taken(array, rows, 0), keys, 1) for array in (self.K, self.V, self.scores)),
         )
+
+    def sampled(self, rows: Any, q: Any) -> Any:
+        """Return the queries by which keys of some items are selected, which are their own if none were given."""
+        return q if self.sample is None else _taken(self.sample, rows, 0)
 
     def combined(self, pieces: list[Piece]) -> list[Any]:
         """Return each of the arrays of pieces as (b, g, m, ...), zeros between."""

@@ -40,6 +40,7 @@ def pruned_attention(
     scale: float | None = None,
     mask: Any = None,
     query_mask: Any = None,
+    queries: Any = None,
     return_certificate: bool = False,
 ) -> Any:
     r"""Attention to a few keys, and to summaries of all the others.
@@ -118,6 +119,9 @@ def pruned_attention(
         True for a query that counts; rows of others are zero, and they take no part in what is known of the queries.
         Where a window or `causal` says that queries and keys are at the same positions it is `mask` if not given, else
         all true. Not if `causal`.
+    queries : array of shape (..., H, s, d), optional
+        Queries by which keys are selected and summarized in place of Q, all of which count; not if `causal`. So what
+        is selected does not depend on Q, which `pruned_coverage` needs.
     return_certificate : bool, default False
         Whether to return what is certain of the result.
 
@@ -200,10 +204,15 @@ def pruned_attention(
         raise ValueError("state or return_state was given and causal is False; expected them only with causal=True")
     if query_mask is not None and causal:
         raise ValueError("query_mask was given and causal is True; expected mask alone, for queries and keys alike")
+    if queries is not None and causal:
+        raise ValueError("queries were given and causal is True; expected them only with causal=False")
     if given is not None and given.shape[-1:] != (n,):
         raise ValueError(f"scores has shape {tuple(given.shape)}; expected (..., {n}), one for each key")
     tied, held = causal or rule.slots.window > 0, () if state is None else state.parts
-    call = PrunedCall.of((Q, K, V, given), heads, mask, query_mask, tied=tied, held=held)
+    if queries is not None:
+        queries = dense_array("queries", queries)
+        check_sizes({"Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
+    call = PrunedCall.of((Q, K, V, given, queries), heads, mask, query_mask, tied=tied, held=held)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
         if causal:

@@ -1,0 +1,182 @@
+"""Errors and budgets of pruned attention with a coverage, by conformal prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import to_numpy
+from levattn._core.checks import positive_number, real_number
+from levattn._core.random import as_seed
+from levattn._core.types import Float64
+from levattn.attention.common.arguments import dense_array
+from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.pruned.pruned import pruned_attention
+from levattn.sets.coverage import check_coverage, conformal_quantile, least_queries
+
+__all__ = ["PrunedCoverage", "pruned_coverage"]
+
+_BUDGETS = (0.03, 0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5, 0.7)
+
+
+@dataclass(frozen=True, eq=False)
+class PrunedCoverage:
+    """What pruned attention loses at a budget, for queries like given ones.
+
+    Attributes
+    ----------
+    budget : array of float64, shape (..., G)
+        Share of the keys for each head of the keys; 1 is dense.
+    error : array of float64, shape (..., G)
+        Relative error of the output at this budget that a new query does not exceed, with probability `coverage`.
+    coverage : float
+        That probability.
+    count : int
+        Queries that set the bound.
+    queries : array of shape (..., H, s, d)
+        The others, by which keys are selected: give them to `pruned_attention` as ``queries=``.
+    """
+
+    budget: Float64
+    error: Float64
+    coverage: float
+    count: int
+    queries: Any
+
+
+def pruned_coverage(
+    Q: Any,
+    K: Any,
+    V: Any,
+    /,
+    *,
+    coverage: float,
+    budget: float | None = None,
+    error: float | None = None,
+    budgets: Sequence[float] = _BUDGETS,
+    rng: int | np.random.Generator | None = None,
+    **options: Any,
+) -> PrunedCoverage:
+    r"""The error of pruned attention at a budget, or the least budget for an error, with a coverage.
+
+    The error of a query is :math:`\|\hat y - y\| / \|y\|` for its output ŷ with pruned and y with dense attention, the
+    largest over the heads of queries that share keys. A random half of the queries selects and summarizes keys. The
+    other half sets the bound, by conformal prediction.
+
+    **Guarantee.** For a new query that is exchangeable with those given, ``pruned_attention(..., budget=found.budget,
+    queries=found.queries)`` errs by at most ``found.error`` with probability at least `coverage`, head by head. It is
+    free of assumptions on the distribution, and holds in the mean over the draw of all queries. For later queries of a
+    text it is no guarantee, as these need not be exchangeable with earlier ones.
+
+    Parameters
+    ----------
+    Q : array of shape (..., H, m, d)
+        A sample of the queries, as `pruned_attention` takes them: m of at least about twice coverage/(1 − coverage).
+    K, V : array of shape (..., G, n, d) and (..., G, n, D)
+        Keys and values.
+    coverage : float in (0, 1)
+        The probability.
+    budget : float in (0, 1], optional
+        Share of the keys, for which the error is looked for.
+    error : float, optional
+        Or the error above 0, for which the least budget is looked for.
+    budgets : sequence of float, optional
+        Shares to choose from for an error; dense is always among them.
+    rng : int or numpy.random.Generator, optional
+        Seed of the split of the queries, 0 if left out.
+    **options
+        Further options of `pruned_attention`: summaries, sinks, scores, center, f, scale, mask. The window is 0.
+
+    Returns
+    -------
+    PrunedCoverage
+        Budgets and errors, a pair for each head of the keys.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is wrong, both or neither of `budget` and `error` are given, or there are too few queries for
+        the coverage (the least number is named).
+
+    Notes
+    -----
+    Time and memory: one call of `pruned_attention` with m queries for each budget, and a dense one.
+
+    References
+    ----------
+    Lei, G'Sell, Rinaldo, Tibshirani, Wasserman, "Distribution-free predictive inference for regression", JASA 113,
+    2018, Theorem 2 (split conformal prediction).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import pruned_coverage
+    >>> rng = np.random.default_rng(0)
+    >>> Q, K, V = rng.standard_normal((3, 400, 16))
+    >>> found = pruned_coverage(Q, K, V, coverage=0.9, error=0.5)
+    >>> bool(found.budget < 1), bool(found.error <= 0.5), found.count
+    (True, True, 200)
+    """
+    check_coverage(coverage)
+    if (budget is None) == (error is None):
+        raise ValueError(f"budget is {budget!r} and error is {error!r}; expected exactly one of them")
+    unknown = sorted(set(options) - {"summaries", "sinks", "scores", "center", "f", "scale", "mask"})
+    if unknown:
+        raise TypeError(
+            f"{', '.join(unknown)} is no option here; expected options of pruned_attention with a coverage"
+        )
+    if error is not None:
+        positive_number("error", error)
+    shares = [_share("budgets", share) for share in budgets] if budget is None else [_share("budget", budget)]
+    shares = sorted({*shares, 1.0} if budget is None else set(shares))
+    Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
+    m = Q.shape[-2] if Q.ndim > 1 else 0
+    least = least_queries(coverage)
+    if m - m // 2 < least:
+        raise ValueError(f"Q has {m} queries; expected at least {2 * least - 1} for coverage {coverage:g}")
+    order = np.random.default_rng(as_seed(rng)).permutation(m)
+    sample, tests = _rows(Q, order[: m // 2]), _rows(Q, order[m // 2 :])
+    options |= {"window": 0, "queries": sample}
+    dense = pruned_attention(tests, K, V, budget=1.0, **options)
+    groups = K.shape[-3] if K.ndim > 2 else 1
+    errors = np.stack(
+        [_errors(pruned_attention(tests, K, V, budget=share, **options), dense, groups) for share in shares]
+    )
+    lead = errors.shape[1:-1]
+    bounds = np.zeros((len(shares), *lead))
+    place = np.zeros(lead, np.int64)
+    for item in np.ndindex(lead):
+        of = errors[(slice(None), *item)]
+        for i, values in enumerate(of):
+            bounds[(i, *item)] = conformal_quantile(np.sort(values), coverage)
+        if error is not None:  # from which budget on each query stays within the error
+            beyond = np.flip(np.logical_or.accumulate(np.flip(of > error, 0), 0), 0)
+            place[item] = conformal_quantile(np.sort(np.count_nonzero(beyond, axis=0)), coverage)
+    found = np.take_along_axis(bounds, place[None], 0)[0]
+    return PrunedCoverage(np.array(shares)[place], found, float(coverage), len(order) - m // 2, sample)
+
+
+def _share(name: str, share: Any) -> float:
+    if not 0 < real_number(name, share) <= 1:
+        raise ValueError(f"{name} has {share!r}; expected a share of the keys in (0, 1]")
+    return float(share)
+
+
+def _rows(Q: Any, places: Any) -> Any:
+    xp = namespace_of(Q)
+    return xp.take(Q, xp.asarray(places, device=device_of(Q)), axis=-2)
+
+
+def _errors(pruned: Any, dense: Any, groups: int) -> Float64:
+    """Return the relative error of each query, (..., G, m), the largest of the heads that share keys."""
+    mine, true = (to_numpy(array).astype(np.float64) for array in (pruned, dense))
+    size, apart = np.linalg.norm(true, axis=-1), np.linalg.norm(mine - true, axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        errors = np.where(apart > 0, apart / size, 0.0)
+    if errors.ndim == 1:
+        return errors
+    *lead, heads, m = errors.shape
+    return errors.reshape(*lead, groups, heads // groups, m).max(axis=-2)
