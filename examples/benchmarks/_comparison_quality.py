@@ -16,6 +16,7 @@ import levattn
 BUDGETS = (0.1, 0.2, 0.33)
 MASSES = ("x²", "softmax")
 OURS = "**levattn**, "
+SOFTMAX = levattn.Softmax()
 RIDGE = OURS + "leverage with a ridge of tr(KᵀK)/10 d"
 HINDSIGHT = "best set in hindsight"
 Scorer = Callable[[Array, Array, Array], Array]
@@ -28,8 +29,13 @@ def _attention(Q: Array, K: Array, scale: float) -> dict[str, Array]:
     return {name: A / A.sum(axis=-1, keepdims=True) for name, A in zip(MASSES, (Z**2, E), strict=True)}
 
 
-def scorers() -> dict[str, Scorer]:
-    """Return what keys (heads, n, d) are chosen by whatever the budget, given queries and values as well."""
+def scorers(scale: float) -> dict[str, Scorer]:
+    """Return what keys (heads, n, d) are chosen by whatever the budget, given some queries and values as well."""
+
+    def normal(Q: Array) -> tuple[Array, Array]:
+        mean = Q.mean(axis=1)
+        return mean, Q.swapaxes(1, 2) @ Q / Q.shape[1] - mean[:, :, None] * mean[:, None, :]
+
     generator = np.random.default_rng(0)
     return {
         OURS + "leverage": lambda _, K, __: levattn.leverage_scores(K),
@@ -38,6 +44,11 @@ def scorers() -> dict[str, Scorer]:
             [levattn.leverage_scores(k, ridge=float(np.square(k).sum() / (10 * k.shape[1]))) for k in K]
         ),
         OURS + "online leverage": lambda _, K, __: levattn.online_leverage_scores(K),
+        OURS + "expected scores, x²": lambda Q, K, _: levattn.expected_scores(K, Q),
+        OURS + "expected scores, softmax": lambda Q, K, _: levattn.expected_scores(K, scale * Q, f=SOFTMAX),
+        OURS + "expected scores, softmax, from moments": lambda Q, K, _: levattn.expected_scores(
+            K, normal(scale * Q), f=SOFTMAX
+        ),
         "row norm, largest": lambda _, K, __: np.linalg.norm(K, axis=-1),
         "random": lambda _, K, __: generator.random(K.shape[:-1]),
     }
@@ -56,6 +67,10 @@ def presses(budget: float) -> dict[str, Scorer]:
         "LeverageScorePress": kvpress.LeverageScorePress(share),
         "CompactorPress (reads queries)": kvpress.CompactorPress(share),
         "KeyDiffPress": kvpress.KeyDiffPress(share),
+        "ExpectedAttentionPress (reads queries)": kvpress.ExpectedAttentionPress(share, n_sink=0),
+        "ExpectedAttentionPress without norms of values": kvpress.ExpectedAttentionPress(
+            share, n_sink=0, use_vnorm=False
+        ),
     }
 
     def by(press: Any) -> Scorer:
@@ -71,21 +86,22 @@ def _captured(A: Array, scores: Array, size: int) -> float:
 
 
 def captured(*, quick: bool) -> Table:
-    """Mean mass on the kept keys, of all heads and of the queries that the model sends."""
+    """Mean mass on the kept keys, of all heads and of every second query that the model sends."""
     encoder = levattn.datasets.minilm()
     layers = range(1 if quick else len(encoder.keys))
     header = ["keys kept by", *(f"{name}, {100 * budget:.0f} %" for name in MASSES for budget in BUDGETS)]
     table = Table("captured", header)
-    chosen, pressed = scorers(), [presses(budget) for budget in BUDGETS]
+    chosen, pressed = scorers(encoder.scale), [presses(budget) for budget in BUDGETS]
     if pressed[0]:
         importlib.import_module("torch").manual_seed(0)
     means: dict[str, list[Array]] = {name: [] for name in (*chosen, *pressed[0], HINDSIGHT)}
     for layer in layers:
         Q, K, V = (np.asarray(x[layer], float) for x in (encoder.queries, encoder.keys, encoder.values))
-        attention = _attention(Q, K, encoder.scale)
+        attention = _attention(Q[:, 1::2], K, encoder.scale)
+        seen = np.repeat(Q[:, ::2], 2, axis=1)  # as many as there are keys, as presses need it
         sizes = [round(budget * K.shape[1]) for budget in BUDGETS]
-        scores = {name: len(BUDGETS) * [scorer(Q, K, V)] for name, scorer in chosen.items()}
-        scores |= {name: [each[name](Q, K, V) for each in pressed] for name in pressed[0]}
+        scores = {name: len(BUDGETS) * [scorer(seen, K, V)] for name, scorer in chosen.items()}
+        scores |= {name: [each[name](seen, K, V) for each in pressed] for name in pressed[0]}
         for name, found in scores.items():
             shares = [_captured(A, s, size) for A in attention.values() for s, size in zip(found, sizes, strict=True)]
             means[name].append(np.array(shares))
@@ -106,8 +122,8 @@ def captured(*, quick: bool) -> Table:
             table.losses.append(f"{column}: {told}; the best of levattn's {100 * ours:.1f} %")
     table.notes += [
         "losses are told of scores without a ridge: one of this size orders keys much as row norms do",
-        f"{len(layers) * K.shape[0]} heads of all-MiniLM-L6-v2 over 512 tokens, d = 32, with the queries of the text; "
-        "the mass of a query on the kept keys, all keys in the denominator",
+        f"{len(layers) * K.shape[0]} heads of all-MiniLM-L6-v2 over 512 tokens, d = 32, with the queries of the text: "
+        "every second one is read by what reads queries, the mass is that of the others, all keys in the denominator",
         f"'{HINDSIGHT}' is the best fixed set for these queries, by the sums of the columns of the attention that is "
         "measured (for softmax what H2O and kvpress's ObservedAttentionPress keep): it needs all of it",
     ]

@@ -177,6 +177,10 @@ class Layer:
     def k_proj(self, hidden: Any) -> Any:
         return hidden[..., self.width :]
 
+    def rotary_emb(self, like: Any, positions: Any) -> tuple[Any, Any]:
+        shape = (1, positions.shape[1], self.head_dim)
+        return like.new_ones(shape), like.new_zeros(shape)  # no rotation
+
 
 def press_scores(press: Any, Q: Array, K: Array, V: Array) -> Array:
     """Return what a press gives keys (heads, n, d) of one sequence: the larger, the sooner it keeps them."""

@@ -177,6 +177,6 @@ def _errors(pruned: Any, dense: Any, groups: int) -> Float64:
     with np.errstate(divide="ignore", invalid="ignore"):
         errors = np.where(apart > 0, apart / size, 0.0)
     if errors.ndim == 1:
-        return errors
+        return np.asarray(errors)
     *lead, heads, m = errors.shape
-    return errors.reshape(*lead, groups, heads // groups, m).max(axis=-2)
+    return np.asarray(errors.reshape(*lead, groups, heads // groups, m).max(axis=-2))
