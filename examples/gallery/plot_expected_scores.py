@@ -1,0 +1,121 @@
+r"""
+Sets for the queries that come
+==============================
+
+A universal set serves every query that there could be. The queries of a real encoder are few and alike: half of them
+tell which keys the other half will attend to, and how many keys it takes to miss nothing.
+"""
+
+# %%
+# Which keys get the attention
+# ----------------------------
+#
+# Every second query of the text is seen; what is measured is the softmax attention of the others. Four ways to order
+# the keys of each of 72 heads: by leverage scores (whatever the queries), by their norm (the shortest first, which is
+# best for these heads), by expected scores from the queries seen, and in hindsight by the attention that is measured.
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import levattn
+
+heads = levattn.datasets.minilm()
+Q, K = heads.scale * heads.queries.astype(np.float64), heads.keys.astype(np.float64)
+seen, new = Q[..., ::2, :], Q[..., 1::2, :]
+softmax = levattn.Softmax()  # of queries like those given, so without a radius
+
+logits = new @ K.swapaxes(-1, -2)
+A = np.exp(logits - logits.max(axis=-1, keepdims=True))
+A /= A.sum(axis=-1, keepdims=True)
+
+orders = {
+    "hindsight": A.mean(axis=-2),
+    "expected scores": levattn.expected_scores(K, seen, f=softmax),
+    "leverage scores": levattn.leverage_scores(K, center=True),
+    "shortest keys": -np.linalg.norm(K, axis=-1),
+}
+n = K.shape[-2]
+shares = np.arange(1, n + 1) / n
+
+figure, ax = plt.subplots(layout="constrained")
+styles = {"hindsight": ("#8C8C8C", ":"), "expected scores": ("#D55E00", "-")}
+styles |= {"leverage scores": ("#0072B2", "--"), "shortest keys": ("#009E73", "-.")}
+for name, scores in orders.items():
+    order = np.argsort(-scores, axis=-1)
+    captured = np.take_along_axis(A.mean(axis=-2), order, axis=-1).cumsum(axis=-1).mean(axis=(0, 1))
+    ax.plot(shares, captured, color=styles[name][0], ls=styles[name][1], lw=2, label=name)
+    print(f"{name:16s} a tenth of the keys holds {captured[n // 10]:.1%}, a third {captured[n // 3]:.1%}")
+ax.plot([0, 1], [0, 1], color="black", lw=0.8, label="random keys")
+ax.set(xlabel="share of the keys", ylabel="captured softmax attention of new queries", xlim=(0, 1), ylim=(0, 1))
+ax.grid(alpha=0.25, lw=0.5)
+legend = ax.legend(loc="lower right", fontsize="small")
+
+# %%
+# How many keys to miss nothing
+# -----------------------------
+#
+# ``coverage=`` says how often a new query is to find *all* the keys that it gives at least ε. A quarter of the queries
+# orders the keys, a quarter sets how many are taken, by conformal prediction. Nothing is assumed of the queries but
+# that the new ones are exchangeable with them, which holds for places of one text drawn at random.
+
+epsilon = 0.05
+rng = np.random.default_rng(0)
+order = rng.permutation(Q.shape[-2])
+seen, new = Q[..., order[:256], :], Q[..., order[256:], :]
+logits = new @ K.swapaxes(-1, -2)
+A = np.exp(logits - logits.max(axis=-1, keepdims=True))
+A /= A.sum(axis=-1, keepdims=True)
+
+coverages = [0.7, 0.8, 0.9, 0.95]
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
+for coverage in coverages:
+    found = levattn.universal_set(K, epsilon, f=softmax, queries=seen, coverage=coverage)
+    missed = (epsilon <= A) & ~found.mask[..., None, :]
+    reached = 1 - missed.any(axis=-1).mean(axis=-1)
+    sizes = np.sort(found.sizes.ravel()) / n
+    left.plot(np.arange(1, sizes.size + 1), sizes, lw=1.5, label=f"coverage {coverage:g}")
+    right.plot([coverage] * reached.size, reached.ravel(), "o", ms=3, color="#0072B2", alpha=0.3)
+    right.plot(coverage, reached.mean(), "D", ms=7, color="#D55E00")
+    print(f"coverage {coverage:g}: {sizes.mean():.1%} of the keys, reached {reached.mean():.1%}")
+right.plot(coverages, coverages, color="#8C8C8C", ls=":", label="asked for")
+left.set(xlabel="heads, by their size", ylabel="share of the keys", ylim=(0, 1))
+right.set(xlabel="coverage asked for", ylabel="coverage reached: heads (dots) and their mean")
+for ax in (left, right):
+    ax.grid(alpha=0.25, lw=0.5)
+legend = left.legend(fontsize="small")
+legend = right.legend(fontsize="small", loc="lower right")
+
+# %%
+# The promise is for the mean over draws of the queries: single heads lie on both sides. Where many queries need
+# equally many keys (often none), more is reached than was asked for.
+
+# %%
+# Queries that change
+# -------------------
+#
+# Later queries of a text need not be like earlier ones. ``AdaptiveCoverage`` looks at each query after it was served,
+# and adjusts the number of keys. Here the queries of one head grow by half after a while.
+
+head, f = K[5, 4], softmax
+served = np.concatenate([new[5, 4], 1.5 * new[5, 4], new[5, 4]])
+found = levattn.universal_set(head, epsilon, f=f, queries=seen[5, 4], coverage=0.9)
+following = levattn.AdaptiveCoverage(head, found, rate=0.05)
+sizes, covered = [], []
+for q in served:
+    sizes.append(following.size)
+    covered.append(following.update(q[None])[0])
+logits = served @ head.T
+weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+weights /= weights.sum(axis=1, keepdims=True)
+plain = ~((epsilon <= weights) & ~found.mask).any(axis=1)
+third = len(new[5, 4])
+print(f"longer queries: the set as it was covers {plain[third : 2 * third].mean():.1%}")
+print(f"and the one that follows {np.mean(covered[third : 2 * third]):.1%}")
+
+figure, ax = plt.subplots(layout="constrained")
+ax.plot(sizes, color="#D55E00", lw=1.5, label="keys of the set that follows")
+ax.axhline(len(found), color="#0072B2", ls="--", lw=1.5, label="keys of the set with coverage 0.9")
+ax.axvspan(third, 2 * third, color="#8C8C8C", alpha=0.15, lw=0, label="longer queries")
+ax.set(xlabel="query", ylabel="keys", ylim=(0, n), xlim=(0, len(served)))
+ax.grid(alpha=0.25, lw=0.5)
+legend = ax.legend(fontsize="small", loc="upper right")
