@@ -219,7 +219,9 @@ def _weighted_basis(factor: Factor, item: int, L: Float64) -> tuple[Float64, boo
     A = even @ (V[kept].T * np.sqrt(w / total))
     parts = w * shares
     uniform = len(parts) == int(factor.rank[item]) and parts.min() >= _EVEN * parts.max()
-    return np.asarray(np.ldexp(upper_form(A), -exponents[:, None])), bool(uniform)
+    scale = factor.all_columns.scale
+    read = exponents if scale is None else exponents + np.frexp(scale[item])[1] - 1  # rows are read scaled
+    return np.asarray(np.ldexp(upper_form(A), -read[:, None])), bool(uniform)
 
 
 def quadratic_weights(shares: Float64) -> Float64:
