@@ -220,8 +220,8 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
             )
         if universal.epsilon is None:
             raise ValueError(
-                f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; expected a set made with "
-                "epsilon or size"
+                f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; "
+                "expected a set made with epsilon or size"
             )
     require_set_of(keys, universal)
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))
