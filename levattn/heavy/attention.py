@@ -57,7 +57,8 @@ def heavy_attention(
         Attention function; a number p is abs(x)^p. For `Softmax` the queries must lie within its radius.
     universal : UniversalSet, optional
         The universal set of the same keys for ε or less, if it is known already: then nothing of size n is touched
-        but the rows of K in the set.
+        but the rows of K in the set. With a set with coverage all entries that are returned are right, and a query
+        misses none with the probability that it was made for.
     causal : bool, default False
         Query t attends to the keys up to t alone, and its normalizer is the sum over these; m = n. For x² only, and
         without `universal`: the set of keys changes from row to row.
@@ -215,7 +216,12 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
         if universal.guarantee == "none":
             raise ValueError(
                 "universal promises nothing for attention over K (it was made with center=True); "
-                "expected a set with guarantee 'exact' or 'superset'"
+                "expected a set with guarantee 'exact', 'superset' or 'coverage'"
+            )
+        if universal.epsilon is None:
+            raise ValueError(
+                f"universal was made for a mass of {universal.mass:.6g} and knows no epsilon; "
+                "expected a set made with epsilon or size"
             )
     require_set_of(keys, universal)
     margin = max(TIE, 4 * float(universal.factor.score_error[0]))

@@ -72,7 +72,8 @@ def expected_scores(
     rotary : (array of shape (h, r), array of shape (h, r)), optional
         Cosines and sines of a rotary embedding at h positions of later queries, as the models of transformers make
         them (entries i and i + r/2 are a pair; columns from r on are not turned). The queries given are those before
-        the embedding; scores are means over the positions.
+        the embedding, and each comes at every position: the sample is turned to all of them, a draw to a random one,
+        and for x² by "normal" it is the second moment that is averaged over them.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others have the score 0 and their values are not read.
     samples : int, optional
@@ -110,7 +111,8 @@ def expected_scores(
     inverse of KᵀK) the scores are the leverage scores divided by the rank. A singular second moment is handled in its
     row space. Queries orthogonal to all keys give scores of 0.
 
-    *Otherwise* time O(m n d) for m queries (or draws), twice, in float64; memory O(n + m d) and 32 MiB.
+    *Otherwise* time O(m n d) for m queries (or draws), twice, in float64, and for a sample at h positions h times
+    that; memory O(n + m d) and 32 MiB.
 
     Queries of one text are not a sample of those of another: what is measured on some says nothing of others unless
     they are exchangeable. Queries of a causal decoder turn with their position (`rotary`) and change with the text.
@@ -149,8 +151,10 @@ def expected_scores(
     present = np.ones((len(known.second), matrices.n), np.bool_) if given is None else to_numpy(given)
     out = np.zeros(present.shape)
     for item in range(len(out)):
-        Q = known.normal_draws(item, count, seed) if draws else known.turned_sample(item)
-        out[item] = mean_shares(Q, matrices.item(item), present[item], function)
+        parts = (known.normal_draws(item, count, seed),) if draws else known.turned_samples(item)
+        for Q in parts:
+            out[item] += mean_shares(Q, matrices.item(item), present[item], function)
+    out /= 1 if draws else known.positions
     kind = np.float64 if matrices.format == "float64" else np.float32
     return matrices.wrap(to_device(out.astype(kind), matrices.data))
 
@@ -217,7 +221,9 @@ def _weighted_basis(factor: Factor, item: int, L: Float64) -> Float64:
     shares = roots[kept] ** 2 / total
     w = quadratic_weights(shares)
     A = even @ (V[kept].T * np.sqrt(w / total))
-    return np.asarray(np.ldexp(upper_form(A), -exponents[:, None]))
+    scale = factor.all_columns.scale
+    read = exponents if scale is None else exponents + np.frexp(scale[item])[1] - 1  # rows are read scaled
+    return np.asarray(np.ldexp(upper_form(A), -read[:, None]))
 
 
 def quadratic_weights(shares: Float64) -> Float64:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from levattn._core.types import Float64
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 
-__all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "symmetric_root"]
+__all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "symmetric_root"]
 
 _ALIKE = 1e-9  # relative error of a covariance that is taken for symmetric and positive semi-definite, and of a weight
 Rotary = tuple[Float64, Float64]  # cosines and sines, (h, r) each
@@ -24,12 +25,16 @@ class Queries:
     """What is known of the queries of a batch of key matrices.
 
     sample: (b, m, d), or None where only moments are known. mean: (b, d), or None where it is not known. second:
-    (b, d, d) the mean of ``q qᵀ``. rotary: by which each query is still to be turned, to one of h positions.
+    (b, d, d) the mean of ``q qᵀ``. covariance: (b, d, d), the same of ``q − mean``. power: mean and moments are of
+    queries divided by 2 to this power, whose squares are in range. rotary: by which each query is still to be turned,
+    to one of h positions.
     """
 
     sample: Float64 | None
     mean: Float64 | None
     second: Float64
+    covariance: Float64
+    power: int = 0
     rotary: Rotary | None = None
 
     def turned_second(self, item: int) -> Float64:
@@ -42,22 +47,27 @@ class Queries:
             total += _turned(_turned(C, self.rotary, position).T, self.rotary, position)
         return np.asarray(total / len(self.rotary[0]))
 
-    def turned_sample(self, item: int) -> Float64 | None:
-        """Return the sample of one matrix; query i is turned to the position ``i mod h``."""
-        return None if self.sample is None else self._at_positions(self.sample[item])
+    def turned_samples(self, item: int) -> Iterator[Float64]:
+        """Give the sample of one matrix, turned to each position."""
+        if self.sample is not None:
+            Q: Float64 = self.sample[item]
+            for position in range(self.positions):
+                yield Q if self.rotary is None else _turned(Q, self.rotary, position)
+
+    @property
+    def positions(self) -> int:
+        """How many positions queries are turned to."""
+        return 1 if self.rotary is None else len(self.rotary[0])
 
     def normal_draws(self, item: int, count: int, seed: int) -> Float64:
-        """Return `count` normal queries of this mean and covariance, turned to the positions one after the other."""
-        second: Float64 = self.second[item]
-        center = np.zeros(len(second)) if self.mean is None else self.mean[item]
-        L = symmetric_root(second - np.outer(center, center))
-        normals = np.random.default_rng([seed, item]).standard_normal((count, L.shape[1]))
-        return self._at_positions(np.asarray(center + normals @ L.T))
-
-    def _at_positions(self, Q: Float64) -> Float64:
-        if self.rotary is None:
-            return Q
-        return _turned(Q, self.rotary, np.arange(len(Q)) % len(self.rotary[0]))
+        """Return `count` normal queries of this mean and covariance, each turned to a random position."""
+        center = 0.0 if self.mean is None else self.mean[item]
+        L = symmetric_root(self.covariance[item])
+        rng = np.random.default_rng([seed, 1])  # the same draws for each matrix, as if it came alone
+        Q = np.ldexp(center + rng.standard_normal((count, L.shape[1])) @ L.T, self.power)
+        if self.rotary is not None:
+            Q = _turned(Q, self.rotary, rng.integers(self.positions, size=count))
+        return np.asarray(Q)
 
 
 def _turned(Q: Float64, rotary: Rotary, position: Any) -> Float64:
@@ -81,13 +91,22 @@ def as_queries(queries: Any, keys: Matrices, rotary: Any = None) -> Queries:
     """Return what is known of the queries of these keys, or raise."""
     if isinstance(queries, Moments):
         found = _of_moments(queries, keys)
-    elif isinstance(queries, tuple) and len(queries) == 2 and np.ndim(queries[0]) == np.ndim(queries[1]) - 1:
+    elif isinstance(queries, tuple) and len(queries) == 2 and np.ndim(queries[0]) < np.ndim(queries[1]):
         found = _of_normal(*queries, keys)
     else:
-        sample = _sample(queries, keys)
-        count = max(sample.shape[1], 1)
-        found = Queries(sample, sample.mean(axis=1), sample.swapaxes(1, 2) @ sample / count)
+        found = of_sample(_sample(queries, keys))
     return replace(found, rotary=as_rotary(rotary, keys.d))
+
+
+def of_sample(sample: Float64) -> Queries:
+    """Return what is known of queries by a sample, (b, m, d), of at least one query."""
+    power = int(np.frexp(np.abs(sample).max(initial=0.0))[1])
+    Q = np.ldexp(sample, -power)
+    with np.errstate(under="ignore"):
+        mean = Q.mean(axis=1)
+        apart = Q - mean[:, None]
+        second, covariance = (X.swapaxes(1, 2) @ X / Q.shape[1] for X in (Q, apart))
+    return Queries(sample, mean, second, covariance, power)
 
 
 def _sample(queries: Any, keys: Matrices) -> Float64:
@@ -128,12 +147,13 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
         )
     G = _for_items(G / weight[..., None, None], 2, moments.batch, keys)
     if moments.d == keys.d:
-        return Queries(None, None, G)
+        return Queries(None, None, G, G)
     if not np.allclose(G[:, -1, -1], 1.0, rtol=_ALIKE, atol=0):
         raise ValueError(
             f"queries are Moments of d = {moments.d}; expected the last column to be of ones, as K has one less"
         )
-    return Queries(None, G[:, :-1, -1], G[:, :-1, :-1])
+    center = G[:, :-1, -1]
+    return Queries(None, center, G[:, :-1, :-1], G[:, :-1, :-1] - _squares(center))
 
 
 def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:
@@ -154,7 +174,11 @@ def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:
     skew = np.abs(C - C.swapaxes(1, 2)).max(axis=(1, 2), initial=0.0)
     if (skew > _ALIKE * size).any() or (np.linalg.eigvalsh(C)[:, 0] < -_ALIKE * keys.d * size).any():
         raise ValueError("the queries' covariance is not symmetric and positive semi-definite; expected one that is")
-    return Queries(None, center, C + center[:, :, None] * center[:, None, :])
+    return Queries(None, center, C + _squares(center), C)
+
+
+def _squares(center: Float64) -> Float64:
+    return np.asarray(center[:, :, None] * center[:, None, :])
 
 
 def _for_items(array: Float64, axes: int, batch: tuple[int, ...], keys: Matrices) -> Float64:
@@ -175,6 +199,8 @@ def as_rotary(rotary: Any, d: int) -> Rotary | None:
     found = []
     for given in rotary:
         array = to_numpy(given) if hasattr(given, "shape") else from_list(given, "rotary")
+        if array.dtype.kind not in "fiuV":
+            raise TypeError(f"rotary has dtype {array.dtype}; {problem}")
         found.append(np.asarray(array, np.float64).reshape(-1, array.shape[-1] if array.ndim else 1))
     (h, r), other = found[0].shape, found[1].shape
     if other != (h, r) or not h or r % 2 or not 0 < r <= d:

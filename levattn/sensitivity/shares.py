@@ -8,7 +8,7 @@ import numpy as np
 
 from levattn._core.arrays import Matrices, take_rows, to_float64
 from levattn._core.types import Flags, Float64, Int64
-from levattn.functions import AttentionFunction, Softmax
+from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.sensitivity.sums import BLOCK_ENTRIES, sums
 
 __all__ = ["share_blocks"]
@@ -22,12 +22,14 @@ def share_blocks(
     """Give blocks of the attention of queries (m, d): which queries, which keys, and their scores.
 
     The keys are one matrix, (1, n, d), and come in the given order, or ascending; those that are not present have no
-    scores. A query that gives f = 0 to all keys attends to none.
+    scores. A query that gives f = 0 to all keys attends to none. For powers products are scaled to at most 1.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
     step = min(_QUERIES, max(16, BLOCK_ENTRIES // max(len(all_keys), 1)))
     width = max(1, BLOCK_ENTRIES // step)
+    if isinstance(f, Power):
+        Q = _tamed(Q, keys, all_keys, width)
     for first in range(0, len(Q), step):
         part = slice(first, min(first + step, len(Q)))
         D = None if len(order) == len(all_keys) <= width else sums(Q[part], keys, present, f)[0][:, None]
@@ -36,9 +38,21 @@ def share_blocks(
             rows = to_float64(take_rows(keys.data, places), keys.format)[0]
             with np.errstate(over="ignore", invalid="ignore"):
                 Z = Q[part] @ rows.T
-            if not np.isfinite(Z).all():
+                A = _shares(Z, D, f)
+            if not np.isfinite(A).all():
                 sums(Q[part], keys, present, f)  # which tells what is wrong
-            yield part, places, _shares(Z, D, f)
+            yield part, places, A
+
+
+def _tamed(Q: Float64, keys: Matrices, places: Int64, width: int) -> Float64:
+    """Return each query times a power of two, which brings the bound of its products to about 1."""
+    largest = np.zeros(Q.shape[1])
+    for start in range(0, len(places), width):
+        rows = to_float64(take_rows(keys.data, places[start : start + width]), keys.format)[0]
+        largest = np.maximum(largest, np.abs(rows).max(axis=0))
+    queries, own = np.frexp(np.where(largest > 0, Q, 0.0))
+    powers = np.where(queries != 0, own + np.maximum(np.frexp(largest)[1], -1000), -(2**20))
+    return np.asarray(np.ldexp(queries, own - powers.max(axis=1, keepdims=True, initial=-(2**20))))
 
 
 def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> Float64:

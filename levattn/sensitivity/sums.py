@@ -182,7 +182,7 @@ def sums(
             _refuse_overflow(rows, f)
         here = np.max(np.abs(rows), axis=0)
         largest, parts = np.maximum(largest, here), parts + 1
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             if isinstance(f, Softmax):
                 before, top = top, np.maximum(Z.max(axis=1), top)
                 total = total * np.exp(before - top) + np.exp(Z - top[:, None]).sum(axis=1)
@@ -260,7 +260,7 @@ def _result(total: Float64, top: Float64, Q: Float64, f: AttentionFunction | Sof
 def _refuse_overflow(rows: Float64, f: AttentionFunction | Softmax) -> NoReturn:
     """Raise for keys that are not finite, or products that are not."""
     if not np.isfinite(rows).all():
-        raise NonFiniteError("K holds NaN or infinity; expected finite keys, the very ones that universal was made of")
+        raise NonFiniteError("K holds NaN or infinity; expected finite keys (the very ones of the set)")
     raise ValueError(
         f"Q and K have products that leave the range of float64 for f = {f!r}; expected smaller ones. Scale Q down"
     )

@@ -10,9 +10,10 @@ import numpy as np
 from levattn._core.arrays import as_matrices, to_float64, to_numpy
 from levattn._core.checks import check_type, real_number
 from levattn._core.types import Flags, Int64
+from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function
-from levattn.sets.coverage import Covered
-from levattn.sets.result import UniversalSet
+from levattn.sets.coverage import Covered, conformal_place
+from levattn.sets.result import UniversalSet, require_set_of
 
 __all__ = ["AdaptiveCoverage"]
 
@@ -24,9 +25,10 @@ class AdaptiveCoverage:
     of a text. This one looks at every query after it has been served: if it missed a key, the set grows, else it
     shrinks a little.
 
-    **Guarantee.** After T queries, whatever they are, the share of those that found all their keys differs from the
-    coverage c by at most :math:`(\max(c, 1 - c) + \gamma) / (\gamma T)`, with the rate γ. It is a statement about the
-    mean over queries, not about any single one.
+    **Guarantee.** After T queries, whatever they are, the share of those that found all their keys is less than the
+    coverage c by at most :math:`(1 - c + \gamma) / (\gamma T)`, with the rate γ. It is more than c by at most
+    :math:`(c + \gamma) / (\gamma T)`, and by what queries bring that need no key: these find all with any set. It is a
+    statement about the mean over queries, not about any single one.
 
     Parameters
     ----------
@@ -36,7 +38,7 @@ class AdaptiveCoverage:
         Their set with coverage, by `epsilon` or by `mass`, as `universal_set` makes it with ``queries=``. Its scores
         order the keys.
     rate : float in (0, 1), default 0.02
-        γ: a larger one follows changes faster, and sets vary more.
+        The γ above: a larger one follows changes faster, and sets vary more.
 
     Attributes
     ----------
@@ -78,11 +80,9 @@ class AdaptiveCoverage:
         if not 0 < real_number("rate", rate) < 1:
             raise ValueError(f"rate is {rate!r}; expected a number above 0 and below 1, e.g. 0.02")
         self._keys = as_matrices(K, "K")
-        if (self._keys.batch, self._keys.n, self._keys.d) != ((), len(universal.present), universal.factor.columns):
-            raise ValueError(
-                f"K has shape {tuple(self._keys.data.shape[1:])}; expected the keys of universal, "
-                f"{(len(universal.present), universal.factor.columns)}"
-            )
+        if self._keys.batch:
+            raise ValueError(f"K has leading axes {self._keys.batch}; expected one matrix, the keys of universal")
+        require_set_of(self._keys, universal)
         self._present, self._f, self._rate = universal.present, as_function(universal.f), float(rate)
         self._wish = Covered(universal.coverage, universal.epsilon if universal.mass is None else None, universal.mass)
         scores = np.where(self._present, to_numpy(universal.scores).astype(np.float64), -np.inf)
@@ -96,7 +96,7 @@ class AdaptiveCoverage:
         """The number of keys that the next query gets."""
         if self._level >= 1:
             return len(self._order)
-        place = int(np.ceil((len(self._needs) + 1) * self._level)) - 1
+        place = conformal_place(len(self._needs), self._level) - 1
         return 0 if place < 0 else len(self._order) if place >= len(self._needs) else int(self._needs[place])
 
     @property
@@ -121,16 +121,22 @@ class AdaptiveCoverage:
         ------
         TypeError, ValueError
             If they are no queries of these keys.
+        NonFiniteError
+            If they hold NaN or infinity.
         """
         given = as_matrices(Q, "Q")
         if given.batch or given.d != self._keys.d:
             raise ValueError(f"Q has shape {(*given.batch, given.n, given.d)}; expected (m, {self._keys.d})")
         rows = to_float64(given.data, given.format)[0]
+        if not np.isfinite(rows).all():
+            bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))[:5]
+            raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
         covered = np.zeros(len(rows), np.bool_)
         needs = self._wish.needs(rows, self._keys, self._present, self._f, self._order)
         for i, need in enumerate(needs.tolist()):
             covered[i] = need <= self.size
-            self._level += self._rate * (self._wish.coverage - covered[i])
+            level = self._level + self._rate * (self._wish.coverage - covered[i])
+            self._level = max(level, -self._rate)  # queries that need no key would lower it without end
             insort(self._needs, need)
         self.seen += len(rows)
         self.missed += int(np.count_nonzero(~covered))

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_mask, to_device, to_numpy
-from levattn._core.checks import real_number
+from levattn._core.arrays import Matrices, as_mask, from_list, to_device, to_numpy
+from levattn._core.checks import real_number, whole_number
 from levattn._core.types import Flags, Float64, Int64
-from levattn.functions import AttentionFunction, Softmax
-from levattn.sensitivity.expected import mean_shares, require_sample
+from levattn.functions import AttentionFunction, Power, Softmax
+from levattn.sensitivity.expected import mean_shares
 from levattn.sensitivity.leverage import TIE, factorize
-from levattn.sensitivity.queries import Queries, as_queries
+from levattn.sensitivity.queries import Queries, as_queries, of_sample
 from levattn.sensitivity.shares import share_blocks
 from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, result_of
 
-__all__ = ["Covered", "check_coverage", "conformal_quantile", "covering_set", "least_queries"]
+__all__ = ["Covered", "check_coverage", "conformal_place", "conformal_quantile", "covering_set", "least_queries"]
 
 _DRAWS = 1024  # normal queries beside those given
 
@@ -87,8 +87,12 @@ def conformal_quantile(values: Float64, coverage: float) -> float:
     A further value that is exchangeable with them is not larger with probability at least `coverage`, and at most
     ``coverage + 1/(m + 1)`` if no two are equal.
     """
-    place = math.ceil((len(values) + 1) * coverage * (1 - TIE))
-    return float(values[place - 1])
+    return float(values[conformal_place(len(values), coverage) - 1])
+
+
+def conformal_place(m: int, coverage: float) -> int:
+    """Return ``⌈(m + 1) coverage⌉``, where rounding does not lift a whole number to the next."""
+    return math.ceil((m + 1) * coverage * (1 - TIE))
 
 
 def covering_set(
@@ -102,15 +106,19 @@ def covering_set(
     seed: int,
 ) -> UniversalSet:
     """Return the set of keys for queries like the given ones; see `universal_set`."""
+    if wish.size is not None:
+        whole_number("size", wish.size, 0, matrices.n, what="a whole number of keys")
     known = as_queries(queries, matrices)
-    require_sample(known, f, draws=False)
+    if known.sample is None:
+        raise ValueError("queries are moments; expected a sample of queries, of which some set the threshold")
     given = as_mask(mask, matrices)
     b, n = len(known.second), matrices.n
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
     ordered_by = None if scores is None else _scores(scores, matrices)
     fit, test = _split(known, wish.coverage, seed, whole=ordered_by is not None)
     factor = factorize(matrices, method="auto", mask=mask)
-    found, chosen, leverage = np.zeros((b, n)), np.zeros((b, n), np.bool_), np.zeros((b, n))
+    kind = np.float64 if matrices.format == "float64" else np.float32
+    found, chosen, leverage = np.zeros((b, n), kind), np.zeros((b, n), np.bool_), np.zeros((b, n))
     left = None if wish.size is None else np.zeros(b)
     needs: list[Float64] = []
     for item in range(b):
@@ -119,7 +127,7 @@ def covering_set(
             found[item] = np.where(here, ordered_by[item], 0.0)
         else:
             sample = fit(item)
-            drawn = _like(sample).normal_draws(0, _DRAWS, seed + item)
+            drawn = of_sample(sample[None]).normal_draws(0, _DRAWS, seed)
             found[item] = wish.order(sample, drawn, keys, here, f)
         order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
         needs.append(np.sort(wish.needs(tests, keys, here, f, order)))
@@ -129,18 +137,17 @@ def covering_set(
         chosen[item, order[: int(limit) if wish.size is None else wish.size]] = True
         rows = known_by(np.flatnonzero(chosen[item]), here, n)
         leverage[item, rows] = rescored(factor, item, keys_at(matrices, item, rows))[0]
-    kind = np.float64 if matrices.format == "float64" else np.float32
     return result_of(
         matrices,
         to_device(chosen, matrices.data),
-        to_device(found.astype(kind), matrices.data),
+        to_device(found, matrices.data),
         factor,
         leverage,
         epsilon=wish.epsilon,
         left=left,
         guarantee="coverage",
         present=given,
-        f=f,
+        f=f.p if isinstance(f, Power) else f,
         certificate=("conformal",),
         total_bound=np.full(b, np.inf),
         coverage=wish.coverage,
@@ -156,25 +163,25 @@ def _split(
     Q = known.sample
     m = 0 if Q is None else Q.shape[1]
     least = least_queries(coverage)
-    for_scores = 0 if whole else m // 2
+    for_scores = 0 if whole else max(1, m // 2)
     if Q is None or m - for_scores < least:
-        more = f"{least} to set the threshold" + ("" if whole else f" and as many to order the keys, {2 * least - 1}")
-        raise ValueError(f"queries are {m} for each matrix; expected at least {more}, for coverage {coverage:g}")
+        more = "" if whole else f" and as many to order the keys, {max(2, 2 * least - 1)}"
+        raise ValueError(
+            f"queries are {m} for each matrix; expected at least {least} to set the threshold{more}, for coverage "
+            f"{coverage:g}"
+        )
     order = np.random.default_rng(seed).permutation(m)
     return lambda item: Q[item][order[:for_scores]], lambda item: Q[item][order[for_scores:]]
 
 
-def _like(sample: Float64) -> Queries:
-    """Return what is known of queries by a sample of one matrix, (m, d)."""
-    return Queries(None, sample.mean(axis=0)[None], (sample.T @ sample / max(len(sample), 1))[None])
-
-
 def _scores(scores: Any, matrices: Matrices) -> Float64:
     """Return the scores that order the keys, (b, n), or raise."""
-    array = np.asarray(to_numpy(scores) if hasattr(scores, "shape") else scores)
+    array = np.asarray(to_numpy(scores) if hasattr(scores, "shape") else from_list(scores, "scores"))
     shape = (*matrices.batch, matrices.n)
-    if array.shape != shape or array.dtype.kind not in "fiu" or not np.isfinite(array).all():
+    limit = np.finfo(np.float64 if matrices.format == "float64" else np.float32).max
+    if array.shape != shape or array.dtype.kind not in "fiu" or not (np.abs(array) <= limit).all():
         raise ValueError(
-            f"scores have shape {array.shape} and dtype {array.dtype}; expected finite numbers {shape}, one a key"
+            f"scores have shape {array.shape} and dtype {array.dtype}; expected finite numbers {shape}, one a key, "
+            f"of at most {limit:.2g}"
         )
     return array.reshape(-1, matrices.n).astype(np.float64)

@@ -186,8 +186,10 @@ class UniversalSet:
 
     @property
     def _largest_left(self) -> float:
-        """The largest score of one of them, for one matrix; 0 where there are none."""
+        """The most attention that one of them can get, for one matrix: its score, or 1 where these bound nothing."""
         xp = array_namespace(self.mask)
+        if self.coverage is not None:
+            return float(xp.any(self._left))
         scores = xp.where(self._left, self.scores, xp.zeros_like(self.scores))
         return float(xp.max(scores)) if scores.shape[0] else 0.0
 

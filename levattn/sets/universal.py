@@ -31,6 +31,8 @@ from levattn.sets.two_pass import Checkpoint, Source, as_source, two_passes
 __all__ = ["set_of", "universal_set"]
 
 _BLOCK_EPSILON = 0.05  # for which bounds are made where a size is asked for
+# Options that a set with coverage does not read
+_OTHERS = ("method", "center", "groups", "sketch_size", "recheck", "progress", "checkpoint", "checkpoint_rows")
 
 
 def universal_set(
@@ -68,7 +70,7 @@ def universal_set(
 
     With `queries` the set is for queries like these, and far smaller. Half of them order the keys, the others set the
     threshold by conformal prediction. For a new query that is *exchangeable* with them all keys with
-    :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, for any f, n and distribution.
+    :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, whatever f, n and distribution.
 
     Parameters
     ----------
@@ -187,24 +189,10 @@ def universal_set(
     array([10])
     """
     function = as_function(f)
-    if queries is not None or coverage is not None or mass is not None or scores is not None:
+    if any(given is not None for given in (queries, coverage, mass, scores)):
         wish = _covered(epsilon, size, mass, coverage, queries)
-        others = {
-            "method": method != "auto",
-            "center": center,
-            "groups": groups is not None,
-            "sketch_size": sketch_size is not None,
-            "recheck": recheck,
-            "progress": progress,
-            "checkpoint": checkpoint is not None,
-            "checkpoint_rows": checkpoint_rows is not None,
-        }
-        unread = [name for name, there in others.items() if there is not None and there is not False]
-        if unread:
-            raise ValueError(f"{', '.join(unread)} given with queries; expected none of these for a set with coverage")
+        _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
         matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
-        if size is not None:
-            whole_number("size", size, 0, matrices.n, what="a whole number of keys")
         return covering_set(matrices, function, wish, queries, scores=scores, mask=mask, seed=as_seed(rng))
     square = is_square(function)
     approximate = square and check_method(method)
@@ -216,9 +204,6 @@ def universal_set(
         raise ValueError(
             "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
         )
-    if (epsilon is None) == (size is None):
-        given = "neither" if epsilon is None else "both"
-        raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
     asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
     extras = any(option is not None and option is not False for option in (progress, checkpoint, checkpoint_rows))
@@ -256,6 +241,14 @@ def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) ->
     return Covered(coverage, None if epsilon is None else check_epsilon(epsilon), mass, size)
 
 
+def _refuse_others(*options: Any) -> None:
+    """Raise for options that a set with coverage does not read."""
+    pairs = zip(_OTHERS, options, strict=True)
+    given = [name for name, value in pairs if not (value is None or value is False or str(value) == "auto")]
+    if given:
+        raise ValueError(f"{', '.join(given)} given with queries; expected none of these for a set with coverage")
+
+
 @dataclass(frozen=True)
 class _Asked:
     """Options of `universal_set`; one of `epsilon` and `size` is None."""
@@ -265,6 +258,12 @@ class _Asked:
     method: str = "auto"
     center: bool = False
     mask: Any = None
+
+    def __post_init__(self) -> None:
+        """Raise unless one of them is given."""
+        if (self.epsilon is None) == (self.size is None):
+            given = "neither" if self.epsilon is None else "both"
+            raise ValueError(f"epsilon and size: {given} given; expected exactly one, a threshold or a budget")
 
     def checked(self, n: int | None) -> _Asked:
         """Return the options with numbers that are checked, for n keys where that is known."""
