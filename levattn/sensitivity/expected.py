@@ -171,14 +171,19 @@ def require_sample(known: Queries, f: AttentionFunction | Softmax, *, draws: boo
 
 
 def mean_shares(
-    Q: Any, keys: Matrices, present: Flags, f: AttentionFunction | Softmax, epsilon: float | None = None
+    Q: Any,
+    keys: Matrices,
+    present: Flags,
+    f: AttentionFunction | Softmax,
+    epsilon: float | None = None,
+    elsewhere: Float64 | None = None,
 ) -> Float64:
     """Return the mean attention of each key of one matrix, (n,), over queries (m, d).
 
     With ε it is the mean of ``min(A/ε, 1)⁴``, which tells how often and how nearly a key gets ε.
     """
     total = np.zeros(keys.n)
-    for _, places, A in share_blocks(Q, keys, present, f):
+    for _, places, A in share_blocks(Q, keys, present, f, elsewhere=elsewhere):
         if epsilon is not None:
             A = np.square(np.square(np.minimum(A / epsilon, 1.0)))
         total[places] += A.sum(axis=0)

@@ -17,12 +17,18 @@ _QUERIES = 256  # of a block
 
 
 def share_blocks(
-    Q: Float64, keys: Matrices, present: Flags, f: AttentionFunction | Softmax, order: Int64 | None = None
+    Q: Float64,
+    keys: Matrices,
+    present: Flags,
+    f: AttentionFunction | Softmax,
+    order: Int64 | None = None,
+    elsewhere: Float64 | None = None,
 ) -> Iterator[tuple[slice, Int64, Float64]]:
     """Give blocks of the attention of queries (m, d): which queries, which keys, and their scores.
 
     The keys are one matrix, (1, n, d), and come in the given order, or ascending; those that are not present have no
     scores. A query that gives f = 0 to all keys attends to none. For powers products are scaled to at most 1.
+    elsewhere: (m,) for softmax, the logarithms of what each query gives to other keys.
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
@@ -32,7 +38,10 @@ def share_blocks(
         Q = _tamed(Q, keys, all_keys, width)
     for first in range(0, len(Q), step):
         part = slice(first, min(first + step, len(Q)))
-        D = None if len(order) == len(all_keys) <= width else sums(Q[part], keys, present, f)[0][:, None]
+        alone = elsewhere is None and len(order) == len(all_keys) <= width
+        D = None if alone else sums(Q[part], keys, present, f)[0][:, None]
+        if D is not None and elsewhere is not None:
+            D = np.logaddexp(D, elsewhere[part, None])
         for start in range(0, len(order), width):
             places = order[start : start + width]
             rows = to_float64(take_rows(keys.data, places), keys.format)[0]

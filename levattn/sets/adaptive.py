@@ -12,7 +12,7 @@ from levattn._core.checks import check_type, real_number
 from levattn._core.types import Flags, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function
-from levattn.sets.coverage import Covered, conformal_place
+from levattn.sets.coverage import Covered, conformal_place, logarithms
 from levattn.sets.result import UniversalSet, require_set_of
 
 __all__ = ["AdaptiveCoverage"]
@@ -104,13 +104,15 @@ class AdaptiveCoverage:
         """Ascending indices of these keys, int64 (size,)."""
         return np.sort(self._order[: self.size])
 
-    def update(self, Q: Any) -> Flags:
+    def update(self, Q: Any, elsewhere: Any = None) -> Flags:
         """Take queries that have been served, one after the other.
 
         Parameters
         ----------
         Q : array of shape (m, d)
             Queries, in their order.
+        elsewhere : array of shape (m,), optional
+            What they give to other keys, as in `universal_set`.
 
         Returns
         -------
@@ -132,7 +134,8 @@ class AdaptiveCoverage:
             bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))[:5]
             raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
         covered = np.zeros(len(rows), np.bool_)
-        needs = self._wish.needs(rows, self._keys, self._present, self._f, self._order)
+        rest = None if elsewhere is None else logarithms(elsewhere, self._f, (len(rows),))
+        needs = self._wish.needs(rows, self._keys, self._present, self._f, self._order, rest)
         for i, need in enumerate(needs.tolist()):
             covered[i] = need <= self.size
             level = self._level + self._rate * (self._wish.coverage - covered[i])

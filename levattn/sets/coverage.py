@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,19 @@ from levattn._core.types import Flags, Float64, Int64
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.sensitivity.expected import mean_shares
 from levattn.sensitivity.leverage import TIE, factorize
-from levattn.sensitivity.queries import Queries, as_queries, of_sample
+from levattn.sensitivity.queries import as_queries, of_sample
 from levattn.sensitivity.shares import share_blocks
 from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, result_of
 
-__all__ = ["Covered", "check_coverage", "conformal_place", "conformal_quantile", "covering_set", "least_queries"]
+__all__ = [
+    "Covered",
+    "check_coverage",
+    "conformal_place",
+    "conformal_quantile",
+    "covering_set",
+    "least_queries",
+    "logarithms",
+]
 
 _DRAWS = 1024  # normal queries beside those given
 
@@ -43,22 +50,37 @@ class Covered:
         if self.mass is not None:
             check_coverage(self.mass, "mass")
 
-    def order(self, Q: Float64, drawn: Float64, keys: Matrices, present: Flags, f: Any) -> Float64:
+    def order(
+        self, Q: Float64, keys: Matrices, present: Flags, f: Any, elsewhere: Float64 | None, seed: int
+    ) -> Float64:
         """Return the scores (n,) by which keys are ordered: from queries given and from normal ones like them."""
-        near = self.epsilon
-        return (mean_shares(Q, keys, present, f, near) + mean_shares(drawn, keys, present, f, near)) / 2
+        drawn = of_sample(Q[None]).normal_draws(0, _DRAWS, seed)
+        again = None if elsewhere is None else np.resize(elsewhere, _DRAWS)
+        given, like = ((Q, elsewhere), (drawn, again))
+        return sum(mean_shares(X, keys, present, f, self.epsilon, x) for X, x in (given, like)) / 2  # type: ignore
 
-    def needs(self, Q: Float64, keys: Matrices, present: Flags, f: Any, order: Int64) -> Float64:
-        """Return for each query how many keys of the order it needs, or for a size the largest score left out."""
+    def needs(
+        self,
+        Q: Float64,
+        keys: Matrices,
+        present: Flags,
+        f: Any,
+        order: Int64,
+        elsewhere: Float64 | None = None,
+    ) -> Float64:
+        """Return for each query how many keys of the order it needs, or for a size the largest score left out.
+
+        By mass a query needs that share of what it gives to these keys, the attention elsewhere aside.
+        """
         found = np.zeros(len(Q))
         if self.size is not None:
-            for part, _, A in share_blocks(Q, keys, present, f, order[self.size :]):
+            for part, _, A in share_blocks(Q, keys, present, f, order[self.size :], elsewhere):
                 found[part] = np.maximum(found[part], A.max(axis=1, initial=0.0))
             return found
         rank = np.empty(len(present), np.int64)
         rank[order] = np.arange(1, len(order) + 1)
         if self.epsilon is not None:
-            for part, places, A in share_blocks(Q, keys, present, f):
+            for part, places, A in share_blocks(Q, keys, present, f, elsewhere=elsewhere):
                 heavy = np.where(self.epsilon * (1 - TIE) <= A, rank[places], 0)
                 found[part] = np.maximum(found[part], heavy.max(axis=1, initial=0))
             return found
@@ -101,6 +123,7 @@ def covering_set(
     wish: Covered,
     queries: Any,
     *,
+    elsewhere: Any,
     scores: Any,
     mask: Any,
     seed: int,
@@ -115,22 +138,22 @@ def covering_set(
     b, n = len(known.second), matrices.n
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
     ordered_by = None if scores is None else _scores(scores, matrices)
-    fit, test = _split(known, wish.coverage, seed, whole=ordered_by is not None)
+    rest = None if elsewhere is None else logarithms(elsewhere, f, known.sample.shape[:2])
+    fit, test = _split(known.sample.shape[1], wish.coverage, seed, whole=ordered_by is not None)
     factor = factorize(matrices, method="auto", mask=mask)
     kind = np.float64 if matrices.format == "float64" else np.float32
     found, chosen, leverage = np.zeros((b, n), kind), np.zeros((b, n), np.bool_), np.zeros((b, n))
     left = None if wish.size is None else np.zeros(b)
     needs: list[Float64] = []
     for item in range(b):
-        keys, here, tests = matrices.item(item), present[item], test(item)
+        keys, here, Q = matrices.item(item), present[item], known.sample[item]
+        others = [None if rest is None else rest[item, part] for part in (fit, test)]
         if ordered_by is not None:
             found[item] = np.where(here, ordered_by[item], 0.0)
         else:
-            sample = fit(item)
-            drawn = of_sample(sample[None]).normal_draws(0, _DRAWS, seed)
-            found[item] = wish.order(sample, drawn, keys, here, f)
+            found[item] = wish.order(Q[fit], keys, here, f, others[0], seed)
         order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
-        needs.append(np.sort(wish.needs(tests, keys, here, f, order)))
+        needs.append(np.sort(wish.needs(Q[test], keys, here, f, order, others[1])))
         limit = conformal_quantile(needs[item], wish.coverage)
         if left is not None:
             left[item] = limit
@@ -156,22 +179,31 @@ def covering_set(
     )
 
 
-def _split(
-    known: Queries, coverage: float, seed: int, *, whole: bool
-) -> tuple[Callable[[int], Float64], Callable[[int], Float64]]:
-    """Return what gives the queries that order the keys, and those that set the threshold: a random half each."""
-    Q = known.sample
-    m = 0 if Q is None else Q.shape[1]
+def _split(m: int, coverage: float, seed: int, *, whole: bool) -> tuple[Int64, Int64]:
+    """Return which queries order the keys and which set the threshold: a random half each, or all the latter."""
     least = least_queries(coverage)
     for_scores = 0 if whole else max(1, m // 2)
-    if Q is None or m - for_scores < least:
+    if m - for_scores < least:
         more = "" if whole else f" and as many to order the keys, {max(2, 2 * least - 1)}"
         raise ValueError(
             f"queries are {m} for each matrix; expected at least {least} to set the threshold{more}, for coverage "
             f"{coverage:g}"
         )
     order = np.random.default_rng(seed).permutation(m)
-    return lambda item: Q[item][order[:for_scores]], lambda item: Q[item][order[for_scores:]]
+    return order[:for_scores], order[for_scores:]
+
+
+def logarithms(elsewhere: Any, f: AttentionFunction | Softmax, shape: tuple[int, ...]) -> Float64:
+    """Return the logarithms of what queries give to other keys, in the shape of the queries, or raise."""
+    if not isinstance(f, Softmax):
+        raise ValueError(f"elsewhere is given and f is {f!r}; expected it for Softmax only")
+    array = np.asarray(to_numpy(elsewhere) if hasattr(elsewhere, "shape") else from_list(elsewhere, "elsewhere"))
+    if array.dtype.kind not in "fiu" or array.size != math.prod(shape) or not (array < np.inf).all():
+        raise ValueError(
+            f"elsewhere has shape {array.shape} and dtype {array.dtype}; expected a number for each of the "
+            f"{math.prod(shape)} queries, the logarithm of what it gives to other keys (−∞ for nothing)"
+        )
+    return array.reshape(shape).astype(np.float64)
 
 
 def _scores(scores: Any, matrices: Matrices) -> Float64:

@@ -46,6 +46,7 @@ def universal_set(
     coverage: float | None = None,
     mass: float | None = None,
     scores: Any = None,
+    elsewhere: Any = None,
     method: str = "auto",
     center: bool = False,
     groups: Any = None,
@@ -100,6 +101,9 @@ def universal_set(
     scores : array of shape (..., n), optional
         With `queries`: scores of your own by which the keys are ordered, made without these queries, all of which then
         set the threshold. If left out, how often and how nearly a key gets ε; for `mass` and `size` mean attention.
+    elsewhere : array of shape (..., m), optional
+        With `queries` and `Softmax`: the logarithm of Σ exp⟨q, k⟩ over other keys that each query attends to, such as
+        the later ones of a decoder, for which no set is made. Scores are then shares of all attention.
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
         superset: their scores are raised by their distortion, which is measured, and so bound the true ones from
@@ -193,7 +197,9 @@ def universal_set(
         wish = _covered(epsilon, size, mass, coverage, queries)
         _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
         matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
-        return covering_set(matrices, function, wish, queries, scores=scores, mask=mask, seed=as_seed(rng))
+        return covering_set(
+            matrices, function, wish, queries, elsewhere=elsewhere, scores=scores, mask=mask, seed=as_seed(rng)
+        )
     square = is_square(function)
     approximate = square and check_method(method)
     if not approximate:
