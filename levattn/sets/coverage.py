@@ -56,8 +56,8 @@ class Covered:
         """Return the scores (n,) by which keys are ordered: from queries given and from normal ones like them."""
         drawn = of_sample(Q[None]).normal_draws(0, _DRAWS, seed)
         again = None if elsewhere is None else np.resize(elsewhere, _DRAWS)
-        given, like = ((Q, elsewhere), (drawn, again))
-        return sum(mean_shares(X, keys, present, f, self.epsilon, x) for X, x in (given, like)) / 2  # type: ignore
+        given = mean_shares(Q, keys, present, f, self.epsilon, elsewhere)
+        return (given + mean_shares(drawn, keys, present, f, self.epsilon, again)) / 2
 
     def needs(
         self,
