@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic, Rows, kernels_for
-from levattn.linalg.factor import Factor, column_norms, upper_form
+from levattn.linalg.factor import column_norms, upper_form
 from levattn.linalg.gram import PLAIN_NOISE, UNIT, spectral_norm
+from levattn.linalg.span import Span
 
 __all__ = ["ROUNDING", "SURE_CONDITION", "MatrixFactor", "MomentsInBasis", "decompose", "precondition", "resolve"]
 
@@ -49,37 +50,18 @@ class MatrixFactor:
         null_directions, columns = np.zeros((len(live), self.null_directions.shape[1])), np.full(len(live), np.inf)
         null_directions[live], columns[live] = self.null_directions, self.columns
         correction = None if self.correction is None else square(self.correction)
-        whitening, basis = square(self.whitening), square(self.basis)
-        return replace(
-            self,
-            whitening=whitening,
-            basis=basis,
-            correction=correction,
-            null_directions=null_directions,
-            columns=columns,
+        return MatrixFactor(
+            square(self.whitening), square(self.basis), correction, self.rank, self.error, null_directions, columns
         )
-
-    def factor(self, rows: Rows) -> Factor:
-        """Return the factor of one matrix, a batch of one, without its keys."""
-        compensated = self.correction is not None
-        return Factor(
-            rows,
-            self.whitening[None],
-            np.array([self.rank]),
-            np.array([self.error]),
-            ("compensated" if compensated else "double",),
-            self.basis[None] if compensated else None,
-            None if self.correction is None else self.correction[None],
-        ).forget_keys()
 
 
 def decompose(
-    moments_in: MomentsInBasis, R: Float64, penalty: Float64, cut: float, exact_rank: Callable[[], int] | None = None
+    moments_in: MomentsInBasis, R: Float64, penalty: Float64, cut: float, keys: Rows | None = None
 ) -> MatrixFactor:
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle.
 
     Equal rows are rounded alike, so that noise grows with their number. Singular values next to the cut are told from
-    it by the exact rank, where that is known.
+    it by the exact rank of the keys, where they are given.
     """
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
@@ -87,11 +69,11 @@ def decompose(
     some = np.asarray(c > 0)
     if not some.all():
         penalty = np.zeros(np.count_nonzero(some))
-        return decompose(_of_columns(moments_in, some), R[:, some], penalty, cut, exact_rank).embedded(some)
+        return decompose(_of_columns(moments_in, some), R[:, some], penalty, cut, keys).embedded(some)
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
-    if exact_rank is not None and live.any() and s[live].min() < _NOISE * s.max():
-        live &= np.arange(len(s)) < exact_rank()
+    if keys is not None and live.any() and s[live].min() < _NOISE * s.max():
+        live &= np.arange(len(s)) < Span.of(keys).rank
     W = upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
     return _finish(moments_in, W, c, _complement(Vt[live]), penalty, condition, SURE_CONDITION)
