@@ -14,10 +14,11 @@ from levattn._core.checks import whole_number
 from levattn._core.random import normals
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
-from levattn.linalg.factor import UNIT, Factor, float64_rows
+from levattn.linalg.factor import UNIT, Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
+from levattn.sketch.operator import add_rows
 
 __all__ = [
     "APPROXIMATE",
@@ -80,7 +81,7 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float 
     factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
     if factor is None:
         out = kernels_for("sketch", rows.keys).sketch_zeros(rows, size, np.float64)
-        sketch.add(rows, 0, out)
+        add_rows(sketch, rows, 0, out)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     # a sum of keys is rounded, and tells nothing of their exact row space
     return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}), limit)
@@ -195,7 +196,7 @@ def _crossing(falling: Callable[[float], float], value: float, high: float) -> f
 def _compared(factor: Factor, exact: Factor, item: int) -> float:
     """Return a lower bound of the least eigenvalue of WᵀGW, for the factor N of the keys, as that of (NW)ᵀNW."""
     N, exponents = exact.even_normalizer(item)
-    W = factor.even_whitening(item, exponents)
+    W = even_whitening(factor, item, exponents)
     live = np.any(W != 0, axis=0)
     if not live.any():
         return 1.0
