@@ -293,17 +293,17 @@ class GramAccumulator:
         if total is None:
             raise AssertionError("a sum of no blocks")
         errors = total.errors(due)
-        widening = (errors > _SETTLED) & ~self.double_double
-        if widening.any():
+        twofold = (errors > _SETTLED) & ~self.double_double
+        if twofold.any():
             blocks = self.blocks.copy()
-            blocks.add(self._in_double_double(term, run, widening))
+            blocks.add(self._in_double_double(term, run, twofold))
         settled = due & (errors <= _SETTLED)
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
         self.settled = np.where(settled[:, None], _diagonal(total.high), self.settled)
-        self.double_double = (self.double_double | widening) & ~settled
+        self.double_double = (self.double_double | twofold) & ~settled
         self.blocks = blocks
-        return None if widening.any() else np.where(due, errors, np.inf)
+        return None if twofold.any() else np.where(due, errors, np.inf)
 
     def _term(self, run: Rows) -> DoubleDouble:
         with np.errstate(over="ignore", invalid="ignore"):

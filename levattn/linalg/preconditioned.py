@@ -114,7 +114,7 @@ def precondition(
         part = G[np.ix_(some, some)], penalty[some]
         return precondition(_of_columns(moments_in, some), *part, noise, target, cut, limit).embedded(some)
     largest = np.sqrt(spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
-    out = np.zeros((d, 0))
+    null_directions = np.zeros((d, 0))
     basis: Float64 | None = None
 
     for _ in range(_ROUNDS):
@@ -132,11 +132,11 @@ def precondition(
             vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
             lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
         if lost.shape[1]:
-            out = _orthonormal(np.hstack([out, lost]))
-        if not W.any() or out.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
-            return MatrixFactor(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, out, c)
+            null_directions = _orthonormal(np.hstack([null_directions, lost]))
+        if not W.any() or null_directions.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
+            return MatrixFactor(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, null_directions, c)
         if lost.shape[1]:
-            basis = upper_form(_complement(out.T)) / c[:, None]
+            basis = upper_form(_complement(null_directions.T)) / c[:, None]
         elif good:
             break
         else:
@@ -144,7 +144,7 @@ def precondition(
         H = moments_in(basis, "double") + _penalty_in_basis(basis, penalty)
         noise = UNIT
     condition = float(largest * spectral_norm(c[:, None] * W))
-    return _finish(moments_in, W, c, out, penalty, condition, limit, float(inverse_norm_bound[0]))
+    return _finish(moments_in, W, c, null_directions, penalty, condition, limit, float(inverse_norm_bound[0]))
 
 
 def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> MatrixFactor:
@@ -180,7 +180,7 @@ def _finish(
     moments_in: MomentsInBasis,
     W: Float64,
     c: Float64,
-    out: Float64,
+    null_directions: Float64,
     penalty: Float64,
     condition: float,
     limit: float,
@@ -194,13 +194,13 @@ def _finish(
     rank, fine = int(np.count_nonzero(kept)), condition > limit
     rounding = (_SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
     if inverse_norm_bound is not None and not fine:
-        return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, out, c)
+        return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, null_directions, c)
     G = moments_in(W, "compensated" if fine else "double")
     C, pivot, again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
     if not (pivot[0] > 0 and np.array_equal(np.any(C[0] != 0, axis=0), kept)):  # W is no whitening at all
-        return MatrixFactor(W, W, None, rank, np.inf, out, c)
+        return MatrixFactor(W, W, None, rank, np.inf, null_directions, c)
     whitening, error = _multiply(W, C[0]), PLAIN_NOISE * float(again[0]) + rounding
-    return MatrixFactor(whitening, W if fine else whitening, C[0] if fine else None, rank, error, out, c)
+    return MatrixFactor(whitening, W if fine else whitening, C[0] if fine else None, rank, error, null_directions, c)
 
 
 def _orthonormal(A: Float64) -> Float64:

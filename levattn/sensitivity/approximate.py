@@ -18,7 +18,7 @@ from levattn.linalg.factor import UNIT, Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
-from levattn.sketch.operator import add_rows
+from levattn.sketch.operator import unscaled_sketch
 
 __all__ = [
     "APPROXIMATE",
@@ -80,8 +80,7 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float 
     sketch = Sketch(families[method](size), seed)
     factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
     if factor is None:
-        out = kernels_for("sketch", rows.keys).sketch_zeros(rows, size, np.float64)
-        add_rows(sketch, rows, 0, out)
+        out = unscaled_sketch(sketch, rows, 0)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     # a sum of keys is rounded, and tells nothing of their exact row space
     return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}), limit)

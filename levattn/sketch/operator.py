@@ -18,7 +18,7 @@ from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.sketch.families import SKETCHES, Distribution
 
-__all__ = ["Sketch", "SketchedRows", "add_rows"]
+__all__ = ["Sketch", "SketchedRows", "unscaled_sketch"]
 
 _ROWS = 2**62  # numbers of rows are below
 
@@ -122,16 +122,16 @@ class Sketch:
                 f"dtype is {kind} for {matrices.format} keys; expected float64, or float32 for narrower keys"
             )
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        out = kernels_for("sketch", rows.keys).sketch_zeros(rows, self.distribution.size, kind)
-        add_rows(self, rows, row_start, out)
+        out = unscaled_sketch(self, rows, row_start, kind)
         return matrices.wrap((out * self.distribution.scale).astype(kind, copy=False))
 
 
-def add_rows(sketch: Sketch, rows: Rows, row_start: int, out: Any) -> None:
-    """Add the unscaled sketch of a batch of rows to `out`; raise for rows that are not finite."""
+def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DTypeLike = np.float64) -> Any:
+    """Return the unscaled sketch of a batch of rows, (b, size, d); raise for rows that are not finite."""
     row_start = whole_number("row_start", row_start, 0)
     if row_start > _ROWS - rows.shape[1]:
         raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
+    out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below, and named
         sketch.distribution.add(rows, sketch.seed, row_start, out)
     if not np.isfinite(out).all():
@@ -141,6 +141,7 @@ def add_rows(sketch: Sketch, rows: Rows, row_start: int, out: Any) -> None:
                 where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
                 raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")
         raise ValueError(f"K has entries so large that sums of them overflow {out.dtype}; scale K down")
+    return out
 
 
 class SketchedRows(StoredState, name="SketchedRows", version=1):
@@ -229,8 +230,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
             )
         start = self.next_row if row_start is None else row_start
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        sums = kernels_for("sketch", rows.keys).sketch_zeros(rows, self.sketch.distribution.size, np.float64)
-        add_rows(self.sketch, rows, start, sums)
+        sums = unscaled_sketch(self.sketch, rows, start)
         self._take(sums, matrices.n, int(start) + matrices.n)
         return self
 

@@ -169,26 +169,21 @@ def test_centered_keys_with_a_large_mean(mean: float, storage: str) -> None:
 # -- sizes: block edges and odd widths ------------------------------------------------------
 
 
+EDGES = (0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 2047, 2048, 2049, 5000)
+WIDTHS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 65, 100, 130)
+
+
 @stores("float64", "float32")
 @pytest.mark.parametrize(
-    "n", [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 2047, 2048, 2049, 5000]
+    ("n", "d", "bar"), [*((n, 8, 1e-12) for n in EDGES), *((3 * d + 11, d, 1e-11) for d in WIDTHS)]
 )
-def test_row_counts_around_block_edges(n: int, storage: str) -> None:
-    keys = STORAGE[storage](_rng(f"rows {n}").standard_normal((n, 8)))
-    exact = naive.leverage_exact(as_float64(keys))
-    assert relative_error(levattn.leverage_scores(keys), exact, 8) <= (1e-12 if storage == "float64" else 1e-6)
-
-
-@stores("float64", "float32")
-@pytest.mark.parametrize("d", [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 65, 100, 130])
-def test_odd_widths(d: int, storage: str) -> None:
-    keys = STORAGE[storage](_rng(f"columns {d}").standard_normal((3 * d + 11, d)))
+def test_rows_around_block_edges_and_odd_widths(n: int, d: int, bar: float, storage: str) -> None:
+    keys = STORAGE[storage](_rng(f"{n} {d}").standard_normal((n, d)))
     values = as_float64(keys)
     exact = naive.leverage_exact(values) if d <= 33 else naive.leverage_svd(values)
-    bar = 1e-11 if storage == "float64" else 1e-6
+    bar = bar if storage == "float64" else 1e-6
     assert relative_error(levattn.leverage_scores(keys), exact, d) <= bar
-    wide = levattn.leverage_scores(keys[: d // 2])
-    np.testing.assert_allclose(as_float64(wide), 1, rtol=bar)
+    np.testing.assert_allclose(as_float64(levattn.leverage_scores(keys[: d // 2])), 1, rtol=bar)
 
 
 @stores("float64", "float32")
