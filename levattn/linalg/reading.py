@@ -48,9 +48,10 @@ def check_finite(rows: Rows, figures: Float64) -> None:
 
 def require_finite(rows: Rows, figures: Float64) -> list[int]:
     """Raise if a matrix whose figures are not finite holds NaN or infinity; return those that merely overflowed."""
-    for item in _not_finite(figures):
+    bad = _not_finite(figures)
+    for item in bad:
         _refuse(rows, item)
-    return _not_finite(figures)
+    return bad
 
 
 def _not_finite(figures: Float64) -> list[int]:
