@@ -96,6 +96,21 @@ def test_fields_are_drawn_anew_and_their_primes_are_primes() -> None:
     ]
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_powers_of_two_a_multiple_of_61_apart(steps: int) -> None:
+    """The residues of 1 and 2^61 are one modulo the Mersenne prime 2^61 − 1, which an earlier version took."""
+    last = np.array([[2.0**-200, 2.0 ** (61 * steps - 200)]])
+    K = np.vstack([np.ones((3, 2)), last])
+    for f in (2, levattn.Huber(), 1.5):
+        assert 3 in levattn.universal_set(K, 0.9, f=f).indices
+        assert 3 in levattn.StreamingUniversalSet(0.9, f=f).update(K).result().indices
+    for method in ("gram", "qr", "svd"):
+        assert 3 in levattn.universal_set(K, 0.9, method=method).indices
+    assert levattn.group_leverage(K, np.array([0, 0, 0, 1]))[1] == 1
+    wide = np.array([[1.0, 1, 0, 0], [1, 1, last[0, 0], last[0, 1]], [0, 0, 1, 1]])
+    assert levattn.universal_set(wide, 0.9).indices.tolist() == [0, 1, 2]
+
+
 # -- keys with a direction below the numerical rank --------------------------------------------
 
 

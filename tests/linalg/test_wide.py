@@ -163,6 +163,16 @@ def test_the_mean_is_subtracted(name: str) -> None:
     assert levattn.universal_set(K, 0.5, center=True).guarantee == "none"
 
 
+@pytest.mark.parametrize("name", ["gaussian", "integers", "copies", "large"])
+def test_sets_by_size_are_those_of_the_keys_and_rows_of_zeros(name: str) -> None:
+    K = CASES[name]
+    padded = np.vstack([K, np.zeros((K.shape[1] + 3 - len(K), K.shape[1]))])
+    for size in (0, 3, len(K)):
+        wide, tall = (levattn.universal_set(keys, size=size) for keys in (K, padded))
+        assert wide.epsilon == pytest.approx(tall.epsilon, rel=DOUBLE)
+        assert len(wide) == len(tall)
+
+
 def test_a_ridge_and_a_tolerance_see_more_than_the_column_space() -> None:
     K = gauss(6, 15)
     G = K @ K.T
