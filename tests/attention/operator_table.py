@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+import levattn
 from levattn.attention import causal_conv, latte, macchiato, pruned_attention, rg_lru, tssa, window_attention
 
 T = -1  # the axis of positions in a shape
@@ -44,6 +45,10 @@ class Operator:
             found[0] = found[0].transpose(-3, -2).contiguous().transpose(-3, -2)
         return [x.requires_grad_() for x in found]
 
+    def each(self, change: Callable[[Any], Any], arrays: list[Any]) -> list[Any]:
+        """The arrays, of which those with positions are changed."""
+        return [change(x) if T in shape else x for x, shape in zip(arrays, self.shapes, strict=True)]
+
     def cut(self, arrays: list[Any], low: int, high: int) -> list[Any]:
         """The arrays at some positions."""
         return [
@@ -52,8 +57,8 @@ class Operator:
         ]
 
     def mask(self, flags: Any) -> Any:
-        """Flags (..., T) as the operator takes them."""
-        return flags[..., None, :] if self.has_heads else flags
+        """Flags (..., T) as the operator takes them; None stays None."""
+        return flags if flags is None or not self.has_heads else flags[..., None, :]
 
 
 def _tssa(W: Any, temperature: Any, bias: Any, **options: Any) -> Any:
@@ -102,11 +107,58 @@ MEMORIES: dict[str, Operator] = {
     "rg_lru": Operator(rg_lru, (*[(T, 3)] * 3, (3,)), (0, 1, 2)),
     "causal_conv": Operator(causal_conv, ((T, 3), (3, 4), (3,)), (0,)),
 }
-PRUNED: dict[str, Operator] = {
-    "pruned": Operator(
-        partial(pruned_attention, size=5, summaries=4, window=2),
-        ((4, T, 5), (2, T, 5), (2, T, 3)),
-        (0, 1, 2),
-        True,
-    ),
+
+# every form of tssa, by its options
+TSSA_FORMS: dict[str, dict[str, Any]] = {
+    "released": {},
+    "released-bidirectional": {"causal": False},
+    "paper": {"membership": "norm"},
+    "paper-bidirectional": {"membership": "norm", "causal": False},
+    "uniform": {"membership": "uniform"},
+    "uniform-bidirectional": {"membership": "uniform", "causal": False},
+    "mean": {"normalize": "mean"},
+    "mean-bidirectional": {"normalize": "mean", "causal": False},
+    "decayed": {"decay": 0.9},
+    "decayed-mean": {"decay": [0.5, 0.9, 1.0], "normalize": "mean"},
+    "decayed-paper": {"decay": 0.9, "membership": "norm"},
+    "scaled": {"c": 4.0, "step": 0.3, "membership": "norm"},
 }
+# every form of pruned_attention, by its options
+PRUNED_FORMS: dict[str, dict[str, Any]] = {
+    "default": {"size": 5, "summaries": 4, "window": 2},
+    "no-window": {"size": 4, "summaries": 5},
+    "dropped": {"size": 6, "window": 1, "sinks": 2},
+    "summaries-alone": {"size": 0, "summaries": 6},
+    "expected": {"size": 4, "summaries": 4, "scores": "expected"},
+    "leverage": {"size": 4, "summaries": 3, "sinks": 2, "scores": "leverage"},
+    "threshold": {"epsilon": 0.25, "summaries": 3, "scores": "leverage", "center": False},
+    "scaled": {"size": 4, "summaries": 4, "window": 1, "scale": 2.0},
+    "own": {"size": 4, "summaries": 3, "scores": "given"},
+    "squares": {"size": 5, "summaries": 4, "window": 2, "f": 2},
+    "cubes": {"size": 4, "summaries": 4, "f": levattn.Power(3), "scores": "expected"},
+    "fourths": {"size": 5, "sinks": 1, "f": 4.0},
+    "absolutes": {"size": 5, "summaries": 3, "f": 1, "scores": "leverage"},
+}
+
+
+def _pruned(Q: Any, K: Any, V: Any, *own: Any, state: Any = None, form: dict[str, Any], **options: Any) -> Any:
+    given = form
+    if state is not None:  # which knows the others
+        given = {name: form[name] for name in ("f", "scale", "causal") if name in form} | {"state": state}
+    if own:
+        options["scores"] = own[0]
+    return pruned_attention(Q, K, V, **given | options)
+
+
+def of_forms(*, causal: bool) -> dict[str, Operator]:
+    """All forms of pruned attention and of token statistics attention that there are in this order."""
+    end = "" if causal else " everywhere"
+    order: dict[str, Any] = {"causal": True, "chunk": 7} if causal else {}
+    found = {}
+    for name, form in PRUNED_FORMS.items():
+        shapes = ((4, T, 5), (2, T, 5), (2, T, 3), *([(2, T)] if name == "own" else []))
+        found[f"pruned, {name}{end}"] = Operator(partial(_pruned, form=form | order), shapes, (0, 1, 2), True)
+    for name, form in TSSA_FORMS.items():
+        if form.get("causal", True) == causal:
+            found[f"tssa, {name}"] = Operator(partial(tssa, **form), ((3, T, 4), (3,)), (0,))
+    return found

@@ -105,13 +105,6 @@ def test_what_is_not_finite_stays_in_its_window_and_sequence(storage: str, softc
             np.testing.assert_allclose(Y[~spoilt], whole[~spoilt], rtol=0, atol=1e-13)
 
 
-def test_one_head_needs_no_axis() -> None:
-    q, k, V = some(30, 1, 1)
-    whole = window_attention(q, k, V, window=5)
-    np.testing.assert_array_equal(window_attention(q[0, 0], k[0, 0], V[0, 0], window=5), whole[0, 0])
-    np.testing.assert_allclose(window_attention(q, k[0, 0], V[0, 0], window=5)[0], whole[0], atol=1e-14)
-
-
 def test_wrong_arguments_are_named() -> None:
     q, k, V = some(10)
     refused: list[tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], str]] = [
