@@ -74,6 +74,7 @@ def cases(causal: bool) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
     for scale in SCALES:
         Q, K, V = logits_and_values(0, scale=scale)
         yield f"times {scale}", [Q, K, V], {}
+        yield f"far below, times {scale}", [Q, K - 200, V], {}
         yield f"packed, times {scale}", [Q, K, V], {"offsets": [0, 11, 11, 37]}
         yield f"masked, times {scale}", [Q, K, V], {"mask": np.random.default_rng(1).random(37) > 0.2}
         padded = [np.where(MASK[:, None], x, np.nan) for x in (K, V)]
@@ -226,12 +227,6 @@ def test_mixed_precisions_are_computed_in_the_widest_and_returned_as_values_are(
 # -- edges ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("T", [1, 17, 63, 65, 100])
-def test_a_partial_last_block_of_very_negative_logits(T: int) -> None:
-    Q, K, V = (x.astype(np.float32) for x in logits_and_values(26, T))
-    np.testing.assert_allclose(latte(Q, K - 200, V), latte(Q, K, V), atol=1e-5)
-
-
 @strategies.stores(*WIDE)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_spreads_to_later_rows_only(storage: str, bad: float) -> None:
@@ -267,17 +262,6 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: latte(Q, K, np.ma.asarray(V)), TypeError, "V is a masked array"),
     (lambda: latte(Q, K, "V"), TypeError, "V is of type str"),
     (lambda: latte(Q, K, [[1.0], [1.0, 2.0]]), ValueError, "V is a list that makes no array"),
-    (lambda: latte(Q, K, V, mask=np.ones(5, bool)), ValueError, r"mask has shape \(5,\); expected \(..., 6\)"),
-    (lambda: latte(Q, K, V, mask=np.ones(6)), TypeError, "mask has dtype float64; expected bool"),
-    (lambda: latte(Q, K, V, offsets=[0, 6], lengths=[6]), ValueError, "offsets and lengths were both given"),
-    (lambda: latte(Q, K, V, offsets=[0, 5]), ValueError, "ascend from 0 to T = 6"),
-    (lambda: latte(Q, K, V, offsets=[0, 4, 3, 6]), ValueError, "ascend from 0 to T = 6"),
-    (lambda: latte(Q, K, V, offsets=[]), ValueError, "ascend from 0 to T = 6"),
-    (lambda: latte(Q, K, V, offsets=[0.0, 6.0]), TypeError, "offsets is .* whole numbers"),
-    (lambda: latte(Q, K, V, lengths=[7, -1]), ValueError, "lengths is"),
-    (lambda: latte(Q, K, V, lengths=[2**62] * 4 + [6]), ValueError, "lengths is .* which sum to 18446744073709551622"),
-    (lambda: latte(Q, K, V, lengths=np.array([2**63, 6], np.uint64)), ValueError, "lengths is .* below 2"),
-    (lambda: latte(Q, K, V, lengths=6), TypeError, "lengths is 6; expected one axis of whole numbers"),
     (lambda: latte(Q, K, V, state=(0, 0, 0)), TypeError, "state is of type tuple"),
     (lambda: latte(Q[0], K[0], V[0], state=STATE), ValueError, r"state has batch \(2,\)"),
     (lambda: latte(Q, K, V, lengths=[6], state=STATE), ValueError, r"expected batch \(2, 1\)"),

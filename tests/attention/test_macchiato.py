@@ -135,17 +135,6 @@ def test_weights_sum_to_one_in_single_precision(storage: str, overlap: str, scal
     assert (np.triu(weights, 1) == 0).all()
 
 
-@over_storages
-@over_overlaps
-@over_masks
-def test_a_row_has_weight_one_or_none(storage: str, overlap: str, mask: Any) -> None:
-    arrays = some()
-    arrays[2] = np.ones((2, T, 1))
-    found = np.asarray(run(arrays, storage, window=3, overlap=overlap, mask=mask))[..., 0]
-    sees = np.ones((2, T), np.bool_) if mask is None else np.cumsum(mask, 1) > 0
-    np.testing.assert_allclose(found, sees, atol=1e-14)
-
-
 @over_overlaps
 def test_exclusive_weights_do_not_overlap(overlap: str) -> None:
     arrays = some()

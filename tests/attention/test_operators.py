@@ -258,3 +258,33 @@ def test_no_positions_and_no_items(name: str, storage: str) -> None:
         if not batch:
             for options in ({"offsets": [0]}, {"lengths": []}, {"lengths": [0, 0]}):
                 assert operator.run(*arrays, **options).shape == Y.shape
+
+
+# -- arguments -------------------------------------------------------------------------------
+
+WRONG_MASKS: list[tuple[Any, type[Exception], str]] = [
+    (np.ones(5, bool), ValueError, r"mask has shape \(5,\); expected \(..., 6\)"),
+    (np.ones(6), TypeError, "mask has dtype float64; expected bool"),
+]
+WRONG_SEQUENCES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"offsets": [0, 6], "lengths": [6]}, ValueError, "offsets and lengths were both given"),
+    ({"offsets": [0, 5]}, ValueError, "offsets is .*ascend from 0 to T = 6"),
+    ({"offsets": [0, 4, 3, 6]}, ValueError, "ascend from 0 to T = 6"),
+    ({"offsets": []}, ValueError, "ascend from 0 to T = 6"),
+    ({"offsets": [0.0, 6.0]}, TypeError, "offsets is .* whole numbers"),
+    ({"lengths": [7, -1]}, ValueError, "lengths is"),
+    ({"lengths": [2**62] * 4 + [6]}, ValueError, "lengths is .* which sum to 18446744073709551622"),
+    ({"lengths": np.array([2**63, 6], np.uint64)}, ValueError, "lengths is .* below 2"),
+    ({"lengths": 6}, TypeError, "lengths is 6; expected one axis of whole numbers"),
+]
+
+
+@pytest.mark.parametrize("name", [*LATTE, *WINDOWS, *MIXTURES, *MEMORIES, *FIRST[4:]])
+def test_wrong_masks_and_sequences_are_named(name: str) -> None:
+    arrays = ALL[name].arrays(6)
+    for mask, error, message in WRONG_MASKS:
+        with pytest.raises(error, match=message):
+            ALL[name].run(*arrays, mask=mask)
+    for options, error, message in WRONG_SEQUENCES if not name.startswith("pruned") else ():
+        with pytest.raises(error, match=message):
+            ALL[name].run(*arrays, **options)

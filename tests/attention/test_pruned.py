@@ -668,8 +668,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "chunk": ({"size": 2, "chunk": 5}, ValueError, "chunk is 5 and causal is False"),
     "chunk-none": ({"size": 2, "chunk": 0, "causal": True}, ValueError, "chunk is 0; .* at least 1"),
     "scale": ({"size": 2, "scale": math.inf}, ValueError, "scale is inf"),
-    "mask": ({"size": 2, "mask": np.ones(9, bool)}, ValueError, r"mask has shape \(9,\)"),
-    "mask-kind": ({"size": 2, "mask": np.ones(10)}, TypeError, "mask has dtype float64"),
     "query-mask": ({"size": 2, "query_mask": np.ones(9, bool)}, ValueError, r"query_mask has shape \(9,\)"),
     "query-mask-kind": ({"size": 2, "query_mask": np.ones(10)}, TypeError, "query_mask has dtype float64"),
     "query-mask-causal": (

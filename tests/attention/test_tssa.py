@@ -353,10 +353,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "decay-order": ({"decay": 0.5, "causal": False}, ValueError, "expected causal=True"),
     "c": ({"c": 0}, ValueError, "c is 0; expected a finite number above 0"),
     "step": ({"step": "1"}, TypeError, "step is '1'; expected a finite number above 0"),
-    "mask": ({"mask": np.ones(36, bool)}, ValueError, r"mask has shape \(36,\)"),
-    "mask-kind": ({"mask": np.ones(37)}, TypeError, "mask has dtype float64; expected bool"),
-    "offsets": ({"offsets": [0, 5]}, ValueError, "offsets is .0 5.; expected whole numbers"),
-    "both": ({"offsets": [0, 37], "lengths": [37]}, ValueError, "both given"),
     "state": ({"state": 3}, TypeError, "state is of type int; expected a levattn.states.TokenState"),
     "state-empty": ({"state": TokenState()}, ValueError, "state has no norms"),
     "state-tokens": (
