@@ -104,8 +104,8 @@ TSSA_EVERYWHERE: dict[str, Operator] = {
     "tssa, leverage": Operator(partial(_tssa, membership="leverage", causal=False), _TOKENS, (0, 2), side_by_side=True)
 }
 MEMORIES: dict[str, Operator] = {
-    "rg_lru": Operator(rg_lru, (*[(T, 3)] * 3, (3,)), (0, 1, 2)),
-    "causal_conv": Operator(causal_conv, ((T, 3), (3, 4), (3,)), (0,)),
+    "rg_lru": Operator(rg_lru, (*[(T, 4)] * 3, (4,)), (0, 1, 2)),
+    "causal_conv": Operator(causal_conv, ((T, 4), (4, 3), (4,)), (0,)),
 }
 
 # every form of tssa, by its options
