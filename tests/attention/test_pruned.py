@@ -69,24 +69,6 @@ def by_loops(form: str, Q: Float, K: Float, V: Float, causal: bool) -> list[Any]
     return found
 
 
-def dense(Q: Any, K: Any, V: Any, power: float | None = None, causal: bool = False, scale: Any = None) -> Any:
-    """Attention to all keys: outputs, and weights (..., H, m, n), in float64."""
-    Q, K, V = (np.asarray(X, np.float64) for X in (Q, K, V))
-    group = Q.shape[-3] // K.shape[-3]
-    K, V = np.repeat(K, group, axis=-3), np.repeat(V, group, axis=-3)
-    x = Q @ K.swapaxes(-1, -2) * (Q.shape[-1] ** -0.5 if scale is None else scale)
-    there = np.tril(np.ones(x.shape[-2:], bool)) if causal else np.ones(x.shape[-2:], bool)
-    x = np.where(there, x, -np.inf if power is None else 0.0)
-    if power is None:
-        P = np.exp(x - x.max(axis=-1, keepdims=True))
-    else:
-        top = np.abs(x).max(axis=-1, keepdims=True)
-        P = (np.abs(x) / np.where(top > 0, top, 1)) ** power
-    total = P.sum(axis=-1, keepdims=True)
-    P = P / np.where(total > 0, total, 1)
-    return P @ V, P
-
-
 def power_of(options: dict[str, Any]) -> float | None:
     f = options.get("f", "softmax")
     return None if f == "softmax" else float(getattr(f, "p", f))
@@ -114,7 +96,7 @@ def test_equals_the_loop_over_queries(form: str, causal: bool, storage: str) -> 
     np.testing.assert_allclose(as_float64(Y), expected, rtol=0, atol=ROOM["float64"])
     assert isinstance(certificate, PrunedCertificate)
     upper = as_float64(certificate.captured_upper)
-    everything, P = dense(Q, K, V, power_of(options), causal, options.get("scale"))
+    everything, P = naive_attention.dense(Q, K, V, power_of(options), causal, options.get("scale"))
     mass = captured(P, found)
     if options.get("summaries"):
         share = np.concatenate([share for _, share, *_ in found])
@@ -186,7 +168,7 @@ def test_clusters_are_those_of_k_means(kind: str) -> None:
 @pytest.mark.parametrize("f", ["softmax", 2, 3.0, 1])
 def test_a_budget_that_covers_all_keys_is_dense_attention(f: Any, causal: bool, dtype: Any) -> None:
     Q, K, V = (X.astype(dtype) for X in heads(2, 30))
-    expected, _ = dense(Q, K, V, None if f == "softmax" else f, causal)
+    expected, _ = naive_attention.dense(Q, K, V, None if f == "softmax" else f, causal)
     room = 1e-12 if dtype == np.float64 else 1e-5
     options = [{"budget": 1.0}, {"budget": 30}, {"budget": 99}, {"size": 30}, {"size": 40}, {"epsilon": -1e30}]
     options += [{"size": 28, "sinks": 2}, {"size": 3, "window": 30}, {"size": 0, "summaries": 30}]
@@ -246,7 +228,7 @@ def test_bounds_hold_for_hostile_keys(
         options |= {"causal": True, "chunk": 3, "summaries": R + 1}
     Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
     power = None if f == "softmax" else f
-    expected, P = dense(Q, K, V, power, causal)
+    expected, P = naive_attention.dense(Q, K, V, power, causal)
     assert np.all(np.isfinite(Y))
     lower, upper = certificate.captured_lower, certificate.captured_upper
     assert np.all((lower >= 0) & (lower <= 1 + 1e-12) & (upper <= 1))
@@ -416,7 +398,7 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
     options = {"size": 0, "window": 2, "mask": mask, "query_mask": asking, "return_certificate": True}
     Y, certificate = pruned_attention(Q, K, V, **options)
     near = [8, 9, 13, 14]
-    expected, _ = dense(Q[..., 11:12, :], K[..., near, :], V[..., near, :])
+    expected, _ = naive_attention.dense(Q[..., 11:12, :], K[..., near, :], V[..., near, :])
     np.testing.assert_allclose(Y[..., 11:12, :], expected, atol=1e-12)
     assert not certificate.kept.any()
 
@@ -619,7 +601,7 @@ def test_queries_that_are_all_alike(causal: bool) -> None:
     Q, K, V = heads(32)
     Q[:] = [1e5 / 3, 7e4 / 9, 1.1, 3e6 / 7, 1e-3]
     Y, certificate = pruned_attention(Q, K, V, size=4, summaries=4, causal=causal, scale=1e-6, return_certificate=True)
-    expected = dense(Q, K, V, None, causal, 1e-6)[0]
+    expected = naive_attention.dense(Q, K, V, None, causal, 1e-6)[0]
     assert np.all(np.linalg.norm(Y - expected, axis=-1) <= certificate.error_bound + 1e-12)
     # The summaries are tangent where all queries are.
     np.testing.assert_allclose(Y, expected, atol=0.2 if causal else 1e-8)
@@ -733,7 +715,7 @@ def test_causal_bounds_hold_for_values_that_grow() -> None:
     V[:, 128:] += 100
     options = {"size": 8, "summaries": 4, "causal": True, "chunk": 64}
     Y, certificate = pruned_attention(Q, K, V, return_certificate=True, **options)
-    off = np.linalg.norm(Y - dense(Q, K, V, causal=True)[0], axis=-1)
+    off = np.linalg.norm(Y - naive_attention.dense(Q, K, V, causal=True)[0], axis=-1)
     assert (off <= certificate.error_bound + 1e-9).all()
 
 
