@@ -6,7 +6,7 @@ In torch the gradients of these are followed, so that there is no backward here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import array_api_compat
@@ -27,7 +27,7 @@ def forward(x: LatentArguments) -> Any:
     xp = array_namespace(x.Q)
     one = len(x.offsets) == 2
     parts = []
-    for i, (low, high) in enumerate(_sequences(x.offsets)):
+    for i, (low, high) in enumerate(pairwise(x.offsets.tolist())):
         Q, K, V = x.Q[:, low:high, :], x.K, x.V
         mask = x.mask
         if not one:
@@ -35,7 +35,9 @@ def forward(x: LatentArguments) -> Any:
             mask = None if mask is None else mask[:, low:high]
         K, V = _masked(xp, K, V, mask)
         gate = None if x.gate is None else x.gate[:, low:high]
-        state = _nothing(xp, K, V) if x.state is None else tuple(_like(xp, part[:, i, ...], V) for part in x.state)
+        state = (
+            _nothing(xp, K, V) if x.state is None else tuple(xp.astype(part[:, i, ...], V.dtype) for part in x.state)
+        )
         if x.causal:
             Y, p = _causal(xp, Q, K, V, gate, x.ahead, state)
         else:
@@ -49,7 +51,7 @@ def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     xp = array_namespace(K)
     K, V = _masked(xp, K, V, mask)
     states = []
-    for low, high in _sequences(offsets):
+    for low, high in pairwise(offsets.tolist()):
         sums = _summed(xp, K[:, low:high, :], V[:, low:high, :])
         states.append([xp.astype(part, xp.float64) for part in sums])
     return tuple(xp.stack(list(parts), axis=1) for parts in zip(*states, strict=True))
@@ -89,14 +91,6 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
         a = xp.concat([a[:, head, :], decayed(tail, a[:, early, :])], axis=1)
         begins = xp.concat([begins[:, head, :], begins[:, tail, :] | begins[:, early, :]], axis=1)
     return h
-
-
-def _sequences(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    yield from zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-
-
-def _like(xp: Any, array: Any, like: Any) -> Any:
-    return xp.astype(array, like.dtype)
 
 
 def _masked(xp: Any, K: Any, V: Any, mask: Any) -> tuple[Any, Any]:
