@@ -151,7 +151,7 @@ def _pruned(Q: Any, K: Any, V: Any, *own: Any, state: Any = None, form: dict[str
 
 
 def of_forms(*, causal: bool) -> dict[str, Operator]:
-    """All forms of pruned attention and of token statistics attention that there are in this order."""
+    """All forms of pruned attention, and those of token statistics attention that are causal, or that are not."""
     end = "" if causal else " everywhere"
     order: dict[str, Any] = {"causal": True, "chunk": 7} if causal else {}
     found = {}
