@@ -5,6 +5,7 @@ What an operator computes is compared with its definition in the tests of its ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from operator_table import LATTE, MEMORIES, MIXTURES, PRUNED_FORMS, WINDOWS, Ope
 import levattn
 from levattn.attention import MacchiatoState, PrunedState
 from levattn.states import SoftmaxState, TokenState
+from libraries import needs_torch
 from strategies import LAYOUTS, STORAGE, as_float64
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +62,7 @@ def tolerance(name: str, storage: str) -> float:
     return TOLERANCE[family(name)] if storage.endswith("64") else SINGLE[family(name)]
 
 
-def stored(storage: str, arrays: list[Any]) -> list[Any]:
+def stored(storage: str, arrays: Iterable[Any]) -> list[Any]:
     """Arrays in a library and a format."""
     return [STORAGE[storage](x) for x in arrays]
 
@@ -228,12 +230,16 @@ def test_layouts_batch_mates_and_threads_change_no_bit(name: str, dtype: str) ->
         np.testing.assert_array_equal(operator.run(*arrays), Y)
 
 
+@pytest.mark.crossed
+@pytest.mark.parametrize("storage", ["float16", pytest.param("torch-bfloat16", marks=needs_torch)])
 @pytest.mark.parametrize("name", [name for name in ALL if name not in MEMORIES])
-def test_halves_are_computed_in_single_precision(name: str) -> None:
-    arrays = stored("float16", ALL[name].arrays(40))
+def test_halves_are_computed_in_single_precision(name: str, storage: str) -> None:
+    arrays = stored(storage, ALL[name].arrays(40))
     Y = ALL[name].run(*arrays)
-    assert Y.dtype == np.float16
-    np.testing.assert_array_equal(Y, ALL[name].run(*(x.astype(np.float32) for x in arrays)).astype(np.float16))
+    assert Y.dtype == arrays[0].dtype
+    single = stored(storage.replace("bfloat16", "float32").replace("float16", "float32"), map(as_float64, arrays))
+    rounded = as_float64(STORAGE[storage](as_float64(ALL[name].run(*single))))
+    np.testing.assert_array_equal(as_float64(Y), rounded)
 
 
 @pytest.mark.parametrize("name", [f"pruned, {form}{end}" for form in PRUNED_FORMS for end in ("", " everywhere")])
