@@ -211,6 +211,11 @@ def test_leverage_scores_of_no_more_tokens_than_channels_are_one_and_have_no_gra
     assert grad((scores * weights).sum(), W)[0].abs().max() < 1e-12
 
 
+def test_a_decay_takes_no_gradient() -> None:
+    with pytest.raises(ValueError, match="decay requires a gradient"):
+        tssa(tokens(), decay=torch.ones(3, requires_grad=True))
+
+
 def test_a_state_of_leverage_scores_takes_no_gradient() -> None:
     W = tokens(T=9)
     whole, state = tssa(W.detach(), membership="leverage", causal=False, return_state=True)
