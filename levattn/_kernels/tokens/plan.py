@@ -17,7 +17,6 @@ from levattn._kernels.tokens.simd import GAIN_BLOCK, dot_run, gather_run
 
 __all__ = [
     "DIAGONAL",
-    "KINDS",
     "NONE",
     "NORM",
     "RUN",
@@ -46,8 +45,7 @@ __all__ = [
     "write",
 ]
 
-KINDS = ("none", "norm", "diagonal")
-NONE, NORM, DIAGONAL = range(3)
+NONE, NORM, DIAGONAL = range(3)  # the places of LOGITS
 
 RUN = 8 * GAIN_BLOCK
 SPAN = 4 * RUN  # tokens of a task over all heads
