@@ -170,17 +170,25 @@ def cuts(n: int = N) -> st.SearchStrategy[list[int]]:
 
 
 @kinds
-def test_one_pass_finds_the_universal_set(kind: str) -> None:
+def test_at_any_time_the_result_is_the_universal_set_of_the_keys_so_far(kind: str) -> None:
     K = keys(kind)
     for epsilon in EPSILONS:
-        found = stream(K, epsilon, [700, 5000]).result()
-        check_set(found, exact(kind), epsilon)
-        assert np.array_equal(found.indices, levattn.universal_set(K, epsilon).indices)
-        assert np.array_equal(found.keys, K[found.indices])
+        state = StreamingUniversalSet(epsilon)
+        for n in (*range(440, N, 440), N):
+            state.update(K[state.n : n])
+            assert state.held <= 2 * D / epsilon + n % BLOCK  # that are screened, and that wait for their block
+            if n % 2200 and n < N:
+                continue
+            before, found = state.to_bytes(), state.result()
+            check_set(found, exact(kind, n), epsilon)
+            assert np.array_equal(found.indices, levattn.universal_set(K[:n], epsilon).indices)
+            assert np.array_equal(found.keys, K[found.indices])
+            assert found.n == found.present == state.n == n
+            assert state.to_bytes() == before
+            assert bits(state.result()) == bits(found)
         assert found.rank == naive.rank_exact(K)
         if kind not in ILL:
             assert slack(found) <= 1.2e-9  # the tie, and the rounding of a score and of twofold sums
-    assert (found.n, found.present) == (N, N)
 
 
 @kinds
@@ -194,16 +202,6 @@ def test_any_chunks_and_threads_give_the_same_bits(kind: str, data: st.DataObjec
         pieces = stream(keys(kind), epsilon, ends)
         assert bits(pieces.result()) == bits(whole.result())
     assert pieces.to_bytes() == whole.to_bytes()
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_long_chunks_give_the_same_bits_for_every_number_of_threads(dtype: str, threads: int) -> None:
-    K = heavy_tailed(named_rng("long"), 70_000, 12).astype(dtype)
-    with levattn.thread_limit(threads):
-        found = stream(K, 0.01, [100, 40_000])
-    assert found.to_bytes() == stream(K, 0.01).to_bytes()
-    assert np.array_equal(found.result().indices, levattn.universal_set(K, 0.01).indices)
 
 
 LONG = np.arange(18 * BLOCK + 100)[:, None]
@@ -224,6 +222,10 @@ LONG_KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
     "burst": burst,
     "one-huge-row-late": lambda rng: changed(heavy_tailed(rng, len(LONG), 3), slice(25_000, 25_001), 1e9),
     "zeros-first": lambda rng: heavy_tailed(rng, len(LONG), 3) * (LONG >= 13 * BLOCK + 7),
+    **{
+        f"long-{dtype}": lambda rng, dtype=dtype: heavy_tailed(rng, 70_000, 12).astype(dtype)
+        for dtype in ("float64", "float32")
+    },
 }
 
 
@@ -231,15 +233,16 @@ LONG_KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
 def test_runs_of_many_blocks(kind: str) -> None:
     # They are screened together, but for those after which too many keys are held.
     K = LONG_KINDS[kind](named_rng(kind))
-    heads = np.stack([K, heavy_tailed(named_rng("beside"), *K.shape)])
+    heads = np.stack([K, heavy_tailed(named_rng("neighbor"), *K.shape).astype(K.dtype)])
     for epsilon in (0.05, 0.004):
         whole = stream(K, epsilon)
         assert np.array_equal(whole.result().indices, levattn.universal_set(K, epsilon).indices)
-        for step in (1000, BLOCK, 3 * BLOCK + 1, 20_000):
+        for step, threads in ((1000, 1), (BLOCK, 2), (3 * BLOCK + 1, 3), (20_000, 1), (40_000, 3)):
             state = StreamingUniversalSet(epsilon)
-            for low in range(0, len(K), step):
-                state.update(K[low : low + step])
-                assert state.held <= 2 * 3 / epsilon + BLOCK - 1
+            with levattn.thread_limit(threads):
+                for low in range(0, len(K), step):
+                    state.update(K[low : low + step])
+                    assert state.held <= 2 * K.shape[1] / epsilon + state.n % BLOCK
             assert state.to_bytes() == whole.to_bytes()
         item = stream(heads, epsilon, [5000]).result().items[0]
         assert bits(whole.result())[0] == [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes())]
@@ -333,57 +336,12 @@ def test_an_epsilon_below_the_range_of_the_scores() -> None:
         assert bits(again.result()) == bits(state.result())
 
 
-# -- the keys that are held ---------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("step", [997, BLOCK, 5000])
-def test_no_more_keys_are_held_than_the_theorem_lets_be(kind: str, step: int) -> None:
-    for epsilon in (0.5, 0.05, 0.004):
-        state = StreamingUniversalSet(epsilon)
-        for low in range(0, N, step):
-            state.update(keys(kind)[low : low + step])
-            # at most 2d/ε that are screened, and less than one block that waits
-            assert state.held <= 2 * D / epsilon + BLOCK - 1
-
-
-def test_no_more_are_held_while_every_key_is_new() -> None:
-    # Each key is larger than all before it, and has a large score when it comes.
-    d, epsilon = 8, 0.1
-    state = StreamingUniversalSet(epsilon)
-    for block in range(30):
-        K = np.eye(d)[np.arange(BLOCK) % d] * 1.01 ** np.arange(block * BLOCK, (block + 1) * BLOCK)[:, None]
-        state.update(K)
-        assert state.held <= 2 * d / epsilon
-    assert state.result().indices.size > 0
-
-
 def test_no_more_are_held_after_merges() -> None:
     epsilon, d = 0.1, 3
     state = StreamingUniversalSet(epsilon)
     for seed in range(60):
         state.merge(stream(heavy_tailed(np.random.default_rng(seed), 400, d), epsilon))
         assert state.held <= 2 * d / epsilon
-
-
-# -- at any time --------------------------------------------------------------------------------
-
-
-@kinds
-def test_the_result_is_that_of_the_keys_so_far(kind: str) -> None:
-    K, epsilon = keys(kind), 0.05
-    state = StreamingUniversalSet(epsilon)
-    for low in range(0, N, 2200):
-        state.update(K[low : low + 2200])
-        before = state.to_bytes()
-        found = state.result()
-        n = min(low + 2200, N)
-        assert np.array_equal(found.indices, levattn.universal_set(K[:n], epsilon).indices)
-        check_set(found, exact(kind, n), epsilon)
-        assert found.n == state.n == n
-        assert state.to_bytes() == before
-        assert bits(state.result()) == bits(found)
-    assert bits(found) == bits(stream(K, epsilon).result())
 
 
 # -- merges -------------------------------------------------------------------------------------
@@ -609,9 +567,6 @@ def test_every_memory_layout_gives_the_same_bits(layout: str, dtype: str) -> Non
 
 
 QUADRATIC = (levattn.Huber(1.0), levattn.Tukey(2.0), levattn.L1L2(), levattn.Fair(), 1, 0.5, Cauchy())
-quadratic = pytest.mark.parametrize(
-    "f", QUADRATIC, ids=lambda f: type(f).__name__ + (str(f)[-4:] if "0x" not in str(f) else "")
-)
 
 
 def evaluated(f: Any, Q: Float, K: Float) -> Float:
@@ -656,17 +611,6 @@ def test_even_powers_are_the_leverage_scores_of_the_lift(
     assert state.held <= 2 * state.result().rank / epsilon + BLOCK - 1
 
 
-@pytest.mark.parametrize(("p", "d"), [(4, 2), (4, 3), (6, 2)])
-def test_even_powers_hold_every_key_that_can_be_heavy(p: int, d: int) -> None:
-    K = heavy_tailed(named_rng("sensitive"), 60, d)
-    sigma = levattn.exact_sensitivities(K, p).lower
-    for epsilon in (0.7, 0.3, 0.05):
-        found = stream(K, epsilon, [10], f=p).result()
-        assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
-        assert np.all(found.scores >= sigma[found.indices] * (1 - 1e-8))
-    assert_holds_all(found, evaluated(p, worst_queries(named_rng("lifted"), K), K), epsilon)
-
-
 @pytest.mark.parametrize("p", [4, 6])
 @pytest.mark.parametrize("scale", [1e200, 1e100, 1e-100, 1e-200])
 def test_even_powers_of_very_large_and_very_small_keys(scale: float, p: int) -> None:
@@ -693,16 +637,16 @@ def test_even_powers_of_ill_conditioned_keys(small: float) -> None:
     assert 7 in found.indices or found.guarantee not in ("exact", "superset")
 
 
-@quadratic
-def test_functions_of_quadratic_growth_hold_every_key_that_can_be_heavy(f: Any) -> None:
-    K = heavy_tailed(named_rng("quadratic"), 16, 2)
+@pytest.mark.parametrize(("f", "n", "d"), [(4, 60, 2), (4, 60, 3), (6, 60, 2), *((f, 16, 2) for f in QUADRATIC)])
+def test_every_key_that_can_be_heavy_is_held(f: Any, n: int, d: int) -> None:
+    K = heavy_tailed(named_rng("sensitive"), n, d)
     sigma = naive.largest_scores(K, f) if callable(f) else levattn.exact_sensitivities(K, f).lower
     A = evaluated(f, worst_queries(named_rng("small"), K), K)
     for epsilon in (0.7, 0.3, 1 / 16):
         found = stream(K, epsilon, [5], f=f).result()
         assert found.guarantee == "superset"
         assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
-        assert np.all(found.scores >= sigma[found.indices] * (1 - TIE))
+        assert np.all(found.scores >= sigma[found.indices] * (1 - (1e-8 if f in (4, 6) else TIE)))
         assert_holds_all(found, A, epsilon)
 
 
