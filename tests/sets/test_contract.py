@@ -256,14 +256,15 @@ KINDS: dict[str, Callable[[Float, Any], Float]] = {
 }
 
 
+@st.composite
+def keys_of_all_kinds(draw: st.DrawFn) -> Float:
+    return KINDS[draw(st.sampled_from([*KINDS]))](draw(keys()), draw)
+
+
 @contract
-@pytest.mark.parametrize("kind", KINDS)
-@SETTINGS
-@given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds(), data=st.data())
-def test_scores_and_sets_are_the_exact_ones(
-    impl: Implementation, kind: str, K: Float, epsilon: float, seed: int, data: st.DataObject
-) -> None:
-    K = KINDS[kind](K, data.draw)
+@strategies.examples(48)
+@given(K=keys_of_all_kinds(), epsilon=strategies.epsilons(), seed=strategies.seeds())
+def test_scores_and_sets_are_the_exact_ones(impl: Implementation, K: Float, epsilon: float, seed: int) -> None:
     exact, rank = naive.leverage_exact(K), naive.rank_exact(K)
     scores = impl.scores(K)
     impl.close(scores, exact)
@@ -328,15 +329,14 @@ def _queries(K: Float, seed: int) -> Float:
 
 
 @contract
-@pytest.mark.parametrize("whole", [False, True])  # whether the set is that of all keys
-@SETTINGS
-@given(K=keys(), epsilon=strategies.epsilons(), seed=strategies.seeds())
+@strategies.examples(16)
+@given(K=keys(), whole=st.booleans(), epsilon=strategies.epsilons(), seed=strategies.seeds())
 def test_heavy_attention_is_that_of_the_definition(
-    impl: Implementation, whole: bool, K: Float, epsilon: float, seed: int
+    impl: Implementation, K: Float, whole: bool, epsilon: float, seed: int
 ) -> None:
     Q = _queries(K, seed)
     V = np.random.default_rng(seed + 1).integers(-9, 10, (K.shape[0], 4)).astype(np.float64)
-    heavy = impl.heavy(Q, K, epsilon, size=len(K) if whole else None)
+    heavy = impl.heavy(Q, K, epsilon, size=len(K) if whole else None)  # a set of all keys, or those of ε
     dense, selected = naive.attention(Q, K), as_bool(heavy.universal.mask)
     entries = heavy.entries.tocsr()
     assert entries.shape == dense.shape
@@ -391,12 +391,14 @@ def test_row_norms_do_not_pass(impl: Implementation) -> None:
 # -- property 30: centering, a ridge and a mask -------------------------------------------
 
 
+OPTIONS: list[dict[str, Any]] = [{}, {"center": True}, {"ridge": 1e-3}, {"ridge": 0.1}, {"ridge": 2.0}]
+
+
 @contract
-@pytest.mark.parametrize("options", [{}, {"center": True}, {"ridge": 1e-3}, {"ridge": 2.0}], ids=str)
-@SETTINGS
-@given(K=keys(), masked=st.booleans(), seed=strategies.seeds())
+@strategies.examples(32)
+@given(K=keys(), options=st.sampled_from(OPTIONS), masked=st.booleans(), seed=strategies.seeds())
 def test_options_and_masked_keys(
-    impl: Implementation, options: dict[str, Any], K: Float, masked: bool, seed: int
+    impl: Implementation, K: Float, options: dict[str, Any], masked: bool, seed: int
 ) -> None:
     mask = np.random.default_rng(seed).random(K.shape[0]) < 0.6 if masked else np.ones(K.shape[0], bool)
     expected = naive.leverage_exact(K, mask=mask, **options)
