@@ -199,10 +199,6 @@ def _dimensions(factor: Factor) -> int:
     return int(np.count_nonzero(np.any(factor.whitening[0] != 0, axis=0)))
 
 
-def _is_compensated(factor: Factor) -> bool:
-    return factor.arithmetic[0] == "compensated"
-
-
 def near_duplicates(
     K: Any,
     /,
@@ -369,7 +365,7 @@ def _directions(factor: Factor) -> _Directions:
         unit[part] = X * (1 / np.sqrt(np.where(squares > 0, squares, 1.0)))[:, None]
 
     # precise products are on the thread pool themselves
-    parallel_for(body, -(-n // _CHUNK), threads=1 if _is_compensated(factor) else None)
+    parallel_for(body, -(-n // _CHUNK), threads=1 if factor.arithmetic[0] == "compensated" else None)
     rows = np.flatnonzero(live)
     return _Directions(unit if len(rows) == n else unit[rows], factor, rows)
 
