@@ -7,13 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levattn._core.arrays import (
-    Matrices,
-    as_mask,
-    as_matrices,
-    to_device,
-    to_numpy,
-)
+from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.types import Float64
 from levattn._kernels import Rows
@@ -218,8 +212,8 @@ def sensitivities(
     -----
     Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift" with
     D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block"; O(n (n' + 256) d) for "ball", where n' keys are undecided after a
-    pass over groups of keys (n' is taken as 0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds
-    are raised by the estimated rounding error.
+    pass over groups of keys (0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds are raised by
+    the estimated rounding error.
 
     References
     ----------
