@@ -72,22 +72,14 @@ class Sensitivities:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Certified bounds before they go back to the caller.
+    """Certified bounds before they go back to the caller."""
 
-    upper: (b, n).
-    names: of the certificates.
-    total_bound: (b,) what theory bounds the sums of the sensitivities by.
-    factor: of the keys.
-    leverage: (b, n) leverage scores of the keys, raised by their error.
-    lift: the factor of the lifted keys, where it was made and holds all their directions.
-    """
-
-    upper: Float64
-    names: tuple[str, ...]
-    total_bound: Float64
-    factor: Factor
-    leverage: Float64
-    lift: Factor | None
+    upper: Float64  # (b, n)
+    names: tuple[str, ...]  # of the certificates
+    total_bound: Float64  # (b,) what theory bounds the sums of the sensitivities by
+    factor: Factor  # of the keys
+    leverage: Float64  # (b, n) leverage scores of the keys, raised by their error
+    lift: Factor | None  # of the lifted keys, where it was made and holds all their directions
 
 
 def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: Any = None) -> Any:

@@ -49,31 +49,22 @@ Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
 
 @dataclass(frozen=True)
 class Reference:
-    """Factors by which keys are judged.
+    """Factors by which keys are judged."""
 
-    factor: of all keys so far.
-    groups: factors of the groups of keys, where there are such.
-    raised: (b,) by what factor a score may be larger than it is found, as keys were computed; infinite where rounding
-        leaves directions that cannot be told apart.
-    """
-
-    factor: Factor
-    groups: tuple[Factor, ...] = ()
+    factor: Factor  # of all keys so far
+    groups: tuple[Factor, ...] = ()  # of the groups of keys, where there are such
+    # (b,) by what factor a score may be larger than it is found, as keys were computed; infinite where rounding leaves
+    # directions that cannot be told apart
     raised: Float64 | None = None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The bounds of some keys of one matrix.
+    """The bounds of some keys of one matrix."""
 
-    upper: (k,) the bounds.
-    kept: which of them may be at least ε; doubt counts as that.
-    counted: whether one of them may have a smaller score, as it was bounded or is too close to ε.
-    """
-
-    upper: Float64
-    kept: Flags
-    counted: bool
+    upper: Float64  # (k,)
+    kept: Flags  # which of them may be at least ε; doubt counts as that
+    counted: bool  # whether one of them may have a smaller score, as it was bounded or is too close to ε
 
 
 class RunningSquares:

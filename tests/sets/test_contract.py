@@ -288,14 +288,18 @@ def test_scores_and_sets_are_the_exact_ones(impl: Implementation, K: Float, epsi
 # -- property 5: ties -----------------------------------------------------------------
 
 
+TURN = np.array([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+
+
 @contract
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 7, 10, 20])
-def test_identity_blocks_tie_at_one_over_m_and_are_in(impl: Implementation, m: int) -> None:
-    K = strategies.identity_blocks(8, m)
-    found = impl.universal(K, 1 / m)
-    impl.close(found.scores, np.full(8 * m, 1 / m))
-    assert np.all(found.mask)
-    assert not np.any(impl.universal(K, min(1.0, 1.001 / m)).mask) or m == 1
+@pytest.mark.parametrize("basis", [np.eye(1), np.eye(3), np.eye(8), 3 * TURN], ids=["1", "3", "8", "turned"])
+def test_identity_blocks_tie_at_one_over_m_and_are_in(impl: Implementation, basis: Float) -> None:
+    for m in (1, 2, 3, 5, 6, 7, 10, 11, 13, 20, 41, 49, 100):
+        K = strategies.identity_blocks(len(basis), m) @ basis
+        found = impl.universal(K, 1 / m)
+        impl.close(found.scores, np.full(len(K), 1 / m))
+        assert np.all(found.mask), m
+        assert m == 1 or not np.any(impl.universal(K, min(1.0, 1.001 / m)).mask), m
 
 
 @contract

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from levattn.exceptions import KeyFileError, NonFiniteError
-from strategies import CASES, STORAGE, as_bool, as_float64, examples, stored_case, stores
+from strategies import STORAGE, as_bool, as_float64, examples, stores
 
 N = 6500  # three blocks of 2048 rows, and a part of one
 EPSILON = 0.01
@@ -65,15 +65,12 @@ class Chunks:
 
     def __init__(self, K: Any, sizes: Sequence[int] = (700,)) -> None:
         self.K, self.sizes = K, sizes
-        self.read: list[int] = []  # rows of each reading
 
     def __iter__(self) -> Iterator[Any]:
-        self.read.append(0)
         at, n = 0, self.K.shape[-2]
         sizes = itertools.cycle(self.sizes) if any(self.sizes) else iter((*self.sizes, n))
         while at < n or not at:
             stop = min(at + next(sizes), n)
-            self.read[-1] += stop - at
             yield self.K[..., at:stop, :]
             at = stop
             if not n:
@@ -133,17 +130,6 @@ def assert_agrees(found: levattn.UniversalSet, expected: levattn.UniversalSet) -
 
 
 # -- the same set as of keys in memory ---------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_named_cases(name: str) -> None:
-    for storage in HALF:
-        stored = stored_case(name, storage)
-        if stored is None:
-            continue
-        K = stored[0]
-        for asked in (0.1, min(5, len(K))):
-            assert_like(find(Chunks(K, (7, 30)), asked), find(K, asked))
 
 
 @stores(*HALF)
