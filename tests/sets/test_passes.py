@@ -418,6 +418,22 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 # -- checkpoints -------------------------------------------------------------------------
 
 
+BEGIN_ANEW = r"checkpoint.*Name another file, or remove it to begin anew"
+in_each_pass = pytest.mark.parametrize("rows", [3000, 10_000])  # of the first and of the second pass
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+def left_at(path: Path, K: Any, rows: int) -> bytes:
+    """Leave the checkpoint of a run that was killed after so many rows."""
+    with pytest.raises(KilledError):
+        find(Chunks(K), EPSILON, checkpoint=path, checkpoint_rows=700, progress=after(rows))
+    return path.read_bytes()
+
+
 CHECKPOINTED = [
     *itertools.product(["heavy-tailed"], HALF, [EPSILON, 30]),
     *itertools.product(["conditioned-1e8", "deficient", "growing", "late-direction"], ["float64"], [EPSILON]),
@@ -425,13 +441,10 @@ CHECKPOINTED = [
 
 
 @pytest.mark.parametrize(("kind", "storage", "asked"), CHECKPOINTED)
-def test_a_run_that_is_killed_goes_on_to_the_same_result(
-    tmp_path: Path, kind: str, storage: str, asked: float
-) -> None:
+def test_a_run_that_is_killed_goes_on_to_the_same_result(path: Path, kind: str, storage: str, asked: float) -> None:
     rng = np.random.default_rng(5)
     K = keys_of(kind, storage)
     expected = find(Chunks(K), asked)
-    path = tmp_path / "checkpoint"
     for _ in range(3):
         kills, found = 0, None
         while found is None:
@@ -443,125 +456,83 @@ def test_a_run_that_is_killed_goes_on_to_the_same_result(
                 kills += 1
         assert_same(found, expected)
         assert kills >= 2
-        assert [*tmp_path.iterdir()] == []
+        assert [*path.parent.iterdir()] == []
 
 
 @pytest.mark.parametrize("moment", [100, 700, 2100, 6499, 6500, 6501, 7000, 9000, 12_900, 13_000])
-def test_rows_that_are_done_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    source, path = levattn.open_keys(saved(tmp_path, K0), chunk_rows=100), tmp_path / "checkpoint"
-    expected = levattn.universal_set(source, EPSILON)
+def test_rows_that_are_done_are_not_read_again(path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    source = levattn.open_keys(saved(path.parent, K0), chunk_rows=100)
+    expected = find(source, EPSILON)
     with pytest.raises(KilledError):
-        levattn.universal_set(source, EPSILON, checkpoint=path, checkpoint_rows=100, progress=after(moment))
-    read = 0
-    original = levattn.KeySource.__iter__
+        find(source, EPSILON, checkpoint=path, checkpoint_rows=100, progress=after(moment))
+    read, original = [], levattn.KeySource.__iter__
 
     def counting(self: levattn.KeySource) -> Iterator[Any]:
-        nonlocal read
         for chunk in original(self):
-            read += chunk.shape[-2]
+            read.append(chunk.shape[-2])
             yield chunk
 
     monkeypatch.setattr(levattn.KeySource, "__iter__", counting)
     calls: list[tuple[int, int | None]] = []
-    assert_same(
-        levattn.universal_set(source, EPSILON, checkpoint=path, progress=lambda *call: calls.append(call)), expected
-    )
+    assert_same(find(source, EPSILON, checkpoint=path, progress=lambda *call: calls.append(call)), expected)
     assert calls[0] == (-(-moment // 100) * 100, 2 * N)
     assert calls[-1] == (2 * N, 2 * N)
-    assert read <= 2 * N - moment // 100 * 100 + 300  # the rows left, and the first ones, to know the keys again
+    assert sum(read) <= 2 * N - moment // 100 * 100 + 300  # those left, and the first ones, to know the keys again
 
 
-def left_at(path: Path, K: Any, rows: int) -> None:
-    """Leave the checkpoint of a run that was killed after so many rows."""
-    with pytest.raises(KilledError):
-        levattn.universal_set(Chunks(K), EPSILON, checkpoint=path, checkpoint_rows=700, progress=after(rows))
-    assert path.exists()
-
-
-def test_half_written_checkpoints_are_removed(tmp_path: Path) -> None:
+def test_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "check[point]*"
     half, others = tmp_path / ".check[point]*.0123456789ab.tmp", [".checkpa.0123456789ab.tmp", ".check[point]*.tmp"]
     for name in (half.name, *others):
         (tmp_path / name).touch()
-    levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1000)
+    there: list[bool] = []
+    options = {"checkpoint_rows": 2000, "progress": lambda *_: there.append(path.exists())}
+    find(Chunks(K0), EPSILON, checkpoint=str(path), **options)
+    assert there == [False] * 3 + [True] * (len(there) - 3)  # 2100 rows are three chunks; the first call says 0 rows
+    find(Chunks(K0), EPSILON, checkpoint=path)  # too few rows for one
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(others)
 
 
-def test_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    there: list[bool] = []
-    levattn.universal_set(
-        Chunks(K0),
-        EPSILON,
-        checkpoint=str(path),
-        checkpoint_rows=2000,
-        progress=lambda *_: there.append(path.exists()),
-    )
-    assert there == [False] * 3 + [True] * (len(there) - 3)  # 2100 rows are three chunks; the first call says 0 rows
-    assert not path.exists()
-    levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path)  # too few rows for one
-    assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize("rows", [3000, 10_000])  # of the first and of the second pass
-def test_checkpoints_of_another_run_are_refused(tmp_path: Path, rows: int) -> None:
-    path = tmp_path / "checkpoint"
-    left_at(path, K0, rows)
-    before = path.read_bytes()
+@in_each_pass
+def test_checkpoints_of_another_run_are_refused(path: Path, rows: int) -> None:
+    before = left_at(path, K0, rows)
     changed = K0.copy()
     changed[5] *= 1.5
-    float16 = (K0 / 16).astype(np.float16)
-    for K, options in (
-        (K0, {"asked": 0.02}),
-        (K0, {"asked": 5}),
-        (K0, {"method": "gram"}),
-        (changed, {}),
-        (K0[1:], {}),
-        (K0[:, :4], {}),
-        (K0[None], {}),
-        (K0.astype(np.float32), {}),
-        (float16, {}),
-    ):
-        with pytest.raises(ValueError, match=r"checkpoint.*Name another file, or remove it to begin anew"):
+    other_keys = (changed, K0[1:], K0[:, :4], K0[None], K0.astype(np.float32), (K0 / 16).astype(np.float16))
+    other_options: tuple[dict[str, Any], ...] = ({"asked": 0.02}, {"asked": 5}, {"method": "gram"})
+    for K, options in (*((K, {}) for K in other_keys), *((K0, options) for options in other_options)):
+        with pytest.raises(ValueError, match=BEGIN_ANEW):
             find(Chunks(K), checkpoint=path, **({"asked": EPSILON} | options))
         assert path.read_bytes() == before
-    short = levattn.open_keys(saved(tmp_path, K0[:2000]))
-    with pytest.raises(ValueError, match="of other keys than K, or K has changed"):
-        levattn.universal_set(short, EPSILON, checkpoint=path)
-    long = levattn.open_keys(saved(tmp_path, np.concatenate([K0, K0])))
-    if rows > N:
+    for K in (K0[:2000], np.concatenate([K0, K0])) if rows > N else (K0[:2000],):
         with pytest.raises(ValueError, match="of other keys than K, or K has changed"):
-            levattn.universal_set(long, EPSILON, checkpoint=path)
-    expected = levattn.universal_set(Chunks(K0), EPSILON)
-    assert_same(levattn.universal_set(Chunks(K0, (50,)), EPSILON, checkpoint=path), expected)
+            find(levattn.open_keys(saved(path.parent, K)), EPSILON, checkpoint=path)
+    assert_same(find(Chunks(K0, (50,)), EPSILON, checkpoint=path), find(Chunks(K0), EPSILON))
 
 
 @pytest.mark.parametrize("rows", [10_000, 40_000])
-def test_keys_that_change_between_the_runs_are_refused(tmp_path: Path, rows: int) -> None:
-    path = tmp_path / "checkpoint"
+def test_keys_that_change_between_the_runs_are_refused(path: Path, rows: int) -> None:
     changed = np.concatenate([K0] * 4)
     left_at(path, changed, rows)
     changed[300:] *= 2  # the first rows are as they were
     with pytest.raises(ValueError, match="other keys, or in another order"):
-        levattn.universal_set(Chunks(changed), EPSILON, checkpoint=path)
+        find(Chunks(changed), EPSILON, checkpoint=path)
 
 
 @pytest.mark.skipif("bfloat16" not in STORAGE, reason="no package for bfloat16")
-@pytest.mark.parametrize("rows", [3000, 10_000])
-def test_the_same_bytes_of_another_format_are_refused(tmp_path: Path, rows: int) -> None:
+@in_each_pass
+def test_the_same_bytes_of_another_format_are_refused(path: Path, rows: int) -> None:
     import ml_dtypes
 
     K = STORAGE["float16"](np.random.default_rng(0).standard_normal((N, 8)))
-    left_at(tmp_path / "checkpoint", K, rows)
-    with pytest.raises(ValueError, match="remove it to begin anew"):
-        levattn.universal_set(Chunks(K.view(ml_dtypes.bfloat16)), EPSILON, checkpoint=tmp_path / "checkpoint")
+    left_at(path, K, rows)
+    with pytest.raises(ValueError, match=BEGIN_ANEW):
+        find(Chunks(K.view(ml_dtypes.bfloat16)), EPSILON, checkpoint=path)
 
 
-@pytest.mark.parametrize("rows", [3000, 10_000])
-def test_damaged_checkpoints_are_refused(tmp_path: Path, rows: int) -> None:
-    path = tmp_path / "checkpoint"
-    left_at(path, K0, rows)
-    data = path.read_bytes()
+@in_each_pass
+def test_damaged_checkpoints_are_refused(path: Path, rows: int) -> None:
+    data = left_at(path, K0, rows)
     rng = np.random.default_rng(6)
     damaged = [b"", b"\0" * 100, data[:7], data[:100], data[:-1], data + b"\0", b"PK\x03\x04" + data]
     places = (*range(0, 64, 5), *rng.integers(0, len(data), 30).tolist())
@@ -569,38 +540,35 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, rows: int) -> None:
     damaged.append(levattn.StreamingUniversalSet(EPSILON).update(K0).to_bytes())
     for content in damaged:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"checkpoint.*Name another file, or remove it to begin anew"):
-            levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path)
+        with pytest.raises(ValueError, match=BEGIN_ANEW):
+            find(Chunks(K0), EPSILON, checkpoint=path)
         assert path.read_bytes() == content
     path.write_bytes(data)
-    expected = levattn.universal_set(Chunks(K0), EPSILON)
-    assert_same(levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path), expected)
+    assert_same(find(Chunks(K0), EPSILON, checkpoint=path), find(Chunks(K0), EPSILON))
 
 
-def test_damaged_keys_are_not_blamed_on_the_checkpoint(tmp_path: Path) -> None:
-    keys, path = saved(tmp_path, K0), tmp_path / "checkpoint"
+def test_damaged_keys_are_not_blamed_on_the_checkpoint(path: Path) -> None:
+    keys = saved(path.parent, K0)
     source = levattn.open_keys(keys)
     left_at(path, K0, 3000)
     keys.write_bytes(keys.read_bytes()[:-5])
     with pytest.raises(KeyFileError, match=r"keys\.npy"):
-        levattn.universal_set(source, EPSILON, checkpoint=path)
+        find(source, EPSILON, checkpoint=path)
 
 
-def test_a_checkpoint_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="nowhere"):
-        levattn.universal_set(Chunks(K0), EPSILON, checkpoint=tmp_path / "nowhere" / "a", checkpoint_rows=1)
-    path = tmp_path / "checkpoint"
-    left_at(path, K0, 3000)
-    before = path.read_bytes()
+        find(Chunks(K0), EPSILON, checkpoint=path.parent / "nowhere" / "a", checkpoint_rows=1)
+    before = left_at(path, K0, 3000)
 
     def full(_: int) -> None:
         raise OSError("the disk is full")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="full"):
-        levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
+        find(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
     assert path.read_bytes() == before
-    assert [*tmp_path.iterdir()] == [path]
+    assert [*path.parent.iterdir()] == [path]
 
 
 # -- kill -9 -----------------------------------------------------------------------------

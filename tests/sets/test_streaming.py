@@ -635,17 +635,14 @@ def test_every_key_that_can_be_heavy_is_held(f: Any, n: int, d: int) -> None:
         assert_holds_all(found, A, epsilon)
 
 
-def test_keys_of_zeros_are_held_or_refused_where_f_of_zero_is_positive() -> None:
+def test_functions_that_are_positive_at_zero_are_refused() -> None:
+    # A key of zeros has a score then, and none of another function
     K = heavy_tailed(named_rng("floor"), 9, 2)
     K[5] = 0
     assert 5 not in stream(K, 0.1, f=levattn.Huber()).result().indices
     assert evaluated(Floor(), np.zeros((1, 2)), K)[0, 5] == 1 / 9
-    try:
-        found = stream(K, 0.1, f=Floor()).result()
-    except ValueError as error:
-        check_error(error, r"\bf\b", "0")
-    else:
-        assert 5 in found.indices
+    with pytest.raises(ValueError, match="at 0; expected 0 there"):
+        stream(K, 0.1, f=Floor())
 
 
 @pytest.mark.parametrize(
@@ -708,9 +705,8 @@ def test_block_bounds_keep_few_keys_in_random_order() -> None:
 
 @pytest.mark.parametrize("f", [3, 2.5, levattn.Power(5), levattn.Softmax(1.0)])
 def test_functions_whose_bounds_may_rise_are_refused(f: Any) -> None:
-    with pytest.raises(ValueError, match=r"\bf\b") as caught:
+    with pytest.raises(ValueError, match=r"^f is .*even power.*growth.*universal_set"):
         StreamingUniversalSet(0.1, f=f)
-    check_error(caught.value, "even power", "growth", "universal_set")
 
 
 # -- what a set says of itself ---------------------------------------------------------------------
@@ -728,9 +724,8 @@ def test_figures_of_a_set() -> None:
     batch = stream(np.stack([K, K * 0]), 0.05).result()
     assert np.array_equal(batch.is_vacuous, [False, False])
     assert np.array_equal(batch.size_bound, [80, 0])
-    with pytest.raises(ValueError, match="batch") as caught:
+    with pytest.raises(ValueError, match=r"batch \(2,\).*items"):
         _ = batch.indices
-    check_error(caught.value, r"\(2,\)", "items")
     other = stream(K, 0.05, f=levattn.Huber(2.0)).result()
     assert (other.f, other.certificate) == (levattn.Huber(2.0), ("block",))
 
@@ -750,21 +745,18 @@ def test_normalizers_and_witnesses_come_from_the_factor() -> None:
 
 def test_row_start_of_other_kinds() -> None:
     for value in (1.0, "0", True, np.float64(3)):
-        with pytest.raises(TypeError, match="row_start") as caught:
+        with pytest.raises(TypeError, match=r"row_start.*whole number"):
             StreamingUniversalSet(0.1, row_start=value)  # type: ignore[arg-type]
-        check_error(caught.value, "whole number")
     for value in (-1, 2**63, 2**63 - 5, 10**30):  # rows after these have no number in 64 bits
-        with pytest.raises(ValueError, match="row_start") as caught:
+        with pytest.raises(ValueError, match=r"row_start.*expected|expected.*row_start"):
             StreamingUniversalSet(0.1, row_start=value).update(GOOD)
-        check_error(caught.value, "expected")
 
 
 @pytest.mark.skipif(not LONG_DOUBLE, reason="long double is double")
 def test_payload_that_could_not_be_saved_is_refused() -> None:
     for dtype in (np.longdouble, np.clongdouble, "U3", "M8[s]"):
-        with pytest.raises(TypeError, match="payload") as caught:
+        with pytest.raises(TypeError, match=r"payload.*expected"):
             stream(GOOD, 0.1, payload=np.zeros(12, dtype))
-        check_error(caught.value, "expected")
 
 
 def placed(start: int, K: Any = GOOD, **options: Any) -> StreamingUniversalSet:
@@ -800,9 +792,8 @@ def test_a_bad_merge_leaves_both_states_as_they_were(name: str) -> None:
 
 def test_rows_with_and_without_numbers_do_not_mix() -> None:
     state, other = stream(GOOD, 0.1), placed(100)
-    with pytest.raises(ValueError, match="row_start") as caught:
+    with pytest.raises(ValueError, match=r"other .*row_start.*both or neither"):
         state.merge(other)
-    check_error(caught.value, "other", "both or neither")
     assert StreamingUniversalSet(0.1).merge(other).result().n == 12  # no rows, no numbers
 
 
