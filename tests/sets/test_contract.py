@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import levattn
 import naive
@@ -31,23 +31,6 @@ SETTINGS = strategies.examples(8)
 
 
 # -- the table -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """What `universal_set` found for one matrix, in numpy."""
-
-    mask: NDArray[np.bool_]
-    scores: Float
-    rank: int
-    epsilon: float
-    size_bound: float
-    is_vacuous: bool
-    guarantee: str
-
-    @property
-    def size(self) -> int:
-        return int(np.count_nonzero(self.mask))
 
 
 @dataclass(frozen=True)
@@ -86,20 +69,14 @@ class Implementation:
             scores = levattn.leverage_scores(self.convert(self._stack(K)), method=self.method, **options)
         return np.asarray(self._item(as_float64(scores)))
 
-    def universal(self, K: Float, *args: Any, **options: Any) -> Found:
+    def universal(self, K: Float, *args: Any, **options: Any) -> SimpleNamespace:
+        """What `universal_set` found for one matrix, in numpy."""
         with self._limit():
             found = levattn.universal_set(self.convert(self._stack(K)), *args, method=self.method, **options)
-        # By size, every matrix of a batch certifies an ε of its own.
-        epsilon = np.asarray(found.epsilon)
-        return Found(
-            mask=self._item(as_bool(found.mask)),
-            scores=self._item(as_float64(found.scores)),
-            rank=int(self._item(np.asarray(found.rank))),
-            epsilon=float(epsilon[1] if epsilon.ndim else epsilon),
-            size_bound=float(self._item(np.asarray(found.size_bound))),
-            is_vacuous=bool(self._item(np.asarray(found.is_vacuous))),
-            guarantee=found.guarantee,
-        )
+        arrays = {"mask": self._item(as_bool(found.mask)), "scores": self._item(as_float64(found.scores))}
+        figures = {name: np.asarray(getattr(found, name)) for name in ("rank", "epsilon", "size_bound", "is_vacuous")}
+        one = {name: (self._item(each) if each.ndim else each).item() for name, each in figures.items()}
+        return SimpleNamespace(**arrays, **one, size=np.count_nonzero(arrays["mask"]), guarantee=found.guarantee)
 
     def heavy(self, Q: Float, K: Float, epsilon: float, *, size: int | None = None) -> Any:
         """Attention of one pair over the set by the method, of this size if it is given."""
