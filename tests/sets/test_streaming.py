@@ -138,8 +138,8 @@ def stream(
 def bits(found: StreamedSet) -> tuple[Any, ...]:
     """All that a set says, to the last bit."""
     items = [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes()) for item in found.items]
-    beside = [None if item.payload is None else item.payload.tobytes() for item in found.items]
-    return items, beside, found.guarantee, np.asarray(found.rank).tolist(), found.n, found.present.tolist()
+    payloads = [None if item.payload is None else item.payload.tobytes() for item in found.items]
+    return items, payloads, found.guarantee, np.asarray(found.rank).tolist(), found.n, found.present.tolist()
 
 
 def slack(found: StreamedSet) -> float:
