@@ -114,10 +114,7 @@ def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
 
 
 def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
-    """Return the factor with scores computed from so many random combinations of the whitened columns.
-
-    `limit` is that of `_in_single`.
-    """
+    """Return the factor with scores from random combinations of the whitened columns; `limit` as in `_in_single`."""
     family = GaussianJL(columns)
     directions = family.columns(seed, 0, factor.whitening.shape[-1]).T * family.scale
     return _in_single(replace(factor, projection=factor.whitening @ directions), limit)
@@ -125,14 +122,10 @@ def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ER
 
 @dataclass(frozen=True)
 class Screened:
-    """Upper bounds of leverage scores from a sketch.
+    """Upper bounds of leverage scores from a sketch."""
 
-    upper: (b, n).
-    factor: of the keys where `exact`, else of the sketch.
-    """
-
-    upper: Float64
-    factor: Factor
+    upper: Float64  # (b, n)
+    factor: Factor  # of the keys where `exact`, else of the sketch
     exact: bool
 
 
