@@ -387,8 +387,7 @@ def judge_decoding(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
         yield from promises.normalizers_hold(prefix, found.normalizers, found.error)
         if not ((found.scores >= 0) & (found.scores <= 1 + promises.TIE)).all():
             yield Breach("score outside [0, 1]", "0 to 1", str(found.scores[:5]))
-        if not ((found.captured_mass >= 0) & (found.captured_mass <= 1)).all():
-            yield Breach("captured mass", "0 to 1", str(found.captured_mass))
+        yield from promises.captured_holds(prefix, found.captured_mass, case.epsilon, found.error)
 
 
 def by_countsketch(Q, K, epsilon, seed):
