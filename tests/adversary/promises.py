@@ -196,8 +196,9 @@ def captured_holds(truth: Truth, mass: Any, epsilon: float, error: Any) -> Itera
     over, under = truth.attention()
     sure = truth.at_least(epsilon)
     for i, total in enumerate(under):
-        least = float(sum(over[i][sure]) / total) * (1 - min(max(TIE, 4 * error[i]), 1.0)) if total else 0.0
-        if not least <= mass[i] <= 1:
+        least = float(sum(over[i][sure]) / total) if total else 0.0
+        slack = max(least, epsilon) * min(max(TIE, 4 * error[i]), 1.0)  # errors are those of an entry of ε
+        if not max(least - slack, 0) <= mass[i] <= 1:
             yield Breach("captured mass", f"{least!r} to 1 of query {i}", f"{mass[i]!r}")
             return
 

@@ -117,10 +117,6 @@ def bits(found: HeavyKeys) -> tuple[Any, ...]:
     return tuple(None if value is None else value.tobytes() for value in vars(found).values())
 
 
-def sound(found: HeavyKeys) -> Any:
-    return np.flatnonzero(found.error <= SOUND)
-
-
 def breaches(found: HeavyKeys, Q: Float, K: Float, epsilon: float, truth: Truth | None = None) -> list[Breach]:
     """Entries, scores, normalizers and masses that are not those of exact arithmetic."""
     case = Case("found", 0, K, Q, K, epsilon)
@@ -167,15 +163,10 @@ def test_queries_all_but_orthogonal_to_deficient_keys(rank: int) -> None:
 @kinds
 @given(data=st.data())
 @examples(4)
-def test_any_chunks_find_the_same(kind: str, data: st.DataObject) -> None:
-    K, epsilon = keys(kind), 0.1
-    cuts = sorted(data.draw(st.lists(st.integers(0, N), max_size=6)))
+def test_promises_hold_for_any_chunks(kind: str, data: st.DataObject) -> None:
+    K, cuts = keys(kind), sorted(data.draw(st.lists(st.integers(0, N), max_size=6)))
     Q = queries(named_rng(f"{kind} chunks"), K)
-    found, singly = appended(K, epsilon, cuts).heavy(Q), appended(K, epsilon, range(1, N)).heavy(Q)
-    for query in np.intersect1d(sound(found), sound(singly)).tolist():
-        (mine, scores), (its, others) = entries(found, query), entries(singly, query)
-        assert np.array_equal(mine, its)
-        np.testing.assert_allclose(scores, others, rtol=2 * TIE + 4 * (found.error[query] + singly.error[query]))
+    assert breaches(appended(K, 0.1, cuts).heavy(Q), Q, K, 0.1) == []
 
 
 def test_asking_changes_nothing() -> None:
@@ -257,24 +248,6 @@ def test_a_key_let_go_is_never_heavy_again() -> None:
         found = state.update(K[t - 1 : t]).heavy(naive.adversarial_queries(K[:t]))
         assert np.all(least[found.indices] >= epsilon * (1 - 2 * TIE))
         assert np.array_equal(np.unique(found.indices), np.flatnonzero(least[:t] >= epsilon))
-
-
-# -- the same for all queries at once -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["heavy-tailed", "growing", "rank-grows", "zeros-first", "conditioned-1e6", "copies"])
-def test_row_by_row_it_is_heavy_attention(kind: str) -> None:
-    K, epsilon = keys(kind), 0.1
-    rng = named_rng(f"{kind} rows")
-    Q = np.vstack([queries(rng, K[: t + 1])[2 + t % 3][None] for t in range(N)])
-    heavy = levattn.heavy_attention(Q, K, epsilon, causal=True).entries.tocsr()
-    state = CausalUniversalSet(epsilon)
-    for t in range(N):
-        found = state.update(K[t : t + 1]).heavy(Q[t : t + 1])
-        row = heavy[[t]].tocoo()
-        order = np.argsort(row.col)
-        assert np.array_equal(found.indices, row.col[order])
-        np.testing.assert_allclose(found.scores, row.data[order], rtol=1e-7)  # of the errors that both state
 
 
 # -- dtypes, masks, batches, payload --------------------------------------------------------------------
