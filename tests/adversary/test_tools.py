@@ -271,7 +271,7 @@ def test_certificates_are_judged_by_dense_attention() -> None:
 
 
 def test_the_program_says_what_it_tried(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--seconds", "60", "--matrices", "25", "--processes", "1", "--families", "plain", "--table", "--routes"]
+    options = ["--seconds", "60", "--matrices", "25", "--processes", "1", "--families", "plain", "--routes"]
     assert main([*options, "set gram"]) == 0
     printed = capsys.readouterr().out
     assert "25 matrices, 25 results of 1 routes" in printed
