@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -21,7 +20,7 @@ from adversary.promises import Breach
 from adversary.routes import judge_decoding
 from levattn import CausalUniversalSet, HeavyKeys, NonFiniteError
 from strategies import STORAGE, Float, as_float64, examples, stores
-from streams import check_error, heavy_tailed, in_chunks, named_rng, near_deficient, turned
+from streams import check_error, heavy_tailed, in_chunks, named_rng, prefixes
 
 N, D = 150, 3  # rows that are factored twice, and some that wait
 TIE = 1e-9  # relative slack within which a score counts as equal to ε
@@ -31,42 +30,7 @@ SOUND = 1e-3  # relative error of scores, as stated, up to which they are compar
 # -- prefixes ------------------------------------------------------------------------------------
 
 
-def tailed(rng: np.random.Generator) -> Float:
-    return heavy_tailed(rng, N, D)
-
-
-ROWS = np.arange(N)[:, None]
-LATE = ROWS >= 80
-
-KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
-    "gaussian": lambda rng: rng.standard_normal((N, D)),
-    "heavy-tailed": tailed,
-    "copies": lambda rng: heavy_tailed(rng, 7, D)[rng.integers(0, 7, N)],
-    "ties": lambda _: np.tile(np.eye(D), (N // D + 1, 1))[:N],
-    "growing": lambda rng: tailed(rng) * np.exp(ROWS / 5),
-    "shrinking": lambda rng: tailed(rng) * np.exp(-ROWS / 5),
-    "one-huge-row": lambda rng: tailed(rng) * np.where(ROWS == 80, [1e9, 1, 1], 1),
-    "rank-grows": lambda rng: tailed(rng) * np.where(LATE, 1, [1, 0, 0]),
-    "rank-grows-turned": lambda rng: (
-        np.rint(tailed(rng) * 64) * np.where(LATE, 1, [1, 0, 0]) @ (rng.integers(-3, 4, (D, D)) + 7 * np.eye(D))
-    ),
-    "deficient": lambda rng: strategies.integer_deficient(rng, N, D, 2),
-    "zeros-first": lambda rng: tailed(rng) * LATE,
-    "zero-columns": lambda rng: tailed(rng) * np.where(LATE, [1, 0, 1], [1, 0, 0]),
-    "all-zero": lambda _: np.zeros((N, D)),
-    "conditioned-1e6": lambda rng: turned(rng, tailed(rng) * [1, 1e-3, 1e-6]),
-    "conditioned-1e8": lambda rng: turned(rng, tailed(rng) * [1, 1e-4, 1e-8]),
-    "conditioned-1e12": lambda rng: turned(rng, tailed(rng) * [1, 1e-6, 1e-12]),
-    "near-deficient": lambda rng: near_deficient(tailed(rng)),
-    "scale-1e150": lambda rng: tailed(rng) * 1e150,
-    "scale-1e300": lambda rng: tailed(rng) * 1e300,
-    "scale-1e-300": lambda rng: tailed(rng) * 1e-300,
-    "columns-1e200": lambda rng: tailed(rng) * [1, 1e-200, 1e200],
-    "tiny-then-huge": lambda rng: tailed(rng) * np.where(LATE, 1e150, 1e-150),
-    "huge-then-tiny": lambda rng: tailed(rng) * np.where(LATE, 1e-150, 1e150),
-    "tiny-column-late": lambda rng: tailed(rng) * np.where(LATE, [1, 1, 1e-200], [1, 1, 0]),
-    "huge-column-late": lambda rng: tailed(rng) * np.where(LATE, [1, 1, 1e200], [1, 1, 0]),
-}
+KINDS = prefixes(N, D, late=80)
 FULL_RANK = (
     *("gaussian", "heavy-tailed", "copies", "ties", "scale-1e150", "scale-1e300", "scale-1e-300", "columns-1e200"),
     *("conditioned-1e6", "conditioned-1e8", "one-huge-row", "growing"),
