@@ -205,8 +205,8 @@ def _recovered(
     found = [(i, indices[j], scores)]
     inside = np.einsum("ij,ij->i", Q @ (keys.T @ keys), Q)
     captured = np.divide(inside, D, out=np.zeros(len(D)), where=D > 0)
-    for part, some in products.precise_scores():
-        captured[part] = some.sum(axis=1)
-        i, j, heavy = heavy_places(some, epsilon, products.error[part])
-        found.append((part[i], indices[j], heavy))
+    for rows, scores, error in products.precise_scores():
+        captured[rows] = scores.sum(axis=1)
+        i, j, heavy = heavy_places(scores, epsilon, error)
+        found.append((rows[i], indices[j], heavy))
     return csr_of(found, (len(D), n)), np.clip(captured, 0.0, 1.0)
