@@ -24,7 +24,7 @@ from levattn.sets.prefix_bounds import (
     require_backed,
     running_bounds,
 )
-from levattn.states.block_buffer import BlockBuffer, RowNumbers
+from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format
 
 __all__ = ["CandidateStore", "Candidates", "ChunkForm", "SelectedKeys"]
 
@@ -87,11 +87,7 @@ class ChunkForm:
             raise ValueError(
                 f"{name} has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d} as before"
             )
-        if other.format != self.format:
-            raise TypeError(
-                f"{name} has dtype {other.format}; the chunks before had {self.format}. Expected one dtype in all "
-                "chunks: convert them alike"
-            )
+        require_format(name, other.format, self.format)
         if other.payload != self.payload:
             tails = (("".join(f", {size}" for size in shape), dtype) for shape, dtype in self.payload)
             shapes = [f"{dtype} of shape (..., m{tail})" for tail, dtype in tails]

@@ -13,6 +13,7 @@ import numpy as np
 from levattn._kernels.jit import helper
 from levattn._kernels.llvm import as_pointer, smaller
 from levattn._kernels.records import RecordType, Scratch
+from levattn._kernels.scratch import fill
 from levattn._kernels.tokens.simd import GAIN_BLOCK, dot_run, gather_run
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "copy_sums",
     "dot",
     "end_sums",
-    "fill",
     "gather",
     "head_rows",
     "rate_of",
@@ -118,13 +118,6 @@ def bounds(p, i):
 def table(p, i):
     """Return the address of a table of a run."""
     return p.tables + i * RUN * p.size
-
-
-@helper
-def fill(like, at, n, value):
-    target = as_pointer(at, like)
-    for j in range(n):
-        target[j] = value
 
 
 @helper
