@@ -5,9 +5,8 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,8 @@ from levattn.cli.output import (
     check_output,
     fail,
     new_console,
-    new_table,
     print_json,
+    table_of,
 )
 from levattn.io import replace_file
 
@@ -30,15 +29,20 @@ __all__ = ["Request", "SetMethod", "find_sets"]
 
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
+_COLUMNS = {
+    "item": "item",
+    "n": "n",
+    "d": "d",
+    "rank": "rank",
+    "condition": "condition:.3g",
+    "ε": "epsilon:.4g",
+    "|U|": "size",
+    "bound": "size_bound:.4g",
+    "vacuous": "is_vacuous",
+    "guarantee": "guarantee",
+}
 
-
-class SetMethod(StrEnum):
-    """The exact routes to leverage scores."""
-
-    auto = "auto"
-    gram = "gram"
-    qr = "qr"
-    svd = "svd"
+SetMethod = Literal["auto", "gram", "qr", "svd"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Request:
     def in_passes(self) -> bool:
         """Whether the files can be read in two passes, without loading them."""
         plain = self.function.is_square and not self.center and self.duplicates is None
-        return plain and self.method in (SetMethod.auto, SetMethod.gram)
+        return plain and self.method in ("auto", "gram")
 
     @property
     def name(self) -> str:
@@ -94,7 +98,7 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
             request.epsilon,
             size=request.size,
             f=request.function.f,
-            method=request.method.value,
+            method=request.method,
             center=request.center,
             groups=groups,
             progress=True if request.in_passes and sys.stderr.isatty() else None,
@@ -155,22 +159,7 @@ def _run_on_workers(
         for name in ("indices", "scores"):
             arrays[name] = np.concatenate([getattr(item, name) for item in found.items])
         _write(output, arrays)
-    _tell(request, source, _streamed_reports(found, request.function), as_json)
-
-
-def _streamed_reports(found: levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:
-    """One report per matrix, as of sets that know all scores."""
-    columns = {
-        name: np.broadcast_to(getattr(found, name), found.batch) for name in ("rank", "size_bound", "is_vacuous")
-    }
-    condition = found.factor.condition.reshape(found.batch)
-    return [
-        {"item": item, "size": len(keys), "epsilon": found.epsilon}
-        | {name: column[item].item() for name, column in columns.items()}
-        | {"condition": float(condition[item]), "guarantee": found.guarantee, "f": function.text}
-        | {"indices": keys.indices.tolist(), "hidden_groups": []}
-        for item, keys in zip(np.ndindex(found.batch), found.items, strict=True)
-    ]
+    _tell(request, source, _set_reports(found, request.function), as_json)
 
 
 def _opened(request: Request, memory: int | None) -> levattn.KeySource:
@@ -216,17 +205,8 @@ def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> byte
 
 def _arrays(sets: levattn.UniversalSet, function: Function) -> dict[str, npt.NDArray[Any]]:
     """Return what a set says as arrays, none of which needs pickling."""
-    names = (
-        "mask",
-        "scores",
-        "sizes",
-        "epsilon",
-        "guarantee",
-        "rank",
-        "size_bound",
-        "is_vacuous",
-        "condition",
-    )
+    of_all = ("mask", "scores", "sizes")
+    names = (*of_all, "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "condition")
     arrays = {name: np.asarray(getattr(sets, name)) for name in names}
     arrays["f"] = np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)
     if sets.groups is not None:
@@ -241,23 +221,27 @@ def _request_report(request: Request, source: levattn.KeySource) -> dict[str, An
         "shape": source.shape,
         "dtype": source.dtype.name,
         "function": request.function.text,
-        "method": request.method.value,
+        "method": request.method,
         "center": request.center,
         "duplicates": request.duplicates,
     }
 
 
-def _set_reports(sets: levattn.UniversalSet, function: Function) -> list[dict[str, Any]]:
+def _set_reports(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:
     """One report per matrix; `item` is its place in the batch, empty for a single matrix."""
-    names = ("sizes", "epsilon", "rank", "size_bound", "is_vacuous", "condition")
-    lead = sets.mask.shape[:-1]
-    columns = {name: np.broadcast_to(getattr(sets, name), lead) for name in names}
+    columns = {name: getattr(sets, name) for name in ("epsilon", "rank", "size_bound", "is_vacuous")}
+    if isinstance(sets, levattn.StreamedSet):
+        batch, columns["condition"] = sets.batch, sets.factor.condition.reshape(sets.batch)
+        items = [(keys.indices, []) for keys in sets.items]
+    else:
+        batch, columns["condition"] = sets.mask.shape[:-1], sets.condition
+        items = [(np.flatnonzero(sets.mask[item]), _group_reports(sets, item)) for item in np.ndindex(batch)]
+    columns = {name: np.broadcast_to(column, batch) for name, column in columns.items()}
     return [
-        {"item": item, "size": int(columns["sizes"][item])}
-        | {name: columns[name][item].item() for name in names[1:]}
-        | {"guarantee": sets.guarantee, "f": function.text, "indices": np.flatnonzero(sets.mask[item]).tolist()}
-        | {"hidden_groups": _group_reports(sets, item)}
-        for item in np.ndindex(lead)
+        {"item": item, "size": len(indices)}
+        | {name: column[item].item() for name, column in columns.items()}
+        | {"guarantee": sets.guarantee, "f": function.text, "indices": indices.tolist(), "hidden_groups": groups}
+        for item, (indices, groups) in zip(np.ndindex(batch), items, strict=True)
     ]
 
 
@@ -274,22 +258,9 @@ def _group_reports(sets: levattn.UniversalSet, item: tuple[int, ...]) -> list[di
 
 def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, function: Function) -> None:
     n, d = source.shape[-2:]
-    table = new_table("item", "n", "d", "rank", "condition", "ε", "|U|", "bound", "vacuous", "guarantee")
-    for report in reports:
-        table.add_row(
-            ",".join(map(str, report["item"])) or "-",
-            str(n),
-            str(d),
-            str(report["rank"]),
-            f"{report['condition']:.3g}",
-            f"{report['epsilon']:.4g}",
-            str(report["size"]),
-            f"{report['size_bound']:.4g}",
-            "yes" if report["is_vacuous"] else "no",
-            report["guarantee"],
-        )
+    rows = [report | {"item": ",".join(map(str, report["item"])) or "-", "n": n, "d": d} for report in reports]
     console = new_console()
-    console.print(table)
+    console.print(table_of(rows, _COLUMNS))
     if not function.is_square:
         console.print(f"function: {function.text}; scores are certified bounds")
     if len(reports) == 1:
