@@ -41,10 +41,6 @@ def test_a_table_is_markdown_with_losses_notes_and_its_source(page):
         "- levattn loses: a rival is 2.00 times as fast\n- a note\n\n*where and when*"
     )
     assert "- levattn loses nowhere in this table" in _table(page, "speed").markdown("")
-    # one without a comparison says nothing of losses
-    assert page.Table("speed", ["route"], [["levattn"]]).markdown("here") == (
-        "| route |\n| --- |\n| levattn |\n\n*here*"
-    )
 
 
 def test_a_table_comes_between_its_markers_and_nothing_else_moves(page, fake):
@@ -82,14 +78,6 @@ def test_every_rival_that_is_faster_at_all_is_a_loss(page):
     ]
     assert page.slower({"levattn": 1.0, "a": 1.0}, "levattn", "here") == []
     assert page.slower({"levattn": 1.0}, "levattn", "here") == []
-
-
-def test_what_is_not_installed_is_said(page):
-    pytest.importorskip("threadpoolctl")  # for the routes beside them
-    libraries = importlib.import_module("_libraries")
-    assert libraries.version("no_such_library") is None
-    assert libraries.versions(("numpy", "no_such_library")).endswith(", no_such_library not installed")
-    assert libraries.missing("pylspack").startswith("not installed (not on PyPI")
 
 
 def _sections() -> set[str]:
