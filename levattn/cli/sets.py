@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 import levattn
 from levattn.cli.function import Function
@@ -57,7 +56,7 @@ class Request:
     center: bool
     duplicates: float | None
     method: SetMethod
-    memory: int | None
+    memory: int | None  # in bytes
     checkpoint: Path | None
     scheduler: str | None
 
@@ -81,29 +80,13 @@ class Request:
 def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
     """Run the command."""
     _check_targets(request, plot, output)
-    memory = None if request.memory is None else request.memory * 2**20
-    source = _opened(request, memory)
+    source = _opened(request)
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
         raise typer.BadParameter(f"--size is {request.size}, but {request.name} holds {source.shape[-2]} keys")
     try:
-        if request.scheduler is not None:
-            _run_on_workers(request, source, memory, as_json, output)
-            return
-        keys = source if request.in_passes else source.load()
-        groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
-        sets = levattn.universal_set(
-            keys,
-            request.epsilon,
-            size=request.size,
-            f=request.function.f,
-            method=request.method,
-            center=request.center,
-            groups=groups,
-            progress=True if request.in_passes and sys.stderr.isatty() else None,
-            checkpoint=request.checkpoint,
-        )
+        sets = _found(request, source) if request.scheduler is None else _found_by_workers(request)
     except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
         problem = str(error).partition(";")[0].partition(", counted")[0].removeprefix("K ")
         fail(f"{request.name} {problem}; remove these rows and save the file again")
@@ -116,56 +99,57 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
         )
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
-        _write(output, _arrays(sets, request.function))
+        with replace_file(output) as stream:
+            np.savez(stream, **_arrays(sets, request.function))
     if plot is not None and picture is not None:
         with replace_file(plot) as stream:
             stream.write(picture)
-    _tell(request, source, _set_reports(sets, request.function), as_json)
-
-
-def _write(output: Path, arrays: dict[str, Any]) -> None:
-    with replace_file(output) as stream:
-        np.savez(stream, **arrays)
-
-
-def _tell(request: Request, source: levattn.KeySource, reports: list[dict[str, Any]], as_json: bool) -> None:
+    reports = _set_reports(sets, request.function)
     if as_json:
         print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
     else:
         _print_reports(reports, source, request.function)
 
 
-def _run_on_workers(
-    request: Request, source: levattn.KeySource, memory: int | None, as_json: bool, output: Path | None
-) -> None:
-    """Find the set on the workers of a scheduler; it holds the keys of the set, and no scores of the others."""
+def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
+    keys = source if request.in_passes else source.load()
+    groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
+    return levattn.universal_set(
+        keys,
+        request.epsilon,
+        size=request.size,
+        f=request.function.f,
+        method=request.method,
+        center=request.center,
+        groups=groups,
+        progress=True if request.in_passes and sys.stderr.isatty() else None,
+        checkpoint=request.checkpoint,
+    )
+
+
+def _found_by_workers(request: Request) -> levattn.StreamedSet:
+    """Return the set that the workers of a scheduler find: it knows the scores of its own keys alone."""
     from levattn.distributed.dask import universal_set_of_files
 
     try:
-        found = universal_set_of_files(
+        return universal_set_of_files(
             request.paths,
             request.epsilon or 0.0,
             tensor=request.tensor,
             f=request.function.f,
-            memory=memory,
+            memory=request.memory,
             scheduler=request.scheduler,
         )
     except OSError as error:
         if error.errno is not None:  # of a file
             raise
         fail(f"{error}; check --scheduler, and whether it is running")
-    if output is not None:
-        arrays: dict[str, Any] = {"epsilon": found.epsilon, "guarantee": found.guarantee, "sizes": found.sizes}
-        for name in ("indices", "scores"):
-            arrays[name] = np.concatenate([getattr(item, name) for item in found.items])
-        _write(output, arrays)
-    _tell(request, source, _set_reports(found, request.function), as_json)
 
 
-def _opened(request: Request, memory: int | None) -> levattn.KeySource:
+def _opened(request: Request) -> levattn.KeySource:
     """Return the keys, or an error that names options, not arguments."""
     try:
-        return levattn.open_keys(request.paths, tensor=request.tensor, memory=memory)
+        return levattn.open_keys(request.paths, tensor=request.tensor, memory=request.memory)
     except levattn.KeyFileError as error:
         problem, semicolon, remedy = str(error).rpartition("; ")
         remedy = re.sub(r"\btensor\b=?", "--tensor", remedy)
@@ -185,7 +169,7 @@ def _check_targets(request: Request, plot: Path | None, output: Path | None) -> 
             fail(f"{path} and {other} are the same file; name two with {option} and {another}")
 
 
-def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> bytes:
+def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
     from levattn import plots
 
     figure, ((ax,),) = plots.new_figure()
@@ -203,8 +187,12 @@ def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> byte
     return plots.figure_bytes(figure, suffix)
 
 
-def _arrays(sets: levattn.UniversalSet, function: Function) -> dict[str, npt.NDArray[Any]]:
+def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> dict[str, Any]:
     """Return what a set says as arrays, none of which needs pickling."""
+    if isinstance(sets, levattn.StreamedSet):
+        arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
+        of_keys = ("indices", "scores")
+        return arrays | {name: np.concatenate([getattr(item, name) for item in sets.items]) for name in of_keys}
     of_all = ("mask", "scores", "sizes")
     names = (*of_all, "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "condition")
     arrays = {name: np.asarray(getattr(sets, name)) for name in names}
@@ -232,21 +220,24 @@ def _set_reports(sets: levattn.UniversalSet | levattn.StreamedSet, function: Fun
     columns = {name: getattr(sets, name) for name in ("epsilon", "rank", "size_bound", "is_vacuous")}
     if isinstance(sets, levattn.StreamedSet):
         batch, columns["condition"] = sets.batch, sets.factor.condition.reshape(sets.batch)
-        items = [(keys.indices, []) for keys in sets.items]
+        of_items = [keys.indices for keys in sets.items]
     else:
         batch, columns["condition"] = sets.mask.shape[:-1], sets.condition
-        items = [(np.flatnonzero(sets.mask[item]), _group_reports(sets, item)) for item in np.ndindex(batch)]
+        of_items = [np.flatnonzero(sets.mask[item]) for item in np.ndindex(batch)]
     columns = {name: np.broadcast_to(column, batch) for name, column in columns.items()}
     return [
         {"item": item, "size": len(indices)}
         | {name: column[item].item() for name, column in columns.items()}
-        | {"guarantee": sets.guarantee, "f": function.text, "indices": indices.tolist(), "hidden_groups": groups}
-        for item, (indices, groups) in zip(np.ndindex(batch), items, strict=True)
+        | {"guarantee": sets.guarantee, "f": function.text, "indices": indices.tolist()}
+        | {"hidden_groups": _group_reports(sets, item)}
+        for item, indices in zip(np.ndindex(batch), of_items, strict=True)
     ]
 
 
-def _group_reports(sets: levattn.UniversalSet, item: tuple[int, ...]) -> list[dict[str, Any]]:
+def _group_reports(sets: levattn.UniversalSet | levattn.StreamedSet, item: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return score and keys of each group that can receive ε although none of its keys can."""
+    if isinstance(sets, levattn.StreamedSet):
+        return []
     return [
         {
             "score": float(sets.group_scores[item][group]),

@@ -155,9 +155,9 @@ class HeavyMapDisplay(Display):
         self._plot_entries(ax)
         self._plot_columns(ax)
         ax.set(xlabel=f"keys (ticks: the {self.indices.size} of U)", ylabel="queries")
-        for axis in (ax.xaxis, ax.yaxis):
-            if isinstance(axis.get_major_locator(), MaxNLocator):
-                axis.get_major_locator().set_params(integer=True)
+        for locator in (ax.xaxis.get_major_locator(), ax.yaxis.get_major_locator()):
+            if isinstance(locator, MaxNLocator):
+                locator.set_params(integer=True)
 
     def _plot_columns(self, ax: Axes) -> None:
         """Mark the columns of the set in a strip above the map, at most one per column of cells."""

@@ -186,7 +186,7 @@ def test_batches_give_one_set_per_matrix(tmp_path: Path, keys: Array) -> None:
     assert [line.split()[0] for line in table.splitlines() if "exact" in line] == ["0,0", "1,0", "2,0"]
 
 
-def test_table(file: Path, keys: Array) -> None:
+def test_table_explains_a_vacuous_bound_and_shortens_a_long_list(file: Path, keys: Array) -> None:
     result = run("universal-set", file, "--epsilon", "0.1")
     assert result.exit_code == 0
     assert result.stderr == ""
@@ -198,9 +198,7 @@ def test_table(file: Path, keys: Array) -> None:
     assert (shown["vacuous"], shown["guarantee"]) == ("no", "exact")
     assert f"keys: {', '.join(map(str, expected.indices))}" in result.stdout
     assert "vacuous: the bound" not in result.stdout
-
-
-def test_table_explains_a_vacuous_bound_and_shortens_a_long_list(file: Path) -> None:
+    assert_columns_explained("universal-set", result.stdout)
     output = run("universal-set", file, "--epsilon", "0.01").stdout
     assert "vacuous: the bound rank/ε is not below n" in output
     assert "more (all with --json or --output)" in output
@@ -243,22 +241,6 @@ def test_one_of_several_tensors(tmp_path: Path, keys: Array, save: Any) -> None:
     assert document["sets"][0]["indices"] == levattn.universal_set(keys[:50], size=3).indices.tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "selection"),
-    [
-        ("a.png", ("--epsilon", "0.1")),
-        ("a.svg", ("--epsilon", "0.1")),
-        ("a.pdf", ("--size", "9")),
-        ("A.PNG", ("--size", "9")),
-    ],
-)
-def test_pictures(tmp_path: Path, file: Path, name: str, selection: tuple[str, str]) -> None:
-    result = run("universal-set", file, *selection, "--plot", tmp_path / name)
-    assert result.exit_code == 0
-    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name.lower().split(".")[1]]
-    assert (tmp_path / name).read_bytes().startswith(start)
-
-
 def test_table_says_the_function_unless_it_is_the_square(file: Path) -> None:
     shown = run("universal-set", file, "--epsilon", "0.1", "--function", "softmax:4").stdout
     heads, _, row, *rest = (line.split() for line in shown.splitlines())
@@ -272,32 +254,33 @@ def test_table_says_the_function_unless_it_is_the_square(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "drawn"),
+    ("name", "options", "drawn"),
     [
-        ("2", {"leverage scores", "bound rank/ε = 60"}),
-        ("1", {"certified bounds", "bound = 60"}),
-        ("huber:0.5", {"certified bounds", "bound = 480 ≥ n: vacuous"}),
-        ("softmax:4", {"certified bounds"}),
+        ("a.png", "--epsilon 0.1", {"leverage scores", "ε = 0.1: |U| = 3", "bound rank/ε = 60"}),
+        ("A.PNG", "--size 9", {"leverage scores", "|U| = 9"}),
+        ("a.svg", "--epsilon 0.1 --function 1", {"certified bounds", "ε = 0.1: |U| = 3", "bound = 60"}),
+        ("a.pdf", "--epsilon 0.1 --function softmax:4", {"certified bounds", "ε = 0.1: |U| = 121"}),
     ],
 )
-def test_picture_says_what_the_scores_are(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, text: str, drawn: set[str]
+def test_pictures_say_what_the_scores_are(
+    file: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: str, drawn: set[str]
 ) -> None:
     figures: list[Any] = []
+    figure_bytes = plots.figure_bytes
 
-    def seen(figure: Any, _: str) -> bytes:
+    def seen(figure: Any, suffix: str) -> bytes:
         figures.append(figure)
-        return b""  # that it can be drawn is what test_pictures says
+        return figure_bytes(figure, suffix)
 
     monkeypatch.setattr(plots, "figure_bytes", seen)
-    picture = tmp_path / "a.svg"
-    result = run("universal-set", file, "--epsilon", "0.1", "--function", text, "--plot", picture)
-    assert result.exit_code == 0
+    picture, text = file.with_name(name), options.partition("--function ")[2]
+    assert run("universal-set", file, *options.split(), "--plot", picture).exit_code == 0
+    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[picture.suffix.lower()]
+    assert picture.read_bytes().startswith(start)
     (ax,) = figures[0].axes
-    labels = {line.get_label() for line in ax.lines}
-    assert {label for label in labels if "|U|" not in label} == drawn
-    assert ax.get_ylabel() == ("leverage score" if text == "2" else "certified bound")
-    assert ax.get_title() == ("keys.npy" if text == "2" else f"keys.npy ({text})")
+    assert {line.get_label() for line in ax.lines} == drawn
+    assert ax.get_ylabel() == ("certified bound" if text else "leverage score")
+    assert ax.get_title() == (f"keys.npy ({text})" if text else "keys.npy")
 
 
 # -- how it says no --------------------------------------------------------------------------------------
@@ -320,10 +303,10 @@ def test_picture_says_what_the_scores_are(
         (("--unknown",), "--unknown"),
         (("--size", "3", "--function", "gauss"), f"'gauss': there is no such function. Allowed are {ALLOWED}"),
         (("--size", "3", "--function", ""), "'': there is no such function. Allowed are"),
-        (("--size", "3", "--function", "0"), "'0': the number is 0, expected a finite number above 0. Allowed are"),
-        (("--size", "3", "--function", "nan"), "the number is nan, expected a finite number above 0"),
-        (("--size", "3", "--function", "inf"), "the number is inf, expected a finite number above 0"),
-        (("--size", "3", "--function", "tukey:-1"), "the number is -1, expected a finite number above 0"),
+        (("--size", "3", "--function", "0"), "'0': the number is 0.0; expected a finite number above 0. Allowed are"),
+        (("--size", "3", "--function", "nan"), "the number is nan; expected a finite number above 0"),
+        (("--size", "3", "--function", "inf"), "the number is inf; expected a finite number above 0"),
+        (("--size", "3", "--function", "tukey:-1"), "the number is -1.0; expected a finite number above 0"),
         (("--size", "3", "--function", "huber:"), "'huber:': '' is not a number. Allowed are"),
         (("--size", "3", "--function", "huber:x"), "'huber:x': 'x' is not a number. Allowed are"),
         (("--size", "3", "--function", "l1l2:1"), "l1l2 takes no number"),
@@ -563,16 +546,12 @@ def test_outputs_that_are_one_file(tmp_path: Path, file: Path, one: str, other: 
 
 def test_rows_that_are_not_finite_are_named_with_their_file(tmp_path: Path, keys: Array) -> None:
     path = tmp_path / "keys.npy"
-    np.save(path, np.where(np.isin(np.arange(200), (7, 90))[:, None], np.nan, keys))
-    line = refused("universal-set", path, "--epsilon", "0.1")
-    assert line == (
-        f"levattn: {path} holds NaN or infinity: first such rows 7, 90; remove these rows and save the file again\n"
-    )
-    np.save(path, np.stack([keys, np.where(np.arange(200)[:, None] == 5, np.inf, keys)]))
-    line = refused("universal-set", path, "--epsilon", "0.1")
-    assert f"{path} holds NaN or infinity: row 5 of matrix 1" in line
-    assert "remove these rows" in line
-    assert "mask" not in line
+    broken, heads = keys.copy(), np.stack([keys, keys])
+    broken[[7, 90]] = heads[1, 5] = np.nan
+    for array, named in ((broken, "first such rows 7, 90"), (heads, "row 5 of matrix 1 (leading axes flattened)")):
+        np.save(path, array)
+        line = refused("universal-set", path, "--epsilon", "0.1")
+        assert line == f"levattn: {path} holds NaN or infinity: {named}; remove these rows and save the file again\n"
 
 
 def test_failed_drawing_writes_no_file_at_all(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,10 +772,6 @@ def assert_columns_explained(command: str, printed: str) -> None:
         ),
     ):
         assert [name.replace("∣", "|") for cell in cells for name in cell.split(", ")] == columns
-
-
-def test_help_explains_every_column(file: Path) -> None:
-    assert_columns_explained("universal-set", run("universal-set", file, "--epsilon", "0.1").stdout)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def _universal_set(
         center=center,
         duplicates=duplicates,
         method=method,
-        memory=memory,
+        memory=None if memory is None else memory * 2**20,
         checkpoint=checkpoint,
         scheduler=scheduler,
     )
