@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import positive_number, whole_number
 from levattn._core.types import Float64, Int64
 
 __all__ = ["AttentionHeads", "Planted", "adversarial_queries", "minilm", "planted"]
@@ -276,7 +276,7 @@ def planted(
     Raises
     ------
     TypeError
-        If an integer argument is not an integer.
+        If a number is none, or not whole where it should be.
     ValueError
         If an argument is outside its range, or given to a variant that does not have it.
 
@@ -305,13 +305,10 @@ def planted(
     d = whole_number("d", d, 1, None)
     s = whole_number("n_planted", max(1, d // 4) if n_planted is None else n_planted, 1, min(n, d))
     m = whole_number("n_queries", s if n_queries is None else n_queries, 0, None)
-    for name, value, valid in (
-        ("strength", strength, 0 < strength < math.inf),
-        ("noise", noise, 0 < noise < math.inf),
-        ("query_noise", query_noise, 0 <= query_noise < math.inf),
-    ):
-        if not valid:
-            raise ValueError(f"{name} must be finite and positive, got {value}; query_noise alone may be 0")
+    positive_number("strength", strength)
+    positive_number("noise", noise)
+    if query_noise != 0:
+        positive_number("query_noise", query_noise, what="0 or a finite number above 0")
     rank = _background_rank(variant, background_rank, d, s)
     c = _copies(variant, copies, n, d, s)
 
