@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+from levattn._core.checks import needing
 from levattn.cli.output import check_output, fail, new_console, print_json, table_of
 from levattn.io import replace_file
 
@@ -108,11 +109,9 @@ def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     _check_model(inquiry.model)
     check_output(inquiry.plot, "--plot")
     words = _read(inquiry.text)
-    try:
+    with needing("this needs torch and transformers", "transformers"):
         import torch  # noqa: F401 (without which transformers can be imported, and load nothing)
         import transformers
-    except ImportError:
-        fail('this needs torch and transformers: pip install "levattn[transformers]"')
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -18,7 +18,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import needing
+from levattn._core.checks import check_type, needing
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
@@ -370,11 +370,8 @@ def _in_row_chunks(K: Any, name: str = "K") -> Any:
     """Return an array that is cut along the rows only."""
     import dask.array as da
 
-    if not isinstance(K, da.Array):
-        raise TypeError(
-            f"{name} is of type {type(K).__name__}; expected a dask array. Make one by dask.array.from_array, or of "
-            "files by levattn.distributed.dask.from_keys"
-        )
+    remedy = "Make one by dask.array.from_array, or of files by levattn.distributed.dask.from_keys"
+    check_type(name, K, da.Array, f"a dask array. {remedy}")
     if K.ndim < 2:
         raise ValueError(f"{name} has shape {K.shape}; expected (..., n, d), rows last but one")
     others = [axis for axis in range(K.ndim) if axis != K.ndim - 2]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import needing
 from levattn._core.types import Flags
 
 if TYPE_CHECKING:
@@ -96,10 +97,8 @@ class Display(ABC):
 
 
 def _require_matplotlib() -> None:
-    try:
+    with needing("pictures need matplotlib", "plot"):
         import matplotlib as mpl  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError('pictures need matplotlib: pip install "levattn[plot]"') from error
 
 
 def log_positions(n: int) -> Ints:

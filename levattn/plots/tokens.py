@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import whole_number
 from levattn._core.types import Flags, Float64
 from levattn.plots.common import COLORS, Display, mask_of
 
@@ -105,7 +105,7 @@ class TokenStripDisplay(Display):
             first = np.flatnonzero(~np.isfinite(self.scores))[:5].tolist()
             raise ValueError(f"scores is not finite at {first}; expected a number for each token, such as 0 for none")
         self.kept: Flags | None = None if kept is None else mask_of(kept, n, "kept", "token")
-        self.columns = _columns(columns)
+        self.columns = whole_number("columns", columns, 2)  # the width of a wide character
         self._pieces = list(_pieces(_spaced(self.tokens), self.columns))
         self.lines = _lines(self._pieces)
 
@@ -247,16 +247,6 @@ def _texts(tokens: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(token, str):
             raise TypeError(f"tokens[{at}] is {token!r}; expected a string, such as a tokenizer's decode gives")
     return tuple(tokens)
-
-
-def _columns(columns: SupportsIndex) -> int:
-    try:
-        count = operator.index(columns)
-    except TypeError:
-        raise TypeError(f"columns is {columns!r}; expected an integer") from None
-    if count < 2:
-        raise ValueError(f"columns is {count}; expected at least 2, the width of a wide character")
-    return count
 
 
 def _spaced(tokens: Sequence[str]) -> list[tuple[bool, str]]:

@@ -380,7 +380,7 @@ UNFIT: list[tuple[Any, str]] = [
     (lambda: strip(kept=[1.7]), r"kept has dtype float64, expected a mask \(2,\) of bool"),
     (lambda: strip(kept=[0, 1, 0]), r"more than once.* a mask of 0 and 1 as .* bool"),
     (lambda: strip(columns=1), r"columns is 1; expected at least 2"),
-    (lambda: strip(columns=9.5), r"TypeError: columns is 9\.5; expected an integer"),
+    (lambda: strip(columns=9.5), r"TypeError: columns is 9\.5; expected a whole number"),
 ]
 
 
