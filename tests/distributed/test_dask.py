@@ -78,15 +78,20 @@ def check(found: levattn.StreamedSet, K: Any, epsilon: float) -> None:
         np.testing.assert_allclose(item.scores, score[which], rtol=1e-6)
 
 
-# -- sets ---------------------------------------------------------------------------------------------
+# -- sets and scores ----------------------------------------------------------------------------------
 
 
 @examples(40)
 @given(st.lists(st.integers(0, 3000), max_size=20), st.sampled_from([0.01, 0.05, 0.3, 1.0]), st.booleans())
-def test_any_chunks_give_the_set(sizes: list[int], epsilon: float, known: bool) -> None:
+def test_any_chunks_give_the_set_and_the_scores(sizes: list[int], epsilon: float, known: bool) -> None:
     K = keys()
     X = in_chunks(K, sizes)
-    check(universal_set(X if known else unknown(X), epsilon).compute(), K, epsilon)
+    X = X if known else unknown(X)
+    check(universal_set(X, epsilon).compute(), K, epsilon)
+    scores = leverage_scores(X)
+    assert scores.numblocks == X.numblocks[:1]
+    assert not known or scores.chunks == X.chunks[:1]
+    np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -174,21 +179,6 @@ def test_merging_leaves_the_states_as_they_are(new: Callable[[], Any]) -> None:
     first, second = (_merge([states], new).to_bytes() for _ in range(2))
     assert first == second
     assert [state.to_bytes() for state in states] == before
-
-
-# -- scores -------------------------------------------------------------------------------------------
-
-
-@examples(20)
-@given(st.lists(st.integers(0, 3000), max_size=12), st.booleans())
-def test_scores_have_the_chunks_of_the_keys(sizes: list[int], known: bool) -> None:
-    K = keys()
-    X = in_chunks(K, sizes)
-    scores = leverage_scores(X if known else unknown(X))
-    assert scores.numblocks == X.numblocks[:1]
-    if known:
-        assert scores.chunks == X.chunks[:1]
-    np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-12)
 
 
 def counted(tasks: list[tuple[str, int]], name: str, value: Any) -> Any:
@@ -339,14 +329,16 @@ def processes() -> Iterator[Any]:
 
 @pytest.fixture
 def client(cluster: Any) -> Iterator[Any]:
-    with distributed.Client(cluster) as found:
-        found.wait_for_workers(2)
-        yield found
+    yield from client_of(cluster)
 
 
 @pytest.fixture
 def remote(processes: Any) -> Iterator[Any]:
-    with distributed.Client(processes) as found:
+    yield from client_of(processes)
+
+
+def client_of(cluster: Any) -> Iterator[Any]:
+    with distributed.Client(cluster) as found:
         found.wait_for_workers(2)
         yield found
 

@@ -780,16 +780,6 @@ def test_surplus_bytes(tmp_path: Path) -> None:
     refused(r"\(30, 4\) needs 480 bytes, 481 are there", path)
 
 
-def test_damaged_data_show_when_they_are_read(tmp_path: Path) -> None:
-    path = write("npz", tmp_path, some_keys((5000, 4)))
-    content = bytearray(path.read_bytes())
-    content[40_000] ^= 1
-    path.write_bytes(content)
-    source = open_keys(path)
-    with pytest.raises(KeyFileError, match=r"damaged .*CRC"):
-        source.load()
-
-
 @pytest.mark.parametrize("kind", ALL)
 def test_a_file_that_changed_is_noticed(tmp_path: Path, kind: str) -> None:
     source = open_keys(write(kind, tmp_path, some_keys((10, 4))))
