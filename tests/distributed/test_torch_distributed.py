@@ -28,6 +28,7 @@ if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 
 from levattn.distributed.torch import (  # noqa: E402 (no use without torch)
+    Traffic,
     _compact,
     _expanded,
     softmax_state,
@@ -408,6 +409,11 @@ def test_functions_of_ones_own_do_not_travel(alone: None) -> None:
 def test_without_a_group() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         universal_set(np.eye(3), 0.5)
+
+
+def test_traffic_adds_up() -> None:
+    traffic = Traffic(shapes=10, moments=20, selected=30, dense=600)
+    assert (traffic.gathered, traffic.saved, traffic.ratio) == (60, 540, 10)
 
 
 # -- softmax states -----------------------------------------------------------------------------------
