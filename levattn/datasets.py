@@ -14,13 +14,12 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import positive_number, whole_number
+from levattn._core.types import Float64, Int64
 
 __all__ = ["AttentionHeads", "Planted", "adversarial_queries", "minilm", "planted"]
 
 Float16Array: TypeAlias = npt.NDArray[np.float16]
-Float64Array: TypeAlias = npt.NDArray[np.float64]
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 RNGLike: TypeAlias = int | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
 Variant: TypeAlias = Literal["isotropic", "anisotropic", "duplicated"]
 
@@ -61,9 +60,9 @@ class AttentionHeads:
 def minilm() -> AttentionHeads:
     """Load the 72 attention heads of all-MiniLM-L6-v2 over a public-domain English text.
 
-    A pretrained sentence encoder of 6 layers and 12 heads with d = 32 reads n = 512 tokens: the Gettysburg
-    Address and the opening of the Declaration of Independence. Attention is bidirectional, there is no
-    padding, and positions are part of the embeddings, so the keys are the ones inside the logits.
+    A pretrained sentence encoder reads the Gettysburg Address and the opening of the Declaration of Independence.
+    Attention is bidirectional, there is no padding, and positions are part of the embeddings, so the keys are the ones
+    inside the logits.
 
     Returns
     -------
@@ -102,7 +101,7 @@ def minilm() -> AttentionHeads:
     return AttentionHeads(queries, keys, values, tokens, scale=1 / math.sqrt(keys.shape[-1]))
 
 
-def adversarial_queries(K: npt.ArrayLike, /) -> Float64Array:
+def adversarial_queries(K: npt.ArrayLike, /) -> Float64:
     r"""Return for every key the query that attains its leverage score.
 
     Row j is :math:`y_j = (K^\top K)^+ k_j`, the solution of
@@ -164,7 +163,7 @@ def adversarial_queries(K: npt.ArrayLike, /) -> Float64Array:
     # Powers of two: scaling there and back rounds nothing.
     _, exponents = np.frexp(np.abs(keys).max(axis=-2, keepdims=True, initial=0.0))
     inverse = np.linalg.pinv(np.ldexp(keys, -exponents), rcond=max(n, d) * np.finfo(np.float64).eps)
-    queries: Float64Array = np.ldexp(np.swapaxes(inverse, -1, -2), -exponents)
+    queries: Float64 = np.ldexp(np.swapaxes(inverse, -1, -2), -exponents)
     return queries
 
 
@@ -195,11 +194,11 @@ class Planted:
     ((1000, 16), (3,), array([0, 1, 2, 0, 1]))
     """
 
-    keys: Float64Array
-    queries: Float64Array
-    indices: Int64Array
-    groups: Int64Array
-    targets: Int64Array
+    keys: Float64
+    queries: Float64
+    indices: Int64
+    groups: Int64
+    targets: Int64
     planted_score: float
     background_score: float
 
@@ -277,14 +276,13 @@ def planted(
     Raises
     ------
     TypeError
-        If an integer argument is not an integer.
+        If a number is none, or not whole where it should be.
     ValueError
         If an argument is outside its range, or given to a variant that does not have it.
 
     Notes
     -----
-    The two scores are predictions for n much larger than d, not bounds: compare with the scores themselves
-    where the truth matters. Time O(n d²), memory O(n d).
+    The two scores are predictions for n much larger than d, not bounds. Time O(n d²), memory O(n d).
 
     Examples
     --------
@@ -307,13 +305,10 @@ def planted(
     d = whole_number("d", d, 1, None)
     s = whole_number("n_planted", max(1, d // 4) if n_planted is None else n_planted, 1, min(n, d))
     m = whole_number("n_queries", s if n_queries is None else n_queries, 0, None)
-    for name, value, valid in (
-        ("strength", strength, 0 < strength < math.inf),
-        ("noise", noise, 0 < noise < math.inf),
-        ("query_noise", query_noise, 0 <= query_noise < math.inf),
-    ):
-        if not valid:
-            raise ValueError(f"{name} must be finite and positive, got {value}; query_noise alone may be 0")
+    positive_number("strength", strength)
+    positive_number("noise", noise)
+    if query_noise != 0:
+        positive_number("query_noise", query_noise, what="0 or a finite number above 0")
     rank = _background_rank(variant, background_rank, d, s)
     c = _copies(variant, copies, n, d, s)
 

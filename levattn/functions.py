@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
-from levattn._core.checks import real_number
-from levattn._core.types import Float64
+from levattn._core.checks import positive_number
+from levattn._core.types import Flags, Float64
 
 __all__ = [
     "FAMILIES",
@@ -76,16 +75,9 @@ class AttentionFunction(Protocol):
         """Evaluate f at every entry of an array of float64."""
 
 
-def _positive(name: str, value: Any) -> float:
-    number = real_number(name, value)
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} is {value!r}; expected a finite number above 0")
-    return number
-
-
 def _with_square(name: str, value: Any) -> float:
     """Return a positive number whose square does not overflow."""
-    number = _positive(name, value)
+    number = positive_number(name, value)
     if number > 1e150:
         raise ValueError(
             f"{name} is {value!r}, whose square overflows; expected at most 1e150: scale it and the queries"
@@ -123,7 +115,7 @@ class Power:
 
     def __post_init__(self) -> None:
         """Check the exponent."""
-        object.__setattr__(self, "p", _positive("p", self.p))
+        object.__setattr__(self, "p", positive_number("p", self.p))
 
     @property
     def growth(self) -> float:
@@ -136,7 +128,7 @@ class Power:
 
 
 class _Quadratic:
-    """A function that is even, monotone and of at most quadratic growth."""
+    """A function of at most quadratic growth."""
 
     growth: ClassVar[float] = 2.0
     monotone: ClassVar[bool] = True
@@ -186,7 +178,7 @@ class Huber(_Quadratic):
 
     def __post_init__(self) -> None:
         """Check the parameter."""
-        object.__setattr__(self, "delta", _positive("delta", self.delta))
+        object.__setattr__(self, "delta", positive_number("delta", self.delta))
 
     def __call__(self, x: Float64, /) -> Float64:
         """Evaluate f at every entry of an array."""
@@ -328,7 +320,7 @@ class Softmax:
     def __post_init__(self) -> None:
         """Check the parameters."""
         unbounded = self.matrix is None and self.radius == math.inf
-        object.__setattr__(self, "radius", math.inf if unbounded else _positive("radius", self.radius))
+        object.__setattr__(self, "radius", math.inf if unbounded else positive_number("radius", self.radius))
         if self.matrix is None:
             return
         given = np.asarray(self.matrix)
@@ -398,7 +390,7 @@ class Softmax:
         sizes, values, vectors = self._parts
         return np.asarray(self.radius * sizes[:, None] * vectors * np.sqrt(values))
 
-    def contains(self, Q: Float64, /) -> npt.NDArray[np.bool_]:
+    def contains(self, Q: Float64, /) -> Flags:
         """Tell which queries are those that are meant.
 
         Parameters
@@ -477,13 +469,13 @@ def as_function(f: Any) -> AttentionFunction | Softmax:
     if isinstance(f, (*FAMILIES.values(), Softmax)):
         return cast(AttentionFunction | Softmax, f)
     if isinstance(f, int | float | np.integer | np.floating) and not isinstance(f, bool):
-        return Power(_positive("f", f))
+        return Power(positive_number("f", f))
     if not isinstance(f, AttentionFunction):
         raise TypeError(
             f"f is {f!r}; expected an exponent, one of levattn's functions, or an object that can be called and has "
             "the attributes growth and monotone (see AttentionFunction)"
         )
-    growth = _positive("f.growth", f.growth)
+    growth = positive_number("f.growth", f.growth)
     _with_square("f.scale", getattr(f, "scale", 1.0))
     if not f.monotone:
         raise ValueError("f.monotone is not True; expected a function that does not decrease in |x|")

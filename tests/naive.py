@@ -215,37 +215,23 @@ def _take_part(K: ArrayLike, mask: ArrayLike | None) -> tuple[Float, Callable[[F
 # -- definitions in float64 ----------------------------------------------------------
 
 
-def leverage_svd(
-    K: ArrayLike,
-    rtol: float | None = None,
-    *,
-    ridge: float = 0.0,
-    center: bool = False,
-    mask: ArrayLike | None = None,
-) -> Float:
-    """Squared row norms of the left singular vectors; singular values ≤ rtol · s₁ are cut."""
-    kept, scatter = _take_part(K, mask)
-    if kept.size == 0 or not np.any(kept):
-        return scatter(np.zeros(kept.shape[0]))
-    kept = kept / np.max(np.abs(kept))
-    if center:
-        kept = kept - kept.mean(axis=0)
-    U, s, _ = np.linalg.svd(kept, full_matrices=False)
-    if rtol is None:
-        rtol = max(kept.shape) * float(np.finfo(np.float64).eps) / 2
-    keep = s > rtol * s[0]
-    shrink = ridge * float(np.sum(s**2)) / kept.shape[1]
-    weights = s[keep] ** 2 / (s[keep] ** 2 + shrink)
-    return scatter(np.sum(U[:, keep] ** 2 * weights, axis=1))
+def leverage_svd(K: ArrayLike) -> Float:
+    """Squared row norms of the left singular vectors; singular values of rounding errors are cut."""
+    keys = np.asarray(K, dtype=np.float64)
+    if keys.size == 0 or not np.any(keys):
+        return np.zeros(keys.shape[0])
+    U, s, _ = np.linalg.svd(keys / np.max(np.abs(keys)), full_matrices=False)
+    keep = s > max(keys.shape) * float(np.finfo(np.float64).eps) / 2 * s[0]
+    return np.asarray(np.sum(U[:, keep] ** 2, axis=1))
 
 
-def condition_number(K: ArrayLike, *, mask: ArrayLike | None = None) -> float:
+def condition_number(K: ArrayLike) -> float:
     """Ratio of the largest to the smallest singular value within the exact rank."""
-    kept, _ = _take_part(K, mask)
-    rank = rank_exact(kept)
+    keys = np.asarray(K, dtype=np.float64)
+    rank = rank_exact(keys)
     if rank == 0:
         return 1.0
-    s = np.linalg.svd(kept / np.max(np.abs(kept)), compute_uv=False)
+    s = np.linalg.svd(keys / np.max(np.abs(keys)), compute_uv=False)
     return float(s[0] / s[rank - 1])
 
 
@@ -272,22 +258,16 @@ def adversarial_queries(K: ArrayLike) -> Float:
     return np.asarray(np.linalg.pinv(keys / scale, rcond=1e-15).T / scale)
 
 
-def attention(
-    Q: ArrayLike,
-    K: ArrayLike,
-    *,
-    mask: ArrayLike | None = None,
-    dtype: Any = np.float64,
-) -> NDArray[Any]:
+def attention(Q: ArrayLike, K: ArrayLike, *, mask: Bool | None = None, dtype: Any = np.float64) -> NDArray[Any]:
     """A_ij = ⟨q_i,k_j⟩² / Σ_l ⟨q_i,k_l⟩²; a row whose sum is 0 is 0."""
-    keys, keep = _masked(K, mask)
-    queries = np.asarray(Q, dtype=np.float64)
+    keys, queries = (np.asarray(X, dtype=np.float64) for X in (K, Q))
+    keys = keys if mask is None else np.where(mask[:, None], keys, 0)
     A = np.zeros((queries.shape[0], keys.shape[0]), dtype=dtype)
     if A.size == 0:
         return A
     keys = (keys / _scale(keys)).astype(dtype)
     queries = (queries / np.array([[_scale(query)] for query in queries])).astype(dtype)
-    Z = np.where(keep, queries @ keys.T, 0)
+    Z = queries @ keys.T
     largest = np.max(np.abs(Z), axis=1, keepdims=True)
     seen = largest[:, 0] > 0
     weights = (Z[seen] / largest[seen]) ** 2
@@ -295,15 +275,11 @@ def attention(
     return A
 
 
-def normalizers(Q: ArrayLike, K: ArrayLike, *, mask: ArrayLike | None = None) -> Float:
+def normalizers(Q: ArrayLike, K: ArrayLike) -> Float:
     """Σ_l ⟨q_i,k_l⟩² for every query."""
-    keys, keep = _masked(K, mask)
-    queries = np.asarray(Q, dtype=np.float64)
-    result = np.zeros(queries.shape[0])
-    for i, query in enumerate(queries):
-        z = (keys[keep] @ query).astype(np.longdouble)
-        result[i] = float(np.sum(z * z))
-    return result
+    keys, queries = (np.asarray(X, dtype=np.float64) for X in (K, Q))
+    Z = np.array([keys @ query for query in queries], np.longdouble).reshape(len(queries), len(keys))
+    return np.asarray(np.sum(Z * Z, axis=1), np.float64)
 
 
 def captured_mass(Q: ArrayLike, K: ArrayLike, selected: ArrayLike) -> Float:
@@ -316,11 +292,10 @@ def universal_set(
     epsilon: float | None = None,
     *,
     size: int | None = None,
-    center: bool = False,
     mask: ArrayLike | None = None,
 ) -> Bool:
     """Keys of exact score ≥ ε, or the `size` first ones by (score descending, index)."""
-    scores = leverage_exact(K, center=center, mask=mask)
+    scores = leverage_exact(K, mask=mask)
     if epsilon is not None:
         return np.asarray(scores >= epsilon)
     keep = np.ones(scores.shape[0], bool) if mask is None else np.asarray(mask, bool)
@@ -365,13 +340,6 @@ def output_error_bound(
     farthest = max(float(np.linalg.norm(v)) for v in left_out)
     spectral = float(np.linalg.norm(left_out, 2))
     return np.asarray(np.minimum(r * farthest, np.sqrt(light) * spectral))
-
-
-def _masked(K: ArrayLike, mask: ArrayLike | None) -> tuple[Float, Bool]:
-    keys = np.array(K, dtype=np.float64)
-    keep = np.ones(keys.shape[0], bool) if mask is None else np.asarray(mask, bool)
-    keys[~keep] = 0
-    return keys, keep
 
 
 def _scale(x: Float) -> float:

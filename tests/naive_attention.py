@@ -188,6 +188,24 @@ def token_statistics(
     return Y, P
 
 
+def dense(Q, K, V, power=None, causal=False, scale=None, kind=np.float64):
+    """Attention to all keys of heads that queries share: outputs, and weights (..., H, m, n)."""
+    Q, K, V = (np.asarray(X, kind) for X in (Q, K, V))
+    group = Q.shape[-3] // K.shape[-3]
+    K, V = np.repeat(K, group, axis=-3), np.repeat(V, group, axis=-3)
+    x = Q @ K.swapaxes(-1, -2) * (kind(Q.shape[-1]) ** -0.5 if scale is None else scale)
+    there = np.tril(np.ones(x.shape[-2:], bool)) if causal else np.ones(x.shape[-2:], bool)
+    x = np.where(there, x, -np.inf if power is None else 0.0)
+    if power is None:
+        P = np.exp(x - x.max(axis=-1, keepdims=True))
+    else:
+        top = np.abs(x).max(axis=-1, keepdims=True)
+        P = (np.abs(x) / np.where(top > 0, top, 1)) ** power
+    total = P.sum(axis=-1, keepdims=True)
+    P = P / np.where(total > 0, total, 1)
+    return P @ V, P
+
+
 def weights_of(logits, copies, power):
     """Weights copies · e^x, or copies · |x|^p, divided by their sum; zeros where there is none."""
     logits, copies = np.asarray(logits, np.float64), np.asarray(copies, np.float64)

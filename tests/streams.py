@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from strategies import Float
+from strategies import Float, integer_deficient
 
 
 def named_rng(name: str) -> np.random.Generator:
@@ -31,6 +31,51 @@ def near_deficient(K: Float) -> Float:
     K = K.copy()
     K[:, -1] = K[:, :-1].sum(axis=1) + 1e-10 * K[:, -1]
     return K
+
+
+def prefixes(n: int, d: int, late: int) -> dict[str, Callable[[np.random.Generator], Float]]:
+    """Named keys that try whatever reads a prefix: from row `late` on they are of another size, or of more rank."""
+    rows = np.arange(n)[:, None]
+    after, first = rows >= late, np.eye(d)[0]
+
+    def tailed(rng: np.random.Generator) -> Float:
+        return heavy_tailed(rng, n, d)
+
+    def conditioned(small: float) -> Callable[[np.random.Generator], Float]:
+        return lambda rng: turned(rng, tailed(rng) * np.geomspace(1, small, d))
+
+    def changing(before: Any, then: Any) -> Callable[[np.random.Generator], Float]:
+        return lambda rng: tailed(rng) * np.where(after, then, before)
+
+    return {
+        "gaussian": lambda rng: rng.standard_normal((n, d)),
+        "heavy-tailed": tailed,
+        "copies": lambda rng: heavy_tailed(rng, 7, d)[rng.integers(0, 7, n)],
+        "ties": lambda _: np.tile(np.eye(d), (n // d + 1, 1))[:n],
+        "growing": lambda rng: tailed(rng) * np.exp(rows * 30 / n),
+        "shrinking": lambda rng: tailed(rng) * np.exp(-rows * 30 / n),
+        "one-huge-row": lambda rng: tailed(rng) * np.where(rows == late, 1 + (1e9 - 1) * first, 1),
+        "rank-grows": changing(first, 1),
+        "rank-grows-turned": lambda rng: (
+            np.rint(tailed(rng) * 64) * np.where(after, 1, first) @ (rng.integers(-3, 4, (d, d)) + 7 * np.eye(d))
+        ),
+        "deficient": lambda rng: integer_deficient(rng, n, d, 2),
+        "zeros-first": changing(0, 1),
+        "zero-columns": changing(first, 1 - np.eye(d)[1]),
+        "all-zero": lambda _: np.zeros((n, d)),
+        "conditioned-1e6": conditioned(1e-6),
+        "conditioned-1e8": conditioned(1e-8),
+        "conditioned-1e12": conditioned(1e-12),
+        "near-deficient": lambda rng: near_deficient(tailed(rng)),
+        "scale-1e150": lambda rng: tailed(rng) * 1e150,
+        "scale-1e300": lambda rng: tailed(rng) * 1e300,
+        "scale-1e-300": lambda rng: tailed(rng) * 1e-300,
+        "columns-1e200": lambda rng: tailed(rng) * 10.0 ** np.resize([0, -200, 200], d),
+        "tiny-then-huge": changing(1e-150, 1e150),
+        "huge-then-tiny": changing(1e150, 1e-150),
+        "tiny-column-late": changing(1 - np.eye(d)[-1], 10.0 ** (-200 * np.eye(d)[-1])),
+        "huge-column-late": changing(1 - np.eye(d)[-1], 10.0 ** (200 * np.eye(d)[-1])),
+    }
 
 
 def in_chunks(state: Any, K: Any, cuts: Sequence[int] = (), *, mask: Any = None, payload: Any = None) -> Any:

@@ -11,8 +11,9 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from levattn._kernels.jit import helper
+from levattn._kernels.llvm import as_pointer
 
-__all__ = ["clear", "empty", "filled", "zeros"]
+__all__ = ["clear", "empty", "fill", "filled", "zeros"]
 
 
 def _define(like: Any, shape: Any, cleared: bool) -> Any:
@@ -74,6 +75,14 @@ def clear(typing, array, first, count):
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), codegen
+
+
+@helper
+def fill(like, at, n, value):
+    """Write equal numbers of the type of the pointer `like` to an address."""
+    target = as_pointer(at, like)
+    for j in range(n):
+        target[j] = value
 
 
 @helper

@@ -11,15 +11,29 @@ import numpy as np
 import numpy.typing as npt
 
 import levattn
+from levattn import datasets
 from levattn._core.types import Float64
-from levattn.cli.output import VACUOUS, check_folder, check_target, fail, new_console, new_table, print_json
+from levattn.cli.output import VACUOUS, check_folder, check_target, fail, new_console, print_json, table_of
 from levattn.io import replace_file
 from levattn.io.common import printable
 
-__all__ = ["DEMO_EPSILON", "run_demo"]
+__all__ = ["run_demo"]
 
-
-DEMO_EPSILON = 0.1
+_COLUMNS = {
+    "layer": "layer",
+    "head": "head",
+    "n": "n",
+    "d": "d",
+    "rank": "rank",
+    "cond": "condition:.3g",
+    "|U|": "size",
+    "bound": "size_bound:.4g",
+    "vacuous": "is_vacuous",
+    "heavy": "heavy",
+    "worst": "heavy_worst_case",
+    "missed": "missed",
+    "softmax": "captured_softmax:.1%",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ def run_demo(epsilon: float, out: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    from levattn import datasets, plots
+    from levattn import plots
 
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not there.is_dir():
@@ -89,11 +103,7 @@ def run_demo(epsilon: float, out: Path, as_json: bool) -> None:
         print_json(
             "levattn.demo/1",
             {"data": "all-MiniLM-L6-v2", "epsilon": epsilon, "f": 2}
-            | {
-                "heads": [asdict(report) for report in reports],
-                "summary": summary,
-                "files": list(map(str, files)),
-            },
+            | {"heads": list(map(asdict, reports)), "summary": summary, "files": list(map(str, files))},
         )
     else:
         _print_demo(reports, summary, epsilon, files)
@@ -105,7 +115,8 @@ def _measure(place: tuple[int, int], encoder: Any, epsilon: float) -> _Head:
     Q, K = (np.asarray(array[place], np.float64) for array in (encoder.queries, encoder.keys))
     chosen = levattn.universal_set(encoder.keys[place], epsilon)
     heavy = levattn.heavy_attention(encoder.queries[place], encoder.keys[place], epsilon, universal=chosen)
-    worst, A_worst = _worst_case(K)
+    worst = datasets.adversarial_queries(K)
+    A_worst = _x2_attention(worst, K)
     heavy_worst = levattn.heavy_attention(worst, encoder.keys[place], epsilon, universal=chosen)
     A, P = _x2_attention(Q, K), _softmax_attention(Q, K, encoder.scale)
     norms, mass = (K * K).sum(axis=1), P.mean(axis=0)
@@ -131,14 +142,6 @@ def _measure(place: tuple[int, int], encoder: Any, epsilon: float) -> _Head:
         heavy_softmax_in_set=int(np.count_nonzero(epsilon <= P[:, chosen.mask])),
     )
     return _Head(report, np.asarray(chosen.scores, np.float64), norms, A.mean(axis=0), mass)
-
-
-def _worst_case(K: Float64) -> tuple[Float64, Float64]:
-    """The query of each key under which it scores highest, and the attention of these queries."""
-    from levattn import datasets
-
-    worst = datasets.adversarial_queries(K)
-    return worst, _x2_attention(worst, K)
 
 
 def _x2_attention(Q: Float64, K: Float64) -> Float64:
@@ -179,45 +182,14 @@ def _summary(reports: list[_HeadReport]) -> dict[str, Any]:
 
 
 def _print_demo(reports: list[_HeadReport], summary: dict[str, Any], epsilon: float, files: list[Path]) -> None:
-    table = new_table(
-        "layer",
-        "head",
-        "n",
-        "d",
-        "rank",
-        "cond",
-        "|U|",
-        "bound",
-        "vacuous",
-        "heavy",
-        "worst",
-        "missed",
-        "softmax",
-    )
-    for report in reports:
-        table.add_row(
-            str(report.layer),
-            str(report.head),
-            str(report.n),
-            str(report.d),
-            str(report.rank),
-            f"{report.condition:.3g}",
-            str(report.size),
-            f"{report.size_bound:.4g}",
-            "yes" if report.is_vacuous else "no",
-            str(report.heavy),
-            str(report.heavy_worst_case),
-            str(report.missed),
-            f"{report.captured_softmax:.1%}",
-            end_section=report.head == reports[-1].head,
-        )
+    table = table_of(map(asdict, reports), _COLUMNS)
+    for row, report in zip(table.rows, reports, strict=True):
+        row.end_section = report.head == reports[-1].head
     console = new_console()
     console.print(table)
     console.print()
-    for sentence in (
-        *_sentences(summary, epsilon, reports[0].n),
-        f"pictures: {printable(', '.join(map(str, files)))}",
-    ):
+    pictures = f"pictures: {printable(', '.join(map(str, files)))}"
+    for sentence in (*_sentences(summary, epsilon, reports[0].n), pictures):
         console.print(sentence, soft_wrap=not console.is_terminal)
 
 
@@ -264,7 +236,7 @@ def _draw(axes: Any, heads: list[_Head], encoder: Any, epsilon: float) -> None:
     shown = max(reports, key=lambda report: report.heavy + report.heavy_worst_case)
     place = (shown.layer, shown.head)
     Q, K = (np.asarray(array[place], np.float64) for array in (encoder.queries, encoder.keys))
-    A = np.concatenate([_x2_attention(Q, K), _worst_case(K)[1]])
+    A = np.concatenate([_x2_attention(rows, K) for rows in (Q, datasets.adversarial_queries(K))])
     inside = levattn.universal_set(encoder.keys[place], epsilon)
     plots.HeavyMapDisplay.from_attention(A, epsilon, inside, ax=heavy_map)
     heavy_map.axhline(len(Q) - 0.5, color="white", lw=1)

@@ -1,11 +1,11 @@
 """Attention functions as text: what ``--function`` takes."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import levattn
+from levattn._core.checks import positive_number
 from levattn.functions import FAMILIES, is_square
 
 __all__ = ["ALLOWED", "Function", "parse_function"]
@@ -55,6 +55,4 @@ def _number(text: str, otherwise: str) -> float:
         number = float(text)
     except ValueError:
         raise ValueError(otherwise) from None
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"the number is {number:g}, expected a finite number above 0")
-    return number
+    return positive_number("the number", number)

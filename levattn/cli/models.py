@@ -4,23 +4,39 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from levattn.cli.output import check_output, fail, new_console, new_table, print_json
+from levattn._core.checks import needing
+from levattn.cli.output import check_output, fail, new_console, print_json, table_of
 from levattn.io import replace_file
 
 __all__ = ["Inquiry", "ScoreColumn", "inspect", "prune_report"]
 
 
-class ScoreColumn(StrEnum):
-    """What keys can be selected by."""
-
-    residual = "residual"
-    expected = "expected"
-    leverage = "leverage"
+ScoreColumn = Literal["residual", "expected", "leverage"]
+_SETS_OF_HEADS = {
+    "layer": "layer",
+    "head": "head",
+    "n": "n",
+    "d": "d",
+    "κ": "condition:.3g",
+    "|U|": "size:.0f",
+    "rank/ε": "bound",
+    "max": "largest:.3f",
+    "mass": "captured:.3f",
+    "heavy": "heavy",
+    "caught": "heavy_captured:.0%",
+}
+_PRUNED_HEADS = {
+    "layer": "layer",
+    "head": "head",
+    "slots": "slots:.1f",
+    "selected": "selected:.1f",
+    "mass": "captured:.3f",
+    "error": "error:.2e",
+}
 
 
 @dataclass(frozen=True)
@@ -45,24 +61,9 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
     if inquiry.as_json:
         print_json("levattn.inspect/1", {"tokens": inputs["input_ids"].shape[1], **found.to_dict()})
         return
-    table = new_table("layer", "head", "n", "d", "κ", "|U|", "rank/ε", "max", "mass", "heavy", "caught")
-    for row in found.rows:
-        caught = row["heavy_captured"]
-        table.add_row(
-            str(row["layer"]),
-            str(row["head"]),
-            str(row["n"]),
-            str(row["d"]),
-            f"{row['condition']:.3g}",
-            f"{row['size']:.0f}",
-            f"{row['bound']:.0f}{'*' if row['vacuous'] else ''}",
-            f"{row['largest']:.3f}",
-            f"{row['captured']:.3f}",
-            str(row["heavy"]),
-            "-" if caught is None else f"{caught:.0%}",
-        )
+    rows = [row | {"bound": f"{row['bound']:.0f}{'*' if row['vacuous'] else ''}"} for row in found.rows]
     console = new_console()
-    console.print(table)
+    console.print(table_of(rows, _SETS_OF_HEADS))
     console.print(
         f"κ: condition number; |U|: universal set for x² at ε = {epsilon}; max: largest leverage score; mass: mean "
         "softmax mass on U; heavy: softmax scores of at least ε among the queries measured, and how many U caught."
@@ -91,14 +92,8 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
     if inquiry.as_json:
         print_json("levattn.prune-report/1", {**outcome, **report.to_dict()})
         return
-    table = new_table("layer", "head", "slots", "selected", "mass", "error")
-    for row in report.table():
-        cells = [row["slots"], row["selected"], row["captured"], row["error"]]
-        forms = (".1f", ".1f", ".3f", ".2e")
-        shown = ["-" if cell is None else format(cell, form) for cell, form in zip(cells, forms, strict=True)]
-        table.add_row(str(row["layer"]), str(row["head"]), *shown)
     console = new_console()
-    console.print(table)
+    console.print(table_of(report.table(), _PRUNED_HEADS))
     console.print(
         "selected: keys that a query attends exactly; mass: softmax mass on them; error: of the head's output, "
         "relative to dense attention."
@@ -114,11 +109,9 @@ def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     _check_model(inquiry.model)
     check_output(inquiry.plot, "--plot")
     words = _read(inquiry.text)
-    try:
+    with needing("this needs torch and transformers", "transformers"):
         import torch  # noqa: F401 (without which transformers can be imported, and load nothing)
         import transformers
-    except ImportError:
-        fail('this needs torch and transformers: pip install "levattn[transformers]"')
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,10 +29,10 @@ __all__ = [
     "check_target",
     "fail",
     "new_console",
-    "new_table",
     "of_system",
     "print_json",
     "report",
+    "table_of",
 ]
 
 # Exit status, beside 0 and 1. The last two are those of a program that signals end: 128 and the signal's number.
@@ -112,15 +113,26 @@ def new_console() -> "Console":
     return console if console.is_terminal else Output(highlight=False, markup=False, width=_PIPE_WIDTH)
 
 
-def new_table(*columns: str) -> "Table":
-    """Return an empty table with these columns."""
+def table_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> "Table":
+    """Return a table with these columns: the heading of each, and which key of a row it shows, as in "size:.3g"."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)  # thirteen columns in 80 characters
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    fields = [column.partition(":") for column in columns.values()]
+    for row in rows:
+        table.add_row(*(_cell(row[key], form) for key, _, form in fields))
     return table
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format(value, form)
 
 
 def print_json(schema: str, document: dict[str, Any]) -> None:

@@ -5,12 +5,10 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 import levattn
 from levattn.cli.function import Function
@@ -21,8 +19,8 @@ from levattn.cli.output import (
     check_output,
     fail,
     new_console,
-    new_table,
     print_json,
+    table_of,
 )
 from levattn.io import replace_file
 
@@ -30,15 +28,20 @@ __all__ = ["Request", "SetMethod", "find_sets"]
 
 _SCHEMA = "levattn.universal-set/1"
 _INDICES_SHOWN = 12
+_COLUMNS = {
+    "item": "item",
+    "n": "n",
+    "d": "d",
+    "rank": "rank",
+    "condition": "condition:.3g",
+    "ε": "epsilon:.4g",
+    "|U|": "size",
+    "bound": "size_bound:.4g",
+    "vacuous": "is_vacuous",
+    "guarantee": "guarantee",
+}
 
-
-class SetMethod(StrEnum):
-    """The exact routes to leverage scores."""
-
-    auto = "auto"
-    gram = "gram"
-    qr = "qr"
-    svd = "svd"
+SetMethod = Literal["auto", "gram", "qr", "svd"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Request:
     center: bool
     duplicates: float | None
     method: SetMethod
-    memory: int | None
+    memory: int | None  # in bytes
     checkpoint: Path | None
     scheduler: str | None
 
@@ -61,7 +64,7 @@ class Request:
     def in_passes(self) -> bool:
         """Whether the files can be read in two passes, without loading them."""
         plain = self.function.is_square and not self.center and self.duplicates is None
-        return plain and self.method in (SetMethod.auto, SetMethod.gram)
+        return plain and self.method in ("auto", "gram")
 
     @property
     def name(self) -> str:
@@ -77,29 +80,13 @@ class Request:
 def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
     """Run the command."""
     _check_targets(request, plot, output)
-    memory = None if request.memory is None else request.memory * 2**20
-    source = _opened(request, memory)
+    source = _opened(request)
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
         raise typer.BadParameter(f"--size is {request.size}, but {request.name} holds {source.shape[-2]} keys")
     try:
-        if request.scheduler is not None:
-            _run_on_workers(request, source, memory, as_json, output)
-            return
-        keys = source if request.in_passes else source.load()
-        groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
-        sets = levattn.universal_set(
-            keys,
-            request.epsilon,
-            size=request.size,
-            f=request.function.f,
-            method=request.method.value,
-            center=request.center,
-            groups=groups,
-            progress=True if request.in_passes and sys.stderr.isatty() else None,
-            checkpoint=request.checkpoint,
-        )
+        sets = _found(request, source) if request.scheduler is None else _found_by_workers(request)
     except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
         problem = str(error).partition(";")[0].partition(", counted")[0].removeprefix("K ")
         fail(f"{request.name} {problem}; remove these rows and save the file again")
@@ -112,71 +99,57 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
         )
     picture = None if plot is None else _spectrum(sets, request, plot.suffix)
     if output is not None:
-        _write(output, _arrays(sets, request.function))
+        with replace_file(output) as stream:
+            np.savez(stream, **_arrays(sets, request.function))
     if plot is not None and picture is not None:
         with replace_file(plot) as stream:
             stream.write(picture)
-    _tell(request, source, _set_reports(sets, request.function), as_json)
-
-
-def _write(output: Path, arrays: dict[str, Any]) -> None:
-    with replace_file(output) as stream:
-        np.savez(stream, **arrays)
-
-
-def _tell(request: Request, source: levattn.KeySource, reports: list[dict[str, Any]], as_json: bool) -> None:
+    reports = _set_reports(sets, request.function)
     if as_json:
         print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
     else:
         _print_reports(reports, source, request.function)
 
 
-def _run_on_workers(
-    request: Request, source: levattn.KeySource, memory: int | None, as_json: bool, output: Path | None
-) -> None:
-    """Find the set on the workers of a scheduler; it holds the keys of the set, and no scores of the others."""
+def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
+    keys = source if request.in_passes else source.load()
+    groups = None if request.duplicates is None else levattn.near_duplicates(keys, angle=request.duplicates)
+    return levattn.universal_set(
+        keys,
+        request.epsilon,
+        size=request.size,
+        f=request.function.f,
+        method=request.method,
+        center=request.center,
+        groups=groups,
+        progress=True if request.in_passes and sys.stderr.isatty() else None,
+        checkpoint=request.checkpoint,
+    )
+
+
+def _found_by_workers(request: Request) -> levattn.StreamedSet:
+    """Return the set that the workers of a scheduler find: it knows the scores of its own keys alone."""
     from levattn.distributed.dask import universal_set_of_files
 
     try:
-        found = universal_set_of_files(
+        return universal_set_of_files(
             request.paths,
             request.epsilon or 0.0,
             tensor=request.tensor,
             f=request.function.f,
-            memory=memory,
+            memory=request.memory,
             scheduler=request.scheduler,
         )
     except OSError as error:
         if error.errno is not None:  # of a file
             raise
         fail(f"{error}; check --scheduler, and whether it is running")
-    if output is not None:
-        arrays: dict[str, Any] = {"epsilon": found.epsilon, "guarantee": found.guarantee, "sizes": found.sizes}
-        for name in ("indices", "scores"):
-            arrays[name] = np.concatenate([getattr(item, name) for item in found.items])
-        _write(output, arrays)
-    _tell(request, source, _streamed_reports(found, request.function), as_json)
 
 
-def _streamed_reports(found: levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:
-    """One report per matrix, as of sets that know all scores."""
-    columns = {
-        name: np.broadcast_to(getattr(found, name), found.batch) for name in ("rank", "size_bound", "is_vacuous")
-    }
-    condition = found.factor.condition.reshape(found.batch)
-    return [
-        {"item": item, "size": len(keys), "epsilon": found.epsilon}
-        | {name: column[item].item() for name, column in columns.items()}
-        | {"condition": float(condition[item]), "guarantee": found.guarantee, "f": function.text}
-        | {"indices": keys.indices.tolist(), "hidden_groups": []}
-        for item, keys in zip(np.ndindex(found.batch), found.items, strict=True)
-    ]
-
-
-def _opened(request: Request, memory: int | None) -> levattn.KeySource:
+def _opened(request: Request) -> levattn.KeySource:
     """Return the keys, or an error that names options, not arguments."""
     try:
-        return levattn.open_keys(request.paths, tensor=request.tensor, memory=memory)
+        return levattn.open_keys(request.paths, tensor=request.tensor, memory=request.memory)
     except levattn.KeyFileError as error:
         problem, semicolon, remedy = str(error).rpartition("; ")
         remedy = re.sub(r"\btensor\b=?", "--tensor", remedy)
@@ -196,7 +169,7 @@ def _check_targets(request: Request, plot: Path | None, output: Path | None) -> 
             fail(f"{path} and {other} are the same file; name two with {option} and {another}")
 
 
-def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> bytes:
+def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
     from levattn import plots
 
     figure, ((ax,),) = plots.new_figure()
@@ -214,19 +187,14 @@ def _spectrum(sets: levattn.UniversalSet, request: Request, suffix: str) -> byte
     return plots.figure_bytes(figure, suffix)
 
 
-def _arrays(sets: levattn.UniversalSet, function: Function) -> dict[str, npt.NDArray[Any]]:
+def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> dict[str, Any]:
     """Return what a set says as arrays, none of which needs pickling."""
-    names = (
-        "mask",
-        "scores",
-        "sizes",
-        "epsilon",
-        "guarantee",
-        "rank",
-        "size_bound",
-        "is_vacuous",
-        "condition",
-    )
+    if isinstance(sets, levattn.StreamedSet):
+        arrays = {name: getattr(sets, name) for name in ("epsilon", "guarantee", "sizes")}
+        of_keys = ("indices", "scores")
+        return arrays | {name: np.concatenate([getattr(item, name) for item in sets.items]) for name in of_keys}
+    of_all = ("mask", "scores", "sizes")
+    names = (*of_all, "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "condition")
     arrays = {name: np.asarray(getattr(sets, name)) for name in names}
     arrays["f"] = np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)
     if sets.groups is not None:
@@ -241,28 +209,35 @@ def _request_report(request: Request, source: levattn.KeySource) -> dict[str, An
         "shape": source.shape,
         "dtype": source.dtype.name,
         "function": request.function.text,
-        "method": request.method.value,
+        "method": request.method,
         "center": request.center,
         "duplicates": request.duplicates,
     }
 
 
-def _set_reports(sets: levattn.UniversalSet, function: Function) -> list[dict[str, Any]]:
+def _set_reports(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function) -> list[dict[str, Any]]:
     """One report per matrix; `item` is its place in the batch, empty for a single matrix."""
-    names = ("sizes", "epsilon", "rank", "size_bound", "is_vacuous", "condition")
-    lead = sets.mask.shape[:-1]
-    columns = {name: np.broadcast_to(getattr(sets, name), lead) for name in names}
+    columns = {name: getattr(sets, name) for name in ("epsilon", "rank", "size_bound", "is_vacuous")}
+    if isinstance(sets, levattn.StreamedSet):
+        batch, columns["condition"] = sets.batch, sets.factor.condition.reshape(sets.batch)
+        of_items = [keys.indices for keys in sets.items]
+    else:
+        batch, columns["condition"] = sets.mask.shape[:-1], sets.condition
+        of_items = [np.flatnonzero(sets.mask[item]) for item in np.ndindex(batch)]
+    columns = {name: np.broadcast_to(column, batch) for name, column in columns.items()}
     return [
-        {"item": item, "size": int(columns["sizes"][item])}
-        | {name: columns[name][item].item() for name in names[1:]}
-        | {"guarantee": sets.guarantee, "f": function.text, "indices": np.flatnonzero(sets.mask[item]).tolist()}
+        {"item": item, "size": len(indices)}
+        | {name: column[item].item() for name, column in columns.items()}
+        | {"guarantee": sets.guarantee, "f": function.text, "indices": indices.tolist()}
         | {"hidden_groups": _group_reports(sets, item)}
-        for item in np.ndindex(lead)
+        for item, indices in zip(np.ndindex(batch), of_items, strict=True)
     ]
 
 
-def _group_reports(sets: levattn.UniversalSet, item: tuple[int, ...]) -> list[dict[str, Any]]:
+def _group_reports(sets: levattn.UniversalSet | levattn.StreamedSet, item: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return score and keys of each group that can receive ε although none of its keys can."""
+    if isinstance(sets, levattn.StreamedSet):
+        return []
     return [
         {
             "score": float(sets.group_scores[item][group]),
@@ -274,22 +249,9 @@ def _group_reports(sets: levattn.UniversalSet, item: tuple[int, ...]) -> list[di
 
 def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, function: Function) -> None:
     n, d = source.shape[-2:]
-    table = new_table("item", "n", "d", "rank", "condition", "ε", "|U|", "bound", "vacuous", "guarantee")
-    for report in reports:
-        table.add_row(
-            ",".join(map(str, report["item"])) or "-",
-            str(n),
-            str(d),
-            str(report["rank"]),
-            f"{report['condition']:.3g}",
-            f"{report['epsilon']:.4g}",
-            str(report["size"]),
-            f"{report['size_bound']:.4g}",
-            "yes" if report["is_vacuous"] else "no",
-            report["guarantee"],
-        )
+    rows = [report | {"item": ",".join(map(str, report["item"])) or "-", "n": n, "d": d} for report in reports]
     console = new_console()
-    console.print(table)
+    console.print(table_of(rows, _COLUMNS))
     if not function.is_square:
         console.print(f"function: {function.text}; scores are certified bounds")
     if len(reports) == 1:

@@ -18,7 +18,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import needing
+from levattn._core.checks import check_type, needing
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
 from levattn.io import KeySource, open_keys
@@ -46,10 +46,9 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any) -> Stre
 def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) -> Any:
     """Universal set of the keys of a dask array: one pass over its chunks, each where it is.
 
-    Every chunk of rows becomes a `levattn.StreamingUniversalSet`; neighbors are merged, in order, in a tree. For
-    f(x) = x² the result is exact and has the indices of ``levattn.universal_set(K, epsilon)``, whatever the chunks and
-    the workers; for other functions it is a superset, as that of the state. The same chunks give the same bits in
-    every run, other chunks agree to rounding.
+    It is the set of a `levattn.StreamingUniversalSet`, of which each chunk has one and neighbors are merged in a tree:
+    for f(x) = x² exact, with the indices of ``levattn.universal_set(K, epsilon)``, for other functions a superset. The
+    same chunks give the same bits in every run, on any workers; other chunks agree to rounding.
 
     Parameters
     ----------
@@ -101,14 +100,13 @@ def universal_set(K: Any, epsilon: float, /, *, f: Any = 2, client: Any = None) 
     new = partial(StreamingUniversalSet, epsilon, f=f)
     new().update(_no_rows(K))  # what is wrong with the arguments shows here
     lazy = _in_tree(_by_chunk(_chunk_state, K, new=new), new, StreamingUniversalSet.result)
-    return lazy if client is None else _computed(lazy, client)
+    return _computed(lazy, client)
 
 
 def leverage_scores(K: Any, /) -> Any:
     """Leverage scores of the keys of a dask array, in its own chunks.
 
-    They are those of `levattn.leverage_scores`, up to rounding. The second moments of the chunks are merged in a tree,
-    and their factor, one small matrix, is handed to every chunk.
+    They are those of `levattn.leverage_scores`, up to rounding.
 
     Parameters
     ----------
@@ -131,8 +129,8 @@ def leverage_scores(K: Any, /) -> Any:
 
     Notes
     -----
-    Time O(n d²) and two passes. The chunks of K are *computed twice* rather than held between the passes, so that
-    memory is bounded by the chunks that are worked on; whoever has room for K calls ``K.persist()`` first.
+    Time O(n d²) and two passes: one sums second moments, the other has their factor. Chunks of K are *computed twice*
+    rather than held in between, so that memory is bounded; whoever has room for K calls ``K.persist()`` first.
 
     References
     ----------
@@ -165,8 +163,7 @@ def leverage_scores(K: Any, /) -> Any:
 def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     """Softmax state of values over all positions of dask arrays: one pass over the chunks, each where it is.
 
-    Every chunk of positions becomes a `levattn.states.SoftmaxState`; these are merged in a tree. The result is that of
-    one state to rounding, and has the same bits in every run with the same chunks.
+    It is that of one `levattn.states.SoftmaxState` to rounding; the same chunks give the same bits in every run.
 
     Parameters
     ----------
@@ -219,19 +216,16 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     new = partial(SoftmaxState, logits.shape[-1], V.shape[-1], tuple(logits.shape[:-2]))
     new().update(_no_rows(logits), _no_rows(V))  # what is wrong with the arguments shows here
     lazy = _in_tree(_by_chunk(_chunk_state, logits, V, new=new), new, SoftmaxState.copy)
-    return lazy if client is None else _computed(lazy, client)
+    return _computed(lazy, client)
 
 
 def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
-    """Keys in files as a dask array: a file, several, or a folder of shards.
-
-    Each chunk is read by the worker that needs it, by a path that must mean the same file there.
+    """Keys in files as a dask array, of which each worker reads the chunks that it needs by the same paths.
 
     Parameters
     ----------
     source : KeySource, path-like, or sequence of path-like
-        What `levattn.open_keys` returned, which has options for the tensor and the number of rows in a chunk; or
-        paths, which are opened by it.
+        What `levattn.open_keys` returned, which has options for the tensor and the chunks; or paths for it.
 
     Returns
     -------
@@ -249,7 +243,7 @@ def from_keys(source: KeySource | _Path | Sequence[_Path], /) -> Any:
 
     Notes
     -----
-    Only the headers are read here. Memory of a worker: a chunk for each of its threads, 32 MiB each by default.
+    Only headers are read here. Memory of a worker: a chunk for each of its threads, 32 MiB by default.
 
     Examples
     --------
@@ -280,8 +274,8 @@ def universal_set_of_files(
 ) -> StreamedSet:
     """Universal set of keys in files, found by the workers of a dask scheduler.
 
-    The set of `universal_set`, with its guarantee; what ``levattn universal-set PATH... --scheduler ADDRESS`` runs.
-    Each task reads a range of rows, which may be long, chunk by chunk into one state.
+    It is the set of `universal_set`, with its guarantee. Each task reads a long range of rows, chunk by chunk, into
+    one state. ``levattn universal-set PATH... --scheduler ADDRESS`` runs this.
 
     Parameters
     ----------
@@ -296,8 +290,7 @@ def universal_set_of_files(
     memory : int, optional
         Number of bytes of keys that a task may hold at a time; 32 MiB by default.
     scheduler : distributed.Client, str or cluster, optional
-        As `client` in `universal_set`. If left out, what dask chooses: threads of this process, unless there is a
-        client.
+        As `client` in `universal_set`. If left out, what dask chooses.
 
     Returns
     -------
@@ -319,8 +312,8 @@ def universal_set_of_files(
 
     Notes
     -----
-    One pass over the files; cost as in `universal_set`. Ranges are some multiple of d/ε rows, whatever the scheduler,
-    and the set has the same bits on any number of workers.
+    One pass over the files; cost as in `universal_set`. Ranges do not depend on the scheduler, nor do the bits of the
+    set.
 
     References
     ----------
@@ -355,7 +348,9 @@ def _require_dask() -> None:
 
 
 def _computed(lazy: Any, client: Any) -> Any:
-    """Return a lazy value, computed by a client or by the scheduler that one is opened for."""
+    """Return a value computed by a client, or by one opened for a scheduler; without either the lazy value itself."""
+    if client is None:
+        return lazy
     with needing("this needs distributed", "dask"):
         from distributed import Client
     if isinstance(client, Client):
@@ -375,11 +370,8 @@ def _in_row_chunks(K: Any, name: str = "K") -> Any:
     """Return an array that is cut along the rows only."""
     import dask.array as da
 
-    if not isinstance(K, da.Array):
-        raise TypeError(
-            f"{name} is of type {type(K).__name__}; expected a dask array. Make one by dask.array.from_array, or of "
-            "files by levattn.distributed.dask.from_keys"
-        )
+    remedy = "Make one by dask.array.from_array, or of files by levattn.distributed.dask.from_keys"
+    check_type(name, K, da.Array, f"a dask array. {remedy}")
     if K.ndim < 2:
         raise ValueError(f"{name} has shape {K.shape}; expected (..., n, d), rows last but one")
     others = [axis for axis in range(K.ndim) if axis != K.ndim - 2]

@@ -27,7 +27,6 @@ __all__ = ["Traffic", "softmax_state", "universal_set"]
 _VERSION = 1  # of the messages
 _CHUNK_BYTES = 64 * 2**20  # of keys that are brought into main memory at a time
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-
 # Fields that describe a shard, and have to be the same on all ranks.
 _ALIKE = {
     "batch": "the batch",
@@ -91,10 +90,10 @@ def universal_set(
 ) -> tuple[StreamedSet, Traffic]:
     """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
 
-    The keys are those of all ranks, one shard after the other in the order of the ranks. This is a collective
-    operation: all ranks of the group call it, and have the same set. For f(x) = x² it is exact and has the indices of
-    ``levattn.universal_set`` of all keys together; for other functions it is a superset, as by
-    `levattn.StreamingUniversalSet`. The same shards give the same bits in every run, other shards agree to rounding.
+    It is the set of a `levattn.StreamingUniversalSet` of all shards in the order of the ranks: for f(x) = x² exact,
+    with the indices of ``levattn.universal_set``, for other functions a superset. This is a collective operation: all
+    ranks of the group call it, and have the same set. The same shards give the same bits in every run, other shards
+    agree to rounding.
 
     Parameters
     ----------
@@ -197,10 +196,9 @@ def universal_set(
 def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = None) -> SoftmaxState:
     """Softmax state of the positions of all ranks of a process group, or of those of the ranks before this one.
 
-    Each rank gives the state of its own shard of a sequence. All of them together are what latent attention reads that
-    looks at the whole sequence; those before a rank are the ``state=`` with which causal latent attention over its own
-    shard goes on. This is a collective operation: all ranks of the group call it. States are merged in the order of
-    the ranks, so every rank has the same bits.
+    Latent attention over the whole sequence reads that of all ranks; causal latent attention over the shard of a rank
+    goes on from that of the ranks before it (``state=``). This is a collective operation: all ranks of the group call
+    it. States are merged in the order of the ranks, so every rank has the same bits.
 
     Parameters
     ----------

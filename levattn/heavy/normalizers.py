@@ -11,7 +11,7 @@ from levattn._core.arrays import array_namespace, take_entries, to_device, to_nu
 from levattn._core.types import Float64
 from levattn._kernels import kernels_for
 from levattn.exceptions import NonFiniteError
-from levattn.linalg.factor import UNIT, Factor
+from levattn.linalg.factor import UNIT, Factor, even_basis, normalizer_rounding
 from levattn.linalg.gram import Exponents
 from levattn.linalg.span import zero_products
 from levattn.sensitivity.leverage import TIE
@@ -74,10 +74,10 @@ def normalizers_by(factor: Factor, Q: Any, N: Float64, exponents: Exponents) -> 
     """
     xp = array_namespace(Q)
     D, size = kernels_for("heavy", Q).query_norms(Q, N)
-    unit = UNIT * factor.rounding(0)
+    unit = UNIT * normalizer_rounding(factor, 0)
     loss = unit * xp.sqrt(size)
     doubtful = to_numpy(xp.nonzero(~(2 * loss <= NORMALIZER_ERROR * xp.sqrt(D)))[0])
-    parts = factor.even_basis(0, exponents) if len(doubtful) else None
+    parts = even_basis(factor, 0, exponents) if len(doubtful) else None
     if parts is not None:
         places, C = to_device(doubtful, D), parts[1]
         solve = kernels_for("precise", C).precise_solutions

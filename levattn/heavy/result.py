@@ -357,7 +357,7 @@ class Products:
     f: the attention function.
     normalizers: Σ f(⟨q, k⟩) in the units of the queries, or its logarithm for softmax.
     precise: the queries whose products with keys cancel so far that they take more than float64, or whose scores err
-        by so much that thresholds are their own; `few` are these in main memory.
+        by so much that thresholds are their own; `few` are these in main memory, None if there are none.
     error: estimated relative error of a score of ε in each row.
     epsilon: that ε.
     """
@@ -370,7 +370,7 @@ class Products:
     precise: Any
     error: Any
     epsilon: float
-    few: PreciseQueries
+    few: PreciseQueries | None
 
     @property
     def live(self) -> Any:
@@ -388,15 +388,18 @@ class Products:
         xp, values = array_namespace(Z), Z * Z if is_square(self.f) else self.f(Z)
         return xp.where(D > 0, values / xp.where(D > 0, D, 1.0), 0.0)
 
-    def precise_scores(self) -> Iterator[tuple[npt.NDArray[np.int64], Float64]]:
-        """Give the scores of the precise queries on the keys of the set, a few queries (their numbers) at a time."""
-        for start in range(0, len(self.few.places), self._step):
+    def precise_scores(self) -> Iterator[tuple[npt.NDArray[np.int64], Float64, Float64]]:
+        """Give a few of the precise queries (their numbers) at a time, their scores on the set, and the errors."""
+        few = self.few
+        if few is None:
+            return
+        for start in range(0, len(few.places), self._step):
             part = slice(start, start + self._step)
-            some = self._shares(self.few.multiply(part), self.few.normalizers[part, None])
+            some = self._shares(few.multiply(part), few.normalizers[part, None])
             # where a normalizer is next to unknown, the keys of the set are known to be in it
             some = some / np.maximum(some.sum(axis=1, keepdims=True), 1.0)
-            unknown = np.isinf(self.few.error[part])[:, None]
-            yield self.few.places[part], np.where(unknown & (some < LEAST), LEAST, some)
+            unknown = np.isinf(few.error[part])[:, None]
+            yield few.places[part], np.where(unknown & (some < LEAST), LEAST, some), few.error[part]
 
     def scores(self) -> Iterator[tuple[Any, Any]]:
         """Give the scores of all queries in the same way, where the queries are."""
@@ -404,7 +407,7 @@ class Products:
         for start in range(0, len(rows), self._step):
             part = rows[start : start + self._step]
             yield part, self._shares(self.queries[part] @ self.keys.T, self.normalizers[part, None])
-        for places, some in self.precise_scores():
+        for places, some, _ in self.precise_scores():
             yield to_device(places, self.queries), to_device(some, self.queries)
 
 

@@ -122,9 +122,8 @@ def _prepared(
     precise = (product > PRODUCT_ERROR) | (error > TIE / 8) | (shift != 0) | lost
     places = to_numpy(xp.nonzero(precise)[0])
     if not len(places):
-        error, nothing = xp.where(D > 0, error + 2 * product, 0.0), np.zeros(0)
-        none = PreciseQueries(places, nothing, nothing, lambda _: np.zeros((0, len(keys))))
-        return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, none)
+        error = xp.where(D > 0, error + 2 * product, 0.0)
+        return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, few=None)
     # those few go on in main memory
     few, its_D, its_shift = (to_numpy(take_entries(array, places)) for array in (Q, D, shift))
     K, units, unknown = even_rows(to_numpy(selected), -exponents)
@@ -155,12 +154,11 @@ def _entries(
     starts, columns, values, captured = kernels_for("heavy", products.queries).heavy_entries(
         products.queries, products.keys, indices, D, epsilon * (1 - TIE)
     )
-    others, at = [], 0
-    for rows, scores in products.precise_scores():
+    others = []
+    for rows, scores, error in products.precise_scores():
         captured[to_device(rows, captured)] = to_device(scores.sum(axis=1), captured)
-        i, j, heavy = heavy_places(scores, epsilon, products.few.error[at : at + len(rows)])
+        i, j, heavy = heavy_places(scores, epsilon, error)
         others.append((rows[i], indices[j], heavy))
-        at += len(rows)
     return (starts, columns, values), csr_of(others, (len(D), n)) if others else None, xp.clip(captured, 0.0, 1.0)
 
 
@@ -207,8 +205,8 @@ def _recovered(
     found = [(i, indices[j], scores)]
     inside = np.einsum("ij,ij->i", Q @ (keys.T @ keys), Q)
     captured = np.divide(inside, D, out=np.zeros(len(D)), where=D > 0)
-    for part, some in products.precise_scores():
-        captured[part] = some.sum(axis=1)
-        i, j, heavy = heavy_places(some, epsilon, products.error[part])
-        found.append((part[i], indices[j], heavy))
+    for rows, scores, error in products.precise_scores():
+        captured[rows] = scores.sum(axis=1)
+        i, j, heavy = heavy_places(scores, epsilon, error)
+        found.append((rows[i], indices[j], heavy))
     return csr_of(found, (len(D), n)), np.clip(captured, 0.0, 1.0)

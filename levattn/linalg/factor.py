@@ -17,7 +17,18 @@ from levattn.linalg.reading import as_read
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.linalg.wide import Wide
 
-__all__ = ["SINGLE_BOUND", "UNIT", "Factor", "blockwise_product", "column_norms", "float64_rows", "upper_form"]
+__all__ = [
+    "SINGLE_BOUND",
+    "UNIT",
+    "Factor",
+    "blockwise_product",
+    "column_norms",
+    "even_basis",
+    "even_whitening",
+    "float64_rows",
+    "normalizer_rounding",
+    "upper_form",
+]
 
 SINGLE_BOUND = 4.0  # largest squared inverse up to which sums and products are in float32
 _LIFT = 2.0**500  # by which rows are raised whose squares may vanish, of size below
@@ -379,46 +390,6 @@ class Factor:
         N = np.ldexp(N, -exponents)
         return N, exponents - self._scale_powers(item)
 
-    def even_basis(self, item: int, exponents: npt.NDArray[np.int32]) -> tuple[Float64, Float64] | None:
-        """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normalizer of a query so scaled.
-
-        They hold what the inverse, rounded, does not.
-
-        Parameters
-        ----------
-        item : int
-            Number of the matrix.
-        exponents : array of int32, shape (d,)
-            Of the powers of two, as by `even_normalizer`.
-
-        Returns
-        -------
-        tuple of two arrays of float64, shape (d, d), or None
-            None for rank-deficient keys, whose normalizers have no such form, and so for wide ones.
-        """
-        if self.rank[item] < len(exponents):
-            return None
-        B, C = self._parts(item)
-        return np.ldexp(B, (exponents + self._scale_powers(item))[:, None]), C
-
-    def even_whitening(self, item: int, exponents: npt.NDArray[np.int32]) -> Float64:
-        """Return W for keys that are divided by powers of two, as by `even_normalizer`, and not scaled.
-
-        Parameters
-        ----------
-        item : int
-            Number of the matrix.
-        exponents : array of int32, shape (d,)
-            Of the powers of two.
-
-        Returns
-        -------
-        array of float64, shape (d, d)
-            The whitening, infinite where that leaves the range.
-        """
-        with np.errstate(over="ignore"):
-            return np.asarray(np.ldexp(self.whitening[item], (exponents + self._scale_powers(item))[:, None]))
-
     def _scale_powers(self, item: int) -> npt.NDArray[np.int32]:
         """Return the exponents of the scale under which the keys were factored, (d,)."""
         if self.rows.scale is None:
@@ -431,35 +402,6 @@ class Factor:
             W = self.whitening[item]
             return W, np.diag(np.any(W != 0, axis=0).astype(np.float64))
         return self.basis[item], self.correction[item]
-
-    def rounding(self, item: int) -> float:
-        """Return what carries the rounding of N to a normalizer D: √D errs by this times ``2⁻⁵³ ‖|N| |q|‖``.
-
-        Parameters
-        ----------
-        item : int
-            Number of the matrix.
-
-        Returns
-        -------
-        float
-            At least √d.
-        """
-        if self.wide is not None:
-            return 2 * float(np.sqrt(self.columns))  # of products with the keys, and of what was subtracted from them
-        if self.arithmetic[item] != "compensated" and self.rank[item] == self.columns:
-            return float(np.sqrt(self.columns))  # W is all there is
-        B, C = self._parts(item)
-        d, kept = len(B), np.any(C != 0, axis=0)
-        few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))
-        C, spread = C[np.ix_(kept, kept)], 1.0
-        if self.arithmetic[item] == "compensated" and len(C):
-            spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2))
-        if few and len(C):  # the columns of B have the row space of the keys only to rounding
-            s = np.linalg.svd(_columns(self, item, B)[0][:, kept], compute_uv=False)
-            more = 64 * d if item in self.hidden else 8.0  # hidden directions add to a normalizer as well
-            spread *= more * float(s[0] / s[-1]) if s[-1] > 0 else np.inf
-        return float(np.sqrt(d)) * spread
 
     @cached_property
     def condition(self) -> Float64:
@@ -514,6 +456,48 @@ class Factor:
             k = self.wide.gathered(k, item)
         q: Float64 = k @ W @ W.T
         return q if self.wide is None else self.wide.spread(q, item)
+
+
+def even_basis(factor: Factor, item: int, exponents: npt.NDArray[np.int32]) -> tuple[Float64, Float64] | None:
+    """Return B and C, upper triangular, for which ``‖C⁻¹ B⁻¹ q‖²`` is the normalizer of a query so scaled, (d, d).
+
+    The exponents are those of `Factor.even_normalizer`. B and C hold what the inverse, rounded, does not. None for
+    rank-deficient keys, whose normalizers have no such form, and so for wide ones.
+    """
+    if factor.rank[item] < len(exponents):
+        return None
+    B, C = factor._parts(item)
+    return np.ldexp(B, (exponents + factor._scale_powers(item))[:, None]), C
+
+
+def even_whitening(factor: Factor, item: int, exponents: npt.NDArray[np.int32]) -> Float64:
+    """Return W for keys that are divided by powers of two, as by `Factor.even_normalizer`, and not scaled, (d, d).
+
+    It is infinite where that leaves the range.
+    """
+    with np.errstate(over="ignore"):
+        powers = exponents + factor._scale_powers(item)
+        return np.asarray(np.ldexp(factor.whitening[item], powers[:, None]))
+
+
+def normalizer_rounding(factor: Factor, item: int) -> float:
+    """Return the factor, at least √d, by which √D of a normalizer D errs in units of ``2⁻⁵³ ‖|N| |q|‖``."""
+    if factor.wide is not None:
+        return 2 * float(np.sqrt(factor.columns))  # of products with the keys, and of what was subtracted from them
+    compensated = factor.arithmetic[item] == "compensated"
+    if not compensated and factor.rank[item] == factor.columns:
+        return float(np.sqrt(factor.columns))  # W is all there is
+    B, C = factor._parts(item)
+    d, kept = len(B), np.any(C != 0, axis=0)
+    few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))
+    C, spread = C[np.ix_(kept, kept)], 1.0
+    if compensated and len(C):
+        spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2))
+    if few and len(C):  # the columns of B have the row space of the keys only to rounding
+        s = np.linalg.svd(_columns(factor, item, B)[0][:, kept], compute_uv=False)
+        more = 64 * d if item in factor.hidden else 8.0  # hidden directions add to a normalizer as well
+        spread *= more * float(s[0] / s[-1]) if s[-1] > 0 else np.inf
+    return float(np.sqrt(d)) * spread
 
 
 def _left_inverse(W: Float64) -> Float64:

@@ -75,18 +75,16 @@ def second_moments(
     pieces[:, :, 0] = np.arange(len(items))[:, None]
     pieces[:, :, 1] = np.asarray(items, np.int64)[:, None]
     pieces[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
-        parts = kernels.moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
-    parts = parts.reshape(len(items), len(runs), d, d)
     whole: PairwiseSum[Any] = PairwiseSum()
     tail = None
-    for index, level in enumerate(levels):
-        if level < 0:
-            tail = parts[:, index]
-        else:
-            with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
+        parts = kernels.moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
+        parts = parts.reshape(len(items), len(runs), d, d)
+        for index, level in enumerate(levels):
+            if level < 0:
+                tail = parts[:, index]
+            else:
                 whole.add(parts[:, index], level)
-    with np.errstate(over="ignore", invalid="ignore"):
         total = whole.total(tail)
     return np.zeros((len(items), d, d)) if total is None else total
 
@@ -146,16 +144,12 @@ class DoubleDouble:
     @classmethod
     def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> DoubleDouble:
         """Return the moments whose parts are held under this name."""
-        low = arrays.get(f"{name}.low")
-        spans = _spans(arrays, name, b, d) if f"{name}.units" in arrays else ()
-        if (_diagonal(shaped(arrays[f"{name}.high"], np.float64, (b, d, d))) < 0).any():
+        high, low = shaped(arrays[f"{name}.high"], np.float64, (b, d, d)), arrays.get(f"{name}.low")
+        low = None if low is None else shaped(low, np.float64, (b, d, d))
+        if (_diagonal(high) < 0).any():
             raise ValueError("a second moment has a negative entry on its diagonal")
-        return cls(
-            shaped(arrays[f"{name}.high"], np.float64, (b, d, d)),
-            None if low is None else shaped(low, np.float64, (b, d, d)),
-            shaped(arrays[f"{name}.wide"], np.bool_, (b,)),
-            spans,
-        )
+        spans = _spans(arrays, name, b, d) if f"{name}.units" in arrays else ()
+        return cls(high, low, shaped(arrays[f"{name}.wide"], np.bool_, (b,)), spans)
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
         """Return the parts by name, from which `from_arrays` makes it again."""
@@ -205,9 +199,7 @@ class GramAccumulator:
         self.blocks: PairwiseSum[DoubleDouble] = PairwiseSum()
         self.merged: DoubleDouble | None = None
         self.exponents: Exponents = np.zeros((b, d), np.int32)
-        self.double_double: Flags = np.zeros(
-            b, np.bool_
-        )  # of which matrices the next block is summed in twofold arithmetic
+        self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed so
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was looked at last
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before that is due again
         self.spans = (Span.nothing(d),) * b
@@ -301,17 +293,17 @@ class GramAccumulator:
         if total is None:
             raise AssertionError("a sum of no blocks")
         errors = total.errors(due)
-        widening = (errors > _SETTLED) & ~self.double_double
-        if widening.any():
+        twofold = (errors > _SETTLED) & ~self.double_double
+        if twofold.any():
             blocks = self.blocks.copy()
-            blocks.add(self._in_double_double(term, run, widening))
+            blocks.add(self._in_double_double(term, run, twofold))
         settled = due & (errors <= _SETTLED)
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
         self.settled = np.where(settled[:, None], _diagonal(total.high), self.settled)
-        self.double_double = (self.double_double | widening) & ~settled
+        self.double_double = (self.double_double | twofold) & ~settled
         self.blocks = blocks
-        return None if widening.any() else np.where(due, errors, np.inf)
+        return None if twofold.any() else np.where(due, errors, np.inf)
 
     def _term(self, run: Rows) -> DoubleDouble:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -407,11 +399,8 @@ class GramAccumulator:
         levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
         if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:
             raise ValueError(f"{blocks} blocks are not the sum of the levels {list(terms)}")
-        if (
-            np.abs(self.exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT
-            or not (self.settled >= 0).all()
-            or not (self.room >= 0).all()
-        ):
+        largest = np.abs(self.exponents.astype(np.int64)).max(initial=0)
+        if largest > LARGEST_EXPONENT or not (self.settled >= 0).all() or not (self.room >= 0).all():
             raise ValueError("what tells how sums go on is out of range")
         self.blocks, self.spans = PairwiseSum(blocks, levels), _spans(arrays, "sum", b, d)
         return self

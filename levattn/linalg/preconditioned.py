@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.types import Float64
 from levattn._kernels import Arithmetic, Rows, kernels_for
-from levattn.linalg.factor import Factor, column_norms, upper_form
+from levattn.linalg.factor import column_norms, upper_form
 from levattn.linalg.gram import PLAIN_NOISE, UNIT, spectral_norm
+from levattn.linalg.span import Span
 
 __all__ = ["ROUNDING", "SURE_CONDITION", "MatrixFactor", "MomentsInBasis", "decompose", "precondition", "resolve"]
 
@@ -49,37 +50,18 @@ class MatrixFactor:
         null_directions, columns = np.zeros((len(live), self.null_directions.shape[1])), np.full(len(live), np.inf)
         null_directions[live], columns[live] = self.null_directions, self.columns
         correction = None if self.correction is None else square(self.correction)
-        whitening, basis = square(self.whitening), square(self.basis)
-        return replace(
-            self,
-            whitening=whitening,
-            basis=basis,
-            correction=correction,
-            null_directions=null_directions,
-            columns=columns,
+        return MatrixFactor(
+            square(self.whitening), square(self.basis), correction, self.rank, self.error, null_directions, columns
         )
-
-    def factor(self, rows: Rows) -> Factor:
-        """Return the factor of one matrix, a batch of one, without its keys."""
-        compensated = self.correction is not None
-        return Factor(
-            rows,
-            self.whitening[None],
-            np.array([self.rank]),
-            np.array([self.error]),
-            ("compensated" if compensated else "double",),
-            self.basis[None] if compensated else None,
-            None if self.correction is None else self.correction[None],
-        ).forget_keys()
 
 
 def decompose(
-    moments_in: MomentsInBasis, R: Float64, penalty: Float64, cut: float, exact_rank: Callable[[], int] | None = None
+    moments_in: MomentsInBasis, R: Float64, penalty: Float64, cut: float, keys: Rows | None = None
 ) -> MatrixFactor:
     """Factor one matrix by the singular value decomposition of R, which is the matrix itself or its triangle.
 
     Equal rows are rounded alike, so that noise grows with their number. Singular values next to the cut are told from
-    it by the exact rank, where that is known.
+    it by the exact rank of the keys, where they are given.
     """
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
@@ -87,11 +69,11 @@ def decompose(
     some = np.asarray(c > 0)
     if not some.all():
         penalty = np.zeros(np.count_nonzero(some))
-        return decompose(_of_columns(moments_in, some), R[:, some], penalty, cut, exact_rank).embedded(some)
+        return decompose(_of_columns(moments_in, some), R[:, some], penalty, cut, keys).embedded(some)
     _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
-    if exact_rank is not None and live.any() and s[live].min() < _NOISE * s.max():
-        live &= np.arange(len(s)) < exact_rank()
+    if keys is not None and live.any() and s[live].min() < _NOISE * s.max():
+        live &= np.arange(len(s)) < Span.of(keys).rank
     W = upper_form(Vt[live].T / s[live]) / c[:, None]
     condition = float(s[live].max() / s[live].min()) if live.any() else 1.0
     return _finish(moments_in, W, c, _complement(Vt[live]), penalty, condition, SURE_CONDITION)
@@ -132,7 +114,7 @@ def precondition(
         part = G[np.ix_(some, some)], penalty[some]
         return precondition(_of_columns(moments_in, some), *part, noise, target, cut, limit).embedded(some)
     largest = np.sqrt(spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
-    out = np.zeros((d, 0))
+    null_directions = np.zeros((d, 0))
     basis: Float64 | None = None
 
     for _ in range(_ROUNDS):
@@ -150,11 +132,11 @@ def precondition(
             vanished = ~np.any(C[0] != 0, axis=0) & np.any(basis != 0, axis=0)
             lost = np.hstack([lost, c[:, None] * basis[:, vanished]])
         if lost.shape[1]:
-            out = _orthonormal(np.hstack([out, lost]))
-        if not W.any() or out.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
-            return MatrixFactor(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, out, c)
+            null_directions = _orthonormal(np.hstack([null_directions, lost]))
+        if not W.any() or null_directions.shape[1] == d:  # of keys with columns that are not zero, and so of no rank 0
+            return MatrixFactor(np.zeros((d, d)), np.zeros((d, d)), None, 0, np.inf if d else 0.0, null_directions, c)
         if lost.shape[1]:
-            basis = upper_form(_complement(out.T)) / c[:, None]
+            basis = upper_form(_complement(null_directions.T)) / c[:, None]
         elif good:
             break
         else:
@@ -162,7 +144,7 @@ def precondition(
         H = moments_in(basis, "double") + _penalty_in_basis(basis, penalty)
         noise = UNIT
     condition = float(largest * spectral_norm(c[:, None] * W))
-    return _finish(moments_in, W, c, out, penalty, condition, limit, float(inverse_norm_bound[0]))
+    return _finish(moments_in, W, c, null_directions, penalty, condition, limit, float(inverse_norm_bound[0]))
 
 
 def resolve(moments_in: MomentsInBasis, G: Float64, noise: float, target: float, limit: float) -> MatrixFactor:
@@ -198,7 +180,7 @@ def _finish(
     moments_in: MomentsInBasis,
     W: Float64,
     c: Float64,
-    out: Float64,
+    null_directions: Float64,
     penalty: Float64,
     condition: float,
     limit: float,
@@ -212,13 +194,13 @@ def _finish(
     rank, fine = int(np.count_nonzero(kept)), condition > limit
     rounding = (_SPLIT_ERROR if fine else 2 * UNIT) * condition  # of the keys in that basis, beside their sums
     if inverse_norm_bound is not None and not fine:
-        return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, out, c)
+        return MatrixFactor(W, W, None, rank, PLAIN_NOISE * inverse_norm_bound + rounding, null_directions, c)
     G = moments_in(W, "compensated" if fine else "double")
     C, pivot, again = kernels_for("factor", G).inverse_cholesky((G + _penalty_in_basis(W, penalty))[None])
     if not (pivot[0] > 0 and np.array_equal(np.any(C[0] != 0, axis=0), kept)):  # W is no whitening at all
-        return MatrixFactor(W, W, None, rank, np.inf, out, c)
+        return MatrixFactor(W, W, None, rank, np.inf, null_directions, c)
     whitening, error = _multiply(W, C[0]), PLAIN_NOISE * float(again[0]) + rounding
-    return MatrixFactor(whitening, W if fine else whitening, C[0] if fine else None, rank, error, out, c)
+    return MatrixFactor(whitening, W if fine else whitening, C[0] if fine else None, rank, error, null_directions, c)
 
 
 def _orthonormal(A: Float64) -> Float64:

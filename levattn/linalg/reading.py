@@ -41,17 +41,21 @@ def read_in_pieces(rows: Rows) -> Iterator[Float64]:
 
 def check_finite(rows: Rows, figures: Float64) -> None:
     """Raise FloatingPointError if a matrix whose figures (b, ...) are not finite holds NaN or infinity."""
-    for item in np.flatnonzero(~np.isfinite(figures).all(axis=tuple(range(1, figures.ndim)))).tolist():
+    for item in _not_finite(figures):
         if rows.nonfinite_rows(item, 1):
             raise FloatingPointError("rows are not finite")
 
 
 def require_finite(rows: Rows, figures: Float64) -> list[int]:
     """Raise if a matrix whose figures are not finite holds NaN or infinity; return those that merely overflowed."""
-    bad = np.flatnonzero(~np.isfinite(figures.reshape(len(figures), -1)).all(axis=1)).tolist()
+    bad = _not_finite(figures)
     for item in bad:
         _refuse(rows, item)
-    return [int(item) for item in bad]
+    return bad
+
+
+def _not_finite(figures: Float64) -> list[int]:
+    return [int(item) for item in np.flatnonzero(~np.isfinite(figures).all(axis=tuple(range(1, figures.ndim))))]
 
 
 def refuse_nonfinite(rows: Rows, before: int) -> NoReturn:

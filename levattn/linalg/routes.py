@@ -127,6 +127,13 @@ class _Batch:
     spans: dict[int, Span] = field(default_factory=dict)
     hidden: dict[int, MatrixFactor | None] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, rows: Rows, *, counts_null_directions: bool) -> _Batch:
+        """Return a batch of which nothing is found yet."""
+        b, _, d = rows.shape
+        figures = np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b)
+        return cls(rows, *figures, ["double"] * b, counts_null_directions)
+
     def put(self, item: int, found: MatrixFactor) -> None:
         """Set what was found for one matrix."""
         self.W[item] = to_device(found.whitening, self.W)
@@ -146,20 +153,15 @@ class _Batch:
                 basis[item], correction[item] = found.basis, found.correction
             if self.counts_null_directions and found.null_directions.shape[1]:
                 null_directions[item] = (found.null_directions, found.columns)
-        hidden = {item: None if one is None else one.factor(self.rows.item(item)) for item, one in self.hidden.items()}
-        arithmetic = tuple(self.arithmetic)
-        return Factor(
-            self.rows,
-            self.W,
-            self.rank,
-            self.error,
-            arithmetic,
-            basis,
-            correction,
-            null_directions,
-            self.spans,
-            hidden,
-        )
+        hidden = {item: None if one is None else self._alone(item, one) for item, one in self.hidden.items()}
+        figures = self.W, self.rank, self.error, tuple(self.arithmetic)
+        return Factor(self.rows, *figures, basis, correction, null_directions, self.spans, hidden)
+
+    def _alone(self, item: int, found: MatrixFactor) -> Factor:
+        """Return what was found for one matrix as a factor by itself, without its keys and null directions."""
+        batch = _Batch.of(self.rows.item(item), counts_null_directions=False)
+        batch.put(0, found)
+        return batch.factor().forget_keys()
 
     def look_below(self, item: int, finer: Callable[[], MatrixFactor] | None, span: Span | None = None) -> None:
         """Compare the exact rank of a matrix with the one that was found; take a finer factor where it is higher."""
@@ -203,7 +205,7 @@ def factor_moments(
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
         penalty = _penalty(ridge, np.sqrt(to_numpy(G.diagonal(axis1=1, axis2=2))), scale)
 
-    W, pivot, inverse_norm_bound = kernels_for("factor", G).inverse_cholesky(_penalized(G, penalty) if ridge else G)
+    W, pivot, inverse_norm_bound = kernels_for("factor", G).inverse_cholesky(_penalized(G, penalty))
     whole = (pivot > 0) & (inverse_norm_bound * (d * cut * cut) < 1)  # no singular value can be below the cut
     mild = whole & (inverse_norm_bound <= SINGLE_BOUND)
     if arithmetic == "single":
@@ -285,12 +287,10 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         )
     b, n, d = rows.shape
     cut = rank_tolerance(d) if rtol is None else rtol
-    batch = _Batch(rows, np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b))
-    batch.arithmetic = ["double"] * b
-    batch.counts_null_directions = rtol is None and ridge == 0
     largest = rows.column_maxima()
     require_finite(rows, largest)
-    batch.rows = rows = _scaled(rows, largest, 400)
+    rows = _scaled(rows, largest, 400)
+    batch = _Batch.of(rows, counts_null_directions=rtol is None and ridge == 0)
     scale = np.ones((b, d)) if rows.scale is None else rows.scale
     target, limit = _DOUBLE_ERROR[rows.format], _limit(rows.format, d)
     for item in range(b):
@@ -299,7 +299,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
         penalty = _penalty(ridge, column_norms(R)[None], scale[item : item + 1])[0] if ridge else np.zeros(d)
         moments_in = _moments_of(rows, item)
         exact = batch.counts_null_directions and rows.shift is None
-        found = decompose(moments_in, R, penalty, cut, partial(_exact_rank, one) if exact else None)
+        found = decompose(moments_in, R, penalty, cut, one if exact else None)
         if not found.null_directions.shape[1]:
             batch.put(item, found)
             continue
@@ -312,10 +312,6 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
 def _moments_of(rows: Rows, item: int) -> MomentsInBasis:
     """Return what gives the moments of the rows of one item in another basis."""
     return lambda basis, arithmetic: to_numpy(_moments(rows, [item], basis=basis[None], arithmetic=arithmetic)[0])
-
-
-def _exact_rank(rows: Rows) -> int:
-    return Span.of(rows).rank
 
 
 def _triangle(rows: Rows) -> Float64:

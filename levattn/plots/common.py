@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import needing
+from levattn._core.types import Flags
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-Bools: TypeAlias = npt.NDArray[np.bool_]
 Ints: TypeAlias = npt.NDArray[np.intp]
 
 # From the palette of Okabe and Ito; OCHRE is its orange, darkened. Each has a contrast of at least 3 to white and to
@@ -25,20 +27,7 @@ _CURVE_POINTS = 2000
 
 
 def figure_bytes(figure: Figure, suffix: str) -> bytes:
-    """Render a figure; the same figure gives the same bytes.
-
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-        The figure.
-    suffix : str
-        The file format, such as ``".png"`` or ``".svg"``.
-
-    Returns
-    -------
-    bytes
-        The content of the file.
-    """
+    """Return the content of a file, such as one of suffix ".svg"; the same figure gives the same bytes."""
     import matplotlib as mpl
 
     kind = suffix.removeprefix(".").lower()
@@ -50,20 +39,7 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
 
 
 def new_figure(rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
-    """Make a figure that no window system knows of.
-
-    Parameters
-    ----------
-    rows, columns : int, default 1
-        Rows and columns of axes.
-
-    Returns
-    -------
-    figure : matplotlib.figure.Figure
-        The figure, laid out for its content.
-    axes : ndarray of matplotlib.axes.Axes, shape (rows, columns)
-        Its axes.
-    """
+    """Return a figure that no window system knows of, laid out for its content, and an array of its axes."""
     _require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -101,64 +77,28 @@ class Display(ABC):
         ValueError
             If a text of tokens has too little room to be read.
         """
-        self.ax_ = self._axes(ax)
-        self.figure_ = self.ax_.figure
+        if ax is None:
+            _require_matplotlib()
+            import matplotlib.pyplot as plt
+
+            ax = plt.subplots(figsize=self._inches(), layout="constrained")[1]
+        self.ax_ = ax
+        self.figure_ = ax.figure
         self._draw(self.ax_)
         return self
 
-    def _axes(self, ax: Axes | None) -> Axes:
-        return axes_for(ax)
+    def _inches(self) -> tuple[float, float] | None:
+        """Return the size of a new figure, unless it is matplotlib's own."""
+        return None
 
     @abstractmethod
     def _draw(self, ax: Axes) -> None:
         """Draw on axes."""
 
 
-def axes_for(ax: Axes | None, size: tuple[float, float] | None = None) -> Axes:
-    """Return the axes given, or those of a new figure, of a size in inches."""
-    if ax is not None:
-        return ax
-    _require_matplotlib()
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(figsize=size, layout="constrained")[1]
-
-
-def legend_below(ax: Axes) -> None:
-    """Put the legend below the axis label, where it hides nothing."""
-    import matplotlib as mpl
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.transforms import ScaledTranslation
-
-    ticks = FontProperties(size=mpl.rcParams["xtick.labelsize"]).get_size_in_points()
-    room = 12 + 1.3 * (ticks + float(ax.xaxis.label.get_fontsize()))
-    below = ax.transAxes + ScaledTranslation(0, -room / 72, ax.figure.dpi_scale_trans)
-    ax.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        bbox_transform=below,
-        borderaxespad=0,
-        ncols=2,
-        fontsize="small",
-        frameon=False,
-    )
-
-
-def whole_ticks(ax: Axes) -> None:
-    """Let ticks stand at whole numbers only."""
-    from matplotlib.ticker import MaxNLocator
-
-    for axis in (ax.xaxis, ax.yaxis):
-        locator = axis.get_major_locator()
-        if isinstance(locator, MaxNLocator):
-            locator.set_params(integer=True)
-
-
 def _require_matplotlib() -> None:
-    try:
+    with needing("pictures need matplotlib", "plot"):
         import matplotlib as mpl  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError('pictures need matplotlib: pip install "levattn[plot]"') from error
 
 
 def log_positions(n: int) -> Ints:
@@ -168,13 +108,7 @@ def log_positions(n: int) -> Ints:
     return np.unique(np.geomspace(1, n, _CURVE_POINTS).round().astype(np.intp)) - 1
 
 
-def starts_of_bins(length: int, most: int) -> Ints:
-    """Where each of at most so many bins of about equal length starts."""
-    count = min(length, most)
-    return np.arange(count) * length // max(count, 1)
-
-
-def mask_of(chosen: Any, n: int, name: str, of_what: str) -> Bools:
+def mask_of(chosen: Any, n: int, name: str, of_what: str) -> Flags:
     """Return the mask (n,) of a universal set, a mask or distinct indices."""
     given = np.asarray(getattr(chosen, "mask", chosen))
     if given.dtype == np.bool_:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.types import Float64
-from levattn.plots.common import BLUE, COLORS, RED, Display, Ints, legend_below, mask_of, starts_of_bins, whole_ticks
+from levattn.plots.common import BLUE, COLORS, RED, Display, Ints, mask_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,6 +138,7 @@ class HeavyMapDisplay(Display):
 
     def _draw(self, ax: Axes) -> None:
         from matplotlib.colors import LogNorm
+        from matplotlib.ticker import MaxNLocator
 
         m, n = self.shape
         if self.cells.size:
@@ -154,7 +155,9 @@ class HeavyMapDisplay(Display):
         self._plot_entries(ax)
         self._plot_columns(ax)
         ax.set(xlabel=f"keys (ticks: the {self.indices.size} of U)", ylabel="queries")
-        whole_ticks(ax)
+        for locator in (ax.xaxis.get_major_locator(), ax.yaxis.get_major_locator()):
+            if isinstance(locator, MaxNLocator):
+                locator.set_params(integer=True)
 
     def _plot_columns(self, ax: Axes) -> None:
         """Mark the columns of the set in a strip above the map, at most one per column of cells."""
@@ -177,11 +180,33 @@ class HeavyMapDisplay(Display):
                 rasterized=True,
                 label=f"≥ ε, {name}: {count}",
             )
-        legend_below(ax)
+        _put_legend_below(ax)
+
+
+def _put_legend_below(ax: Axes) -> None:
+    """Put the legend below the axis label, where it hides nothing."""
+    import matplotlib as mpl
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.transforms import ScaledTranslation
+
+    ticks = FontProperties(size=mpl.rcParams["xtick.labelsize"]).get_size_in_points()
+    room = 12 + 1.3 * (ticks + float(ax.xaxis.label.get_fontsize()))
+    below = ax.transAxes + ScaledTranslation(0, -room / 72, ax.figure.dpi_scale_trans)
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=below,
+        borderaxespad=0,
+        ncols=2,
+        fontsize="small",
+        frameon=False,
+    )
 
 
 def _edges(length: int) -> Ints:
-    return starts_of_bins(length, _CELLS)
+    """Return where each of at most `_CELLS` bins of about equal length starts."""
+    count = min(length, _CELLS)
+    return np.arange(count) * length // max(count, 1)
 
 
 def _max_bins(matrix: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.types import Float64
-from levattn.plots.common import COLORS, Bools, Display, axes_for, mask_of
+from levattn._core.checks import whole_number
+from levattn._core.types import Flags, Float64
+from levattn.plots.common import COLORS, Display, mask_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,8 +104,8 @@ class TokenStripDisplay(Display):
         if not np.isfinite(self.scores).all():
             first = np.flatnonzero(~np.isfinite(self.scores))[:5].tolist()
             raise ValueError(f"scores is not finite at {first}; expected a number for each token, such as 0 for none")
-        self.kept: Bools | None = None if kept is None else mask_of(kept, n, "kept", "token")
-        self.columns = _columns(columns)
+        self.kept: Flags | None = None if kept is None else mask_of(kept, n, "kept", "token")
+        self.columns = whole_number("columns", columns, 2)  # the width of a wide character
         self._pieces = list(_pieces(_spaced(self.tokens), self.columns))
         self.lines = _lines(self._pieces)
 
@@ -140,18 +140,23 @@ class TokenStripDisplay(Display):
         """
         return cls(tokens, scores, kept=kept, columns=columns).plot(ax)
 
-    def _axes(self, ax: Axes | None) -> Axes:
-        rows = self._rows
-        if ax is None and rows > _MOST_LINES:
+    def _inches(self) -> tuple[float, float]:
+        """Return a size for letters of the usual size, and the color bar below."""
+        rows, columns = self._rows, max(self.columns, _LEAST_WIDTH)
+        if rows > _MOST_LINES:
             raise ValueError(
                 f"the text has {rows} lines, expected at most {_MOST_LINES}; draw parts of it, or raise columns"
             )
-        if ax is not None:
-            _require_room(_cell(ax, self.columns, rows, _letter_width()))
-        return axes_for(ax, _inches(self.columns, rows))
+        return columns * 0.6 * _POINTS / 72 + 0.2, rows * _PITCH * _POINTS / 72 + _BAR_ROOM
 
     def _draw(self, ax: Axes) -> None:
         letter = _letter_width()
+        points = _cell(ax, self.columns, self._rows, letter)
+        if points < _LEAST_POINTS:
+            raise ValueError(
+                f"ax has room for letters of {points:.1f} points, expected at least {_LEAST_POINTS:g}; "
+                "give larger axes, or none for a figure as high as the text"
+            )
         ax.set_axis_off()
         shades = self._plot_boxes(ax)
         self._plot_letters(ax, shades, letter)
@@ -244,16 +249,6 @@ def _texts(tokens: Sequence[str]) -> tuple[str, ...]:
     return tuple(tokens)
 
 
-def _columns(columns: SupportsIndex) -> int:
-    try:
-        count = operator.index(columns)
-    except TypeError:
-        raise TypeError(f"columns is {columns!r}; expected an integer") from None
-    if count < 2:
-        raise ValueError(f"columns is {count}; expected at least 2, the width of a wide character")
-    return count
-
-
 def _spaced(tokens: Sequence[str]) -> list[tuple[bool, str]]:
     """For each token whether a space stands before it, and what is drawn."""
     if any(token.startswith(_SPACES) for token in tokens):
@@ -292,11 +287,11 @@ def _pieces(spaced: Iterable[tuple[bool, str]], columns: int) -> Iterator[_Piece
             line, column = line + 1, 0
         for token, _, text in word:
             for part in _parts(text, columns):
-                wide = max(_width(part), 1)
-                if column and column + wide > columns:
+                width = max(_width(part), 1)
+                if column and column + width > columns:
                     line, column = line + 1, 0
-                yield _Piece(token, line, column, part, wide)
-                column += wide
+                yield _Piece(token, line, column, part, width)
+                column += width
 
 
 def _words(spaced: Iterable[tuple[bool, str]]) -> list[list[tuple[int, bool, str]]]:
@@ -352,11 +347,6 @@ def _luminance(colors: npt.ArrayLike) -> Float64:
     return np.asarray(linear @ [0.2126, 0.7152, 0.0722])
 
 
-def _inches(columns: int, rows: int) -> tuple[float, float]:
-    """Size of a figure with letters of the usual size, and the color bar below."""
-    return max(columns, _LEAST_WIDTH) * 0.6 * _POINTS / 72 + 0.2, rows * _PITCH * _POINTS / 72 + _BAR_ROOM
-
-
 def _points(ax: Axes) -> Float64:
     """Width and height of the axes."""
     left, bottom, right, top = ax.bbox.extents
@@ -367,14 +357,6 @@ def _cell(ax: Axes, columns: int, rows: int, letter: float) -> float:
     """Size of the letters, in points, with which all lines fit."""
     width, height = _points(ax)
     return float(min(width / (max(columns, _LEAST_WIDTH) * letter), height / (rows * _PITCH)))
-
-
-def _require_room(points: float) -> None:
-    if points < _LEAST_POINTS:
-        raise ValueError(
-            f"ax has room for letters of {points:.1f} points, expected at least {_LEAST_POINTS:g}; "
-            "give larger axes, or none for a figure as high as the text"
-        )
 
 
 def _place(ax: Axes, columns: int, rows: int, letter: float) -> None:

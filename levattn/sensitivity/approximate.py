@@ -14,10 +14,11 @@ from levattn._core.checks import whole_number
 from levattn._core.random import normals
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
-from levattn.linalg.factor import UNIT, Factor, float64_rows
+from levattn.linalg.factor import UNIT, Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, GaussianJL, Sketch
+from levattn.sketch.operator import unscaled_sketch
 
 __all__ = [
     "APPROXIMATE",
@@ -79,8 +80,7 @@ def sketched_factor(rows: Rows, method: str, size: int, seed: int, limit: float 
     sketch = Sketch(families[method](size), seed)
     factor = _of_single_sums(rows, sketch) if rows.format != "float64" else None
     if factor is None:
-        out = kernels_for("sketch", rows.keys).sketch_zeros(rows, size, np.float64)
-        sketch.add(rows, 0, out)
+        out = unscaled_sketch(sketch, rows, 0)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     # a sum of keys is rounded, and tells nothing of their exact row space
     return _in_single(replace(factor, rows=replace(rows, scale=factor.rows.scale), spans={}, hidden={}), limit)
@@ -114,10 +114,7 @@ def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
 
 
 def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ERROR) -> Factor:
-    """Return the factor with scores computed from so many random combinations of the whitened columns.
-
-    `limit` is that of `_in_single`.
-    """
+    """Return the factor with scores from random combinations of the whitened columns; `limit` as in `_in_single`."""
     family = GaussianJL(columns)
     directions = family.columns(seed, 0, factor.whitening.shape[-1]).T * family.scale
     return _in_single(replace(factor, projection=factor.whitening @ directions), limit)
@@ -125,14 +122,10 @@ def projected(factor: Factor, columns: int, seed: int, limit: float = _SINGLE_ER
 
 @dataclass(frozen=True)
 class Screened:
-    """Upper bounds of leverage scores from a sketch.
+    """Upper bounds of leverage scores from a sketch."""
 
-    upper: (b, n).
-    factor: of the keys where `exact`, else of the sketch.
-    """
-
-    upper: Float64
-    factor: Factor
+    upper: Float64  # (b, n)
+    factor: Factor  # of the keys where `exact`, else of the sketch
     exact: bool
 
 
@@ -195,7 +188,7 @@ def _crossing(falling: Callable[[float], float], value: float, high: float) -> f
 def _compared(factor: Factor, exact: Factor, item: int) -> float:
     """Return a lower bound of the least eigenvalue of WᵀGW, for the factor N of the keys, as that of (NW)ᵀNW."""
     N, exponents = exact.even_normalizer(item)
-    W = factor.even_whitening(item, exponents)
+    W = even_whitening(factor, item, exponents)
     live = np.any(W != 0, axis=0)
     if not live.any():
         return 1.0

@@ -7,13 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from levattn._core.arrays import (
-    Matrices,
-    as_mask,
-    as_matrices,
-    to_device,
-    to_numpy,
-)
+from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.types import Float64
 from levattn._kernels import Rows
@@ -78,22 +72,14 @@ class Sensitivities:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Certified bounds before they go back to the caller.
+    """Certified bounds before they go back to the caller."""
 
-    upper: (b, n).
-    names: of the certificates.
-    total_bound: (b,) what theory bounds the sums of the sensitivities by.
-    factor: of the keys.
-    leverage: (b, n) leverage scores of the keys, raised by their error.
-    lift: the factor of the lifted keys, where it was made and holds all their directions.
-    """
-
-    upper: Float64
-    names: tuple[str, ...]
-    total_bound: Float64
-    factor: Factor
-    leverage: Float64
-    lift: Factor | None
+    upper: Float64  # (b, n)
+    names: tuple[str, ...]  # of the certificates
+    total_bound: Float64  # (b,) what theory bounds the sums of the sensitivities by
+    factor: Factor  # of the keys
+    leverage: Float64  # (b, n) leverage scores of the keys, raised by their error
+    lift: Factor | None  # of the lifted keys, where it was made and holds all their directions
 
 
 def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: Any = None) -> Any:
@@ -218,8 +204,8 @@ def sensitivities(
     -----
     Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n D²) and memory O(n D) for "lift" with
     D = C(d + p/2 − 1, p/2); O(n d²/ε) for "block"; O(n (n' + 256) d) for "ball", where n' keys are undecided after a
-    pass over groups of keys (n' is taken as 0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds
-    are raised by the estimated rounding error.
+    pass over groups of keys (0 if n n' is above 3·10⁸); "auto" takes it up to 50 000 keys. The bounds are raised by
+    the estimated rounding error.
 
     References
     ----------

@@ -23,20 +23,16 @@ _CHUNK = 1 << 15  # keys whose figures are worked on at a time
 
 @dataclass(frozen=True)
 class Problem:
-    """The keys and options for which bounds are asked.
-
-    factor: of the keys. rows: the keys that it is of (for softmax as they are given): some columns of wide ones, which
-        have the same column space, and no number of them is rounded. A masked key has no bound but 0.
-    tau: (b, n) leverage scores, raised by their error; 0 for keys of zeros, and for no others.
-    epsilon: the bound from which a key is of interest; iterations: of Lewis weights.
-    """
+    """The keys and options for which bounds are asked. A masked key has no bound but 0."""
 
     f: AttentionFunction | Softmax
-    factor: Factor
-    rows: Rows
-    tau: Float64
-    epsilon: float
-    iterations: int
+    factor: Factor  # of the keys
+    rows: (
+        Rows  # the keys as they are given for softmax, else those of the factor, with the same column space, unrounded
+    )
+    tau: Float64  # (b, n) leverage scores, raised by their error; 0 for keys of zeros, and for no others
+    epsilon: float  # the bound from which a key is of interest
+    iterations: int  # of Lewis weights
     rng: int | np.random.Generator | None
 
     @property
@@ -53,17 +49,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A proof that no query gives a key more than a bound.
+    """A proof that no query gives a key more than a bound."""
 
-    name: as `method` and `Sensitivities.certificate` have it.
-    applies: tells whether it holds for f. is_cheap: tells whether "auto" takes it.
-    bound: returns bounds (b, n), and the factor of lifted keys where it was made and holds all their directions.
-    """
-
-    name: str
+    name: str  # as `method` and `Sensitivities.certificate` have it
     applies: Callable[[AttentionFunction | Softmax], bool]
-    bound: Callable[[Problem], tuple[Float64, Factor | None]]
-    is_cheap: Callable[[Problem], bool] = lambda _: True
+    bound: Callable[[Problem], tuple[Float64, Factor | None]]  # (b, n), and the factor of lifted keys as in `Bounds`
+    is_cheap: Callable[[Problem], bool] = lambda _: True  # whether "auto" takes it
 
 
 def raised_scores(factor: Factor, live: npt.NDArray[np.bool_] | None = None) -> Float64:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ _ENTRIES = 4_000_000  # of the largest temporary array
 
 @dataclass(frozen=True, eq=False)
 class ExactSensitivities:
-    """Brackets of the sensitivities of keys, the queries that reach the lower ends, and how they were found.
+    """Brackets of the sensitivities of keys, and the queries that reach the lower ends.
+
+    The result of `exact_sensitivities`.
 
     Attributes
     ----------
@@ -42,24 +45,20 @@ class ExactSensitivities:
     upper : array of shape (n,), float64
         Proven by duality or enumeration: never below the sensitivity, but for rounding. 1 where nothing is proven.
     queries : array of shape (n, d), float64
-        Row j is a query that gives key j the score ``lower[j]`` among the keys, for `Softmax` an admitted one; zeros
-        for a key of sensitivity 0. Computed in float64 the score agrees with `lower` to about :math:`10^{-15}` times
-        the condition number of the keys with scaled columns (for p < 1 to the power p of that); for `Softmax`, times
-        the largest logit.
+        Row j is a query that gives key j the score ``lower[j]``, for `Softmax` an admitted one; zeros for a key of
+        sensitivity 0. Computed in float64 the score agrees with `lower` to about :math:`10^{-15}` times the condition
+        number of the keys with scaled columns (for p < 1 to the power p of that); for `Softmax`, times the largest
+        logit.
     method : str
         "svd", "linear program", "convex program", "vertices" or "concave program".
 
     Examples
     --------
     >>> import numpy as np, levattn
-    >>> found = levattn.exact_sensitivities(np.array([[1.0], [0.5]]), 1)
-    >>> found.lower.round(6), found.method
-    (array([0.666667, 0.333333]), 'linear program')
-
-    The worst queries of keys are what a set of keys has to stand:
-
     >>> K = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> found = levattn.exact_sensitivities(K, 4)
+    >>> found.method
+    'convex program'
     >>> scores = (found.queries @ K.T) ** 4
     >>> np.diag(scores / scores.sum(axis=1, keepdims=True)).round(6)
     array([0.888889, 0.888889, 0.888889])
@@ -78,14 +77,11 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     .. math:: \sigma_j = \sup_y f(\langle k_j, y\rangle) / \sum_l f(\langle k_l, y\rangle),
 
-    over the y with a positive sum; for `Softmax`, over the queries that it admits. For other functions no exact method
-    is known: `sensitivities` gives certified upper bounds of theirs.
-
-    Each one is returned as a bracket, ``lower <= σ <= upper``. The lower end is the ratio at a query that was found,
-    and the upper end a proof that there is no better one: a feasible point of the dual program (`Power`, p ≥ 1), the
-    enumeration of all candidates (p < 1), a tangent plane (`Softmax`). The relative width is about 1e-11, but wider
-    for exponents near 1, for logits in the millions, for keys of very different sizes and, by about :math:`10^{-15p}`,
-    for p < 1 where r keys or more are orthogonal to one query.
+    over the y with a positive sum; for `Softmax`, over the queries that it admits. Each is returned as a bracket,
+    ``lower <= σ <= upper``: the ratio at a query that was found, and a proof that there is no better one, from a
+    feasible point of the dual program (`Power`, p ≥ 1), all candidates (p < 1) or a tangent plane (`Softmax`). The
+    relative width is about 1e-11, but wider for exponents near 1, for logits in the millions, for keys of very
+    different sizes and, by about :math:`10^{-15p}`, for p < 1 where r keys or more are orthogonal to one query.
 
     All of it holds up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
     scaled columns). A key that reaches outside the numerical row space by more than rounding has `upper` 1, and so has
@@ -94,9 +90,9 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
     Parameters
     ----------
     K : array of shape (n, d)
-        Keys, one a row, with n up to 2000. Of real floating dtype, and any kind that `leverage_scores` takes.
+        Keys, one a row, with n up to 2000; kinds and dtypes as in `leverage_scores`.
     f : float, Power or Softmax, default 2
-        An exponent p > 0, `Power` of one, or `Softmax`.
+        An exponent p > 0, `Power` of one, or `Softmax`; for other functions no exact method is known.
 
     Returns
     -------
@@ -114,7 +110,6 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     See Also
     --------
-    leverage_scores : The sensitivities for f(x) = x², of any number of keys.
     sensitivities : Certified upper bounds of the sensitivities for any f, of any number of keys.
 
     Notes
@@ -125,9 +120,8 @@ def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
 
     References
     ----------
-    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
-    Attentions", ICLR 2025 (arXiv:2410.05462), section 3. Padmanabhan, Woodruff, Zhang, "Computing Approximate ℓp
-    Sensitivities", NeurIPS 2023 (arXiv:2311.04158), for approximations at scale.
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), section 3. Padmanabhan,
+    Woodruff, Zhang, "Computing Approximate ℓp Sensitivities", NeurIPS 2023 (arXiv:2311.04158), for many keys.
 
     Examples
     --------
@@ -181,14 +175,14 @@ def _of_power(keys: Float64, f: Power) -> ExactSensitivities:
     # Keys may be so much larger than the one sought that f overflows where it does not use the result.
     with np.errstate(over="ignore"):
         rows, inverse, counts = _distinct(_signed(keys[live]))
-        basis, unreduced, outside = _reduce(rows, counts)
+        basis, unreduced, missed = _reduce(rows, counts)
         seen = np.abs(basis).max(axis=1, initial=0.0) > _FAINT
         low, high, y = np.zeros(len(rows)), np.ones(len(rows)), np.zeros(basis.shape)
         low[seen], high[seen], y[seen] = bracket(basis[seen], counts[seen])
         q = unreduced(_unit(y))  # the size does not matter, and the powers of numbers up to 1 do not overflow
         # What B says of a row that it misses may be noise.
-        low[outside] = np.diagonal(_scores(f, q[outside] @ rows.T, counts)[:, outside])
-        high = np.where(outside, 1.0, np.maximum(high, low))
+        low[missed] = np.diagonal(_scores(f, q[missed] @ rows.T, counts)[:, missed])
+        high = np.where(missed, 1.0, np.maximum(high, low))
     lower[live], upper[live] = np.minimum(low, 1.0)[inverse], np.minimum(high, 1.0)[inverse]
     queries[live] = q[inverse]
     return ExactSensitivities(lower, upper, queries, method)
@@ -204,7 +198,7 @@ def _method(p: float) -> tuple[str, _Bracket]:
     if p == 1:
         return "linear program", _by_program
     if p > 1:
-        return "convex program", lambda B, counts: _by_convex(B, counts, p)
+        return "convex program", lambda B, counts: _by_parts(partial(_least_powers, B, counts, p), B)
     return "vertices", lambda B, counts: _by_vertices(B, counts, p)
 
 
@@ -254,27 +248,37 @@ def _reduce(rows: Float64, counts: Float64) -> tuple[Float64, Callable[[Float64]
     _, s, Vt = np.linalg.svd(root * scaled, full_matrices=False)
     rank = int(np.count_nonzero(s > rank_tolerance(max(rows.shape)) * s[0]))
     V = Vt[:rank].T
-    missed = np.linalg.norm(scaled - (scaled @ V) @ V.T, axis=1)
+    left = np.linalg.norm(scaled - (scaled @ V) @ V.T, axis=1)
     # Both norms may underflow, and then nothing is known.
-    outside = missed >= 64 * rows.shape[1] * _EPS * np.linalg.norm(scaled, axis=1)
+    missed = left >= 64 * rows.shape[1] * _EPS * np.linalg.norm(scaled, axis=1)
     # From the rows and not from the left singular vectors, which know a small row to no more than absolute precision.
-    turn = V / s[:rank]
-    basis = scaled @ turn
+    whitening = V / s[:rank]
+    basis = scaled @ whitening
     _, R = np.linalg.qr(root * basis)
 
     def unreduced(y: Float64) -> Float64:
-        queries, powers = np.frexp(np.linalg.solve(R, y.T).T @ turn.T)
+        queries, powers = np.frexp(np.linalg.solve(R, y.T).T @ whitening.T)
         powers = np.where(queries == 0, 0, powers - exponents)
         excess = powers.max(axis=1, keepdims=True, initial=_MOST_POWER) - _MOST_POWER
         return np.asarray(np.ldexp(queries, powers - excess))
 
-    return np.linalg.solve(R.T, basis.T).T, unreduced, outside
+    return np.linalg.solve(R.T, basis.T).T, unreduced, missed
 
 
 def _chunks(total: int, entries: int) -> list[slice]:
     """Cut range(total) into slices of which each takes a bounded array of `entries` numbers an item."""
     size = max(1, _ENTRIES // max(entries, 1))
     return [slice(start, start + size) for start in range(0, total, size)]
+
+
+def _by_parts(
+    bracket: Callable[[npt.NDArray[np.intp]], tuple[Float64, Float64, Float64]], B: Float64
+) -> tuple[Float64, Float64, Float64]:
+    """Bracket the sensitivities of all rows of B, some of them at a time."""
+    lower, upper, queries = np.zeros(len(B)), np.ones(len(B)), np.zeros(B.shape)
+    for part in _chunks(len(B), max(len(B), B.shape[1] ** 2)):
+        lower[part], upper[part], queries[part] = bracket(np.arange(len(B))[part])
+    return lower, upper, queries
 
 
 # -- powers ----------------------------------------------------------------------------
@@ -321,14 +325,6 @@ def _by_program(B: Float64, counts: Float64) -> tuple[Float64, Float64, Float64]
             x = np.abs(B @ y)
             if x[j] / (counts @ x) > lower[j]:
                 lower[j], queries[j] = x[j] / (counts @ x), y / (target @ y)
-    return lower, upper, queries
-
-
-def _by_convex(B: Float64, counts: Float64, p: float) -> tuple[Float64, Float64, Float64]:
-    """Bracket the sensitivities for p > 1."""
-    lower, upper, queries = np.zeros(len(B)), np.ones(len(B)), np.zeros(B.shape)
-    for part in _chunks(len(B), max(len(B), B.shape[1] ** 2)):
-        lower[part], upper[part], queries[part] = _least_powers(B, counts, p, np.arange(len(B))[part])
     return lower, upper, queries
 
 
@@ -450,9 +446,7 @@ def _of_softmax(keys: Float64, f: Softmax) -> ExactSensitivities:
         raise ValueError(f"K and f make logits of {largest:.2g}; expected less than {_MOST_LOGIT:.0e}. Scale K down")
     V = np.linalg.svd(logits, full_matrices=False)[2].T  # rotates the ball, and leaves no spare axis
     A = logits @ V
-    lower, upper, u = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(A.shape)
-    for part in _chunks(len(rows), max(len(rows), A.shape[1] ** 2)):
-        lower[part], upper[part], u[part] = _most_logits(A, np.log(counts), np.arange(len(rows))[part])
+    lower, upper, u = _by_parts(partial(_most_logits, A, np.log(counts)), A)
     slack = 8 * _EPS * (A.shape[1] + 4) * float(np.linalg.norm(A, axis=1).max())
     lower, upper = np.exp(lower - slack), np.minimum(np.exp(np.minimum(upper + slack, 0.0)), 1.0)
     queries = u @ (root @ V).T

@@ -40,23 +40,21 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     .. math:: \tau_S = \max_q \sum_{j \in S} \langle q, k_j\rangle^2 / \sum_l \langle q, k_l\rangle^2
         = \lambda_{\max}\Bigl(\sum_{j \in S} x_j x_j^T\Bigr),
 
-    with the whitened keys :math:`x_j = W^T k_j`, whose squared norms are the leverage scores. Of m copies of a key
-    none scores above 1/m, so no universal set of ε > 1/m has any of them, and yet together they may hold all that a
-    query attends to; the score of their group says so. It is at least the largest of its keys' leverage scores, and at
-    most their sum and 1. Over the groups of a partition the scores sum to at most the rank, so at most rank/ε reach ε.
-
-    The scores are exact, up to rounding. Where float64 cannot resolve a direction, groups have the sum of bounds of
-    their keys' scores: an *over*-estimate.
+    with the whitened keys :math:`x_j = W^T k_j`. Of m copies of a key none scores above 1/m, so no universal set of
+    ε > 1/m has any of them, and yet together they may hold all that a query attends to; the score of their group says
+    so. It is at least the largest of its keys' leverage scores, and at most their sum and 1. Over the groups of a
+    partition the scores sum to at most the rank, so at most rank/ε reach ε. They are exact, up to rounding; where
+    float64 cannot resolve a direction, groups have the sum of bounds of their keys' scores: an *over*-estimate.
 
     Parameters
     ----------
     K : array of shape (..., n, d)
         Keys, as in `leverage_scores`.
     labels : array of int, shape (..., n)
-        The group of each key, numbered from 0; -1 for a key in no group. As a numpy array, a list, or an array of
-        any namespace. Keys in no group still receive attention: they are part of the denominator.
+        The group of each key, numbered from 0; -1 for a key in no group, which is still part of the denominator. A
+        numpy array, a list, or an array of any namespace.
     mask : array of bool, shape (..., n), optional
-        True for a key that takes part. The others are removed: they are in no group and their values are not read.
+        True for a key that takes part. The others are in no group and their values are not read.
 
     Returns
     -------
@@ -76,7 +74,6 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
     See Also
     --------
     near_duplicates : Groups of keys that queries hardly tell apart.
-    leverage_scores : The scores of groups of one key.
 
     Notes
     -----
@@ -85,13 +82,11 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
 
     References
     ----------
-    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
-    Attentions", ICLR 2025 (arXiv:2410.05462), section 3, for single keys; a group is a key of several columns.
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), section 3, for single keys.
 
     Examples
     --------
-    Forty near-copies of one direction: the universal set of ε = 0.1 has none of them, and half of what some query
-    attends to is theirs.
+    No universal set of ε = 0.1 has one of forty near-copies of a direction, and some query gives them half of all:
 
     >>> import numpy as np, levattn
     >>> rng = np.random.default_rng(0)
@@ -109,10 +104,7 @@ def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
 
 
 def group_scores(factor: Factor, labels: Int64) -> Float64:
-    """Return the group leverage scores of factored keys, (b, g), for labels (b, n).
-
-    Where directions below the numerical rank cannot be computed, they are sums of scores, which bound them.
-    """
+    """Return the group leverage scores of factored keys, (b, g), for labels (b, n)."""
     groups = labels.copy()
     count = int(groups.max(initial=-1)) + 1
     tau = to_numpy(factor.exactly().scores(as_float64=True)[0])
@@ -199,10 +191,6 @@ def _dimensions(factor: Factor) -> int:
     return int(np.count_nonzero(np.any(factor.whitening[0] != 0, axis=0)))
 
 
-def _is_compensated(factor: Factor) -> bool:
-    return factor.arithmetic[0] == "compensated"
-
-
 def near_duplicates(
     K: Any,
     /,
@@ -224,13 +212,10 @@ def near_duplicates(
     angle and the whole. A miss can only split a group, or leave a key alone: `group_leverage` of the groups found is
     exact.
 
-    Links chain: keys of a group may be farther than `angle` from each other. For a group S of keys within `angle` of
-    one of them,
+    Links chain: keys of a group may be farther than `angle` from each other. A group S of keys within `angle` of one
+    of them has nearly the sum of its keys' leverage scores,
 
-    .. math:: \cos^2(\mathrm{angle}) \sum_{j \in S} \tau_j \le \tau_S \le \sum_{j \in S} \tau_j,
-
-    so its score is nearly the sum of its keys' leverage scores: the query along that one key shows it. For chained
-    groups the lower bound need not hold.
+    .. math:: \cos^2(\mathrm{angle}) \sum_{j \in S} \tau_j \le \tau_S \le \sum_{j \in S} \tau_j .
 
     Parameters
     ----------
@@ -248,8 +233,7 @@ def near_duplicates(
     array of int64, shape (..., n)
         The group of each key, in the caller's kind of array, on its device; in each matrix groups are numbered from
         0 in the order of their first keys. -1 for a key without a near-duplicate, for keys of zeros, and for rows
-        that reach outside the numerical row space (which `leverage_scores` counts as 1), as their directions are not
-        known.
+        outside the numerical row space (which `leverage_scores` counts as 1), as their directions are not known.
 
     Raises
     ------
@@ -266,12 +250,11 @@ def near_duplicates(
 
     Notes
     -----
-    A signature has k ≈ log2(n) + 5 bits: the sides of k random hyperplanes through the origin on which a whitened key
-    lies, all flipped if the first is set. Two keys at an angle θ share one with a probability of at least (1 −
-    θ/π)^k. The number of rounds R, each with hyperplanes of its own, is such that (1 − (1 − angle/2π)^k)^R is at most
-    1e-4: 8 for n = 10⁵ and the default, 3 for small angles, about 170 for π/4. In a round keys of the same signature
-    are compared with the first of them, those that are far from it with the first of those, and so on up to four
-    times. Time O(n d² + R n (d k + log n)), memory O(n d), whatever the keys. All pairs would take O(n² d).
+    A signature has k ≈ log2(n) + 5 bits: the sides of random hyperplanes on which a whitened key lies, all flipped if
+    the first is set. Two keys at an angle θ share one with a probability of at least (1 − θ/π)^k. There are R rounds
+    of new hyperplanes, with (1 − (1 − angle/2π)^k)^R at most 1e-4: 8 for n = 10⁵ and the default, 3 for small angles,
+    about 170 for π/4. In each, keys of one signature are compared with the first of them, those that are far from it
+    with the first of those, up to four times. Time O(n d² + R n (d k + log n)), memory O(n d), whatever the keys.
 
     References
     ----------
@@ -369,7 +352,7 @@ def _directions(factor: Factor) -> _Directions:
         unit[part] = X * (1 / np.sqrt(np.where(squares > 0, squares, 1.0)))[:, None]
 
     # precise products are on the thread pool themselves
-    parallel_for(body, -(-n // _CHUNK), threads=1 if _is_compensated(factor) else None)
+    parallel_for(body, -(-n // _CHUNK), threads=1 if factor.arithmetic[0] == "compensated" else None)
     rows = np.flatnonzero(live)
     return _Directions(unit if len(rows) == n else unit[rows], factor, rows)
 

@@ -125,14 +125,13 @@ def leverage_scores(
 
     so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
 
-    Methods "auto", "gram", "qr" and "svd" are exact: the first two form the second moment of the keys, the others
-    factor the keys with LAPACK. The estimated relative error of a score is below 1e-6 for float32 and narrower
-    keys (below 7e-6 where thousands of them are equal, and so rounded alike; "gram", "qr" and "svd" know no such
-    exception), and for float64 keys below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as
-    the rank is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and
-    a row that reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its
-    size) is given the score 1. So a rank decision may over-estimate a score; it under-estimates one only if all
-    that sets the key apart is smaller than that. (`universal_set` goes by the exact rank and loses no such key.)
+    The estimated relative error of an exact score is below 1e-6 for float32 and narrower keys (below 7e-6 by "auto"
+    where thousands of them are equal, and so rounded alike), and for float64 keys below 1e-10 up to the condition
+    number 10⁶ and below 1e-9 beyond, as long as the rank is clear. Stored keys are taken as exact data: the rank is
+    decided in float64 whatever the dtype, and a row that reaches outside the numerical row space by more than rounding
+    (about :math:`64 d \, 2^{-53}` of its size) is given the score 1. So a rank decision may over-estimate a score; it
+    under-estimates one only if all that sets the key apart is smaller than that. (`universal_set` goes by the exact
+    rank and loses no such key.)
 
     Parameters
     ----------
@@ -142,10 +141,11 @@ def leverage_scores(
         scipy's CSR format, float64 or float32, which is never written out (method "svd" refuses it, and "srht"
         takes as long as for dense keys).
     method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"}
-        "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
-        precision. "auto": the same, in float32 where that is as good as float32 scores. "qr": Householder QR of row
-        blocks. "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both are corrected
-        once by the moments of the whitened keys. The others are approximate, see Notes; "auto" never takes them.
+        Exact are "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
+        precision; "auto": the same, in float32 where that is as good as float32 scores; "qr": Householder QR of row
+        blocks; "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both of these are
+        corrected once by the moments of the whitened keys. The others are approximate, see Notes; "auto" never takes
+        them.
     ridge : float, default 0
         Adds ``ridge * ‖K‖_F² / d`` to the diagonal of KᵀK. It *under-estimates* every leverage score: thresholding
         ridge scores may miss keys. The sum of the scores is then the effective dimension.
@@ -157,9 +157,8 @@ def leverage_scores(
         Leading axes of size 1 are repeated.
     rtol : float below 1, optional
         Singular values (of K with columns scaled to unit norm) at or below ``rtol`` times the largest are taken as
-        zero. This *under-estimates* the scores of rows that reach into the directions left out. The default,
-        :math:`16 \sqrt{d} \, 2^{-52}`, is at the rounding of float64 and the least that is allowed; there such
-        rows are given the score 1 instead.
+        zero, which *under-estimates* the scores of rows that reach into the directions left out. The default,
+        :math:`16 \sqrt{d} \, 2^{-52}`, is the least that is allowed; there such rows are given the score 1 instead.
     sketch_size : int or (int, int), optional
         Rows of the sketch of "countsketch", "osnap" (rounded up to a multiple of 4) and "srht", and with a pair also
         the columns of a projection from the right; columns of the projection of "jl". Default: 8 d for "osnap" and
@@ -190,27 +189,23 @@ def leverage_scores(
     -----
     Time O(n d²), two passes over K when it is well-conditioned, about five when it is not, and a few more where
     the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
-    With n < d time O(n² d) and memory O(n d): as many columns as the rank are factored in place of all, whose column
-    space is the same (not with `ridge` or `rtol`). Rows that are independent have the score 1, exactly.
-    Results are the same, to the last bit, for every number of threads, memory layout and batch.
-
-    *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K. Centered,
-    ill-conditioned or hardly sparse keys cost O(n d²).
+    With n < d time O(n² d) and memory O(n d): as many columns as the rank stand for all (not with `ridge` or `rtol`),
+    and independent rows have the score 1, exactly. Bits are the same for every number of threads, memory layout and
+    batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K;
+    centered, ill-conditioned or hardly sparse keys cost O(n d²).
 
     *Approximate methods* may err both ways; `universal_set` turns their scores into upper bounds. "countsketch",
     "osnap" and "srht" factor a sketch SK of the keys. If S changes squared norms of the column space by a factor
     within 1 ± η, scores lie within τ/(1 + η) and τ/(1 − η): `levattn.sketch` has the sizes that are proven for that,
     far above the defaults, with which η is about 0.5 for keys without coherent rows. (CountSketch takes about d² rows
-    where keys are coherent; with fewer it fails there.) They take one pass less over K, of n d² operations, than the
-    exact methods: nothing is won up to d of about 256. "jl" projects the whitened keys to `sketch_size` k columns, and
-    a second number of `sketch_size` does so with sketched ones: each score is then multiplied by χ²_k/k, whose
-    standard deviation is √(2/k), and the pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does
-    not help.
+    where keys are coherent; with fewer it fails there.) They take one pass less over K than the exact methods: nothing
+    is won up to d of about 256. "jl" projects the whitened keys to `sketch_size` k columns, and a second number of
+    `sketch_size` does so with sketched ones: each score is multiplied by χ²_k/k, of standard deviation √(2/k), and the
+    pass of the scores costs n d k. With k ≥ d/4, and so for d ≤ 256, this does not help.
 
     References
     ----------
-    Kannan, Bhattacharyya, Kacham, Woodruff, "LevAttention: Time, Space, and Streaming Efficient Algorithm for Heavy
-    Attentions", ICLR 2025 (arXiv:2410.05462), section 3 for f(x) = x².
+    Kannan, Bhattacharyya, Kacham, Woodruff, LevAttention, ICLR 2025 (arXiv:2410.05462), section 3 for f(x) = x².
 
     Examples
     --------

@@ -14,7 +14,7 @@ from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels import Rows, kernels_for
 from levattn.functions import Power
-from levattn.linalg.factor import UNIT, Factor, float64_rows
+from levattn.linalg.factor import UNIT, Factor, even_whitening, float64_rows
 from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.contract import Certificate, Problem, in_row_space, raised_scores
 
@@ -56,7 +56,7 @@ def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None 
             continue
         if sizes is None:
             N, exponents = factor.even_normalizer(item)
-            W = factor.even_whitening(item, exponents)
+            W = even_whitening(factor, item, exponents)
             sizes_of = np.linalg.norm(N, axis=0)
         else:
             sizes_of = sizes[item]
@@ -81,7 +81,7 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
     for item in range(b):
         live = np.any(factor.whitening[item] != 0, axis=0)
         N, exponents = factor.even_normalizer(item)
-        W = factor.even_whitening(item, exponents)[:, live]
+        W = even_whitening(factor, item, exponents)[:, live]
         K = np.ldexp(float64_rows(replace(rows.item(item), scale=None), 0, n), -exponents)
         s = np.linalg.svd(N, compute_uv=False)
         mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
@@ -118,7 +118,7 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
     """
     N, exponents = factor.even_normalizer(0)
     M, lifted_exponents = lift.even_normalizer(0)
-    W, d = factor.even_whitening(0, exponents), Q.shape[1]
+    W, d = even_whitening(factor, 0, exponents), Q.shape[1]
     own = _inverse_error(N, W) + math.sqrt(d) * (_coordinate_error(N, W) + UNIT)
     D, error = np.zeros(len(Q)), np.zeros(len(Q))
     step = max(16, _ENTRIES // len(M))
@@ -133,7 +133,7 @@ def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float
         moved = d * UNIT * np.linalg.norm(np.abs(q) @ np.abs(N).T, axis=1) + own * np.linalg.norm(in_basis, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             error[part] = 2 * m * moved / D[part] ** (0.5 / m) + 2 * (len(M) + m + 4) * UNIT * np.sqrt(size / D[part])
-    inverse = 2 * _inverse_error(M, lift.even_whitening(0, lifted_exponents))
+    inverse = 2 * _inverse_error(M, even_whitening(lift, 0, lifted_exponents))
     return D, error + float(lift.error[0]) + inverse + 4 * m * UNIT
 
 

@@ -37,14 +37,11 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     up to rounding,
 
     - no online score is below the leverage score of the key among all keys (with the same λ);
-    - for λ > 0 scores are below 1, and :math:`\sum_t -\log(1 - \tau_t) = \log\det(I + K^T K / \lambda)`: each key
-      takes the determinant to :math:`1/(1 - \tau_t)` times what it was. Hence
+    - for λ > 0 scores are below 1, and :math:`\sum_t -\log(1 - \tau_t) = \log\det(I + K^T K / \lambda)`. Hence
       :math:`\sum_t \tau_t \le d \log(1 + \|K\|_F^2 / (d \lambda))`;
     - for λ = 0 a key that opens a new direction scores 1. There are r = rank of these, at distances :math:`\delta_i`
       from the span of the keys before, and the others sum to at most :math:`\log \prod_i \sigma_i^2 / \delta_i^2`,
       with σ the singular values of K that are not 0.
-
-    So scores sum to O(d log(...)), where those among all keys sum to the rank. The order of the keys matters.
 
     All is computed in float64, whatever the dtype of the keys. The relative error of a score is about 2⁻⁵³ times the
     condition number of the keys so far (with √λ as a further singular value, and their columns scaled to unit norm
@@ -56,14 +53,11 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     Parameters
     ----------
     K : array of shape (..., n, d)
-        Keys, one a row, in the order in which they come; leading axes are batches (heads). Kinds and dtypes as in
-        `leverage_scores`, but for sparse ones.
+        Keys in the order in which they come, as in `leverage_scores`, but for sparse ones.
     ridge : float, default 0
-        The number λ itself, finite and of at least 0. (That of `leverage_scores` is relative to the size of all keys,
-        which is not known here.) It lowers every score.
+        The number λ itself, at least 0 (that of `leverage_scores` is relative to the keys). It lowers every score.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others score 0, later keys do not see them, and their values are not read.
-        Leading axes of size 1 are repeated.
 
     Returns
     -------
@@ -88,10 +82,9 @@ def online_leverage_scores(K: Any, /, *, ridge: float = 0.0, mask: Any = None) -
     Notes
     -----
     Time O(n d r) for rank r, on one thread for each matrix, 10 to 30 times that of `leverage_scores`; memory O(d²)
-    beyond K and the scores. Keys on another device are moved to main memory, and the scores back.
-
-    A key is rotated into the triangle of those before it, which is held with its rounding errors, by one plane
-    rotation a direction; its score is the sum of squares that these rotations take of it.
+    beyond K and the scores. Keys on another device are moved to main memory, and the scores back. A key is rotated
+    into the triangle of those before it, which is held with its rounding errors, by one plane rotation a direction;
+    its score is the sum of squares that these rotations take of it.
 
     References
     ----------

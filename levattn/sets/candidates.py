@@ -24,7 +24,7 @@ from levattn.sets.prefix_bounds import (
     require_backed,
     running_bounds,
 )
-from levattn.states.block_buffer import BlockBuffer, RowNumbers
+from levattn.states.block_buffer import BlockBuffer, RowNumbers, require_format
 
 __all__ = ["CandidateStore", "Candidates", "ChunkForm", "SelectedKeys"]
 
@@ -87,11 +87,7 @@ class ChunkForm:
             raise ValueError(
                 f"{name} has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d} as before"
             )
-        if other.format != self.format:
-            raise TypeError(
-                f"{name} has dtype {other.format}; the chunks before had {self.format}. Expected one dtype in all "
-                "chunks: convert them alike"
-            )
+        require_format(name, other.format, self.format)
         if other.payload != self.payload:
             tails = (("".join(f", {size}" for size in shape), dtype) for shape, dtype in self.payload)
             shapes = [f"{dtype} of shape (..., m{tail})" for tail, dtype in tails]
@@ -100,7 +96,7 @@ class ChunkForm:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Keys of one matrix that are held: row numbers, the keys as stored, and what came beside them."""
+    """Keys of one matrix that are held: row numbers, the keys as stored, and their payloads."""
 
     indices: npt.NDArray[np.int64]
     keys: npt.NDArray[Any]
@@ -111,7 +107,7 @@ class Candidates:
 
     @classmethod
     def empty(cls, d: int, format: str, payload: Sequence[npt.NDArray[Any]]) -> Candidates:
-        """Return no keys, and nothing of each kind that comes beside them."""
+        """Return no keys, with payloads of each kind."""
         keys = np.zeros((0, d), _DTYPES[format])
         return cls(np.zeros(0, np.int64), keys, tuple(np.zeros((0, *a.shape[1:]), a.dtype) for a in payload))
 
@@ -168,7 +164,7 @@ class CandidateStore:
 
     @property
     def payload(self) -> list[npt.NDArray[Any]]:
-        """Arrays like those that come payload the keys, without rows."""
+        """Arrays like the payloads of the keys, without rows."""
         return [array[:, :0] for array in self.tail.payload[1 + self.running.labeled :]]
 
     def push(self, rows: Rows, index: RowNumbers, *payload: npt.NDArray[Any]) -> None:
@@ -193,7 +189,7 @@ class CandidateStore:
         return ChunkForm.of(self, self.payload)
 
     def _labels(self, payload: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
-        """Return the labels among what comes beside keys, (1, k)."""
+        """Return the labels, which are the first payload, (1, k)."""
         return payload[0].reshape(1, -1) if self.running.labeled else None
 
     def _take(self, rows: Rows, index: Any, *payload: npt.NDArray[Any]) -> None:
@@ -258,7 +254,7 @@ class CandidateStore:
 
     def judge(self) -> tuple[Reference, list[SelectedKeys], bool]:
         """Return what all keys are judged by, those that may have a score of at least ε, and if one counts as 1."""
-        by = self._reference()
+        by = self.running.reference(self.tail.rows, self._labels(self.tail.payload[1:]))
         selected, counted = [], False
         for item in range(len(self.held)):
             held = self.held[item] + self._waiting(item)
@@ -270,9 +266,6 @@ class CandidateStore:
             payload = found.payload[-1] if self.payload else None
             selected.append(SelectedKeys(found.indices, self._as_given(found.keys), scores, payload))
         return by, selected, counted
-
-    def _reference(self) -> Reference:
-        return self.running.reference(self.tail.rows, self._labels(self.tail.payload[1:]))
 
     def _waiting(self, item: int) -> Candidates:
         """Return the rows of one matrix that wait."""
@@ -287,12 +280,12 @@ class CandidateStore:
 
     def merge(self, other: CandidateStore, shift: int) -> None:
         """Add another stream, whose row numbers are raised by `shift`; if it raises, this state is void."""
-        labels, total = other._labels(other.tail.payload[1:]), other.running.total(other.tail.rows)
+        labels = other._labels(other.tail.payload[1:])
         waiting = np.ones((len(other.held), other.tail.count), np.bool_)
         if other.blocks:
             waiting = other.running.screened(other.tail.rows, labels, self.epsilon, member=False)
         turn = self.running.turn if isinstance(self.running, RunningBlocks) else 0
-        self.running.merge(other.running, other.tail.rows, labels, total)  # type: ignore[arg-type]  # of the same f
+        self.running.merge(other.running, other.tail.rows, labels)  # type: ignore[arg-type]  # of the same f
         self.present = self.present + other.present
         full = []
         for item in range(len(self.held)):

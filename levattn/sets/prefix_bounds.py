@@ -49,31 +49,22 @@ Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
 
 @dataclass(frozen=True)
 class Reference:
-    """Factors by which keys are judged.
+    """Factors by which keys are judged."""
 
-    factor: of all keys so far.
-    groups: factors of the groups of keys, where there are such.
-    raised: (b,) by what factor a score may be larger than it is found, as keys were computed; infinite where rounding
-        leaves directions that cannot be told apart.
-    """
-
-    factor: Factor
-    groups: tuple[Factor, ...] = ()
+    factor: Factor  # of all keys so far
+    groups: tuple[Factor, ...] = ()  # of the groups of keys, where there are such
+    # (b,) by what factor a score may be larger than it is found, as keys were computed; infinite where rounding leaves
+    # directions that cannot be told apart
     raised: Float64 | None = None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The bounds of some keys of one matrix.
+    """The bounds of some keys of one matrix."""
 
-    upper: (k,) the bounds.
-    kept: which of them may be at least ε; doubt counts as that.
-    counted: whether one of them may have a smaller score, as it was bounded or is too close to ε.
-    """
-
-    upper: Float64
-    kept: Flags
-    counted: bool
+    upper: Float64  # (k,)
+    kept: Flags  # which of them may be at least ε; doubt counts as that
+    counted: bool  # whether one of them may have a smaller score, as it was bounded or is too close to ε
 
 
 class RunningSquares:
@@ -171,10 +162,6 @@ class RunningSquares:
             least = least / self._raised
         return ~(scores < to_device(least[:, None].astype(scores.dtype), scores))
 
-    def total(self, tail: Rows) -> Frozen:
-        """Return the moments of all keys so far, with fewer than a block that wait."""
-        return self.sums.total(self.read(tail))
-
     def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
         """Return what keys are judged by: all keys so far, with the rows that wait."""
         if self.m == 1:
@@ -207,11 +194,9 @@ class RunningSquares:
         sizes = np.sqrt(np.diagonal(moments.high, axis1=1, axis2=2))
         return root_error(factor, self.m * UNIT, sizes) ** 2
 
-    def merge(self, _other: RunningSquares, _tail: Rows, _labels: Labels | None, total: Frozen | None) -> None:
-        """Add what another has seen, with the rows that wait there."""
-        if total is None:
-            raise AssertionError("moments are merged by their total")
-        self.sums.merge(*total)
+    def merge(self, other: RunningSquares, tail: Rows, _labels: Labels | None) -> None:
+        """Add the rows of another, with those that wait there."""
+        self.sums.merge(*other.sums.total(self.read(tail)))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return fields and arrays from which `from_parts` makes it again."""
@@ -225,10 +210,6 @@ class RunningSquares:
         self.frozen = _frozen(arrays, "frozen", b, columns)
         if (self.frozen is None) != (self.blocks == 0):
             raise ValueError("the screen does not go with the number of blocks")
-
-
-def _groups(epsilon: float) -> int:
-    return math.ceil(2 / epsilon)
 
 
 class RunningBlocks:
@@ -245,7 +226,7 @@ class RunningBlocks:
     def __init__(self, b: int, d: int, epsilon: float) -> None:
         self.columns, self.blocks = d, 0
         self.merged = 0  # parts of blocks that came by merging
-        self.groups = [GramAccumulator(b, d) for _ in range(_groups(epsilon))]
+        self.groups = [GramAccumulator(b, d) for _ in range(_group_count(epsilon))]
         self.frozen: list[Frozen] = []
         self._screen: tuple[Factor, ...] = ()
 
@@ -310,9 +291,6 @@ class RunningBlocks:
             total += np.where(mine, own, np.minimum(each, 1.0))
         return total
 
-    def total(self, _tail: Rows) -> None:
-        """Return nothing: the sums of groups are merged one by one."""
-
     def reference(self, tail: Rows, labels: Labels | None) -> Reference:
         """Return what keys are judged by: all keys so far, with fewer than a block that wait."""
         groups = [sums.copy() for sums in self.groups]
@@ -338,8 +316,8 @@ class RunningBlocks:
         """By how many groups those of another are moved on when it is merged, so that no group stays small."""
         return self.blocks * _SUBBLOCKS + self.merged
 
-    def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None, _total: Frozen | None) -> None:
-        """Add what another has seen, with the rows that wait there."""
+    def merge(self, other: RunningBlocks, tail: Rows, labels: Labels | None) -> None:
+        """Add the rows of another, with those that wait there."""
         turn, count, nothing = self.turn, len(self.groups), tail.between(0, 0)
         for g, its in enumerate(other.groups):
             self.groups[(g + turn) % count].merge(*its.total(nothing))
@@ -374,10 +352,19 @@ class RunningBlocks:
 Running = RunningSquares | RunningBlocks
 
 
+def _group_count(epsilon: float) -> int:
+    return math.ceil(2 / epsilon)
+
+
+def _half_power(f: AttentionFunction | Softmax) -> int:
+    """Return m of an even power 2m, and 0 for other functions."""
+    return int(f.p) // 2 if isinstance(f, Power) and f.p % 2 == 0 else 0
+
+
 def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
     """Raise for functions without a bound that never rises, or with one that takes too much memory for ε."""
-    if isinstance(f, Power) and f.p % 2 == 0:
-        if f.p > _LARGEST_POWER:
+    if m := _half_power(f):
+        if 2 * m > _LARGEST_POWER:
             raise ValueError(
                 f"f is {f!r}; expected a power of at most {_LARGEST_POWER}, as its lift has too many columns"
             )
@@ -401,19 +388,18 @@ def require_bounds(f: AttentionFunction | Softmax, epsilon: float) -> None:
 
 def running_bounds(f: AttentionFunction | Softmax, epsilon: float, b: int, d: int) -> Running:
     """Return the bounds for f, which `require_bounds` lets pass, of b matrices with d columns."""
-    if isinstance(f, Power) and f.p % 2 == 0:
-        return RunningSquares(b, d, int(f.p) // 2)
-    return RunningBlocks(b, d, epsilon)
+    m = _half_power(f)
+    return RunningSquares(b, d, m) if m else RunningBlocks(b, d, epsilon)
 
 
 def require_backed(
     f: AttentionFunction | Softmax, epsilon: float, b: int, d: int, arrays: dict[str, npt.NDArray[Any]]
 ) -> None:
     """Raise ValueError or LookupError where the arrays of a saved state are not as large as its bounds would be."""
-    if isinstance(f, Power) and f.p % 2 == 0:
-        names, columns = ["exponents"], lift_columns(d, int(f.p) // 2)
+    if m := _half_power(f):
+        names, columns = ["exponents"], lift_columns(d, m)
     else:
-        names, columns = [f"group{g}.exponents" for g in range(_groups(epsilon))], d
+        names, columns = [f"group{g}.exponents" for g in range(_group_count(epsilon))], d
     for name in names:
         shaped(arrays[name], np.int32, (b, columns))
 

@@ -44,9 +44,9 @@ class UniversalSet:
     mask : array of bool, shape (..., n)
         True for the keys of the set.
     scores : array of shape (..., n)
-        The leverage scores of all keys for f(x) = x², else certified upper bounds of their sensitivities. Of keys
-        with directions below the numerical rank the scores are upper bounds as well: raised by up to 3 %, or 1. For a
-        set with coverage what the keys were ordered by.
+        The leverage scores of all keys for f(x) = x² (upper bounds, raised by up to 3 % or 1, of keys with directions
+        below the numerical rank), else certified upper bounds of their sensitivities. For a set with coverage what the
+        keys were ordered by.
     epsilon : float or array of shape (...,), or None
         The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
         outside exceeds it. None for a set by `mass`.
@@ -62,19 +62,17 @@ class UniversalSet:
     rank : int or array of int64, shape (...,)
         Numerical rank of the keys; for f(x) = x² the sum of their scores, but for rows counted as 1 in a superset.
     factor : levattn.linalg.Factor
-        The factor of the keys' second moment: normalizers and witness queries. It does not hold the keys, but for
-        those with n < d, of which it has a copy.
+        The factor of the keys' second moment: normalizers and witness queries. It holds keys only where n < d.
     by_size : bool
         Whether a size was asked for instead of ε.
     certificate : tuple of str
-        What the guarantee rests on: the certificates of `sensitivities` whose minimum `scores` is. For f(x) = x² it is
-        "leverage", which is exact; with coverage "conformal".
+        The certificates of `sensitivities` whose minimum `scores` is; "leverage", which is exact, for f(x) = x². With
+        coverage "conformal".
     total_bound : float or array of shape (...,)
         What theory bounds the sum of the sensitivities by; see `sensitivities`. The rank for f(x) = x², and infinite
         for a set with coverage.
     exact_factor : bool
-        Whether `factor` is that of the keys; False where it is that of a sketch, whose normalizers are approximate:
-        `heavy_attention` does not take such a set.
+        Whether `factor` is that of the keys, and not of a sketch, with which `heavy_attention` takes no set.
     groups : array of int64, shape (..., n), or None
         The groups of keys that were given, -1 for a key in none.
     group_scores : array of float64, shape (..., g), or None

@@ -193,7 +193,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     def __init__(self, epsilon: float, *, f: Any = 2, row_start: int | None = None) -> None:
         self.epsilon = check_epsilon(epsilon)
         self.f = as_function(f)
-        self._saved_as = _check(self.f, self.epsilon)
+        require_bounds(self.f, self.epsilon)
+        self._saved_as = _saved_name(self.f)
         self._placed = row_start is not None
         self._next_row = 0 if row_start is None else whole_number("row_start", row_start, 0, _MOST_ROWS - 1)
         self._spans: list[tuple[int, int]] = []  # of row numbers, ascending
@@ -426,9 +427,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             raise ValueError(f"{path}: {error}") from error
 
 
-def _check(f: AttentionFunction | Softmax, epsilon: float) -> list[Any]:
-    """Raise for functions without a bound that never rises; return how a state names f, empty if it cannot."""
-    require_bounds(f, epsilon)
+def _saved_name(f: AttentionFunction | Softmax) -> list[Any]:
+    """Return how a saved state names f, empty if it cannot."""
     name = type(f).__name__
     return [name, asdict(f)] if FAMILIES.get(name) is type(f) and is_dataclass(f) else []
 

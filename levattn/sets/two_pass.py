@@ -37,14 +37,10 @@ Scores = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Source:
-    """Chunks of keys that can be read again and again.
+    """Chunks of keys that can be read again and again."""
 
-    chunks: returns an iterable of them, from the first row or a later one.
-    n: the number of rows where it is known.
-    """
-
-    chunks: Callable[[int], Iterable[Any]]
-    n: int | None
+    chunks: Callable[[int], Iterable[Any]]  # from the first row or a later one
+    n: int | None  # the number of rows where it is known
 
     def between(self, start: int) -> Iterator[tuple[Matrices, Rows]]:
         """Give the chunks from the row `start` on."""
@@ -113,16 +109,11 @@ def _fingerprint(keys: Matrices, at: int, stop: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where and how often the passes write down how far they came, and for what job.
+    """Where and how often the passes write down how far they came, and for what job."""
 
-    path: the file; None for no checkpoints.
-    every: rows from one to the next.
-    job: what must be the same when the passes go on from it.
-    """
-
-    path: str | os.PathLike[str] | None
-    every: int
-    job: dict[str, Any]
+    path: str | os.PathLike[str] | None  # of the file; None for no checkpoints
+    every: int  # rows from one to the next
+    job: dict[str, Any]  # what must be the same when the passes go on from it
 
     @classmethod
     def checked(cls, path: Any, every: Any, job: dict[str, Any]) -> Checkpoint:
@@ -151,20 +142,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Passes:
-    """The result of two passes over the keys.
+    """The result of two passes over the keys."""
 
-    factor: of all keys.
-    scores: (b, n).
-    counted: (b,) whether a row counts as 1.
-    chosen: (b, n) what `choose` returned.
-    example: a chunk, which tells the batch, the format and the kind of array.
-    """
-
-    factor: Factor
-    scores: Scores
-    counted: npt.NDArray[np.bool_]
-    chosen: npt.NDArray[np.bool_]
-    example: Matrices
+    factor: Factor  # of all keys
+    scores: Scores  # (b, n)
+    counted: npt.NDArray[np.bool_]  # (b,) whether a row counts as 1
+    chosen: npt.NDArray[np.bool_]  # (b, n) what `choose` returned
+    example: Matrices  # a chunk, which tells the batch, the format and the kind of array
 
 
 def two_passes(

@@ -129,8 +129,8 @@ def universal_set(
         For chunks: True for a bar (of rich), or a function of the rows done and their total (None where it is not
         known), both passes together.
     checkpoint : path-like, optional
-        For chunks: a file in which to write down, now and then, how far the passes came; removed in the end. If it is
-        there already, they go on from it, to the same result, and refuse it if it is of another run or other keys.
+        For chunks: a file that tells, now and then, how far the passes came; removed in the end. From one that is
+        there already they go on, to the same result, and they refuse one of another run or other keys.
     checkpoint_rows : int, optional
         Rows from one checkpoint to the next, about; 2²² if left out.
 

@@ -104,7 +104,7 @@ class _Sparse(Distribution):
 
     def _blocks(self) -> int:
         """Return the number of blocks."""
-        raise NotImplementedError
+        return 1
 
     @property
     def scale(self) -> float:
@@ -157,9 +157,6 @@ class CountSketch(_Sparse):
     >>> bool(np.allclose(np.linalg.norm(S.apply(K), 2), np.linalg.norm(K, 2), rtol=0.2))
     True
     """
-
-    def _blocks(self) -> int:
-        return 1
 
 
 @dataclass(frozen=True)

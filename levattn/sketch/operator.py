@@ -18,7 +18,7 @@ from levattn._kernels import Rows, kernels_for
 from levattn.exceptions import NonFiniteError
 from levattn.sketch.families import SKETCHES, Distribution
 
-__all__ = ["Sketch", "SketchedRows"]
+__all__ = ["Sketch", "SketchedRows", "unscaled_sketch"]
 
 _ROWS = 2**62  # numbers of rows are below
 
@@ -122,41 +122,26 @@ class Sketch:
                 f"dtype is {kind} for {matrices.format} keys; expected float64, or float32 for narrower keys"
             )
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        out = kernels_for("sketch", rows.keys).sketch_zeros(rows, self.distribution.size, kind)
-        self.add(rows, row_start, out)
+        out = unscaled_sketch(self, rows, row_start, kind)
         return matrices.wrap((out * self.distribution.scale).astype(kind, copy=False))
 
-    def add(self, rows: Rows, row_start: int, out: Any) -> None:
-        """Add the unscaled sketch of a batch of rows to `out`; raise for rows that are not finite.
 
-        Parameters
-        ----------
-        rows : levattn._kernels.Rows
-            A batch of keys.
-        row_start : int
-            Number of the first row.
-        out : array, shape (b, size, d)
-            What is added to, numpy's; for rows on a CUDA device an array of it.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the number of the first row is wrong.
-        NonFiniteError
-            If the rows hold NaN or infinity outside the mask.
-        """
-        row_start = whole_number("row_start", row_start, 0)
-        if row_start > _ROWS - rows.shape[1]:
-            raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below, and named
-            self.distribution.add(rows, self.seed, row_start, out)
-        if not np.isfinite(out).all():
-            for item in range(rows.shape[0]):
-                bad = rows.nonfinite_rows(item, 5)
-                if bad:
-                    where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
-                    raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")
-            raise ValueError(f"K has entries so large that sums of them overflow {out.dtype}; scale K down")
+def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DTypeLike = np.float64) -> Any:
+    """Return the unscaled sketch of a batch of rows, (b, size, d); raise for rows that are not finite."""
+    row_start = whole_number("row_start", row_start, 0)
+    if row_start > _ROWS - rows.shape[1]:
+        raise ValueError(f"row_start is {row_start}; expected numbers of rows below 2**62")
+    out = kernels_for("sketch", rows.keys).sketch_zeros(rows, sketch.distribution.size, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below, and named
+        sketch.distribution.add(rows, sketch.seed, row_start, out)
+    if not np.isfinite(out).all():
+        for item in range(rows.shape[0]):
+            bad = rows.nonfinite_rows(item, 5)
+            if bad:
+                where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
+                raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")
+        raise ValueError(f"K has entries so large that sums of them overflow {out.dtype}; scale K down")
+    return out
 
 
 class SketchedRows(StoredState, name="SketchedRows", version=1):
@@ -245,8 +230,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
             )
         start = self.next_row if row_start is None else row_start
         rows = Rows(matrices.data, matrices.format, as_mask(mask, matrices))
-        sums = kernels_for("sketch", rows.keys).sketch_zeros(rows, self.sketch.distribution.size, np.float64)
-        self.sketch.add(rows, start, sums)
+        sums = unscaled_sketch(self.sketch, rows, start)
         self._take(sums, matrices.n, int(start) + matrices.n)
         return self
 

@@ -17,7 +17,16 @@ from levattn._core.serialize import is_storable, shaped
 from levattn._kernels import BLOCK, Rows
 from levattn.linalg.reading import check_finite
 
-__all__ = ["BlockBuffer", "RowNumbers", "in_main_memory", "payload_of", "present_rows", "readable", "rows_in_memory"]
+__all__ = [
+    "BlockBuffer",
+    "RowNumbers",
+    "in_main_memory",
+    "payload_of",
+    "present_rows",
+    "readable",
+    "require_format",
+    "rows_in_memory",
+]
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -97,11 +106,7 @@ class BlockBuffer:
 
         Rows that are not finite raise FloatingPointError. If it raises, the tail is void; its copies are not.
         """
-        if rows.format != self._held.format:
-            raise TypeError(
-                f"K has dtype {rows.format}; the chunks before had {self._held.format}. Expected one dtype in all "
-                "chunks: convert them alike"
-            )
+        require_format("K", rows.format, self._held.format)
         at = self._fill(rows, *payload) if self.count else 0
         if self.count == BLOCK:  # a block is summed where its last rows are
             take(replace(self.rows, keys=to_device(self.rows.keys, rows.keys)), *self.payload)
@@ -138,6 +143,15 @@ class BlockBuffer:
             held[:, self.count : stop] = to_numpy(array[:, :taken])
         self.count = stop
         return taken
+
+
+def require_format(name: str, given: Any, before: Any) -> None:
+    """Raise if keys, named so, are of another dtype than those before them."""
+    if given != before:
+        raise TypeError(
+            f"{name} has dtype {given}; the chunks before had {before}. Expected one dtype in all chunks: "
+            "convert them alike"
+        )
 
 
 def _longer(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

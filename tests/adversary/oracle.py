@@ -362,9 +362,7 @@ def queries_for(truth: Truth, j: int, rng: np.random.Generator) -> Iterator[Floa
     block, at = truth.block_of(j)
     if block is None or not 2 <= block.rows.shape[1] <= len(block.rows):
         return
-    for _ in range(
-        3
-    ):  # queries orthogonal to all but one of some independent keys: for functions that count the others
+    for _ in range(3):  # orthogonal to all but one of some independent keys: for functions that count the others
         others = [i for i in rng.permutation(len(block.rows)) if i != at][: block.rows.shape[1] - 1]
         y = orthogonal(block.rows[others])
         if y is None:

@@ -191,6 +191,18 @@ def output_holds(truth: Truth, V: Float, output: Any, bound: Any, *, causal: boo
             return
 
 
+def captured_holds(truth: Truth, mass: Any, epsilon: float, error: Any) -> Iterator[Breach]:
+    """The mass on the keys held is at least that on all keys whose leverage score is at least ε, and at most 1."""
+    over, under = truth.attention()
+    sure = truth.at_least(epsilon)
+    for i, total in enumerate(under):
+        least = float(sum(over[i][sure]) / total) if total else 0.0
+        slack = max(least, epsilon) * min(max(TIE, 4 * error[i]), 1.0)  # errors are those of an entry of ε
+        if not max(least - slack, 0) <= mass[i] <= 1:
+            yield Breach("captured mass", f"{least!r} to 1 of query {i}", f"{mass[i]!r}")
+            return
+
+
 def certificate_holds(weights: Float, V: Float, noise: Float, output: Any, certificate: Any) -> Iterator[Breach]:
     """Dense attention lies within the bounds of a `PrunedCertificate`, up to a noise (m,) of the weights.
 

@@ -1,4 +1,4 @@
-"""Hours of the adversary: random cases over many processes, a table of what held, and a script for each break."""
+"""Hours of the adversary: random cases over many processes, and a script for each break."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import argparse
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 
+_SCRIPTS = 20  # breaks that are shrunk and printed
 _LONGEST = 120  # seconds that a route may take for one case, what it has to compile included
-Found = dict[tuple[str, str, str], int]  # (family, route, kind): seed of the first
+Broken = Counter[tuple[str, str, str]]  # (family, route, kind)
+Found = dict[tuple[str, str, str], int]  # the same: seed of the first
 
 
 def _too_long(*_: object) -> None:
@@ -25,7 +26,7 @@ def _is_drawn(name: str, family: str, seed: int, share: int) -> bool:
     return zlib.crc32(f"{name} {family} {seed}".encode()) % share == 0
 
 
-def _worker(job: tuple[str, list[int], list[str], int, float]) -> tuple[Counter[tuple[str, str]], Counter[str], Found]:
+def _worker(job: tuple[str, list[int], list[str], int, float]) -> tuple[Counter[str], Broken, Found]:
     """Try the cases of some seeds of a family; counts of tries and refusals, and what broke."""
     from . import families
     from .oracle import Truth
@@ -33,37 +34,37 @@ def _worker(job: tuple[str, list[int], list[str], int, float]) -> tuple[Counter[
 
     family, seeds, names, share, stop = job
     signal.signal(signal.SIGALRM, _too_long)
-    tried: Counter[tuple[str, str]] = Counter()
-    broken: Counter[str] = Counter()
+    tried: Counter[str] = Counter()
+    broken: Broken = Counter()
     found: Found = {}
     for seed in seeds:
         if time.time() > stop:
             break
         case = families.case(family, seed)
         truth = Truth(case.present, case.queries)
-        tried[family, "matrices"] += 1
+        tried["matrices"] += 1
         for name in names:
             route = ROUTES[name]
             if not (_is_drawn(name, family, seed, share) and route.admits(case)):
                 continue
-            tried[family, name] += 1
+            tried["results"] += 1
             signal.alarm(_LONGEST)
             kinds = {breach.kind for breach in route.breaches(case, truth)}
             signal.alarm(0)
             for kind in kinds:
-                broken[f"{family} | {name} | {kind}"] += 1
+                broken[family, name, kind] += 1
                 found.setdefault((family, name, kind), seed)
     return tried, broken, found
 
 
-def _shrink(job: tuple[str, str, str, int, float]) -> str:
+def _shrink(job: tuple[str, str, str, int]) -> str:
     from . import families
     from .routes import ROUTES
     from .shrink import script, shrunk
 
-    family, name, kind, seed, seconds = job
+    family, name, kind, seed = job
     try:
-        case, breach = shrunk(ROUTES[name], families.case(family, seed), kind, seconds=seconds)
+        case, breach = shrunk(ROUTES[name], families.case(family, seed), kind)
     except ValueError as error:  # a break that does not come again: of threads, or of an order of calls
         return f"{name}, {family} {seed}, {kind}: {error}"
     return script(ROUTES[name], case, breach)
@@ -84,9 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--routes", nargs="*", default=None, help="parts of names of routes; all if left out")
     parser.add_argument("--share", type=int, default=1, help="try each case on one of so many routes: more cases")
     parser.add_argument("--families", nargs="*", default=None, choices=list(families.FAMILIES))
-    parser.add_argument("--scripts", type=int, default=20, help="how many breaks are shrunk and printed")
-    parser.add_argument("--shrink-seconds", type=float, default=30, help="for each of them")
-    parser.add_argument("--table", action="store_true", help="print the counts of each family and route")
     options = parser.parse_args(arguments)
     names = [n for n in ROUTES if options.routes is None or any(part in n for part in options.routes)]
     if not names:
@@ -103,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 given += count
             seed += 25
 
-    tried: Counter[tuple[str, str]] = Counter()
-    broken: Counter[str] = Counter()
+    tried: Counter[str] = Counter()
+    broken: Broken = Counter()
     found: Found = {}
     began = time.time()
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
@@ -120,30 +118,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             broken += many
             for key, seed in first.items():
                 found.setdefault(key, seed)
-        firsts: dict[tuple[str, str], tuple[str, str, str, int, float]] = {}
+        firsts: dict[tuple[str, str], tuple[str, str, str, int]] = {}
         for (family, name, kind), seed in found.items():  # one script each
-            firsts.setdefault((name, kind), (family, name, kind, seed, options.shrink_seconds))
-        scripts = pool.map(_shrink, list(firsts.values())[: options.scripts], chunksize=1)
-    matrices = sum(count for (_, name), count in tried.items() if name == "matrices")
-    results = sum(count for (_, name), count in tried.items() if name != "matrices")
-    print(f"{matrices} matrices, {results} results of {len(names)} routes, {time.time() - began:.0f} s")
-    if options.table:
-        _print_table(tried, chosen, names)
+            firsts.setdefault((name, kind), (family, name, kind, seed))
+        scripts = pool.map(_shrink, list(firsts.values())[:_SCRIPTS], chunksize=1)
+    print(
+        f"{tried['matrices']} matrices, {tried['results']} results of {len(names)} routes, {time.time() - began:.0f} s"
+    )
     for text in scripts:
         print("\n" + "-" * 100 + "\n" + text)
-    for (name, kind), (_, _, _, seed, _) in sorted(firsts.items()):
-        where = {family: broken[f"{family} | {name} | {kind}"] for family in chosen}
+    for (name, kind), (_, _, _, seed) in sorted(firsts.items()):
+        where = {family: broken[family, name, kind] for family in chosen}
         families_of = ", ".join(f"{family} {count}" for family, count in where.items() if count)
         print(f"BROKEN {sum(where.values()):6d}  {name}: {kind} ({families_of}; seed {seed})")
     print("no promise was broken" if not broken else f"{sum(broken.values())} breaches of {len(broken)} kinds")
     return 1 if broken else 0
-
-
-def _print_table(tried: Counter[tuple[str, str]], chosen: list[str], names: list[str]) -> None:
-    print(f"{'':28}" + "".join(f"{family[:11]:>12}" for family in chosen))
-    for name in ["matrices", *names]:
-        print(f"{name:28}" + "".join(f"{tried[family, name]:12d}" for family in chosen))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

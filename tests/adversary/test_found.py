@@ -143,6 +143,18 @@ def independent_keys() -> Iterator[Case]:
             yield case(K, np.eye(3), 1.0, storage=storage, seed=seed)
 
 
+def the_only_key_that_a_query_meets() -> Iterator[Case]:
+    """Its score is 1; its product is below twice the precision, or one of its entries or the query's out of range."""
+    cancels = np.array([[1, 2.0**-60, 2.0**-200, -(2.0**-60), -1], *np.eye(5)[1:] - np.eye(5)[0]])
+    yield case(cancels[:1], np.ones((1, 5)), 0.1)
+    yield case(cancels, np.ones((1, 5)), 0.1)
+    tiny, far = 2.0**-545, 2.0**1021
+    across = [[0, 0, 1, tiny], [1, -1, 0, 0], [2, -2, 0, 0], [3, -3, 0, 0], [1, -1, 0, 0]]
+    yield case(across, [[1, 1, 0, tiny]], 0.1, np.full((5, 1), 7.0))
+    yield case([[1, 0, -1e-323], [0, far, -far]], [[0, 1e300, 1e300]], 0.1, np.full((2, 1), 7.0))
+    yield case([[0, 0, 1], [far, -far, 6e-163]], [[-1.0, -1, 1]], 0.1, np.full((2, 1), 7.0))
+
+
 FOUND: list[tuple[Callable[[], Iterator[Case]], list[str]]] = [
     (
         alone_in_a_column_beside_rank_deficiency,
@@ -166,6 +178,7 @@ FOUND: list[tuple[Callable[[], Iterator[Case]], list[str]]] = [
     ),
     (few_rows, ["layout auto", "layout qr"]),
     (a_large_entry_where_no_key_has_one, ["heavy", "decoding"]),
+    (the_only_key_that_a_query_meets, ["heavy", "heavy causal", "decoding"]),
     (the_smallest_number, ["set Power(4)", "set Power(6)"]),
     (tables_no_larger_than_the_keys_ask_for, ["heavy countsketch"]),
     (products_beyond_the_range, of_each("heavy", FUNCTIONS)),

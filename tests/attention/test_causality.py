@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from operator_table import LATTE, MEMORIES, MIXTURES, WINDOWS, Operator, T, of_forms
 
 from emulator import device
 from levattn import CausalUniversalSet, HeavyKeys, heavy_attention, online_leverage_scores
 from levattn._kernels.latent import cuda as latent_cuda
-from levattn.attention import (
-    causal_conv,
-    latte,
-    macchiato,
-    memberships,
-    pruned_attention,
-    rg_lru,
-    tssa,
-    window_attention,
-)
+from levattn.attention import memberships
 from libraries import needs_torch, stored
 
-T, PAST = 260, (64, 203)
+WHOLE, PAST = 260, (64, 203)
 SHORT, SHORT_PAST = 100, (40, 69)  # on the emulated device, where sequences are cut into runs of 16 and 32 positions
 LONG, LONG_PAST = 600, (64, 300, 513)  # heavy attention takes 256 rows at a time
-WIDTH = 4
-SPEED, WEIGHT = np.linspace(-2, 2, WIDTH), np.linspace(-1, 1, 3 * WIDTH).reshape(WIDTH, 3)
-
-Operator = Callable[..., Any]
-
-
-def like(array: Any, x: Any) -> Any:
-    """Constants in the library and dtype of the arguments."""
-    storage = "numpy" if isinstance(x, np.ndarray) else "torch"
-    array = array.astype(str(x.dtype).rpartition(".")[2])
-    return device.NAMESPACE.asarray(array) if isinstance(x, device.DeviceArray) else stored(array, storage)
 
 
 def heavy(Q: Any, K: Any, V: Any) -> Any:
@@ -76,37 +59,29 @@ def bare(x: Any) -> Any:
     return x.get() if isinstance(x, device.DeviceArray) else x
 
 
-# name -> how many arrays (2, T, WIDTH) it takes, and the operator
-OPERATORS: dict[str, tuple[int, Operator]] = {
-    "pruned": (3, lambda *X: pruned_attention(*X, size=8, summaries=4, window=8, sinks=2, chunk=16, causal=True)),
-    "pruned by leverage": (
-        3,
-        lambda *X: pruned_attention(*X, size=8, summaries=3, chunk=16, scores="leverage", causal=True),
-    ),
-    "pruned by a threshold": (3, lambda *X: pruned_attention(*X, epsilon=0.3, summaries=3, chunk=16, causal=True)),
-    "pruned, squares": (3, lambda *X: pruned_attention(*X, size=8, summaries=3, chunk=16, f=2, causal=True)),
-    "heavy": (3, heavy),
-    "causal set": (2, causal_set),
-    "online leverage": (1, online_leverage_scores),
-    "online leverage, ridge": (1, lambda K: online_leverage_scores(K, ridge=0.5)),
-    "latte": (3, latte),
-    "macchiato": (6, lambda q, k, V, Q, K, g: macchiato(q, k, V, Q, K, g[..., 0], window=40)),
-    "macchiato, exclusive": (
-        6,
-        lambda q, k, V, Q, K, g: macchiato(q, k, V, Q, K, g[..., 0], window=40, overlap="exclusive"),
-    ),
-    "window": (3, lambda *X: window_attention(*X, window=40)),
-    "window, capped": (3, lambda *X: window_attention(*X, window=40, softcap=5.0)),
-    "tssa": (1, lambda W: tssa(W[:, None])),
-    "tssa, decay": (1, lambda W: tssa(W[:, None], decay=0.9)),
-    "tssa, norms": (1, lambda W: tssa(W[:, None], membership="norm")),
-    "memberships": (1, lambda W: memberships(W[:, None])),
-    "rg_lru": (3, lambda x, g, h: rg_lru(x, g, h, like(SPEED, x))),
-    "causal_conv": (1, lambda x: causal_conv(x, like(WEIGHT, x))),
+def of(operator: Operator, **options: Any) -> Operator:
+    """An operator of the table with options of its own."""
+    return replace(operator, run=partial(operator.run, **options))
+
+
+FORMS = {**of_forms(causal=True), **LATTE, **MEMORIES}
+OPERATORS: dict[str, Operator] = {
+    **{
+        f"pruned, {form}": of(FORMS[f"pruned, {form}"], chunk=16)
+        for form in ("default", "dropped", "leverage", "threshold", "squares")
+    },
+    "heavy": Operator(heavy, ((T, 4),) * 3),
+    "causal set": Operator(causal_set, ((T, 4),) * 2),
+    "online leverage": Operator(online_leverage_scores, ((T, 4),)),
+    "online leverage, ridge": Operator(partial(online_leverage_scores, ridge=0.5), ((T, 4),)),
+    **{name: of(operator, window=40) for name, operator in WINDOWS.items()},
+    **{name: of(operator, window=40, softcap=None) for name, operator in MIXTURES.items()},
+    **{name: FORMS[name] for name in (*MEMORIES, "latte", "tssa, released", "tssa, decayed", "tssa, paper")},
+    "memberships": Operator(memberships, ((3, T, 4), (3,))),
 }
 # Products of matrices of numpy and torch, and its exponentials, round by shapes and places in an array, which other
 # lengths move: rows are the same to rounding there, as the docstrings say.
-TO_ROUNDING = {"numpy": {"window", "window, capped", "macchiato", "macchiato, exclusive"}}
+TO_ROUNDING = {"numpy": {*WINDOWS, *MIXTURES}}
 TO_ROUNDING["torch"] = TO_ROUNDING["numpy"] | {"rg_lru"}
 TO_ROUNDING["device"] = TO_ROUNDING["numpy"]
 FUTURES: dict[str, Callable[[Any, Any], Any]] = {
@@ -148,8 +123,8 @@ def runs_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 def results(name: str, arrays: Any, storage: str) -> Any:
     with np.errstate(all="ignore"):
         if storage == "device":
-            return np.asarray(bare(OPERATORS[name][1](*map(device.NAMESPACE.asarray, arrays))))
-        return np.asarray(OPERATORS[name][1](*(stored(X, storage) for X in arrays)))
+            return np.asarray(bare(OPERATORS[name].run(*map(device.NAMESPACE.asarray, arrays))))
+        return np.asarray(OPERATORS[name].run(*(stored(X, storage) for X in arrays)))
 
 
 def rows(Y: Any, n: int, length: int) -> Any:
@@ -160,10 +135,10 @@ def rows(Y: Any, n: int, length: int) -> Any:
 @pytest.mark.parametrize(("name", "storage", "dtype"), WHERE)
 def test_no_future_changes_a_bit_of_the_past(name: str, storage: str, dtype: str) -> None:
     if storage == "device":
-        length, cuts = (T, PAST) if name == "heavy" else (SHORT, SHORT_PAST)
+        length, cuts = (WHOLE, PAST) if name == "heavy" else (SHORT, SHORT_PAST)
         past_stands(name, storage, dtype, length, cuts, STRONGEST)
     else:
-        past_stands(name, storage, dtype, T, PAST, tuple(FUTURES))
+        past_stands(name, storage, dtype, WHOLE, PAST, tuple(FUTURES))
 
 
 @pytest.mark.parametrize("storage", ["numpy"])
@@ -179,18 +154,21 @@ def past_stands(
 
     Where all futures are asked for, they follow the first cut, and the strongest the others.
     """
-    rng = np.random.default_rng(0)
-    arrays = rng.standard_normal((OPERATORS[name][0], 2, length, WIDTH)).astype(dtype)
+    operator, rng = OPERATORS[name], np.random.default_rng(0)
+    arrays = [x.astype(dtype) for x in operator.arrays(length)]
     whole = results(name, arrays, storage)
     for n in cuts:
         past = rows(whole, n, length)
         assert np.isfinite(past).all()
         for future in STRONGEST if n != cuts[0] and len(futures) == len(FUTURES) else futures:
-            other = arrays.copy()
-            other[:, :, n:] = FUTURES[future](rng, arrays[:, :, n:])
+            other = [x.copy() for x in arrays]
+            tails = operator.cut(other, n, length), operator.cut(arrays, n, length)
+            for shape, new, tail in zip(operator.shapes, *tails, strict=True):
+                if T in shape:
+                    new[...] = FUTURES[future](rng, tail)
             found = rows(results(name, other, storage), n, length)
             np.testing.assert_array_equal(found, past, err_msg=f"{future} from {n}")
-        shorter = results(name, arrays[:, :, :n], storage)
+        shorter = results(name, operator.cut(arrays, 0, n), storage)
         if name in TO_ROUNDING[storage]:
             np.testing.assert_allclose(shorter, past, rtol=0, atol=64 * np.finfo(dtype).eps * abs(past).max())
         else:
@@ -199,10 +177,11 @@ def past_stands(
 
 @pytest.mark.parametrize(("name", "storage", "dtype"), WHERE)
 def test_no_batch_mate_changes_a_bit(name: str, storage: str, dtype: str) -> None:
-    arrays = np.random.default_rng(1).standard_normal((OPERATORS[name][0], 5, T, WIDTH)).astype(dtype)
+    operator = OPERATORS[name]
+    arrays = [x.astype(dtype) for x in operator.arrays(WHOLE, (5,), seed=1)]
     whole = results(name, arrays, storage)
     for some in (slice(0, 1), slice(2, 4)):
-        found = results(name, arrays[:, some], storage)
+        found = results(name, operator.each(lambda x, some=some: x[some], arrays), storage)
         if (name, storage) == ("window, capped", "torch"):  # products of several matrices round by their number
             np.testing.assert_allclose(found, whole[some], rtol=0, atol=64 * np.finfo(dtype).eps * abs(whole).max())
         else:

@@ -66,33 +66,6 @@ def test_rows_are_those_of_the_loops(storage: str, name: str, mask: Any, offsets
     np.testing.assert_allclose(found, case.expected(mask, offsets), atol=1e-13)
 
 
-@over_storages
-@over_cases
-@over_masks
-@pytest.mark.parametrize("sizes", [[1] * T, [7, 0, 1, 15], [T - 1, 1]], ids=["single", "chunks", "last"])
-def test_chunks_continue_to_the_whole(storage: str, name: str, mask: Any, sizes: list[int]) -> None:
-    case = Case(name)
-    parts, state, low = [], None, 0
-    for size in sizes:
-        y, state = case(storage, slice(low, low + size), mask, state=state, return_state=True)
-        assert tuple(state.shape) == (2, *case.state)
-        parts.append(np.asarray(y))
-        low += size
-    np.testing.assert_allclose(np.concatenate(parts, 1), case.expected(mask), atol=1e-13)
-
-
-@over_cases
-def test_padding_is_as_if_it_were_not_there(name: str) -> None:
-    case, mask = Case(name), masks()[1]
-    found = case("numpy", mask=mask)
-    for item in range(2):
-        alone = case.run(*(x[item, mask[item]] for x in case.inputs), *case.others)
-        np.testing.assert_allclose(found[item, mask[item]], alone, atol=1e-14)
-    for x in case.inputs:
-        x[~mask] = np.nan
-    np.testing.assert_array_equal(case("numpy", mask=mask), found)
-
-
 def test_the_recurrence_keeps_the_power_of_its_input() -> None:
     rng = np.random.default_rng(2)
     x = rng.standard_normal((4000, 50))
@@ -113,7 +86,6 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: causal_conv(x, w, np.zeros(2)), ValueError, "bias has shape .*expected C = 3"),
         (lambda: causal_conv(x, w, state=np.zeros((2, 4, 3))), ValueError, r"state has shape \(4, 3\)"),
         (lambda: causal_conv(x, w, offsets=[0, 5], state=np.zeros((2, 3, 3))), ValueError, "expected one sequence"),
-        (lambda: causal_conv(x, w, mask=np.ones(4, bool)), ValueError, "mask has shape"),
     ):
         with pytest.raises(error, match=message):
             call()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import naive_attention as naive
-from levattn.attention import MacchiatoState, latte, macchiato, repeated_mass, window_attention
+from levattn.attention import latte, macchiato, repeated_mass, window_attention
 from libraries import over_storages, stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,13 +81,9 @@ def test_groups_of_queries_share_keys_and_values(storage: str, overlap: str, H: 
 
 
 @over_overlaps
-def test_leading_axes_are_a_batch_and_one_head_needs_none(overlap: str) -> None:
-    arrays, masks = some(), MASKS["some"]
-    one = [x[0] for x in arrays]
-    whole = run(arrays, window=5, overlap=overlap)
-    np.testing.assert_array_equal(run([x[None] for x in arrays], window=5, overlap=overlap)[0], whole)
-    np.testing.assert_allclose(run(one, window=5, overlap=overlap), whole[0], atol=1e-15)
-    both = run(one, window=5, overlap=overlap, mask=masks)  # one head under two masks
+def test_one_head_may_be_under_several_masks(overlap: str) -> None:
+    one, masks = [x[0] for x in some()], MASKS["some"]
+    both = run(one, window=5, overlap=overlap, mask=masks)
     each = [run(one, window=5, overlap=overlap, mask=mask) for mask in masks]
     np.testing.assert_allclose(both, each, atol=1e-15)
 
@@ -139,17 +135,6 @@ def test_weights_sum_to_one_in_single_precision(storage: str, overlap: str, scal
     assert (np.triu(weights, 1) == 0).all()
 
 
-@over_storages
-@over_overlaps
-@over_masks
-def test_a_row_has_weight_one_or_none(storage: str, overlap: str, mask: Any) -> None:
-    arrays = some()
-    arrays[2] = np.ones((2, T, 1))
-    found = np.asarray(run(arrays, storage, window=3, overlap=overlap, mask=mask))[..., 0]
-    sees = np.ones((2, T), np.bool_) if mask is None else np.cumsum(mask, 1) > 0
-    np.testing.assert_allclose(found, sees, atol=1e-14)
-
-
 @over_overlaps
 def test_exclusive_weights_do_not_overlap(overlap: str) -> None:
     arrays = some()
@@ -164,56 +149,19 @@ def test_exclusive_weights_do_not_overlap(overlap: str) -> None:
 # Streaming
 
 
-def stream(
-    arrays: Any, sizes: list[int], storage: str, mask: Any = None, **options: Any
-) -> tuple[Any, MacchiatoState]:
-    parts, state, low = [], None, 0
-    for size in sizes:
-        rows = slice(low, low + size)
-        chunk = [x[:, rows] for x in arrays]
-        flags = None if mask is None else mask[:, rows]
-        y, state = run(chunk, storage, mask=flags, state=state, return_state=True, **options)
-        parts.append(np.asarray(y))
-        low += size
-    assert low == arrays[0].shape[1]
-    assert state is not None
-    return np.concatenate(parts, 1), state
-
-
-SIZES = {
-    "single": [1] * T,
-    "empty": [0, 5, 0, T - 5],
-    "random": [3, 1, 9, 1, 1, 8, 6],
-    "long": [20, 1, 8],
-    "short": [2, 2, 1, 24],
-}
-
-
-@over_storages
 @over_overlaps
-@over_masks
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_chunks_continue_to_the_whole(storage: str, overlap: str, mask: Any, sizes: list[int]) -> None:
+@pytest.mark.parametrize("window", [1, 6])
+def test_a_state_is_a_ring_and_latents(overlap: str, window: int) -> None:
     arrays = some(4)
-    for window in (1, 6):
-        options: dict[str, Any] = {"window": window, "overlap": overlap, "softcap": 3.0}
-        answer, _ = explicit(arrays, window, overlap, mask, softcap=3.0)
-        found, state = stream(arrays, sizes, storage, mask, **options)
-        np.testing.assert_allclose(found, answer, atol=1e-13)
-        ring = min(window - 1, T)
-        size = 2 * ring * (d + D) + 4 * L * (D + 2) + (4 * ring * L if overlap == "exclusive" else 0)
-        assert (state.size, state.positions) == (size, T)
-        held = [state.k, state.V, state.logits, state.latents.m, state.latents.s, state.latents.S]
-        assert sum(math.prod(x.shape) for x in held if x is not None) == size
-
-
-@over_overlaps
-def test_a_state_is_not_changed(overlap: str) -> None:
-    arrays = some()
-    _, state = run([x[:, :20] for x in arrays], window=16, overlap=overlap, return_state=True)
-    options: dict[str, Any] = {"window": 16, "overlap": overlap, "state": state}
-    first = run([x[:, 20:] for x in arrays], **options)
-    np.testing.assert_array_equal(run([x[:, 20:] for x in arrays], **options), first)
+    options: dict[str, Any] = {"window": window, "overlap": overlap}
+    _, state = run([x[:, :20] for x in arrays], **options, return_state=True)
+    y, state = run([x[:, 20:] for x in arrays], **options, state=state, return_state=True)
+    np.testing.assert_allclose(y, explicit(arrays, window, overlap)[0][:, 20:], atol=1e-13)
+    ring = window - 1
+    size = 2 * ring * (d + D) + 4 * L * (D + 2) + (4 * ring * L if overlap == "exclusive" else 0)
+    assert (state.size, state.positions) == (size, T)
+    held = [state.k, state.V, state.logits, state.latents.m, state.latents.s, state.latents.S]
+    assert sum(math.prod(x.shape) for x in held if x is not None) == size
 
 
 @over_overlaps
@@ -227,11 +175,14 @@ def test_a_mask_may_come_late(overlap: str) -> None:
 
 
 def test_half_precision_is_kept_in_the_ring() -> None:
-    arrays = [x.astype(np.float16) for x in some()]
-    y, state = run(arrays, window=8, overlap="exclusive", return_state=True)
-    assert (y.dtype, state.k.dtype, state.V.dtype, state.logits.dtype) == (np.float16,) * 4
-    parts, _ = stream(arrays, [1] * T, "numpy", window=8, overlap="exclusive")
-    np.testing.assert_allclose(parts, y, atol=2e-3)
+    arrays, parts, state = [x.astype(np.float16) for x in some()], [], None
+    whole = run(arrays, window=8, overlap="exclusive")
+    for t in range(T):
+        step = [x[:, t : t + 1] for x in arrays]
+        y, state = run(step, window=8, overlap="exclusive", state=state, return_state=True)
+        parts.append(y)
+        assert (y.dtype, state.k.dtype, state.V.dtype, state.logits.dtype) == (np.float16,) * 4
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=2e-3)
 
 
 # The diagnostic

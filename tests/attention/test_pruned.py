@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import array_api_strict
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from operator_table import PRUNED_FORMS as FORMS
 
 import levattn
 import naive
@@ -18,7 +18,7 @@ import naive_attention
 import strategies
 from differences import assert_gradients
 from levattn._kernels import kernels_for
-from levattn.attention import PrunedCertificate, PrunedState, Slots, pruned_attention
+from levattn.attention import PrunedCertificate, Slots, pruned_attention
 from levattn.attention.pruned.choice import chosen
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH, needs_torch, over_storages, stored
@@ -31,22 +31,6 @@ SETTINGS = strategies.examples(15)
 ROOM = {"float64": 1e-11, "float32": 2e-5}
 CHUNK = 7
 
-# every form of pruned_attention, by its options
-FORMS: dict[str, dict[str, Any]] = {
-    "default": {"size": 5, "summaries": 4, "window": 2},
-    "no-window": {"size": 4, "summaries": 5},
-    "dropped": {"size": 6, "window": 1, "sinks": 2},
-    "summaries-alone": {"size": 0, "summaries": 6},
-    "expected": {"size": 4, "summaries": 4, "scores": "expected"},
-    "leverage": {"size": 4, "summaries": 3, "sinks": 2, "scores": "leverage"},
-    "threshold": {"epsilon": 0.25, "summaries": 3, "scores": "leverage", "center": False},
-    "scaled": {"size": 4, "summaries": 4, "window": 1, "scale": 2.0},
-    "own": {"size": 4, "summaries": 3, "scores": "given"},
-    "squares": {"size": 5, "summaries": 4, "window": 2, "f": 2},
-    "cubes": {"size": 4, "summaries": 4, "f": levattn.Power(3), "scores": "expected"},
-    "fourths": {"size": 5, "sinks": 1, "f": 4.0},
-    "absolutes": {"size": 5, "summaries": 3, "f": 1, "scores": "leverage"},
-}
 OF_ORACLE = {"summaries": "R", "scores": "kind", "f": "power"}
 
 
@@ -85,24 +69,6 @@ def by_loops(form: str, Q: Float, K: Float, V: Float, causal: bool) -> list[Any]
     return found
 
 
-def dense(Q: Any, K: Any, V: Any, power: float | None = None, causal: bool = False, scale: Any = None) -> Any:
-    """Attention to all keys: outputs, and weights (..., H, m, n), in float64."""
-    Q, K, V = (np.asarray(X, np.float64) for X in (Q, K, V))
-    group = Q.shape[-3] // K.shape[-3]
-    K, V = np.repeat(K, group, axis=-3), np.repeat(V, group, axis=-3)
-    x = Q @ K.swapaxes(-1, -2) * (Q.shape[-1] ** -0.5 if scale is None else scale)
-    there = np.tril(np.ones(x.shape[-2:], bool)) if causal else np.ones(x.shape[-2:], bool)
-    x = np.where(there, x, -np.inf if power is None else 0.0)
-    if power is None:
-        P = np.exp(x - x.max(axis=-1, keepdims=True))
-    else:
-        top = np.abs(x).max(axis=-1, keepdims=True)
-        P = (np.abs(x) / np.where(top > 0, top, 1)) ** power
-    total = P.sum(axis=-1, keepdims=True)
-    P = P / np.where(total > 0, total, 1)
-    return P @ V, P
-
-
 def power_of(options: dict[str, Any]) -> float | None:
     f = options.get("f", "softmax")
     return None if f == "softmax" else float(getattr(f, "p", f))
@@ -130,7 +96,7 @@ def test_equals_the_loop_over_queries(form: str, causal: bool, storage: str) -> 
     np.testing.assert_allclose(as_float64(Y), expected, rtol=0, atol=ROOM["float64"])
     assert isinstance(certificate, PrunedCertificate)
     upper = as_float64(certificate.captured_upper)
-    everything, P = dense(Q, K, V, power_of(options), causal, options.get("scale"))
+    everything, P = naive_attention.dense(Q, K, V, power_of(options), causal, options.get("scale"))
     mass = captured(P, found)
     if options.get("summaries"):
         share = np.concatenate([share for _, share, *_ in found])
@@ -165,28 +131,6 @@ def test_arrays_of_another_device_stay_there(form: str, causal: bool) -> None:
     assert Y.device == certificate.error_bound.device == device
     found = Y.to_device(array_api_strict.Device("CPU_DEVICE"))
     np.testing.assert_allclose(np.asarray(found), pruned_attention(*arrays, **options), atol=1e-12)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_single_precision_and_halves(form: str, causal: bool) -> None:
-    Q, K, V = (X.astype(np.float32) for X in heads(0))
-    options = options_of(form, K, causal)
-    Y = pruned_attention(Q, K, V, **options)
-    assert Y.dtype == np.float32
-    expected = pruned_attention(*(X.astype(np.float64) for X in (Q, K, V)), **options)
-    np.testing.assert_allclose(Y, expected, atol=ROOM["float32"])
-    if form == "own":
-        return  # as scores are then of numpy
-    halves = [X.astype(np.float16) for X in (Q, K, V)]
-    Y = pruned_attention(*halves, **options)
-    assert Y.dtype == np.float16
-    expected = pruned_attention(*(X.astype(np.float32) for X in halves), **options)
-    np.testing.assert_array_equal(Y, expected.astype(np.float16))
-    if HAS_TORCH:
-        tensors = [torch.from_numpy(X).bfloat16() for X in (Q, K, V)]
-        expected = pruned_attention(*(X.float() for X in tensors), **options).bfloat16()
-        torch.testing.assert_close(pruned_attention(*tensors, **options), expected, rtol=0, atol=0)
 
 
 def test_queries_at_other_places_than_keys() -> None:
@@ -224,7 +168,7 @@ def test_clusters_are_those_of_k_means(kind: str) -> None:
 @pytest.mark.parametrize("f", ["softmax", 2, 3.0, 1])
 def test_a_budget_that_covers_all_keys_is_dense_attention(f: Any, causal: bool, dtype: Any) -> None:
     Q, K, V = (X.astype(dtype) for X in heads(2, 30))
-    expected, _ = dense(Q, K, V, None if f == "softmax" else f, causal)
+    expected, _ = naive_attention.dense(Q, K, V, None if f == "softmax" else f, causal)
     room = 1e-12 if dtype == np.float64 else 1e-5
     options = [{"budget": 1.0}, {"budget": 30}, {"budget": 99}, {"size": 30}, {"size": 40}, {"epsilon": -1e30}]
     options += [{"size": 28, "sinks": 2}, {"size": 3, "window": 30}, {"size": 0, "summaries": 30}]
@@ -284,7 +228,7 @@ def test_bounds_hold_for_hostile_keys(
         options |= {"causal": True, "chunk": 3, "summaries": R + 1}
     Y, certificate = pruned_attention(Q, K, V, **options, return_certificate=True)
     power = None if f == "softmax" else f
-    expected, P = dense(Q, K, V, power, causal)
+    expected, P = naive_attention.dense(Q, K, V, power, causal)
     assert np.all(np.isfinite(Y))
     lower, upper = certificate.captured_lower, certificate.captured_upper
     assert np.all((lower >= 0) & (lower <= 1 + 1e-12) & (upper <= 1))
@@ -389,29 +333,6 @@ def test_keys_and_queries_may_be_scaled_against_each_other(form: str, causal: bo
 
 @over_storages
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", ["default", "threshold", "squares"])
-def test_batch_mates_and_threads_change_no_bit(form: str, causal: bool, storage: str) -> None:
-    Q, K, V = (stored(X, storage) for X in heads(7, 40, batch=(3,)))
-    options = options_of(form, as_float64(K), causal)
-    Y = as_float64(pruned_attention(Q, K, V, **options))
-    for i in range(3):
-        alone = as_float64(pruned_attention(Q[i, ...], K[i, ...], V[i, ...], **options))
-        np.testing.assert_allclose(alone, Y[i], atol=0 if storage == "numpy" else 1e-14)
-    with levattn.thread_limit(1):
-        np.testing.assert_array_equal(as_float64(pruned_attention(Q, K, V, **options)), Y)
-
-
-def test_leading_axes_broadcast_and_one_head_needs_none() -> None:
-    Q, K, V = heads(9, batch=(3,))
-    Y = pruned_attention(Q, K[0], V[:1], size=4, summaries=3)
-    for i in range(3):
-        np.testing.assert_allclose(Y[i], pruned_attention(Q[i], K[0], V[0], size=4, summaries=3), atol=1e-13)
-    bare = pruned_attention(Q[0, 0], K[0, 0], V[0, 0], size=4, summaries=3)
-    np.testing.assert_array_equal(bare, pruned_attention(Q[0, :1], K[0, :1], V[0, :1], size=4, summaries=3)[0])
-
-
-@over_storages
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_masked_positions_are_as_if_they_were_not_there(form: str, causal: bool, storage: str) -> None:
     Q, K, V = heads(10, batch=(4,))
@@ -477,57 +398,12 @@ def test_the_window_of_an_absent_key_is_that_of_the_keys_around_it() -> None:
     options = {"size": 0, "window": 2, "mask": mask, "query_mask": asking, "return_certificate": True}
     Y, certificate = pruned_attention(Q, K, V, **options)
     near = [8, 9, 13, 14]
-    expected, _ = dense(Q[..., 11:12, :], K[..., near, :], V[..., near, :])
+    expected, _ = naive_attention.dense(Q[..., 11:12, :], K[..., near, :], V[..., near, :])
     np.testing.assert_allclose(Y[..., 11:12, :], expected, atol=1e-12)
     assert not certificate.kept.any()
 
 
 # -- causal attention ---------------------------------------------------------------------------------
-
-
-def in_chunks(arrays: Any, sizes: list[int], options: dict[str, Any], mask: Any = None) -> tuple[Float, PrunedState]:
-    """Outputs with the state handed from chunk to chunk."""
-    parts, state = [], None
-    form = {name: options[name] for name in ("f", "scale") if name in options}
-    for low, high in pairwise(np.cumsum([0, *sizes])):
-        more = options if state is None else form | {"causal": True, "state": state}
-        more = more | {"return_state": True, "mask": None if mask is None else mask[..., low:high]}
-        if isinstance(options.get("scores"), np.ndarray):
-            more["scores"] = options["scores"][..., low:high]
-        Y, state = pruned_attention(*(X[..., low:high, :] for X in arrays), **more)
-        parts.append(as_float64(Y))
-    assert state is not None
-    return np.concatenate(parts, axis=-2), state
-
-
-@over_storages
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_chunks_and_everything_at_once_agree(form: str, storage: str) -> None:
-    Q, K, V = heads(14, 31, batch=(2,))
-    options = options_of(form, K, True)
-    if storage != "numpy" and form == "own":
-        return
-    arrays = [stored(X, storage) for X in (Q, K, V)]
-    Y, whole = pruned_attention(*arrays, **options, return_state=True)
-    for sizes in ([1] * 31, [10, 1, 0, 13, 7], [30, 1]):
-        found, state = in_chunks(arrays, sizes, options)
-        np.testing.assert_allclose(found, as_float64(Y), atol=1e-10)
-        assert state.positions == whole.positions == 31
-        assert state.nbytes == whole.nbytes
-        assert state.slots == whole.slots or form == "threshold"
-
-
-def test_sequences_of_a_batch_are_each_where_they_are() -> None:
-    Q, K, V = heads(15, 40, batch=(3,))
-    mask = np.random.default_rng(16).random((3, 40)) > 0.4
-    mask[1, :12] = False
-    mask[2, 20:] = False
-    options = options_of("default", K, True)
-    expected = pruned_attention(Q, K, V, **options, mask=mask[:, None])
-    for sizes in ([1] * 40, [12, 9, 0, 19]):
-        found, state = in_chunks((Q, K, V), sizes, options, mask[:, None])
-        np.testing.assert_allclose(found, expected, atol=1e-10)
-        assert state.positions == mask.sum(axis=1).max()
 
 
 @over_storages
@@ -549,20 +425,12 @@ def test_states_do_not_grow(storage: str) -> None:
 def test_budgets_hold_for_what_comes_later() -> None:
     Q, K, V = heads(18, 60)
     expected, whole = pruned_attention(Q, K, V, budget=20, causal=True, return_state=True)
-    for sizes in ([1] * 60, [12, 48]):  # the first of which the budget would cover
-        found, state = in_chunks((Q, K, V), sizes, {"budget": 20, "causal": True})
+    for first in (1, 12):  # which the budget would cover
+        head, state = pruned_attention(*(X[:, :first] for X in (Q, K, V)), budget=20, causal=True, return_state=True)
+        rest = [X[:, first:] for X in (Q, K, V)]
+        tail, state = pruned_attention(*rest, causal=True, state=state, return_state=True)
         assert state.slots == whole.slots == Slots.of(20, 60, causal=True)
-        np.testing.assert_allclose(found, expected, atol=1e-10)
-
-
-def test_a_state_is_not_changed_by_its_use() -> None:
-    Q, K, V = heads(19, 30)
-    options = options_of("default", K, True)
-    _, state = pruned_attention(*(X[:, :20] for X in (Q, K, V)), **options, return_state=True)
-    rest = [X[:, 20:] for X in (Q, K, V)]
-    first = pruned_attention(*rest, causal=True, state=state)
-    np.testing.assert_array_equal(pruned_attention(*rest, causal=True, state=state), first)
-    np.testing.assert_allclose(first, pruned_attention(Q, K, V, **options)[:, 20:], atol=1e-10)
+        np.testing.assert_allclose(np.concatenate([head, tail], axis=1), expected, atol=1e-10)
 
 
 def test_causal_thresholds_keep_the_universal_set_of_the_keys_so_far() -> None:
@@ -733,7 +601,7 @@ def test_queries_that_are_all_alike(causal: bool) -> None:
     Q, K, V = heads(32)
     Q[:] = [1e5 / 3, 7e4 / 9, 1.1, 3e6 / 7, 1e-3]
     Y, certificate = pruned_attention(Q, K, V, size=4, summaries=4, causal=causal, scale=1e-6, return_certificate=True)
-    expected = dense(Q, K, V, None, causal, 1e-6)[0]
+    expected = naive_attention.dense(Q, K, V, None, causal, 1e-6)[0]
     assert np.all(np.linalg.norm(Y - expected, axis=-1) <= certificate.error_bound + 1e-12)
     # The summaries are tangent where all queries are.
     np.testing.assert_allclose(Y, expected, atol=0.2 if causal else 1e-8)
@@ -782,8 +650,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "chunk": ({"size": 2, "chunk": 5}, ValueError, "chunk is 5 and causal is False"),
     "chunk-none": ({"size": 2, "chunk": 0, "causal": True}, ValueError, "chunk is 0; .* at least 1"),
     "scale": ({"size": 2, "scale": math.inf}, ValueError, "scale is inf"),
-    "mask": ({"size": 2, "mask": np.ones(9, bool)}, ValueError, r"mask has shape \(9,\)"),
-    "mask-kind": ({"size": 2, "mask": np.ones(10)}, TypeError, "mask has dtype float64"),
     "query-mask": ({"size": 2, "query_mask": np.ones(9, bool)}, ValueError, r"query_mask has shape \(9,\)"),
     "query-mask-kind": ({"size": 2, "query_mask": np.ones(10)}, TypeError, "query_mask has dtype float64"),
     "query-mask-causal": (
@@ -849,7 +715,7 @@ def test_causal_bounds_hold_for_values_that_grow() -> None:
     V[:, 128:] += 100
     options = {"size": 8, "summaries": 4, "causal": True, "chunk": 64}
     Y, certificate = pruned_attention(Q, K, V, return_certificate=True, **options)
-    off = np.linalg.norm(Y - dense(Q, K, V, causal=True)[0], axis=-1)
+    off = np.linalg.norm(Y - naive_attention.dense(Q, K, V, causal=True)[0], axis=-1)
     assert (off <= certificate.error_bound + 1e-9).all()
 
 

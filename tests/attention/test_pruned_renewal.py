@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import naive_attention
 from levattn._kernels.pruned.contract import Summaries
 from levattn.attention import PrunedState, pruned_attention
 
@@ -34,15 +35,6 @@ def sequences(name: str, dtype: str) -> tuple[Any, Any, Any]:
     return (Q / SCALES).astype(dtype), (K * SCALES).astype(dtype), (V * VALUES).astype(dtype)
 
 
-def dense(Q: Any, K: Any, V: Any) -> Any:
-    """Causal attention to all keys, in the precision of long double."""
-    Q, K, V = (np.asarray(X, np.longdouble) for X in (Q, K, V))
-    logits = np.einsum("btd,bsd->bts", Q, K) / np.sqrt(np.longdouble(Q.shape[-1]))
-    logits = np.where(np.tril(np.ones(logits.shape[1:], bool)), logits, -np.inf)
-    E = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return E @ V / E.sum(axis=-1, keepdims=True)
-
-
 def summaries_of(state: PrunedState) -> Summaries:
     held = state.parts[0].summaries
     assert held is not None
@@ -62,7 +54,9 @@ def test_a_renewal_at_every_position_keeps_results_finite_and_bounds_true(name: 
     options = {"size": 1, "summaries": 2, "chunk": 1, "return_state": True, "return_certificate": True}
     Y, state, certificate = pruned_attention(Q, K, V, causal=True, **options)
     assert np.isfinite(Y).all()
-    off = np.linalg.norm(((Y - dense(Q, K, V)) / VALUES).astype(float), axis=-1)
+    off = np.linalg.norm(
+        ((Y - naive_attention.dense(Q, K, V, causal=True, kind=np.longdouble)[0]) / VALUES).astype(float), axis=-1
+    )
     logits = np.abs(np.einsum("btd,bsd->bts", *(X.astype(np.float64) for X in (Q, K)))).max()
     room = 64 * np.finfo(dtype).eps * (1 + logits) * np.linalg.norm(V / VALUES, axis=-1).max()  # rounding of exponents
     assert np.all(off <= certificate.error_bound / VALUES[..., 0] + room)
@@ -104,9 +98,8 @@ def test_a_bound_of_tiny_values_is_not_zero(dtype: str, scale: float, causal: bo
     V = (scale * V).astype(dtype)
     options = {"size": 2, "summaries": 1} | ({"causal": True, "chunk": 2} if causal else {})
     Y, certificate = pruned_attention(Q, K, V, return_certificate=True, **options)
-    L = np.where(np.tril(np.ones((40, 40))) > 0 if causal else True, Q @ K.T / np.sqrt(2), -np.inf)
-    E = np.exp(L.astype(np.longdouble))
-    off = (Y - E @ (V / np.longdouble(scale)) / E.sum(axis=1, keepdims=True) * scale) / np.longdouble(scale)
+    one = Q[None], K[None], V[None] / np.longdouble(scale)
+    off = Y / np.longdouble(scale) - naive_attention.dense(*one, causal=causal, kind=np.longdouble)[0][0]
     room = 1e-12 if scale == 1e-170 else 1e-5  # values near the least normal number have few digits
     assert np.all(np.linalg.norm(off.astype(float), axis=1) <= certificate.error_bound / scale + room)
     assert np.all(certificate.error_bound[10:] > 0)

@@ -321,12 +321,6 @@ def test_moments_of_batches_masked_ill_conditioned_and_of_nothing() -> None:
     assert rates.coding_rate(Moments(4).update(steep), 1e-3) == pytest.approx(rates.coding_rate(steep, 1e-3), rel=1e-7)
 
 
-def test_online_leverage_scores_sum_to_the_coding_rate() -> None:
-    Z, eps = problem(13, n=300, d=7)[0], 0.4
-    scores = levattn.online_leverage_scores(Z, ridge=300 * eps**2 / 7)
-    assert -np.log1p(-scores).sum() / 2 == pytest.approx(rates.coding_rate(Z, eps), rel=1e-13)
-
-
 # -- descent ---------------------------------------------------------------------------
 
 
@@ -422,17 +416,6 @@ def test_gradients_in_torch_are_those_of_finite_differences(n: int, d: int, size
     if size == 1:
         assert_gradients(lambda z, a, u: rates.descent_step(z, a.softmax(-1), u, eps, step=0.05), (z, logits, u))
         assert_gradients(lambda z: rates.head_rate(z[None]), (z,))
-
-
-@needs_torch
-def test_the_gradient_of_the_variational_rate_is_the_operator() -> None:
-    import torch
-
-    Z, Pi, U = (torch.from_numpy(array) for array in problem(19))
-    Z.requires_grad_()
-    (gradient,) = torch.autograd.grad(rates.variational_rate(Z, Pi, U, 0.5), Z)
-    moved = rates.descent_step(Z, Pi, U, 0.5, step=1 / len(Z)) - Z
-    torch.testing.assert_close(-moved, gradient, rtol=1e-10, atol=1e-12)
 
 
 @needs_torch

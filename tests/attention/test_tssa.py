@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from operator_table import TSSA_FORMS as FORMS
 
-import levattn
 import naive
 import naive_attention
 import strategies
@@ -23,21 +22,6 @@ SETTINGS = strategies.examples(20)
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 WIDE = tuple(name for name in ALL_STORAGE if name.endswith(("64", "32")))
 
-# every form of tssa, by its options
-FORMS: dict[str, dict[str, Any]] = {
-    "released": {},
-    "released-bidirectional": {"causal": False},
-    "paper": {"membership": "norm"},
-    "paper-bidirectional": {"membership": "norm", "causal": False},
-    "uniform": {"membership": "uniform"},
-    "uniform-bidirectional": {"membership": "uniform", "causal": False},
-    "mean": {"normalize": "mean"},
-    "mean-bidirectional": {"normalize": "mean", "causal": False},
-    "decayed": {"decay": 0.9},
-    "decayed-mean": {"decay": [0.5, 0.9, 1.0], "normalize": "mean"},
-    "decayed-paper": {"decay": 0.9, "membership": "norm"},
-    "scaled": {"c": 4.0, "step": 0.3, "membership": "norm"},
-}
 CAUSAL = [name for name, options in FORMS.items() if options.get("causal", True)]
 BIDIRECTIONAL = [name for name in FORMS if name not in CAUSAL]
 
@@ -54,18 +38,6 @@ def tokens(seed: int, T: int = 37, h: int = 3, d: int = 4, *, batch: Any = (), s
 
 
 THETA = np.array([0.5, 1.0, 1.7])
-
-
-def in_chunks(
-    W: Float, sizes: list[int], theta: Any = THETA, bias: Any = None, **options: Any
-) -> tuple[Any, TokenState]:
-    """Outputs with the state handed from chunk to chunk."""
-    parts, state = [], options.pop("state", None)
-    for low, high in pairwise(np.cumsum([0, *sizes])):
-        here = None if bias is None else bias[..., low:high]
-        Y, state = tssa(W[..., low:high, :], theta, bias=here, state=state, return_state=True, **options)
-        parts.append(Y)
-    return np.concatenate(parts, axis=-2), state
 
 
 # -- the definition ----------------------------------------------------------------------
@@ -195,27 +167,6 @@ def test_uniform_where_the_temperature_is_zero_and_a_constant_bias_shifts_logits
 # -- T6, T7: prefixes, chunks, steps ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("form", CAUSAL)
-def test_steps_chunks_and_everything_at_once_agree(form: str, dtype: Any) -> None:
-    options = FORMS[form]
-    T = 210
-    W = tokens(12, T, batch=(2,)).astype(dtype)
-    bias = None if options.get("membership") == "uniform" else tokens(13, T)[..., 0].astype(dtype)
-    Y, whole = tssa(W, THETA.astype(dtype), bias=bias, return_state=True, **options)
-    theta = THETA.astype(dtype)
-    room = TOLERANCE[np.dtype(dtype).name]
-    for size in (1, 7, 64, 100):
-        sizes = [min(size, T - low) for low in range(0, T, size)]
-        parts, state = in_chunks(W, sizes, theta, bias, **options)
-        np.testing.assert_allclose(parts, Y, rtol=0, atol=room)
-        assert (state.norms is None) == (whole.norms is None)
-        for mine, theirs in ((state.norms, whole.norms), (state.tokens, whole.tokens)):
-            if mine is not None and theirs is not None:
-                np.testing.assert_allclose(mine.read(), theirs.read(), rtol=10 * TOLERANCE[np.dtype(dtype).name])
-                np.testing.assert_array_equal(mine.count, theirs.count)
-
-
 @pytest.mark.parametrize("form", ["paper", "uniform", "scaled"])
 def test_paper_rows_are_the_last_rows_of_the_bidirectional_form_on_their_prefix(form: str) -> None:
     W, options = tokens(14), FORMS[form]
@@ -294,77 +245,7 @@ def test_exact_leverage_is_read_from_a_full_moment(storage: str) -> None:
         np.testing.assert_allclose(as_float64(tail), as_float64(Y)[:, 20:], atol=1e-11)
 
 
-@strategies.stores(*WIDE)
-def test_states_stay_in_the_library_of_the_tokens_and_go_on(storage: str) -> None:
-    W = STORAGE[storage](tokens(20, 40))
-    Y = as_float64(tssa(W))
-    head, state = tssa(W[:, :25, :], return_state=True)
-    tail, end = tssa(W[:, 25:, :], state=state, return_state=True)
-    found = np.concatenate([as_float64(head), as_float64(tail)], axis=1)
-    np.testing.assert_allclose(found, Y, atol=4 * TOLERANCE[storage.rpartition("-")[2]])
-    assert end.numbers() == 2 * 3 * (4 + 1)
-    again = tssa(W[:, 25:, :], state=TokenState.from_bytes(state.to_bytes()))
-    np.testing.assert_allclose(as_float64(again), as_float64(tail), atol=1e-7)
-
-
 # -- masks, packing, layouts, T13, T14 ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_masked_tokens_are_as_if_they_were_not_there(form: str) -> None:
-    W, options = tokens(21, 50, batch=(2,)), FORMS[form]
-    mask = np.random.default_rng(22).random((2, 50)) > 0.3
-    mask[0, :3] = False
-    dirty = np.where(mask[:, None, :, None], W, np.nan)
-    Y, state = tssa(dirty, THETA, mask=mask, return_state=True, **options)
-    for i in range(2):
-        expected, own = tssa(W[i][:, mask[i]], THETA, return_state=True, **options)
-        np.testing.assert_allclose(Y[i][:, mask[i]], expected, atol=1e-13)
-        assert not Y[i][:, ~mask[i]].any()
-        np.testing.assert_array_equal(state.tokens.count[i], own.tokens.count)
-    nothing = tssa(dirty, mask=np.zeros((2, 50), bool), **options)
-    np.testing.assert_array_equal(nothing, 0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_packed_sequences_do_not_see_each_other(form: str) -> None:
-    W, options = tokens(23, 50), FORMS[form]
-    lengths = [20, 0, 1, 29]
-    Y, state = tssa(W, THETA, lengths=lengths, return_state=True, **options)
-    ends = np.cumsum([0, *lengths])
-    for i, (low, high) in enumerate(pairwise(ends)):
-        expected, own = tssa(W[:, low:high], THETA, return_state=True, **options)
-        np.testing.assert_allclose(Y[:, low:high], expected, atol=1e-14)
-        np.testing.assert_allclose(state.tokens.read()[:, i], own.tokens.read(), rtol=1e-13)
-    if options.get("causal", True):
-        again = tssa(W, THETA, lengths=lengths, state=state, **options)
-        low, high = ends[3], ends[4]
-        whole = tssa(np.concatenate([W[:, low:high]] * 2, 1), THETA, **options)
-        np.testing.assert_allclose(again[:, low:high], whole[:, high - low :], atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("causal", [True, False])
-def test_layouts_and_batches_change_no_bit(causal: bool, dtype: Any) -> None:
-    W = tokens(24, 70, h=4, d=5, batch=(3,)).astype(dtype)
-    Y = tssa(W, causal=causal)
-    side_by_side = np.ascontiguousarray(W.swapaxes(1, 2)).swapaxes(1, 2)
-    found = tssa(side_by_side, causal=causal)
-    np.testing.assert_array_equal(found, Y)
-    assert found.strides == side_by_side.strides
-    wide = np.zeros((3, 4, 70, 11), dtype)[..., 3:8]
-    wide[:] = W
-    np.testing.assert_array_equal(tssa(wide, causal=causal), Y)
-    np.testing.assert_array_equal(tssa(W[1], causal=causal), Y[1])
-    np.testing.assert_array_equal(tssa(W[:, :, ::-1][:, :, ::-1], causal=causal), Y)
-    with levattn.thread_limit(1):
-        np.testing.assert_array_equal(tssa(W, causal=causal), Y)
-
-
-def test_leading_axes_broadcast() -> None:
-    W, theta = tokens(25, batch=(2, 3)), np.random.default_rng(26).random((3, 3)) + 0.5
-    each = [[tssa(W[i, j], theta[j]) for j in range(3)] for i in range(2)]
-    np.testing.assert_allclose(tssa(W, theta), each, atol=1e-15)
 
 
 @strategies.stores("float16", "bfloat16", "torch-bfloat16", "torch-float16")
@@ -424,14 +305,9 @@ def test_released_memberships_dilute_and_the_others_do_not() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_empty_single_and_zero_tokens(form: str) -> None:
+def test_single_tokens_and_zeros(form: str) -> None:
     options = FORMS[form]
-    Y, state = tssa(np.zeros((3, 0, 4)), THETA, return_state=True, **options)
-    assert Y.shape == (3, 0, 4)
-    assert not state.tokens.read().any()
-    assert not state.tokens.count.any()
     np.testing.assert_array_equal(tssa(np.zeros((3, 5, 4)), THETA, **options), 0)
-    assert tssa(np.zeros((0, 3, 5, 4)), THETA, **options).shape == (0, 3, 5, 4)
     one = tokens(30, 1)
     expected = by_loops(one, form)[0]
     np.testing.assert_allclose(tssa(one, THETA, **options), expected, atol=1e-13)
@@ -477,10 +353,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "decay-order": ({"decay": 0.5, "causal": False}, ValueError, "expected causal=True"),
     "c": ({"c": 0}, ValueError, "c is 0; expected a finite number above 0"),
     "step": ({"step": "1"}, TypeError, "step is '1'; expected a finite number above 0"),
-    "mask": ({"mask": np.ones(36, bool)}, ValueError, r"mask has shape \(36,\)"),
-    "mask-kind": ({"mask": np.ones(37)}, TypeError, "mask has dtype float64; expected bool"),
-    "offsets": ({"offsets": [0, 5]}, ValueError, "offsets is .0 5.; expected whole numbers"),
-    "both": ({"offsets": [0, 37], "lengths": [37]}, ValueError, "both given"),
     "state": ({"state": 3}, TypeError, "state is of type int; expected a levattn.states.TokenState"),
     "state-empty": ({"state": TokenState()}, ValueError, "state has no norms"),
     "state-tokens": (

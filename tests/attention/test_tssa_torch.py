@@ -16,7 +16,7 @@ from levattn.states import Moments, TokenState
 torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.autograd import forward_ad, grad, gradcheck  # noqa: E402
+from torch.autograd import grad, gradcheck  # noqa: E402
 
 from levattn._kernels.tokens import torch as operators  # noqa: E402
 from levattn.attention.tokens.torch import leverage  # noqa: E402
@@ -158,19 +158,6 @@ def test_gradients_where_a_moment_is_zero_by_zero(causal: bool) -> None:
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "logits"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradients_in_single_precision_follow_those_in_double(causal: bool, form: str) -> None:
-    single = [tokens(2, 4, 150, 8, dtype=torch.float32), leaf(4, seed=1, dtype=torch.float32)]
-    exact = [x.detach().double().requires_grad_() for x in single]
-    weights = leaf(2, 4, 150, 8, seed=7).detach().float()
-    options = {"causal": causal, **FORMS[form]}
-    expected = grad((tssa(*exact, **options) * weights.double()).sum(), exact)
-    for found, true in zip(grad((tssa(*single, **options) * weights).sum(), single), expected, strict=True):
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), true, rtol=0, atol=2e-6 * float(true.abs().max()) + 1e-30)
-
-
 def test_gradients_of_what_is_broadcast_add_up() -> None:
     W, temperature, bias = leaf(2, 1, 3, 7, 2), leaf(2, 3, seed=1), leaf(3, 7, seed=2)
     mask = torch.stack([flags()] * 2)
@@ -181,53 +168,6 @@ def test_gradients_of_what_is_broadcast_add_up() -> None:
     assert run(W, temperature, bias).shape == (2, 2, 3, 7, 2)
     assert gradcheck(run, (W, temperature, bias))
     assert gradcheck(lambda W, t: tssa(W.mT, t, causal=False), (leaf(3, 2, 7), leaf(1, seed=1).squeeze()))
-
-
-@pytest.mark.parametrize(
-    ("form", "causal"), [*((form, causal) for form in FORMS for causal in (True, False)), ("leverage", False)]
-)
-def test_padding_has_no_gradient_whatever_it_holds(form: str, causal: bool) -> None:
-    options = {"membership": "leverage"} if form == "leverage" else dict(FORMS[form])
-    W, bias = tokens(T=9), leaf(2, 3, 9, seed=3)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[:, 0] = mask[0, 4:6] = mask[1, 8] = False
-    with torch.no_grad():
-        W.transpose(1, 2)[~mask] = torch.nan
-        bias.transpose(1, 2)[~mask] = torch.nan
-    arrays = [W] if form == "uniform" else [W, bias]
-    if form == "logits":
-        options["membership"] = bias
-    elif form != "uniform":
-        options["bias"] = bias
-    Y = tssa(W, mask=mask, causal=causal, **options)
-    assert not Y.transpose(1, 2)[~mask].any()
-    for gradient in grad(Y.square().sum(), arrays):
-        assert gradient.isfinite().all()
-        assert gradient.transpose(1, 2)[mask].any()
-        assert not gradient.transpose(1, 2)[~mask].any()
-    nothing = torch.zeros(9, dtype=torch.bool)
-    assert not any(g.any() for g in grad(tssa(W, mask=nothing, causal=causal, **options).sum(), arrays))
-
-
-def test_states_carry_no_gradient() -> None:
-    W = tokens()
-    Y, state = tssa(W[:, :, :4], return_state=True)
-    assert isinstance(state.tokens.read(), np.ndarray)
-    after = tssa(W[:, :, 4:], state=state)
-    torch.testing.assert_close(torch.cat([Y, after], 2), tssa(W))
-    gradient = grad(after.sum(), W)[0]
-    assert not gradient[:, :, :4].any()
-    assert gradient[:, :, 4:].any()
-    again, more = tssa(W[:, :, 4:], state=state, return_state=True)
-    assert torch.equal(again, after)
-    assert more.tokens.count.tolist() == [[7] * 3] * 2
-
-
-def test_a_bidirectional_state_is_what_all_tokens_see() -> None:
-    W = tokens()
-    Y, state = tssa(W, causal=False, return_state=True)
-    torch.testing.assert_close(tssa(W[:, :, 2:5], causal=False, state=state), Y[:, :, 2:5])
-    assert gradcheck(lambda W: tssa(W, causal=False, state=state), (W,))
 
 
 # -- leverage scores as what memberships are made of --------------------------------------------
@@ -269,6 +209,11 @@ def test_leverage_scores_of_no_more_tokens_than_channels_are_one_and_have_no_gra
     torch.testing.assert_close(scores, torch.ones_like(scores))
     weights = leaf(1, 2, 3, seed=4).detach()
     assert grad((scores * weights).sum(), W)[0].abs().max() < 1e-12
+
+
+def test_a_decay_takes_no_gradient() -> None:
+    with pytest.raises(ValueError, match="decay requires a gradient"):
+        tssa(tokens(), decay=torch.ones(3, requires_grad=True))
 
 
 def test_a_state_of_leverage_scores_takes_no_gradient() -> None:
@@ -345,24 +290,6 @@ def test_heads_side_by_side_are_read_where_they_lie(gradients: bool, monkeypatch
     assert Y.transpose(1, 2).flatten(-2)._is_view()  # so that a layer goes on without a copy
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_half_precision_is_computed_in_single(causal: bool, form: str, dtype: Any) -> None:
-    half = [tokens(1, 3, 700, 4, dtype=dtype, scale=3.0), leaf(3, seed=1, dtype=dtype)]
-    single = [x.detach().float().requires_grad_() for x in half]
-    options = {**FORMS[form], "causal": causal}
-    if form == "logits":
-        options["membership"] = leaf(3, 700, dtype=dtype).detach()
-    Y, expected = tssa(*half, **options), tssa(*single, **options)
-    assert Y.dtype == dtype
-    assert is_alike(Y, expected.to(dtype))
-    found, true = (grad(out.float().sum(), arrays) for out, arrays in ((Y, half), (expected, single)))
-    for one, other in zip(found, true, strict=True):
-        assert one.dtype == dtype
-        assert torch.equal(one, other.to(dtype))
-
-
 def test_autocast_leaves_sums_in_single_precision() -> None:
     W = tokens(1, 3, 700, 4, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -386,49 +313,6 @@ def test_arrays_of_several_precisions_are_computed_in_the_widest() -> None:
 
 
 # -- derivatives that there are not, and torch.func ---------------------------------------------
-
-
-def test_second_derivatives_are_refused() -> None:
-    W, temperature = tokens(), leaf(3, seed=1)
-    (first,) = grad(tssa(W, temperature).square().sum(), W, create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        first.sum().backward()
-    (first,) = grad(tssa(W, membership="leverage", causal=False).square().sum(), W, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"first derivatives only|once_differentiable"):
-        first.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_forward_mode_is_refused() -> None:
-    W = tokens().detach()
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(W, torch.ones_like(W))
-        with pytest.raises(NotImplementedError, match="use reverse mode"):
-            tssa(dual)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": False}, {"offsets": [0, 4, 7]}, {"decay": 0.7}, {"membership": "norm"}, {"normalize": "mean"}],
-    ids=["causal", "all", "packed", "decay", "norm", "mean"],
-)
-def test_torch_func_follows_the_definitions(options: dict[str, Any]) -> None:
-    W, temperature, bias = tokens(4).detach(), leaf(4, 3, seed=1).detach(), leaf(4, 3, 7, seed=2).detach()
-
-    def loss(W: Any, temperature: Any, bias: Any) -> Any:
-        return tssa(W, temperature, bias=bias, **options).square().sum()
-
-    wanted = [x.clone().requires_grad_() for x in (W, temperature, bias)]
-    expected = grad(loss(*wanted), wanted)
-    found = torch.func.grad(loss, argnums=(0, 1, 2))(W, temperature, bias)
-    each = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(W, temperature, bias)
-    for one, other, answer in zip(found, each, expected, strict=True):
-        torch.testing.assert_close(one, answer, atol=1e-12, rtol=0)
-        torch.testing.assert_close(other, answer, atol=1e-12, rtol=0)
-    heat = torch.func.vmap(lambda t: tssa(W, t, **options))(temperature)
-    torch.testing.assert_close(heat[1], tssa(W, temperature[1], **options), atol=1e-12, rtol=0)
-    with pytest.raises(NotImplementedError, match=r"within torch\.func"):
-        torch.func.vmap(lambda W: tssa(W, return_state=True, **options)[0])(W)
 
 
 def test_torch_func_leaves_out_what_is_masked_whatever_it_holds() -> None:
@@ -456,23 +340,6 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, backend="aot_eager", **options)  # type: ignore[no-any-return]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_compiled_whole_with_the_same_values_and_gradients(dtype: Any, dynamic: bool) -> None:
-    def run(X: Any, temperature: Any, mask: Any) -> Any:
-        W = (2 * X).unflatten(-1, (3, -1)).transpose(1, 2)
-        return tssa(W, temperature, mask=mask).transpose(1, 2).flatten(-2).square()
-
-    fast = compiled(run, dynamic=dynamic)
-    for T in (20, 11):
-        arrays = [leaf(2, T, 12, dtype=dtype), leaf(3, seed=1, dtype=dtype)]
-        mask = flags(2, T)
-        assert torch.equal(fast(*arrays, mask), run(*arrays, mask))
-        found, expected = (grad(function(*arrays, mask).sum(), arrays) for function in (fast, run))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -487,18 +354,6 @@ def test_compiled_whole_in_every_form(options: dict[str, Any]) -> None:
     fast = compiled(lambda W: tssa(W, 2.0, **options))
     assert is_alike(fast(W).detach(), tssa(W, 2.0, **options).detach())
     assert torch.equal(grad(fast(W).sum(), W)[0], grad(tssa(W, 2.0, **options).sum(), W)[0])
-
-
-@pytest.mark.thorough
-def test_compiled_with_packed_sequences_checks_them_when_it_runs() -> None:
-    W = tokens(T=20)
-    fast = compiled(lambda W, offsets: tssa(W, offsets=offsets, causal=False))
-    for offsets in ([0, 4, 20], [0, 17, 20]):
-        assert torch.equal(fast(W, torch.tensor(offsets)), tssa(W, offsets=offsets, causal=False))
-    with pytest.raises(ValueError, match="ascend from 0 to T = 20"):
-        fast(W, torch.tensor([0, 4, 19]))
-    lengths = compiled(lambda W: tssa(W, lengths=[4, 16]))
-    assert torch.equal(lengths(W), tssa(W, lengths=[4, 16]))
 
 
 @pytest.mark.thorough
@@ -525,35 +380,14 @@ def test_operators_keep_the_rules_of_torch(gradients: bool) -> None:
     rng = np.random.default_rng(5)
     state = [torch.from_numpy(rng.random(shape)) for shape in ((2, 3, 2, 2), (2, 3, 2)) * 2]
     decay = torch.tensor([0.9, 1.0, 0.5], dtype=torch.float64)
+    plain, numbers = (torch.tensor([0, 7]), *(None,) * 5), (False, 1e-12, 1e-8, 1.0, 1.0)
+    contiguous = W.detach().contiguous().requires_grad_(gradients)
     for arguments in (
-        (W, temperature, None, None, torch.tensor([0, 7]), *(None,) * 5, True, 2, False, 1e-12, 1e-8, 1.0, 1.0),
+        (W, temperature, None, None, *plain, True, 2, *numbers),
         (W, temperature, offset, flags(), offsets, decay, *state, True, 2, True, 1e-30, 0.0, 2.0, 3.0),
-        (
-            W.detach().contiguous().requires_grad_(gradients),
-            temperature,
-            None,
-            flags(),
-            offsets,
-            *(None,) * 5,
-            False,
-            1,
-            False,
-            1e-24,
-            1e-8,
-            1.0,
-            1.0,
-        ),
+        (contiguous, temperature, None, flags(), offsets, *plain[1:], False, 1, *numbers),
     ):
         torch.library.opcheck(operators.STATISTICS, arguments)
-
-
-def test_tensors_without_numbers_have_shapes() -> None:
-    W = torch.empty(2, 9, 12, device="meta", dtype=torch.float16).unflatten(-1, (3, -1)).transpose(1, 2)
-    for options in ({}, {"causal": False, "membership": "norm"}, {"decay": 0.5, "lengths": [4, 5]}):
-        Y = tssa(W, **options)
-        assert (Y.shape, Y.dtype, Y.device.type) == ((2, 3, 9, 4), torch.float16, "meta")
-    with FakeTensorMode():
-        assert tssa(torch.empty(3, 9, 4)).shape == (3, 9, 4)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 0, 4), (0, 3, 5, 4), (3, 0, 4)], ids=str)
@@ -564,23 +398,6 @@ def test_nothing_to_do_is_done_with_gradients_too(shape: tuple[int, ...]) -> Non
     dW, dt = grad(Y.sum(), (W, temperature))
     assert dW.shape == shape
     assert not dt.any()
-
-
-def test_tensors_in_other_forms_are_numbers_too() -> None:
-    W = tokens().detach()
-    Y = tssa(W)
-    negative = torch.complex(W, -W.new_ones(W.shape) * W).conj().imag  # a view with the sign yet to turn
-    assert negative.is_neg()
-    assert torch.equal(tssa(negative), Y)
-    with torch.inference_mode():
-        assert torch.equal(tssa(W), Y)
-    assert torch.equal(tssa(torch.nn.Parameter(W)).detach(), Y)
-    with pytest.raises(TypeError, match="temperature is of torch on meta, and W of torch on cpu"):
-        tssa(W, torch.ones(3, device="meta"))
-    with pytest.raises(TypeError, match="W is a nested or sparse torch tensor"):
-        tssa(W.to_sparse())
-    with pytest.raises(ValueError, match="decay requires a gradient"):
-        tssa(W, decay=torch.ones(3, requires_grad=True))
 
 
 def test_memberships_are_those_of_the_operator() -> None:

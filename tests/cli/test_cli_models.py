@@ -84,11 +84,14 @@ def test_inspect_shows_each_layer_and_head(encoder, text, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_inspect_prints_a_table(decoder, text):
+def test_inspect_prints_a_table(decoder, encoder, text):
     result = run("inspect", decoder, "--text", text, "--tokens", "40", "--epsilon", "0.05")
     assert result.exit_code == 0, result.output
     assert "vacuous" in result.stdout  # 8 / 0.05 keys are more than 40
     assert result.stdout.count("\n") > 4
+    without_heavy = run("inspect", encoder, "--text", text, "--tokens", "40", "--epsilon", "1").stdout
+    rows = [line.split() for line in without_heavy.splitlines() if line.startswith("    0")]
+    assert [row[-2:] for row in rows] == [["0", "-"]] * 4
 
 
 @pytest.mark.skipif(not INTERFACE, reason="RoBERTa of this transformers goes past the attention interface")

@@ -164,8 +164,10 @@ def test_columns(device: None, kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     for b, n, d in (*SHAPES[:6], (1, 0, 3), (3, 100, 300)):
         rows = rows_of(kind, b, n, d)
         X = read(rows)
-        np.testing.assert_allclose(rows_cuda.column_sums(rows), X.sum(axis=1), rtol=1e-12, atol=1e-12)
-        assert np.array_equal(rows_cuda.column_maxima(rows), np.abs(X).max(axis=1, initial=0.0))
+        np.testing.assert_allclose(
+            rows_cuda.column_figures(rows, largest=False), X.sum(axis=1), rtol=1e-12, atol=1e-12
+        )
+        assert np.array_equal(rows_cuda.column_figures(rows, largest=True), np.abs(X).max(axis=1, initial=0.0))
 
 
 def test_rows_that_are_not_finite(device: None) -> None:
@@ -178,8 +180,8 @@ def test_rows_that_are_not_finite(device: None) -> None:
     mask = np.ones((2, 50), np.bool_)
     mask[1, 17] = False
     assert rows_cuda.nonfinite_rows(Rows(K, "float32", mask), 1, 5) == [3, 49]
-    assert np.isnan(rows_cuda.column_maxima(rows)[1, 0])
-    assert np.isinf(rows_cuda.column_maxima(rows)[1, [33, 39]]).all()
+    assert np.isnan(rows_cuda.column_figures(rows, largest=True)[1, 0])
+    assert np.isinf(rows_cuda.column_figures(rows, largest=True)[1, [33, 39]]).all()
 
 
 FACTORED = {
@@ -239,6 +241,6 @@ def test_halves_and_bfloats_are_read_as_they_are(device: None) -> None:
         keys = words[~np.isnan(values)].reshape(1, -1, 1)
         expected = values[~np.isnan(values)]
         rows = Rows(np.ascontiguousarray(keys.transpose(0, 2, 1)), format)  # one row, a column each
-        assert np.array_equal(rows_cuda.column_maxima(rows)[0], np.abs(expected))
+        assert np.array_equal(rows_cuda.column_figures(rows, largest=True)[0], np.abs(expected))
         finite = np.isfinite(expected)
-        assert np.array_equal(rows_cuda.column_sums(rows)[0][finite], expected[finite])
+        assert np.array_equal(rows_cuda.column_figures(rows, largest=False)[0][finite], expected[finite])

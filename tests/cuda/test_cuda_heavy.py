@@ -145,19 +145,6 @@ def test_queries_in_main_memory_and_keys_on_the_device(cupy: Any) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"f": 4}, {"f": levattn.Huber()}, {"method": "countsketch"}])
-def test_what_runs_in_main_memory(options: Any, cupy: Any) -> None:
-    rng = np.random.default_rng(7)
-    K, Q, V = rng.standard_normal((3, 150, 4))
-    K[::20] *= 10
-    found = levattn.heavy_attention(cupy.asarray(Q), cupy.asarray(K), 0.1, **options)
-    expected = levattn.heavy_attention(Q, K, 0.1, **options)
-    np.testing.assert_allclose(found.entries.toarray(), expected.entries.toarray(), rtol=1e-9)
-    output, bound = found.apply(cupy.asarray(V))
-    np.testing.assert_allclose(as_float64(output), expected.apply(V)[0], rtol=1e-8, atol=1e-9)
-    assert np.linalg.norm(as_float64(output) - expected.apply(V)[0], axis=1).max() <= bound.max()
-
-
 def test_queries_that_are_not_finite_are_refused(cupy: Any) -> None:
     K = np.eye(3)
     with pytest.raises(levattn.NonFiniteError, match=r"\[1\]"):

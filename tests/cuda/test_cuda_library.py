@@ -168,6 +168,9 @@ EVERYTHING: dict[str, Callable[..., Any]] = {
         f"heavy entries, {f}": partial(lambda f, k, q: levattn.heavy_attention(q, k, 0.2, f=f).entries.toarray(), f)
         for f in FUNCTIONS
     },
+    "heavy entries by sketches": lambda k, q: levattn.heavy_attention(
+        q, k, 0.1, method="countsketch"
+    ).entries.toarray(),
     "set with groups": lambda k, *_: levattn.universal_set(k, 0.1, groups=np.arange(len(k)) % 7).mask,
     "group leverage": lambda k, *_: levattn.group_leverage(k, np.arange(len(k)) % 7),
     "near duplicates": lambda k, *_: levattn.near_duplicates(k),

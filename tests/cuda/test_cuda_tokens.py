@@ -279,24 +279,6 @@ def test_channels_of_zeros_are_finite(dtype: str) -> None:
     assert_near(found[:2], by_torch(x, np.ones_like(x.W))[:2], TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("logits", LOGITS)
-def test_going_on_from_a_state_is_going_on(logits: str, dtype: str) -> None:
-    x = statistics(17, (2, 3, 60, 8), dtype=dtype, logits=logits, mean=True, decay=True)
-    Y, after = forward(x, state=True)
-    stop, found = 37, []
-    first = replace(x, W=x.W[:, :, :stop], offsets=np.array([0, stop]))
-    begun, state = forward(first, state=True)
-    found.append(begun)
-    for t in range(stop, 60):  # a token at a time
-        step = replace(x, W=x.W[:, :, t : t + 1], offsets=np.array([0, 1]), state=state)
-        one, state = forward(step, state=True)
-        found.append(one)
-    np.testing.assert_allclose(np.concatenate(found, axis=2), Y, rtol=0, atol=TOLERANCE[dtype])
-    for part, other in zip(state, after, strict=True):
-        np.testing.assert_allclose(part, other, rtol=TOLERANCE[dtype])
-
-
 def test_more_heads_than_shared_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = statistics(18, (1, 40, 3, 1))
     monkeypatch.setattr(tokens_cuda, "shared_limit", lambda: 48 * 1024)

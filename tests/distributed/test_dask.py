@@ -78,27 +78,20 @@ def check(found: levattn.StreamedSet, K: Any, epsilon: float) -> None:
         np.testing.assert_allclose(item.scores, score[which], rtol=1e-6)
 
 
-# -- sets ---------------------------------------------------------------------------------------------
+# -- sets and scores ----------------------------------------------------------------------------------
 
 
-@examples(30)
-@given(st.lists(st.integers(0, 3000), max_size=12), st.sampled_from([0.01, 0.05, 0.3, 1.0]))
-def test_any_chunks_give_the_set(sizes: list[int], epsilon: float) -> None:
+@examples(40)
+@given(st.lists(st.integers(0, 3000), max_size=20), st.sampled_from([0.01, 0.05, 0.3, 1.0]), st.booleans())
+def test_any_chunks_give_the_set_and_the_scores(sizes: list[int], epsilon: float, known: bool) -> None:
     K = keys()
     X = in_chunks(K, sizes)
+    X = X if known else unknown(X)
     check(universal_set(X, epsilon).compute(), K, epsilon)
-
-
-@examples(15)
-@given(st.lists(st.integers(0, 3000), max_size=20))
-def test_chunks_of_unknown_size_are_numbered_in_order(sizes: list[int]) -> None:
-    K = keys()
-    check(universal_set(unknown(in_chunks(K, sizes)), 0.02).compute(), K, 0.02)
-
-
-def test_rows_that_dask_selected() -> None:
-    K = da.from_array(keys(), chunks=(400, 6))
-    check(universal_set(K[K[:, 1] > 0], 0.05).compute(), (lambda K: K[K[:, 1] > 0])(keys()), 0.05)
+    scores = leverage_scores(X)
+    assert scores.numblocks == X.numblocks[:1]
+    assert not known or scores.chunks == X.chunks[:1]
+    np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +112,6 @@ def test_hard_keys(K: np.ndarray) -> None:
     np.testing.assert_allclose(leverage_scores(X).compute(), levattn.leverage_scores(K), rtol=1e-8, atol=1e-14)
 
 
-def test_rows_at_the_edge_of_the_rank_make_it_a_superset() -> None:
-    K = near_deficient(np.random.default_rng(0), 600, 5, 1e-17)
-    alone = levattn.StreamingUniversalSet(0.1).update(K).result()
-    found = universal_set(da.from_array(K, chunks=(100, 5)), 0.1).compute()
-    assert (found.guarantee, found.rank) == (alone.guarantee, alone.rank)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", ">f8"])
 def test_storage_types(dtype: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -137,15 +123,23 @@ def test_storage_types(dtype: str) -> None:
     np.testing.assert_allclose(scores.compute(), expected, rtol=1e-12 if dtype in ("float64", ">f8") else 2e-6)
 
 
-def test_batches_and_cut_columns() -> None:
+def test_batches_cut_columns_and_selected_rows() -> None:
     K = keys(24_000).reshape(2, 3, 4000, 6)
     X = da.from_array(K, chunks=(1, 2, 900, 4))
     check(universal_set(X, 0.05).compute(), K, 0.05)
     scores = leverage_scores(X)
     assert scores.chunks == ((2,), (3,), (900, 900, 900, 900, 400))
     np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-10)
-    cut = da.from_array(keys(), chunks=(400, 4))
-    check(universal_set(cut[cut[:, 1] > 0], 0.05).compute(), (lambda K: K[K[:, 1] > 0])(keys()), 0.05)
+    for columns in (4, 6):
+        X = da.from_array(keys(), chunks=(400, columns))
+        check(universal_set(X[X[:, 1] > 0], 0.05).compute(), keys()[keys()[:, 1] > 0], 0.05)
+
+
+def test_rows_at_the_edge_of_the_rank_make_it_a_superset() -> None:
+    K = near_deficient(np.random.default_rng(0), 600, 5, 1e-17)
+    alone = levattn.StreamingUniversalSet(0.1).update(K).result()
+    found = universal_set(da.from_array(K, chunks=(100, 5)), 0.1).compute()
+    assert (found.guarantee, found.rank) == (alone.guarantee, alone.rank)
 
 
 @pytest.mark.parametrize("f", [4, levattn.Power(6)])
@@ -158,10 +152,13 @@ def test_even_powers(f: Any) -> None:
     assert set(levattn.universal_set(K, 0.05, f=f).indices) <= set(found.indices)
 
 
-def test_no_rows() -> None:
+def test_no_rows(tmp_path: Path) -> None:
     found = universal_set(da.zeros((0, 3), chunks=(5, 3)), 0.1).compute()
     assert (found.n, len(found), found.rank) == (0, 0, 0)
     assert leverage_scores(da.zeros((0, 3), chunks=(5, 3))).compute().shape == (0,)
+    np.save(tmp_path / "none.npy", np.ones((0, 3)))
+    for epsilon in (0.1, 5e-324):  # for which 1/ε is not even a number
+        assert universal_set_of_files(tmp_path / "none.npy", epsilon).n == 0
 
 
 def test_the_same_chunks_give_the_same_bits() -> None:
@@ -182,21 +179,6 @@ def test_merging_leaves_the_states_as_they_are(new: Callable[[], Any]) -> None:
     first, second = (_merge([states], new).to_bytes() for _ in range(2))
     assert first == second
     assert [state.to_bytes() for state in states] == before
-
-
-# -- scores -------------------------------------------------------------------------------------------
-
-
-@examples(20)
-@given(st.lists(st.integers(0, 3000), max_size=12), st.booleans())
-def test_scores_have_the_chunks_of_the_keys(sizes: list[int], known: bool) -> None:
-    K = keys()
-    X = in_chunks(K, sizes)
-    scores = leverage_scores(X if known else unknown(X))
-    assert scores.numblocks == X.numblocks[:1]
-    if known:
-        assert scores.chunks == X.chunks[:1]
-    np.testing.assert_allclose(scores.compute(), levattn.leverage_scores(K), rtol=1e-12)
 
 
 def counted(tasks: list[tuple[str, int]], name: str, value: Any) -> Any:
@@ -274,17 +256,11 @@ def test_a_file_that_changed_is_refused(shards: Path) -> None:
         universal_set(X, 0.1).compute()
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    np.save(tmp_path / "none.npy", np.ones((0, 3)))
-    assert universal_set_of_files(tmp_path / "none.npy", 0.1).n == 0
-    assert universal_set_of_files(tmp_path / "none.npy", 5e-324).n == 0  # 1/ε is not even a number
-
-
 # -- errors -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", [lambda K: universal_set(K, 0.1), leverage_scores])
-def test_refuses_what_is_no_matrix_of_keys(call: Callable[[Any], Any]) -> None:
+def test_wrong_arguments_show_before_anything_is_computed(call: Callable[[Any], Any]) -> None:
     columns = da.ones((5, 4))[:, da.from_array(np.ones(4, bool), chunks=2)]
     for K, error, message in (
         (np.ones((5, 3)), TypeError, r"ndarray; expected a dask array.*from_keys"),
@@ -296,29 +272,21 @@ def test_refuses_what_is_no_matrix_of_keys(call: Callable[[Any], Any]) -> None:
         with pytest.raises(error, match=message):
             call(K)
     check(universal_set(columns.compute_chunk_sizes(), 0.5).compute(), np.ones((5, 4)), 0.5)
-
-
-def test_wrong_options_show_before_anything_is_computed() -> None:
-    K = da.ones((5, 3))
     with pytest.raises(ValueError, match="epsilon is 2"):
-        universal_set(K, 2)
+        universal_set(da.ones((5, 3)), 2)
     with pytest.raises(ValueError, match="f is"):
-        universal_set(K, 0.1, f=levattn.Softmax(2.0))
+        universal_set(da.ones((5, 3)), 0.1, f=levattn.Softmax(2.0))
     with pytest.raises(FileNotFoundError):
         from_keys("no such file.npy")
 
 
-@pytest.mark.parametrize("call", [lambda K: universal_set(K, 0.1), leverage_scores])
-def test_names_the_chunk_that_is_not_finite(call: Callable[[Any], Any]) -> None:
+def test_names_the_rows_that_are_not_finite(tmp_path: Path) -> None:
     K = keys()
-    K[6017] = np.inf
-    with pytest.raises(NonFiniteError, match=r"chunk 2 of the rows: .* row 17,"):
-        call(da.from_array(K, chunks=(3000, 6))).compute()
-
-
-def test_names_the_range_that_is_not_finite(tmp_path: Path) -> None:
-    K = keys()
-    K[8017] = np.nan
+    K[8017] = np.inf
+    X = da.from_array(K, chunks=(3000, 6))
+    for lazy in (universal_set(X, 0.1), leverage_scores(X)):
+        with pytest.raises(NonFiniteError, match=r"chunk 2 of the rows: .* row 2017,"):
+            lazy.compute()
     np.save(tmp_path / "keys.npy", K)
     with pytest.raises(NonFiniteError, match=r"rows from 5000 on: .* row 3017,"):
         universal_set_of_files(tmp_path / "keys.npy", 0.08, memory=500 * 48)
@@ -342,37 +310,35 @@ def test_says_what_to_install(package: str, shards: Path, monkeypatch: pytest.Mo
 # -- a cluster: in this process, which is spoken to by messages as another would be, or of processes ---
 
 
+def cluster_of(**options: Any) -> Any:
+    quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
+    return distributed.LocalCluster(n_workers=2, threads_per_worker=1, **quiet, **options)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with distributed.LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        processes=False,
-        protocol="tcp",
-        dashboard_address=":0",
-        silence_logs=logging.CRITICAL,
-    ) as found:
+    with cluster_of(processes=False, protocol="tcp") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Any]:
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", silence_logs=logging.CRITICAL
-    ) as found:
+    with cluster_of(processes=True) as found:
         yield found
 
 
 @pytest.fixture
 def client(cluster: Any) -> Iterator[Any]:
-    with distributed.Client(cluster) as found:
-        found.wait_for_workers(2)
-        yield found
+    yield from client_of(cluster)
 
 
 @pytest.fixture
 def remote(processes: Any) -> Iterator[Any]:
-    with distributed.Client(processes) as found:
+    yield from client_of(processes)
+
+
+def client_of(cluster: Any) -> Iterator[Any]:
+    with distributed.Client(cluster) as found:
         found.wait_for_workers(2)
         yield found
 
@@ -395,15 +361,9 @@ def test_by_the_address_of_a_scheduler(cluster: Any, shards: Path) -> None:
 
 
 def test_what_comes_to_the_client_does_not_grow_with_the_rows(client: Any) -> None:
-    sizes = [
-        len(
-            pickle.dumps(
-                universal_set(da.random.default_rng(0).normal(size=(n, 4), chunks=(20_000, 4)), 0.5).compute()
-            )
-        )
-        for n in (40_000, 400_000)
-    ]
-    assert max(sizes) < 4000
+    for n in (40_000, 400_000):
+        K = da.random.default_rng(0).normal(size=(n, 4), chunks=(20_000, 4))
+        assert len(pickle.dumps(universal_set(K, 0.5).compute())) < 4000
 
 
 def test_errors_come_to_the_client(client: Any) -> None:
@@ -454,21 +414,19 @@ def test_a_killed_worker_changes_nothing(remote: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[500], [100, 0, 300], [1, 2, 3]])
-@pytest.mark.parametrize("others", [[500], [250]])
-def test_softmax_state_is_that_of_all_positions(sizes: list[int], others: list[int]) -> None:
+@pytest.mark.parametrize("others", [[500], [250], None])
+def test_softmax_state_is_that_of_all_positions(sizes: list[int], others: list[int] | None) -> None:
     rng = np.random.default_rng(0)
     logits, V = rng.normal(scale=20, size=(2, 500, 4)), rng.normal(size=(2, 500, 3))
-    state = softmax_state(in_chunks(logits, sizes), in_chunks(V, others)).compute()
-    alone = SoftmaxState(4, 3, (2,)).update(logits, V)
+    if others is None:  # chunks of unknown size, which are alike
+        logits, V = logits[0], V[0]
+        parts = [unknown(in_chunks(array, sizes)) for array in (logits, V)]
+    else:
+        parts = [in_chunks(logits, sizes), in_chunks(V, others)]
+    state = softmax_state(*parts).compute()
+    alone = SoftmaxState(4, 3, logits.shape[:-2]).update(logits, V)
     np.testing.assert_allclose(state.read(), alone.read(), rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(state.m, alone.m)
-
-
-def test_softmax_state_of_chunks_of_unknown_size() -> None:
-    rng = np.random.default_rng(1)
-    logits, V = rng.normal(size=(500, 4)), rng.normal(size=(500, 3))
-    lazy = softmax_state(unknown(in_chunks(logits, [200])), unknown(in_chunks(V, [200])))
-    np.testing.assert_allclose(lazy.compute().read(), SoftmaxState(4, 3).update(logits, V).read(), rtol=1e-12)
 
 
 def test_softmax_state_refuses_what_does_not_go_together() -> None:

@@ -21,15 +21,6 @@ def page():
         yield importlib.import_module("_page")
 
 
-@pytest.fixture
-def fake(page, tmp_path):
-    """Give a page with two tables and a list of losses."""
-    path = tmp_path / "page.md"
-    names = ("speed", "memory", page.LOSSES)
-    path.write_text("Above\n\n" + "\n\nbetween\n\n".join(page.block(name, "old") for name in names) + "\n\nbelow\n")
-    return path
-
-
 def _table(page, name, *losses):
     return page.Table(name, ["route", "ms"], [["levattn", "1"], ["rival", "2"]], list(losses), ["a note"])
 
@@ -41,37 +32,23 @@ def test_a_table_is_markdown_with_losses_notes_and_its_source(page):
         "- levattn loses: a rival is 2.00 times as fast\n- a note\n\n*where and when*"
     )
     assert "- levattn loses nowhere in this table" in _table(page, "speed").markdown("")
-    # one without a comparison says nothing of losses
-    assert page.Table("speed", ["route"], [["levattn"]]).markdown("here") == (
-        "| route |\n| --- |\n| levattn |\n\n*here*"
-    )
 
 
-def test_a_table_comes_between_its_markers_and_nothing_else_moves(page, fake):
-    before = fake.read_text()
-    body = _table(page, "speed", r"a \1 that is no group").markdown("here")
-    for _ in range(2):  # writing it again changes nothing
-        page.write({"speed": body}, fake)
-        expected = before.replace(page.block("speed", "old"), page.block("speed", body))
-        losses = page.block(page.LOSSES, r"- speed: a \1 that is no group")
-        assert fake.read_text() == expected.replace(page.block(page.LOSSES, "old"), losses)
-    assert list(fake.parent.iterdir()) == [fake]
-
-
-def test_losses_are_gathered_from_all_tables_and_change_with_them(page, fake):
-    page.write({name: _table(page, name, f"of {name}").markdown("") for name in ("speed", "memory")}, fake)
-    assert page.block(page.LOSSES, "- speed: of speed\n- memory: of memory") in fake.read_text()
-    page.write({"speed": _table(page, "speed").markdown("")}, fake)
-    assert page.block(page.LOSSES, "- memory: of memory") in fake.read_text()
-
-
-@pytest.mark.parametrize("name", ["nowhere", "twice"])
-def test_a_page_without_exactly_one_place_is_left_alone(page, fake, name):
-    fake.write_text(fake.read_text() + 2 * page.block("twice", "old"))
-    before = fake.read_text()
-    with pytest.raises(ValueError, match=f"not exactly one block '{name}'"):
-        page.write({"speed": "new", name: "new"}, fake)
-    assert fake.read_text() == before
+def test_tables_come_between_their_markers_and_gather_their_losses(page, tmp_path):
+    path, names = tmp_path / "page.md", ("speed", "memory", page.LOSSES)
+    path.write_text("\n\nbetween\n\n".join(page.block(name, "old") for name in names))
+    bodies = {name: _table(page, name, rf"of {name} \1").markdown("") for name in names[:2]}
+    losses = "- speed: of speed \\1\n- memory: of memory \\1"
+    for _ in range(2):  # writing them again changes nothing
+        page.write(bodies, path)
+        expected = (page.block(name, body) for name, body in (bodies | {page.LOSSES: losses}).items())
+        assert path.read_text() == "\n\nbetween\n\n".join(expected)
+    page.write({"speed": _table(page, "speed").markdown("")}, path)
+    assert page.block(page.LOSSES, "- memory: of memory \\1") in path.read_text()
+    before = path.read_text()
+    with pytest.raises(ValueError, match="not exactly one block 'nowhere'"):
+        page.write({"speed": "new", "nowhere": "new"}, path)
+    assert path.read_text() == before
 
 
 def test_every_rival_that_is_faster_at_all_is_a_loss(page):
@@ -82,14 +59,6 @@ def test_every_rival_that_is_faster_at_all_is_a_loss(page):
     ]
     assert page.slower({"levattn": 1.0, "a": 1.0}, "levattn", "here") == []
     assert page.slower({"levattn": 1.0}, "levattn", "here") == []
-
-
-def test_what_is_not_installed_is_said(page):
-    pytest.importorskip("threadpoolctl")  # for the routes beside them
-    libraries = importlib.import_module("_libraries")
-    assert libraries.version("no_such_library") is None
-    assert libraries.versions(("numpy", "no_such_library")).endswith(", no_such_library not installed")
-    assert libraries.missing("pylspack").startswith("not installed (not on PyPI")
 
 
 def _sections() -> set[str]:

@@ -59,6 +59,9 @@ def test_answers_are_the_values_of_their_keys_at_the_distances_stated(example, g
     task = mqar.Task(keys=12, values=20, pairs=6, length=60, gap=gap)
     tokens, targets, distances = (x.numpy() for x in mqar.sequences(task, 50, np.random.default_rng(3)))
     assert tokens.shape == targets.shape == distances.shape == (50, 60)
+    assert set(np.unique(tokens[:, 0:12:2])) == set(range(12))
+    assert set(np.unique(tokens[:, 1:12:2])) == set(range(12, 32))
+    assert set(np.unique(tokens[:, 12:])) == {*range(12), task.filler}
     for row in range(50):
         pairs = {int(tokens[row, 2 * i]): (int(tokens[row, 2 * i + 1]), 2 * i + 1) for i in range(task.pairs)}
         assert len(pairs) == task.pairs
@@ -75,26 +78,11 @@ def test_answers_are_the_values_of_their_keys_at_the_distances_stated(example, g
         assert sorted(asked) == sorted(pairs)
 
 
-def test_keys_values_and_filler_are_disjoint(example):
-    mqar = example("mqar")
-    task = mqar.Task(keys=9, values=7, pairs=4, length=40, gap=2)
-    tokens, targets, _ = (x.numpy() for x in mqar.sequences(task, 400, np.random.default_rng(0)))
-    keys, values = tokens[:, 0:8:2], tokens[:, 1:8:2]
-    assert set(np.unique(keys)) == set(range(9))
-    assert set(np.unique(values)) == set(range(9, 16)) == set(np.unique(targets[targets >= 0]))
-    assert set(np.unique(tokens[:, 8:])) == set(range(9)) | {task.filler}
-    assert task.filler == 16 == task.vocabulary - 1
-
-
-def test_sequences_are_those_of_their_seed_and_others_for_another(example):
+def test_sequences_are_those_of_their_seed_and_need_room(example):
     mqar = example("mqar")
     one, same, other = (mqar.sequences(mqar.Task(), 8, np.random.default_rng(s)).tokens for s in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-
-
-def test_a_task_without_room_for_its_queries_is_refused(example):
-    mqar = example("mqar")
     with pytest.raises(ValueError, match="no room"):
         mqar.sequences(mqar.Task(pairs=8, length=30, gap=16), 1, np.random.default_rng(0))
 
@@ -105,18 +93,14 @@ def test_accuracy_by_distance_counts_each_query_once(example):
     assert mqar.by_distance(right, torch.tensor([1, 3, 4, 9, 10]), (1, 4, 10, 11)) == [0.5, 1.0, 0.0]
 
 
-def test_the_best_reader_of_chains_follows_laplaces_rule(example):
-    chains = example("extrapolation").Chains(symbols=3, concentration=0.5, length=6)
-    (bits,) = chains.best(np.array([[0, 1, 0, 1, 1, 2]]))
+def test_the_best_reader_of_chains_follows_laplaces_rule_and_beats_the_symbols_themselves(example):
+    extrapolation = example("extrapolation")
+    (bits,) = extrapolation.Chains(symbols=3, concentration=0.5, length=6).best(np.array([[0, 1, 0, 1, 1, 2]]))
     odds = [0.5 / 1.5, 0.5 / 1.5, 1.5 / 2.5, 0.5 / 2.5, 0.5 / 3.5]
     np.testing.assert_allclose(bits, [-math.log2(p) for p in odds], rtol=1e-12)
-
-
-def test_the_best_reader_beats_the_symbols_themselves(example):
-    chains = example("extrapolation").Chains()
+    chains = extrapolation.Chains()
     drawn = chains.sample(20, 400, np.random.default_rng(0))
-    assert drawn.min() == 0
-    assert drawn.max() == 15
+    assert (drawn.min(), drawn.max()) == (0, 15)
     assert chains.best(drawn)[:, 200:].mean() < 3 < 4
 
 

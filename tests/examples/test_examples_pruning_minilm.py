@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -22,15 +21,13 @@ needs_weights = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def minilm():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        yield importlib.import_module("minilm")
+def minilm(example):
+    return example("minilm")
 
 
 @pytest.fixture(scope="module")
-def baselines(minilm):
-    return importlib.import_module("_baselines")
+def baselines(example):
+    return example("_baselines")
 
 
 @pytest.fixture(scope="module")

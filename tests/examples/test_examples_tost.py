@@ -175,7 +175,3 @@ def test_layers_of_the_pictures_are_those_of_the_definition(example, vit):
             moments = (P[..., None] * tokens**2).sum(1) / P.sum(1)[:, None]
             expected = (P.sum(1) / 128 * np.log1p(moments).sum(1)).sum()
             np.testing.assert_allclose(rate, expected, rtol=1e-4)
-
-
-def test_memory_of_a_step_is_measured(example, vit):
-    assert example("digits").memory("tssa", vit.Shape(dim=8, depth=1, heads=2, hidden=8), 2) >= 0

@@ -2,86 +2,19 @@
 
 from __future__ import annotations
 
-import decimal
-from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
+from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 import levattn
+from adversary import routes
+from adversary.oracle import DIGITS, Function, Truth
+from adversary.routes import function
 from levattn.functions import as_function
 from levattn.sensitivity.sums import mild_changes, mild_entry_change
-from strategies import Float
-
-
-def plain(q: Float, K: Float) -> tuple[Any, Any, Any]:
-    found = levattn.heavy_attention(q[None], K, 0.1)
-    return found.entries.toarray()[0], found.error[0], found
-
-
-def causal(q: Float, K: Float) -> tuple[Any, Any, Any]:
-    Q = np.vstack([np.zeros((len(K) - 1, len(q))), q])
-    found = levattn.heavy_attention(Q, K, 0.1, causal=True)
-    return found.entries.toarray()[-1], found.error[-1], found
-
-
-def decoding(q: Float, K: Float) -> tuple[Any, Any, Any]:
-    found = levattn.CausalUniversalSet(0.1).update(K).heavy(q[None])
-    row = np.zeros(len(K))
-    row[found.indices] = found.scores
-    return row, found.error[0], None
-
-
-TINY = 2.0**-545
-CASES = {
-    "a product below twice the precision": (np.ones(5), np.array([[1, 2.0**-60, 2.0**-200, -(2.0**-60), -1]])),
-    "the same beside others": (
-        np.ones(5),
-        np.array([[1, 2.0**-60, 2.0**-200, -(2.0**-60), -1], *np.eye(5)[1:] - np.eye(5)[0]]),
-    ),
-    "an entry out of range": (
-        np.array([1, 1, 0, TINY]),
-        np.array([[0, 0, 1, TINY], [1, -1, 0, 0], [2, -2, 0, 0], [3, -3, 0, 0], [1, -1, 0, 0]]),
-    ),
-    "a key's entry out of range": (
-        np.array([0, 1e300, 1e300]),
-        np.array([[1, 0, -1e-323], [0, 2.0**1021, -(2.0**1021)]]),
-    ),
-    "the same of a key that gets next to nothing": (
-        np.array([-1.0, -1, 1]),
-        np.array([[0, 0, 1], [2.0**1021, -(2.0**1021), 6e-163]]),
-    ),
-}
-
-
-@pytest.mark.parametrize("route", [plain, causal, decoding])
-@pytest.mark.parametrize("name", CASES)
-def test_the_only_key_that_a_query_meets_is_returned(name: str, route: Any) -> None:
-    """All other keys are orthogonal to the query, so that the first one has a score of 1."""
-    q, K = CASES[name]
-    row, error, found = route(q, K)
-    assert row[0] > 0
-    assert error > 0.25 or abs(row[0] - 1) <= 1e-9
-    if found is not None:
-        output, bound = found.apply(np.full((len(K), 1), 7.0))
-        assert abs(output[-1, 0] - 7) <= bound[-1]
-
-
-@pytest.mark.parametrize("more", [1, 2, 100, 255])
-def test_causal_outputs_do_not_depend_on_the_length(more: int) -> None:
-    rng = np.random.default_rng(0)
-    Q, K, V = rng.standard_normal((3, 512, 20))
-    V = V[:, :8]
-    first = 256 + more
-    whole, part = (levattn.heavy_attention(Q[:n], K[:n], 0.05, causal=True) for n in (512, first))
-    for compensate in (None, "mean"):
-        outputs = [found.apply(V[: len(found.error)], compensate=compensate) for found in (whole, part)]
-        for mine, its in zip(*outputs, strict=True):
-            np.testing.assert_array_equal(mine[:first], its)
-    np.testing.assert_array_equal(whole.error[:first], part.error)
+from strategies import Cauchy, Float
 
 
 @pytest.mark.parametrize("p", [0.5, 1, 3, 6])
@@ -97,96 +30,33 @@ def test_powers_lose_no_small_entries_of_queries(p: float, power: int) -> None:
     assert found.error[0] < 1e-12
 
 
-# -- functions other than x²: products are exact rationals, functions of them have 100 digits ------------------------
-
-DIGITS = decimal.Context(prec=100, Emin=-(10**9), Emax=10**9)
+# -- functions other than x²: products are exact integers, functions of them have 60 digits ---------------------------
 
 
-def _power(p: str) -> Callable[[Decimal], Decimal]:
-    return lambda x: DIGITS.power(abs(x), Decimal(p)) if x else Decimal(0)
+def softmax(z: Any) -> Any:
+    return np.array([DIGITS.exp(max(x - max(z), Decimal(-(10**6)))) for x in z])
 
 
-def _huber(x: Decimal) -> Decimal:
-    x = abs(x)
-    return x * x / 2 if x <= 1 else x - Decimal("0.5")
+def cauchy(x: Any) -> Any:
+    return np.array([(1 + z * z).ln() if abs(z) > Decimal("1e-20") else z * z - z**4 / 2 for z in x])
 
 
-def _tukey(x: Decimal) -> Decimal:
-    c = Decimal.from_float(4.685)
-    u = min((x / c) ** 2, Decimal(1))
-    return c * c / 6 * (u * (3 - u * (3 - u)))
+FUNCTIONS = {name: (function(name), exact) for name, exact in routes.FUNCTIONS.items()}
+FUNCTIONS["Cauchy"] = Cauchy(), cauchy
 
 
-def _fair(x: Decimal) -> Decimal:
-    c = Decimal.from_float(1.4)
-    u = abs(x) / c
-    if u < Decimal("1e-20"):
-        return c * c * (u * u / 2 - u**3 / 3 + u**4 / 4)
-    return c * c * (u - DIGITS.ln(1 + u))
-
-
-def _l1l2(x: Decimal) -> Decimal:
-    return x * x / (DIGITS.sqrt(1 + x * x / 2) + 1)
-
-
-class Cauchy:
-    """A function of the user's."""
-
-    def __str__(self) -> str:
-        return "Cauchy"
-
-    growth, monotone = 2.0, True
-
-    def __call__(self, x: Any) -> Any:
-        return np.log1p(x * x)
-
-
-def _cauchy(x: Decimal) -> Decimal:
-    return DIGITS.ln(1 + x * x) if abs(x) > Decimal("1e-20") else x * x - x**4 / 2
-
-
-Case = tuple[Any, Callable[[Decimal], Decimal]]
-FUNCTIONS: dict[str, Case] = {
-    **{f"abs(x)^{p}": (float(p), _power(p)) for p in ("0.5", "1", "1.5", "3", "4", "6")},
-    "Huber": (levattn.Huber(), _huber),
-    "Tukey": (levattn.Tukey(), _tukey),
-    "Fair": (levattn.Fair(), _fair),
-    "L1L2": (levattn.L1L2(), _l1l2),
-    "Cauchy": (Cauchy(), _cauchy),
-}
-
-
-def _exact_products(q: Float, K: Float) -> list[Fraction]:
-    exact = [Fraction(x) for x in q.tolist()]
-    return [sum((a * Fraction(b) for a, b in zip(exact, k, strict=True)), Fraction(0)) for k in K.tolist()]
-
-
-def _exact_terms(q: Float, K: Float, f: Callable[[Decimal], Decimal] | None) -> list[Decimal]:
-    """Values of f at all products; for None exp of them, less the largest."""
-    rows, place = np.unique(K, axis=0, return_inverse=True)  # many keys are copies
-    products = _exact_products(q, rows)
-    if f is None:
-        top = max(products)
-        products, f = [max(z - top, Fraction(-(10**6))) for z in products], DIGITS.exp
-    values = [f(Decimal(z.numerator) / Decimal(z.denominator)) for z in products]
-    return [values[i] for i in place.reshape(-1).tolist()]
-
-
-def _holds(found: Any, Q: Float, K: Float, f: Callable[[Decimal], Decimal] | None, epsilon: float, V: Float) -> None:
+def _holds(found: Any, Q: Float, K: Float, f: Function, epsilon: float, V: Float) -> None:
     """No entry misses, all are right within what is claimed, and so are normalizers, masses and outputs."""
-    K, Q = K.astype(np.float64), Q.astype(np.float64)
-    with decimal.localcontext(DIGITS):
-        entries, (output, bound) = found.entries.toarray(), found.apply(V[:, None])
-        assert not np.isnan(np.array([found.error, bound, found.captured_mass, found.residual_mass])).any()
-        for i, q in enumerate(Q):
-            terms = _exact_terms(q, K, f)
-            total = sum(terms, Decimal(0))
+    entries, (output, bound) = found.entries.toarray(), found.apply(V[:, None])
+    assert not np.isnan(np.array([found.error, bound, found.captured_mass, found.residual_mass])).any()
+    with localcontext(DIGITS):
+        for i, (terms, total) in enumerate(Truth(K.astype(np.float64), Q.astype(np.float64)).shares(f)):
             slack = max(1e-9, 4 * float(found.error[i]))
             if not total:
                 assert slack >= 1 or not entries[i].any()
                 continue
-            true = [term / total for term in terms]
-            shares = np.array([float(x) for x in true])
+            true = terms / total
+            shares = true.astype(float)
             if np.isinf(slack):
                 assert np.all(entries[i, found.universal.indices] > 0)
             else:
@@ -195,12 +65,12 @@ def _holds(found: Any, Q: Float, K: Float, f: Callable[[Decimal], Decimal] | Non
                 wrong = np.abs(entries[i] - shares) > slack * np.maximum(entries[i], shares)
                 assert not (there & wrong).any(), (entries[i][wrong & there], shares[wrong & there], found.error[i])
                 assert np.all(shares[there] >= epsilon * (1 - 2 * slack))
-                if f is not None and Decimal("1e-290") < total < Decimal("1e300"):
+                if f is not softmax and Decimal("1e-290") < total < Decimal("1e300"):
                     assert abs(float(Decimal(float(found.normalizers[i])) / total) - 1) <= slack
                 captured = shares[found.universal.indices].sum()
                 assert abs(found.captured_mass[i] - captured) <= slack
                 assert abs(found.residual_mass[i] - (1 - captured)) <= slack
-            wanted = sum((a * Decimal(v) for a, v in zip(true, V.tolist(), strict=True)), Decimal(0))
+            wanted = true @ [Decimal(v) for v in V.tolist()]
             assert abs(Decimal(float(output[i, 0])) - wanted) <= Decimal(float(bound[i])) * (1 + Decimal("1e-12"))
 
 
@@ -291,7 +161,7 @@ def test_what_rounding_may_change_of_a_sum(name: str) -> None:
         moved = z + noise[:, None] * rng.choice([-1.0, 0.0, 1.0], z.shape)
         changes, total = np.abs(f(moved) - f(z)), f(z).sum(axis=1)
         known = mild_changes(f, total, 200, noise)
-        if not isinstance(f, Cauchy) and FUNCTIONS[name][0] != 0.5:
+        if not isinstance(f, Cauchy) and name != "Power(0.5)":
             assert np.all(changes.sum(axis=1) <= known * total * (1 + 1e-9) + 1e-15 * total)
             if power < 3:  # beyond, Tukey's function is constant
                 assert np.median(known * total / changes.sum(axis=1)) < 1e3
@@ -343,7 +213,11 @@ def test_parameters_of_any_size(function: Any, size: float) -> None:
         assert np.all(found.entries.toarray()[usual.entries.toarray() > 0] > 0)
 
 
-@pytest.mark.parametrize("f", [levattn.Huber(), 0.5, 3, levattn.Softmax(10.0), Cauchy()], ids=str)
+@pytest.mark.parametrize(
+    "f",
+    [levattn.Huber(), 0.5, 3, levattn.Softmax(10.0), Cauchy()],
+    ids=["Huber", "0.5", "3", "Softmax", "Cauchy"],
+)
 def test_no_keys_and_no_queries(f: Any) -> None:
     for Q, K, mask in ((np.ones((2, 3)), np.eye(3), [False] * 3), (np.ones((0, 3)), np.eye(3), [True] * 3)):
         found = levattn.heavy_attention(Q, K, 0.1, f=f, mask=np.array(mask))
@@ -378,15 +252,15 @@ def test_logits_that_cancel(a: float, b: float, size: float) -> None:
     f = levattn.Softmax(1.0)
     universal = levattn.universal_set(K, 1e-4, f=f)
     for epsilon in (1e-2, 5e-4, 2e-3):
-        _holds(levattn.heavy_attention(Q, K, epsilon, f=f, universal=universal), Q, K, None, epsilon, V)
+        _holds(levattn.heavy_attention(Q, K, epsilon, f=f, universal=universal), Q, K, softmax, epsilon, V)
     for j in (0, length, length + 1):  # asked for exactly what an entry is, and a little more and less
-        with decimal.localcontext(DIGITS):
-            terms = _exact_terms(Q[0], K, None)
-            share = float(terms[j] / sum(terms, Decimal(0)))
+        with localcontext(DIGITS):
+            terms, total = next(Truth(K, Q).shares(softmax))
+            share = float(terms[j] / total)
         for epsilon in (share * (1 - 1e-12), share * (1 - 1e-9), share * (1 + 1e-9)):
             if 1e-4 <= epsilon <= 1:
                 found = levattn.heavy_attention(Q, K, epsilon, f=f, universal=universal)
-                _holds(found, Q, K, None, epsilon, V)
+                _holds(found, Q, K, softmax, epsilon, V)
 
 
 def test_logits_so_large_that_their_rounding_is_told() -> None:
@@ -395,5 +269,5 @@ def test_logits_so_large_that_their_rounding_is_told() -> None:
     q = np.array([[0.1, 0.2, 0.3], [0.0, 0.0, 0.0], [-0.1, 0.3, -0.2]])
     f = levattn.Softmax(1.0)
     found = levattn.heavy_attention(q, K, 1e-3, f=f)
-    _holds(found, q, K, None, 1e-3, rng.standard_normal(len(K)))
+    _holds(found, q, K, softmax, 1e-3, rng.standard_normal(len(K)))
     assert found.error[0] > 1e-8 > 1e-12 > found.error[1]

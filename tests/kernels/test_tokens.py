@@ -185,38 +185,6 @@ def test_bits_do_not_depend_on_threads_and_batch(causal: bool, masked: bool) -> 
         np.testing.assert_array_equal(mine, theirs[part])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_sequences_of_a_packed_call_are_as_alone(causal: bool) -> None:
-    x = arguments(8, 300, "diagonal", causal, packed=True, mask=True)
-    Y = tokens_cpu.forward(x)[0]
-    for low, high in ((0, 100), (100, 300)):
-        alone = replace(x, W=x.W[:, :, low:high], mask=x.mask[:, low:high], offsets=np.array([0, high - low]))
-        np.testing.assert_array_equal(tokens_cpu.forward(alone)[0], Y[:, :, low:high])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_masked_tokens_are_as_if_not_there(dtype: Any, causal: bool) -> None:
-    x = arguments(9, 200, "diagonal", causal, dtype, b=1, mask=True, decay=True)
-    there = x.mask[0]
-    dY = np.random.default_rng(10).standard_normal(x.W.shape).astype(dtype)
-    short = replace(x, W=x.W[:, :, there], mask=None, offsets=np.array([0, there.sum()]))
-    x.W[:, :, ~there] = np.nan
-    dY[:, :, ~there] = np.nan
-    Y, state = tokens_cpu.forward(x, state=True)
-    expected, after = tokens_cpu.forward(short, state=True)
-    np.testing.assert_array_equal(Y[:, :, there], expected)
-    assert not Y[:, :, ~there].any()
-    assert not tokens_cpu.memberships(x)[:, :, ~there].any()
-    for mine, theirs in zip(state, after, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    dW, warmth, _ = tokens_cpu.backward(x, dY)
-    expected, warm, _ = tokens_cpu.backward(short, dY[:, :, there])
-    np.testing.assert_array_equal(dW[:, :, there], expected)
-    np.testing.assert_array_equal(warmth, warm)
-    assert not dW[:, :, ~there].any()
-
-
 def test_arguments_are_not_changed() -> None:
     x = arguments(12, 30, "diagonal", True, state=True, offset=True)
     copies = [np.array(a) for a in (x.W, x.temperature, x.offset, *x.state)]
@@ -231,17 +199,6 @@ def test_arguments_are_not_changed() -> None:
 # -- accuracy and the edges of the range -----------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_equal_tokens_keep_their_output_in_float32_over_many(causal: bool) -> None:
-    T = 300_000
-    w = np.float32(0.51)
-    x = TokenArguments(
-        np.full((1, 2, T, 2), w), np.ones((1, 2), np.float32), None, np.array([0, T]), causal, ridge=0.0
-    )
-    expected = -0.5 * float(w) / (1 + float(w) ** 2)
-    np.testing.assert_allclose(tokens_cpu.forward(x)[0], expected, rtol=2e-6)
-
-
 @pytest.mark.parametrize("scale", [1e-19, 1e-15, 1e15, 1e18, 1.5e18])
 @pytest.mark.parametrize("causal", [True, False])
 def test_very_large_and_small_tokens_in_float32(causal: bool, scale: float) -> None:
@@ -252,19 +209,6 @@ def test_very_large_and_small_tokens_in_float32(causal: bool, scale: float) -> N
     assert np.isfinite(x.W.astype(np.float64) ** 2).all()
     np.testing.assert_allclose(tokens_cpu.memberships(x), P, atol=1e-5)
     np.testing.assert_allclose(tokens_cpu.forward(x)[0], expected, rtol=1e-4, atol=1e-45)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_token_that_is_not_finite_spoils_what_sees_it(dtype: Any, value: float) -> None:
-    x = arguments(14, 150, "diagonal", True, dtype)
-    Y = tokens_cpu.forward(x)[0]
-    x.W[1, 2, 77, 3] = value
-    spoilt = tokens_cpu.forward(x)[0]
-    np.testing.assert_array_equal(spoilt[0], Y[0])
-    np.testing.assert_array_equal(spoilt[1, :, :77], Y[1, :, :77])
-    assert np.isnan(spoilt[1, :, 77:]).all()
-    assert np.isnan(tokens_cpu.forward(replace(x, causal=False))[0][1]).all()
 
 
 def test_zero_tokens_give_zero_and_a_uniform_share() -> None:

@@ -68,17 +68,12 @@ BARS = [
 ]
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize(
+    ("shape", "method"), [*((shape, "auto") for shape in SHAPES), *(("spread", m) for m in ("gram", "qr", "svd"))]
+)
 @pytest.mark.parametrize(("storage", "kappa", "bar"), BARS)
-def test_auto_meets_the_bars(shape: str, storage: str, kappa: float, bar: float) -> None:
+def test_scores_meet_the_bars(shape: str, method: str, storage: str, kappa: float, bar: float) -> None:
     keys, exact = _conditioned(shape, kappa, storage)
-    assert relative_error(levattn.leverage_scores(keys), exact, keys.shape[1]) <= bar
-
-
-@pytest.mark.parametrize("method", ["gram", "qr", "svd"])
-@pytest.mark.parametrize(("storage", "kappa", "bar"), BARS)
-def test_every_method_meets_the_bars(method: str, storage: str, kappa: float, bar: float) -> None:
-    keys, exact = _conditioned("spread", kappa, storage)
     assert relative_error(levattn.leverage_scores(keys, method=method), exact, keys.shape[1]) <= bar
 
 
@@ -104,16 +99,6 @@ def test_tiny_columns_of_short_types(n: int) -> None:
         assert relative_error(levattn.leverage_scores(keys), exact, 4) <= 1e-6
         found = levattn.universal_set(keys, 0.05)
         assert np.array_equal(found.mask, exact >= 0.05)
-
-
-@stores("float16", "bfloat16", "torch-bfloat16", "torch-float32", "strict-float64")
-@pytest.mark.parametrize("kappa", [1.0, 1e2])
-def test_other_storage_types(storage: str, kappa: float) -> None:
-    # Scaled so that the smallest direction is no subnormal number of float16.
-    keys = STORAGE[storage](strategies.conditioned(_rng("half"), 500, 16, kappa) * 100)
-    exact = naive.leverage_exact(as_float64(keys))
-    bar = 1e-10 if "float64" in storage else 1e-6
-    assert relative_error(levattn.leverage_scores(keys), exact, 16) <= bar
 
 
 # -- named structures ---------------------------------------------------------------------
@@ -184,26 +169,21 @@ def test_centered_keys_with_a_large_mean(mean: float, storage: str) -> None:
 # -- sizes: block edges and odd widths ------------------------------------------------------
 
 
+EDGES = (0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 2047, 2048, 2049, 5000)
+WIDTHS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 65, 100, 130)
+
+
 @stores("float64", "float32")
 @pytest.mark.parametrize(
-    "n", [0, 1, 2, 7, 8, 9, 63, 64, 65, 255, 256, 257, 511, 513, 1023, 1024, 1025, 2047, 2048, 2049, 5000]
+    ("n", "d", "bar"), [*((n, 8, 1e-12) for n in EDGES), *((3 * d + 11, d, 1e-11) for d in WIDTHS)]
 )
-def test_row_counts_around_block_edges(n: int, storage: str) -> None:
-    keys = STORAGE[storage](_rng(f"rows {n}").standard_normal((n, 8)))
-    exact = naive.leverage_exact(as_float64(keys))
-    assert relative_error(levattn.leverage_scores(keys), exact, 8) <= (1e-12 if storage == "float64" else 1e-6)
-
-
-@stores("float64", "float32")
-@pytest.mark.parametrize("d", [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 65, 100, 130])
-def test_odd_widths(d: int, storage: str) -> None:
-    keys = STORAGE[storage](_rng(f"columns {d}").standard_normal((3 * d + 11, d)))
+def test_rows_around_block_edges_and_odd_widths(n: int, d: int, bar: float, storage: str) -> None:
+    keys = STORAGE[storage](_rng(f"{n} {d}").standard_normal((n, d)))
     values = as_float64(keys)
     exact = naive.leverage_exact(values) if d <= 33 else naive.leverage_svd(values)
-    bar = 1e-11 if storage == "float64" else 1e-6
+    bar = bar if storage == "float64" else 1e-6
     assert relative_error(levattn.leverage_scores(keys), exact, d) <= bar
-    wide = levattn.leverage_scores(keys[: d // 2])
-    np.testing.assert_allclose(as_float64(wide), 1, rtol=bar)
+    np.testing.assert_allclose(as_float64(levattn.leverage_scores(keys[: d // 2])), 1, rtol=bar)
 
 
 @stores("float64", "float32")
@@ -244,26 +224,6 @@ def test_sums_in_float32_meet_the_bar(storage: str, seed: int) -> None:
 
 
 # -- scaling --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("storage", "scale", "bar"),
-    [
-        ("float64", 1e150, 1e-12),
-        ("float64", 1e-150, 1e-12),
-        ("float32", 1e15, 1e-6),
-        ("float32", 1e-15, 1e-6),
-    ],
-)
-@pytest.mark.parametrize("name", ["gaussian", "coherent", "deficient-exact", "duplicated", "conditioned-1e4"])
-def test_scaling_changes_nothing(name: str, storage: str, scale: float, bar: float) -> None:
-    keys = STORAGE[storage](strategies.case(name) * scale)
-    # Scaled integers are rounded. In float64 that is below what decides the rank, which stays what it was; in
-    # float32 the rounded keys are of full rank.
-    by_integers = name == "deficient-exact" and storage == "float64"
-    exact = naive.leverage_exact(strategies.case(name) if by_integers else as_float64(keys))
-    bar = max(bar, 1e-10 if name == "conditioned-1e4" else 0)
-    assert relative_error(levattn.leverage_scores(keys), exact, keys.shape[1]) <= bar
 
 
 @pytest.mark.parametrize(

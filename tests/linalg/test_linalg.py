@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from operator import mul
 from typing import Any
 
@@ -14,6 +15,7 @@ import levattn
 import naive
 import strategies
 from levattn._kernels import Rows
+from levattn.linalg import Factor
 from levattn.linalg.routes import factor_moments, factor_qr, rank_tolerance
 
 ROUTES = {
@@ -24,35 +26,31 @@ ROUTES = {
 KEYS = ["gaussian", "coherent", "deficient-exact", "duplicated", "conditioned-1e4"]
 
 
-@pytest.fixture(params=ROUTES)
-def route(request: pytest.FixtureRequest):
-    return ROUTES[request.param]
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_normalizer_is_the_sum_of_squares(route, name: str) -> None:
+@pytest.fixture(params=product(ROUTES, KEYS), ids="-".join)
+def factored(request: pytest.FixtureRequest) -> tuple[strategies.Float, Factor]:
+    """Give named keys and their factor by one of the routes."""
+    route, name = request.param
     K = strategies.case(name)
-    N = route(Rows(K[None], "float64")).normalizer[0]
-    Q = np.random.default_rng(0).standard_normal((50, K.shape[1]))
-    Q = np.vstack([Q, K[:20]])
-    np.testing.assert_allclose(((Q @ N.T) ** 2).sum(axis=1), naive.normalizers(Q, K), rtol=1e-11)
+    return K, ROUTES[route](Rows(K[None], "float64"))
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_witness_query_attains_the_score(route, name: str) -> None:
-    K = strategies.case(name)
-    factor = route(Rows(K[None], "float64"))
+def test_normalizer_is_the_sum_of_squares(factored: Any) -> None:
+    K, factor = factored
+    Q = np.vstack([np.random.default_rng(0).standard_normal((50, K.shape[1])), K[:20]])
+    found = ((Q @ factor.normalizer[0].T) ** 2).sum(axis=1)
+    np.testing.assert_allclose(found, naive.normalizers(Q, K), rtol=1e-11)
+
+
+def test_witness_query_attains_the_score(factored: Any) -> None:
+    K, factor = factored
     scores = factor.scores()[0][0]
-    Q = np.stack([factor.witness(k) for k in K])
-    attained = np.diag(naive.attention(Q, K))
+    attained = np.diag(naive.attention(factor.witness(K), K))
     heavy = scores > 1e-3
     np.testing.assert_allclose(attained[heavy], scores[heavy], rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_condition_is_that_of_the_row_space(route, name: str) -> None:
-    K = strategies.case(name)
-    factor = route(Rows(K[None], "float64"))
+def test_condition_is_that_of_the_row_space(factored: Any) -> None:
+    K, factor = factored
     s = np.linalg.svd(K, compute_uv=False)
     rank = int(factor.rank[0])
     assert rank == np.linalg.matrix_rank(K)

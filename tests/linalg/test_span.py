@@ -111,13 +111,6 @@ def test_powers_of_two_a_multiple_of_61_apart(steps: int) -> None:
     assert levattn.universal_set(wide, 0.9).indices.tolist() == [0, 1, 2]
 
 
-def test_a_product_that_is_the_earlier_prime_is_not_zero() -> None:
-    big = 2.0**82
-    found = levattn.heavy_attention(np.array([[big, -big, 1, -1]]), np.array([[big, big, 2.0**61, 1]]), 0.4)
-    assert found.entries.toarray() == 1
-    np.testing.assert_array_equal(found.apply(np.array([[7.0]]))[0], [[7.0]])
-
-
 # -- keys with a direction below the numerical rank --------------------------------------------
 
 

@@ -85,12 +85,11 @@ def test_scores_are_exact(name: str, method: Any) -> None:
         np.testing.assert_allclose(levattn.leverage_scores(K, method=method), expected, rtol=DOUBLE)
     assert found.rank == naive.rank_exact(K)
     assert found.guarantee == "exact"
-    assert np.array_equal(found.mask, expected >= 0.5 * (1 - DOUBLE))
-
-
-def test_independent_rows_score_one_to_the_bit() -> None:
-    for name in ("gaussian", "graded rows", "graded both", "an ulp apart", "one less"):
-        assert (levattn.universal_set(CASES[name], 0.5).scores == 1).all()
+    if name in ("gaussian", "graded rows", "graded both", "an ulp apart", "one less"):  # of independent rows
+        assert (found.scores == 1).all()
+    for epsilon in (0.05, 0.34, 0.5, 1.0):
+        mask = levattn.universal_set(K, epsilon, method=method).mask
+        assert np.array_equal(mask, expected >= epsilon * (1 - DOUBLE))
 
 
 def test_dependent_rows_graded_beyond_the_precision_are_kept() -> None:
@@ -151,12 +150,6 @@ def test_masked_rows_are_not_read() -> None:
         levattn.leverage_scores(K, mask=mask)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (0, 3, 4)])
-def test_no_keys(shape: tuple[int, ...]) -> None:
-    assert levattn.leverage_scores(np.zeros(shape)).shape == shape[:-1]
-    assert not levattn.universal_set(np.zeros(shape), 0.5).mask.any()
-
-
 @pytest.mark.parametrize("name", ["gaussian", "integers", "copies", "graded columns"])
 def test_the_mean_is_subtracted(name: str) -> None:
     K = CASES[name]
@@ -170,19 +163,14 @@ def test_the_mean_is_subtracted(name: str) -> None:
     assert levattn.universal_set(K, 0.5, center=True).guarantee == "none"
 
 
-@pytest.mark.parametrize("size", [0, 3, 8])
-@pytest.mark.parametrize("name", ["gaussian", "integers", "copies", "graded columns", "near", "large"])
-def test_sets_are_those_of_the_keys_and_rows_of_zeros(name: str, size: int) -> None:
+@pytest.mark.parametrize("name", ["gaussian", "integers", "copies", "large"])
+def test_sets_by_size_are_those_of_the_keys_and_rows_of_zeros(name: str) -> None:
     K = CASES[name]
-    size = min(size, len(K))
     padded = np.vstack([K, np.zeros((K.shape[1] + 3 - len(K), K.shape[1]))])
-    for epsilon in (0.05, 0.34, 0.5, 1.0):
-        wide, tall = levattn.universal_set(K, epsilon), levattn.universal_set(padded, epsilon)
-        assert wide.indices.tolist() == tall.indices.tolist()
-        assert (wide.rank, wide.guarantee) == (tall.rank, "exact")
-    wide, tall = levattn.universal_set(K, size=size), levattn.universal_set(padded, size=size)
-    assert wide.epsilon == pytest.approx(tall.epsilon, rel=DOUBLE)
-    assert len(wide) == len(tall)
+    for size in (0, 3, len(K)):
+        wide, tall = (levattn.universal_set(keys, size=size) for keys in (K, padded))
+        assert wide.epsilon == pytest.approx(tall.epsilon, rel=DOUBLE)
+        assert len(wide) == len(tall)
 
 
 def test_a_ridge_and_a_tolerance_see_more_than_the_column_space() -> None:
@@ -402,8 +390,3 @@ def test_states_refuse_sums_larger_than_the_memory(monkeypatch: pytest.MonkeyPat
         state.update(K[:, :100])  # it is as it was
     monkeypatch.setattr(reading, "_memory", lambda: None)
     assert Moments(10**6).d == 10**6
-
-
-def test_memory_is_known_or_not_at_all() -> None:
-    known = reading._memory()
-    assert known is None or known > 2**20

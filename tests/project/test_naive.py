@@ -6,28 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 
 import naive
 import strategies
-from adversary.oracle import Truth
-from strategies import Float
-
-SETTINGS = strategies.examples(25)
-
-
-@SETTINGS
-@given(strategies.integer_keys(max_rows=12) | strategies.real_keys(max_rows=9))
-def test_decimal_oracle_equals_rational_numbers(K: Float) -> None:
-    exact = Truth(K, K)
-    assert exact.rank == naive.rank_exact(K)
-    np.testing.assert_allclose(naive.leverage_exact(K), exact.scores, rtol=1e-15)
-
-
-@SETTINGS
-@given(strategies.integer_keys())
-def test_exact_rank_equals_numerical_rank_of_small_integers(K: Float) -> None:
-    assert naive.rank_exact(K) == (np.linalg.matrix_rank(K) if K.size else 0)
 
 
 @pytest.mark.parametrize("name", list(strategies.CASES))

@@ -85,25 +85,23 @@ def test_what_is_no_function(f: Any) -> None:
         as_function(f)
 
 
-@pytest.mark.parametrize("make", [levattn.Power, levattn.Huber, levattn.Tukey, levattn.Fair, levattn.Softmax])
-@pytest.mark.parametrize("value", [0, -1.0, np.nan, np.inf, "1", True])
-def test_parameters_out_of_range(make: Any, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="expected"):
-        make(value)
-
-
-@pytest.mark.parametrize("make", [levattn.Tukey, levattn.Fair])
-def test_parameters_whose_squares_overflow(make: Any) -> None:
-    with pytest.raises(ValueError, match="c is 1e\\+200, whose square overflows"):
-        make(1e200)
+WITH_PARAMETERS = (levattn.Power, levattn.Huber, levattn.Tukey, levattn.Fair, levattn.Softmax)
 
 
 @pytest.mark.parametrize(
-    "matrix", [np.ones((2, 3)), np.array([[1.0, 2], [0, 1]]), -np.eye(2), np.full((2, 2), np.nan)]
+    ("make", "values", "message"),
+    [
+        *((make, (value,), "expected") for make in WITH_PARAMETERS for value in (0, -1.0, np.nan, np.inf, "1", True)),
+        *((make, (1e200,), r"c is 1e\+200, whose square overflows") for make in (levattn.Tukey, levattn.Fair)),
+        *(
+            (levattn.Softmax, (1.0, matrix), "matrix")
+            for matrix in (np.ones((2, 3)), np.array([[1.0, 2], [0, 1]]), -np.eye(2), np.full((2, 2), np.nan))
+        ),
+    ],
 )
-def test_ellipsoids_that_are_none(matrix: Any) -> None:
-    with pytest.raises(ValueError, match="matrix"):
-        levattn.Softmax(1.0, matrix)
+def test_parameters_out_of_range(make: Any, values: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(*values)
 
 
 def test_the_root_of_an_ellipsoid() -> None:

@@ -68,30 +68,16 @@ def test_a_ridge_is_added_to_every_prefix(d: int, ridge: float) -> None:
     np.testing.assert_allclose(online_leverage_scores(K, ridge=ridge), ridge_scores(K, ridge), rtol=1e-10)
 
 
-@settings(max_examples=60)
-@given(real_keys())
-def test_no_score_is_below_the_leverage_score_among_all_keys(K: Float) -> None:
-    assume(equilibrated_condition(K) < 1e10)
-    assert (online_leverage_scores(K) >= levattn.leverage_scores(K) * (1 - 1e-5)).all()
-
-
-@pytest.mark.parametrize("ridge", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("ridge", [1e-6, 0.1, 1.0, 30.0])
 def test_logarithms_telescope_to_the_determinant(ridge: float) -> None:
+    """And so scores sum to at most d log(1 + ‖K‖²/(d λ))."""
     rng = np.random.default_rng(1)
     K = rng.standard_normal((5, 400, 12)) * rng.uniform(0.1, 3, (5, 400, 1))
-    sums = -np.log1p(-online_leverage_scores(K, ridge=ridge)).sum(axis=1)
+    scores = online_leverage_scores(K, ridge=ridge)
     for item in range(5):
-        eigenvalues = np.linalg.eigvalsh(K[item].T @ K[item])
-        assert sums[item] == pytest.approx(np.log1p(eigenvalues / ridge).sum(), rel=1e-12)
-
-
-@pytest.mark.parametrize("ridge", [1e-6, 1.0, 100.0])
-def test_scores_with_a_ridge_sum_to_at_most_a_logarithm(ridge: float) -> None:
-    rng = np.random.default_rng(2)
-    for n, d in ((3, 8), (100, 8), (2000, 3)):
-        K = rng.standard_normal((n, d)) * np.exp(rng.standard_normal((n, 1)))
-        K[: n // 2] = K[n // 2 : n // 2 * 2]
-        assert online_leverage_scores(K, ridge=ridge).sum() <= d * math.log1p((K**2).sum() / (d * ridge))
+        expected = np.log1p(np.linalg.eigvalsh(K[item].T @ K[item]) / ridge).sum()
+        assert -np.log1p(-scores[item]).sum() == pytest.approx(expected, rel=1e-12 if ridge > 1e-3 else 1e-9)
+        assert scores[item].sum() <= 12 * math.log1p((K[item] ** 2).sum() / (12 * ridge))
 
 
 @settings(max_examples=40)
@@ -144,15 +130,6 @@ def test_a_small_entry_is_no_pivot_for_what_comes_after(small: float) -> None:
     """Columns that nearly depend on one another in two keys: copies of the second open no direction."""
     K = np.array([[-small, 0, 1], [9, -3, 0], [9, -3, 0], [9, -3, 0]])
     assert levattn.online_leverage_scores(K) == pytest.approx([1, 1, 1 / 2, 1 / 3], rel=1e-9)
-
-
-def test_copies_and_zeros() -> None:
-    K = np.zeros((9, 4))
-    K[2:6] = [1, -2, 0, 3]
-    K[7:] = [0, 0, 5, 0]
-    expected = [0, 0, 1, 1 / 2, 1 / 3, 1 / 4, 0, 1, 1 / 2]
-    np.testing.assert_allclose(online_leverage_scores(K), expected, rtol=1e-15)
-    assert (online_leverage_scores(np.zeros((5, 3))) == 0).all()
 
 
 @pytest.mark.parametrize("power", [-1060, -600, 400, 1000])
@@ -218,19 +195,6 @@ def test_bits_do_not_depend_on_later_keys_threads_batch_or_layout(d: int, ridge:
     assert (online_leverage_scores(K[:, ::-1][:, ::-1], ridge=ridge) == scores).all()
 
 
-def test_scores_do_not_depend_on_signs_and_turns_of_the_basis() -> None:
-    rng = np.random.default_rng(9)
-    K = rng.standard_normal((200, 6))
-    scores = online_leverage_scores(K)
-    A = rng.standard_normal((6, 6))
-    np.testing.assert_allclose(online_leverage_scores(K @ A), scores, rtol=1e-9)
-    assert (online_leverage_scores(K * rng.choice([-1, 1], (200, 1))) == scores).all()
-    Q = np.linalg.qr(A)[0]
-    np.testing.assert_allclose(
-        online_leverage_scores(K @ Q, ridge=2.0), online_leverage_scores(K, ridge=2.0), rtol=1e-12
-    )
-
-
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3), (0, 4, 3), (1, 1)])
 def test_few_keys_or_none(shape: tuple[int, ...]) -> None:
     scores = online_leverage_scores(np.ones(shape))
@@ -238,15 +202,9 @@ def test_few_keys_or_none(shape: tuple[int, ...]) -> None:
     assert (scores == 1).all()
 
 
-@st.composite
-def _bad_places(draw: st.DrawFn) -> tuple[int, int, float]:
-    return draw(st.integers(0, 9)), draw(st.integers(0, 2)), draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-
-
 @settings(max_examples=20)
-@given(_bad_places())
-def test_keys_that_are_not_finite_are_named(place: tuple[int, int, float]) -> None:
-    row, column, value = place
+@given(st.integers(0, 9), st.integers(0, 2), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_keys_that_are_not_finite_are_named(row: int, column: int, value: float) -> None:
     K = np.ones((10, 3))
     K[row, column] = value
     with pytest.raises(levattn.NonFiniteError, match=f"row {row}"):

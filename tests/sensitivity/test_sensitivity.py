@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from fractions import Fraction
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,9 @@ from hypothesis import strategies as st
 import levattn
 import naive
 import strategies
+from adversary import oracle, promises
+from adversary.families import case
+from adversary.oracle import Truth
 from levattn.functions import Softmax, as_function
 from levattn.sensitivity import block
 from strategies import STORAGE, as_bool, as_float64
@@ -104,6 +106,7 @@ def test_converged_lewis_weights_sum_to_the_rank(p: float) -> None:
     K = np.random.default_rng(0).standard_normal((300, 5)) * np.clip(
         np.random.default_rng(1).standard_cauchy((300, 1)), -50, 50
     )
+    np.testing.assert_allclose(levattn.lewis_weights(K, 2), naive.leverage_exact(K), rtol=1e-9)
     w = levattn.lewis_weights(K, p, iterations=60)
     assert w.sum() == pytest.approx(5, rel=1e-6)
     M = K.T @ (w[:, None] ** (1 - 2 / p) * K)
@@ -112,11 +115,6 @@ def test_converged_lewis_weights_sum_to_the_rank(p: float) -> None:
     np.testing.assert_allclose(levattn.lewis_weights(turned, p, iterations=60), w, rtol=1e-5)
     total = levattn.sensitivities(K, p, method="lewis", iterations=60).total
     assert total <= 5 ** max(1, p / 2) * (1 + 1e-6)
-
-
-def test_lewis_weights_of_two_are_leverage_scores() -> None:
-    K = strategies.case("gaussian")
-    np.testing.assert_allclose(levattn.lewis_weights(K, 2), naive.leverage_exact(K), rtol=1e-9)
 
 
 @pytest.mark.parametrize("p", [4, 6])
@@ -221,16 +219,11 @@ def test_masked_keys_take_no_part(f: Any) -> None:
     rng = np.random.default_rng(0)
     K = rng.standard_normal((200, 3)) * np.exp(rng.standard_normal((200, 1)))
     mask = rng.random(200) < 0.6
-    garbage = K.copy()
-    garbage[~mask] = np.nan
-    if f not in POWERS:
-        with_mask = levattn.sensitivities(garbage, f, mask=mask, rng=1).upper
-        assert np.all(with_mask[~mask] == 0)
-        assert np.all(attention(f, queries(f, K[mask], 0, 300), K[mask]).max(axis=0) <= with_mask[mask] * (1 + 1e-9))
-        return
-    found = levattn.sensitivities(garbage, f, mask=mask).upper
-    assert np.all(found[~mask] == 0)
-    np.testing.assert_allclose(found[mask], levattn.sensitivities(K[mask], f).upper, rtol=1e-9)
+    upper = levattn.sensitivities(np.where(mask[:, None], K, np.nan), f, mask=mask, rng=1).upper
+    assert np.all(upper[~mask] == 0)
+    assert np.all(attention(f, queries(f, K[mask], 0, 300), K[mask]).max(axis=0) <= upper[mask] * (1 + 1e-9))
+    if f in POWERS:
+        np.testing.assert_allclose(upper[mask], levattn.sensitivities(K[mask], f).upper, rtol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1e100])
@@ -366,43 +359,40 @@ def test_dependent_columns_change_no_bound(p: float) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("size", [1e20, 1e-20, 1e150])
-def test_softmax_of_keys_whose_columns_are_scaled(size: float, dtype: str) -> None:
+def scaled_columns(size: float, dtype: str) -> tuple[Any, Any, Any]:
     """Columns far from 1 are scaled for their factor; the mean of the scaled ones says nothing of the keys."""
-    if dtype == "f4" and size > 1e38:
-        pytest.skip("beyond float32")
     K = np.full((100, 2), size, dtype)
     K[3] = 0
-    f = levattn.Softmax(3 / size)
-    Q = np.array([[-3.0, 0], [3, 0], [-2.1, -2.1], [2.1, 2.1]]) / size
-    reached = attention(f, Q, K.astype(np.float64)).max(axis=0)
-    for method in ("jensen", "ball"):
-        assert np.all(reached <= levattn.sensitivities(K, f, method=method).upper * (1 + 1e-9))
+    return K, levattn.Softmax(3 / size), np.array([[-3.0, 0], [3, 0], [-2.1, -2.1], [2.1, 2.1]]) / size
 
 
-def test_softmax_of_keys_whose_mean_cancels() -> None:
+def canceling_mean(radius: float) -> tuple[Any, Any, Any]:
     K = np.concatenate([np.full((3000, 1), 1e9), np.full((3000, 1), -1e9), [[0.1], [-0.1]]]) + 1 / 3
-    for radius in (1.0, 30.0):
-        f = levattn.Softmax(radius * 1e-9)
-        Q = np.linspace(-radius, radius, 41)[:, None] * 1e-9
-        found = levattn.sensitivities(K, f, method="jensen").upper
-        assert np.all(attention(f, Q, K).max(axis=0) <= found * (1 + 1e-9))
+    return K, levattn.Softmax(radius * 1e-9), np.linspace(-radius, radius, 41)[:, None] * 1e-9
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_softmax_of_graded_ellipsoids(seed: int) -> None:
+def graded_ellipsoid(seed: int) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(seed)
     D, A = np.array([1e-5, 1.0, 1e5]), rng.standard_normal((3, 3))
     f = levattn.Softmax(4.0, D[:, None] * (A @ A.T) * D)
     K = rng.standard_normal((30, 3)) / D
     u = rng.standard_normal((4000, 3))
-    Q = 4 * (u / np.linalg.norm(u, axis=1, keepdims=True) @ A.T) * D
-    A_ = attention(f, Q, K)
+    return K, f, 4 * (u / np.linalg.norm(u, axis=1, keepdims=True) @ A.T) * D
+
+
+@pytest.mark.parametrize(
+    ("K", "f", "Q"),
+    [
+        *(scaled_columns(*x) for x in ((1e20, "f4"), (1e-20, "f4"), (1e20, "f8"), (1e-20, "f8"), (1e150, "f8"))),
+        *(canceling_mean(radius) for radius in (1.0, 30.0)),
+        *(graded_ellipsoid(seed) for seed in range(3)),
+    ],
+)
+def test_softmax_of_keys_at_the_edges_of_precision(K: Any, f: Any, Q: Any) -> None:
+    A = attention(f, Q, K.astype(np.float64))
     for method in ("jensen", "ball"):
-        assert np.all(A_.max(axis=0) <= levattn.sensitivities(K, f, method=method).upper * (1 + 1e-9))
-    found = levattn.heavy_attention(Q, K, 0.3, f=f).entries.toarray()
-    assert np.all(found[A_ >= 0.3] > 0)
+        assert np.all(A.max(axis=0) <= levattn.sensitivities(K, f, method=method).upper * (1 + 1e-9))
+    assert np.all(levattn.heavy_attention(Q, K.astype(np.float64), 0.3, f=f).entries.toarray()[A >= 0.3] > 0)
 
 
 def test_queries_beyond_the_ellipsoid_are_refused() -> None:
@@ -413,97 +403,35 @@ def test_queries_beyond_the_ellipsoid_are_refused() -> None:
         levattn.heavy_attention(np.array([[2e-5, 0.0]]), K, 0.5, f=f)
 
 
-def hostile(rng: np.random.Generator) -> naive.Float:
-    """Few keys with zero and unreached columns, dependent ones, graded rows and columns, copies, extreme sizes."""
-    n, d = int(rng.integers(1, 8)), int(rng.integers(1, 4))
-    kinds = (rng.integers(-3, 4, (n, d)) * 1.0, rng.standard_normal((n, d)), rng.integers(-3, 4, (n, 1)) * np.ones(d))
-    K = kinds[rng.integers(3)]
-    for _ in range(int(rng.integers(0, 3))):
-        change: list[Any] = [
-            rng.random(d) < 0.7,
-            np.where(np.arange(d) == 0, rng.random((n, 1)) < 0.3, 1),
-            10.0 ** rng.integers(-30, 30, (n, 1)),
-            10.0 ** rng.integers(-12, 12, d),
-            rng.random((n, 1)) < 0.8,
-            2.0 ** float(rng.integers(-700, 700)),
-        ]
-        K = K * change[rng.integers(len(change))]
-    K = K[rng.integers(0, n, n)] if rng.random() < 0.2 else K
-    if rng.random() < 0.4:
-        K = np.clip(K, -1e38, 1e38).astype(np.float32)
-    return np.ascontiguousarray(K)
+HOSTILE = (
+    *("zero_columns", "late_columns", "graded_rows", "graded_columns", "dependent_integers", "duplicated"),
+    *("nearly_dependent", "few_rows", "extreme", "mixed"),
+)
+FORMULAS: list[tuple[Any, Any]] = [
+    *((p, oracle.power(p)) for p in (0.3, 0.5, 1, 3, 4, 6)),
+    (levattn.Tukey(), oracle.tukey(4.685)),
+    (levattn.Huber(), oracle.huber(1.0)),
+    (Bounded(), Bounded()),
+]
 
 
-def null_products(K: naive.Float) -> list[list[Fraction]]:
-    """Products of all keys with queries that are orthogonal to some of them: what sets the others apart, exactly."""
-    rows = [[Fraction(float(x)) for x in row] for row in K]
-    distinct, d, found = list(dict.fromkeys(map(tuple, rows))), K.shape[1], []
-    for size in range(d):
-        for some in combinations(distinct, size):
-            reduced = [list(row) for row in some]
-            pivots: list[int] = []
-            for column in range(d):
-                at = next((i for i in range(len(pivots), size) if reduced[i][column]), None)
-                if at is None:
-                    continue
-                top = len(pivots)
-                reduced[top], reduced[at] = reduced[at], reduced[top]
-                reduced[top] = [x / reduced[top][column] for x in reduced[top]]
-                for i in range(size):
-                    if i != top:
-                        factor = reduced[i][column]
-                        reduced[i] = [x - factor * y for x, y in zip(reduced[i], reduced[top], strict=True)]
-                pivots.append(column)
-            for free in set(range(d)).difference(pivots):
-                query = [Fraction(int(i == free)) for i in range(d)]
-                for i, pivot in enumerate(pivots):
-                    query[pivot] = -reduced[i][free]
-                found.append([sum(x * y for x, y in zip(row, query, strict=True)) for row in rows])
-    return [products for products in found if any(products)]
-
-
-def logarithm(x: Fraction) -> float:
-    """Of the size of x, which may be beyond float64."""
-    return math.log(abs(x.numerator)) - math.log(x.denominator) if x else -math.inf
-
-
-def witnessed(f: Any, K: naive.Float) -> naive.Float:
-    """Scores that keys do have, for exact queries of many sizes."""
-    best = np.zeros(len(K))
-    for products in null_products(K):
-        logs = np.array([logarithm(x) for x in products])
-        if isinstance(f, int | float):
-            terms = [np.exp(f * (logs - logs.max()))]
-        else:
-            sizes = [logs[np.isfinite(logs)][:, None] + np.array([-9.0, 0, 1, 9])]
-            shifted = (logs - size for size in np.concatenate(sizes).ravel())
-            terms = [f(np.where(np.isfinite(x), np.exp(np.clip(x, -700, 300)), 0.0)) for x in shifted]
-        for each in terms:
-            best = np.maximum(best, each / each.sum()) if each.sum() > 0 else best
-    return best
-
-
-@pytest.mark.parametrize("f", [0.3, 0.5, 1, 3, 4, 6, levattn.Tukey(), levattn.Huber(), Bounded()], ids=repr)
-def test_hostile_keys_have_no_score_above_their_bound(f: Any) -> None:
-    for seed in range(strategies.trials(80)):
-        rng = np.random.default_rng([seed, 7])
-        K = hostile(rng)
-        sigma = witnessed(f, K)
-        found = levattn.sensitivities(K, f, epsilon=0.3)
-        methods = (*found.certificate, "block") if isinstance(f, int | float) else found.certificate
-        for method in methods:
-            upper = levattn.sensitivities(K, f, method=method, epsilon=0.3).upper
-            assert np.all(sigma <= upper * (1 + 1e-9)), (seed, method, K)
+@pytest.mark.parametrize(("f", "formula"), FORMULAS, ids=[repr(f) for f, _ in FORMULAS])
+def test_hostile_keys_have_no_score_above_their_bound(f: Any, formula: Any) -> None:
+    """Queries that are exactly orthogonal to some keys are the witnesses; the adversary has those of sets."""
+    for family, seed in itertools.product(HOSTILE, range(strategies.trials(16))):
+        found = case(family, seed)
+        truth = Truth(found.present, found.queries)
+        sigma = promises.witnessed(truth, formula, truth.values(), seed)
+        bounds = levattn.sensitivities(found.K, f, mask=found.mask, epsilon=0.3)
+        for method in (*bounds.certificate, "block") if isinstance(f, int | float) else bounds.certificate:
+            upper = levattn.sensitivities(found.K, f, mask=found.mask, method=method, epsilon=0.3).upper
+            assert np.all(sigma <= upper * (1 + 1e-9)), (family, seed, method)
             assert np.all(upper <= 1)
-        assert not np.any((sigma >= 0.3) & ~levattn.universal_set(K, 0.3, f=f).mask), (seed, K)
-        if f in (4, 6) or not isinstance(f, int | float):
-            state = levattn.StreamingUniversalSet(0.3, f=f)
-            try:
-                held = state.update(K[:2]).update(K[2:]).result()
-            except ValueError as error:
-                assert "leave the range" in str(error) or "vanish" in str(error)  # noqa: PT017
-            else:
-                assert not set(np.flatnonzero(sigma >= 0.3)).difference(held.indices.tolist()), (seed, K)
+        kept = levattn.universal_set(found.K, 0.3, f=f, mask=found.mask).mask
+        assert not np.any((sigma >= 0.3) & ~kept), (family, seed)
+        if isinstance(f, Bounded):
+            held = levattn.StreamingUniversalSet(0.3, f=f).update(found.K, mask=found.mask).result()
+            assert not set(np.flatnonzero(sigma >= 0.3)).difference(held.indices.tolist()), (family, seed)
 
 
 def test_even_powers_of_dependent_products_hold_all_keys() -> None:
@@ -519,21 +447,26 @@ def test_even_powers_of_dependent_products_hold_all_keys() -> None:
         levattn.StreamingUniversalSet(0.5, f=4).update(np.array([[1.0, 1], [1e-170, 0]]))
 
 
-def test_wrong_arguments() -> None:
-    K = np.random.default_rng(0).standard_normal((30, 3))
-    with pytest.raises(ValueError, match="'leverage', 'lewis'"):
-        levattn.sensitivities(K, 1, method="lift")
-    with pytest.raises(ValueError, match="iterations"):
-        levattn.sensitivities(K, 1, iterations=-1)
-    with pytest.raises(TypeError, match="iterations"):
-        levattn.lewis_weights(K, 1, iterations=1.5)
-    with pytest.raises(ValueError, match="epsilon"):
-        levattn.sensitivities(K, levattn.Huber(), epsilon=0)
-    with pytest.raises(TypeError, match=r"\bp\b"):
-        levattn.lewis_weights(K, levattn.Huber())
-    with pytest.raises(ValueError, match="center"):
-        levattn.universal_set(K, 0.1, f=1, center=True)
-    with pytest.raises(ValueError, match="radius"):
-        levattn.heavy_attention(100 * K, K, 0.1, f=levattn.Softmax(1.0))
-    with pytest.raises(ValueError, match="same function"):
-        levattn.heavy_attention(K, K, 0.1, f=1, universal=levattn.universal_set(K, 0.1, f=3))
+K0 = np.random.default_rng(0).standard_normal((30, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: levattn.sensitivities(K0, 1, method="lift"), ValueError, "'leverage', 'lewis'"),
+        (lambda: levattn.sensitivities(K0, 1, iterations=-1), ValueError, "iterations"),
+        (lambda: levattn.lewis_weights(K0, 1, iterations=1.5), TypeError, "iterations"),  # type: ignore[arg-type]
+        (lambda: levattn.sensitivities(K0, levattn.Huber(), epsilon=0), ValueError, "epsilon"),
+        (lambda: levattn.lewis_weights(K0, levattn.Huber()), TypeError, r"\bp\b"),  # type: ignore[arg-type]
+        (lambda: levattn.universal_set(K0, 0.1, f=1, center=True), ValueError, "center"),
+        (lambda: levattn.heavy_attention(100 * K0, K0, 0.1, f=levattn.Softmax(1.0)), ValueError, "radius"),
+        (
+            lambda: levattn.heavy_attention(K0, K0, 0.1, f=1, universal=levattn.universal_set(K0, 0.1, f=3)),
+            ValueError,
+            "same function",
+        ),
+    ],
+)
+def test_wrong_arguments(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import levattn
 import strategies
 from levattn.exceptions import KeyFileError, NonFiniteError
-from strategies import CASES, STORAGE, as_bool, as_float64, examples, stored_case, stores
+from strategies import STORAGE, as_bool, as_float64, examples, stores
 
 N = 6500  # three blocks of 2048 rows, and a part of one
 EPSILON = 0.01
@@ -65,29 +65,16 @@ class Chunks:
 
     def __init__(self, K: Any, sizes: Sequence[int] = (700,)) -> None:
         self.K, self.sizes = K, sizes
-        self.read: list[int] = []  # rows of each reading
 
     def __iter__(self) -> Iterator[Any]:
-        self.read.append(0)
         at, n = 0, self.K.shape[-2]
         sizes = itertools.cycle(self.sizes) if any(self.sizes) else iter((*self.sizes, n))
         while at < n or not at:
             stop = min(at + next(sizes), n)
-            self.read[-1] += stop - at
             yield self.K[..., at:stop, :]
             at = stop
             if not n:
                 return
-
-
-class OneAfterTheOther:
-    """Gives other chunks each time it is called."""
-
-    def __init__(self, *readings: Sequence[Any]) -> None:
-        self.readings = iter(readings)
-
-    def __call__(self) -> Iterator[Any]:
-        return iter(next(self.readings))
 
 
 class KilledError(Exception):
@@ -106,6 +93,12 @@ def after(rows: float) -> Callable[[int, int | None], None]:
     return call
 
 
+def find(K: Any, asked: float, **options: Any) -> levattn.UniversalSet:
+    """The set of a threshold, or of a size where that is a whole number."""
+    epsilon, size = (None, asked) if isinstance(asked, int) else (asked, None)
+    return levattn.universal_set(K, epsilon, size=size, **options)
+
+
 def assert_same(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
     """The same set, to the last bit."""
     assert np.array_equal(as_bool(found.mask), as_bool(expected.mask))
@@ -117,11 +110,6 @@ def assert_same(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> 
     assert np.array_equal(found.factor.normalizer, expected.factor.normalizer)
 
 
-def assert_like(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
-    """The same set; to the last bit unless keys have fewer rows than columns, which are factored by some of these."""
-    (assert_same if expected.factor.wide is None else assert_agrees)(found, expected)
-
-
 def assert_agrees(found: levattn.UniversalSet, expected: levattn.UniversalSet) -> None:
     """The same set, with scores that differ by as much as their errors were estimated."""
     assert np.array_equal(as_bool(found.mask), as_bool(expected.mask))
@@ -130,34 +118,19 @@ def assert_agrees(found: levattn.UniversalSet, expected: levattn.UniversalSet) -
     ours, theirs = as_float64(found.scores), as_float64(expected.scores)
     error = 4 * (found.factor.score_error + expected.factor.score_error).reshape(*found.batch, 1)
     assert np.all(np.abs(ours - theirs) <= error * theirs + SMALLEST)
-    moved = (
-        2 * error[..., 0]
-    )  # the scores left out differ by their errors, and where a size was given are raised by them
+    moved = 2 * error[..., 0]  # scores left out differ by their errors, and for a given size are raised by them
     assert np.all(np.abs(np.asarray(found.epsilon) - expected.epsilon) <= moved * expected.epsilon)
 
 
 # -- the same set as of keys in memory ---------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_named_cases(name: str) -> None:
-    for storage in HALF:
-        stored = stored_case(name, storage)
-        if stored is None:
-            continue
-        K = stored[0]
-        for options in ((0.1, None), (None, min(5, len(K)))):
-            expected = levattn.universal_set(K, options[0], size=options[1])
-            assert_like(levattn.universal_set(Chunks(K, (7, 30)), options[0], size=options[1]), expected)
-
-
 @stores(*HALF)
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_keys(kind: str, storage: str) -> None:
     K = keys_of(kind, storage)
-    for options in ((EPSILON, None), (None, 50)):
-        found = levattn.universal_set(Chunks(K), options[0], size=options[1])
-        expected = levattn.universal_set(K, options[0], size=options[1])
+    for asked in (EPSILON, 50):
+        found, expected = find(Chunks(K), asked), find(K, asked)
         assert_agrees(found, expected)
         if kind in TAME:
             assert np.array_equal(found.scores, expected.scores)
@@ -167,9 +140,8 @@ def test_long_keys(kind: str, storage: str) -> None:
 @given(st.lists(st.integers(0, 3000), max_size=6), st.sampled_from([*KINDS]), st.sampled_from(["float64", "float32"]))
 def test_any_chunks_give_the_same_bits(sizes: list[int], kind: str, storage: str) -> None:
     K = keys_of(kind, storage)
-    assert_same(levattn.universal_set(Chunks(K, sizes), EPSILON), levattn.universal_set(Chunks(K, [N]), EPSILON))
-    found = levattn.universal_set(Chunks(K, sizes), size=20)
-    assert_same(found, levattn.universal_set(Chunks(K, [N]), size=20))
+    for asked in (EPSILON, 20):
+        assert_same(find(Chunks(K, sizes), asked), find(Chunks(K, [N]), asked))
 
 
 @pytest.mark.parametrize("storage", HALF)
@@ -187,7 +159,7 @@ def test_near_ties_are_told_apart_in_float64() -> None:
     K = np.repeat(rng.standard_normal((65, 4)), 100, axis=0).astype(np.float32)
     K[:, 0] *= 1 + 1e-7 * rng.integers(0, 3, 6500)
     for size in (1, 150, 2000):
-        assert_same(levattn.universal_set(Chunks(K), size=size), levattn.universal_set(K, size=size))
+        assert_same(find(Chunks(K), size), find(K, size))
 
 
 @stores("float32", "bfloat16", "torch-float64", "torch-bfloat16", "strict-float32", "strict-float64")
@@ -197,14 +169,14 @@ def test_batches(storage: str) -> None:
     K[0, 1] *= np.geomspace(1, 1e-4, 4)
     K[1, 2] = strategies.integer_deficient(rng, 5000, 4, 2)
     K = STORAGE[storage](K)
-    for options in ((EPSILON, None), (None, 7)):
-        found = levattn.universal_set(Chunks(K, (300, 2500)), options[0], size=options[1])
-        assert_agrees(found, levattn.universal_set(K, options[0], size=options[1]))
+    for asked in (EPSILON, 7):
+        found = find(Chunks(K, (300, 2500)), asked)
+        assert_agrees(found, find(K, asked))
         assert found.batch == (2, 3)
         assert np.array_equal(found.sizes, as_bool(found.mask).sum(axis=-1))
         if storage.startswith("torch"):
             assert type(found.mask) is type(found.scores) is type(K)
-        assert_same(found, levattn.universal_set(Chunks(K, (5000,)), options[0], size=options[1]))
+        assert_same(found, find(Chunks(K, (5000,)), asked))
 
 
 @pytest.mark.parametrize("kind", ["heavy-tailed", "conditioned-1e8"])
@@ -219,11 +191,9 @@ def test_any_number_of_threads_gives_the_same_bits(kind: str) -> None:
     assert_same(found[2], found[0])
 
 
-@pytest.mark.parametrize("method", ["auto", "gram"])
-def test_methods(method: str) -> None:
+def test_the_method_gram() -> None:
     K = keys_of("heavy-tailed", "float32")
-    found = levattn.universal_set(Chunks(K), EPSILON, method=method)
-    assert_same(found, levattn.universal_set(K, EPSILON, method=method))
+    assert_same(find(Chunks(K), EPSILON, method="gram"), find(K, EPSILON, method="gram"))
 
 
 # -- sources -----------------------------------------------------------------------------
@@ -248,8 +218,8 @@ def test_files(tmp_path: Path, name: str, storage: str) -> None:
     one = keys_of("heavy-tailed", storage)
     for K, rows in ((one, 1000), (one[:6000].reshape(3, 2000, 8), 777)):
         source = levattn.open_keys(saved(tmp_path, K, name), chunk_rows=rows)
-        assert_agrees(levattn.universal_set(source, EPSILON), levattn.universal_set(K, EPSILON))
-        assert_agrees(levattn.universal_set(source, size=9), levattn.universal_set(K, size=9))
+        for asked in (EPSILON, 9):
+            assert_agrees(find(source, asked), find(K, asked))
 
 
 def test_a_folder_and_a_part_of_it(tmp_path: Path) -> None:
@@ -264,29 +234,27 @@ def test_a_folder_and_a_part_of_it(tmp_path: Path) -> None:
 
 def test_objects_and_functions() -> None:
     K = keys_of("heavy-tailed")
-    expected = levattn.universal_set(Chunks(K), EPSILON)
     parts = {number: K[low:high] for number, (low, high) in enumerate(itertools.pairwise((0, 10, 3000, 3000, N)))}
-    assert_same(levattn.universal_set(parts.values(), EPSILON), expected)
-    assert_same(levattn.universal_set(lambda: iter(Chunks(K)), EPSILON), expected)
-    assert_same(levattn.universal_set(lambda: list(parts.values()), EPSILON), expected)
-    assert_same(
-        levattn.universal_set(lambda: (part.tolist() for part in parts.values() if len(part)), EPSILON), expected
-    )
 
-
-def test_a_chunk_may_be_overwritten_once_the_next_is_asked_for() -> None:
-    K = keys_of("heavy-tailed")
-
-    def chunks() -> Iterator[Any]:
+    def overwritten() -> Iterator[Any]:
+        """Chunks that hold other keys once the next one is asked for."""
         buffer = np.empty((500, 8))
         for low in range(0, N, 500):
             part = buffer[: min(500, N - low)]
             part[...] = K[low : low + 500]
             yield part
 
-    for options in ((EPSILON, None), (None, 11)):
-        expected = levattn.universal_set(Chunks(K), options[0], size=options[1])
-        assert_same(levattn.universal_set(chunks, options[0], size=options[1]), expected)
+    sources: tuple[Any, ...] = (
+        parts.values(),
+        lambda: iter(Chunks(K)),
+        lambda: list(parts.values()),
+        lambda: (part.tolist() for part in parts.values() if len(part)),
+        overwritten,
+    )
+    for asked in (EPSILON, 11):
+        expected = find(Chunks(K), asked)
+        for source in sources:
+            assert_same(find(source, asked), expected)
 
 
 @pytest.mark.parametrize(
@@ -316,8 +284,9 @@ SHUFFLED = K0[np.random.default_rng(4).permutation(N)]
     ],
 )
 def test_other_keys_the_second_time_are_refused(second: list[Any], message: str) -> None:
+    readings = iter([[K0], second])
     with pytest.raises(ValueError, match=message):
-        levattn.universal_set(OneAfterTheOther([K0], second), EPSILON)
+        levattn.universal_set(lambda: next(readings), EPSILON)
 
 
 @pytest.mark.parametrize(
@@ -341,11 +310,11 @@ def test_few_rows_or_none(tmp_path: Path) -> None:
         levattn.universal_set(lambda: iter([]), 0.1)
     for shape in ((0, 4), (1, 4), (3, 0, 4), (0, 5, 4), (0, 3000, 4)):
         K = np.ones(shape)
-        for options in ((0.1, None), (None, 0)):
-            expected = levattn.universal_set(K, options[0], size=options[1])
+        for asked in (0.1, 0):
             source = levattn.open_keys(saved(tmp_path, K))
             for chunks in (lambda K=K: [K], lambda K=K: [K[..., :0, :], K, K[..., :0, :]], source):
-                assert_like(levattn.universal_set(chunks, options[0], size=options[1]), expected)
+                expected = find(K, asked)  # those of fewer rows than columns are factored by some of these
+                (assert_same if expected.factor.wide is None else assert_agrees)(find(chunks, asked), expected)
 
 
 def test_rows_that_are_not_finite_are_named_by_their_number(tmp_path: Path) -> None:
@@ -385,28 +354,28 @@ def test_options_that_two_passes_do_not_have(tmp_path: Path, options: dict[str, 
     assert np.array_equal(levattn.universal_set(source, 0.1, **cut).scores, expected.scores)
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="given for keys in an array"):
-        levattn.universal_set(K0, 0.1, progress=print)
-    with pytest.raises(ValueError, match="given for keys in an array"):
-        levattn.universal_set(K0, 0.1, checkpoint=tmp_path / "a")
-    with pytest.raises(TypeError, match="progress is 'yes'; expected None, True"):
-        levattn.universal_set(Chunks(K0), 0.1, progress="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="checkpoint_rows is 5 without checkpoint"):
-        levattn.universal_set(Chunks(K0), 0.1, checkpoint_rows=5)
-    for rows in (0, -1):
-        with pytest.raises(ValueError, match=f"checkpoint_rows is {rows}; expected at least 1"):
-            levattn.universal_set(Chunks(K0), 0.1, checkpoint=tmp_path / "a", checkpoint_rows=rows)
-    for other in (True, 1.5, "3"):
-        with pytest.raises(TypeError, match="expected a whole number of rows"):
-            levattn.universal_set(Chunks(K0), 0.1, checkpoint=tmp_path / "a", checkpoint_rows=other)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="checkpoint is of type int; expected the path"):
-        levattn.universal_set(Chunks(K0), 0.1, checkpoint=3)  # type: ignore[arg-type]
-    for size in (-1, N + 1):
-        with pytest.raises(ValueError, match=f"size is {size}; expected"):
-            levattn.universal_set(Chunks(K0), size=size)
-    with pytest.raises(ValueError, match="epsilon is 2"):
-        levattn.universal_set(Chunks(K0), 2.0)
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (K0, {"progress": print}, ValueError, "given for keys in an array"),
+    (K0, {"checkpoint": "a"}, ValueError, "given for keys in an array"),
+    (Chunks(K0), {"progress": "yes"}, TypeError, "progress is 'yes'; expected None, True"),
+    (Chunks(K0), {"checkpoint_rows": 5}, ValueError, "checkpoint_rows is 5 without checkpoint"),
+    *(
+        (Chunks(K0), {"checkpoint": "a", "checkpoint_rows": rows}, error, message)
+        for rows, error, message in (
+            *((rows, ValueError, f"checkpoint_rows is {rows}; expected at least 1") for rows in (0, -1)),
+            *((rows, TypeError, "expected a whole number of rows") for rows in (True, 1.5, "3")),
+        )
+    ),
+    (Chunks(K0), {"checkpoint": 3}, TypeError, "checkpoint is of type int; expected the path"),
+    *((Chunks(K0), {"asked": size}, ValueError, f"size is {size}; expected") for size in (-1, N + 1)),
+    (Chunks(K0), {"asked": 2.0}, ValueError, "epsilon is 2"),
+]
+
+
+@pytest.mark.parametrize(("K", "options", "error", "message"), WRONG)
+def test_wrong_arguments(K: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        find(K, **({"asked": 0.1} | options))
 
 
 # -- progress ----------------------------------------------------------------------------
@@ -443,158 +412,121 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 # -- checkpoints -------------------------------------------------------------------------
 
 
+BEGIN_ANEW = r"checkpoint.*Name another file, or remove it to begin anew"
+in_each_pass = pytest.mark.parametrize("rows", [3000, 10_000])  # of the first and of the second pass
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+def left_at(path: Path, K: Any, rows: int) -> bytes:
+    """Leave the checkpoint of a run that was killed after so many rows."""
+    with pytest.raises(KilledError):
+        find(Chunks(K), EPSILON, checkpoint=path, checkpoint_rows=700, progress=after(rows))
+    return path.read_bytes()
+
+
 CHECKPOINTED = [
-    *itertools.product(["heavy-tailed"], HALF, [(EPSILON, None), (None, 30)]),
-    *itertools.product(["conditioned-1e8", "deficient", "growing", "late-direction"], ["float64"], [(EPSILON, None)]),
+    *itertools.product(["heavy-tailed"], HALF, [EPSILON, 30]),
+    *itertools.product(["conditioned-1e8", "deficient", "growing", "late-direction"], ["float64"], [EPSILON]),
 ]
 
 
-@pytest.mark.parametrize(("kind", "storage", "options"), CHECKPOINTED)
-def test_a_run_that_is_killed_goes_on_to_the_same_result(
-    tmp_path: Path, kind: str, storage: str, options: tuple[float | None, int | None]
-) -> None:
+@pytest.mark.parametrize(("kind", "storage", "asked"), CHECKPOINTED)
+def test_a_run_that_is_killed_goes_on_to_the_same_result(path: Path, kind: str, storage: str, asked: float) -> None:
     rng = np.random.default_rng(5)
     K = keys_of(kind, storage)
-    expected = levattn.universal_set(Chunks(K), options[0], size=options[1])
-    path = tmp_path / "checkpoint"
+    expected = find(Chunks(K), asked)
     for _ in range(3):
         kills, found = 0, None
         while found is None:
             chunks = Chunks(K, rng.integers(1, 2500, 5).tolist())
             progress = after(rng.uniform(500, 6000))
             try:
-                found = levattn.universal_set(
-                    chunks, options[0], size=options[1], checkpoint=path, checkpoint_rows=1000, progress=progress
-                )
+                found = find(chunks, asked, checkpoint=path, checkpoint_rows=1000, progress=progress)
             except KilledError:
                 kills += 1
         assert_same(found, expected)
         assert kills >= 2
-        assert [*tmp_path.iterdir()] == []
+        assert [*path.parent.iterdir()] == []
 
 
 @pytest.mark.parametrize("moment", [100, 700, 2100, 6499, 6500, 6501, 7000, 9000, 12_900, 13_000])
-def test_rows_that_are_done_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    source, path = levattn.open_keys(saved(tmp_path, K0), chunk_rows=100), tmp_path / "checkpoint"
-    expected = levattn.universal_set(source, EPSILON)
+def test_rows_that_are_done_are_not_read_again(path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    source = levattn.open_keys(saved(path.parent, K0), chunk_rows=100)
+    expected = find(source, EPSILON)
     with pytest.raises(KilledError):
-        levattn.universal_set(source, EPSILON, checkpoint=path, checkpoint_rows=100, progress=after(moment))
-    read = 0
-    original = levattn.KeySource.__iter__
+        find(source, EPSILON, checkpoint=path, checkpoint_rows=100, progress=after(moment))
+    read, original = [], levattn.KeySource.__iter__
 
     def counting(self: levattn.KeySource) -> Iterator[Any]:
-        nonlocal read
         for chunk in original(self):
-            read += chunk.shape[-2]
+            read.append(chunk.shape[-2])
             yield chunk
 
     monkeypatch.setattr(levattn.KeySource, "__iter__", counting)
     calls: list[tuple[int, int | None]] = []
-    assert_same(
-        levattn.universal_set(source, EPSILON, checkpoint=path, progress=lambda *call: calls.append(call)), expected
-    )
+    assert_same(find(source, EPSILON, checkpoint=path, progress=lambda *call: calls.append(call)), expected)
     assert calls[0] == (-(-moment // 100) * 100, 2 * N)
     assert calls[-1] == (2 * N, 2 * N)
-    assert read <= 2 * N - moment // 100 * 100 + 300  # the rows left, and the first ones, to know the keys again
+    assert sum(read) <= 2 * N - moment // 100 * 100 + 300  # those left, and the first ones, to know the keys again
 
 
-def left_at(path: Path, K: Any, rows: int, **options: Any) -> None:
-    """Leave the checkpoint of a run that was killed after so many rows."""
-    options = {"epsilon": EPSILON, "size": None} | options
-    epsilon = options.pop("epsilon")
-    with pytest.raises(KilledError):
-        levattn.universal_set(
-            Chunks(K), epsilon, checkpoint=path, checkpoint_rows=700, progress=after(rows), **options
-        )
-    assert path.exists()
-
-
-def test_half_written_checkpoints_are_removed(tmp_path: Path) -> None:
+def test_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "check[point]*"
     half, others = tmp_path / ".check[point]*.0123456789ab.tmp", [".checkpa.0123456789ab.tmp", ".check[point]*.tmp"]
     for name in (half.name, *others):
         (tmp_path / name).touch()
-    levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1000)
+    there: list[bool] = []
+    options = {"checkpoint_rows": 2000, "progress": lambda *_: there.append(path.exists())}
+    find(Chunks(K0), EPSILON, checkpoint=str(path), **options)
+    assert there == [False] * 3 + [True] * (len(there) - 3)  # 2100 rows are three chunks; the first call says 0 rows
+    find(Chunks(K0), EPSILON, checkpoint=path)  # too few rows for one
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(others)
 
 
-def test_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    there: list[bool] = []
-    levattn.universal_set(
-        Chunks(K0),
-        EPSILON,
-        checkpoint=str(path),
-        checkpoint_rows=2000,
-        progress=lambda *_: there.append(path.exists()),
-    )
-    assert there == [False] * 3 + [True] * (len(there) - 3)  # 2100 rows are three chunks; the first call says 0 rows
-    assert not path.exists()
-    levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path)  # too few rows for one
-    assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize("rows", [3000, 10_000])  # of the first and of the second pass
-def test_checkpoints_of_another_run_are_refused(tmp_path: Path, rows: int) -> None:
-    path = tmp_path / "checkpoint"
-    left_at(path, K0, rows)
-    before = path.read_bytes()
+@in_each_pass
+def test_checkpoints_of_another_run_are_refused(path: Path, rows: int) -> None:
+    before = left_at(path, K0, rows)
     changed = K0.copy()
     changed[5] *= 1.5
-    float16 = (K0 / 16).astype(np.float16)
-    for K, options in (
-        (K0, {"epsilon": 0.02}),
-        (K0, {"epsilon": None, "size": 5}),
-        (K0, {"method": "gram"}),
-        (changed, {}),
-        (K0[1:], {}),
-        (K0[:, :4], {}),
-        (K0[None], {}),
-        (K0.astype(np.float32), {}),
-        (float16, {}),
-    ):
-        given = {"epsilon": EPSILON} | options
-        epsilon = given.pop("epsilon")
-        with pytest.raises(ValueError, match=r"checkpoint.*Name another file, or remove it to begin anew"):
-            levattn.universal_set(Chunks(K), epsilon, checkpoint=path, **given)
+    other_keys = (changed, K0[1:], K0[:, :4], K0[None], K0.astype(np.float32), (K0 / 16).astype(np.float16))
+    other_options: tuple[dict[str, Any], ...] = ({"asked": 0.02}, {"asked": 5}, {"method": "gram"})
+    for K, options in (*((K, {}) for K in other_keys), *((K0, options) for options in other_options)):
+        with pytest.raises(ValueError, match=BEGIN_ANEW):
+            find(Chunks(K), checkpoint=path, **({"asked": EPSILON} | options))
         assert path.read_bytes() == before
-    short = levattn.open_keys(saved(tmp_path, K0[:2000]))
-    with pytest.raises(ValueError, match="of other keys than K, or K has changed"):
-        levattn.universal_set(short, EPSILON, checkpoint=path)
-    long = levattn.open_keys(saved(tmp_path, np.concatenate([K0, K0])))
-    if rows > N:
+    for K in (K0[:2000], np.concatenate([K0, K0])) if rows > N else (K0[:2000],):
         with pytest.raises(ValueError, match="of other keys than K, or K has changed"):
-            levattn.universal_set(long, EPSILON, checkpoint=path)
-    expected = levattn.universal_set(Chunks(K0), EPSILON)
-    assert_same(levattn.universal_set(Chunks(K0, (50,)), EPSILON, checkpoint=path), expected)
+            find(levattn.open_keys(saved(path.parent, K)), EPSILON, checkpoint=path)
+    assert_same(find(Chunks(K0, (50,)), EPSILON, checkpoint=path), find(Chunks(K0), EPSILON))
 
 
 @pytest.mark.parametrize("rows", [10_000, 40_000])
-def test_keys_that_change_between_the_runs_are_refused(tmp_path: Path, rows: int) -> None:
-    path = tmp_path / "checkpoint"
+def test_keys_that_change_between_the_runs_are_refused(path: Path, rows: int) -> None:
     changed = np.concatenate([K0] * 4)
     left_at(path, changed, rows)
     changed[300:] *= 2  # the first rows are as they were
     with pytest.raises(ValueError, match="other keys, or in another order"):
-        levattn.universal_set(Chunks(changed), EPSILON, checkpoint=path)
+        find(Chunks(changed), EPSILON, checkpoint=path)
 
 
 @pytest.mark.skipif("bfloat16" not in STORAGE, reason="no package for bfloat16")
-@pytest.mark.parametrize("rows", [3000, 10_000])
-def test_the_same_bytes_of_another_format_are_refused(tmp_path: Path, rows: int) -> None:
+@in_each_pass
+def test_the_same_bytes_of_another_format_are_refused(path: Path, rows: int) -> None:
     import ml_dtypes
 
     K = STORAGE["float16"](np.random.default_rng(0).standard_normal((N, 8)))
-    left_at(tmp_path / "checkpoint", K, rows)
-    with pytest.raises(ValueError, match="remove it to begin anew"):
-        levattn.universal_set(Chunks(K.view(ml_dtypes.bfloat16)), EPSILON, checkpoint=tmp_path / "checkpoint")
+    left_at(path, K, rows)
+    with pytest.raises(ValueError, match=BEGIN_ANEW):
+        find(Chunks(K.view(ml_dtypes.bfloat16)), EPSILON, checkpoint=path)
 
 
-@pytest.mark.parametrize("rows", [3000, 10_000])
-def test_damaged_checkpoints_are_refused(tmp_path: Path, rows: int) -> None:
-    path = tmp_path / "checkpoint"
-    left_at(path, K0, rows)
-    data = path.read_bytes()
+@in_each_pass
+def test_damaged_checkpoints_are_refused(path: Path, rows: int) -> None:
+    data = left_at(path, K0, rows)
     rng = np.random.default_rng(6)
     damaged = [b"", b"\0" * 100, data[:7], data[:100], data[:-1], data + b"\0", b"PK\x03\x04" + data]
     places = (*range(0, 64, 5), *rng.integers(0, len(data), 30).tolist())
@@ -602,38 +534,35 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, rows: int) -> None:
     damaged.append(levattn.StreamingUniversalSet(EPSILON).update(K0).to_bytes())
     for content in damaged:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"checkpoint.*Name another file, or remove it to begin anew"):
-            levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path)
+        with pytest.raises(ValueError, match=BEGIN_ANEW):
+            find(Chunks(K0), EPSILON, checkpoint=path)
         assert path.read_bytes() == content
     path.write_bytes(data)
-    expected = levattn.universal_set(Chunks(K0), EPSILON)
-    assert_same(levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path), expected)
+    assert_same(find(Chunks(K0), EPSILON, checkpoint=path), find(Chunks(K0), EPSILON))
 
 
-def test_damaged_keys_are_not_blamed_on_the_checkpoint(tmp_path: Path) -> None:
-    keys, path = saved(tmp_path, K0), tmp_path / "checkpoint"
+def test_damaged_keys_are_not_blamed_on_the_checkpoint(path: Path) -> None:
+    keys = saved(path.parent, K0)
     source = levattn.open_keys(keys)
     left_at(path, K0, 3000)
     keys.write_bytes(keys.read_bytes()[:-5])
     with pytest.raises(KeyFileError, match=r"keys\.npy"):
-        levattn.universal_set(source, EPSILON, checkpoint=path)
+        find(source, EPSILON, checkpoint=path)
 
 
-def test_a_checkpoint_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="nowhere"):
-        levattn.universal_set(Chunks(K0), EPSILON, checkpoint=tmp_path / "nowhere" / "a", checkpoint_rows=1)
-    path = tmp_path / "checkpoint"
-    left_at(path, K0, 3000)
-    before = path.read_bytes()
+        find(Chunks(K0), EPSILON, checkpoint=path.parent / "nowhere" / "a", checkpoint_rows=1)
+    before = left_at(path, K0, 3000)
 
     def full(_: int) -> None:
         raise OSError("the disk is full")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="full"):
-        levattn.universal_set(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
+        find(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
     assert path.read_bytes() == before
-    assert [*tmp_path.iterdir()] == [path]
+    assert [*path.parent.iterdir()] == [path]
 
 
 # -- kill -9 -----------------------------------------------------------------------------

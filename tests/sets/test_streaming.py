@@ -138,8 +138,8 @@ def stream(
 def bits(found: StreamedSet) -> tuple[Any, ...]:
     """All that a set says, to the last bit."""
     items = [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes()) for item in found.items]
-    beside = [None if item.payload is None else item.payload.tobytes() for item in found.items]
-    return items, beside, found.guarantee, np.asarray(found.rank).tolist(), found.n, found.present.tolist()
+    payloads = [None if item.payload is None else item.payload.tobytes() for item in found.items]
+    return items, payloads, found.guarantee, np.asarray(found.rank).tolist(), found.n, found.present.tolist()
 
 
 def slack(found: StreamedSet) -> float:
@@ -170,17 +170,25 @@ def cuts(n: int = N) -> st.SearchStrategy[list[int]]:
 
 
 @kinds
-def test_one_pass_finds_the_universal_set(kind: str) -> None:
+def test_at_any_time_the_result_is_the_universal_set_of_the_keys_so_far(kind: str) -> None:
     K = keys(kind)
     for epsilon in EPSILONS:
-        found = stream(K, epsilon, [700, 5000]).result()
-        check_set(found, exact(kind), epsilon)
-        assert np.array_equal(found.indices, levattn.universal_set(K, epsilon).indices)
-        assert np.array_equal(found.keys, K[found.indices])
+        state = StreamingUniversalSet(epsilon)
+        for n in (*range(440, N, 440), N):
+            state.update(K[state.n : n])
+            assert state.held <= 2 * D / epsilon + n % BLOCK  # that are screened, and that wait for their block
+            if n % 2200 and n < N:
+                continue
+            before, found = state.to_bytes(), state.result()
+            check_set(found, exact(kind, n), epsilon)
+            assert np.array_equal(found.indices, levattn.universal_set(K[:n], epsilon).indices)
+            assert np.array_equal(found.keys, K[found.indices])
+            assert found.n == found.present == state.n == n
+            assert state.to_bytes() == before
+            assert bits(state.result()) == bits(found)
         assert found.rank == naive.rank_exact(K)
         if kind not in ILL:
             assert slack(found) <= 1.2e-9  # the tie, and the rounding of a score and of twofold sums
-    assert (found.n, found.present) == (N, N)
 
 
 @kinds
@@ -194,16 +202,6 @@ def test_any_chunks_and_threads_give_the_same_bits(kind: str, data: st.DataObjec
         pieces = stream(keys(kind), epsilon, ends)
         assert bits(pieces.result()) == bits(whole.result())
     assert pieces.to_bytes() == whole.to_bytes()
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_long_chunks_give_the_same_bits_for_every_number_of_threads(dtype: str, threads: int) -> None:
-    K = heavy_tailed(named_rng("long"), 70_000, 12).astype(dtype)
-    with levattn.thread_limit(threads):
-        found = stream(K, 0.01, [100, 40_000])
-    assert found.to_bytes() == stream(K, 0.01).to_bytes()
-    assert np.array_equal(found.result().indices, levattn.universal_set(K, 0.01).indices)
 
 
 LONG = np.arange(18 * BLOCK + 100)[:, None]
@@ -224,6 +222,10 @@ LONG_KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
     "burst": burst,
     "one-huge-row-late": lambda rng: changed(heavy_tailed(rng, len(LONG), 3), slice(25_000, 25_001), 1e9),
     "zeros-first": lambda rng: heavy_tailed(rng, len(LONG), 3) * (LONG >= 13 * BLOCK + 7),
+    **{
+        f"long-{dtype}": lambda rng, dtype=dtype: heavy_tailed(rng, 70_000, 12).astype(dtype)
+        for dtype in ("float64", "float32")
+    },
 }
 
 
@@ -231,27 +233,40 @@ LONG_KINDS: dict[str, Callable[[np.random.Generator], Float]] = {
 def test_runs_of_many_blocks(kind: str) -> None:
     # They are screened together, but for those after which too many keys are held.
     K = LONG_KINDS[kind](named_rng(kind))
-    heads = np.stack([K, heavy_tailed(named_rng("beside"), *K.shape)])
+    heads = np.stack([K, heavy_tailed(named_rng("neighbor"), *K.shape).astype(K.dtype)])
     for epsilon in (0.05, 0.004):
         whole = stream(K, epsilon)
         assert np.array_equal(whole.result().indices, levattn.universal_set(K, epsilon).indices)
-        for step in (1000, BLOCK, 3 * BLOCK + 1, 20_000):
+        for step, threads in ((1000, 1), (BLOCK, 2), (3 * BLOCK + 1, 3), (20_000, 1), (40_000, 3)):
             state = StreamingUniversalSet(epsilon)
-            for low in range(0, len(K), step):
-                state.update(K[low : low + step])
-                assert state.held <= 2 * 3 / epsilon + BLOCK - 1
+            with levattn.thread_limit(threads):
+                for low in range(0, len(K), step):
+                    state.update(K[low : low + step])
+                    assert state.held <= 2 * K.shape[1] / epsilon + state.n % BLOCK
             assert state.to_bytes() == whole.to_bytes()
         item = stream(heads, epsilon, [5000]).result().items[0]
         assert bits(whole.result())[0] == [(item.indices.tobytes(), item.keys.tobytes(), item.scores.tobytes())]
 
 
-@pytest.mark.parametrize("m", [1625, 1601, 49 * 41])
-def test_ties_in_streams_are_in(m: int) -> None:
-    # K = I ⊗ 1_m: every score is 1/m, also while it is screened, judged, merged and judged again
-    for K in (np.kron(np.eye(D), np.ones((m, 1))), np.kron(np.ones((m, 1)), np.eye(D)) * 0.1):
-        assert len(stream(K, 1 / m, [900, 5000]).result()) == len(K)
-        halves = [stream(K[rows], 1 / m) for rows in (slice(0, 3000), slice(3000, None))]
-        assert len(halves[0].merge(halves[1]).result()) == len(K)
+TIED = {
+    **{f"runs of {m}": (np.kron(np.eye(D), np.ones((m, 1))), m) for m in (1625, 1601, 49 * 41)},
+    **{f"in turn, {m}": (np.kron(np.ones((m, 1)), np.eye(D)) * 0.1, m) for m in (1625, 1601, 49 * 41)},
+    **{
+        f"ill-conditioned {small:.0e}, {m}": (np.tile([[1, 1, 1], [0, small, 3 * small], [0, 0, small]], (m, 1)), m)
+        for small in (2.0**-20, 2.0**-30, 2.0**-36, 2.0**-40)
+        for m in (33, 49, 1601)
+    },
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_ties_in_streams_are_in(name: str) -> None:
+    # Every score is 1/m, also while it is screened, judged, merged and judged again
+    K, m = TIED[name]
+    assert len(stream(K, 1 / m, [900 % len(K), min(5000, len(K))]).result()) == len(K)
+    cut = min(3000, m)
+    assert len(stream(K[:cut], 1 / m).merge(stream(K[cut:], 1 / m)).result()) == len(K)
+    if "ill" not in name:
         assert len(stream(K, np.nextafter(1 / m, 1) * (1 + 1e-8)).result()) == 0
 
 
@@ -267,26 +282,6 @@ def test_a_key_whose_score_is_epsilon_is_in(kind: str) -> None:
                 assert key in found.indices
 
 
-@pytest.mark.parametrize("small", [2.0**-20, 2.0**-30, 2.0**-36, 2.0**-40])
-def test_ties_of_ill_conditioned_keys_are_in(small: float) -> None:
-    T = np.array([[1, 1, 1], [0, small, 3 * small], [0, 0, small]])
-    for m in (33, 49, 1601):
-        K = np.tile(T, (m, 1))
-        assert len(stream(K, 1 / m, [900 % len(K)]).result()) == 3 * m
-        halves = [stream(K[:m], 1 / m), stream(K[m:], 1 / m)]
-        assert len(halves[0].merge(halves[1]).result()) == 3 * m
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_named_cases(name: str) -> None:
-    K = case(name)
-    scores = naive.leverage_exact(K)
-    for epsilon in (1.0, 0.5, 0.1, 0.02):
-        found = stream(K, epsilon, [len(K) // 3, len(K) // 2]).result()
-        check_set(found, scores, epsilon)
-        assert np.array_equal(found.indices, levattn.universal_set(K, epsilon).indices)
-
-
 @pytest.mark.parametrize("row", [3, N - 1000])
 def test_a_key_below_the_rank_tolerance_counts_as_one(row: int) -> None:
     K = with_lone_key(named_rng("below"), row, 2.0**-30)
@@ -299,26 +294,27 @@ def test_a_key_below_the_rank_tolerance_counts_as_one(row: int) -> None:
     assert row in halves[0].merge(halves[1]).result().indices
 
 
-@given(strategies.integer_keys(), strategies.epsilons(), st.randoms(use_true_random=False))
-@examples(60)
-def test_small_integers(K: Float, epsilon: float, random: Any) -> None:
+RESOLVED = st.one_of(strategies.integer_keys(), st.sampled_from(sorted(CASES)).map(case))
+
+
+@given(
+    st.one_of(st.tuples(RESOLVED, st.just(True)), st.tuples(strategies.real_keys(), st.just(False))),
+    strategies.epsilons(),
+    st.randoms(use_true_random=False),
+)
+@examples(120)
+def test_few_keys_of_many_kinds(keys_and_resolved: tuple[Float, bool], epsilon: float, random: Any) -> None:
+    K, resolved = keys_and_resolved
     scores = naive.leverage_exact(K)
     ends = sorted(random.choices(range(len(K) + 1), k=3))
-    check_set(stream(K, epsilon, ends).result(), scores, epsilon)
     parts = [stream(K[a:b], epsilon, row_start=a) for a, b in pairwise([0, *ends, len(K)])]
     random.shuffle(parts)
-    check_set(merged(parts, random).result(), scores, epsilon)
-
-
-@given(strategies.real_keys(), strategies.epsilons())
-@examples(60)
-def test_small_keys_of_many_sizes(K: Float, epsilon: float) -> None:
-    found = stream(K, epsilon, [len(K) // 2]).result()
-    selected = np.isin(np.arange(len(K)), found.indices)
-    scores = naive.leverage_exact(K)
-    assert not np.any(scores[~selected] >= epsilon)
-    if found.guarantee == "exact":  # else keys at the edge of the numerical rank count as 1
-        check_set(found, scores, epsilon)
+    for state in (stream(K, epsilon, ends), merged(parts, random)):
+        found = state.result()
+        if resolved or found.guarantee == "exact":
+            check_set(found, scores, epsilon)
+        else:  # keys at the edge of the numerical rank count as 1
+            assert not np.any(np.delete(scores, found.indices) >= epsilon)
 
 
 def test_an_epsilon_below_the_range_of_the_scores() -> None:
@@ -333,57 +329,12 @@ def test_an_epsilon_below_the_range_of_the_scores() -> None:
         assert bits(again.result()) == bits(state.result())
 
 
-# -- the keys that are held ---------------------------------------------------------------------
-
-
-@kinds
-@pytest.mark.parametrize("step", [997, BLOCK, 5000])
-def test_no_more_keys_are_held_than_the_theorem_lets_be(kind: str, step: int) -> None:
-    for epsilon in (0.5, 0.05, 0.004):
-        state = StreamingUniversalSet(epsilon)
-        for low in range(0, N, step):
-            state.update(keys(kind)[low : low + step])
-            # at most 2d/ε that are screened, and less than one block that waits
-            assert state.held <= 2 * D / epsilon + BLOCK - 1
-
-
-def test_no_more_are_held_while_every_key_is_new() -> None:
-    # Each key is larger than all before it, and has a large score when it comes.
-    d, epsilon = 8, 0.1
-    state = StreamingUniversalSet(epsilon)
-    for block in range(30):
-        K = np.eye(d)[np.arange(BLOCK) % d] * 1.01 ** np.arange(block * BLOCK, (block + 1) * BLOCK)[:, None]
-        state.update(K)
-        assert state.held <= 2 * d / epsilon
-    assert state.result().indices.size > 0
-
-
 def test_no_more_are_held_after_merges() -> None:
     epsilon, d = 0.1, 3
     state = StreamingUniversalSet(epsilon)
     for seed in range(60):
         state.merge(stream(heavy_tailed(np.random.default_rng(seed), 400, d), epsilon))
         assert state.held <= 2 * d / epsilon
-
-
-# -- at any time --------------------------------------------------------------------------------
-
-
-@kinds
-def test_the_result_is_that_of_the_keys_so_far(kind: str) -> None:
-    K, epsilon = keys(kind), 0.05
-    state = StreamingUniversalSet(epsilon)
-    for low in range(0, N, 2200):
-        state.update(K[low : low + 2200])
-        before = state.to_bytes()
-        found = state.result()
-        n = min(low + 2200, N)
-        assert np.array_equal(found.indices, levattn.universal_set(K[:n], epsilon).indices)
-        check_set(found, exact(kind, n), epsilon)
-        assert found.n == state.n == n
-        assert state.to_bytes() == before
-        assert bits(state.result()) == bits(found)
-    assert bits(found) == bits(stream(K, epsilon).result())
 
 
 # -- merges -------------------------------------------------------------------------------------
@@ -496,43 +447,35 @@ def test_row_numbers_go_on_from_row_start() -> None:
 
 
 @stores()
-def test_every_storage_type(storage: str) -> None:
-    stored = STORAGE[storage](np.clip(heavy_tailed(named_rng("stored"), N, D), -6e3, 6e3))
-    K = as_float64(stored)
-    scores = naive.leverage_exact(K)
-    for epsilon in (0.3, 0.01):
-        state = stream(stored, epsilon, [1, 700, 5000])
-        found = state.result()
-        check_set(found, scores, epsilon)
-        assert np.array_equal(found.indices, np.asarray(levattn.universal_set(stored, epsilon).indices))
-        assert np.array_equal(found.keys.astype(np.float64), K[found.indices])
-        width = 4 if "bfloat16" in storage else int(storage[-2:]) // 8  # of bfloat16 as float32
-        assert found.keys.dtype == np.dtype(f"f{width}")
-        assert bits(found) == bits(stream(stored, epsilon).result())
-        parts = [stream(stored[a:b, :], epsilon) for a, b in pairwise([0, 900, 3000, N])]
-        check_set(merged(parts, _random(1)).result(), scores, epsilon)
-
-
-@stores("float64", "float32", "float16", "bfloat16", "torch-float32", "torch-bfloat16")
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, 1e4])
-def test_masked_rows_count_as_rows_and_as_nothing_else(garbage: float, storage: str) -> None:
-    rng = named_rng("masked")
+@pytest.mark.parametrize("garbage", [None, np.nan, np.inf, 1e4])  # in masked rows, which count as rows alone
+def test_every_storage_type(garbage: float | None, storage: str) -> None:
+    rng = named_rng("stored")
     K = np.clip(tailed(rng), -6e3, 6e3)
-    mask = rng.random(N) < 0.6
-    mask[BLOCK : 2 * BLOCK] = False  # a block of which no key takes part
-    K[~mask] = garbage
+    mask: Any = np.ones(N, bool)
+    if garbage is not None:
+        mask = rng.random(N) < 0.6
+        mask[BLOCK : 2 * BLOCK] = False  # a block of which no key takes part
+        K[~mask] = garbage
+    given = None if garbage is None else mask
     stored = STORAGE[storage](K)
-    scores = naive.leverage_exact(as_float64(stored), mask=mask)
+    K = as_float64(stored)
+    scores = naive.leverage_exact(K, mask=mask)
     for epsilon in (0.3, 0.01, 1e-4):
-        state = stream(stored, epsilon, [1, 700, 5000], mask=mask)
+        state = stream(stored, epsilon, [1, 700, 5000], mask=given)
         found = state.result()
         check_set(found, scores, epsilon)
         assert np.all(mask[found.indices])
         assert (found.n, found.present) == (N, mask.sum())
-        assert state.to_bytes() == stream(stored, epsilon, mask=mask).to_bytes()
-        assert np.array_equal(found.indices, np.asarray(levattn.universal_set(stored, epsilon, mask=mask).indices))
-        parts = [stream(stored[a:b], epsilon, mask=mask[a:b], row_start=a) for a, b in pairwise([0, 3000, N])]
-        assert np.array_equal(parts[1].merge(parts[0]).result().indices, found.indices)
+        assert np.array_equal(found.indices, np.asarray(levattn.universal_set(stored, epsilon, mask=given).indices))
+        assert np.array_equal(found.keys.astype(np.float64), K[found.indices])
+        width = 4 if "bfloat16" in storage else int(storage[-2:]) // 8  # of bfloat16 as float32
+        assert found.keys.dtype == np.dtype(f"f{width}")
+        assert state.to_bytes() == stream(stored, epsilon, mask=given).to_bytes()
+        parts = [
+            stream(stored[a:b, :], epsilon, mask=None if given is None else mask[a:b], row_start=a)
+            for a, b in pairwise([0, 900, 3000, N])
+        ]
+        check_set(merged(parts[::-1], _random(1)).result(), scores, epsilon)
 
 
 def test_a_mask_without_keys() -> None:
@@ -609,9 +552,6 @@ def test_every_memory_layout_gives_the_same_bits(layout: str, dtype: str) -> Non
 
 
 QUADRATIC = (levattn.Huber(1.0), levattn.Tukey(2.0), levattn.L1L2(), levattn.Fair(), 1, 0.5, Cauchy())
-quadratic = pytest.mark.parametrize(
-    "f", QUADRATIC, ids=lambda f: type(f).__name__ + (str(f)[-4:] if "0x" not in str(f) else "")
-)
 
 
 def evaluated(f: Any, Q: Float, K: Float) -> Float:
@@ -656,17 +596,6 @@ def test_even_powers_are_the_leverage_scores_of_the_lift(
     assert state.held <= 2 * state.result().rank / epsilon + BLOCK - 1
 
 
-@pytest.mark.parametrize(("p", "d"), [(4, 2), (4, 3), (6, 2)])
-def test_even_powers_hold_every_key_that_can_be_heavy(p: int, d: int) -> None:
-    K = heavy_tailed(named_rng("sensitive"), 60, d)
-    sigma = levattn.exact_sensitivities(K, p).lower
-    for epsilon in (0.7, 0.3, 0.05):
-        found = stream(K, epsilon, [10], f=p).result()
-        assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
-        assert np.all(found.scores >= sigma[found.indices] * (1 - 1e-8))
-    assert_holds_all(found, evaluated(p, worst_queries(named_rng("lifted"), K), K), epsilon)
-
-
 @pytest.mark.parametrize("p", [4, 6])
 @pytest.mark.parametrize("scale", [1e200, 1e100, 1e-100, 1e-200])
 def test_even_powers_of_very_large_and_very_small_keys(scale: float, p: int) -> None:
@@ -693,30 +622,27 @@ def test_even_powers_of_ill_conditioned_keys(small: float) -> None:
     assert 7 in found.indices or found.guarantee not in ("exact", "superset")
 
 
-@quadratic
-def test_functions_of_quadratic_growth_hold_every_key_that_can_be_heavy(f: Any) -> None:
-    K = heavy_tailed(named_rng("quadratic"), 16, 2)
+@pytest.mark.parametrize(("f", "n", "d"), [(4, 60, 2), (4, 60, 3), (6, 60, 2), *((f, 16, 2) for f in QUADRATIC)])
+def test_every_key_that_can_be_heavy_is_held(f: Any, n: int, d: int) -> None:
+    K = heavy_tailed(named_rng("sensitive"), n, d)
     sigma = naive.largest_scores(K, f) if callable(f) else levattn.exact_sensitivities(K, f).lower
     A = evaluated(f, worst_queries(named_rng("small"), K), K)
     for epsilon in (0.7, 0.3, 1 / 16):
         found = stream(K, epsilon, [5], f=f).result()
         assert found.guarantee == "superset"
         assert np.setdiff1d(np.flatnonzero(sigma >= epsilon), found.indices).size == 0
-        assert np.all(found.scores >= sigma[found.indices] * (1 - TIE))
+        assert np.all(found.scores >= sigma[found.indices] * (1 - (1e-8 if f in (4, 6) else TIE)))
         assert_holds_all(found, A, epsilon)
 
 
-def test_keys_of_zeros_are_held_or_refused_where_f_of_zero_is_positive() -> None:
+def test_functions_that_are_positive_at_zero_are_refused() -> None:
+    # A key of zeros has a score then, and none of another function
     K = heavy_tailed(named_rng("floor"), 9, 2)
     K[5] = 0
     assert 5 not in stream(K, 0.1, f=levattn.Huber()).result().indices
     assert evaluated(Floor(), np.zeros((1, 2)), K)[0, 5] == 1 / 9
-    try:
-        found = stream(K, 0.1, f=Floor()).result()
-    except ValueError as error:
-        check_error(error, r"\bf\b", "0")
-    else:
-        assert 5 in found.indices
+    with pytest.raises(ValueError, match="at 0; expected 0 there"):
+        stream(K, 0.1, f=Floor())
 
 
 @pytest.mark.parametrize(
@@ -779,9 +705,8 @@ def test_block_bounds_keep_few_keys_in_random_order() -> None:
 
 @pytest.mark.parametrize("f", [3, 2.5, levattn.Power(5), levattn.Softmax(1.0)])
 def test_functions_whose_bounds_may_rise_are_refused(f: Any) -> None:
-    with pytest.raises(ValueError, match=r"\bf\b") as caught:
+    with pytest.raises(ValueError, match=r"^f is .*even power.*growth.*universal_set"):
         StreamingUniversalSet(0.1, f=f)
-    check_error(caught.value, "even power", "growth", "universal_set")
 
 
 # -- what a set says of itself ---------------------------------------------------------------------
@@ -799,9 +724,8 @@ def test_figures_of_a_set() -> None:
     batch = stream(np.stack([K, K * 0]), 0.05).result()
     assert np.array_equal(batch.is_vacuous, [False, False])
     assert np.array_equal(batch.size_bound, [80, 0])
-    with pytest.raises(ValueError, match="batch") as caught:
+    with pytest.raises(ValueError, match=r"batch \(2,\).*items"):
         _ = batch.indices
-    check_error(caught.value, r"\(2,\)", "items")
     other = stream(K, 0.05, f=levattn.Huber(2.0)).result()
     assert (other.f, other.certificate) == (levattn.Huber(2.0), ("block",))
 
@@ -821,21 +745,18 @@ def test_normalizers_and_witnesses_come_from_the_factor() -> None:
 
 def test_row_start_of_other_kinds() -> None:
     for value in (1.0, "0", True, np.float64(3)):
-        with pytest.raises(TypeError, match="row_start") as caught:
+        with pytest.raises(TypeError, match=r"row_start.*whole number"):
             StreamingUniversalSet(0.1, row_start=value)  # type: ignore[arg-type]
-        check_error(caught.value, "whole number")
     for value in (-1, 2**63, 2**63 - 5, 10**30):  # rows after these have no number in 64 bits
-        with pytest.raises(ValueError, match="row_start") as caught:
+        with pytest.raises(ValueError, match=r"row_start.*expected|expected.*row_start"):
             StreamingUniversalSet(0.1, row_start=value).update(GOOD)
-        check_error(caught.value, "expected")
 
 
 @pytest.mark.skipif(not LONG_DOUBLE, reason="long double is double")
 def test_payload_that_could_not_be_saved_is_refused() -> None:
     for dtype in (np.longdouble, np.clongdouble, "U3", "M8[s]"):
-        with pytest.raises(TypeError, match="payload") as caught:
+        with pytest.raises(TypeError, match=r"payload.*expected"):
             stream(GOOD, 0.1, payload=np.zeros(12, dtype))
-        check_error(caught.value, "expected")
 
 
 def placed(start: int, K: Any = GOOD, **options: Any) -> StreamingUniversalSet:
@@ -871,9 +792,8 @@ def test_a_bad_merge_leaves_both_states_as_they_were(name: str) -> None:
 
 def test_rows_with_and_without_numbers_do_not_mix() -> None:
     state, other = stream(GOOD, 0.1), placed(100)
-    with pytest.raises(ValueError, match="row_start") as caught:
+    with pytest.raises(ValueError, match=r"other .*row_start.*both or neither"):
         state.merge(other)
-    check_error(caught.value, "other", "both or neither")
     assert StreamingUniversalSet(0.1).merge(other).result().n == 12  # no rows, no numbers
 
 

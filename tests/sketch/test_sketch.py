@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -214,8 +213,6 @@ def test_threads_change_no_bit(distribution: Distribution, storage: str) -> None
             found.append(Sketch(distribution, 3).apply(K, row_start=5))
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
-    S = Sketch(distribution, 3).matrix(5, 40_005)
-    np.testing.assert_allclose(found[0], S @ K, rtol=0, atol=1e-9)
 
 
 @contract
@@ -237,15 +234,6 @@ def test_matrices_of_a_batch_share_the_sketch(distribution: Distribution, storag
     for i, j in np.ndindex(2, 3):
         assert np.array_equal(found[i, j], as_float64(sketch.apply(STORAGE[storage](K[i, j]), row_start=2)))
     assert as_float64(sketch.apply(STORAGE[storage](K[:, :0]))).shape == (2, 0, distribution.size, 5)
-
-
-@contract
-def test_sketches_are_linear(distribution: Distribution) -> None:
-    K, L = whole_numbers(500, 4, 1), whole_numbers(500, 4, 2)
-    sketch = Sketch(distribution, 8)
-    joint = SketchedRows(sketch, 4).update(3 * K - 5 * L)._sums
-    parts = 3 * SketchedRows(sketch, 4).update(K)._sums - 5 * SketchedRows(sketch, 4).update(L)._sums
-    close(distribution, joint, parts)
 
 
 @contract
@@ -283,12 +271,16 @@ def test_chunks_in_any_order_give_one_sketch(
     sketch = Sketch(distribution, SEED)
     cuts = [*itertools.pairwise([0, *sorted(edges), 400])]
     random.shuffle(cuts)
-    state, merged = SketchedRows(sketch, 6), SketchedRows(sketch, 6)
+    state, before, after = (SketchedRows(sketch, 6) for _ in range(3))
     for low, high in cuts:
         state.update(K[low:high], row_start=start + low)
-        merged = SketchedRows(sketch, 6).update(K[low:high], row_start=start + low).merge(merged)
+        part = SketchedRows(sketch, 6).update(K[low:high], row_start=start + low)
+        alone = part.read()
+        after.merge(part)
+        assert np.array_equal(part.read(), alone)
+        before = part.merge(before)
     expected = by_definition(distribution, K, start)
-    for found in (state, merged):
+    for found in (state, before, after):
         close(distribution, found.read(), expected)
         assert (found.count, found.next_row) == (400, start + 400)
 
@@ -304,26 +296,6 @@ def test_chunks_of_any_kind_of_array_and_threads_give_one_sketch(distribution: D
         with levattn.thread_limit(threads):
             state.update(STORAGE[kind](K[low : {0: 350, 350: 352, 352: 700}[low]]))  # goes on where it stopped
     close(distribution, state.read(), by_definition(distribution, K))
-
-
-@contract
-def test_merging_is_commutative_and_associative_and_has_an_identity(distribution: Distribution) -> None:
-    K = whole_numbers(300, 3)
-    sketch = Sketch(distribution, 5)
-
-    def part(i: int) -> SketchedRows:
-        return SketchedRows(sketch, 3).update(K[100 * i : 100 * (i + 1)], row_start=100 * i)
-
-    assert np.array_equal(part(0).merge(part(1)).read(), part(1).merge(part(0)).read())
-    left, right = part(0).merge(part(1)).merge(part(2)), part(0).merge(part(1).merge(part(2)))
-    close(distribution, left.read(), right.read())
-    assert (left.count, left.next_row) == (right.count, right.next_row) == (300, 300)
-    assert np.array_equal(SketchedRows(sketch, 3).merge(part(1)).read(), part(1).read())
-    assert np.array_equal(part(1).merge(SketchedRows(sketch, 3)).read(), part(1).read())
-    other = part(2)
-    before = other.read()
-    part(0).merge(other)
-    assert np.array_equal(other.read(), before)
 
 
 @contract
@@ -485,118 +457,52 @@ def test_defaults_and_equality() -> None:
 # -- bytes ------------------------------------------------------------------------------
 
 
-def filled(distribution: Distribution, batch: tuple[int, ...] = ()) -> SketchedRows:
-    K = np.random.default_rng(0).standard_normal((*batch, 30, 3))
-    return SketchedRows(Sketch(distribution, SEED), np.int64(3), batch).update(K, row_start=FAR)  # type: ignore[arg-type]
-
-
 @contract
 @pytest.mark.parametrize("batch", [(), (2, 2), (0,)], ids=str)
 def test_bytes_make_the_same_state(distribution: Distribution, batch: tuple[int, ...]) -> None:
     if isinstance(distribution, Shifted):
         pytest.skip("it cannot be saved")
-    state = filled(distribution, batch)
-    data = state.to_bytes()
-    assert data == filled(distribution, batch).to_bytes()
-    for given_as in (bytes, bytearray, memoryview):
-        again = SketchedRows.from_bytes(given_as(data))
-        assert (again.sketch, again.d, again.batch) == (state.sketch, state.d, state.batch)
-        assert (again.count, again.next_row) == (30, FAR + 30)
-        assert np.array_equal(again.read(), state.read())
-        assert again.to_bytes() == data
-    more = np.ones((*batch, 5, 3))
-    assert np.array_equal(again.update(more).read(), state.update(more).read())  # where it stopped, and writable
-    state.merge(SketchedRows.from_bytes(data))
+    K = np.random.default_rng(0).standard_normal((*batch, 30, 3))
+    state = SketchedRows(Sketch(distribution, SEED), np.int64(3), batch).update(K, row_start=FAR)  # type: ignore[arg-type]
+    again = SketchedRows.from_bytes(state.to_bytes())
+    assert (again.sketch, again.d, again.batch) == (state.sketch, state.d, state.batch)
+    assert (again.count, again.next_row) == (30, FAR + 30)
+    assert np.array_equal(again.read(), state.read())
+    assert np.array_equal(again.update(K).read(), state.update(K).read())  # where it stopped, and writable
+    state.merge(again)
 
 
-def test_damage_is_refused() -> None:
-    data = filled(CountSketch(40)).to_bytes()
-    positions = {*range(0, 400), *range(400, len(data), 7), *range(len(data) - 40, len(data))}
-    for i in positions:
-        for bits in (0x01, 0x80):
-            damaged = bytearray(data)
-            damaged[i] ^= bits
-            with pytest.raises(ValueError, match=r"^data "):
-                SketchedRows.from_bytes(bytes(damaged))
-    for length in (*range(0, 400), *range(400, len(data), 7), len(data) - 1):
-        with pytest.raises(ValueError, match=r"^data "):
-            SketchedRows.from_bytes(data[:length])
-    for more in (data + b"\0", data + data, b"\0" + data):
-        with pytest.raises(ValueError, match=r"^data "):
-            SketchedRows.from_bytes(more)
-
-
-@pytest.mark.parametrize("data", [b"", b"LEVATTN\0", b"\x80\x04N.", b"PK\x03\x04" + bytes(100), bytes(500)])
-def test_foreign_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^data "):
-        SketchedRows.from_bytes(data)
-
-
-@pytest.mark.parametrize("data", ["LEVATTN", None, [1, 2], np.zeros(100, np.uint8)], ids=lambda x: type(x).__name__)
-def test_what_is_no_bytes_is_refused(data: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^data is of type {type(data).__name__}; expected bytes"):
-        SketchedRows.from_bytes(data)
-
-
-def sealed(header: bytes, payload: bytes = b"") -> bytes:
+def sealed(header: bytes) -> bytes:
     """Bytes with a right checksum."""
-    body = b"LEVATTN\0" + len(header).to_bytes(8, "little") + header + payload
+    body = b"LEVATTN\0" + len(header).to_bytes(8, "little") + header
     return body + hashlib.blake2b(body, digest_size=32).digest()
 
 
-@pytest.mark.parametrize("header", [b"", b"\xff", b"{", b"[]", b"3", b'{"kind": "SketchedRows"}'])
-def test_headers_that_cannot_be_read_are_refused(header: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^data has no header that can be read"):
-        SketchedRows.from_bytes(sealed(header))
-
-
-def test_other_kinds_and_versions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^data holds a 'Moments'; expected a SketchedRows"):
-        SketchedRows.from_bytes(pack("Moments", 1, {}, {}))
-    with pytest.raises(ValueError, match=r"^data is of version 2, which this levattn cannot read; expected 1"):
-        SketchedRows.from_bytes(pack("SketchedRows", 2, {}, {}))
-
-
 @pytest.mark.parametrize(
-    ("listed", "payload"),
+    ("data", "message"),
     [
-        ([["sums", "<f8", [3]]], bytes(16)),
-        ([["sums", "<f8", [1]]], bytes(16)),
-        ([["sums", "<f8", [2]], ["more", "<f8", [1]]], bytes(16)),
-        ([["sums", "<M8[s]", [2]]], bytes(16)),
-        ([["sums", "|O", [2]]], bytes(16)),
-        ([["sums", "<f8", ["2"]]], bytes(16)),
-        ([["sums", "<f8", [-2, -1]]], bytes(16)),
-        ([["sums", "<f8"]], bytes(16)),
-        (7, bytes(16)),
-        ([], bytes(16)),
+        (b"PK\x03\x04" + bytes(100), "data does not begin as a state of levattn does"),
+        (b"LEVATTN\0" + bytes(100), "data is damaged or cut short"),
+        (sealed(b"{}"), "data has no header that can be read"),
+        (pack("Moments", 1, {}, {}), "data holds a 'Moments'; expected a SketchedRows"),
+        (pack("SketchedRows", 2, {}, {}), "data is of version 2, which this levattn cannot read; expected 1"),
+        (
+            sealed(b'{"kind": "SketchedRows", "version": 1, "fields": {}, "arrays": [["sums", "<f8", [1]]]}'),
+            "data does not fit its header",
+        ),
     ],
-    ids=str,
 )
-def test_arrays_that_do_not_fit_are_refused(listed: Any, payload: bytes) -> None:
-    header = json.dumps({"kind": "SketchedRows", "version": 1, "fields": {}, "arrays": listed}).encode()
-    with pytest.raises(ValueError, match=r"^data does not fit its header"):
-        SketchedRows.from_bytes(sealed(header, payload))
+def test_other_bytes_are_refused(data: bytes, message: str) -> None:
+    """Damage of all kinds is in `tests/states/test_state_bytes.py`."""
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SketchedRows.from_bytes(data)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"distribution": "Unknown"},
-        {"distribution": "OSNAP"},
-        {"distribution": ["CountSketch"]},
-        {"parameters": {"size": 0}},
-        {"parameters": {"size": 5, "block": 7}},
-        {"parameters": 5},
-        {"seed": -1},
-        {"seed": "0"},
-        {"d": 0},
-        {"d": 3},
-        {"batch": 1},
-        {"batch": [2]},
-        {"batch": [-1]},
-        {"count": -1},
-        {"count": None},
+        *({"distribution": value} for value in ("Unknown", "OSNAP", ["CountSketch"])),
+        *({"parameters": value} for value in ({"size": 5, "block": 7}, 5)),
         {"next_row": 0.5},
         {"sums": np.zeros((1, 5, 3))},
         {"sums": np.zeros((1, 5, 2), np.float32)},
@@ -607,15 +513,13 @@ def test_arrays_that_do_not_fit_are_refused(listed: Any, payload: bytes) -> None
     ids=str,
 )
 def test_fields_that_make_no_state_are_refused(change: dict[str, Any]) -> None:
+    """A field of None is left out; other values are in `tests/states/test_state_bytes.py`."""
     fields = {"distribution": "CountSketch", "parameters": {"size": 5}, "seed": 0, "d": 2, "batch": [], "count": 9}
-    whole = {**fields, "next_row": 9, "sums": np.zeros((1, 5, 2))}
-    made = {**whole, **change}
-    if change == {"seed": None}:
-        made.pop("seed")
-    sums = made.pop("sums")
-    data = pack("SketchedRows", 1, made, {} if sums is None else {"sums": sums})
+    whole = {**fields, "next_row": 9, "sums": np.zeros((1, 5, 2)), **change}
+    made = {name: value for name, value in whole.items() if value is not None}
+    sums = {"sums": made.pop("sums")} if "sums" in made else {}
     with pytest.raises(ValueError, match=r"^data holds "):
-        SketchedRows.from_bytes(data)
+        SketchedRows.from_bytes(pack("SketchedRows", 1, made, sums))
 
 
 def test_arrays_of_every_type_come_back() -> None:
@@ -708,7 +612,8 @@ def test_sizes_are_their_formulas(d: int, eta: float, delta: float) -> None:
     assert countsketch_size(d, eta, delta) == markov
     for nonzeros in (1, 4, 7):
         assert osnap_size(d, eta, delta, nonzeros=nonzeros) == math.ceil(markov / nonzeros) * nonzeros
-    m = gaussian_size(d, eta, delta)
+    m = gaussian_size(np.int64(d), np.float64(eta), delta)
+    assert type(m) is int
     t = math.sqrt(2 * math.log(2 / delta))
     assert (1 + (math.sqrt(d) + t) / math.sqrt(m)) ** 2 <= 1 + eta < (1 + (math.sqrt(d) + t) / math.sqrt(m - 1)) ** 2
     assert (1 - (math.sqrt(d) + t) / math.sqrt(m)) ** 2 >= 1 - eta
@@ -728,17 +633,6 @@ def test_sizes_are_their_formulas(d: int, eta: float, delta: float) -> None:
         row = (math.sqrt(d) + math.sqrt(8 * math.log(2 * block / delta))) ** 2  # times 1/block: largest norm of a row
         chernoff = 2 * d * (math.exp(eta) / (1 + eta) ** (1 + eta)) ** (m / row)
         assert chernoff <= delta / 2 * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_sizes_grow_with_the_dimension_and_fall_with_what_is_allowed(name: str) -> None:
-    size = SIZES[name]
-    assert type(size(5, 0.3)) is int
-    assert size(5, 0.3) == size(5, 0.3, 0.01) == size(np.int64(5), np.float32(0.3), np.float64(0.01)) or name != "jl"
-    for d, eta, delta in itertools.product((1, 2, 30), (0.1, 0.4), (1e-4, 0.2)):
-        assert size(d, eta, delta) <= size(2 * d, eta, delta)
-        assert size(d, eta, delta) > size(d, 2 * eta, delta)
-        assert size(d, eta, delta) > size(d, eta, 2 * delta)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -98,13 +98,6 @@ def test_each_matrix_has_a_decay_of_its_own() -> None:
             np.testing.assert_allclose(state.read()[i, j], expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("form", ["full", "diagonal"])
-def test_weights_of_zero_and_one_are_those_of_a_mask(form: str) -> None:
-    K, mask = rows(4, 5000), np.random.default_rng(5).random(5000) > 0.5
-    by_weight = of(K, form, weights=mask.astype(float)).read()
-    np.testing.assert_allclose(by_weight, of(K, form, mask=mask).read(), rtol=1e-13, atol=1e-13)
-
-
 @strategies.stores(*strategies.ALL_STORAGE)
 @pytest.mark.parametrize("form", ["full", "diagonal", "decayed"])
 def test_all_libraries_and_dtypes(storage: str, form: str) -> None:

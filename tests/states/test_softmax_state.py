@@ -70,15 +70,6 @@ def test_any_split_gives_the_same_state(scale: float, cuts: list[int], seed: int
     assert_same(grown, of(logits, V))
 
 
-@given(seeds=st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99)))
-def test_merging_is_associative_and_commutative(seeds: tuple[int, int, int]) -> None:
-    a, b, c = (of(*chunk(seed, n=20, scale=300.0)) for seed in seeds)
-    left = a.copy().merge(b).merge(c)
-    right = a.copy().merge(b.copy().merge(c))
-    assert_same(left, right)
-    assert_same(left, c.copy().merge(b).merge(a))
-
-
 def test_the_empty_state_is_the_identity() -> None:
     state, empty = of(*chunk(0)), SoftmaxState(5, 3)
     before = state.to_bytes()

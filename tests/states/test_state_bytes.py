@@ -117,8 +117,11 @@ def test_the_bytes_hold_the_state(name: str) -> None:
     again = kind_of(name).from_bytes(saved(name))
     assert again.to_bytes() == saved(name)
     assert STATES[name]().to_bytes() == saved(name)  # nothing of them depends on time or place
-    for data in (bytearray(saved(name)), memoryview(saved(name))):
-        assert kind_of(name).from_bytes(data).to_bytes() == saved(name)
+    assert kind_of(name).from_bytes(memoryview(saved(name))).to_bytes() == saved(name)
+    data = bytearray(saved(name))
+    again = kind_of(name).from_bytes(data)
+    data[:] = bytes(len(data))  # it shares nothing with them
+    assert again.to_bytes() == saved(name)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -166,22 +169,6 @@ def test_a_set_goes_on_with_the_same_bits(f: Any, ends: list[int], with_payload:
     assert resumed.merge(other).to_bytes() == straight.merge(other).to_bytes()
 
 
-@given(ends=st.lists(st.integers(0, 5000), min_size=1, max_size=4), batch=st.sampled_from([(), (1,), (2, 2), (0,)]))
-@examples(12)
-def test_moments_go_on_with_the_same_bits(ends: list[int], batch: tuple[int, ...]) -> None:
-    K = np.broadcast_to(awkward(5000), (*batch, 5000, 3))
-    straight, resumed = Moments(3, batch), Moments(3, batch)
-    for low, high in pairwise([0, *sorted(ends), 5000]):
-        straight.update(K[..., low:high, :])
-        resumed = Moments.from_bytes(resumed.to_bytes()).update(K[..., low:high, :])
-    resumed = Moments.from_bytes(resumed.to_bytes())
-    assert resumed.to_bytes() == straight.to_bytes()
-    assert resumed.read().tobytes() == straight.read().tobytes()
-    assert resumed.factor().whitening.tobytes() == straight.factor().whitening.tobytes()
-    assert np.array_equal(resumed.count, straight.count)
-    assert resumed.merge(straight).read().shape == (*batch, 3, 3)
-
-
 @stores()
 def test_every_storage_type_goes_on(storage: str) -> None:
     stored = STORAGE[storage](awkward(5000).clip(-1e4, 1e4))
@@ -189,16 +176,6 @@ def test_every_storage_type_goes_on(storage: str) -> None:
     resumed = StreamingUniversalSet.from_bytes(one(stored[:3001, :], 0.1).to_bytes()).update(stored[3001:, :])
     assert resumed.to_bytes() == straight.to_bytes()
     assert resumed.result().keys.dtype == straight.result().keys.dtype
-
-
-def test_a_loaded_state_shares_nothing_with_its_bytes() -> None:
-    data = bytearray(one(gaussian(5000)).to_bytes())
-    state = StreamingUniversalSet.from_bytes(data)
-    before = state.to_bytes()
-    data[:] = bytes(len(data))
-    assert state.to_bytes() == before
-    state.update(gaussian(3000))
-    assert state.n == 8000
 
 
 def test_the_size_is_that_of_the_arrays() -> None:

@@ -18,13 +18,7 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
 
-__all__ = [
-    "levels_of",
-    "longest_run",
-    "moments",
-    "projected_sqnorms",
-    "sqnorms",
-]
+__all__ = ["levels_of", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 _PROJECTED = 1 << 22  # numbers of keys that are projected at a time
 _LONGEST = 63  # level of a run of blocks that is longer than any
 

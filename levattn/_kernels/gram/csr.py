@@ -36,12 +36,7 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
 from levattn._kernels.tasks import share, threads_for
 
-__all__ = [
-    "longest_run",
-    "moments",
-    "projected_sqnorms",
-    "sqnorms",
-]
+__all__ = ["longest_run", "moments", "projected_sqnorms", "sqnorms"]
 
 _NARROW = 256  # columns up to which a second moment stays in a near cache while the rows are added to it
 _BAND, _BAND_SIZE = 64, 131072  # columns of a band, and columns times d, so that its moments stay in a near cache

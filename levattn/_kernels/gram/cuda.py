@@ -19,12 +19,7 @@ from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moment
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
-__all__ = [
-    "longest_run",
-    "moments",
-    "projected_sqnorms",
-    "sqnorms",
-]
+__all__ = ["longest_run", "moments", "projected_sqnorms", "sqnorms"]
 
 _TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
 _REALS = {"float": np.float32, "double": np.float64}

@@ -16,12 +16,7 @@ from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.definition import send, transformed_rows
 
-__all__ = [
-    "longest_run",
-    "moments",
-    "projected_sqnorms",
-    "sqnorms",
-]
+__all__ = ["longest_run", "moments", "projected_sqnorms", "sqnorms"]
 
 
 def _split(x: Any) -> tuple[Any, Any]:

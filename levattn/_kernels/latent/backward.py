@@ -17,7 +17,6 @@ from levattn._kernels.latent.plan import (
     copy_row,
     copy_rows,
     enter,
-    fill_row,
     fold_gain,
     grow_and_read,
     grow_tiles,
@@ -33,6 +32,7 @@ from levattn._kernels.latent.plan import (
 )
 from levattn._kernels.latent.simd import copy_vectors, differs, dot_vectors, exp_row, key_row, query_row
 from levattn._kernels.llvm import as_pointer, smaller
+from levattn._kernels.scratch import fill
 
 __all__ = ["backward_tasks"]
 
@@ -43,8 +43,8 @@ def _drop_rows_of_no_weight(like, p, first, last, c_at):
     de, dx, gate_weights = p.latent_step, p.channel_step, as_pointer(p.gate_weights, like)
     for i in range(first, last):
         if not differs(like, p.z + i * dx, 0.0, p.channel_width // p.lanes):
-            fill_row(like, c_at + i * de, p.latent_width, 0)
-            fill_row(like, p.p + i * de, p.latent_width, 0)
+            fill(like, c_at + i * de, p.latent_width, 0)
+            fill(like, p.p + i * de, p.latent_width, 0)
             gate_weights[i] = 0
 
 
@@ -88,7 +88,7 @@ def _go_through(like, p, head, low, high, begin, place):
         c_at = p.weights + skip
         copy_rows(like, p, p.Q, head, start, n, p.latents, -np.inf, c_at, p.latent_width)
         copy_rows(like, p, p.D_Y, head, start, n, p.channels, 0, p.z, p.channel_width)
-        fill_row(like, p.g, n * p.latent_width, 0)
+        fill(like, p.g, n * p.latent_width, 0)
         done = 0
         while done < n:
             end, raised = weigh_and_keep(like, p, head, start, done, n, c_at, folds, True)
@@ -133,8 +133,8 @@ def _read_exponentials(like, p, head, first, n, begin):
     read_positions(like, p, head, first, n, begin)
     for i in range(n):
         exp_row(like, p.e + i * p.latent_step, p.base, p.total, p.latent_width // p.lanes)
-    fill_row(like, p.v, n * p.channel_width, 0)
-    fill_row(like, p.p, n * p.latent_width, 0)
+    fill(like, p.v, n * p.channel_width, 0)
+    fill(like, p.p, n * p.latent_width, 0)
 
 
 @helper
@@ -168,7 +168,7 @@ def _go_back(like, p, head, low, begin, count):
 def _lead_gradients(like, p, head, begin, last):
     """Write the gradients of positions before the first row, which all rows read."""
     de, dx = p.latent_step, p.channel_step
-    fill_row(like, p.g, p.latent_width, 0)
+    fill(like, p.g, p.latent_width, 0)
     for start in range(begin, last, ROWS):
         n = smaller(ROWS, last - start)
         _read_exponentials(like, p, head, start, n, begin)
@@ -190,10 +190,10 @@ def backward_tasks(like, plan, lead, tasks, runs, first, last):
     like, p = as_pointer(0, like), plan[0]
     for task in range(first, last):
         head, begin, end, early, late = tasks[task]
-        fill_row(like, p.R, p.latent_width * p.channel_width, 0)
-        fill_row(like, p.T, p.latent_width * p.channel_width, 0)
-        fill_row(like, p.rho, p.latent_width, 0)
-        fill_row(like, p.held, p.latent_width, -np.inf)
+        fill(like, p.R, p.latent_width * p.channel_width, 0)
+        fill(like, p.T, p.latent_width * p.channel_width, 0)
+        fill(like, p.rho, p.latent_width, 0)
+        fill(like, p.held, p.latent_width, -np.inf)
         for run in range(late - 1, early - 1, -1):
             low, high, _, place = runs[run]
             count = _go_through(like, p, head, low, high, begin, head * p.places + place if p.m != 0 else -1)

@@ -19,7 +19,6 @@ from levattn._kernels.latent.plan import (
     copy_row,
     copy_rows,
     enter,
-    fill_row,
     fold_gain,
     grow_and_read,
     grow_tiles,
@@ -35,6 +34,7 @@ from levattn._kernels.latent.plan import (
 )
 from levattn._kernels.latent.simd import exceeds, exp_row
 from levattn._kernels.llvm import as_pointer, smaller
+from levattn._kernels.scratch import fill
 
 __all__ = ["forward_tasks", "join_rows", "join_runs", "summary_tasks"]
 
@@ -119,7 +119,7 @@ def forward_tasks(like, plan, tasks, first, last):
             y_at = (
                 row_address(p.Y, head, start) if p.channels == p.channel_width else p.y
             )  # its rows follow each other
-            fill_row(like, y_at, n * p.channel_width, 0)
+            fill(like, y_at, n * p.channel_width, 0)
             done = 0
             while done < n:
                 end, _ = weigh_rows(like, p, head, start, done, n, p.c, folds, False)

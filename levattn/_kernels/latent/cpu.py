@@ -49,7 +49,7 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return the gradients of ``Σ dY · forward(x)`` in Q, K, V, gate and gate_value; None for what there is not."""
     (b, T, L), (_, U, D) = x.Q.shape, x.V.shape
     dQ, dK, dV = (np.zeros((b, n, width), x.V.dtype) for n, width in ((T, L), (U, L), (U, D)))
-    gate, beside = (None, None) if x.gate is None else (np.empty((b, T), dQ.dtype), np.empty((b, T, D), dQ.dtype))
+    gate, gate_value = (None, None) if x.gate is None else (np.empty((b, T), dQ.dtype), np.empty((b, T, D), dQ.dtype))
     runs, states = _runs(x)
     begins, ends, lead = x.offsets[:-1], x.offsets[1:], U
     if x.causal:
@@ -60,14 +60,14 @@ def backward(x: LatentArguments, dY: Any) -> tuple[Any, Any, Any, Any, Any]:
     tasks = _tasks(b, list(zip(begins, ends, first_runs[:-1], first_runs[1:], strict=True)))
     each = np.array(runs, np.int64).reshape(-1, 4)
     longest = max((high - low for low, high, *_ in runs), default=0)
-    work = _Work(x, states, longest, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_gate=gate, D_gate_value=beside)
+    work = _Work(x, states, longest, D_Y=dY, D_Q=dQ, D_K=dK, D_V=dV, D_gate=gate, D_gate_value=gate_value)
 
     def body(first: int, last: int) -> None:
         plan, _scratch = work.record.for_thread()
         backward_tasks(work.like, plan, lead, tasks, each, first, last)
 
     share(body, len(tasks), 6 * b * T * D * L)
-    return dQ, dK, dV, gate, beside
+    return dQ, dK, dV, gate, gate_value
 
 
 def summary(K: Any, V: Any, mask: Any, offsets: _Indices) -> State:

@@ -353,7 +353,9 @@ def _plain_runs(lengths: Int64, begins: Int64, cuts: Int64, field: int) -> _Runs
 def _causal_runs(offsets: Int64, ahead: int) -> _Runs:
     """Return the runs of causal attention: rows that see nothing yet, positions before the first row, and both."""
     lengths, begins = np.diff(offsets), offsets[:-1]
-    blind, starts, stops = _stretches(np.minimum(lengths, max(-ahead, 0)), _even(int(lengths.max(initial=0))))
+    blind, starts, stops = _stretches(
+        np.minimum(lengths, max(-ahead, 0)), np.arange(0, int(lengths.max(initial=0)) + _LONGEST, _LONGEST)
+    )
     early = np.zeros((len(blind), 8), np.int64)
     early[:, 0] = blind
     early[:, 3], early[:, 4], early[:, _ROWS] = begins[blind] + starts, starts + ahead, stops - starts
@@ -372,10 +374,6 @@ def _causal_runs(offsets: Int64, ahead: int) -> _Runs:
     table[:, 1] = np.arange(len(table))
     table[:-1, _FOLLOWED] = (table[:-1, _POSITIONS] > 0) & (table[1:, 0] == table[:-1, 0])
     return _Runs(table, len(lengths))
-
-
-def _even(length: int) -> Int64:
-    return np.arange(0, length + _LONGEST, _LONGEST)
 
 
 def _listed(runs: _Runs) -> list[Any]:

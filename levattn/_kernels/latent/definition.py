@@ -6,7 +6,7 @@ In torch the gradients of these are followed, so that there is no backward here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import array_api_compat
@@ -27,7 +27,7 @@ def forward(x: LatentArguments) -> Any:
     xp = array_namespace(x.Q)
     one = len(x.offsets) == 2
     parts = []
-    for i, (low, high) in enumerate(_sequences(x.offsets)):
+    for i, (low, high) in enumerate(pairwise(x.offsets.tolist())):
         Q, K, V = x.Q[:, low:high, :], x.K, x.V
         mask = x.mask
         if not one:
@@ -35,7 +35,9 @@ def forward(x: LatentArguments) -> Any:
             mask = None if mask is None else mask[:, low:high]
         K, V = _masked(xp, K, V, mask)
         gate = None if x.gate is None else x.gate[:, low:high]
-        state = _nothing(xp, K, V) if x.state is None else tuple(_like(xp, part[:, i, ...], V) for part in x.state)
+        state = (
+            _nothing(xp, K, V) if x.state is None else tuple(xp.astype(part[:, i, ...], V.dtype) for part in x.state)
+        )
         if x.causal:
             Y, p = _causal(xp, Q, K, V, gate, x.ahead, state)
         else:
@@ -48,11 +50,10 @@ def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     """Return the state of all positions of each sequence, in float64."""
     xp = array_namespace(K)
     K, V = _masked(xp, K, V, mask)
-    wide = xp.float64
     states = []
-    for low, high in _sequences(offsets):
-        m, s, S = _summed(xp, K[:, low:high, :], V[:, low:high, :])
-        states.append((xp.astype(m, wide), xp.astype(s, wide), xp.astype(S, wide)))
+    for low, high in pairwise(offsets.tolist()):
+        sums = _summed(xp, K[:, low:high, :], V[:, low:high, :])
+        states.append([xp.astype(part, xp.float64) for part in sums])
     return tuple(xp.stack(list(parts), axis=1) for parts in zip(*states, strict=True))
 
 
@@ -92,14 +93,6 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     return h
 
 
-def _sequences(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    yield from zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-
-
-def _like(xp: Any, array: Any, like: Any) -> Any:
-    return xp.astype(array, like.dtype)
-
-
 def _masked(xp: Any, K: Any, V: Any, mask: Any) -> tuple[Any, Any]:
     """Return logits of −inf and values of zero for positions that no latent sees."""
     if mask is not None:
@@ -133,7 +126,7 @@ def _summed(xp: Any, K: Any, V: Any, state: State | None = None) -> State:
 
 
 def _weights(xp: Any, Q: Any, live: Any, gate: Any) -> tuple[Any, Any]:
-    """Return the softmax over the latents that have seen something, and the weight of what is beside them."""
+    """Return the softmax over the latents that have seen something, and the weight of the gate."""
     Q = xp.where(live, Q, _number(xp, -math.inf, Q))
     logits = Q if gate is None else xp.concat([Q, gate[..., None]], axis=-1)
     E = xp.exp(logits - _finite(xp, xp.max(logits, axis=-1, keepdims=True)))
@@ -158,8 +151,8 @@ def _product(xp: Any, P: Any, v: Any, finite: bool) -> Any:
 
 def _everywhere(xp: Any, Q: Any, K: Any, V: Any, gate: Any, state: State) -> tuple[Any, Any]:
     _, s, S = _summed(xp, K, V, state)
-    p, beside = _weights(xp, Q, xp.broadcast_to(s[:, None, :] > 0, Q.shape), gate)
-    return xp.matmul(_divided(xp, p, s[:, None, :]), S), beside
+    p, gated = _weights(xp, Q, xp.broadcast_to(s[:, None, :] > 0, Q.shape), gate)
+    return xp.matmul(_divided(xp, p, s[:, None, :]), S), gated
 
 
 def _causal(xp: Any, Q: Any, K: Any, V: Any, gate: Any, ahead: int, state: State) -> tuple[Any, Any]:
@@ -169,7 +162,7 @@ def _causal(xp: Any, Q: Any, K: Any, V: Any, gate: Any, ahead: int, state: State
     entered = min(max(ahead, 0), U)
     finite = surely_finite(V)
     state = _summed(xp, K[:, :entered, :], V[:, :entered, :], state)
-    outputs, besides = [], []
+    outputs, gates = [], []
     for low in range(0, T, _BLOCK):
         high = min(low + _BLOCK, T)
         until = min(max(high + ahead, entered), U)
@@ -182,12 +175,12 @@ def _causal(xp: Any, Q: Any, K: Any, V: Any, gate: Any, ahead: int, state: State
         base = _finite(xp, top)
         kept, E = xp.exp(m[:, None, :] - base), xp.exp(pairs - base[:, :, None, :])
         z = kept * s[:, None, :] + xp.sum(E, axis=2)
-        p, beside = _weights(xp, Q[:, low:high, :], z > 0, None if gate is None else gate[:, low:high])
+        p, gated = _weights(xp, Q[:, low:high, :], z > 0, None if gate is None else gate[:, low:high])
         w = _divided(xp, p, z)
         own = _product(xp, xp.sum(w[:, :, None, :] * E, axis=-1), v, finite)
         outputs.append(xp.matmul(w * kept, S) + own)
-        besides.append(beside)
+        gates.append(gated)
         state, entered = _summed(xp, k, v, state), until
     if not outputs:
         return V[:, :0, :], None if gate is None else gate
-    return xp.concat(outputs, axis=1), None if gate is None else xp.concat(besides, axis=1)
+    return xp.concat(outputs, axis=1), None if gate is None else xp.concat(gates, axis=1)

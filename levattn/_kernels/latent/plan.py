@@ -16,6 +16,7 @@ from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper
 from levattn._kernels.latent.simd import copy_vectors, differs, exceeds, exp_row, fold_vectors, state_tile, weigh_row
 from levattn._kernels.llvm import as_pointer, larger, smaller
 from levattn._kernels.records import RecordType, Scratch
+from levattn._kernels.scratch import fill
 
 __all__ = [
     "FOLD",
@@ -26,7 +27,6 @@ __all__ = [
     "copy_row",
     "copy_rows",
     "enter",
-    "fill_row",
     "fold_gain",
     "grow_and_read",
     "grow_tiles",
@@ -109,20 +109,13 @@ def row_address(view, head, row):
 
 
 @helper
-def fill_row(like, address, n, value):
-    target = as_pointer(address, like)
-    for j in range(n):
-        target[j] = value
-
-
-@helper
 def copy_row(source, target, n):
     for j in range(n):
         target[j] = source[j]
 
 
 @helper
-def copy_rows(like, p, view, head, first, rows, n, fill, target_at, width):
+def copy_rows(like, p, view, head, first, rows, n, padding, target_at, width):
     """Write rows of n numbers of an array to padded rows."""
     whole = n // p.lanes
     for i in range(rows):
@@ -132,7 +125,7 @@ def copy_rows(like, p, view, head, first, rows, n, fill, target_at, width):
         for j in range(whole * p.lanes, n):
             target[j] = source[j]
         for j in range(n, width):
-            target[j] = fill
+            target[j] = padding
 
 
 @helper
@@ -160,15 +153,15 @@ def read_positions(like, p, head, first, rows, begin):
     """
     missing = smaller(larger(begin - first, 0), rows)
     there, de, dx = rows - missing, p.latent_step, p.channel_step
-    fill_row(like, p.e, missing * p.latent_width, -np.inf)
-    fill_row(like, p.x, missing * p.channel_width, 0)
+    fill(like, p.e, missing * p.latent_width, -np.inf)
+    fill(like, p.x, missing * p.channel_width, 0)
     copy_rows(like, p, p.K, head, first + missing, there, p.latents, -np.inf, p.e + missing * de, p.latent_width)
     copy_rows(like, p, p.V, head, first + missing, there, p.channels, 0, p.x + missing * dx, p.channel_width)
     for i in range(missing, rows):
         if _is_masked(p, head, first + i):
-            fill_row(like, p.e + i * de, p.latent_width, -np.inf)
+            fill(like, p.e + i * de, p.latent_width, -np.inf)
         if not differs(like, p.e + i * de, -np.inf, p.latent_width // p.lanes):
-            fill_row(like, p.x + i * dx, p.channel_width, 0)
+            fill(like, p.x + i * dx, p.channel_width, 0)
 
 
 @helper

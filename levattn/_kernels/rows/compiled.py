@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from levattn._kernels.jit import VECTOR_BYTES, helper
-from levattn._kernels.llvm import address, as_pointer, combine, load, primitive, rolled, store
+from levattn._kernels.llvm import address, as_pointer, combine, integer, load, pointer, primitive, rolled, store
 
 if TYPE_CHECKING:
     from levattn._kernels.rows.contract import Rows
@@ -29,9 +29,8 @@ MASK, SHIFT, SCALE, WEIGHTS = range(7, 19, 3)  # the address of each, and the st
 _FORMATS = ("float64", "float32", "float16", "bfloat16")
 _ZEROS = len(_FORMATS)  # what a masked row is read as
 
-_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
 _APART = 4  # numbers that are read at a time where they lie apart
-_NONE = ir.Constant(_I64, 0)
 _STORED = (ir.DoubleType(), ir.FloatType(), _I16, _I16)
 
 
@@ -41,18 +40,18 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
     kind: the precision in which tiles are to read them, if any are.
     """
     keys = rows.keys
-    beside = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
+    operands = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
     kinds = ("uint16" if rows.format.endswith("float16") else rows.format, "bool", *["float64"] * 3)
-    for x, expected in zip((keys, *beside), kinds, strict=True):  # compiled code reads what it is told to
+    for x, expected in zip((keys, *operands), kinds, strict=True):  # compiled code reads what it is told to
         if x is not None and x.size and x.dtype != expected:
             raise TypeError(f"an array of {rows.format} rows has dtype {x.dtype}; expected {expected}")
-    if any(x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1 for x in beside[1:3]):
+    if any(x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1 for x in operands[1:3]):
         raise ValueError("shift or scale has gaps between its columns; expected C arrays")
     size, d = keys.itemsize, keys.shape[2]
-    plain = kind is not None and keys.dtype == kind and all(x is None for x in beside)
+    plain = kind is not None and keys.dtype == kind and all(x is None for x in operands)
     direct = plain and keys.strides[2] == size and keys.strides[1] % size == 0 and d * size % VECTOR_BYTES == 0
     view = [keys.ctypes.data, *keys.strides, d, _FORMATS.index(rows.format), direct]
-    for array in beside:
+    for array in operands:
         view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides]
     return np.array(view, np.int64)
 
@@ -93,32 +92,31 @@ def _read_row(typing, like, format, source, step, n, target):
         format, source, step, n, target = arguments[1:]
         kind, size_of = context.get_data_type(like.dtype), like.dtype.bitwidth // 8
         count = VECTOR_BYTES // size_of
-        to = b.inttoptr(target, kind.as_pointer())
-        whole = b.and_(n, ir.Constant(_I64, -count))
+        to = pointer(b, target, kind)
+        whole = b.and_(n, integer(-count))
         after = b.append_basic_block("after")
         zeros = b.append_basic_block("zeros")
         choice = b.switch(format, zeros)
         b.position_at_end(zeros)
-        cgutils.memset(b, to, b.mul(n, ir.Constant(_I64, size_of)), 0)
+        cgutils.memset(b, to, b.mul(n, integer(size_of)), 0)
         b.branch(after)
         for number, stored in enumerate(_STORED):
             size = context.get_abi_sizeof(stored)
 
             def copy(i: Any, number: int = number, stored: Any = stored) -> None:
-                value = b.load(b.inttoptr(b.add(source, b.mul(i, step)), stored.as_pointer()))
+                value = b.load(pointer(b, b.add(source, b.mul(i, step)), stored))
                 b.store(_widened(b, value, number, kind), b.gep(to, [i]))
 
             b.position_at_end(begin := b.append_basic_block(_FORMATS[number]))
-            choice.add_case(ir.Constant(_I64, number), begin)
-            with b.if_else(b.icmp_signed("==", step, ir.Constant(_I64, size))) as (side_by_side, apart):
-                with side_by_side, rolled(b, _NONE, whole, count) as i:
-                    value = load(
-                        b, b.gep(b.inttoptr(source, stored.as_pointer()), [i]), ir.VectorType(stored, count), size
-                    )
+            choice.add_case(integer(number), begin)
+            with b.if_else(b.icmp_signed("==", step, integer(size))) as (side_by_side, apart):
+                with side_by_side, rolled(b, integer(0), whole, count) as i:
+                    place = b.gep(pointer(b, source, stored), [i])
+                    value = load(b, place, ir.VectorType(stored, count), size)
                     store(b, _widened(b, value, number, kind), b.gep(to, [i]), size_of)
-                with apart, rolled(b, _NONE, whole, _APART) as i:
+                with apart, rolled(b, integer(0), whole, _APART) as i:
                     for k in range(_APART):
-                        copy(b.add(i, ir.Constant(_I64, k)))
+                        copy(b.add(i, integer(k)))
             with rolled(b, whole, n) as i:
                 copy(i)
             b.branch(after)
@@ -144,7 +142,7 @@ def entry_address(typing, view, array, item, i):
 
     def codegen(context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         block = context.make_array(view)(context, b, arguments[0]).data
-        start, *steps = (b.load(b.gep(block, [ir.Constant(_I64, first + k)])) for k in range(3))
+        start, *steps = (b.load(b.gep(block, [integer(first + k)])) for k in range(3))
         for step, index in zip(steps, arguments[2:], strict=True):
             start = b.add(start, b.mul(step, index))
         return start

@@ -58,11 +58,11 @@ class Rows:
 
     def column_sums(self) -> Float64:
         """Return the sums of the columns, (b, d), block by block and combined pairwise."""
-        return kernels_for("rows", self.keys).column_sums(self)
+        return kernels_for("rows", self.keys).column_figures(self, largest=False)
 
     def column_maxima(self) -> Float64:
         """Return the largest magnitude in each column, (b, d)."""
-        return kernels_for("rows", self.keys).column_maxima(self)
+        return kernels_for("rows", self.keys).column_figures(self, largest=True)
 
     def nonfinite_rows(self, item: int, limit: int) -> list[int]:
         """Return the first rows of one matrix (at most `limit`) that hold NaN or infinity and are not masked."""
@@ -90,11 +90,8 @@ class Rows:
 class RowKernels(Protocol):
     """What is found of columns and rows."""
 
-    def column_sums(self, rows: Rows, /) -> Float64:
-        """See `Rows.column_sums`."""
-
-    def column_maxima(self, rows: Rows, /) -> Float64:
-        """See `Rows.column_maxima`."""
+    def column_figures(self, rows: Rows, /, *, largest: bool) -> Float64:
+        """See `Rows.column_maxima` if `largest`, and else `Rows.column_sums`."""
 
     def nonfinite_rows(self, rows: Rows, item: int, limit: int, /) -> list[int]:
         """See `Rows.nonfinite_rows`."""

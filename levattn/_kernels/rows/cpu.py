@@ -13,7 +13,7 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.scan import column_tasks, nonfinite_scan, read_rows
 from levattn._kernels.tasks import share
 
-__all__ = ["column_maxima", "column_sums", "nonfinite_rows", "scratch_like", "stored_rows"]
+__all__ = ["column_figures", "nonfinite_rows", "scratch_like", "stored_rows"]
 
 
 def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
@@ -34,17 +34,8 @@ def stored_rows(rows: Rows, item: int, start: int, stop: int, kind: Any) -> Any:
     return X
 
 
-def column_sums(rows: Rows) -> Float64:
-    """Return the sums of the columns, (b, d), block by block and combined pairwise."""
-    return _columns(rows, largest=False)
-
-
-def column_maxima(rows: Rows) -> Float64:
-    """Return the largest magnitude in each column, (b, d)."""
-    return _columns(rows, largest=True)
-
-
-def _columns(rows: Rows, *, largest: bool) -> Float64:
+def column_figures(rows: Rows, *, largest: bool) -> Float64:
+    """Return the sums or largest magnitudes of the columns; see `RowKernels`."""
     b, n, d = rows.shape
     out = np.zeros((b, d))
     view = view_of(rows)

@@ -13,14 +13,7 @@ from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows import cpu
 from levattn._kernels.rows.contract import BLOCK, Rows
 
-__all__ = [
-    "blocks_of",
-    "column_maxima",
-    "column_sums",
-    "entries_of",
-    "nonfinite_rows",
-    "written_out",
-]
+__all__ = ["blocks_of", "column_figures", "entries_of", "nonfinite_rows", "written_out"]
 
 
 def entries_of(rows: Rows) -> tuple[Any, ...]:
@@ -52,19 +45,12 @@ def blocks_of(rows: Rows, size: int = BLOCK) -> Iterator[tuple[int, Rows]]:
         yield low, written_out(rows, low, min(low + size, n))
 
 
-def column_sums(rows: Rows) -> Float64:
-    """Return the sums of the columns, (b, d), block by block and combined pairwise."""
-    sums = (cpu.column_sums(dense) for _, dense in blocks_of(rows))
-    return np.asarray(pairwise_sum(sums, np.zeros((1, rows.shape[2]))))
-
-
-def column_maxima(rows: Rows) -> Float64:
-    """Return the largest magnitude in each column, (b, d)."""
+def column_figures(rows: Rows, *, largest: bool) -> Float64:
+    """Return the sums or largest magnitudes of the columns; see `RowKernels`."""
     out = np.zeros((1, rows.shape[2]))
-    if rows.shift is not None:
-        for _, dense in blocks_of(rows):
-            np.maximum(out, cpu.column_maxima(dense), out=out)
-        return out
+    if not largest or rows.shift is not None:
+        found = (cpu.column_figures(dense, largest=largest) for _, dense in blocks_of(rows))
+        return np.max([out, *found], axis=0) if largest else np.asarray(pairwise_sum(found, out))
     indptr, indices, values, mask = entries_of(rows)
     held = slice(int(indptr[0]), int(indptr[-1]))
     sizes = np.abs(values[held])

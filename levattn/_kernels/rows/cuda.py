@@ -11,15 +11,7 @@ from levattn._core.types import Float64
 from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
 from levattn._kernels.rows.contract import BLOCK, Rows
 
-__all__ = [
-    "MOST_SLABS",
-    "column_maxima",
-    "column_sums",
-    "key_arguments",
-    "key_type",
-    "nonfinite_rows",
-    "sum_in_pairs",
-]
+__all__ = ["MOST_SLABS", "column_figures", "key_arguments", "key_type", "nonfinite_rows", "sum_in_pairs"]
 
 MOST_SLABS = 65535  # blocks of threads along the second and the third axis of a grid
 
@@ -44,17 +36,8 @@ def sum_in_pairs(terms: Any) -> Any:
     return terms.sum(axis=1)
 
 
-def column_sums(rows: Rows) -> Float64:
-    """Return the sums of the columns, (b, d)."""
-    return _columns(rows, largest=False)
-
-
-def column_maxima(rows: Rows) -> Float64:
-    """Return the largest magnitude in each column, (b, d)."""
-    return _columns(rows, largest=True)
-
-
-def _columns(rows: Rows, *, largest: bool) -> Float64:
+def column_figures(rows: Rows, *, largest: bool) -> Float64:
+    """Return the sums or largest magnitudes of the columns; see `RowKernels`."""
     xp = namespace()
     b, n, d = rows.shape
     blocks = -(-n // BLOCK)

@@ -12,13 +12,7 @@ from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Rows
 
-__all__ = [
-    "column_maxima",
-    "column_sums",
-    "nonfinite_rows",
-    "send",
-    "transformed_rows",
-]
+__all__ = ["column_figures", "nonfinite_rows", "send", "transformed_rows"]
 
 
 def transformed_rows(rows: Rows, item: int, start: int, stop: int) -> Any:
@@ -41,23 +35,14 @@ def send(matrix: Float64, rows: Rows) -> Any:
     return xp.asarray(matrix, dtype=xp.float64, device=array_api_compat.device(rows.keys))
 
 
-def column_sums(rows: Rows) -> Float64:
-    """Return the sums of the columns, (b, d)."""
-    return _columns(rows, "sum")
-
-
-def column_maxima(rows: Rows) -> Float64:
-    """Return the largest magnitude in each column, (b, d)."""
-    return _columns(rows, "max")
-
-
-def _columns(rows: Rows, what: str) -> Float64:
+def column_figures(rows: Rows, *, largest: bool) -> Float64:
+    """Return the sums or largest magnitudes of the columns; see `RowKernels`."""
     xp = array_namespace(rows.keys)
     b, n, d = rows.shape
     out = np.zeros((b, d))
     for item in range(b):
         blocks = [transformed_rows(rows, item, low, min(low + BLOCK, n)) for low in range(0, n, BLOCK)]
-        if what == "max":
+        if largest:
             out[item] = np.max([to_numpy(xp.max(xp.abs(x), axis=0)) for x in blocks], axis=0, initial=0.0)
         else:
             out[item] = pairwise_sum(to_numpy(xp.sum(x, axis=0)) for x in blocks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from levattn._kernels.jit import helper, jit
 from levattn._kernels.llvm import as_pointer, smaller
-from levattn._kernels.scratch import empty
+from levattn._kernels.scratch import empty, fill
 from levattn._kernels.tokens.forward import (
     ALL,
     D_LOGITS,
@@ -32,7 +32,6 @@ from levattn._kernels.tokens.plan import (
     clear_masked,
     copy_sums,
     dot,
-    fill,
     gather,
     head_rows,
     rate_of,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Logits", "TokenArguments", "TokenGradients", "TokenKernels", "TokenSums"]
+__all__ = ["LOGITS", "Logits", "TokenArguments", "TokenGradients", "TokenKernels", "TokenSums"]
 
 TokenSums = tuple[Any, Any, Any, Any]  # (A, n, M, N) of each head and sequence, in float64
 
 Logits = Literal["none", "norm", "diagonal"]
+LOGITS = get_args(Logits)  # compiled code and sources for devices know them by their places
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ from levattn._kernels.records import Record
 from levattn._kernels.tasks import share, threads_for
 from levattn._kernels.tokens import forward as compiled
 from levattn._kernels.tokens.backward import backward_tasks
-from levattn._kernels.tokens.contract import TokenArguments, TokenSums
+from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenSums
 from levattn._kernels.tokens.forward import forward_tasks
-from levattn._kernels.tokens.plan import KINDS, SLAB, SPAN, TOKEN_PLAN, token_scratch
+from levattn._kernels.tokens.plan import SLAB, SPAN, TOKEN_PLAN, token_scratch
 from levattn._kernels.tokens.simd import GAIN_BLOCK
 from levattn._kernels.tokens.squares import BAND, square_rows
 
@@ -131,7 +131,7 @@ class _Work:
             width=d,
             size=kind.itemsize,
             causal=x.causal,
-            logits=KINDS.index(x.logits),
+            logits=LOGITS.index(x.logits),
             mean=x.mean and x.logits == "diagonal",
             sequences=len(self._bounds),
             bounds=self._bounds,

@@ -22,7 +22,7 @@ import numpy as np
 
 from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit, with_rows, with_steps
 from levattn._kernels.rows.cuda import sum_in_pairs
-from levattn._kernels.tokens.contract import TokenArguments, TokenSums
+from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenSums
 from levattn._kernels.tokens.definition import add_squares
 
 __all__ = ["add_squares", "backward", "forward", "memberships"]
@@ -31,7 +31,6 @@ __all__ = ["add_squares", "backward", "forward", "memberships"]
 _RUN = 16
 _MOST = 256  # threads of a block
 _COLUMNS, _LINES = 32, 16  # of a scan
-_LOGITS = {"none": 0, "norm": 1, "diagonal": 2}
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
 
@@ -80,7 +79,7 @@ class _Work:
         self._tokens = [*with_steps(self.W, 3), *with_steps(x.mask, 2), offsets, *self._counts, self._rates]
         self._tokens += [self.h, self.d, self.pitch, x.causal]
         least = max(x.least, float(np.finfo(self.dtype).tiny))
-        self._logits = [_LOGITS[x.logits], x.mean, least]
+        self._logits = [LOGITS.index(x.logits), x.mean, least]
         self._output = [x.gain, x.c, x.ridge, self.T]
         self._temperature = with_steps(x.temperature, 2)
 

@@ -42,10 +42,10 @@ def add_squares(
         row.
     """
     xp = array_namespace(X)
-    X, wide = xp.astype(X, xp.float64), xp.float64
+    X = xp.astype(X, xp.float64)
     present = _present(xp, X, mask)
-    ones = xp.astype(present, wide)
-    w = ones if weights is None else xp.where(present, xp.astype(weights, wide), ones)
+    ones = xp.astype(present, xp.float64)
+    w = ones if weights is None else xp.where(present, xp.astype(weights, xp.float64), ones)
     X = xp.where(present[..., None], X, xp.zeros_like(X))
     kept = xp.ones_like(xp.sum(X, axis=(1, 2)))
     if decay is not None:
@@ -77,7 +77,7 @@ def _run(x: TokenArguments) -> tuple[Any, Any, TokenSums]:
         members.append(P)
         sums.append(end)
     if not sums:
-        empty = _zeros(xp, x.W, (*x.W.shape[:2], 0), wide=True)
+        empty = _zeros(xp, x.W, (*x.W.shape[:2], 0))
         deep = empty[..., None] * xp.ones_like(xp.astype(x.W[:, :, :0, :], xp.float64))
         return x.W, x.W[..., 0], (deep, empty, deep, empty)
     after = tuple(xp.stack(list(parts), axis=2) for parts in zip(*sums, strict=True))
@@ -91,8 +91,8 @@ def _present(xp: Any, X: Any, mask: Any) -> Any:
     return xp.ones(X.shape[:2], dtype=xp.bool, device=array_api_compat.device(X))
 
 
-def _zeros(xp: Any, like: Any, shape: Any, *, wide: bool = False) -> Any:
-    return xp.zeros(shape, dtype=xp.float64 if wide else like.dtype, device=array_api_compat.device(like))
+def _zeros(xp: Any, like: Any, shape: Any) -> Any:
+    return xp.zeros(shape, dtype=xp.float64, device=array_api_compat.device(like))
 
 
 def _like(xp: Any, numbers: Any, like: Any) -> Any:
@@ -136,15 +136,15 @@ def _output(xp: Any, x: TokenArguments, W: Any, P: Any, M: Any, N: Any) -> Any:
 def _everywhere(
     xp: Any, x: TokenArguments, W: Any, there: Any, offset: Any, begin: TokenSums | None
 ) -> tuple[Any, Any, TokenSums]:
-    X, wide = W * W, xp.float64
+    X, float64 = W * W, xp.float64
     if begin is None:
-        A = xp.sum(X, axis=2, dtype=wide)
-        n = xp.sum(xp.astype(there, wide), axis=2) + xp.zeros_like(A[..., 0])
+        A = xp.sum(X, axis=2, dtype=float64)
+        n = xp.sum(xp.astype(there, float64), axis=2) + xp.zeros_like(A[..., 0])
     else:
         A, n, M, N = begin
     P = _members(xp, x, _scores(xp, x, X, _as(xp, A, X)[:, :, None, :], _as(xp, n, X)[..., None]), offset, there)
     if begin is None:
-        M, N = xp.sum(P[..., None] * X, axis=2, dtype=wide), xp.sum(P, axis=2, dtype=wide)
+        M, N = xp.sum(P[..., None] * X, axis=2, dtype=float64), xp.sum(P, axis=2, dtype=float64)
     Y = _output(xp, x, W, P, _as(xp, M, X)[:, :, None, :], _as(xp, N, X)[..., None])
     return Y, P, (A, n, M, N)
 
@@ -158,7 +158,7 @@ def _causal(
 ) -> tuple[Any, Any, TokenSums]:
     """Return what causal tokens read, block by block: sums before by `begin`, and the block's own."""
     b, h, T, d = W.shape
-    nothing = _zeros(xp, W, (b, h, d), wide=True), _zeros(xp, W, (b, h), wide=True)
+    nothing = _zeros(xp, W, (b, h, d)), _zeros(xp, W, (b, h))
     A, n, M, N = begin if begin is not None else (*nothing, *nothing)
     rates = None if x.decay is None else _like(xp, x.decay, W)[None, :, None]
     ones = xp.ones((b, h, 1, 1), dtype=W.dtype, device=array_api_compat.device(W))

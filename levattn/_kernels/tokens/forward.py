@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from levattn._kernels.jit import helper, jit
 from levattn._kernels.llvm import as_pointer, larger, smaller
+from levattn._kernels.scratch import fill
 from levattn._kernels.tokens.plan import (
     DIAGONAL,
     NONE,
@@ -22,7 +23,6 @@ from levattn._kernels.tokens.plan import (
     copy_sums,
     dot,
     end_sums,
-    fill,
     gather,
     head_rows,
     rate_of,

@@ -13,11 +13,11 @@ import numpy as np
 from levattn._kernels.jit import helper
 from levattn._kernels.llvm import as_pointer, smaller
 from levattn._kernels.records import RecordType, Scratch
+from levattn._kernels.scratch import fill
 from levattn._kernels.tokens.simd import GAIN_BLOCK, dot_run, gather_run
 
 __all__ = [
     "DIAGONAL",
-    "KINDS",
     "NONE",
     "NORM",
     "RUN",
@@ -31,7 +31,6 @@ __all__ = [
     "copy_sums",
     "dot",
     "end_sums",
-    "fill",
     "gather",
     "head_rows",
     "rate_of",
@@ -46,8 +45,7 @@ __all__ = [
     "write",
 ]
 
-KINDS = ("none", "norm", "diagonal")
-NONE, NORM, DIAGONAL = range(3)
+NONE, NORM, DIAGONAL = range(3)  # the places of LOGITS
 
 RUN = 8 * GAIN_BLOCK
 SPAN = 4 * RUN  # tokens of a task over all heads
@@ -120,13 +118,6 @@ def bounds(p, i):
 def table(p, i):
     """Return the address of a table of a run."""
     return p.tables + i * RUN * p.size
-
-
-@helper
-def fill(like, at, n, value):
-    target = as_pointer(at, like)
-    for j in range(n):
-        target[j] = value
 
 
 @helper

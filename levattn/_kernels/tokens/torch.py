@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,12 +20,10 @@ from levattn._kernels.tensors import (
     tensor_of,
 )
 from levattn._kernels.tokens import definition
-from levattn._kernels.tokens.contract import Logits, TokenArguments, TokenGradients, TokenKernels, TokenSums
+from levattn._kernels.tokens.contract import LOGITS, TokenArguments, TokenGradients, TokenKernels, TokenSums
 from levattn._kernels.tokens.definition import add_squares
 
 __all__ = ["add_squares", "forward", "memberships"]
-
-_LOGITS = get_args(Logits)
 
 
 def forward(x: TokenArguments, *, state: bool = False) -> tuple[Any, TokenSums | None]:
@@ -88,7 +86,7 @@ def _arguments(x: TokenArguments) -> tuple[Any, ...]:
     offsets = torch.from_numpy(x.offsets) if isinstance(x.offsets, np.ndarray) else x.offsets
     decay = None if x.decay is None else torch.from_numpy(x.decay)
     state = (None,) * 4 if x.state is None else tuple(torch.from_numpy(np.array(to_numpy(part))) for part in x.state)
-    numbers = (x.causal, _LOGITS.index(x.logits), x.mean, x.least, x.ridge, x.c, x.gain)
+    numbers = (x.causal, LOGITS.index(x.logits), x.mean, x.least, x.ridge, x.c, x.gain)
     return (x.W, x.temperature, x.offset, x.mask, offsets, decay, *state, *numbers)
 
 
@@ -98,7 +96,7 @@ def _read(W: Any, temperature: Any, offset: Any, mask: Any, offsets: Any, decay:
     rates = None if decay is None else decay.numpy()
     A, n, M, N = (None if part is None else part.numpy() for part in state)
     sums = None if A is None else (A, n, M, N)
-    logits = _LOGITS[kind]
+    logits = LOGITS[kind]
     return _in_memory(
         TokenArguments(W, temperature, offset, offsets, causal, logits, mean, least, ridge, c, gain, rates, mask, sums)
     )

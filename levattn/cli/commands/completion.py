@@ -1,14 +1,15 @@
 """The command line of ``levattn completion``."""
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from levattn.cli.program import Command
 
-__all__ = ["Shell", "add"]
+__all__ = ["add"]
+
+_Shell = Annotated[Literal["bash", "zsh", "fish", "powershell"], typer.Argument(help="Which shell.")]
 
 _HELP = """\
 Print the script that completes levattn in your shell.
@@ -32,18 +33,9 @@ Without them, these lines do for ~/.bashrc and ~/.zshrc:
 """
 
 
-class Shell(StrEnum):
-    """The shells that there are scripts for."""
-
-    bash = "bash"
-    zsh = "zsh"
-    fish = "fish"
-    powershell = "powershell"
-
-
 def add(app: typer.Typer) -> None:
     """Add the command to the program."""
 
-    @app.command(cls=Command, help=_HELP, short_help="Print the script that completes levattn in a shell.")
-    def completion(shell: Annotated[Shell, typer.Argument(help="Which shell.")]) -> None:
-        typer.echo(get_completion_script(prog_name="levattn", complete_var="_LEVATTN_COMPLETE", shell=shell.value))
+    @app.command(cls=Command, help=_HELP)
+    def completion(shell: _Shell) -> None:
+        typer.echo(get_completion_script(prog_name="levattn", complete_var="_LEVATTN_COMPLETE", shell=shell))

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from levattn.cli import demo as demonstration
-from levattn.cli.commands.options import RESULTS, AsJson, by_library
+from levattn.cli.commands.options import RESULTS, AsJson, HeavyFrom
+from levattn.cli.demo import run_demo
 from levattn.cli.program import Command
 
 __all__ = ["add"]
@@ -44,13 +44,9 @@ Four sentences sum the heads up. Should a score be missed, the status is 1.
 def add(app: typer.Typer) -> None:
     """Add the command to the program."""
 
-    @app.command(
-        cls=Command, help=_HELP, epilog=_EPILOG, short_help="Try it: 72 heads of a real encoder, with pictures."
-    )
+    @app.command(cls=Command, help=_HELP, epilog=_EPILOG)
     def demo(
-        epsilon: Annotated[
-            float, typer.Option(callback=by_library("epsilon"), help="Score from which on a key is heavy, in (0, 1].")
-        ] = demonstration.DEMO_EPSILON,
+        epsilon: HeavyFrom = 0.1,
         out: Annotated[
             Path,
             typer.Option(
@@ -59,4 +55,4 @@ def add(app: typer.Typer) -> None:
         ] = Path("levattn-demo"),
         as_json: AsJson = False,
     ) -> None:
-        demonstration.run_demo(epsilon, out, as_json)
+        run_demo(epsilon, out, as_json)

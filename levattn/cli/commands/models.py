@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import models
-from levattn.cli.commands.options import RESULTS, AsJson, by_library, check_picture
+from levattn.cli.commands.options import AsJson, HeavyFrom, Picture
 from levattn.cli.models import ScoreColumn
 from levattn.cli.program import Command
 
@@ -44,7 +44,7 @@ What is printed, a row for each layer and head of keys:
 The sets promise nothing for softmax: mass and caught are measured on this text.
 """
 _PRUNE = """\
-Prune a model's attention, and report what that loses on a text.
+Prune a model's attention, report what that loses.
 
 Each query attends exactly to the keys near it and to keys selected by scores, and reads all others as summaries,
 clusters that count as one key each. Use it to see what a budget of such slots costs, before you prune a model with
@@ -88,17 +88,6 @@ _Text = Annotated[Path, typer.Option(help="Text file in UTF-8, of which the firs
 _Tokens = Annotated[
     int, typer.Option(min=2, help="Tokens of the text to read at most; never more than the model has positions.")
 ]
-_Picture = Annotated[
-    Path | None,
-    typer.Option(
-        callback=check_picture,
-        rich_help_panel=RESULTS,
-        help="Draw `mass` for each layer and head into this .png, .svg or .pdf file.",
-    ),
-]
-_Epsilon = Annotated[
-    float, typer.Option(callback=by_library("epsilon"), help="Score from which on a key is heavy, in (0, 1].")
-]
 _Budget = Annotated[
     float,
     typer.Option(
@@ -138,29 +127,17 @@ _Sinks = Annotated[
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the program."""
-    app.command(
-        "inspect",
-        cls=Command,
-        help=_INSPECT,
-        epilog=_INSPECT_EPILOG,
-        short_help="Show the universal sets of a model's keys on a text.",
-    )(_inspect)
-    app.command(
-        "prune-report",
-        cls=Command,
-        help=_PRUNE,
-        epilog=_PRUNE_EPILOG,
-        short_help="Prune a model's attention, report what that loses.",
-    )(_prune_report)
+    app.command("inspect", cls=Command, help=_INSPECT, epilog=_INSPECT_EPILOG)(_inspect)
+    app.command("prune-report", cls=Command, help=_PRUNE, epilog=_PRUNE_EPILOG)(_prune_report)
 
 
 def _inspect(
     model: _Folder,
     text: _Text,
-    epsilon: _Epsilon = 0.05,
+    epsilon: HeavyFrom = 0.05,
     tokens: _Tokens = 512,
     as_json: AsJson = False,
-    plot: _Picture = None,
+    plot: Picture = None,
 ) -> None:
     models.inspect(models.Inquiry(model, text, tokens, as_json, plot), epsilon)
 
@@ -170,15 +147,15 @@ def _prune_report(
     text: _Text,
     tokens: _Tokens = 512,
     budget: _Budget = 0.25,
-    scores: _Selection = ScoreColumn.residual,
+    scores: _Selection = "residual",
     summaries: _Summaries = None,
     window: _Window = None,
     sinks: _Sinks = None,
     as_json: AsJson = False,
-    plot: _Picture = None,
+    plot: Picture = None,
 ) -> None:
     if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
         raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
-    options = {"scores": scores.value, "summaries": summaries, "window": window, "sinks": sinks}
+    options = {"scores": scores, "summaries": summaries, "window": window, "sinks": sinks}
     inquiry = models.Inquiry(model, text, tokens, as_json, plot)
     models.prune_report(inquiry, int(budget) if budget > 1 else budget, options)

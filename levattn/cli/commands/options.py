@@ -5,17 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["RESULTS", "AsJson", "by_library", "check_picture", "ends_in"]
+__all__ = ["RESULTS", "AsJson", "HeavyFrom", "Picture", "by_library", "ends_in"]
 
 RESULTS = "Results"
-AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        rich_help_panel=RESULTS,
-        help="Print one JSON document instead of the table; docs/program.md lists its keys.",
-    ),
-]
 
 
 def by_library(name: str) -> Any:
@@ -44,4 +36,23 @@ def ends_in(*suffixes: str) -> Any:
     return check
 
 
-check_picture = ends_in(".png", ".svg", ".pdf")
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        rich_help_panel=RESULTS,
+        help="Print one JSON document instead of the table; docs/program.md lists its keys.",
+    ),
+]
+HeavyFrom = Annotated[
+    float, typer.Option(callback=by_library("epsilon"), help="Score from which on a key is heavy, in (0, 1].")
+]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        callback=ends_in(".png", ".svg", ".pdf"),
+        rich_help_panel=RESULTS,
+        help="Draw the results into this .png, .svg or .pdf file: the scores of a file, largest first, or the `mass` "
+        "of each layer and head of a model.",
+    ),
+]

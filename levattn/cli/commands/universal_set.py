@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import sets
-from levattn.cli.commands.options import RESULTS, AsJson, by_library, check_picture, ends_in
+from levattn.cli.commands.options import RESULTS, AsJson, Picture, by_library, ends_in
 from levattn.cli.function import ALLOWED, parse_function
 from levattn.cli.program import Command
 from levattn.cli.sets import SetMethod
@@ -134,14 +134,6 @@ _Scheduler = Annotated[
         "work, in one pass.",
     ),
 ]
-_Picture = Annotated[
-    Path | None,
-    typer.Option(
-        callback=check_picture,
-        rich_help_panel=RESULTS,
-        help="Draw the scores, largest first, into this .png, .svg or .pdf file.",
-    ),
-]
 _Output = Annotated[
     Path | None,
     typer.Option(
@@ -156,13 +148,7 @@ _Output = Annotated[
 
 def add(app: typer.Typer) -> None:
     """Add the command to the program."""
-    app.command(
-        "universal-set",
-        cls=Command,
-        help=_HELP,
-        epilog=_EPILOG,
-        short_help="Find the keys in a file that can be attended to heavily.",
-    )(_universal_set)
+    app.command("universal-set", cls=Command, help=_HELP, epilog=_EPILOG)(_universal_set)
 
 
 def _universal_set(
@@ -173,12 +159,12 @@ def _universal_set(
     duplicates: _Duplicates = None,
     center: _Center = False,
     tensor: _Tensor = None,
-    method: _Method = SetMethod.auto,
+    method: _Method = "auto",
     memory: _Memory = None,
     checkpoint: _Checkpoint = None,
     scheduler: _Scheduler = None,
     as_json: AsJson = False,
-    plot: _Picture = None,
+    plot: Picture = None,
     output: _Output = None,
 ) -> None:
     request = sets.Request(
@@ -190,7 +176,7 @@ def _universal_set(
         center=center,
         duplicates=duplicates,
         method=method,
-        memory=memory,
+        memory=None if memory is None else memory * 2**20,
         checkpoint=checkpoint,
         scheduler=scheduler,
     )
@@ -202,7 +188,7 @@ def _universal_set(
 
 def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str]]:
     """Return which options may not go together, whether they were given, and what is said then."""
-    by_size, other_method = request.epsilon is None, request.method is not SetMethod.auto
+    by_size, other_method = request.epsilon is None, request.method != "auto"
     is_square, grouped = request.function.is_square, request.duplicates is not None
     resumed, address = request.checkpoint is not None, request.scheduler
     remote = address is not None
@@ -210,7 +196,7 @@ def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str
         (by_size == (request.size is None), "give exactly one of --epsilon and --size"),
         (
             other_method and not is_square,
-            f"--method {request.method.value} is for --function 2; others take only auto",
+            f"--method {request.method} is for --function 2; others take only auto",
         ),
         (
             request.center and not is_square,
