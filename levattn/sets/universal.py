@@ -103,7 +103,8 @@ def universal_set(
         set the threshold. If left out, how often and how nearly a key gets ε; for `mass` and `size` mean attention.
     elsewhere : array of shape (..., m), optional
         With `queries` and `Softmax`: the logarithm of Σ exp⟨q, k⟩ over other keys that each query attends to, such as
-        the later ones of a decoder, for which no set is made. Scores are then shares of all attention.
+        the later ones of a decoder, for which no set is made. Scores are then shares of all attention; `mass` is a
+        share of what these keys get.
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
         superset: their scores are raised by their distortion, which is measured, and so bound the true ones from
@@ -193,7 +194,7 @@ def universal_set(
     array([10])
     """
     function = as_function(f)
-    if any(given is not None for given in (queries, coverage, mass, scores)):
+    if any(given is not None for given in (queries, coverage, mass, scores, elsewhere)):
         wish = _covered(epsilon, size, mass, coverage, queries)
         _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
         matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
@@ -239,7 +240,8 @@ def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) ->
     if queries is None or coverage is None:
         missing = "queries" if queries is None else "coverage"
         raise ValueError(
-            f"{missing} is None; expected queries and coverage together, without which there is no mass and no scores"
+            f"{missing} is None; expected queries and coverage together, without which mass, scores and elsewhere mean "
+            "nothing"
         )
     asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
     if len(asked) != 1:
