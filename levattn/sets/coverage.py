@@ -205,8 +205,8 @@ def logarithms(elsewhere: Any, f: AttentionFunction | Softmax, shape: tuple[int,
     fits = array.size == math.prod(shape) and array.shape in (shape, *others)
     if array.dtype.kind not in "fiu" or not fits or not (array < np.inf).all():
         raise ValueError(
-            f"elsewhere has shape {array.shape} and dtype {array.dtype}; expected {others[-1] if others else shape}, a "
-            "number for each query: the logarithm of what it gives to other keys (−∞ for nothing, not NaN or +∞)"
+            f"elsewhere has shape {array.shape} and dtype {array.dtype}; expected {others[-1] if others else shape}, "
+            "a number for each query: the logarithm of what it gives to other keys (−∞ for nothing, not NaN or +∞)"
         )
     return array.reshape(shape).astype(np.float64)
 

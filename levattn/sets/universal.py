@@ -205,12 +205,7 @@ def universal_set(
     approximate = square and check_method(method)
     if not approximate:
         refuse_randomness(method, sketch_size, rng)
-    if recheck and (not approximate or epsilon is None):
-        raise ValueError(f"recheck is {recheck!r}; expected False but for approximate methods with epsilon")
-    if center and not square:
-        raise ValueError(
-            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
-        )
+    _refuse_odd(square, center=center, recheck=recheck, rechecks=approximate and epsilon is not None)
     asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
     extras = any(option is not None and option is not False for option in (progress, checkpoint, checkpoint_rows))
@@ -240,8 +235,8 @@ def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) ->
     if queries is None or coverage is None:
         missing = "queries" if queries is None else "coverage"
         raise ValueError(
-            f"{missing} is None; expected queries and coverage together, without which mass, scores and elsewhere mean "
-            "nothing"
+            f"{missing} is None; expected queries and coverage together, without which mass, scores and elsewhere "
+            "mean nothing"
         )
     asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
     if len(asked) != 1:
@@ -255,6 +250,16 @@ def _refuse_others(*options: Any) -> None:
     given = [name for name, value in pairs if not (value is None or value is False or str(value) == "auto")]
     if given:
         raise ValueError(f"{', '.join(given)} given with queries; expected none of these for a set with coverage")
+
+
+def _refuse_odd(square: bool, *, center: bool, recheck: bool, rechecks: bool) -> None:
+    """Raise for options that do not go with the function or the method."""
+    if recheck and not rechecks:
+        raise ValueError(f"recheck is {recheck!r}; expected False but for approximate methods with epsilon")
+    if center and not square:
+        raise ValueError(
+            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
+        )
 
 
 @dataclass(frozen=True)
