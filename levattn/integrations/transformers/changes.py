@@ -6,6 +6,8 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from levattn._core.checks import check_type
+
 __all__ = ["EXTENSION", "PART", "Changes", "check_model"]
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
@@ -16,8 +18,7 @@ def check_model(model: Any) -> None:
     """Raise for what is no model of transformers, or hands positions on in a way that its attention does not see."""
     from transformers import PreTrainedModel  # two seconds of imports, which who has a model has paid
 
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model is of type {type(model).__name__}; expected a transformers.PreTrainedModel")
+    check_type("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise ValueError(f"model is {name}, whose attention has ALiBi biases; expected rotary or absolute positions")
