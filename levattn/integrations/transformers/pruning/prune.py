@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from levattn.attention import pruned_attention
 from levattn.integrations.transformers.calibration.calibration import Calibration
 from levattn.integrations.transformers.calls import numbers_among, whole_numbers
 from levattn.integrations.transformers.changes import PART, Changes, check_model
@@ -24,6 +23,7 @@ from levattn.integrations.transformers.pruning.layers import (
 )
 from levattn.integrations.transformers.pruning.report import PruneReport
 from levattn.integrations.transformers.pruning.sample import Tally
+from levattn.nn.levattention import check_selection
 
 __all__ = ["observed", "prune"]
 
@@ -249,15 +249,8 @@ def _changed(model: Any, layers: dict[int, ModelLayer], parts: list[LayerPruning
 
 def _check_options(rule: SharedOptions, budgets: set[tuple[Any, bool]]) -> None:
     """Raise for options that a call would refuse."""
-    if not isinstance(rule.scores, str):
-        raise TypeError(
-            f"scores is of type {type(rule.scores).__name__}; expected the name of scores, as each layer has keys of "
-            "its own"
-        )
-    few = np.arange(8.0).reshape(4, 2) % 3
     for budget, causal in budgets:
-        options = rule.options(rule.slots(budget, 1 << 20, causal=causal))
-        pruned_attention(few, few, few, causal=causal, **options)
+        check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
 
 
 def _named_layers(budget: Mapping[Any, Any]) -> list[Any]:
