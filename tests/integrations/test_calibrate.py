@@ -153,7 +153,7 @@ def test_broken_files_are_refused(tmp_path):
     [
         ({"target": 0}, "target is 0"),
         ({"target": 0.1, "metric": "loss"}, "metric is 'loss'"),
-        ({"target": 0.1, "budgets": (1.0,)}, "budgets has 1.0"),
+        ({"target": 0.1, "budgets": (1.0,)}, "budgets is 1.0"),
         ({"target": 0.1, "metric": "logits"}, "returns no logits"),
     ],
 )
