@@ -305,6 +305,7 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.crossed
 @both
 @pytest.mark.parametrize("case", CALLS)
 def test_calls_that_would_be_computed_otherwise_are_refused_by_name(case: str, form: str) -> None:
