@@ -77,25 +77,25 @@ def test_an_encoder_that_cannot_be_reached_is_refused() -> None:
 
 
 class Explicit:
-    """Attention of each sequence by itself: some heads by the operator, the others dense."""
+    """Attention of each sequence by itself: heads with options by the operator, the others dense."""
 
-    def __init__(self, real: Any, heads: dict[int, list[int]], **options: Any) -> None:
-        self.real, self.heads, self.options, self.calls = real, heads, options, 0
+    def __init__(self, real: Any, heads: dict[tuple[int, int], dict[str, Any]]) -> None:
+        self.real, self.heads, self.calls = real, heads, 0
 
     def __call__(self, module: Any, query: Any, key: Any, value: Any, _: Any, **others: Any) -> tuple[Any, None]:
         layer, self.calls = self.calls, self.calls + 1
-        group = query.shape[1] // key.shape[1]
+        group, scale = query.shape[1] // key.shape[1], others["scaling"]
+        causal = others.get("is_causal") is not False and getattr(module, "is_causal", True)
         Y = torch.zeros(*query.shape[:3], value.shape[-1])
         for b, there in enumerate(self.real.bool()):
             for head in range(key.shape[1]):
                 which = slice(head * group, (head + 1) * group)
                 q, k, v = query[b, which][:, there], key[b, head : head + 1, there], value[b, head : head + 1, there]
-                causal = others.get("is_causal") is not False and getattr(module, "is_causal", True)
-                if head in self.heads.get(layer, ()):
-                    scale = others["scaling"]
-                    Y[b, which, there] = pruned_attention(q, k, v, causal=causal, scale=scale, **self.options)
+                options = self.heads.get((layer, head))
+                if options is not None:
+                    Y[b, which, there] = pruned_attention(q, k, v, causal=causal, scale=scale, **options)
                     continue
-                scores = others["scaling"] * q @ k.transpose(-1, -2)
+                scores = scale * q @ k.transpose(-1, -2)
                 if causal:
                     scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
                 Y[b, which, there] = torch.softmax(scores, -1) @ v
@@ -109,14 +109,12 @@ def test_named_layers_and_heads_are_pruned_and_the_others_dense(family: str, imp
     for real in (LEFT, LEFT.flip(-1)):
         for layers, heads in (([1], None), (None, [1]), ([0], [0])):
             count = model.config.num_attention_heads if family != "Llama" else 2
-            chosen = dict.fromkeys(layers or [0, 1], heads or list(range(count)))
-            other = written_out(copy.deepcopy(model), Explicit(real, chosen, **split(family)))
+            chosen = [(layer, head) for layer in layers or [0, 1] for head in heads or range(count)]
+            other = written_out(copy.deepcopy(model), Explicit(real, dict.fromkeys(chosen, split(family))))
             wanted = output(other, attention_mask=real)
             with prune(model, layers=layers, heads=heads, measure=False, **split(family)) as report:
                 assert difference(output(model, attention_mask=real), wanted, real) < 2e-5
-            assert [(row["layer"], row["head"]) for row in report.table()] == [
-                (layer, head) for layer, heads in chosen.items() for head in heads
-            ]
+            assert [(row["layer"], row["head"]) for row in report.table()] == chosen
 
 
 def test_budgets_of_layers_and_heads() -> None:
@@ -133,26 +131,10 @@ def test_budgets_of_layers_and_heads() -> None:
     assert difference(one, dense) > 1e-2
     with prune(model, {(0, 0): 12, (0, 1): 0.5, (1, 0): 16, (1, 1): 16}, chunk=4, measure=False):
         mixed = output(model)
-    function = Explicit(torch.ones(2, T), {})
-    parts = {(0, 0): 12, (0, 1): T // 2, (1, 0): 16, (1, 1): 16}
-
-    def each(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> tuple[Any, None]:
-        layer, function.calls = function.calls, function.calls + 1
-        heads = [
-            pruned_attention(
-                query[:, 2 * head : 2 * head + 2],
-                key[:, head : head + 1],
-                value[:, head : head + 1],
-                budget=parts[layer, head],
-                chunk=4,
-                causal=True,
-                scale=others["scaling"],
-            )
-            for head in (0, 1)
-        ]
-        return torch.cat(heads, 1).transpose(1, 2), None
-
-    assert difference(mixed, output(written_out(copy.deepcopy(model), each))) < 2e-5
+    slots = {(0, 0): 12, (0, 1): T // 2, (1, 0): 16, (1, 1): 16}
+    options = {head: {"budget": budget, "chunk": 4} for head, budget in slots.items()}
+    other = written_out(copy.deepcopy(model), Explicit(torch.ones(2, T), options))
+    assert difference(mixed, output(other)) < 2e-5
 
 
 @pytest.mark.parametrize("family", ["Llama", "Esm"])

@@ -70,8 +70,7 @@ def extended(family: str = "Llama", **options: Any) -> Any:
 class Explicit:
     """The attention of a base model, computed with matrices of T × T × L in float64.
 
-    `weights` by module: query, key and gate of the latents. A module without has its own attention, and where none has
-    any, all have a window alone.
+    `weights` by module: query, key and gate of the latents. A module without has its own attention.
     """
 
     weights: dict[Any, dict[str, Any]]
@@ -96,7 +95,7 @@ class Explicit:
         group = heads // key.shape[1]
         q, k, V = query.double(), *(x.double().repeat_interleave(group, 1) for x in (key, value))
         weights = self.weights.get(module)
-        window = length if weights is None and self.weights else self.window
+        window = length if weights is None else self.window
         window = window if sliding_window is None else min(window, sliding_window)
         t, s = torch.arange(length)[:, None], torch.arange(length)[None, :]
         real = torch.ones(batch, length).bool() if self.real is None else self.real.bool()
@@ -220,19 +219,6 @@ def test_it_starts_as_the_base_model_where_latents_have_no_weight(family: str) -
     assert difference(output(model, ids, attention_mask=LEFT), wanted[1], LEFT) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
-def test_it_starts_near_the_windowed_base_model(family: str) -> None:
-    plain, ids = base(family, initializer_range=0.1), tokens()
-    windowed = output(explicit(plain, window=WINDOW, learned={}), ids)
-    apart = []
-    for delta in (1e-2, 1e-3):
-        torch.manual_seed(3)
-        model = macchiato_from(copy.deepcopy(plain), window=WINDOW, latents=LATENTS, delta=delta)
-        apart.append(difference(output(model, ids), windowed))
-    assert apart[0] < 0.5
-    assert 5 < apart[0] / apart[1] < 20  # proportional to δ
-
-
 @pytest.mark.parametrize("delta", [0.05, 0.5])
 def test_the_weight_of_latents_at_the_start_is_delta(delta: float) -> None:
     model = macchiato_from(base(), latents=7, delta=delta)
@@ -266,29 +252,6 @@ def test_gradients_reach_all_that_is_new_and_nothing_else(family: str, overlap: 
     for parameter, tensor in zip(new, wanted, strict=True):
         assert tensor.grad.abs().max() > 0
         assert difference(parameter.grad, tensor.grad) < 1e-4 * float(tensor.grad.abs().max()) + 1e-4
-
-
-def test_gradients_are_those_of_differences() -> None:
-    model, ids = macchiato_from(base("GPTNeoX").double(), window=WINDOW, latents=LATENTS, delta=0.2), tokens()
-    weights = torch.randn(2, T, SIZES["vocab_size"], dtype=torch.float64)
-
-    def loss(**options: Any) -> Any:
-        return (model(ids, **options).logits * weights).sum()
-
-    for options in ({"use_cache": False}, {"use_cache": True}):
-        model.zero_grad()
-        loss(**options).backward()
-        for parameter in latent_parameters(model):
-            assert parameter.grad.abs().max() > 0
-            step = 1e-5 * torch.randn(parameter.shape, dtype=torch.float64)
-            values = []
-            with torch.no_grad():
-                for sign in (1, -2):
-                    parameter.add_(sign * step)
-                    values.append(float(loss()))
-                parameter.add_(step)
-            wanted = float((parameter.grad * step).sum())
-            assert (values[0] - values[1]) / 2 == pytest.approx(wanted, rel=1e-5, abs=1e-9)
 
 
 def test_checkpoints_of_activations_give_the_same_gradients() -> None:
@@ -325,23 +288,11 @@ def test_a_model_in_half_precision_learns_in_float32() -> None:
 # Taking it off, keeping what was learned
 
 
-def test_what_was_learned_travels_by_safetensors(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    plain, ids = base(), tokens()
-    model = trained(macchiato_from(copy.deepcopy(plain), window=WINDOW, latents=LATENTS))
-    learned = latent_state_dict(model)
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in learned.items())
-    save_file(learned, tmp_path / "latents.safetensors")
-    other = macchiato_from(plain, window=WINDOW, latents=LATENTS)
-    load_latent_state_dict(other, load_file(tmp_path / "latents.safetensors"))
-    assert torch.equal(output(other, ids), output(model, ids))
-
-
 def test_save_pretrained_takes_latents_along(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model, ids = extended(), tokens()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in latent_state_dict(model).items())
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     macchiato_from(again, window=WINDOW, latents=LATENTS)
