@@ -217,7 +217,7 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     model : torch.nn.Module
         A model of timm, e.g. a ViT or DeiT. It is changed in place.
     budget : int or float, optional
-        Slots of each query, or in (0, 1] the share of the tokens; 1.0 is dense. Or give `size` or `epsilon`.
+        As for `pruned_attention`; 1.0 is dense.
     layers : iterable of int, optional
         Numbers of the layers of attention to prune, from 0; all if None.
     **options

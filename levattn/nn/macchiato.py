@@ -78,8 +78,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
     base : float
         Of the angles of both.
     feature : str or torch.nn.Module, optional
-        The map f in front of the logits of the latents: "conv" or "rg_lru" for a short memory, a module of one's own
-        on (B, T, C), or None for none, as in `Latte`.
+        The map f in front of the logits of the latents, as in `Latte`.
     softcap : float, optional
         Logits x of the window become c tanh(x/c) with this c > 0.
     delta : float in (0, 1), optional

@@ -189,12 +189,6 @@ def test_chunks_are_widened_but_never_narrowed() -> None:
 # As an estimator
 
 
-def test_fit_forgets_what_was_before() -> None:
-    X = with_outliers(100)
-    again = LeverageScorer().fit(with_outliers(300, d=7)).fit(X)
-    assert_same(again, LeverageScorer().fit(X), X)
-
-
 def test_a_pickled_estimator_goes_on_with_the_same_bits() -> None:
     X = with_outliers(5000)
     scorer = in_chunks(X[:3000], [7, 2100])

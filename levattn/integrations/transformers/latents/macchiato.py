@@ -70,9 +70,8 @@ def macchiato_from(
     overlap : {"mixture", "exclusive"}, default "mixture"
         Whether latents see all positions up to t, or only those behind the window.
     feature : {"conv", "rg_lru"}, optional
-        What stands between the hidden states and the projections to latent logits, one of each layer: a causal
-        convolution of width 4 (`levattn.nn.CausalConv`) or a gated linear recurrence (`levattn.nn.RGLRU`). Latents
-        have no positions, and this gives them the order of what is near. Nothing if None.
+        What stands between the hidden states and the projections to latent logits, one of each layer, and gives
+        latents the order of near positions: a `levattn.nn.CausalConv` or a `levattn.nn.RGLRU`. Nothing if None.
     layers : iterable of int, optional
         Numbers of the layers to extend, from 0; all if None. The others keep their attention and its cache.
 

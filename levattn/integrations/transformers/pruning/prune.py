@@ -72,16 +72,8 @@ def prune(
         Numbers of the layers to prune, from 0; all that the model goes through if None.
     heads : iterable of int, optional
         Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs.
-    size, epsilon : int, float in (0, 1], optional
-        Instead of `budget`: the number of keys selected in each head, or the least score of such keys.
-    summaries, window, sinks : int, optional
-        As for `pruned_attention`.
-    scores : {"residual", "expected", "leverage"}
-        What keys are selected by.
-    center : bool, optional
-        Whether leverage scores are those of the keys less their mean; True if not given.
-    chunk : int, optional
-        For decoders: positions between two selections.
+    size, epsilon, summaries, window, sinks, scores, center, chunk : optional
+        As for `pruned_attention`, but for `scores`, which is a name here; `chunk` is for decoders alone.
     stream : bool, default False
         Whether caches hold the bounded states of pruned layers alone, instead of all keys and values as well: for
         prompts of any length, given in chunks (a `DynamicCache` as ``past_key_values``, or
