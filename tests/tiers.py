@@ -30,7 +30,7 @@ OTHER_STORAGE = {"torch-float64", "torch-float16", "strict-float32", "cupy-float
 # Files that were measured to take longest, so that no process ends with one of them; but first one that compiles most
 # kernels, and beside it, in another process, those that need others.
 FIRST = (
-    *("test_routes", "test_tssa_torch", "test_changed_models", "test_transformers", "test_prune", "test_pruned", "test_cli"),
+    *("test_routes", "test_tssa_torch", "test_transformers", "test_prune", "test_pruned", "test_cli", "test_plots"),
     *("test_streaming", "test_contract", "test_exact", "test_sparse", "test_sensitivity", "test_decoding"),
     *("test_passes", "test_sketch", "test_undecided", "test_state_bytes", "test_linalg", "test_accuracy"),
     *("test_misses", "test_causality", "test_compiled", "test_latte", "test_approximate", "test_wide", "test_io"),

@@ -325,6 +325,15 @@ def small(family: str, **options: Any) -> Callable[[], Any]:
     return lambda: macchiato_from(base(family, **options))
 
 
+def of_kind(kind: str) -> Callable[[], Any]:
+    def extend() -> Any:
+        model = base()
+        model.config.layer_types = [kind] * 2
+        return macchiato_from(model)
+
+    return extend
+
+
 def sequence_to_sequence() -> Any:
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=20)
     return macchiato_from(transformers.T5ForConditionalGeneration(config))
@@ -339,6 +348,8 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         "GPTJAttention.* does not go through",
     ),
     "no attention": (small("Mamba"), "no attention function was reached"),
+    "layers of another kind": (of_kind("linear_attention"), "layer 0 is of type 'linear_attention'"),
+    "windows of their own": (of_kind("sliding_attention"), "slides, but does not hand its window to its attention"),
     "twice": (lambda: macchiato_from(extended()), "extended by macchiato_from already"),
     "window": (lambda: macchiato_from(base(), window=0), "window is 0"),
     "latents": (lambda: macchiato_from(base(), latents=2.5), "latents is 2.5"),
