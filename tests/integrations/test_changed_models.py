@@ -296,7 +296,7 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     ),
     "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
     "static cache": (
-        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=30)},
+        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=2 * T)},
         "past_key_values is of type StaticCache",
     ),
     "offloaded cache": (lambda model: {"past_key_values": offloaded(model)}, "DynamicCache, offloaded"),
