@@ -11,6 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(f'this needs kvpress and its dependencies ({error}): pip install "levattn[kvpress]"') from error
 
+from levattn._core.checks import check_type, whole_number
 from levattn.integrations.transformers.masks import seen_by
 from levattn.sensitivity.leverage import check_epsilon, leverage_scores
 
@@ -71,10 +72,8 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
         """Check the options."""
         if not 0 <= self.compression_ratio < 1:
             raise ValueError(f"compression_ratio is {self.compression_ratio!r}; expected a number in [0, 1)")
-        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
-            raise ValueError(f"sinks is {self.sinks!r}; expected a whole number, at least 0")
-        if not isinstance(self.center, bool):
-            raise TypeError(f"center is {self.center!r}; expected True or False")
+        self.sinks = whole_number("sinks", self.sinks, 0)
+        check_type("center", self.center, bool, "True or False")
 
     def score(
         self,
@@ -165,12 +164,10 @@ def universal_press(
     >>> universal_press(0.01).threshold
     0.01
     """
-    if isinstance(sliding_window_size, bool) or not isinstance(sliding_window_size, int) or sliding_window_size < 0:
-        raise ValueError(f"sliding_window_size is {sliding_window_size!r}; expected a whole number, at least 0")
     return DMSPress(
         press=LeveragePress(center=center, sinks=sinks),
         threshold=check_epsilon(epsilon),
-        sliding_window_size=sliding_window_size,
+        sliding_window_size=whole_number("sliding_window_size", sliding_window_size, 0),
         decoding=decoding,
     )
 
