@@ -187,9 +187,8 @@ def test_an_expected_press_leaves_padding_out_and_keeps_the_first(model):
     for found, first in ((alone, 0), (beside, 6)):
         assert (found[..., :first] == 0).all()
         assert (found[..., first : first + 2] == 2).all()
-        np.testing.assert_allclose(
-            found[..., first + 2 :], alone[..., 2:], atol=0.05
-        )  # other draws, at 6 positions on
+        # other draws, six positions on
+        np.testing.assert_allclose(found[..., first + 2 :], alone[..., 2:], atol=0.05)
 
 
 @pytest.mark.parametrize(
