@@ -1,4 +1,4 @@
-"""Universal sets, leverage scores and softmax states of dask arrays: one state a chunk of rows, merged in a tree.
+"""Universal sets, scores, moments of queries and softmax states of dask arrays: one state a chunk, merged in a tree.
 
 The states are those of one process, and so is the result. Tasks are pure, so that dask may run any of them again: a
 worker that is lost costs the time of its chunks and changes nothing.
@@ -27,7 +27,7 @@ from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states import Moments, SoftmaxState
 from levattn.states.block_buffer import in_main_memory
 
-__all__ = ["from_keys", "leverage_scores", "softmax_state", "universal_set", "universal_set_of_files"]
+__all__ = ["from_keys", "leverage_scores", "query_moments", "softmax_state", "universal_set", "universal_set_of_files"]
 
 _FAN_IN = 8  # states that one task merges
 _RANGE = 64  # times d/ε: rows that one task makes a state of, at least
@@ -158,6 +158,59 @@ def leverage_scores(K: Any, /) -> Any:
     return bind(K, factor).map_blocks(
         _scores, factor, dtype=dtype, drop_axis=K.ndim - 1, meta=np.empty((0,) * (K.ndim - 1), dtype)
     )
+
+
+def query_moments(Q: Any, /, *, mean: bool = False, client: Any = None) -> Any:
+    """Second moments of the queries of a dask array: one pass over the chunks, each where it is.
+
+    They are those of one `levattn.states.Moments`, to rounding, which
+    `levattn.expected_scores` takes.
+
+    Parameters
+    ----------
+    Q : dask.array.Array of shape (..., m, d)
+        Queries, in chunks as in `universal_set`.
+    mean : bool, default False
+        Whether each query gets a last column of ones, which adds the mean: the moments are then of d + 1 columns.
+    client : distributed.Client, str or cluster, optional
+        As in `universal_set`.
+
+    Returns
+    -------
+    dask.delayed.Delayed or Moments
+        The state as a lazy value; with `client` that state itself.
+
+    Raises
+    ------
+    ImportError
+        If dask, or for `client` distributed, is not installed.
+    TypeError, ValueError
+        If Q is no dask array of queries.
+    NonFiniteError
+        When computed, if queries hold NaN or infinity; the chunk and rows in it are named.
+
+    Notes
+    -----
+    Time O(m d²), divided by the number of workers. What is merged is O(d²) numbers for each item of the batch.
+
+    Examples
+    --------
+    >>> import numpy as np, dask.array as da, levattn
+    >>> from levattn.distributed.dask import query_moments
+    >>> Q, K = np.random.default_rng(0).standard_normal((2, 1000, 4))
+    >>> state = query_moments(da.from_array(Q, chunks=(300, 4))).compute(scheduler="threads")
+    >>> np.allclose(levattn.expected_scores(K, state), levattn.expected_scores(K, Q))
+    True
+    """
+    _require_dask()
+    if not isinstance(mean, bool | np.bool_):
+        raise TypeError(f"mean is {mean!r}; expected True or False")
+    Q = _in_row_chunks(Q, "Q")
+    if mean:
+        Q = Q.map_blocks(_with_ones, dtype=Q.dtype, chunks=(*Q.chunks[:-1], (Q.shape[-1] + 1,)))
+    new = partial(_moments_of, _no_rows(Q))
+    new()  # what is wrong with Q shows here
+    return _computed(_in_tree(_by_chunk(_chunk_state, Q, new=new), new, Moments.copy), client)
 
 
 def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
@@ -484,6 +537,11 @@ def _chunk_state(*arrays: Any, new: Callable[[], Any], block_id: Any = None) -> 
 def _moments_of(no_rows: npt.NDArray[Any]) -> Moments:
     """Return a state that knows the dtype of the keys."""
     return Moments(no_rows.shape[-1], no_rows.shape[:-2]).update(no_rows)
+
+
+def _with_ones(Q: Any) -> Any:
+    """Return rows with a last column of ones."""
+    return np.concatenate([Q, np.ones((*Q.shape[:-1], 1), Q.dtype)], axis=-1)
 
 
 def _scores(K: Any, factor: Factor) -> Any:

@@ -1,4 +1,4 @@
-"""Presses of kvpress that keep the keys of a universal set. Needs kvpress, and a transformers that it runs with."""
+"""Presses of kvpress that keep keys by leverage or expected scores. Needs kvpress and a transformers that it takes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 try:
     import torch
     from kvpress import DMSPress, ScorerPress
+    from kvpress.utils import get_prerope_query_states
 except ImportError as error:
     raise ImportError(f'this needs kvpress and its dependencies ({error}): pip install "levattn[kvpress]"') from error
 
+from levattn._core.checks import check_type, whole_number
+from levattn.functions import Softmax
 from levattn.integrations.transformers.masks import seen_by
+from levattn.sensitivity.expected import expected_scores
 from levattn.sensitivity.leverage import check_epsilon, leverage_scores
 
-__all__ = ["LeveragePress", "universal_press"]
+__all__ = ["ExpectedPress", "LeveragePress", "universal_press"]
 
 
 @dataclass
@@ -69,12 +73,9 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not 0 <= self.compression_ratio < 1:
-            raise ValueError(f"compression_ratio is {self.compression_ratio!r}; expected a number in [0, 1)")
-        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
-            raise ValueError(f"sinks is {self.sinks!r}; expected a whole number, at least 0")
-        if not isinstance(self.center, bool):
-            raise TypeError(f"center is {self.center!r}; expected True or False")
+        _check_ratio(self.compression_ratio)
+        self.sinks = whole_number("sinks", self.sinks, 0)
+        check_type("center", self.center, bool, "True or False")
 
     def score(
         self,
@@ -112,12 +113,137 @@ class LeveragePress(ScorerPress):  # type: ignore[misc]
         """
         K = keys.detach()
         present = _present(kwargs.get("attention_mask"), K)
-        scores = leverage_scores(K, center=self.center, mask=present).float()
-        if not self.sinks:
-            return scores
-        there = torch.ones_like(scores, dtype=torch.bool) if present is None else present.expand(scores.shape)
-        first = there & (there.cumsum(-1) <= self.sinks)
-        return torch.where(first, torch.full_like(scores, 2.0), scores)  # above every leverage score
+        return _with_sinks(leverage_scores(K, center=self.center, mask=present).float(), present, self.sinks)
+
+
+@dataclass
+class ExpectedPress(ScorerPress):  # type: ignore[misc]
+    r"""Scores cached keys by the softmax attention that later queries are expected to give them, in [0, 1].
+
+    Queries are taken to be normal, with the mean and covariance of those of the prompt before rotary embedding, and at
+    the positions that follow. Scores are `levattn.expected_scores` of the softmax itself, with its normalizer, in the
+    mean over the heads of queries that share keys. (kvpress's ExpectedAttentionPress has the expected numerators, by
+    the log-normal mean and an averaged rotation.)
+
+    Parameters
+    ----------
+    compression_ratio : float, default 0.0
+        Share of the keys to remove, in [0, 1).
+    horizon : int, default 512
+        Positions to come, from which queries are drawn.
+    samples : int, default 256
+        Queries that are drawn for each head.
+    sinks : int, default 4
+        First keys of each sequence that are kept before all others; their queries are left out of the statistics.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option is out of range.
+
+    Notes
+    -----
+    Time O(S (d + `samples`) d) for each head of queries, in float64 and main memory. Draws have a fixed seed. There is
+    no guarantee for what is dropped: queries of a question need not be like those of the prompt.
+
+    References
+    ----------
+    Devoto, Jeblick and Jégou, "Expected Attention", arXiv:2510.00636.
+
+    Examples
+    --------
+    >>> from levattn.integrations.kvpress import ExpectedPress
+    >>> ExpectedPress(0.5).samples
+    256
+    """
+
+    horizon: int = 512
+    samples: int = 256
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        _check_ratio(self.compression_ratio)
+        self.horizon, self.samples = whole_number("horizon", self.horizon), whole_number("samples", self.samples)
+        self.sinks = whole_number("sinks", self.sinks, 0)
+
+    def score(
+        self,
+        module: Any,
+        hidden_states: Any,
+        keys: Any,
+        values: Any,  # noqa: ARG002 (the interface is kvpress's)
+        attentions: Any,  # noqa: ARG002
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the scores of cached keys.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            The layer of attention, with its projection of queries and its rotary embedding.
+        hidden_states : torch.Tensor of shape (B, m, D)
+            What the layer read; queries are made of it.
+        keys : torch.Tensor of shape (B, H_kv, S, d)
+            Keys of the cache.
+        values, attentions : object
+            Not read.
+        kwargs : dict
+            What the layer was called with; its ``attention_mask`` tells which keys are padding.
+
+        Returns
+        -------
+        torch.Tensor of shape (B, H_kv, S)
+            In float32, on the device of the keys, without gradient.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the mask is of another kind or shape.
+        NonFiniteError
+            If keys or queries hold NaN or infinity.
+        """
+        K = keys.detach()
+        present = _present(kwargs.get("attention_mask"), K)
+        Q = get_prerope_query_states(module, hidden_states).detach().double()
+        Q = Q * getattr(module, "scaling", Q.shape[-1] ** -0.5)
+        mean, covariance = _moments(Q, present, self.sinks)
+        ahead = torch.arange(K.shape[2], K.shape[2] + self.horizon, device=K.device)[None]
+        rotary = tuple(part[0].double() for part in module.rotary_emb(K, ahead))
+        groups = Q.shape[1] // K.shape[1]
+        total = torch.zeros(K.shape[:3], dtype=torch.float32, device=K.device)
+        for i in range(groups):
+            known = mean[:, i::groups].cpu().numpy(), covariance[:, i::groups].cpu().numpy()
+            total += expected_scores(
+                K, known, f=Softmax(), rotary=rotary, mask=present, samples=self.samples, rng=i
+            ).float()
+        return _with_sinks(total / groups, present, self.sinks)
+
+
+def _check_ratio(ratio: Any) -> None:
+    if not 0 <= ratio < 1:
+        raise ValueError(f"compression_ratio is {ratio!r}; expected a number in [0, 1)")
+
+
+def _with_sinks(scores: Any, present: Any, sinks: int) -> Any:
+    """Return scores with the first keys of each sequence above every other, which is at most 1."""
+    if not sinks:
+        return scores
+    there = torch.ones_like(scores, dtype=torch.bool) if present is None else present.expand(scores.shape)
+    first = there & (there.cumsum(-1) <= sinks)
+    return torch.where(first, torch.full_like(scores, 2.0), scores)
+
+
+def _moments(Q: Any, present: Any, sinks: int) -> tuple[Any, Any]:
+    """Return mean and covariance of queries (B, H, m, d), the first of each sequence left out if there are others."""
+    m = Q.shape[2]
+    there = torch.ones(Q.shape[0], 1, m, dtype=torch.bool, device=Q.device) if present is None else present[..., -m:]
+    later = there & (there.cumsum(-1) > sinks)
+    counted = torch.where(later.any(-1, keepdim=True), later, there)
+    weights = counted / counted.sum(-1, keepdim=True).clamp(min=1)
+    mean = (weights[..., None] * Q).sum(2)
+    apart = Q - mean[:, :, None]
+    return mean, (weights[..., None] * apart).transpose(2, 3) @ apart
 
 
 def universal_press(
@@ -165,12 +291,10 @@ def universal_press(
     >>> universal_press(0.01).threshold
     0.01
     """
-    if isinstance(sliding_window_size, bool) or not isinstance(sliding_window_size, int) or sliding_window_size < 0:
-        raise ValueError(f"sliding_window_size is {sliding_window_size!r}; expected a whole number, at least 0")
     return DMSPress(
         press=LeveragePress(center=center, sinks=sinks),
         threshold=check_epsilon(epsilon),
-        sliding_window_size=sliding_window_size,
+        sliding_window_size=whole_number("sliding_window_size", sliding_window_size, 0),
         decoding=decoding,
     )
 

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.checks import check_type, needing
 from levattn.linalg.factor import Factor, float64_rows
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet
 from levattn.states.block_buffer import in_main_memory
 
-try:
+with needing("LeverageScorer needs scikit-learn", "sklearn"):
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
     from sklearn.utils.validation import check_is_fitted, validate_data
-except ImportError as error:
-    raise ImportError('LeverageScorer needs scikit-learn: pip install "levattn[sklearn]"') from error
 
 __all__ = ["LeverageScorer"]
 
@@ -205,8 +204,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         -----
         Time O(d³ + d³/ε), whatever the number of rows.
         """
-        if not isinstance(other, LeverageScorer):
-            raise TypeError(f"other is of type {type(other).__name__}; expected LeverageScorer")
+        check_type("other", other, LeverageScorer, "LeverageScorer")
         if not other.__sklearn_is_fitted__():
             return self
         fitted = self.__sklearn_is_fitted__()

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-try:
+from levattn._core.checks import check_type, needing
+from levattn.attention import pruned_attention
+
+with needing("this needs torch and timm>=1.0.20", "timm"):
     import torch
     from timm.layers import Attention
-except ImportError as error:
-    raise ImportError('this needs torch and timm>=1.0.20: pip install "levattn[timm]"') from error
 
-from levattn.attention import pruned_attention
-from levattn.nn.levattention import Prunable, attend_to_all
+from levattn.nn.levattention import Prunable, attend_to_all, check_selection
 
 __all__ = ["LevAttention", "Pruning", "kept_patches", "prune"]
 
@@ -217,7 +217,7 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     model : torch.nn.Module
         A model of timm, e.g. a ViT or DeiT. It is changed in place.
     budget : int or float, optional
-        Slots of each query, or in (0, 1] the share of the tokens; 1.0 is dense. Or give `size` or `epsilon`.
+        As for `pruned_attention`; 1.0 is dense.
     layers : iterable of int, optional
         Numbers of the layers of attention to prune, from 0; all if None.
     **options
@@ -256,8 +256,7 @@ def prune(model: Any, budget: float | None = None, *, layers: Iterable[int] | No
     >>> torch.equal(model(images), dense), torch.equal(few, dense)
     (True, False)
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is of type {type(model).__name__}; expected a torch.nn.Module of timm")
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module of timm")
     options = {"budget": budget, "sinks": getattr(model, "num_prefix_tokens", None), **options}
     options = _checked({name: value for name, value in options.items() if value is not None})
     there = _layers_of(model)
@@ -281,9 +280,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     known = {"budget", "size", "epsilon", "summaries", "window", "sinks", "scores", "center", "f"}
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"{', '.join(unknown)} was given; expected options among {', '.join(sorted(known))}")
-    if not isinstance(options.get("scores", "residual"), str):
-        raise TypeError(f"scores is of type {type(options['scores']).__name__}; expected the name of a kind of scores")
-    pruned_attention(*torch.zeros(3, 0, 1), **options)
+    check_selection(options)
     return dict(options)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-try:
+from levattn._core.checks import needing
+
+with needing("levattn.nn needs torch", "torch"):
     import torch  # noqa: F401 (so that it is missed here, with what to install)
-except ImportError as error:
-    raise ImportError('levattn.nn needs torch: pip install "levattn[torch]"') from error
 
 from levattn.nn.latte import Latte, LatteCache
 from levattn.nn.levattention import LevAttention, LevAttentionCache, set_dense

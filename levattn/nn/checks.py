@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import real_number, whole_number
+from levattn._core.checks import check_type, real_number, whole_number
 
 __all__ = [
     "check_input",
@@ -18,12 +18,15 @@ __all__ = [
 ]
 
 
-def split_in_heads(dim: Any, heads: Any) -> tuple[int, int]:
-    """Return a number of channels and one of heads that divides it, or raise."""
+def split_in_heads(dim: Any, heads: Any, kv_heads: Any = None) -> tuple[int, int, int]:
+    """Return numbers of channels, of heads, and of heads of keys and values (None for as many), or raise."""
     channels, count = whole_number("dim", dim), whole_number("heads", heads)
     if channels % count:
         raise ValueError(f"dim is {dim} and heads is {heads}; expected a multiple of heads")
-    return channels, count
+    groups = count if kv_heads is None else whole_number("kv_heads", kv_heads)
+    if count % groups:
+        raise ValueError(f"heads is {heads} and kv_heads is {kv_heads}; expected a multiple of kv_heads")
+    return channels, count, groups
 
 
 def refuse_bidirectional(causal: bool) -> None:
@@ -51,21 +54,16 @@ def projection(dim: int, width: int, *, bias: bool = False, std: float | None = 
 
 def check_sequence(dim: int, x: Any) -> None:
     """Raise unless the input of a layer is a batch of sequences."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is of type {type(x).__name__}; expected a tensor of torch")
+    check_type("x", x, torch.Tensor, "a tensor of torch")
     if x.ndim != 3 or x.shape[2] != dim:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected (B, T, {dim})")
 
 
 def check_input(dim: int, x: Any, mask: Any, offsets: Any, cache: Any, kind: type) -> None:
     """Raise unless the arguments of a call go with a layer and with one another; `kind` is the class of its caches."""
-    if cache is not None and not isinstance(cache, kind):
-        raise TypeError(
-            f"cache is of type {type(cache).__name__}; expected a {kind.__name__}, as new_cache of the layer returns"
-        )
+    check_type("cache", cache, kind | None, f"a {kind.__name__}, as new_cache of the layer returns")
     check_sequence(dim, x)
-    if mask is not None and not isinstance(mask, torch.Tensor):
-        raise TypeError(f"mask is of type {type(mask).__name__}; expected a tensor of torch")
+    check_type("mask", mask, torch.Tensor | None, "a tensor of torch")
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != tuple(x.shape[:2])):
         raise ValueError(
             f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; expected {tuple(x.shape[:2])} and "

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from levattn._core.checks import check_type
 from levattn.nn.memory import RGLRU, CausalConv
 
 __all__ = ["feature_map", "feature_size", "run_feature"]
@@ -22,8 +23,7 @@ def feature_map(feature: Any, dim: int, **factory: Any) -> Any:
     """
     if feature is None or isinstance(feature, torch.nn.Module):
         return feature
-    if not isinstance(feature, str):
-        raise TypeError(f"feature is of type {type(feature).__name__}; expected a name, a torch module, or None")
+    check_type("feature", feature, str, "a name, a torch module, or None")
     if feature in _NAMED:
         return _NAMED[feature](dim, **factory)
     names = "".join(f"{name!r}, " for name in _NAMED)
@@ -43,11 +43,9 @@ def run_feature(feature: Any, x: Any, offsets: Any, state: Any, mask: Any = None
     if feature is None:
         return x, None
     if isinstance(feature, CausalConv | RGLRU):
-        out, state = feature(x, mask=mask, offsets=offsets, state=state)
-        return out, state
+        return feature(x, mask=mask, offsets=offsets, state=state)  # type: ignore[no-any-return]
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0)
     if not hasattr(feature, "state_size"):
         return feature(x), None
-    out, state = feature(x, offsets=offsets, state=state)
-    return out, state
+    return feature(x, offsets=offsets, state=state)  # type: ignore[no-any-return]

@@ -48,7 +48,7 @@ class LatentLayer(Recurrent[CacheType]):
         Y = self._continued(partial(self._mixed(x, h, positions), mask=mask), T, offsets, cache)
         if cache is not None:
             cache.feature = None if memory is None else memory.detach()
-        return self._turned(Y, positions) if self.vapor else Y
+        return self._rotated(Y, positions) if self.vapor else Y
 
     @abstractmethod
     def _mixed(self, x: Any, h: Any, positions: Any) -> partial[Any]:
@@ -56,12 +56,12 @@ class LatentLayer(Recurrent[CacheType]):
 
     def _values(self, x: Any, positions: Any) -> Any:
         V = self._in_heads(self.Wv(x), self.head_dim)
-        return self._turned(V, positions, inverse=True) if self.vapor else V
+        return self._rotated(V, positions, inverse=True) if self.vapor else V
 
     def _combined(self, Y: Any) -> Any:
         return self.Wo(Y)
 
-    def _turned(self, X: Any, positions: Any, *, inverse: bool = False) -> Any:
+    def _rotated(self, X: Any, positions: Any, *, inverse: bool = False) -> Any:
         return rotate_values(X, positions, base=self.base, inverse=inverse)
 
     @staticmethod

@@ -15,10 +15,10 @@ __all__ = ["Latte", "LatteCache"]
 
 
 class LatteCache(Cache):
-    """What decoding keeps of the positions so far, the same number of floats however many they are.
+    """What decoding by `Latte` keeps of the positions so far, as ``new_cache()`` of a layer returns it.
 
-    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
-    Gradients do not pass through it.
+    The same number of floats however many positions there were: `Latte.state_size` for each sequence. Gradients do not
+    pass through it.
 
     Attributes
     ----------
@@ -28,11 +28,6 @@ class LatteCache(Cache):
         The softmax over positions of each latent, in float64, for each sequence and head; None before the first ones.
     feature : tensor of shape (B, ...), or None
         The state of the feature in front of the logits.
-
-    Notes
-    -----
-    With H heads, L latents and C channels, H L (C/H + 2) floats for each sequence, and those of the feature; a step of
-    decoding takes time O(C (H L + C)), and copies them once.
 
     Examples
     --------
@@ -89,8 +84,9 @@ class Latte(LatentLayer[LatteCache]):
     Notes
     -----
     Parameters: 2C(HL + C), and those of the feature. Time of a call O(TC(HL + C)) for the projections and O(TLC) for
-    attention. A cache has H L (C/H + 2) floats for each sequence. Numbers of float16 and bfloat16, and autocast, are
-    computed in float32 within attention.
+    attention. A cache has H L (C/H + 2) floats for each sequence, and those of the feature; a step of decoding takes
+    time O(C (H L + C)), and copies them once. Numbers of float16 and bfloat16, and autocast, are computed in float32
+    within attention.
 
     References
     ----------
@@ -126,7 +122,7 @@ class Latte(LatentLayer[LatteCache]):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = split_in_heads(dim, heads)
+        self.dim, self.heads, _ = split_in_heads(dim, heads)
         self.head_dim, self.causal = self.dim // self.heads, bool(causal)
         factory = {"device": device, "dtype": dtype}
         self._take_options(latents, vapor, base, feature, factory)

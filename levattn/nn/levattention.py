@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import check_type
 from levattn.attention import PrunedState, pruned_attention
 from levattn.attention.pruned.state import converted
 from levattn.nn.base import Layer
 from levattn.nn.checks import projection, split_in_heads
 
-__all__ = ["LevAttention", "LevAttentionCache", "Prunable", "set_dense"]
+__all__ = ["LevAttention", "LevAttentionCache", "Prunable", "attend_to_all", "check_selection", "set_dense"]
 
 
 class Prunable:
@@ -52,8 +52,7 @@ def set_dense(model: Any, dense: bool = True) -> None:
     >>> model[0].dense
     False
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is of type {type(model).__name__}; expected a torch.nn.Module")
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
     if not isinstance(dense, bool):
         raise TypeError(f"dense is {dense!r}; expected True or False")
     layers = [module for module in model.modules() if isinstance(module, Prunable)]
@@ -64,10 +63,10 @@ def set_dense(model: Any, dense: bool = True) -> None:
 
 
 class LevAttentionCache:
-    """What decoding keeps of the positions so far: as many keys and summaries as a query reads, however many came.
+    """What decoding by `LevAttention` keeps of the positions so far, as ``new_cache()`` of a layer returns it.
 
-    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
-    Gradients do not pass through it.
+    As many keys and values as a query has slots, for each sequence and head of the keys, and O(d²) that selection
+    needs, however many positions there were. Gradients do not pass through it.
 
     Attributes
     ----------
@@ -75,11 +74,6 @@ class LevAttentionCache:
         Number of positions so far.
     state : PrunedState or None
         The keys that are kept, the summaries, and the keys of the window and the chunk; None before the first ones.
-
-    Notes
-    -----
-    Memory: as many keys and values as a query has slots, for each sequence and head of the keys, and what selection
-    needs, O(d²); `nbytes` counts it.
 
     Examples
     --------
@@ -200,13 +194,8 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = split_in_heads(dim, heads)
+        self.dim, self.heads, self.kv_heads = split_in_heads(dim, heads, kv_heads)
         self.head_dim = self.dim // self.heads
-        self.kv_heads = self.heads if kv_heads is None else whole_number("kv_heads", kv_heads)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {heads} and kv_heads is {kv_heads}; expected a multiple of kv_heads")
-        if not isinstance(scores, str):
-            raise TypeError(f"scores is of type {type(scores).__name__}; expected the name of a kind of scores")
         self.causal, self.dense = bool(causal), bool(dense)
         self.f = f
         self.options: dict[str, Any] = {
@@ -220,9 +209,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
             "center": center,
             "chunk": chunk,
         }
-        pruned_attention(
-            *torch.zeros(3, 0, 1), causal=self.causal, f=f, **self.options
-        )  # refuses what it would refuse
+        check_selection(self.options, causal=self.causal, f=f)
         factory = {"device": device, "dtype": dtype}
         width = self.dim + 2 * self.kv_heads * self.head_dim
         self.qkv = projection(self.dim, width, bias=bias, **factory)
@@ -286,6 +273,12 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         given = {name: value for name, value in self.options.items() if value is not None}
         function = {} if self.f == "softmax" else {"f": self.f}
         return super()._options() | grouped | given | function | {"dense": self.dense}
+
+
+def check_selection(options: dict[str, Any], **others: Any) -> None:
+    """Raise for options that `pruned_attention` would refuse, whatever the keys."""
+    check_type("scores", options.get("scores", "residual"), str, "the name of a kind of scores")
+    pruned_attention(*torch.zeros(3, 0, 1), **options, **others)
 
 
 def attend_to_all(Q: Any, K: Any, V: Any, options: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Latte-Macchiato as a layer: a sliding window of softmax attention beside latents."""
+"""Latte-Macchiato as a layer: a sliding window of softmax attention, mixed with latents."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from levattn.attention import macchiato
 from levattn.attention.latent.macchiato import check_overlap
 from levattn.attention.latent.window import check_softcap
 from levattn.nn.base import Cache
-from levattn.nn.checks import fraction, projection
+from levattn.nn.checks import fraction, projection, split_in_heads
 from levattn.nn.latents import LatentLayer
 
 __all__ = ["Macchiato", "MacchiatoCache"]
 
 
 class MacchiatoCache(Cache):
-    """What decoding keeps of the positions so far: from `window` positions on the same number of floats.
+    """What decoding by `Macchiato` keeps of the positions so far, as ``new_cache()`` of a layer returns it.
 
-    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
-    Gradients do not pass through it.
+    From `window` positions on the same number of floats: `Macchiato.state_size` for each sequence. Gradients do not
+    pass through it.
 
     Attributes
     ----------
@@ -33,12 +33,6 @@ class MacchiatoCache(Cache):
         The last keys and values, and the sums of the latents; None before the first positions.
     feature : tensor of shape (B, ...), or None
         The state of the feature in front of the logits.
-
-    Notes
-    -----
-    With G heads of keys and values and C/H channels of each, 2 (W − 1) G C/H floats for each sequence for the window
-    when it is full, (W − 1) H L more in the mode "exclusive", H L (C/H + 2) for the latents, and those of the feature.
-    A step of decoding takes time O(C² + C H L + W C), and copies them once.
 
     Examples
     --------
@@ -56,7 +50,7 @@ class MacchiatoCache(Cache):
 
 
 class Macchiato(LatentLayer[MacchiatoCache]):
-    r"""A window of softmax attention and latents beside it, as a layer in the place of multi-head attention.
+    r"""A mixture of softmax attention in a window and latents, as a layer in the place of multi-head attention.
 
     Of an input X (T, C) each head makes queries, keys and values, logits of L latents for rows and positions from
     f(X), and a gate, takes `levattn.attention.macchiato` of these, and all heads together are multiplied by an output
@@ -84,13 +78,12 @@ class Macchiato(LatentLayer[MacchiatoCache]):
     base : float
         Of the angles of both.
     feature : str or torch.nn.Module, optional
-        The map f in front of the logits of the latents: "conv" or "rg_lru" for a short memory, a module of one's own
-        on (B, T, C), or None for none, as in `Latte`.
+        The map f in front of the logits of the latents, as in `Latte`.
     softcap : float, optional
         Logits x of the window become c tanh(x/c) with this c > 0.
     delta : float in (0, 1), optional
         The weight that latents begin with: the gate begins as the same number everywhere, such that the window has a
-        weight of about 1 − δ. For a layer put beside trained weights 0.05 to 0.1 is advised: gradients of the latents
+        weight of about 1 − δ. For a layer added to trained weights 0.05 to 0.1 is advised: gradients of the latents
         are proportional to δ, and much smaller ones may never be taken up. None for a gate that begins with random
         weights.
     device, dtype : torch.device or str, torch.dtype, optional
@@ -107,7 +100,9 @@ class Macchiato(LatentLayer[MacchiatoCache]):
     Notes
     -----
     Time of a call O(T (C² + C H L)) for the projections and O(T C (W + L)) for attention; nothing of size T × T is
-    formed. A cache grows for W − 1 positions, and is of constant size from then on: `state_size`.
+    formed. With G heads of keys and values, a cache has 2 (W − 1) G C/H floats for each sequence for the window when
+    it is full, (W − 1) H L more in the mode "exclusive", H L (C/H + 2) for the latents, and those of the feature. A
+    step of decoding takes time O(C² + C H L + W C), and copies them once.
 
     The gate reads the input, not f of it; the paper does not say.
 
@@ -150,13 +145,8 @@ class Macchiato(LatentLayer[MacchiatoCache]):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = whole_number("dim", dim), whole_number("heads", heads)
-        self.kv_heads = self.heads if kv_heads is None else whole_number("kv_heads", kv_heads)
+        self.dim, self.heads, self.kv_heads = split_in_heads(dim, heads, kv_heads)
         self.window = whole_number("window", window)
-        if self.dim % self.heads or self.heads % self.kv_heads:
-            raise ValueError(
-                f"dim is {dim}, heads {heads} and kv_heads {kv_heads}; expected multiples, each of the next"
-            )
         self.head_dim, self.rope = self.dim // self.heads, bool(rope)
         check_overlap(overlap)
         delta = None if delta is None else fraction("delta", delta)
@@ -184,7 +174,7 @@ class Macchiato(LatentLayer[MacchiatoCache]):
         q, k = (self._in_heads(W(x), self.head_dim) for W in (self.Wq, self.Wk))
         V = self._values(x, positions)
         if self.rope:
-            q, k = (self._turned(X, positions) for X in (q, k))
+            q, k = (self._rotated(X, positions) for X in (q, k))
         Q, K = (self._in_heads(W(h), self.latents) for W in (self.latent_q, self.latent_k))
         options: dict[str, Any] = {"window": self.window, "overlap": self.overlap, "softcap": self.softcap}
         return partial(macchiato, q, k, V, Q, K, self.gate(x).transpose(1, 2), **options)

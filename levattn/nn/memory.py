@@ -56,8 +56,7 @@ class _Memory(Module):
         attend = partial(type(self)._operator, *self._arguments(x), mask=mask, state=state)
         if offsets is not None:
             return attend(offsets=offsets), None
-        out, state = attend(return_state=True)
-        return out, state
+        return attend(return_state=True)  # type: ignore[no-any-return]
 
     @abstractmethod
     def _arguments(self, x: Any) -> tuple[Any, ...]:
@@ -174,7 +173,7 @@ class RGLRU(_Memory):
     def __init__(self, dim: int, heads: int | None = None, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.dim = whole_number("dim", dim)
-        _, self.heads = split_in_heads(self.dim, math.gcd(self.dim, 8) if heads is None else heads)
+        _, self.heads, _ = split_in_heads(self.dim, math.gcd(self.dim, 8) if heads is None else heads)
         self._size, width = self.dim + 1, self.dim // self.heads
         factory = {"device": device, "dtype": dtype}
         self.gate_x, self.gate_a = (

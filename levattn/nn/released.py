@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Released", "read_released"]
+from levattn._core.checks import check_type
+
+__all__ = ["read_released"]
 
 # The names here, and those of the image models and of the language models there
 _IMAGES = {
@@ -28,32 +29,9 @@ _LANGUAGE = {
 }
 
 
-@dataclass(frozen=True)
-class Released:
-    """The weights of one layer by the names that they have here, and the names that they came by."""
-
-    tensors: dict[str, Any]
-    names: dict[str, str]
-    causal: bool
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What a layer is made with that these weights fit."""
-        places = self.tensors.get("position_bias")
-        return {
-            "dim": int(self.tensors["project.weight"].shape[1]),
-            "heads": len(self.tensors["temperature"]),
-            "causal": self.causal,
-            "positions": None if places is None else int(places.shape[1]),
-            "bias": "project.bias" in self.tensors,
-            "out_bias": "out.bias" in self.tensors,
-        }
-
-
-def read_released(state_dict: Any, prefix: Any) -> Released:
-    """Return the weights of the layer whose names begin with a prefix, or raise."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict is of type {type(state_dict).__name__}; expected a dict of tensors")
+def read_released(state_dict: Any, prefix: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options and the state dict of the layer whose stored names begin with a prefix, or raise."""
+    check_type("state_dict", state_dict, Mapping, "a dict of tensors")
     if not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; expected a string, e.g. 'blocks.3.attn.'")
     found = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
@@ -76,7 +54,16 @@ def read_released(state_dict: Any, prefix: Any) -> Released:
     _refuse_misshapen(tensors, names)
     # Temperatures and biases of positions have a last axis there, which broadcasts along channels
     tensors = {mine: t[..., 0] if mine in ("temperature", "position_bias") else t for mine, t in tensors.items()}
-    return Released(tensors, names, layouts[0] is _LANGUAGE)
+    places = tensors.get("position_bias")
+    options = {
+        "dim": int(tensors["project.weight"].shape[1]),
+        "heads": len(tensors["temperature"]),
+        "causal": layouts[0] is _LANGUAGE,
+        "positions": None if places is None else int(places.shape[1]),
+        "bias": "project.bias" in tensors,
+        "out_bias": "out.bias" in tensors,
+    }
+    return options, tensors
 
 
 def _refuse_unknown(found: dict[str, Any], layout: dict[str, str], prefix: str) -> None:

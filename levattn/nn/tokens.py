@@ -14,17 +14,17 @@ from levattn.attention.common.packed import compiling, cumulative, untraced
 from levattn.attention.tokens.arguments import Membership, check_form, decay_rates
 from levattn.nn.base import Cache, Recurrent
 from levattn.nn.checks import projection, split_in_heads
-from levattn.nn.released import Released, read_released
+from levattn.nn.released import read_released
 from levattn.states import TokenState
 
 __all__ = ["TokenStatistics", "TokenStatisticsCache"]
 
 
 class TokenStatisticsCache(Cache):
-    """What decoding keeps of the tokens so far: two numbers for each channel and head, however many they are.
+    """What decoding by `TokenStatistics` keeps of the tokens so far, as ``new_cache()`` of a layer returns it.
 
-    ``new_cache()`` of a layer makes one for a batch of sequences, and ``layer(x, cache=cache)`` reads and updates it.
-    Gradients do not pass through it.
+    The same number of floats however many tokens there were: `TokenStatistics.state_size` for each sequence. Gradients
+    do not pass through it.
 
     Attributes
     ----------
@@ -32,11 +32,6 @@ class TokenStatisticsCache(Cache):
         Number of positions so far.
     state : TokenState or None
         The sums of each sequence and head, in float64; None before the first ones.
-
-    Notes
-    -----
-    With C channels and h heads, 2 (C + h) floats for each sequence with the membership "diag_leverage", else C + h,
-    whatever the number of positions; a step of decoding takes time O(C²), and copies them once.
 
     Examples
     --------
@@ -116,8 +111,8 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
     Notes
     -----
     Parameters: 2C² + h and the biases, or C² + h if tied. Time of a call O(TC²) for the linear maps and O(TC) for
-    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h. Rows of masked tokens
-    are the bias of the output alone.
+    attention. A cache has 2(C + h) floats for each sequence with "diag_leverage", else C + h; a step of decoding takes
+    time O(C²), and copies them once. Rows of masked tokens are the bias of the output alone.
 
     Weights begin as normal numbers of standard deviation 0.02 and biases as zero, as the authors' do, whose language
     models leave temperatures and biases of positions out of weight decay: `no_weight_decay`. Their code drops out
@@ -164,7 +159,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = split_in_heads(dim, heads)
+        self.dim, self.heads, _ = split_in_heads(dim, heads)
         self.head_dim, self.causal = self.dim // self.heads, bool(causal)
         if membership not in get_args(Membership):
             raise ValueError(
@@ -204,7 +199,9 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         Parameters
         ----------
         state_dict : dict of tensors
-            What a public model stores, as `load_released` reads it. Language models are causal, image models are not.
+            What a public model stores. Image models, which are not causal, have behind the prefix the names
+            ``qkv.weight``, ``temp``, ``to_out.0.weight``, and language models, which are, ``c_attn.weight``, ``temp``,
+            ``denom_bias``, ``c_proj.weight``; both with biases ``.bias`` where the linear maps have them.
         prefix : str
             What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
         device, dtype : torch.device or str, torch.dtype, optional
@@ -213,12 +210,15 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         Returns
         -------
         TokenStatistics
-            It computes what the released layer does when it does not train.
+            It computes what the released layer does when it does not train. ``load_state_dict`` takes the weights of
+            its ``state_dict()`` into a layer that there is.
 
         Raises
         ------
-        TypeError, ValueError
-            As `load_released`.
+        TypeError
+            If an argument, or what is stored, is of another type.
+        ValueError
+            If a name behind the prefix is missing or not known, or shapes do not go together.
 
         Examples
         --------
@@ -233,64 +233,11 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
           (out): Linear(in_features=12, out_features=12, bias=True)
         )
         """
-        released = read_released(state_dict, prefix)
-        weight = released.tensors["project.weight"]
-        layer = cls(**released.options, device=device or weight.device, dtype=dtype or weight.dtype)
-        layer._take(released)
+        options, tensors = read_released(state_dict, prefix)
+        weight = tensors["project.weight"]
+        layer = cls(**options, device=device or weight.device, dtype=dtype or weight.dtype)
+        layer.load_state_dict(tensors)
         return layer
-
-    def load_released(self, state_dict: Any, prefix: str = "") -> TokenStatistics:
-        """Take the weights of a layer of the released code, of an image or a language model.
-
-        Parameters
-        ----------
-        state_dict : dict of tensors
-            Those of image models have, behind the prefix, the names ``qkv.weight``, ``temp``, ``to_out.0.weight``,
-            and those of language models ``c_attn.weight``, ``temp``, ``denom_bias``, ``c_proj.weight``; both with
-            biases ``.bias`` where the linear maps have them.
-        prefix : str
-            What the names of this layer begin with, e.g. "blocks.3.attn." or "transformer.h.0.attn.".
-
-        Returns
-        -------
-        TokenStatistics
-            The layer itself. Its parameters stay the same objects, of the same dtype and device.
-
-        Raises
-        ------
-        TypeError
-            If an argument, or what is stored, is of another type.
-        ValueError
-            If a name behind the prefix is missing or not known, a shape differs, or the layer is causal and the model
-            is not, or the other way round. The layer is as it was.
-        """
-        released = read_released(state_dict, prefix)
-        if released.causal != self.causal:
-            kind = "a language model, which is causal" if released.causal else "an image model, which is not causal"
-            raise ValueError(f"state_dict is of {kind}, and the layer has causal={self.causal}; expected the same")
-        self._take(released)
-        return self
-
-    def _take(self, released: Released) -> None:
-        mine, given, names = dict(self.named_parameters()), released.tensors, released.names
-        if lacking := [str(names.get(name, name)) for name in mine if name not in given]:
-            raise ValueError(f"state_dict has no {', '.join(lacking)}, which this layer needs; expected all of them")
-        if surplus := [names[name] for name in given if name not in mine]:
-            raise ValueError(
-                f"state_dict has {', '.join(surplus)}, which this layer has no place for; expected a layer made with "
-                "bias, out_bias, positions and output as the stored one"
-            )
-        for name, parameter in mine.items():
-            if given[name].shape != parameter.shape:
-                raise ValueError(
-                    f"{names[name]} has shape {tuple(given[name].shape)} (but for a last axis of 1); expected "
-                    f"{tuple(parameter.shape)}, as {name} of this layer"
-                )
-            if parameter.is_meta:
-                raise ValueError(f"{name} of this layer is on the device meta; expected one that holds numbers")
-        with torch.no_grad():
-            for name, parameter in mine.items():
-                parameter.copy_(given[name])
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the parameters that are not to decay.

@@ -29,6 +29,7 @@ from levattn.distributed.dask import (  # noqa: E402 (of no use without dask)
     _merge,
     from_keys,
     leverage_scores,
+    query_moments,
     softmax_state,
     universal_set,
     universal_set_of_files,
@@ -408,6 +409,25 @@ def test_a_killed_worker_changes_nothing(remote: Any, tmp_path: Path) -> None:
     check(future.result(timeout=120), K, 0.02)
     read = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
     assert len(read) > len(set(read)) == 40  # what the victim had in hand was read again
+
+
+# -- moments of queries -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_query_moments_are_those_of_all_queries(mean: bool) -> None:
+    Q = np.random.default_rng(0).normal(1, 2, (2, 500, 4))
+    state = query_moments(in_chunks(Q, [100, 0, 300]), mean=mean).compute()
+    whole = np.concatenate([Q, np.ones((2, 500, 1))], axis=2) if mean else Q
+    np.testing.assert_allclose(state.read(), whole.swapaxes(1, 2) @ whole, rtol=1e-12)
+    np.testing.assert_array_equal(state.weight, [500, 500])
+
+
+def test_query_moments_refuse_what_is_no_array_of_queries() -> None:
+    with pytest.raises(TypeError, match="Q is of type ndarray"):
+        query_moments(np.zeros((9, 2)))
+    with pytest.raises(TypeError, match="mean is 'yes'; expected True or False"):
+        query_moments(in_chunks(np.zeros((9, 2)), [4]), mean="yes")
 
 
 # -- softmax states -----------------------------------------------------------------------------------

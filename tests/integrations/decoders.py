@@ -1,8 +1,7 @@
-"""What tests of changed transformers models share: sizes of tiny ones, tokens, distances, calls that are refused."""
+"""What tests of changed transformers models share: tiny ones, tokens, distances, an attention written out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,9 +21,34 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Gemma": {"num_key_value_heads": 2, "head_dim": 8},
+    "Gemma2": {  # softcap, a scale of its own, and every other layer slides
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 20,
+        "attn_implementation": "eager",
+    },
+    "GptOss": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Qwen2": {"num_key_value_heads": 1},
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 4},
+    "GPTNeoX": {"rotary_pct": 0.5},
+    "Esm": {"position_embedding_type": "rotary"},
+}
+ENCODERS = ["Esm"] + (["Bert", "Roberta", "DistilBert"] if transformers.__version__ >= "5" else [])
+T, PADDED = 20, 6
+LEFT = torch.tensor([[1] * T, [0] * PADDED + [1] * (T - PADDED)])  # which positions are no padding
 
 
-def tokens(batch: int, length: int) -> Any:
+def base(family: str = "Llama", **options: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **options})
+    return getattr(transformers, f"{family}{'Model' if family in ENCODERS else 'ForCausalLM'}")(config).eval()
+
+
+def tokens(batch: int = 2, length: int = T) -> Any:
     return torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(1))
 
 
@@ -33,50 +57,21 @@ def difference(a: Any, b: Any, real: Any = None) -> float:
     return float((distance if real is None else distance[real.bool()]).max())
 
 
-def in_parts(model: Any, ids: Any, cuts: list[int]) -> tuple[Any, Any]:
-    """The logits of tokens that come in parts, and the cache in the end."""
-    past, found = None, []
-    for part in ids.split(cuts, 1):
-        with torch.no_grad():
-            result = model(part, past_key_values=past, use_cache=True)
-        past = result.past_key_values
-        found.append(result.logits)
-    return torch.cat(found, 1), past
+def output(model: Any, ids: Any = None, **options: Any) -> Any:
+    """The logits of tokens, or the last states of an encoder."""
+    with torch.no_grad():
+        return model(tokens() if ids is None else ids, **options)[0]
 
 
-def packed_mask(length: int) -> Any:
-    mask = torch.ones(length, length).tril().bool()
-    mask[8:, :8] = False
-    return mask[None, None]
+def position_ids(real: Any) -> Any:
+    return (real.cumsum(-1) - 1).clamp(min=0)
 
 
-def refused_calls(length: int, base: Callable[[], Any]) -> dict[str, tuple[Callable[[Any], dict[str, Any]], str]]:
-    """Options of calls on that many tokens that no attention of ours honors, and what is said of them."""
-    ends = torch.tensor([0, length], dtype=torch.int32)
-    return {
-        "packed by positions": (
-            lambda _: {"position_ids": torch.arange(length)[None] % 8, "use_cache": False},
-            "causal with padding; .*packed",
-        ),
-        "mask of pairs": (lambda _: {"attention_mask": packed_mask(length)}, "causal with padding"),
-        "packed by lengths": (
-            lambda _: {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length},
-            "passes cu_seq_lens_q .*packed sequences",
-        ),
-        "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
-        "static cache": (
-            lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=30)},
-            "past_key_values is of type StaticCache",
-        ),
-        "offloaded cache": (lambda model: {"past_key_values": offloaded(model)}, "DynamicCache, offloaded"),
-        "cache of the base": (
-            lambda _: {"past_key_values": base()(tokens(2, length), use_cache=True).past_key_values},
-            f"holds {length} positions of the base model, without what the .* keep",
-        ),
-    }
-
-
-def offloaded(model: Any) -> Any:
-    cache = transformers.DynamicCache(config=model.config)
-    cache.offloading = True
-    return cache
+def written_out(model: Any, function: Any) -> Any:
+    """The model, with this function as its attention, which looks at no mask."""
+    transformers.AttentionInterface.register("written_out", function)
+    transformers.AttentionMaskInterface.register(
+        "written_out", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    model.set_attn_implementation("written_out")
+    return model

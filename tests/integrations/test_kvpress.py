@@ -11,7 +11,7 @@ pytest.importorskip("kvpress")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from levattn.integrations.kvpress import LeveragePress, universal_press  # noqa: E402
+from levattn.integrations.kvpress import ExpectedPress, LeveragePress, universal_press  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -127,3 +127,78 @@ def test_thresholds_out_of_range():
         universal_press(0)
     with pytest.raises(ValueError, match="sliding_window_size is -1"):
         universal_press(0.1, sliding_window_size=-1)
+
+
+def naive_expected(model, ids, press, layer=0):
+    """Scores by every drawn query, its rotation and its softmax; draws are those of the press."""
+    attention = model.model.layers[layer].self_attn
+    kept = []
+    handle = attention.register_forward_pre_hook(
+        lambda _, __, given: kept.append(given["hidden_states"]), with_kwargs=True
+    )
+    K = dense_keys(model, ids)[layer].double().numpy()
+    handle.remove()
+    d, S = K.shape[-1], K.shape[2]
+    with torch.no_grad():
+        Q = attention.q_proj(kept[0]).view(*ids.shape, -1, d).transpose(1, 2).double().numpy() * d**-0.5
+        cos, sin = (
+            x[0].double().numpy() for x in model.model.rotary_emb(kept[0], torch.arange(S, S + press.horizon)[None])
+        )
+    out = np.zeros(K.shape[:3])
+    heads = Q.shape[1] // K.shape[1]
+    rng = np.random.default_rng(0)
+    for b, h in np.ndindex(*Q.shape[:2]):
+        seen = Q[b, h, press.sinks :]
+        drawn = rng.multivariate_normal(seen.mean(0), np.cov(seen.T, bias=True), 4000, method="eigh")
+        at = rng.integers(press.horizon, size=len(drawn))
+        half = np.concatenate([-drawn[:, d // 2 :], drawn[:, : d // 2]], axis=1)
+        Z = (drawn * cos[at] + half * sin[at]) @ K[b, h // heads].T
+        E = np.exp(Z - Z.max(1, keepdims=True))
+        out[b, h // heads] += (E / E.sum(1, keepdims=True)).mean(0) / heads
+    return out
+
+
+def test_an_expected_press_scores_by_the_attention_of_queries_to_come(model):
+    ids, press = tokens(2, 40), ExpectedPress(0.5, horizon=16, samples=4000, sinks=0)
+    found = []
+    score = press.score
+    press.score = lambda *given: found.append(score(*given)) or found[-1]
+    kept = keys_after(model, press, ids)[0]
+    expected = naive_expected(model, ids, press)
+    assert kept.shape == (2, 2, 20, 16)
+    np.testing.assert_allclose(found[0].sum(-1), 1, rtol=1e-5)
+    # two means of 8000 draws of shares of at most 0.1 or so, at five standard errors
+    np.testing.assert_allclose(found[0], expected, atol=5 * float(np.sqrt(2 / 8000)) * expected.max())
+
+
+def test_an_expected_press_leaves_padding_out_and_keeps_the_first(model):
+    ids = tokens(1, 30)
+    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(1, 6), torch.ones(1, 30)], dim=1).long()
+    place = (mask.cumsum(-1) - 1).clamp(min=0)
+    scores = []
+    for given in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": mask, "position_ids": place}):
+        press = ExpectedPress(0.5, horizon=1, samples=64, sinks=2)
+        score = press.score
+        press.score = lambda *x, score=score: scores.append(score(*x)) or scores[-1]
+        with torch.no_grad(), press(model):
+            model(**given, past_key_values=transformers.DynamicCache())
+    alone, beside = scores[0], scores[2]
+    for found, first in ((alone, 0), (beside, 6)):
+        assert (found[..., :first] == 0).all()
+        assert (found[..., first : first + 2] == 2).all()
+        # other draws, six positions on
+        np.testing.assert_allclose(found[..., first + 2 :], alone[..., 2:], atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"compression_ratio": 1.0}, "compression_ratio is 1.0"),
+        ({"horizon": 0}, "horizon is 0"),
+        ({"samples": 0}, "samples is 0"),
+    ],
+)
+def test_options_of_an_expected_press_out_of_range(options, error):
+    with pytest.raises(ValueError, match=error):
+        ExpectedPress(**options)

@@ -7,7 +7,9 @@ that read all positions before, so that it decodes in constant memory.
 
 from __future__ import annotations
 
-try:
+from levattn._core.checks import needing
+
+with needing("this needs torch and transformers>=4.56", "transformers"):
     from levattn.integrations.transformers.calibration.calibrate import calibrate
     from levattn.integrations.transformers.calibration.calibration import Calibration
     from levattn.integrations.transformers.inspection import Inspection, inspect_model
@@ -22,8 +24,6 @@ try:
     from levattn.integrations.transformers.pruning.interface import register
     from levattn.integrations.transformers.pruning.prune import prune
     from levattn.integrations.transformers.pruning.report import PruneReport
-except ImportError as error:
-    raise ImportError('this needs torch and transformers>=4.56: pip install "levattn[transformers]"') from error
 
 __all__ = [
     "Calibration",

@@ -15,6 +15,7 @@ __all__ = [
     "parameters_of",
     "refuse",
     "takes_cache",
+    "whole_numbers",
 ]
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")  # what attention modules call their cache
@@ -87,13 +88,22 @@ def refuse(layer: str, dropout: float, others: dict[str, Any], *, attention: str
         )
 
 
-def numbers_among(name: str, value: Any, among: list[int]) -> list[int]:
-    """Return different numbers of those there are, ascending, or raise; None stands for all."""
-    if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+def whole_numbers(name: str, value: Any) -> list[int] | None:
+    """Return whole numbers as a list, or raise; None, which stands for all, stays None."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} is {value!r}; expected numbers of {name}, e.g. [{value!r}], or None for all")
-    numbers = among if value is None else list(value)
+    numbers = list(value)
     if any(isinstance(number, bool) or not isinstance(number, Integral) for number in numbers):
-        raise TypeError(f"{name} is {numbers}; expected whole numbers among {among}")
+        raise TypeError(f"{name} is {numbers}; expected whole numbers")
+    return [int(number) for number in numbers]
+
+
+def numbers_among(name: str, numbers: list[int] | None, among: list[int]) -> list[int]:
+    """Return different numbers of those there are, ascending, or raise; None stands for all."""
+    if numbers is None:
+        return sorted(among)
     if not numbers or len(set(numbers)) < len(numbers) or not set(numbers) <= set(among):
         raise ValueError(f"{name} is {numbers}; expected different numbers among {among}, at least one")
-    return sorted(int(number) for number in numbers)
+    return sorted(numbers)

@@ -6,6 +6,9 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from levattn._core.checks import check_type
+from levattn.integrations.transformers.calls import layer_of
+
 __all__ = ["EXTENSION", "PART", "Changes", "check_model"]
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
@@ -13,11 +16,10 @@ EXTENSION = "macchiato"  # the submodule of an attention module that holds what 
 
 
 def check_model(model: Any) -> None:
-    """Raise for what is no model of transformers, or hands positions on in a way that its attention does not see."""
+    """Raise for no model of transformers, one that is changed already, or whose attention does not see positions."""
     from transformers import PreTrainedModel  # two seconds of imports, which who has a model has paid
 
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model is of type {type(model).__name__}; expected a transformers.PreTrainedModel")
+    check_type("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise ValueError(f"model is {name}, whose attention has ALiBi biases; expected rotary or absolute positions")
@@ -25,6 +27,13 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model is {name}, whose layers share keys and values; expected keys of each layer's own")
     if getattr(config, "attention_chunk_size", None):
         raise ValueError(f"model is {name}, whose attention is cut into chunks; expected full or sliding attention")
+    for module in model.modules():
+        change = "pruned" if hasattr(module, PART) else "extended by macchiato_from"
+        if hasattr(module, PART) or hasattr(module, EXTENSION):
+            raise ValueError(
+                f"model is {name}, and {layer_of(module)} of it is {change} already; expected a model as it was "
+                "loaded. Leave the with block of prune, or call remove on the model, first"
+            )
 
 
 @dataclass

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 import levattn
-from levattn.integrations.transformers.pruning.heads import Arrays
+from levattn.integrations.transformers.heads_table import HeadsTable
+from levattn.integrations.transformers.pruning.heads import Arrays, Group
 from levattn.integrations.transformers.pruning.prune import observed
-
-if TYPE_CHECKING:
-    from levattn.plots import LayerHeadDisplay
 
 __all__ = ["Inspection", "inspect_model"]
 
 _QUERIES = 256  # of a call, whose attention is measured
 
-_LABELS = {
-    "size": "keys in the universal set",
-    "share": "share of the keys in the universal set",
-    "captured": "softmax mass on the universal set",
-    "heavy_captured": "share of heavy softmax scores on the universal set",
-    "largest": "largest leverage score",
-    "condition": "condition number of the keys",
-}
 
-
-class Inspection:
+class Inspection(HeadsTable):
     """What `inspect_model` found: a row for each layer and head of the keys.
 
     Attributes
@@ -58,10 +47,22 @@ class Inspection:
     (4, 40, 16)
     """
 
+    _labels: ClassVar = {
+        "size": "keys in the universal set",
+        "share": "share of the keys in the universal set",
+        "captured": "softmax mass on the universal set",
+        "heavy_captured": "share of heavy softmax scores on the universal set",
+        "largest": "largest leverage score",
+        "condition": "condition number of the keys",
+    }
+
     def __init__(self, model: str, epsilon: float, rows: list[dict[str, Any]]) -> None:
         self.model = model
         self.epsilon = epsilon
         self.rows = rows
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return self.rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model, the threshold and the rows as plain numbers and strings.
@@ -72,34 +73,6 @@ class Inspection:
             ``model``, ``epsilon`` and ``heads``, the rows.
         """
         return {"model": self.model, "epsilon": self.epsilon, "heads": self.rows}
-
-    def plot(self, value: str = "captured", ax: Any = None) -> LayerHeadDisplay:
-        """Draw one of the figures for all layers and heads.
-
-        Parameters
-        ----------
-        value : {"captured", "heavy_captured", "size", "share", "largest", "condition"}
-            Which.
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        levattn.plots.LayerHeadDisplay
-            The display, drawn.
-
-        Raises
-        ------
-        ValueError
-            If `value` is none of these.
-        ImportError
-            If matplotlib is not installed.
-        """
-        from levattn.plots import LayerHeadDisplay
-
-        if value not in _LABELS:
-            raise ValueError(f"value is {value!r}; expected one of {', '.join(_LABELS)}")
-        return LayerHeadDisplay.from_rows(self.rows, value, label=_LABELS[value], ax=ax)
 
     def __repr__(self) -> str:
         return f"<Inspection of {self.model}: {len(self.rows)} heads, epsilon={self.epsilon}>"
@@ -176,24 +149,16 @@ def inspect_model(
 def _sequences(arrays: Arrays, head: int, epsilon: float) -> list[tuple[Any, Any, Any]]:
     """Return the keys, the universal set, and the softmax scores of some queries, for each sequence."""
     found = []
-    each = arrays.q.shape[1] // arrays.k.shape[1]
+    of_head = arrays.of_heads(Group((head,), None))
     for b in range(arrays.k.shape[0]):
         there = np.arange(arrays.k.shape[2])
         if arrays.present is not None:
             there = np.flatnonzero(arrays.present[b].cpu().numpy())
         if not len(there):
             continue
-        K = arrays.k[b, head, torch.as_tensor(there)].detach()
+        K = of_head.k[b, 0, torch.as_tensor(there)].detach()
         places = there[np.unique(np.linspace(0, len(there) - 1, _QUERIES).astype(np.int64))]
-        one = Arrays(
-            arrays.q[b : b + 1, head * each : (head + 1) * each],
-            arrays.k[b : b + 1, head : head + 1],
-            arrays.v[b : b + 1, head : head + 1],
-            None if arrays.present is None else arrays.present[b : b + 1],
-            arrays.causal,
-            arrays.scale,
-        )
-        P = one.dense_weights(places)[0][..., torch.as_tensor(there)].reshape(-1, len(there))
+        P = of_head.of_sequences([b]).dense_weights(places)[0][..., torch.as_tensor(there)].reshape(-1, len(there))
         found.append((K, levattn.universal_set(K, epsilon), P.double()))
     return found
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 
+from levattn._core.checks import positive_number
 from levattn._core.progress import reported
 from levattn.integrations.transformers.calibration.calibration import METRICS, Calibration
 from levattn.integrations.transformers.pruning.prune import prune
+from levattn.nn.checks import fraction
 
 __all__ = ["calibrate", "embeddings", "following", "perplexity"]
 
@@ -103,11 +104,10 @@ def calibrate(
     >>> with torch.no_grad(), prune(model, chosen):
     ...     _ = model(**inputs)
     """
-    if not _is_real(target) or not 0 < target < math.inf:
-        raise ValueError(f"target is {target!r}; expected a finite loss above 0, e.g. 0.01")
+    target = positive_number("target", target, what="a finite loss above 0, e.g. 0.01")
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
-    shares = sorted({_share(budget) for budget in budgets})
+    shares = sorted({fraction("budgets", budget) for budget in budgets})
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
         raise TypeError(f"{', '.join(unknown)} is no option here; expected some of {', '.join(_OPTIONS)}")
@@ -122,18 +122,8 @@ def calibrate(
     with reported(progress, len(batches) * (len(shares) + _STEPS + 2)) as advance, torch.no_grad():
         measure = _Loss(model, batches, metric, advance)
         errors = _errors(model, batches, shares, {**shared, **options}, advance)
-        chosen, reached = _bisected(errors, float(target), lambda found: measure(found, options))
-    return Calibration(chosen, type(model).__name__, metric, float(target), reached, options)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _share(budget: Any) -> float:
-    if not _is_real(budget) or not 0 < budget < 1:
-        raise ValueError(f"budgets has {budget!r}; expected shares of the keys, above 0 and below 1")
-    return float(budget)
+        chosen, reached = _bisected(errors, target, lambda found: measure(found, options))
+    return Calibration(chosen, type(model).__name__, metric, target, reached, options)
 
 
 def _errors(

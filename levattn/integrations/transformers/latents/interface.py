@@ -14,14 +14,10 @@ from levattn.integrations.transformers.masks import causal_padding, padding_mask
 __all__ = ["LATENTS", "register_latents"]
 
 
-def _held_in(cache: Any, module: Any) -> Any:
-    return latent_layer_for(cache, module.layer_idx)
-
-
 LATENTS = Interface(
     name="levattn_macchiato",
     part=EXTENSION,
-    held_in=_held_in,
+    held_in=lambda cache, module: latent_layer_for(cache, module.layer_idx),
     maker="macchiato_from",
     attention="the mixture of a window and latents",
     remedy="use the base model",

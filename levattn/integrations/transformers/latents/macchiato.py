@@ -9,15 +9,10 @@ import torch
 
 from levattn._core.checks import whole_number
 from levattn.integrations.transformers.changes import EXTENSION, Changes
+from levattn.integrations.transformers.discovery import shared_configs
 from levattn.integrations.transformers.latents.cache import LatentState
 from levattn.integrations.transformers.latents.interface import LATENTS, register_latents
-from levattn.integrations.transformers.latents.layers import (
-    RECORD,
-    attention_modules,
-    check_extendable,
-    chosen_among,
-    probed,
-)
+from levattn.integrations.transformers.latents.layers import extendable
 from levattn.integrations.transformers.latents.parameters import FEATURES, OVERLAPS, LatentLogits
 from levattn.integrations.transformers.pruning.report import REPORT
 from levattn.nn.checks import fraction
@@ -30,6 +25,8 @@ __all__ = [
     "remove",
     "state_size",
 ]
+
+_RECORD = "_levattn_macchiato"  # the attribute of an extended model that remembers what it was
 
 
 def macchiato_from(
@@ -73,9 +70,8 @@ def macchiato_from(
     overlap : {"mixture", "exclusive"}, default "mixture"
         Whether latents see all positions up to t, or only those behind the window.
     feature : {"conv", "rg_lru"}, optional
-        What stands between the hidden states and the projections to latent logits, one of each layer: a causal
-        convolution of width 4 (`levattn.nn.CausalConv`) or a gated linear recurrence (`levattn.nn.RGLRU`). Latents
-        have no positions, and this gives them the order of what is near. Nothing if None.
+        What stands between the hidden states and the projections to latent logits, one of each layer, and gives
+        latents the order of near positions: a `levattn.nn.CausalConv` or a `levattn.nn.RGLRU`. Nothing if None.
     layers : iterable of int, optional
         Numbers of the layers to extend, from 0; all if None. The others keep their attention and its cache.
 
@@ -126,16 +122,16 @@ def macchiato_from(
     >>> model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0).shape
     torch.Size([1, 25])
     """
-    check_extendable(model)
     window, latents = whole_number("window", window), whole_number("latents", latents)
     delta = fraction("delta", delta)
     if overlap not in OVERLAPS:
         raise ValueError(f'overlap is {overlap!r}; expected "mixture" or "exclusive"')
     if feature is not None and feature not in FEATURES:
         raise ValueError(f'feature is {feature!r}; expected "conv", "rg_lru", or None')
-    candidates = attention_modules(model)
-    chosen = chosen_among(candidates, layers)
     register_latents()
+    chosen = extendable(model, layers)
+    modules = [layer.module for layer in chosen]
+    whole = not shared_configs(model, modules)
     changes = Changes(EXTENSION)
     options: dict[str, Any] = {
         "latents": latents,
@@ -144,23 +140,18 @@ def macchiato_from(
         "delta": delta,
         "feature": feature,
     }
-    parts = [
-        LatentLogits(
-            probe.call.hidden.shape[-1], probe.query.shape[1], probe.key.shape[1], like=probe.query, **options
-        )
-        for probe in probed(model, chosen)
-    ]
-    for module, part in zip(chosen, parts, strict=True):
+    parts = [LatentLogits(layer, **options) for layer in chosen]
+    for module, part in zip(modules, parts, strict=True):
         changes.give_part(module, LATENTS.name, part)
         changes.hooks += LATENTS.hook(module)
-    if len(chosen) == len(candidates):  # then the masks of the model are ours too: of padding alone, (B, T)
+    if whole:  # then the masks of the model are ours too: of padding alone, (B, T)
         changes.give_masks(LATENTS.name)
-    added = {id(parameter) for module in chosen for parameter in getattr(module, EXTENSION).parameters()}
+    added = {id(parameter) for part in parts for parameter in part.parameters()}
     for parameter in model.parameters():
         if parameter.requires_grad and id(parameter) not in added:
             changes.frozen.append(parameter)
             parameter.requires_grad_(False)
-    setattr(model, RECORD, changes)
+    setattr(model, _RECORD, changes)
     return model
 
 
@@ -197,7 +188,7 @@ def remove(model: Any) -> Any:
         report.remove()
         return model
     _record_of(model).undo()
-    delattr(model, RECORD)
+    delattr(model, _RECORD)
     return model
 
 
@@ -365,7 +356,7 @@ def _named_tensors(model: Any) -> dict[str, Any]:
 
 
 def _record_of(model: Any) -> Changes:
-    record = getattr(model, RECORD, None)
+    record = getattr(model, _RECORD, None)
     if record is None:
         raise ValueError(f"model is {type(model).__name__}, not extended; expected one that macchiato_from returned")
     return record  # type: ignore[no-any-return]

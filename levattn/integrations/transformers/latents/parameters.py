@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.nn.features import feature_map, run_feature
 
 __all__ = ["FEATURES", "OVERLAPS", "LatentLogits"]
@@ -30,25 +31,24 @@ class LatentLogits(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(
         self,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
+        layer: ModelLayer,
         *,
         latents: int,
         window: int,
         overlap: str,
         delta: float,
         feature: str | None,
-        like: Any,
     ) -> None:
         super().__init__()
+        like = layer.probe.query
+        hidden, heads = layer.probe.call.hidden.shape[-1], like.shape[1]
         self.latents, self.window, self.overlap = latents, window, overlap
         # what trains in half precision loses updates that are small beside the weight
         dtype = torch.promote_types(like.dtype, torch.float32)
         where: dict[str, Any] = {"device": like.device, "dtype": dtype}
         self.feature = feature_map(feature, hidden, **where)
         self.query = torch.nn.Linear(hidden, heads * latents, bias=False, **where)
-        self.key = torch.nn.Linear(hidden, kv_heads * latents, bias=False, **where)
+        self.key = torch.nn.Linear(hidden, layer.heads * latents, bias=False, **where)
         self.gate = torch.nn.Linear(hidden, heads, **where)
         torch.nn.init.zeros_(self.query.weight)
         torch.nn.init.normal_(self.key.weight, std=1 / math.sqrt(hidden))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -101,14 +101,14 @@ class Arrays:
             return self
         q = _taken(self.q, group.of_queries(self.q.shape[1] // self.k.shape[1]), 1)
         k, v = (_taken(array, np.asarray(group.heads), 1) for array in (self.k, self.v))
-        return Arrays(q, k, v, self.present, self.causal, self.scale)
+        return replace(self, q=q, k=k, v=v)
 
     def of_sequences(self, rows: Any) -> Arrays:
         """Return those of some sequences; None stands for all."""
         if rows is None:
             return self
         q, k, v, present = (_taken(array, rows, 0) for array in (self.q, self.k, self.v, self.present))
-        return Arrays(q, k, v, present, self.causal, self.scale)
+        return replace(self, q=q, k=k, v=v, present=present)
 
     def lengths(self) -> Any:
         """Return how many keys each sequence has, (B,)."""
@@ -192,8 +192,7 @@ def weights(arrays: Arrays, budget: float | None, rule: SharedOptions) -> Any:
     """Return the weight of each key for each query, (B, H, m, n), that of a summary spread over its members."""
     n = arrays.k.shape[2]
     each = torch.eye(n, dtype=arrays.v.dtype, device=arrays.v.device).expand(*arrays.v.shape[:2], n, n)
-    arrays = Arrays(arrays.q, arrays.k, each, arrays.present, arrays.causal, arrays.scale)
-    return outputs(arrays, 0, budget, rule, None)[0]
+    return outputs(replace(arrays, v=each), 0, budget, rule, None)[0]
 
 
 def concatenated(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:

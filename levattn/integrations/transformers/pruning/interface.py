@@ -44,14 +44,10 @@ class LayerPruning:
     look: Callable[[int, Arrays], None] | None = None  # who is shown what the layer attends with
 
 
-def _held_in(cache: Any, module: Any) -> Any:
-    return pruned_layer_for(cache, module.layer_idx, getattr(module, PART).stream)
-
-
 PRUNED = Interface(
     name="levattn",
     part=PART,
-    held_in=_held_in,
+    held_in=lambda cache, module: pruned_layer_for(cache, module.layer_idx, getattr(module, PART).stream),
     maker="prune",
     attention="pruned attention",
     remedy="leave this layer out of layers",

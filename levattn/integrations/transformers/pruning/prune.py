@@ -9,24 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from levattn.attention import pruned_attention
 from levattn.integrations.transformers.calibration.calibration import Calibration
-from levattn.integrations.transformers.calls import numbers_among
-from levattn.integrations.transformers.changes import PART, Changes
+from levattn.integrations.transformers.calls import numbers_among, whole_numbers
+from levattn.integrations.transformers.changes import PART, Changes, check_model
+from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions
 from levattn.integrations.transformers.pruning.interface import PRUNED, STREAM, LayerPruning, register
 from levattn.integrations.transformers.pruning.layers import (
-    ModelLayer,
     budgets_of,
     check_layer,
-    check_prunable,
-    discovered,
     groups_of,
     needs_masks,
-    shared_configs,
 )
 from levattn.integrations.transformers.pruning.report import PruneReport
 from levattn.integrations.transformers.pruning.sample import Tally
+from levattn.nn.levattention import check_selection
 
 __all__ = ["observed", "prune"]
 
@@ -75,16 +72,8 @@ def prune(
         Numbers of the layers to prune, from 0; all that the model goes through if None.
     heads : iterable of int, optional
         Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs.
-    size, epsilon : int, float in (0, 1], optional
-        Instead of `budget`: the number of keys selected in each head, or the least score of such keys.
-    summaries, window, sinks : int, optional
-        As for `pruned_attention`.
-    scores : {"residual", "expected", "leverage"}
-        What keys are selected by.
-    center : bool, optional
-        Whether leverage scores are those of the keys less their mean; True if not given.
-    chunk : int, optional
-        For decoders: positions between two selections.
+    size, epsilon, summaries, window, sinks, scores, center, chunk : optional
+        As for `pruned_attention`, but for `scores`, which is a name here; `chunk` is for decoders alone.
     stream : bool, default False
         Whether caches hold the bounded states of pruned layers alone, instead of all keys and values as well: for
         prompts of any length, given in chunks (a `DynamicCache` as ``past_key_values``, or
@@ -141,7 +130,7 @@ def prune(
     >>> report = prune(model, {(0, 1): 12, (1, 0): 0.5})
     >>> report.remove()
     """
-    check_prunable(model)
+    check_model(model)
     if measure and stream:
         raise ValueError(
             "measure and stream are True; expected one of them: without all keys there is no dense attention"
@@ -159,15 +148,15 @@ def prune(
     if isinstance(budget, Calibration):
         options = _calibrated(budget, options)
     rule = SharedOptions(**options)
-    layers, heads = (None if value is None else _listed(value) for value in (layers, heads))
+    layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named = _named_layers(budget) if isinstance(budget, Mapping) else layers
     register()
-    there = discovered(model, example, named)
+    there = discovered(PRUNED, model, named, example)
     budgets = budgets_of(budget, there, layers, heads)
     chosen = {number: groups_of(there[number], mine) for number, mine in budgets.items()}
     chosen = {number: groups for number, groups in sorted(chosen.items()) if not all(g.dense for g in groups)}
     _check_options(
-        rule, {(value, there[number].causal) for number, mine in budgets.items() for value in mine.values()}
+        rule, {(value, there[number].probe.causal) for number, mine in budgets.items() for value in mine.values()}
     )
     given = {"budget": budget, "layers": layers, "heads": heads, **options}
     report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
@@ -185,7 +174,7 @@ def prune(
 
 def _check_stream(layer: ModelLayer, groups: tuple[Group, ...]) -> None:
     """Raise for a layer that needs all its keys."""
-    if not layer.causal:
+    if not layer.probe.causal:
         raise ValueError(
             f"stream is True and layer {layer.number} is not causal; expected a decoder, as only these have caches"
         )
@@ -216,12 +205,12 @@ def _calibrated(calibration: Calibration, options: dict[str, Any]) -> dict[str, 
 @contextmanager
 def observed(model: Any, look: Callable[[int, Arrays], None], layers: Any = None) -> Iterator[None]:
     """Show what layers attend with, call by call, while they compute dense attention: their number, and arrays."""
-    check_prunable(model)
+    check_model(model)
     register()
-    layers = None if layers is None else _listed(layers)
-    there = discovered(model, None, layers)
+    numbers = whole_numbers("layers", layers)
+    there = discovered(PRUNED, model, numbers)
     pruning, parts = next(_prunings), []
-    for number in numbers_among("layers", layers, list(there)):
+    for number in numbers_among("layers", numbers, list(there)):
         groups = groups_of(there[number], {})
         parts.append(LayerPruning(number, pruning, groups, SharedOptions(), Tally(there[number].heads), look=look))
     changes = _changed(model, there, parts)
@@ -252,19 +241,8 @@ def _changed(model: Any, layers: dict[int, ModelLayer], parts: list[LayerPruning
 
 def _check_options(rule: SharedOptions, budgets: set[tuple[Any, bool]]) -> None:
     """Raise for options that a call would refuse."""
-    if not isinstance(rule.scores, str):
-        raise TypeError(
-            f"scores is of type {type(rule.scores).__name__}; expected the name of scores, as each layer has keys of "
-            "its own"
-        )
-    few = np.arange(8.0).reshape(4, 2) % 3
     for budget, causal in budgets:
-        options = rule.options(rule.slots(budget, 1 << 20, causal=causal))
-        pruned_attention(few, few, few, causal=causal, **options)
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+        check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
 
 
 def _named_layers(budget: Mapping[Any, Any]) -> list[Any]:

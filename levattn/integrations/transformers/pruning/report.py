@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 import os
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from levattn.integrations.transformers.changes import Changes
+from levattn.integrations.transformers.heads_table import HeadsTable
 from levattn.integrations.transformers.pruning.sample import Tally
 from levattn.io import replace_file
-
-if TYPE_CHECKING:
-    from levattn.plots import LayerHeadDisplay
 
 __all__ = ["REPORT", "PruneReport"]
 
 REPORT = "_levattn_report"  # the attribute of a pruned model that holds its report
 
-_LABELS = {
-    "slots": "slots of a query",
-    "selected": "keys attended exactly",
-    "captured": "captured softmax mass",
-    "error": "relative error of the output",
-}
 _COLUMNS = ("layer", "head", "calls", "slots", "selected", "captured", "error", "seconds")
 
 
-class PruneReport:
+class PruneReport(HeadsTable):
     """What `prune` did to a model, and what it measured since.
 
     It is a context manager, which takes the pruning off at its end; `remove` does the same. What was measured stays.
@@ -56,6 +48,13 @@ class PruneReport:
     >>> row["layer"], row["head"], row["calls"], row["slots"] <= 16, 0 < row["captured"] < 1
     (0, 0, 1, True, True)
     """
+
+    _labels: ClassVar = {
+        "slots": "slots of a query",
+        "selected": "keys attended exactly",
+        "captured": "captured softmax mass",
+        "error": "relative error of the output",
+    }
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
@@ -119,9 +118,11 @@ class PruneReport:
         for layer, (tally, heads) in self._tallies.items():
             seconds = tally.seconds / len(heads) if tally.seconds else None
             for head in heads:
-                row = {"layer": layer, "head": head, "calls": tally.calls, **tally.figures([head]), "seconds": seconds}
-                rows.append({name: row[name] for name in _COLUMNS})
+                values = (layer, head, tally.calls, *tally.figures([head]).values(), seconds)
+                rows.append(dict(zip(_COLUMNS, values, strict=True)))
         return rows
+
+    _rows = table
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model, the options and the rows of `table` as plain numbers, strings and lists.
@@ -144,39 +145,9 @@ class PruneReport:
         with replace_file(path) as stream:
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())
 
-    def plot(self, value: str = "captured", ax: Any = None) -> LayerHeadDisplay:
-        """Draw one of the figures for all layers and heads.
-
-        Parameters
-        ----------
-        value : {"captured", "error", "selected", "slots"}
-            Which column of `table`.
-        ax : matplotlib.axes.Axes, optional
-            Where to draw; by default on a new figure.
-
-        Returns
-        -------
-        levattn.plots.LayerHeadDisplay
-            The display, drawn. Heads that are dense, or were not measured, are left blank.
-
-        Raises
-        ------
-        ValueError
-            If `value` is none of these.
-        ImportError
-            If matplotlib is not installed.
-        """
-        from levattn.plots import LayerHeadDisplay
-
-        if value not in _LABELS:
-            raise ValueError(f"value is {value!r}; expected one of {', '.join(_LABELS)}")
-        return LayerHeadDisplay.from_rows(self.table(), value, label=_LABELS[value], ax=ax)
-
     def __str__(self) -> str:
         """Return a table of plain text with a line for each layer, its heads taken together, and one for all."""
-        lines: list[tuple[str, ...]] = [
-            ("layer", "heads", "calls", "slots", "selected", "captured", "error", "seconds")
-        ]
+        lines: list[tuple[str, ...]] = [("layer", "heads", *_COLUMNS[2:])]
         for layer, (tally, heads) in self._tallies.items():
             lines.append((str(layer), str(len(heads)), str(tally.calls), *_shown(tally.figures(heads), tally.seconds)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]

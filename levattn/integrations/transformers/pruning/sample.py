@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ def _exact(arrays: Arrays, options: dict[str, Any], state: Any, each: int) -> It
             yield places, exact, same & _there(arrays, before + places)[:, None]
         return
     places = np.unique(np.linspace(0, m - 1, each).round().astype(np.int64))
-    short = Arrays(arrays.q, arrays.k, arrays.v[..., :1], arrays.present, arrays.causal, arrays.scale)
+    short = replace(arrays, v=arrays.v[..., :1])
     _, certificate = short.attended(options, 0, m, None, return_certificate=True)
     exact = certificate.kept[:, :, None].expand(-1, -1, len(places), -1)
     if options["window"]:

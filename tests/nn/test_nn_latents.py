@@ -1,4 +1,4 @@
-"""Layers with a window beside latents, and short memories as layers: what they compute and begin with."""
+"""Layers with latents, with and without a window, and short memories: what they compute and begin with."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import naive_attention as naive
+import naive
+import naive_attention
 
 torch = pytest.importorskip("torch")
 
-from levattn.nn import RGLRU, CausalConv, Macchiato  # noqa: E402
+from levattn.nn import RGLRU, CausalConv, Latte, Macchiato  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,6 +22,31 @@ def layer_and_input(B: int = 2, T: int = 19, C: int = 12, *, dtype: Any = torch.
     torch.manual_seed(0)
     layer = Macchiato(C, **{"heads": 3, "latents": 5, "window": 6, "rope": False, **options}).to(dtype)
     return layer, torch.randn(B, T, C, dtype=dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_layer_is_latte_of_its_projections(causal: bool) -> None:
+    torch.manual_seed(0)
+    layer, X = Latte(12, heads=3, latents=5, causal=causal).double(), torch.randn(2, 17, 12, dtype=torch.float64)
+    Wq, Wk, Wv, Wo = (getattr(layer, name).weight.detach().numpy().T for name in ("Wq", "Wk", "Wv", "Wo"))
+    for b, x in enumerate(X.numpy()):
+        heads = [
+            naive.latte(
+                x @ Wq[:, 5 * h : 5 * h + 5], x @ Wk[:, 5 * h : 5 * h + 5], x @ Wv[:, 4 * h : 4 * h + 4], causal=causal
+            )
+            for h in range(3)
+        ]
+        np.testing.assert_allclose(layer(X)[b].detach(), np.concatenate(heads, 1) @ Wo, atol=1e-13)
+
+
+def test_parameters_are_those_that_are_stated() -> None:
+    layer = Latte(64, heads=4, latents=32)
+    assert sum(p.numel() for p in layer.parameters()) == 2 * 64 * (4 * 32 + 64)
+    assert not any("bias" in name for name, _ in layer.named_parameters())
+    for projection in (layer.Wq, layer.Wk, layer.Wv, layer.Wo):
+        assert abs(float(projection.weight.detach().std()) * math.sqrt(64) - 1) < 0.05
+    assert "dim=64, heads=4, latents=32, causal=True, vapor=False" in repr(layer)
+    assert "window=4, overlap='mixture', rope=True, vapor=False" in repr(Macchiato(8, heads=2, window=4))
 
 
 @pytest.mark.parametrize("overlap", ["mixture", "exclusive"])
@@ -32,16 +58,16 @@ def test_a_layer_is_the_mixture_of_its_projections(overlap: str, rotated: bool) 
     for b, x in enumerate(X.numpy()):
         k, V = x @ weights["Wk.weight"], x @ weights["Wv.weight"]
         if rotated:
-            k, V = naive.rotate(k, places), naive.rotate(V, places, inverse=True)
+            k, V = naive_attention.rotate(k, places), naive_attention.rotate(V, places, inverse=True)
         heads = []
         for h in range(3):
             own, latents = slice(8 * h, 8 * h + 8), slice(5 * h, 5 * h + 5)
             q = x @ weights["Wq.weight"][:, own]
             Q, K = (x @ weights[f"latent_{name}.weight"][:, latents] for name in "qk")
             gate = x @ weights["gate.weight"][:, h] + weights["gate.bias"][h]
-            q = naive.rotate(q, places) if rotated else q
-            y, _ = naive.macchiato(q, k, V, Q, K, gate, 6, exclusive=overlap == "exclusive")
-            heads.append(naive.rotate(y, places) if rotated else y)
+            q = naive_attention.rotate(q, places) if rotated else q
+            y, _ = naive_attention.macchiato(q, k, V, Q, K, gate, 6, exclusive=overlap == "exclusive")
+            heads.append(naive_attention.rotate(y, places) if rotated else y)
         answer = np.concatenate(heads, 1) @ weights["Wo.weight"]
         np.testing.assert_allclose(layer(X)[b].detach(), answer, atol=1e-13)
 
@@ -55,22 +81,39 @@ def test_latents_begin_with_the_weight_that_is_asked_for(delta: float) -> None:
     assert float(weight.std()) < 0.4 * delta
 
 
-def test_wrong_options_are_named() -> None:
-    for options, error, message in (
-        ({"dim": 10, "heads": 4}, ValueError, "dim is 10, heads 4 .*expected multiples"),
-        ({"dim": 12, "heads": 4, "kv_heads": 3}, ValueError, "kv_heads 3; expected multiples"),
-        ({"dim": 6}, ValueError, "dim / heads is 3; expected an even number"),
-        ({"window": 0}, ValueError, "window is 0; expected at least 1"),
-        ({"overlap": "both"}, ValueError, "overlap is 'both'; expected"),
-        ({"delta": 1.0}, ValueError, "delta is 1.0; expected"),
-        ({"delta": math.nan}, ValueError, "delta is nan; expected"),
-        ({"delta": "0.1"}, TypeError, "delta is '0.1'; expected"),
-        ({"base": math.inf}, ValueError, "base is inf; expected"),
-        ({"softcap": -2}, ValueError, "softcap is -2; expected"),
-    ):
-        with pytest.raises(error, match=message):
-            Macchiato(**{"dim": 8, "heads": 2} | options)
-    assert "window=4, overlap='mixture', rope=True, vapor=False" in repr(Macchiato(8, heads=2, window=4))
+@pytest.mark.parametrize(
+    ("cls", "options", "error", "message"),
+    [
+        (Latte, {"dim": 10, "heads": 4}, ValueError, "dim is 10 and heads is 4; expected a multiple"),
+        (Latte, {"dim": 6, "heads": 2, "vapor": True}, ValueError, "dim / heads is 3; expected an even number"),
+        (Latte, {"dim": 0}, ValueError, "dim is 0; expected at least 1"),
+        (Latte, {"latents": 2.0}, TypeError, "latents is 2.0; expected a whole number"),
+        (Latte, {"feature": "con"}, ValueError, "feature is 'con'; expected 'conv', 'rg_lru'"),
+        (Latte, {"feature": 3}, TypeError, "feature is of type int; expected"),
+        (Latte, {"feature": ["conv"]}, TypeError, "feature is of type list; expected"),
+        (Latte, {"base": math.nan}, ValueError, "base is nan; expected"),
+        (Latte, {"base": -1}, ValueError, "base is -1; expected"),
+        (Latte, {"base": "1"}, TypeError, "base is '1'; expected"),
+        (Macchiato, {"dim": 10, "heads": 4}, ValueError, "dim is 10 and heads is 4; expected a multiple"),
+        (
+            Macchiato,
+            {"dim": 12, "heads": 4, "kv_heads": 3},
+            ValueError,
+            "heads is 4 and kv_heads is 3; expected a multiple",
+        ),
+        (Macchiato, {"dim": 6}, ValueError, "dim / heads is 3; expected an even number"),
+        (Macchiato, {"window": 0}, ValueError, "window is 0; expected at least 1"),
+        (Macchiato, {"overlap": "both"}, ValueError, "overlap is 'both'; expected"),
+        (Macchiato, {"delta": 1.0}, ValueError, "delta is 1.0; expected"),
+        (Macchiato, {"delta": math.nan}, ValueError, "delta is nan; expected"),
+        (Macchiato, {"delta": "0.1"}, TypeError, "delta is '0.1'; expected"),
+        (Macchiato, {"base": math.inf}, ValueError, "base is inf; expected"),
+        (Macchiato, {"softcap": -2}, ValueError, "softcap is -2; expected"),
+    ],
+)
+def test_wrong_options_are_named(cls: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cls(**{"dim": 8, "heads": 2} | options)
 
 
 # Short memories
@@ -87,7 +130,7 @@ def test_the_recurrence_is_that_of_its_gates() -> None:
         blocks = [numbers[:, 3 * h : 3 * h + 3] @ weights[f"gate_{name}"][h] for h in range(2)]
         gates.append(np.concatenate(blocks, 1) + weights[f"bias_{name}"])
     y, state = layer(x)
-    np.testing.assert_allclose(y[0].detach(), naive.rg_lru(numbers, *gates, weights["a_param"]), atol=1e-14)
+    np.testing.assert_allclose(y[0].detach(), naive_attention.rg_lru(numbers, *gates, weights["a_param"]), atol=1e-14)
     assert state.numel() == layer.state_size()
 
 
