@@ -202,7 +202,7 @@ def pruned_attention(
     tied, held = causal or rule.slots.window > 0, () if state is None else state.parts
     if queries is not None:
         queries = dense_array("queries", queries)
-        check_sizes({"Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
+        check_sizes({"queries ": (queries, -2, "s"), "Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
     call = PrunedCall.of((Q, K, V, given, queries), heads, mask, query_mask, tied=tied, held=held)
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
