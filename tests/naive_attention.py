@@ -353,9 +353,11 @@ def pruned(
     center=True,
     scores=None,
     chunk=None,
+    queries=None,
 ):
     """Attention of queries (g, m, d) to kept keys, near keys and summaries; causal if there is a chunk.
 
+    queries: rows (s, d) that keys are chosen by, in place of Q.
     Also the share of the keys attended exactly, (g, m), their places for each of m rows, and the clusters at the end.
     """
     g, m, d = Q.shape
@@ -366,7 +368,8 @@ def pruned(
     Y, share, seen = np.zeros((g, m, V.shape[1])), np.zeros((g, m)), []
     kept, clusters, recent = [], [], []
     if chunk is None:
-        kept, clusters = pruned_choice(q.reshape(-1, d), K, single, options | {"merged": []})
+        asked = q.reshape(-1, d) if queries is None else queries * (1 / math.sqrt(d) if scale is None else scale)
+        kept, clusters = pruned_choice(asked, K, single, options | {"merged": []})
     for t in range(m):
         if chunk is None:
             recent = [single[j] for j in range(max(0, t - window), min(len(K), t + window + 1)) if window]
