@@ -10,7 +10,7 @@ import numpy as np
 from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.random import as_seed
-from levattn._core.types import Flags, Float64
+from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import Arithmetic, kernels_for
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.linalg.factor import Factor, upper_form
@@ -194,7 +194,7 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     W = np.zeros((b, d, d))
     arithmetic: list[Arithmetic] = []
     for item in range(b):
-        W[item], even = _weighted_basis(factor, item, symmetric_root(known.turned_second(item)))
+        W[item], even = _weighted_basis(factor, item, symmetric_root(known.turned_second(item)), known.powers)
         arithmetic.append("single" if even and factor.arithmetic[item] == "single" else "double")
     for one in dict.fromkeys(arithmetic):
         items = np.array([item for item in range(b) if arithmetic[item] == one], np.int64)
@@ -202,11 +202,15 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     return out
 
 
-def _weighted_basis(factor: Factor, item: int, L: Float64) -> tuple[Float64, bool]:
-    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read, and whether float32 does for it."""
+def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> tuple[Float64, bool]:
+    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read, and whether float32 does for it.
+
+    L is a root of the second moment of queries, its rows divided by 2 to these powers.
+    """
     d = factor.columns
     N, exponents = factor.even_normalizer(item)
-    shift = exponents - (int(exponents.max()) if d else 0)
+    shift, live = exponents + powers, L.any(axis=1)
+    shift = np.where(live, shift - shift[live].max(initial=-(2**20)), 0)
     with np.errstate(under="ignore"):
         even = np.ldexp(L, shift[:, None])
         largest = np.abs(even).max(initial=0.0)
