@@ -92,6 +92,18 @@ def test_scores_of_squares_are_the_known_ones(name: str) -> None:
     np.testing.assert_allclose(levattn.expected_scores(K[order], queries), scores[order], rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", strategies.CASES)
+def test_named_keys_have_scores_that_sum_to_one(name: str) -> None:
+    """For queries without direction, and for some that mostly see what the keys have little of."""
+    K = strategies.case(name)
+    scale = np.abs(K).max(initial=0.0) or 1.0
+    for C in (np.eye(K.shape[1]), np.diag(np.geomspace(1e-6, 1, K.shape[1]))):
+        scores = levattn.expected_scores(K, (np.zeros(K.shape[1]), C))
+        assert np.all((scores >= 0) & (scores <= 1))
+        assert scores.sum() == pytest.approx(float(np.any(K)), abs=1e-9)
+        np.testing.assert_allclose(scores, naive.expected_squares(C, K / scale), rtol=1e-6, atol=1e-9)
+
+
 SPECTRA: dict[str, Callable[[int], naive.Float]] = {
     "random": lambda d: rng_of(3, d).exponential(size=d),
     "geometric": lambda d: np.geomspace(1, 1e-20, d),
