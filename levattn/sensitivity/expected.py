@@ -15,7 +15,7 @@ from levattn._kernels import Arithmetic, kernels_for
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.linalg.factor import Factor, upper_form
 from levattn.sensitivity.leverage import factorize
-from levattn.sensitivity.queries import Queries, as_queries, symmetric_root
+from levattn.sensitivity.queries import Queries, as_queries
 from levattn.sensitivity.shares import share_blocks
 
 __all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weights"]
@@ -109,7 +109,8 @@ def expected_scores(
     by the trapezoidal rule in log t, whose relative error is below 1e-10. Time O(n d²) and memory O(n + d²), as for
     leverage scores. The scale of K and of the queries changes nothing. For whitened queries (their second moment the
     inverse of KᵀK) the scores are the leverage scores divided by the rank. A singular second moment is handled in its
-    row space. Queries orthogonal to all keys give scores of 0.
+    row space. Queries orthogonal to all keys give scores of 0. Of queries with condition number κ a sample loses about
+    κ units of rounding, and moments lose κ²: beyond 10⁷ they do not tell the queries' small directions.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64, and for a sample at h positions h times
     that; memory O(n + m d) and 32 MiB.
@@ -194,7 +195,7 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     W = np.zeros((b, d, d))
     arithmetic: list[Arithmetic] = []
     for item in range(b):
-        W[item], even = _weighted_basis(factor, item, symmetric_root(known.turned_second(item)), known.powers)
+        W[item], even = _weighted_basis(factor, item, known.root(item), known.powers)
         arithmetic.append("single" if even and factor.arithmetic[item] == "single" else "double")
     for one in dict.fromkeys(arithmetic):
         items = np.array([item for item in range(b) if arithmetic[item] == one], np.int64)

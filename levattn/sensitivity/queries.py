@@ -37,6 +37,17 @@ class Queries:
     powers: Int64
     rotary: Rotary | None = None
 
+    def root(self, item: int) -> Float64:
+        """Return L with ``L Lᵀ`` the second moment of the turned queries; of a sample with more digits."""
+        if self.sample is None or self.rotary is not None:
+            return symmetric_root(self.turned_second(item))
+        Q = np.ldexp(self.sample[item], -self.powers)
+        R = np.asarray(np.linalg.qr(Q, mode="r")) / math.sqrt(len(Q))
+        sizes = np.linalg.norm(R, axis=0)
+        _, values, V = np.linalg.svd(R / np.where(sizes > 0, sizes, 1.0), full_matrices=False)
+        kept = values > Q.shape[1] * 2.0**-52 * values.max(initial=0.0)
+        return np.asarray(sizes[:, None] * V[kept].T * values[kept])
+
     def turned_second(self, item: int) -> Float64:
         """Return the second moment of the turned queries, averaged over the positions."""
         C: Float64 = self.second[item]

@@ -104,6 +104,21 @@ def test_named_keys_have_scores_that_sum_to_one(name: str) -> None:
         np.testing.assert_allclose(scores, naive.expected_squares(C, K / scale), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("kappa", [1e2, 1e5, 1e8])
+def test_a_sample_loses_no_more_than_its_condition_number(kappa: float) -> None:
+    """Whitened queries, with a singular value for each of the keys; covariances of them lose the square of it."""
+    rng = rng_of(30)
+    K = strategies.conditioned(rng, 200, 16, kappa)
+    _, s, Vt = np.linalg.svd(K, full_matrices=False)
+    Q = np.linalg.qr(rng.standard_normal((40, 16)))[0] @ (Vt / s[:, None])
+    expected = naive.leverage_exact(K) / 16
+    np.testing.assert_allclose(levattn.expected_scores(K, Q), expected, rtol=2e-15 * kappa)
+    if kappa < 1e7:
+        C = Q.T @ Q
+        scores = levattn.expected_scores(K, (np.zeros(16), C / 2 + C.T / 2))
+        np.testing.assert_allclose(scores, expected, rtol=1e-16 * kappa**2 + 1e-12)
+
+
 SPECTRA: dict[str, Callable[[int], naive.Float]] = {
     "random": lambda d: rng_of(3, d).exponential(size=d),
     "geometric": lambda d: np.geomspace(1, 1e-20, d),
@@ -474,7 +489,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused(name: str) -> None:
     changed, error, message = BAD[name]
-    arguments = {"K": KEYS, "queries": QUERIES} | changed
+    arguments: dict[str, Any] = {"K": KEYS, "queries": QUERIES} | changed
     with pytest.raises(error, match=message):
         levattn.expected_scores(arguments.pop("K"), arguments.pop("queries"), **arguments)
 

@@ -380,6 +380,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused(name: str) -> None:
     changed, error, message = BAD[name]
-    arguments = {"K": KEYS, "epsilon": 0.1} | changed
+    arguments: dict[str, Any] = {"K": KEYS, "epsilon": 0.1} | changed
     with pytest.raises(error, match=message):
         levattn.universal_set(arguments.pop("K"), arguments.pop("epsilon"), **arguments)
