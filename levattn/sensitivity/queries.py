@@ -135,12 +135,13 @@ def _sample(queries: Any, keys: Matrices) -> Float64:
         raise NonFiniteError(f"queries hold NaN or infinity, first at {bad.tolist()}; expected finite numbers")
     if given.batch != keys.batch and given.batch:
         *outer, heads = given.batch
-        if not keys.batch or tuple(outer) != keys.batch[:-1] or heads % max(keys.batch[-1], 1):
+        groups = keys.batch[-1] if keys.batch else 0
+        if not groups or tuple(outer) != keys.batch[:-1] or heads % groups:
             raise ValueError(
                 f"queries have leading axes {given.batch} and K has {keys.batch}; expected the same, none, or a "
                 "multiple of the last: several heads of queries for each head of keys"
             )
-        sample = sample.reshape(math.prod(keys.batch), -1, keys.d)
+        sample = sample.reshape(math.prod(keys.batch), heads // groups * given.n, keys.d)
     return np.broadcast_to(sample, (math.prod(keys.batch), *sample.shape[1:]))
 
 
@@ -187,7 +188,13 @@ def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:
     skew = np.abs(C - C.swapaxes(1, 2)).max(axis=(1, 2), initial=0.0)
     if (skew > _ALIKE * size).any() or (np.linalg.eigvalsh(C)[:, 0] < -_ALIKE * keys.d * size).any():
         raise ValueError("the queries' covariance is not symmetric and positive semi-definite; expected one that is")
-    return Queries(None, center, C + _squares(center), C, np.zeros(keys.d, np.int64))
+    with np.errstate(over="ignore"):
+        second = C + _squares(center)
+    if not np.isfinite(second).all():
+        raise ValueError(
+            "the queries' mean or covariance has squares beyond the range of float64; expected smaller ones"
+        )
+    return Queries(None, center, second, C, np.zeros(keys.d, np.int64))
 
 
 def _squares(center: Float64) -> Float64:

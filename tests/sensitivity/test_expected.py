@@ -344,6 +344,9 @@ def test_batches_are_single_matrices(kind: str) -> None:
         together = np.concatenate([Q[i, 2 * j], Q[i, 2 * j + 1]])  # two heads of queries for each of keys
         assert np.array_equal(grouped[i, j], levattn.expected_scores(K[i, j], together, **here))
     assert np.all(shared[~mask] == 0)
+    for queries in (Q[:0, 0], Q[:0], Q[0, 0]):
+        keys = K[:0, 0] if queries.ndim == 3 else K[:0]
+        assert levattn.expected_scores(keys, queries, **options).shape == keys.shape[:-1]
     if kind == "x²":
         moments = Moments(4, (2, 3)).update(Q[:, :3])
         np.testing.assert_allclose(levattn.expected_scores(K, moments, mask=mask), each, rtol=1e-10)
@@ -442,6 +445,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"queries": (np.zeros(4), np.full((4, 4), np.inf))},
         NonFiniteError,
         "queries' covariance holds",
+    ),
+    "large-mean": ({"queries": (np.full(4, 1e200), np.eye(4))}, ValueError, "mean or covariance has squares beyond"),
+    "no-heads": (
+        {"K": KEYS[None][:0], "queries": QUERIES[None]},
+        ValueError,
+        r"axes \(1,\) and K has \(0,\); expected",
     ),
     "mean-shape": ({"queries": (np.zeros(3), np.eye(4))}, ValueError, r"mean has shape \(3,\).*expected real"),
     "covariance-shape": ({"queries": (np.zeros(4), np.eye(3))}, ValueError, r"covariance has shape \(3, 3\)"),

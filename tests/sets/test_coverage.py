@@ -246,6 +246,7 @@ def test_a_result_tells_what_it_is() -> None:
     assert covering(K, Q, size=0).epsilon > 0
     everything = covering(K, Q, size=20)
     assert (len(everything), everything.epsilon) == (20, 0)
+    assert covering(np.zeros((0, 20, 3)), Q, mass=0.6).needs.shape[0] == 0
     nobody = covering(K, Q, epsilon=0.1, mask=np.zeros(20, bool))
     assert len(nobody) == len(covering(K[:0], Q, mass=0.5, f=SOFTMAX)) == 0
     assert len(covering(K, np.zeros((30, 3)), mass=0.5)) == 0  # such queries attend to nothing
