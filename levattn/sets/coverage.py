@@ -175,7 +175,7 @@ def covering_set(
         total_bound=np.full(b, np.inf),
         coverage=wish.coverage,
         mass=wish.mass,
-        needs=np.array(needs).reshape(b, -1) if b else np.zeros((0, 0)),
+        needs=np.array(needs) if b else np.zeros((0, 0)),
     )
 
 
