@@ -86,30 +86,26 @@ def most_likely(repetitions, probability, failure):
     return next(k for k in range(repetitions) if 1 - at_most(k, repetitions, probability) <= failure)
 
 
-@pytest.mark.parametrize("kind", ["zeros and ones", "small", "mixed"])
-def test_seldom_is_one_shown_that_has_a_larger_loss(kind):
-    """Losses of one text grow from candidate to candidate; those of the fifth are above the risk by a thousandth.
+@pytest.mark.parametrize(("n", "risk", "spread"), [(80, 0.1, 0.0), (25, 0.3, 0.2), (400, 0.05, 0.5)])
+def test_seldom_is_one_shown_that_has_a_larger_loss(n, risk, spread):
+    """The texts with a loss grow in number from candidate to candidate; the fifth is above the risk by a thousandth.
 
-    The number of wrong runs has a binomial distribution with at most the level; the test fails by chance with
-    probability below 1e-6, for fixed seeds never or always.
+    The number of wrong runs has a binomial distribution with at most the level. Were the seed not fixed, the test
+    would fail by chance with probability below 1e-6.
     """
-    risk, confidence, n, repetitions = 0.1, 0.9, 80, 500
+    level, repetitions = 0.1, 1000
     rng = np.random.default_rng(0)
     shares = np.array([0.2, 0.5, 0.7, 0.9, 1.001, 1.02, 1.5])
     wrong = shown = 0
     for _ in range(repetitions):
-        if kind == "zeros and ones":
-            losses = (rng.random((n, 1)) < shares * risk).astype(float)
-        elif kind == "small":
-            losses = 2 * risk * rng.random((n, 1)) * shares
-        else:
-            losses = (rng.random((n, 1)) < 0.3) * rng.random((n, 1)) * shares * risk * 2 / 0.3
-        assert losses.max() <= 1
-        count = count_shown(losses, risk, confidence)
+        size = 1 - spread * rng.random((n, 1))  # of the mean 1 - spread / 2
+        losses = np.where(rng.random((n, 1)) < shares * risk / (1 - spread / 2), size, 0.0)
+        count = count_shown(losses, risk, 1 - level)
         wrong += count > 4
         shown += count > 0
-    assert wrong <= most_likely(repetitions, 1 - confidence, 1e-6)
-    assert shown > repetitions / 2  # it is no test that never shows anything
+    assert wrong <= most_likely(repetitions, level, 1e-6)
+    assert wrong > 0  # the bound is near enough to be of use
+    assert shown > repetitions / 2
 
 
 @pytest.fixture(scope="module")

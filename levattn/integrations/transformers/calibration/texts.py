@@ -34,12 +34,12 @@ def needed_for(tested: int) -> int:
 
 
 def _texts_in(model: Any, batch: dict[str, Any]) -> int:
-    names = ("input_ids", "inputs_embeds", getattr(model, "main_input_name", "input_ids"))
+    names = dict.fromkeys(("input_ids", "inputs_embeds", getattr(model, "main_input_name", "input_ids")))
     for name in names:
         if isinstance(batch.get(name), torch.Tensor):
             return len(batch[name])
     raise ValueError(
-        f"inputs has a batch of {', '.join(batch) or 'nothing'}; expected one with a tensor {' or '.join(set(names))} "
+        f"inputs has a batch of {', '.join(batch) or 'nothing'}; expected one with a tensor {' or '.join(names)} "
         "where risk is given, as its texts are told apart"
     )
 
