@@ -114,8 +114,9 @@ def calibrate(
     -----
     Time with `target`: runs the model once for each budget, once dense, and at most 8 times for the bisection, over
     all inputs. With `risk`: on a quarter of the texts once for each budget, once dense and 12 times; on the others
-    once dense and at most 12 times, so that 7 budgets cost about 15 runs over all texts. Memory with `risk`: the
-    outputs of two runs on one batch; with `target` those of two runs on all inputs.
+    once dense and at most 12 times, so that 7 budgets cost about 15 runs over all texts. Batches whose texts have one
+    length are faster, as `prune` works on lengths one by one where budgets are shares. Memory with `risk`: the outputs
+    of two runs on one batch; with `target` those of two runs on all inputs.
 
     How many texts: without any loss, n tested texts show a risk if
     :math:`(1 - \text{risk})^n \le 1 - \text{confidence}`, which takes 199 texts for 0.02 and 0.95, 149 of them
