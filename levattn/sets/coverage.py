@@ -138,7 +138,8 @@ def covering_set(
     b, n = len(known.second), matrices.n
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
     ordered_by = None if scores is None else _scores(scores, matrices)
-    rest = None if elsewhere is None else logarithms(elsewhere, f, known.sample.shape[:2])
+    each, own = known.sample.shape[:2], np.shape(queries)[:-1]
+    rest = None if elsewhere is None else logarithms(elsewhere, f, each, own, (*matrices.batch, each[1]))
     fit, test = _split(known.sample.shape[1], wish.coverage, seed, whole=ordered_by is not None)
     factor = factorize(matrices, method="auto", mask=mask)
     kind = np.float64 if matrices.format == "float64" else np.float32
@@ -193,15 +194,19 @@ def _split(m: int, coverage: float, seed: int, *, whole: bool) -> tuple[Int64, I
     return order[:for_scores], order[for_scores:]
 
 
-def logarithms(elsewhere: Any, f: AttentionFunction | Softmax, shape: tuple[int, ...]) -> Float64:
-    """Return the logarithms of what queries give to other keys, in the shape of the queries, or raise."""
+def logarithms(elsewhere: Any, f: AttentionFunction | Softmax, shape: tuple[int, ...], *others: Any) -> Float64:
+    """Return the logarithms of what queries give to other keys, in the shape of the queries, or raise.
+
+    others: the shapes that they may come in besides.
+    """
     if not isinstance(f, Softmax):
         raise ValueError(f"elsewhere is given and f is {f!r}; expected it for Softmax only")
     array = np.asarray(to_numpy(elsewhere) if hasattr(elsewhere, "shape") else from_list(elsewhere, "elsewhere"))
-    if array.dtype.kind not in "fiu" or array.size != math.prod(shape) or not (array < np.inf).all():
+    fits = array.size == math.prod(shape) and array.shape in (shape, *others)
+    if array.dtype.kind not in "fiu" or not fits or not (array < np.inf).all():
         raise ValueError(
-            f"elsewhere has shape {array.shape} and dtype {array.dtype}; expected a number for each of the "
-            f"{math.prod(shape)} queries, the logarithm of what it gives to other keys (−∞ for nothing)"
+            f"elsewhere has shape {array.shape} and dtype {array.dtype}; expected {others[-1] if others else shape}, "
+            "a number for each query: the logarithm of what it gives to other keys (−∞ for nothing, not NaN or +∞)"
         )
     return array.reshape(shape).astype(np.float64)
 

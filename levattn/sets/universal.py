@@ -103,7 +103,8 @@ def universal_set(
         set the threshold. If left out, how often and how nearly a key gets ε; for `mass` and `size` mean attention.
     elsewhere : array of shape (..., m), optional
         With `queries` and `Softmax`: the logarithm of Σ exp⟨q, k⟩ over other keys that each query attends to, such as
-        the later ones of a decoder, for which no set is made. Scores are then shares of all attention.
+        the later ones of a decoder, for which no set is made. Scores are then shares of all attention; `mass` is a
+        share of what these keys get.
     method : str, default "auto"
         For x² a method of `leverage_scores`, else a certificate of `sensitivities`. The approximate methods make a
         superset: their scores are raised by their distortion, which is measured, and so bound the true ones from
@@ -193,7 +194,7 @@ def universal_set(
     array([10])
     """
     function = as_function(f)
-    if any(given is not None for given in (queries, coverage, mass, scores)):
+    if any(given is not None for given in (queries, coverage, mass, scores, elsewhere)):
         wish = _covered(epsilon, size, mass, coverage, queries)
         _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
         matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
@@ -204,12 +205,7 @@ def universal_set(
     approximate = square and check_method(method)
     if not approximate:
         refuse_randomness(method, sketch_size, rng)
-    if recheck and (not approximate or epsilon is None):
-        raise ValueError(f"recheck is {recheck!r}; expected False but for approximate methods with epsilon")
-    if center and not square:
-        raise ValueError(
-            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
-        )
+    _refuse_odd(square, center=center, recheck=recheck, rechecks=approximate and epsilon is not None)
     asked = _Asked(epsilon, size, method, center, mask)
     source = as_source(K)
     extras = any(option is not None and option is not False for option in (progress, checkpoint, checkpoint_rows))
@@ -239,7 +235,8 @@ def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) ->
     if queries is None or coverage is None:
         missing = "queries" if queries is None else "coverage"
         raise ValueError(
-            f"{missing} is None; expected queries and coverage together, without which there is no mass and no scores"
+            f"{missing} is None; expected queries and coverage together, without which mass, scores and elsewhere "
+            "mean nothing"
         )
     asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
     if len(asked) != 1:
@@ -253,6 +250,16 @@ def _refuse_others(*options: Any) -> None:
     given = [name for name, value in pairs if not (value is None or value is False or str(value) == "auto")]
     if given:
         raise ValueError(f"{', '.join(given)} given with queries; expected none of these for a set with coverage")
+
+
+def _refuse_odd(square: bool, *, center: bool, recheck: bool, rechecks: bool) -> None:
+    """Raise for options that do not go with the function or the method."""
+    if recheck and not rechecks:
+        raise ValueError(f"recheck is {recheck!r}; expected False but for approximate methods with epsilon")
+    if center and not square:
+        raise ValueError(
+            "center is True; expected False for all functions but x² (the bound of softmax centers by itself)"
+        )
 
 
 @dataclass(frozen=True)

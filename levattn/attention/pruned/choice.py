@@ -105,7 +105,7 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any) -> Meas
     least = xp.where(size > rough, size, rough)
     moment = moment + xp.where(least > 0, least, xp.ones_like(least)) * eye
     if not bool(xp.all(xp.isfinite(moment))):
-        raise NonFiniteError("Q holds NaN or infinity, or is too large for its squares; give finite queries")
+        raise NonFiniteError("queries hold NaN or infinity, or are too large for their squares; give finite ones")
     zero = xp.zeros_like(queries.total)
     return Measure(
         xp.astype(xp.linalg.cholesky(moment), dtype),
@@ -167,7 +167,7 @@ def scored(kind: str, X: Any, along: Any, weight: Any, R: int, power: float | No
         squares = xp.sum(X * X, axis=-1)
     if not bool(xp.all(xp.isfinite(squares))):
         raise NonFiniteError(
-            f"squares of products of Q and K are beyond {X.dtype}, or Q or K holds NaN or infinity; give finite "
+            f"squares of products of queries and K are beyond {X.dtype}, or one holds NaN or infinity; give finite "
             "arrays with smaller entries, or of float64"
         )
     tiny = xp.asarray(1e-30, dtype=X.dtype, device=device_of(X))

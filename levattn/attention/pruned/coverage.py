@@ -13,9 +13,10 @@ from levattn._core.checks import positive_number, real_number
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn.attention.common.arguments import dense_array
-from levattn.attention.common.space import device_of, namespace_of
+from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.pruned import pruned_attention
-from levattn.sets.coverage import check_coverage, conformal_quantile, least_queries
+from levattn.exceptions import NonFiniteError
+from levattn.sets.coverage import check_coverage, conformal_place, least_queries
 
 __all__ = ["PrunedCoverage", "pruned_coverage"]
 
@@ -31,13 +32,25 @@ class PrunedCoverage:
     budget : array of float64, shape (..., G)
         Share of the keys for each head of the keys; 1 is dense.
     error : array of float64, shape (..., G)
-        Relative error of the output at this budget that a new query does not exceed, with probability `coverage`.
+        Relative error of the output at this budget that a new query does not exceed, with probability `coverage`. If
+        the budget was looked for, the error asked for, or 0 where it is dense.
     coverage : float
         That probability.
     count : int
         Queries that set the bound.
     queries : array of shape (..., H, s, d)
         The others, by which keys are selected: give them to `pruned_attention` as ``queries=``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.attention import pruned_attention, pruned_coverage
+    >>> Q, K, V = np.random.default_rng(0).standard_normal((3, 400, 16))
+    >>> found = pruned_coverage(Q, K, V, coverage=0.9, budget=0.5)
+    >>> found.coverage, found.count, found.queries.shape
+    (0.9, 200, (200, 16))
+    >>> pruned_attention(Q[:5], K, V, budget=float(found.budget), queries=found.queries, window=0).shape
+    (5, 16)
     """
 
     budget: Float64
@@ -66,10 +79,11 @@ def pruned_coverage(
     largest over the heads of queries that share keys. A random half of the queries selects and summarizes keys. The
     other half sets the bound, by conformal prediction.
 
-    **Guarantee.** For a new query that is exchangeable with those given, ``pruned_attention(..., budget=found.budget,
-    queries=found.queries)`` errs by at most ``found.error`` with probability at least `coverage`, head by head. It is
-    free of assumptions on the distribution, and holds in the mean over the draw of all queries. For later queries of a
-    text it is no guarantee, as these need not be exchangeable with earlier ones.
+    **Guarantee.** For a new query that is exchangeable with those given, `pruned_attention` with
+    ``budget=float(found.budget[g])``, ``queries=found.queries``, ``window=0`` and the same options errs by at most
+    ``found.error[g]`` on head g of the keys with probability at least `coverage`, head by head. It is free of
+    assumptions on the distribution, and holds in the mean over the draw of all queries. For later queries of a text it
+    is no guarantee, as these need not be exchangeable with earlier ones.
 
     Parameters
     ----------
@@ -100,6 +114,8 @@ def pruned_coverage(
     TypeError, ValueError
         If an argument is wrong, both or neither of `budget` and `error` are given, or there are too few queries for
         the coverage (the least number is named).
+    NonFiniteError
+        If outputs are NaN or infinite.
 
     Notes
     -----
@@ -141,22 +157,20 @@ def pruned_coverage(
     sample, tests = _rows(Q, order[: m // 2]), _rows(Q, order[m // 2 :])
     options |= {"window": 0, "queries": sample}
     dense = pruned_attention(tests, K, V, budget=1.0, **options)
-    groups = K.shape[-3] if K.ndim > 2 else 1
+    groups = max(array.shape[-3] if array.ndim > 2 else 1 for array in (K, V))
     errors = np.stack(
         [_errors(pruned_attention(tests, K, V, budget=share, **options), dense, groups) for share in shares]
     )
-    lead = errors.shape[1:-1]
-    bounds = np.zeros((len(shares), *lead))
-    place = np.zeros(lead, np.int64)
-    for item in np.ndindex(lead):
-        of = errors[(slice(None), *item)]
-        for i, values in enumerate(of):
-            bounds[(i, *item)] = conformal_quantile(np.sort(values), coverage)
-        if error is not None:  # from which budget on each query stays within the error
-            beyond = np.flip(np.logical_or.accumulate(np.flip(of > error, 0), 0), 0)
-            place[item] = conformal_quantile(np.sort(np.count_nonzero(beyond, axis=0)), coverage)
-    found = np.take_along_axis(bounds, place[None], 0)[0]
-    return PrunedCoverage(np.array(shares)[place], found, float(coverage), len(order) - m // 2, sample)
+    last = conformal_place(m - m // 2, coverage) - 1
+    if error is None:
+        place, found = np.zeros(errors.shape[1:-1], np.int64), np.sort(errors[0], axis=-1)[..., last]
+    else:
+        # From which budget on a query stays within the error. At the budget found their errors are no bound: it is
+        # found where they are small, by chance too.
+        beyond = np.flip(np.logical_or.accumulate(np.flip(errors > error, 0), 0), 0)
+        place = np.sort(np.count_nonzero(beyond, axis=0), axis=-1)[..., last]
+        found = np.where(place < len(shares) - 1, float(error), 0.0)
+    return PrunedCoverage(np.array(shares)[place], found, float(coverage), m - m // 2, sample)
 
 
 def _share(name: str, share: Any) -> float:
@@ -172,7 +186,10 @@ def _rows(Q: Any, places: Any) -> Any:
 
 def _errors(pruned: Any, dense: Any, groups: int) -> Float64:
     """Return the relative error of each query, (..., G, m), the largest of the heads that share keys."""
-    mine, true = (to_numpy(array).astype(np.float64) for array in (pruned, dense))
+    xp = namespace_of(dense)
+    mine, true = (to_numpy(xp.astype(without_gradient(array), xp.float64)) for array in (pruned, dense))
+    if not (np.isfinite(mine).all() and np.isfinite(true).all()):
+        raise NonFiniteError("outputs are NaN or infinite; give finite values V, within the range of their dtype")
     size, apart = np.linalg.norm(true, axis=-1), np.linalg.norm(mine - true, axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         errors = np.where(apart > 0, apart / size, 0.0)

@@ -181,10 +181,6 @@ def pruned_attention(
     Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
     check_sizes({"Q": (Q, -1, "d"), "K": (K, -1, "d"), "K ": (K, -2, "n"), "V": (V, -2, "n")})
     m, n = Q.shape[-2], K.shape[-2]
-    if causal and m != n:
-        raise ValueError(
-            f"Q has {m} rows and K has {n}, and causal is True; expected as many: give earlier keys as state="
-        )
     heads = heads_of(Q, K, V, names=("Q", "K", "V"))
     kind, given = (scores, None) if isinstance(scores, str) else ("given", dense_array("scores", scores))
     if given is None and kind not in SCORES:
@@ -200,12 +196,7 @@ def pruned_attention(
         rule = rule_for(max(n, int(budget or 0) + 1) if open_end else n)
     else:
         rule = continued_rule(state, options, kind, power)
-    if (state is not None or return_state) and not causal:
-        raise ValueError("state or return_state was given and causal is False; expected them only with causal=True")
-    if query_mask is not None and causal:
-        raise ValueError("query_mask was given and causal is True; expected mask alone, for queries and keys alike")
-    if queries is not None and causal:
-        raise ValueError("queries were given and causal is True; expected them only with causal=False")
+    _refuse_mixed(causal, m, n, continued=state is not None or return_state, query_mask=query_mask, queries=queries)
     if given is not None and given.shape[-1:] != (n,):
         raise ValueError(f"scores has shape {tuple(given.shape)}; expected (..., {n}), one for each key")
     tied, held = causal or rule.slots.window > 0, () if state is None else state.parts
@@ -218,3 +209,17 @@ def pruned_attention(
         if causal:
             return causal_attention(call, rule, factor, state, return_state, return_certificate)
         return whole_attention(call, rule_for, factor, return_certificate)
+
+
+def _refuse_mixed(causal: bool, m: int, n: int, *, continued: bool, query_mask: Any, queries: Any) -> None:
+    """Raise for what goes only with causal attention, or only without."""
+    if causal and m != n:
+        raise ValueError(
+            f"Q has {m} rows and K has {n}, and causal is True; expected as many: give earlier keys as state="
+        )
+    if continued and not causal:
+        raise ValueError("state or return_state was given and causal is False; expected them only with causal=True")
+    if query_mask is not None and causal:
+        raise ValueError("query_mask was given and causal is True; expected mask alone, for queries and keys alike")
+    if queries is not None and causal:
+        raise ValueError("queries were given and causal is True; expected them only with causal=False")
