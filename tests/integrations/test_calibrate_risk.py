@@ -247,7 +247,8 @@ def test_progress_counts_the_calls(encoder):
     ],
 )
 def test_errors_of_arguments(encoder, options, message):
-    with pytest.raises(ValueError, match=message):
+    wrong_type = any(isinstance(value, str | bool) for value in options.values())
+    with pytest.raises(TypeError if wrong_type else ValueError, match=message):
         calibrate(encoder, batch(4, 20), **options)
 
 

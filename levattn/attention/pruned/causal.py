@@ -68,7 +68,7 @@ def _parts(call: PrunedCall, state: PrunedState | None) -> list[tuple[PrunedPart
         return found
     if state.batch != call.given.batch:
         raise ValueError(f"state has batch {state.batch}; expected {call.given.batch}, as the keys have")
-    first, (_, K, V, _) = state.parts[0], call.given.stacks
+    first, (_, K, V, *_) = state.parts[0], call.given.stacks
     held, came = _kinds(first.recent, first.recent_values), _kinds(K, V)
     if held != came:
         raise ValueError(f"state holds {held}, and K and V are {came}; expected the same")

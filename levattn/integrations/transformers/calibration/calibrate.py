@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import positive_number
+from levattn._core.checks import fraction, positive_number
 from levattn._core.progress import reported
 from levattn.integrations.transformers.calibration.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calibration.losses import Loss, text_losses
 from levattn.integrations.transformers.calibration.risk import count_shown, least_texts
 from levattn.integrations.transformers.calibration.texts import dealt, needed_for
 from levattn.integrations.transformers.pruning.prune import prune
-from levattn.nn.checks import fraction
-from levattn.sets.coverage import check_coverage
 
 __all__ = ["calibrate"]
 
@@ -193,9 +191,7 @@ def _wanted(target: Any, risk: Any, confidence: Any) -> float | tuple[float, flo
             )
         return positive_number("target", target, what="a finite loss above 0, e.g. 0.01")
     confidence = _CONFIDENCE if confidence is None else confidence
-    check_coverage(risk, "risk")
-    check_coverage(confidence, "confidence")
-    return float(risk), float(confidence)
+    return fraction("risk", risk), fraction("confidence", confidence)
 
 
 def _errors(
