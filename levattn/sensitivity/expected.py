@@ -13,6 +13,7 @@ from levattn._core.random import as_seed
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import Arithmetic, kernels_for
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
+from levattn.io import KeySource
 from levattn.linalg.factor import Factor, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.queries import Queries, as_queries
@@ -57,7 +58,8 @@ def expected_scores(
     Parameters
     ----------
     K : array of shape (..., n, d)
-        Keys as in `leverage_scores` (sparse ones for x² by "normal" only).
+        Keys as in `leverage_scores` (sparse ones for x² by "normal" only), or files opened with `open_keys`, which are
+        loaded.
     queries : array of shape (..., m, d), Moments, or (mean, covariance)
         What is known of the queries. A sample of them, with the scale of the logits multiplied in where f is not a
         power; leading axes are those of K, none, or a multiple of the last (heads of queries that share keys). Or
@@ -137,7 +139,7 @@ def expected_scores(
     if method not in get_args(ExpectedMethod):
         raise ValueError(f"method is {method!r}; expected 'auto', 'normal' or 'mean'")
     square = is_square(function)
-    matrices = as_matrices(K, "K", sparse=square and method != "mean")
+    matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K", sparse=square and method != "mean")
     known = as_queries(queries, matrices, rotary)
     if method == "auto":
         method = "normal" if square or known.sample is None else "mean"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -383,6 +384,13 @@ def test_storages_have_the_scores_of_their_values(storage: str, f: Any) -> None:
     assert type(scores) is type(K) if not storage.startswith("bfloat16") else isinstance(scores, np.ndarray)
     assert str(scores.dtype).endswith("float64" if double else "float32")
     np.testing.assert_allclose(as_float64(scores), expected, rtol=1e-12 if double else 2e-6)
+
+
+def test_files_are_loaded(tmp_path: Path) -> None:
+    K, Q = rng_of(40).standard_normal((30, 4)), rng_of(41).standard_normal((9, 4))
+    np.save(tmp_path / "keys.npy", K)
+    found = levattn.expected_scores(levattn.open_keys(tmp_path / "keys.npy"), Q)
+    np.testing.assert_array_equal(found, levattn.expected_scores(K, Q))
 
 
 @over_storages
