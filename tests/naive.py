@@ -548,3 +548,77 @@ def latte_recurrence(Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> Float:
         m, s, S = top, a * s + b, a[:, None] * S + b[:, None] * v
         rows.append((softmax(q) / s) @ S)
     return np.stack(rows)
+
+
+# -- queries that come -------------------------------------------------------------------
+
+
+def shares(Q: ArrayLike, K: ArrayLike, f: Callable[[Float], Any] | None, mask: ArrayLike | None = None) -> Float:
+    """The attention of every query, key by key and query by query; f is None for softmax."""
+    queries, (keys, scatter) = np.asarray(Q, dtype=np.float64), _take_part(K, mask)
+    rows = []
+    for q in queries:
+        z = np.array([float(q @ k) for k in keys])
+        values = np.exp(z - z.max(initial=-np.inf)) if f is None else np.asarray(f(z))
+        total = values.sum()
+        rows.append(scatter(values / total if total > 0 else np.zeros(len(keys))))
+    return np.array(rows).reshape(len(queries), -1)
+
+
+def turned(q: Float, cosine: Float, sine: Float) -> Float:
+    """A query with its pairs of entries i and i + r/2 turned as plane vectors; entries from r on stay."""
+    result, half = np.array(q, dtype=np.float64), len(cosine) // 2
+    for i in range(half):
+        x, y = float(q[i]), float(q[i + half])
+        result[i] = x * cosine[i] - y * sine[i]
+        result[i + half] = x * sine[i + half] + y * cosine[i + half]
+    return result
+
+
+def weight_by_quadrature(eigenvalues: Float, i: int) -> float:
+    """∫ (1 + 2tλ_i)⁻¹ Π (1 + 2tλ_l)^{−1/2} dt by an adaptive rule of scipy, in log t and in pieces."""
+    from scipy.integrate import quad
+
+    def integrand(u: float) -> float:
+        t = math.exp(u)
+        return math.exp(u - 0.5 * float(np.log1p(2 * t * eigenvalues).sum())) / (1 + 2 * t * eigenvalues[i])
+
+    cuts = np.linspace(-60, 130, 20)
+    return math.fsum(quad(integrand, a, b, epsabs=0, epsrel=1e-12, limit=200)[0] for a, b in pairwise(cuts))
+
+
+def expected_squares(C: ArrayLike, K: ArrayLike) -> Float:
+    """The mean x² attention of normal queries of mean zero and covariance C, by adaptive quadrature."""
+    keys = np.asarray(K, dtype=np.float64)
+    values, vectors = np.linalg.eigh(np.asarray(C, dtype=np.float64))
+    L = vectors * np.sqrt(np.maximum(values, 0.0))
+    eigenvalues, U = np.linalg.eigh(L.T @ keys.T @ keys @ L)
+    there = eigenvalues > 1e-13 * eigenvalues.max(initial=0.0)
+    if not there.any():
+        return np.zeros(len(keys))
+    eigenvalues, U = eigenvalues[there], U[:, there]
+    weights = [weight_by_quadrature(eigenvalues / eigenvalues.max(), i) for i in range(len(eigenvalues))]
+    return np.asarray((keys @ L @ U) ** 2 @ np.array(weights) / eigenvalues.max())
+
+
+def conformal(values: ArrayLike, coverage: Fraction) -> float:
+    """The smallest of m values that at least the share `coverage` of all m + 1 reaches, if the new one is larger."""
+    ordered = sorted(float(value) for value in np.asarray(values))
+    for place, value in enumerate(ordered, start=1):
+        if Fraction(place, len(ordered) + 1) >= coverage:
+            return value
+    return math.inf
+
+
+def prefix_needed(row: Float, order: list[int], *, epsilon: float | None = None, mass: float | None = None) -> int:
+    """How many keys of an order one query needs: all of at least ε, or so many that they hold a mass."""
+    if not np.any(row):
+        return 0
+    if epsilon is not None:
+        return max((place + 1 for place, key in enumerate(order) if row[key] >= epsilon), default=0)
+    held = 0.0
+    for place, key in enumerate(order):
+        held += row[key]
+        if held >= (mass or 0.0):
+            return place + 1
+    return len(order)

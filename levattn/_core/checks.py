@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["check_offsets", "check_type", "needing", "positive_number", "real_number", "shown", "whole_number"]
+__all__ = [
+    "check_offsets",
+    "check_type",
+    "fraction",
+    "needing",
+    "positive_number",
+    "real_number",
+    "shown",
+    "whole_number",
+]
 
 
 @contextmanager
@@ -74,6 +83,14 @@ def check_offsets(offsets: npt.NDArray[np.int64], T: int) -> npt.NDArray[np.int6
             "offsets[i]:offsets[i + 1]"
         )
     return offsets
+
+
+def fraction(name: str, value: Any) -> float:
+    """Return an argument that is a number between 0 and 1, such as a probability or a share, or raise."""
+    number = real_number(name, value)
+    if not 0 < number < 1:
+        raise ValueError(f"{name} is {value!r}; expected a number above 0 and below 1, e.g. 0.9")
+    return number
 
 
 def shown(numbers: npt.NDArray[Any]) -> str:

@@ -195,7 +195,7 @@ def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float | 
     """Return how far two outputs of a model are apart; None where that is not told of such a model."""
     import torch
 
-    from levattn.integrations.transformers.calibration.calibrate import embeddings, following, perplexity
+    from levattn.integrations.transformers.calibration.losses import embeddings, following, perplexity
 
     found: dict[str, float | None] = dict.fromkeys(("embedding_cosine", "dense_perplexity", "perplexity"))
     if getattr(dense, "logits", None) is None:

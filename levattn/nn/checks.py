@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import check_type, real_number, whole_number
+from levattn._core.checks import check_type, whole_number
 
 __all__ = [
     "check_input",
     "check_sequence",
-    "fraction",
     "projection",
     "refuse_bidirectional",
     "split_in_heads",
@@ -33,14 +32,6 @@ def refuse_bidirectional(causal: bool) -> None:
     """Raise unless a layer is causal, so that it can decode."""
     if not causal:
         raise ValueError("the layer has causal=False, so it cannot decode position by position; make it causal=True")
-
-
-def fraction(name: str, value: Any) -> float:
-    """Return an argument that is a weight between 0 and 1, or raise."""
-    number = real_number(name, value)
-    if not 0 < number < 1:
-        raise ValueError(f"{name} is {value!r}; expected a number above 0 and below 1, e.g. 0.05")
-    return number
 
 
 def projection(dim: int, width: int, *, bias: bool = False, std: float | None = None, **factory: Any) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import fraction, whole_number
 from levattn.attention import macchiato
 from levattn.attention.latent.macchiato import check_overlap
 from levattn.attention.latent.window import check_softcap
 from levattn.nn.base import Cache
-from levattn.nn.checks import fraction, projection, split_in_heads
+from levattn.nn.checks import projection, split_in_heads
 from levattn.nn.latents import LatentLayer
 
 __all__ = ["Macchiato", "MacchiatoCache"]

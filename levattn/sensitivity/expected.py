@@ -10,12 +10,13 @@ import numpy as np
 from levattn._core.arrays import Matrices, as_mask, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.random import as_seed
-from levattn._core.types import Flags, Float64
+from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import Arithmetic, kernels_for
 from levattn.functions import AttentionFunction, Softmax, as_function, is_square
+from levattn.io import KeySource
 from levattn.linalg.factor import Factor, upper_form
 from levattn.sensitivity.leverage import factorize
-from levattn.sensitivity.queries import Queries, as_queries, symmetric_root
+from levattn.sensitivity.queries import Queries, as_queries
 from levattn.sensitivity.shares import share_blocks
 
 __all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weights"]
@@ -57,7 +58,8 @@ def expected_scores(
     Parameters
     ----------
     K : array of shape (..., n, d)
-        Keys as in `leverage_scores` (sparse ones for x² by "normal" only).
+        Keys as in `leverage_scores` (sparse ones for x² by "normal" only), or files opened with `open_keys`, which are
+        loaded.
     queries : array of shape (..., m, d), Moments, or (mean, covariance)
         What is known of the queries. A sample of them, with the scale of the logits multiplied in where f is not a
         power; leading axes are those of K, none, or a multiple of the last (heads of queries that share keys). Or
@@ -107,9 +109,10 @@ def expected_scores(
 
     by the trapezoidal rule in log t, whose relative error is below 1e-10. Time O(n d²) and memory O(n + d²), as for
     leverage scores; with float32 keys errors are below 1e-6 of the largest score. The scale of K and of the queries
-    changes nothing. For whitened queries (their second moment the
-    inverse of KᵀK) the scores are the leverage scores divided by the rank. A singular second moment is handled in its
-    row space. Queries orthogonal to all keys give scores of 0.
+    changes nothing. For whitened queries (their second moment the inverse of KᵀK) the scores are the leverage scores
+    divided by the rank. A singular second moment is handled in its row space. Queries orthogonal to all keys give
+    scores of 0. Of queries with condition number κ a sample loses about κ units of rounding, and moments lose κ²:
+    beyond 10⁷ they do not tell the queries' small directions.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64, and for a sample at h positions h times
     that; memory O(n + m d) and 32 MiB.
@@ -136,7 +139,7 @@ def expected_scores(
     if method not in get_args(ExpectedMethod):
         raise ValueError(f"method is {method!r}; expected 'auto', 'normal' or 'mean'")
     square = is_square(function)
-    matrices = as_matrices(K, "K", sparse=square and method != "mean")
+    matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K", sparse=square and method != "mean")
     known = as_queries(queries, matrices, rotary)
     if method == "auto":
         method = "normal" if square or known.sample is None else "mean"
@@ -199,7 +202,7 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     W = np.zeros((b, d, d))
     arithmetic: list[Arithmetic] = []
     for item in range(b):
-        W[item] = _weighted_basis(factor, item, symmetric_root(known.turned_second(item)))
+        W[item] = _weighted_basis(factor, item, known.root(item), known.powers)
         arithmetic.append("single" if factor.arithmetic[item] == "single" else "double")
     for one in dict.fromkeys(arithmetic):
         items = np.array([item for item in range(b) if arithmetic[item] == one], np.int64)
@@ -207,11 +210,15 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     return out
 
 
-def _weighted_basis(factor: Factor, item: int, L: Float64) -> Float64:
-    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read."""
+def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> Float64:
+    """Return the upper-triangular W with ``s = ‖k W‖²`` for rows as they are read.
+
+    L is a root of the second moment of queries, its rows divided by 2 to these powers.
+    """
     d = factor.columns
     N, exponents = factor.even_normalizer(item)
-    shift = exponents - (int(exponents.max()) if d else 0)
+    shift, live = exponents + powers, L.any(axis=1)
+    shift = np.where(live, shift - shift[live].max(initial=-(2**20)), 0)
     with np.errstate(under="ignore"):
         even = np.ldexp(L, shift[:, None])
         largest = np.abs(even).max(initial=0.0)

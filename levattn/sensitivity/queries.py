@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import Matrices, as_matrices, from_list, to_float64, to_numpy
-from levattn._core.types import Float64
+from levattn._core.types import Float64, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 
@@ -25,17 +25,28 @@ class Queries:
     """What is known of the queries of a batch of key matrices.
 
     sample: (b, m, d), or None where only moments are known. mean: (b, d), or None where it is not known. second:
-    (b, d, d) the mean of ``q qᵀ``. covariance: (b, d, d), the same of ``q − mean``. power: mean and moments are of
-    queries divided by 2 to this power, whose squares are in range. rotary: by which each query is still to be turned,
-    to one of h positions.
+    (b, d, d) the mean of ``q qᵀ``. covariance: (b, d, d), the same of ``q − mean``. powers: (d,) mean and moments are
+    of queries whose columns are divided by 2 to these powers, so that squares are in range. rotary: by which each
+    query is still to be turned, to one of h positions.
     """
 
     sample: Float64 | None
     mean: Float64 | None
     second: Float64
     covariance: Float64
-    power: int = 0
+    powers: Int64
     rotary: Rotary | None = None
+
+    def root(self, item: int) -> Float64:
+        """Return L with ``L Lᵀ`` the second moment of the turned queries; of a sample with more digits."""
+        if self.sample is None or self.rotary is not None:
+            return symmetric_root(self.turned_second(item))
+        Q = np.ldexp(self.sample[item], -self.powers)
+        R = np.asarray(np.linalg.qr(Q, mode="r")) / math.sqrt(len(Q))
+        sizes = np.linalg.norm(R, axis=0)
+        _, values, V = np.linalg.svd(R / np.where(sizes > 0, sizes, 1.0), full_matrices=False)
+        kept = values > Q.shape[1] * 2.0**-52 * values.max(initial=0.0)
+        return np.asarray(sizes[:, None] * V[kept].T * values[kept])
 
     def turned_second(self, item: int) -> Float64:
         """Return the second moment of the turned queries, averaged over the positions."""
@@ -64,7 +75,7 @@ class Queries:
         center = 0.0 if self.mean is None else self.mean[item]
         L = symmetric_root(self.covariance[item])
         rng = np.random.default_rng([seed, 1])  # the same draws for each matrix, as if it came alone
-        Q = np.ldexp(center + rng.standard_normal((count, L.shape[1])) @ L.T, self.power)
+        Q = np.ldexp(center + rng.standard_normal((count, L.shape[1])) @ L.T, self.powers)
         if self.rotary is not None:
             Q = _turned(Q, self.rotary, rng.integers(self.positions, size=count))
         return np.asarray(Q)
@@ -94,19 +105,21 @@ def as_queries(queries: Any, keys: Matrices, rotary: Any = None) -> Queries:
     elif isinstance(queries, tuple) and len(queries) == 2 and np.ndim(queries[0]) < np.ndim(queries[1]):
         found = _of_normal(*queries, keys)
     else:
-        found = of_sample(_sample(queries, keys))
+        found = of_sample(_sample(queries, keys), alike=rotary is not None)
     return replace(found, rotary=as_rotary(rotary, keys.d))
 
 
-def of_sample(sample: Float64) -> Queries:
-    """Return what is known of queries by a sample, (b, m, d), of at least one query."""
-    power = int(np.frexp(np.abs(sample).max(initial=0.0))[1])
-    Q = np.ldexp(sample, -power)
+def of_sample(sample: Float64, *, alike: bool = False) -> Queries:
+    """Return what is known of queries by a sample, (b, m, d), of at least one query; `alike`: by one power."""
+    powers = np.frexp(np.abs(sample).max(axis=(0, 1), initial=0.0))[1].astype(np.int64)
+    if alike:
+        powers = np.full_like(powers, powers.max(initial=0))
+    Q = np.ldexp(sample, -powers)
     with np.errstate(under="ignore"):
         mean = Q.mean(axis=1)
         apart = Q - mean[:, None]
         second, covariance = (X.swapaxes(1, 2) @ X / Q.shape[1] for X in (Q, apart))
-    return Queries(sample, mean, second, covariance, power)
+    return Queries(sample, mean, second, covariance, powers)
 
 
 def _sample(queries: Any, keys: Matrices) -> Float64:
@@ -122,12 +135,13 @@ def _sample(queries: Any, keys: Matrices) -> Float64:
         raise NonFiniteError(f"queries hold NaN or infinity, first at {bad.tolist()}; expected finite numbers")
     if given.batch != keys.batch and given.batch:
         *outer, heads = given.batch
-        if not keys.batch or tuple(outer) != keys.batch[:-1] or heads % max(keys.batch[-1], 1):
+        groups = keys.batch[-1] if keys.batch else 0
+        if not groups or tuple(outer) != keys.batch[:-1] or heads % groups:
             raise ValueError(
                 f"queries have leading axes {given.batch} and K has {keys.batch}; expected the same, none, or a "
                 "multiple of the last: several heads of queries for each head of keys"
             )
-        sample = sample.reshape(math.prod(keys.batch), -1, keys.d)
+        sample = sample.reshape(math.prod(keys.batch), heads // groups * given.n, keys.d)
     return np.broadcast_to(sample, (math.prod(keys.batch), *sample.shape[1:]))
 
 
@@ -147,13 +161,13 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
         )
     G = _for_items(G / weight[..., None, None], 2, moments.batch, keys)
     if moments.d == keys.d:
-        return Queries(None, None, G, G)
+        return Queries(None, None, G, G, np.zeros(keys.d, np.int64))
     if not np.allclose(G[:, -1, -1], 1.0, rtol=_ALIKE, atol=0):
         raise ValueError(
             f"queries are Moments of d = {moments.d}; expected the last column to be of ones, as K has one less"
         )
     center = G[:, :-1, -1]
-    return Queries(None, center, G[:, :-1, :-1], G[:, :-1, :-1] - _squares(center))
+    return Queries(None, center, G[:, :-1, :-1], G[:, :-1, :-1] - _squares(center), np.zeros(keys.d, np.int64))
 
 
 def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:
@@ -174,7 +188,13 @@ def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:
     skew = np.abs(C - C.swapaxes(1, 2)).max(axis=(1, 2), initial=0.0)
     if (skew > _ALIKE * size).any() or (np.linalg.eigvalsh(C)[:, 0] < -_ALIKE * keys.d * size).any():
         raise ValueError("the queries' covariance is not symmetric and positive semi-definite; expected one that is")
-    return Queries(None, center, C + _squares(center), C)
+    with np.errstate(over="ignore"):
+        second = C + _squares(center)
+    if not np.isfinite(second).all():
+        raise ValueError(
+            "the queries' mean or covariance has squares beyond the range of float64; expected smaller ones"
+        )
+    return Queries(None, center, second, C, np.zeros(keys.d, np.int64))
 
 
 def _squares(center: Float64) -> Float64:

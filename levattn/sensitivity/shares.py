@@ -48,7 +48,7 @@ def share_blocks(
             with np.errstate(over="ignore", invalid="ignore"):
                 Z = Q[part] @ rows.T
                 A = _shares(Z, D, f)
-            if not np.isfinite(A).all():
+            if not (np.isfinite(Z).all() and np.isfinite(A).all()):
                 sums(Q[part], keys, present, f)  # which tells what is wrong
             yield part, places, A
 
@@ -73,4 +73,5 @@ def _shares(Z: Float64, D: Float64 | None, f: AttentionFunction | Softmax) -> Fl
         return np.asarray(A / A.sum(axis=1, keepdims=True))
     A = f(Z)
     D = A.sum(axis=1, keepdims=True) if D is None else D
-    return np.where(D > 0, A / np.where(D > 0, D, 1.0), 0.0)
+    D = np.where(np.isfinite(D), D, np.nan)  # no share is known where the sum left the range
+    return np.where(D == 0, 0.0, A / np.where(D == 0, 1.0, D))

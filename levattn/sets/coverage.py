@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import Matrices, as_mask, from_list, to_device, to_numpy
-from levattn._core.checks import real_number, whole_number
+from levattn._core.checks import fraction, whole_number
 from levattn._core.types import Flags, Float64, Int64
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.sensitivity.expected import mean_shares
@@ -20,7 +20,6 @@ from levattn.sets.result import UniversalSet, keys_at, known_by, rescored, resul
 
 __all__ = [
     "Covered",
-    "check_coverage",
     "conformal_place",
     "conformal_quantile",
     "covering_set",
@@ -46,9 +45,9 @@ class Covered:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        check_coverage(self.coverage)
+        fraction("coverage", self.coverage)
         if self.mass is not None:
-            check_coverage(self.mass, "mass")
+            fraction("mass", self.mass)
 
     def order(
         self, Q: Float64, keys: Matrices, present: Flags, f: Any, elsewhere: Float64 | None, seed: int
@@ -90,12 +89,6 @@ class Covered:
             found[part] += np.count_nonzero(so_far < (self.mass or 0.0) * (1 - TIE), axis=1)
             held[part] = so_far[:, -1]
         return np.where(held > 0, np.minimum(found + 1, len(order)), 0.0)  # a query that attends to none needs none
-
-
-def check_coverage(coverage: Any, name: str = "coverage") -> None:
-    """Raise unless a coverage, or another probability or share, lies in (0, 1)."""
-    if not 0 < real_number(name, coverage) < 1:
-        raise ValueError(f"{name} is {coverage!r}; expected a number above 0 and below 1, e.g. 0.9")
 
 
 def least_queries(coverage: float) -> int:
@@ -176,7 +169,7 @@ def covering_set(
         total_bound=np.full(b, np.inf),
         coverage=wish.coverage,
         mass=wish.mass,
-        needs=np.array(needs).reshape(b, -1) if b else np.zeros((0, 0)),
+        needs=np.array(needs) if b else np.zeros((0, 0)),
     )
 
 

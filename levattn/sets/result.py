@@ -170,7 +170,12 @@ class UniversalSet:
 
     @property
     def is_vacuous(self) -> Any:
-        """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,)."""
+        """Whether the bound promises nothing, as it is not below the number of keys: a bool, or bools (...,).
+
+        False for a set with coverage, whose promise is another.
+        """
+        if self.coverage is not None:
+            return np.zeros(self.batch, np.bool_) if self.batch else False
         n = self.mask.shape[-1] if self._present is None else flag_counts(self._present)
         vacuous = np.asarray(self.size_bound) >= n
         return vacuous if self.batch else bool(vacuous)
@@ -275,7 +280,7 @@ def result_of(
         group_scores=given_back(group_scores),
         coverage=coverage,
         mass=mass,
-        needs=None if needs is None else needs.reshape(*matrices.batch, -1),
+        needs=None if needs is None else needs.reshape(*matrices.batch, needs.shape[1]),
         _lift=lift,
     )
 

@@ -121,7 +121,8 @@ def test_a_file_gives_it_back(tmp_path):
     ("change", "message"),
     [
         ({"format": "else"}, "does not begin as one"),
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
+        ({"version": 0}, "version 0"),
         ({"metric": "none"}, "model or metric"),
         ({"budgets": [[0, 0, 1.5]]}, "budget 1.5 is not in"),
         ({"budgets": [[0, -1, 0.5]]}, "no numbers of a layer"),
@@ -131,6 +132,9 @@ def test_a_file_gives_it_back(tmp_path):
         ({"options": 3}, "options are no mapping"),
         ({"options": {"scores": [1]}}, "more than numbers and names"),
         ({"target": 10**400}, "no calibration"),
+        ({"target": None}, "risk or confidence is no number"),
+        ({"risk": 0.1}, "a target, and risk"),
+        ({"version": 1, "target": None}, "target or reached"),
     ],
 )
 def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):

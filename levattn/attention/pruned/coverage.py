@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
-from levattn._core.checks import positive_number, real_number
+from levattn._core.checks import fraction, positive_number, real_number
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn.attention.common.arguments import dense_array
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.pruned import pruned_attention
 from levattn.exceptions import NonFiniteError
-from levattn.sets.coverage import check_coverage, conformal_place, least_queries
+from levattn.sets.coverage import conformal_place, least_queries
 
 __all__ = ["PrunedCoverage", "pruned_coverage"]
 
@@ -136,7 +136,7 @@ def pruned_coverage(
     >>> bool(found.budget < 1), bool(found.error <= 0.5), found.count
     (True, True, 200)
     """
-    check_coverage(coverage)
+    fraction("coverage", coverage)
     if (budget is None) == (error is None):
         raise ValueError(f"budget is {budget!r} and error is {error!r}; expected exactly one of them")
     unknown = sorted(set(options) - {"summaries", "sinks", "scores", "center", "f", "scale", "mask"})

@@ -8,24 +8,33 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import positive_number
+from levattn._core.checks import fraction, positive_number
 from levattn._core.progress import reported
 from levattn.integrations.transformers.calibration.calibration import METRICS, Calibration
+from levattn.integrations.transformers.calibration.losses import Loss, text_losses
+from levattn.integrations.transformers.calibration.risk import count_shown, least_texts
+from levattn.integrations.transformers.calibration.texts import dealt, needed_for
 from levattn.integrations.transformers.pruning.prune import prune
-from levattn.nn.checks import fraction
 
-__all__ = ["calibrate", "embeddings", "following", "perplexity"]
+__all__ = ["calibrate"]
 
 _BUDGETS = (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
 _OPTIONS = ("summaries", "window", "sinks", "scores", "center", "chunk")
 _STEPS = 7  # of a bisection over the errors of all heads
+_CANDIDATES = 12  # budgets that are tested at a risk
+_CONFIDENCE = 0.95
+
+_Budgets = dict[tuple[int, int], float]
+_Errors = dict[tuple[int, int], dict[float, float]]  # of each head's output with each share of the keys
 
 
 def calibrate(
     model: Any,
     inputs: Mapping[str, Any] | Iterable[Mapping[str, Any]],
     *,
-    target: float,
+    target: float | None = None,
+    risk: float | None = None,
+    confidence: float | None = None,
     metric: str = "embedding",
     budgets: Sequence[float] = _BUDGETS,
     layers: Iterable[int] | None = None,
@@ -33,9 +42,9 @@ def calibrate(
     progress: bool | Callable[[int, int | None], None] | None = None,
     **options: Any,
 ) -> Calibration:
-    r"""Choose the share of the keys that each layer and head attends to, for a wanted loss on sample inputs.
+    r"""Choose the share of the keys that each layer and head attends to, for a wanted loss on texts.
 
-    The loss compares the pruned model with the dense one on the inputs:
+    The loss compares the pruned model with the dense one:
 
     - ``"embedding"``: 1 − the mean cosine of the embeddings of the two (means of the last hidden states over the
       positions that the attention mask leaves in);
@@ -44,20 +53,38 @@ def calibrate(
     - ``"perplexity"``: by what share the perplexity of the inputs rises, 0.03 being 3 %; of a causal model.
 
     First each head is measured with each budget: the relative error of its output against dense attention on the same
-    queries, keys and values. Then one bound of these errors is chosen for all heads by bisection, such that with the
-    smallest budget within the bound for each head (1.0 where there is none) the loss is at most `target`.
+    queries, keys and values. A bound of these errors, one for all heads, gives budgets: the smallest budget within the
+    bound for each head (1.0 where there is none). Larger bounds give smaller budgets. One of `target` and `risk` says
+    which bound is chosen.
 
-    **Guarantee.** With the returned budgets the loss on these inputs was measured, is `reached`, and is at most
-    `target`. It says nothing about other inputs but by their likeness. Nothing is drawn at random.
+    **Guarantee of a target.** The bound is found by bisection. With the returned budgets the loss on these inputs was
+    measured, is `reached`, and is at most `target`. It says nothing about other inputs but by their likeness.
+
+    **Guarantee of a risk.** If the texts are drawn independently from one distribution, then with probability at least
+    `confidence` over these texts, the expected loss of a further text of that distribution is at most `risk` with the
+    returned budgets. A text is one sequence of a batch (one image for a vision model), and its loss is that of the
+    text by itself, **clipped to [0, 1]**: a divergence above 1 nat, a cosine below 0 and a perplexity that more than
+    doubles count as 1, a perplexity that falls counts as 0. The guarantee is about this clipped loss and its mean over
+    texts, not about each text. Every fourth text, from the first, measures the heads and chooses at most 12 bounds;
+    the other texts test these, from the largest budgets to the smallest, and the tests end at the first that fails
+    (Learn then Test with fixed-sequence testing and Hoeffding–Bentkus p-values). `reached` is the mean clipped loss of
+    the tested texts.
+
+    Nothing is drawn at random.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
         As for `prune`, in evaluation mode.
     inputs : mapping of str to tensor, or iterable of them
-        Batches as the model takes them.
-    target : float
-        The loss, above 0.
+        Batches as the model takes them. With `risk` each tensor of a batch has a row for each of its texts, or one row
+        for all of them.
+    target : float, optional
+        The loss on the inputs, above 0. One of target and risk is given.
+    risk : float, optional
+        The expected loss on texts like the inputs, above 0 and below 1.
+    confidence : float, optional
+        How surely the risk is kept, above 0 and below 1; 0.95 if not given. It comes with `risk` only.
     metric : {"embedding", "logits", "perplexity"}, default "embedding"
         Which loss.
     budgets : sequence of float, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
@@ -78,17 +105,30 @@ def calibrate(
     ------
     TypeError, ValueError
         If an argument is out of range, the model has no output that the metric needs, or `prune` refuses the model.
+        With `risk` also if the texts are too few, or lose too much with all budgets that were tested, to show the
+        risk; the message says how many texts would do. Dense budgets, which have no loss, are never returned then.
     ImportError
         If `progress` is True and rich is not installed.
 
     Notes
     -----
-    Time: runs the model once for each budget, once dense, and at most 8 times for the bisection, over all inputs.
+    Time with `target`: runs the model once for each budget, once dense, and at most 8 times for the bisection, over
+    all inputs. With `risk`: on a quarter of the texts once for each budget, once dense and 12 times; on the others
+    once dense and at most 12 times, so that 7 budgets cost about 15 runs over all texts. Batches whose texts have one
+    length are faster, as `prune` works on lengths one by one where budgets are shares. Memory with `risk`: the outputs
+    of two runs on one batch; with `target` those of two runs on all inputs.
+
+    How many texts: without any loss, n tested texts show a risk if
+    :math:`(1 - \text{risk})^n \le 1 - \text{confidence}`, which takes 199 texts for 0.02 and 0.95, 149 of them
+    tested. With a mean loss of half of that risk it takes about 1280. Texts cut from one document are not independent:
+    give one of each.
 
     References
     ----------
     Own construction; the losses are those that papers on pruned attention report, e.g. Devoto, Jeblick and Jégou,
-    "Expected Attention", arXiv:2510.00636.
+    "Expected Attention", arXiv:2510.00636. The tests of a risk: Angelopoulos, Bates, Candès, Jordan and Lei, "Learn
+    then Test", arXiv:2110.01052, Section 2.2. Their p-values: Bates, Angelopoulos, Lei, Malik and Jordan,
+    "Distribution-free, risk-controlling prediction sets", JACM 68, 2021, Section 3.1.
 
     Examples
     --------
@@ -103,8 +143,15 @@ def calibrate(
     True
     >>> with torch.no_grad(), prune(model, chosen):
     ...     _ = model(**inputs)
+
+    Budgets for further texts like these 40:
+
+    >>> texts = {"input_ids": torch.randint(50, (40, 30), generator=torch.Generator().manual_seed(0))}
+    >>> chosen = calibrate(model, texts, risk=0.1, confidence=0.9, budgets=(0.25, 0.5))
+    >>> chosen.texts, chosen.reached <= 0.1
+    (30, True)
     """
-    target = positive_number("target", target, what="a finite loss above 0, e.g. 0.01")
+    wanted = _wanted(target, risk, confidence)
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
     shares = sorted({fraction("budgets", budget) for budget in budgets})
@@ -119,18 +166,39 @@ def calibrate(
             "model is in training mode; expected evaluation mode, so that outputs can be compared. Call eval()"
         )
     shared = {"layers": None if layers is None else list(layers), "heads": None if heads is None else list(heads)}
+    if isinstance(wanted, tuple):
+        with torch.no_grad():
+            return _by_risk(model, batches, shares, metric, *wanted, shared, options, progress)
     with reported(progress, len(batches) * (len(shares) + _STEPS + 2)) as advance, torch.no_grad():
-        measure = _Loss(model, batches, metric, advance)
+        measure = Loss(model, batches, metric, advance)
         errors = _errors(model, batches, shares, {**shared, **options}, advance)
-        chosen, reached = _bisected(errors, target, lambda found: measure(found, options))
-    return Calibration(chosen, type(model).__name__, metric, target, reached, options)
+        chosen, reached = _bisected(errors, wanted, lambda found: measure(found, options))
+    return Calibration(chosen, type(model).__name__, metric, wanted, reached, options)
+
+
+def _wanted(target: Any, risk: Any, confidence: Any) -> float | tuple[float, float]:
+    """Return the target, or the risk and the confidence, or raise."""
+    if (target is None) == (risk is None):
+        raise ValueError(
+            f"target is {target!r} and risk is {risk!r}; expected one of them: target bounds the loss on the inputs "
+            "themselves, risk the expected loss on texts like them"
+        )
+    if risk is None:
+        if confidence is not None:
+            raise ValueError(
+                f"confidence is {confidence!r} and target is given; expected confidence with risk only. Leave it out, "
+                "or give risk in the place of target"
+            )
+        return positive_number("target", target, what="a finite loss above 0, e.g. 0.01")
+    confidence = _CONFIDENCE if confidence is None else confidence
+    return fraction("risk", risk), fraction("confidence", confidence)
 
 
 def _errors(
     model: Any, batches: list[dict[str, Any]], shares: list[float], options: dict[str, Any], advance: Any
-) -> dict[tuple[int, int], dict[float, float]]:
+) -> _Errors:
     """Return the relative error of each head's output with each budget, on what comes to it."""
-    errors: dict[tuple[int, int], dict[float, float]] = {}
+    errors: _Errors = {}
     for share in shares:
         with prune(model, share, **options) as report:
             for batch in batches:
@@ -142,25 +210,27 @@ def _errors(
     return errors
 
 
-def _bisected(
-    errors: dict[tuple[int, int], dict[float, float]], target: float, loss: Callable[[dict[Any, float]], float]
-) -> tuple[dict[tuple[int, int], float], float]:
+def _within(errors: _Errors, bound: float) -> _Budgets:
+    """Return the smallest budget of each head whose error is within a bound, and 1.0 where there is none."""
+    return {
+        head: min((share for share, error in of.items() if error <= bound), default=1.0) for head, of in errors.items()
+    }
+
+
+def _bounds(errors: _Errors) -> list[float]:
+    return sorted({error for of in errors.values() for error in of.values() if error < math.inf})
+
+
+def _bisected(errors: _Errors, target: float, loss: Callable[[_Budgets], float]) -> tuple[_Budgets, float]:
     """Return the budgets within the largest bound of the errors that was found to reach the target, and their loss."""
-    bounds = sorted({error for of in errors.values() for error in of.values() if error < math.inf})
-
-    def within(bound: float) -> dict[tuple[int, int], float]:
-        return {
-            head: min((share for share, error in of.items() if error <= bound), default=1.0)
-            for head, of in errors.items()
-        }
-
+    bounds = _bounds(errors)
     best = (dict.fromkeys(errors, 1.0), 0.0)
     low, high = -1, len(bounds) - 1  # the bound at low reaches the target, those above high do not
     for _ in range(_STEPS + 1):
         if low >= high:
             break
         middle = high if low < 0 and high == len(bounds) - 1 else (low + high + 1) // 2
-        found = within(bounds[middle])
+        found = _within(errors, bounds[middle])
         value = loss(found)
         if value <= target:
             low, best = middle, (found, value)
@@ -169,72 +239,73 @@ def _bisected(
     return best
 
 
-class _Loss:
-    """How far a pruned model is from the dense one."""
-
-    def __init__(self, model: Any, batches: list[dict[str, Any]], metric: str, advance: Callable[[int], None]) -> None:
-        self.model, self.batches, self.metric, self.advance = model, batches, metric, advance
-        self.dense = [self._read(batch) for batch in batches]
-
-    def __call__(self, budgets: dict[tuple[int, int], float], options: dict[str, Any]) -> float:
-        with prune(self.model, budgets, measure=False, **options):
-            found = [self._read(batch) for batch in self.batches]
-        if self.metric == "perplexity":
-            return perplexity(found) / perplexity(self.dense) - 1
-        total = count = 0.0
-        for mine, dense in zip(found, self.dense, strict=True):
-            if self.metric == "embedding":
-                values = 1 - torch.nn.functional.cosine_similarity(mine[0], dense[0], dim=-1)
-            else:
-                values = (dense[0].exp() * (dense[0] - mine[0])).sum(-1)[dense[1]]
-            total += float(values.sum())
-            count += values.numel()
-        return max(0.0, total / count)
-
-    def _read(self, batch: dict[str, Any]) -> tuple[Any, Any]:
-        """Return what the loss is made of, in float64: embeddings, or log-probabilities and which of them count."""
-        output = self.model(**batch)
-        self.advance(1)
-        if self.metric == "embedding":
-            if getattr(output, "last_hidden_state", None) is None:
-                self._refuse("last_hidden_state", "logits")
-            return embeddings(batch, output), None
-        if getattr(output, "logits", None) is None or output.logits.ndim != 3:
-            self._refuse("logits of each position", "embedding")
-        if self.metric == "logits":
-            return output.logits.double().log_softmax(-1), _present(batch, output.logits)
-        if "input_ids" not in batch:
-            raise ValueError('inputs has no input_ids; expected them with metric="perplexity"')
-        return following(batch, output)
-
-    def _refuse(self, missing: str, other: str) -> None:
+def _by_risk(
+    model: Any,
+    batches: list[dict[str, Any]],
+    shares: list[float],
+    metric: str,
+    risk: float,
+    confidence: float,
+    shared: dict[str, Any],
+    options: dict[str, Any],
+    progress: Any,
+) -> Calibration:
+    """Return the smallest budgets that were shown to have the risk: chosen with some texts, tested on the others."""
+    choosing, testing, first, tested = dealt(model, batches)
+    wish = f"risk={risk:g} with confidence={confidence:g}"
+    least = least_texts(0.0, risk, confidence)
+    if least and tested < least:
         raise ValueError(
-            f"{type(self.model).__name__} returns no {missing}, which metric={self.metric!r} is of; expected another "
-            f"metric, e.g. {other!r}, or a model with that output"
+            f"inputs has {first + tested} texts, of which {tested} are for the test of {wish}; expected at least "
+            f"{needed_for(least)} texts, {least} of them for the test, as fewer show nothing even if they have no "
+            "loss. Give more texts, a larger risk or a smaller confidence"
         )
+    passes = len(choosing) * (len(shares) + 1 + _CANDIDATES) + len(testing) * (1 + _CANDIDATES)
+    with reported(progress, passes) as advance:
+        errors = _errors(model, choosing, shares, {**shared, **options}, advance)
+        candidates = _candidates(
+            errors, risk, lambda some: text_losses(model, choosing, some, metric, options, advance).mean(0)
+        )
+        losses = text_losses(model, testing, candidates, metric, options, advance)
+    shown = count_shown(losses, risk, confidence)
+    if not shown:
+        mean = float(losses[:, 0].mean())
+        more = least_texts(mean, risk, confidence)
+        remedy = f"at least {needed_for(more)} texts of that loss" if more else "a mean loss below the risk"
+        raise ValueError(
+            f"inputs has {first + tested} texts, and {tested} of them have a mean loss of {mean:.3g} with the largest "
+            f"budgets that were tested, which does not show {wish}; expected {remedy}. Give "
+            f"{'more texts, ' if more else ''}a larger risk or larger budgets"
+        )
+    reached = float(losses[:, shown - 1].mean())
+    return Calibration(
+        candidates[shown - 1],
+        type(model).__name__,
+        metric,
+        None,
+        reached,
+        options,
+        risk=risk,
+        confidence=confidence,
+        texts=tested,
+    )
 
 
-def _present(batch: dict[str, Any], like: Any) -> Any:
-    mask = batch.get("attention_mask")
-    if mask is None or mask.ndim != 2:
-        return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
-    return mask.bool()
+def _candidates(errors: _Errors, risk: float, loss: Callable[[list[_Budgets]], Any]) -> list[_Budgets]:
+    """Return budgets to test, the largest first, up to the first that lose too much on the texts to choose with."""
+    bounds = _bounds(errors)
+    if not bounds:
+        raise ValueError(
+            "inputs has no output of a head to measure in every fourth text, which budgets are chosen with; expected "
+            "texts of at least one token that the attention mask leaves in, and heads whose outputs are not all 0"
+        )
+    coarse = _spread(len(bounds))
+    losses = loss([_within(errors, bounds[place]) for place in coarse])
+    last = next((place for place, value in zip(coarse, losses, strict=True) if value > risk), coarse[-1])
+    found = [_within(errors, bounds[place]) for place in _spread(last + 1)]
+    return [one for place, one in enumerate(found) if not place or one != found[place - 1]]
 
 
-def embeddings(batch: dict[str, Any], output: Any) -> Any:
-    """Return the means of an output's last hidden states over the positions that are there, in float64."""
-    states = output.last_hidden_state
-    mask = _present(batch, states)[..., None]
-    return (states.double() * mask).sum(1) / mask.sum(1)
-
-
-def following(batch: dict[str, Any], output: Any) -> tuple[Any, Any]:
-    """Return the log-probability of each next token in an output, in float64, and which of them count."""
-    log_p, there = output.logits[:, :-1].double().log_softmax(-1), _present(batch, output.logits)
-    return log_p.gather(-1, batch["input_ids"][:, 1:, None])[..., 0], there[:, 1:] & there[:, :-1]
-
-
-def perplexity(parts: list[tuple[Any, Any]]) -> float:
-    """Return the perplexity of what `following` returned for all batches."""
-    total = sum(float(values[there].sum()) for values, there in parts)
-    return math.exp(-total / sum(int(there.sum()) for _, there in parts))
+def _spread(count: int) -> list[int]:
+    """Return places in a list of that length, evenly spread, with its last one."""
+    return sorted({-(-count * step // _CANDIDATES) - 1 for step in range(1, _CANDIDATES + 1)})

@@ -14,7 +14,8 @@ from levattn.io import replace_file
 __all__ = ["METRICS", "Calibration"]
 
 METRICS = ("embedding", "logits", "perplexity")
-_FORMAT, _VERSION = "levattn calibration", 1
+_FORMAT, _VERSION = "levattn calibration", 2
+_RISK = ("risk", "confidence", "texts")
 
 
 class Calibration(Mapping[tuple[int, int], float]):
@@ -29,10 +30,23 @@ class Calibration(Mapping[tuple[int, int], float]):
         The type of the model.
     metric : {"embedding", "logits", "perplexity"}
         What was measured.
-    target, reached : float
-        The loss that was wanted, and the one measured on the sample inputs with these budgets.
+    target : float, optional
+        The loss that was wanted on the sample inputs; None where a risk was given.
+    reached : float
+        The loss that was measured with these budgets: on the sample inputs, or the mean of the texts that the risk was
+        tested on.
     options : mapping, optional
         Further options of `prune` that the budgets are for; ``prune(model, calibration)`` uses them.
+    risk, confidence : float, optional
+        The expected loss that was wanted on texts like the sample inputs, and how surely; None where a target was
+        given.
+    texts : int, optional
+        On how many texts the risk was tested.
+
+    Raises
+    ------
+    ValueError
+        If both of target and risk are given or neither, or if confidence and texts do not come with risk.
 
     Examples
     --------
@@ -40,6 +54,10 @@ class Calibration(Mapping[tuple[int, int], float]):
     >>> chosen = Calibration({(0, 0): 0.12, (0, 1): 0.5}, "BertModel", "embedding", 0.01, 0.008)
     >>> chosen[0, 1], round(chosen.mean, 2)
     (0.5, 0.31)
+    >>> loss = dict(target=None, reached=0.008, risk=0.02, confidence=0.95, texts=300)
+    >>> Calibration(chosen, "BertModel", "embedding", **loss)
+    <Calibration of BertModel: 2 heads, 31% of the keys in the mean, embedding 0.008 on 300 texts
+    (risk at most 0.02 with confidence 0.95)>
     """
 
     def __init__(
@@ -47,16 +65,29 @@ class Calibration(Mapping[tuple[int, int], float]):
         budgets: Mapping[tuple[int, int], float],
         model: str,
         metric: str,
-        target: float,
+        target: float | None,
         reached: float,
         options: Mapping[str, Any] | None = None,
+        *,
+        risk: float | None = None,
+        confidence: float | None = None,
+        texts: int | None = None,
     ) -> None:
+        if (target is None) == (risk is None):
+            raise ValueError(f"target is {target!r} and risk is {risk!r}; expected one of them")
+        if {value is None for value in (risk, confidence, texts)} == {True, False}:
+            raise ValueError(
+                f"risk, confidence and texts are {risk!r}, {confidence!r} and {texts!r}; expected all of them or none"
+            )
         self._budgets = {(int(layer), int(head)): float(share) for (layer, head), share in sorted(budgets.items())}
         self.model = model
         self.metric = metric
-        self.target = float(target)
+        self.target = None if target is None else float(target)
         self.reached = float(reached)
         self.options = dict(options or {})
+        self.risk = None if risk is None else float(risk)
+        self.confidence = None if confidence is None else float(confidence)
+        self.texts = None if texts is None else int(texts)
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         return self._budgets[key]
@@ -68,9 +99,13 @@ class Calibration(Mapping[tuple[int, int], float]):
         return len(self._budgets)
 
     def __repr__(self) -> str:
+        if self.target is None:
+            wanted = f"on {self.texts} texts (risk at most {self.risk:.3g} with confidence {self.confidence:.6g})"
+        else:
+            wanted = f"(wanted {self.target:.3g})"
         return (
             f"<Calibration of {self.model}: {len(self)} heads, {self.mean:.0%} of the keys in the mean, "
-            f"{self.metric} {self.reached:.3g} (wanted {self.target:.3g})>"
+            f"{self.metric} {self.reached:.3g} {wanted}>"
         )
 
     @property
@@ -93,6 +128,9 @@ class Calibration(Mapping[tuple[int, int], float]):
             "metric": self.metric,
             "target": self.target,
             "reached": self.reached,
+            "risk": self.risk,
+            "confidence": self.confidence,
+            "texts": self.texts,
             "options": self.options,
             "budgets": [[layer, head, share] for (layer, head), share in self._budgets.items()],
         }
@@ -133,8 +171,8 @@ class Calibration(Mapping[tuple[int, int], float]):
     def _from(cls, document: Any) -> Calibration:
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise ValueError("it does not begin as one")
-        if type(document.get("version")) is not int or document["version"] != _VERSION:
-            raise ValueError(f"it is of version {document.get('version')!r}, and this release reads {_VERSION}")
+        if type(document.get("version")) is not int or not 1 <= document["version"] <= _VERSION:
+            raise ValueError(f"it is of version {document.get('version')!r}, and this release reads 1 to {_VERSION}")
         if not isinstance(document["model"], str) or document["metric"] not in METRICS:
             raise ValueError("model or metric is not what they can be")
         options = document["options"]
@@ -142,7 +180,6 @@ class Calibration(Mapping[tuple[int, int], float]):
             raise ValueError("options are no mapping")
         if not all(value is None or isinstance(value, str | int | float) for value in options.values()):
             raise ValueError("options hold more than numbers and names")
-        target, reached = document["target"], document["reached"]
         budgets: dict[tuple[int, int], float] = {}
         for layer, head, share in document["budgets"]:
             if not all(type(x) is int and x >= 0 for x in (layer, head)):
@@ -152,6 +189,27 @@ class Calibration(Mapping[tuple[int, int], float]):
             if (layer, head) in budgets:
                 raise ValueError(f"head {head} of layer {layer} is there twice")
             budgets[layer, head] = float(share)
-        if not all(type(x) in (int, float) and math.isfinite(x) for x in (target, reached)):
-            raise ValueError("target or reached is no finite number")
-        return cls(budgets, document["model"], document["metric"], target, reached, options)
+        return cls(budgets, document["model"], document["metric"], options=options, **cls._losses_from(document))
+
+    @staticmethod
+    def _losses_from(document: dict[str, Any]) -> dict[str, Any]:
+        """Return the losses wanted and reached; files of version 1 know no risk."""
+        found = {name: document[name] for name in ("target", "reached")}
+        if document["version"] == 1 or document["target"] is not None:
+            if not all(_is_finite(value) for value in found.values()):
+                raise ValueError("target or reached is no finite number")
+            if any(document.get(name) is not None for name in _RISK):
+                raise ValueError("it has a target, and risk, confidence or texts as well")
+            return found
+        found |= {name: document[name] for name in _RISK}
+        if not all(_is_finite(found[name]) and 0 < found[name] < 1 for name in ("risk", "confidence")):
+            raise ValueError("risk or confidence is no number above 0 and below 1")
+        if not _is_finite(found["reached"]) or not 0 <= found["reached"] <= found["risk"]:
+            raise ValueError("reached is no number from 0 to the risk")
+        if type(found["texts"]) is not int or found["texts"] < 1:
+            raise ValueError("texts is no number of texts")
+        return found
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

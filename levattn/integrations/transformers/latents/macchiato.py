@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import whole_number
+from levattn._core.checks import fraction, whole_number
 from levattn.integrations.transformers.changes import EXTENSION, Changes
 from levattn.integrations.transformers.discovery import shared_configs
 from levattn.integrations.transformers.latents.cache import LatentState
@@ -15,7 +15,6 @@ from levattn.integrations.transformers.latents.interface import LATENTS, registe
 from levattn.integrations.transformers.latents.layers import extendable
 from levattn.integrations.transformers.latents.parameters import FEATURES, OVERLAPS, LatentLogits
 from levattn.integrations.transformers.pruning.report import REPORT
-from levattn.nn.checks import fraction
 
 __all__ = [
     "latent_parameters",

@@ -1,0 +1,59 @@
+"""The texts of batches, dealt out to choose budgets and to test them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["EVERY", "dealt", "needed_for"]
+
+EVERY = 4  # of so many texts one is for choosing, the first, and the others for testing
+
+
+def dealt(model: Any, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int, int]:
+    """Return the batches of texts to choose with and to test with, and how many texts each of the two has."""
+    choosing: list[dict[str, Any]] = []
+    testing: list[dict[str, Any]] = []
+    seen = 0
+    for batch in batches:
+        count = _texts_in(model, batch)
+        numbers = torch.arange(seen, seen + count)
+        first = numbers % EVERY == 0
+        for part, chosen in ((choosing, first), (testing, ~first)):
+            if chosen.any():
+                part.append(batch if chosen.all() else _rows(batch, count, chosen.nonzero()[:, 0]))
+        seen += count
+    for_choosing = -(-seen // EVERY)
+    return choosing, testing, for_choosing, seen - for_choosing
+
+
+def needed_for(tested: int) -> int:
+    """Return the least number of texts of which so many are tested."""
+    return -(-tested * EVERY // (EVERY - 1))
+
+
+def _texts_in(model: Any, batch: dict[str, Any]) -> int:
+    names = dict.fromkeys(("input_ids", "inputs_embeds", getattr(model, "main_input_name", "input_ids")))
+    for name in names:
+        if isinstance(batch.get(name), torch.Tensor):
+            return len(batch[name])
+    raise ValueError(
+        f"inputs has a batch of {', '.join(batch) or 'nothing'}; expected one with a tensor {' or '.join(names)} "
+        "where risk is given, as its texts are told apart"
+    )
+
+
+def _rows(batch: dict[str, Any], count: int, places: Any) -> dict[str, Any]:
+    """Return a batch with some of its texts; what is not of each text stays."""
+    found = dict(batch)
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1:
+            continue
+        if len(value) != count:
+            raise ValueError(
+                f"inputs has {name} of shape {tuple(value.shape)} in a batch of {count} texts; expected a row for "
+                "each text where risk is given, as the texts are told apart. Give each text a batch of its own"
+            )
+        found[name] = value[places.to(value.device)]
+    return found
