@@ -120,8 +120,8 @@ def pruned_attention(
         Where a window or `causal` says that queries and keys are at the same positions it is `mask` if not given, else
         all true. Not if `causal`.
     queries : array of shape (..., H, s, d), optional
-        Queries by which keys are selected and summarized in place of Q, all of which count; not if `causal`. So what
-        is selected does not depend on Q, which `pruned_coverage` needs.
+        Queries by which keys are selected and summarized in place of Q, all of which count; of H heads, of G or of
+        one for all. Not if `causal`. So what is selected does not depend on Q, which `pruned_coverage` needs.
     return_certificate : bool, default False
         Whether to return what is certain of the result.
 
