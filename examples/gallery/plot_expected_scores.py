@@ -66,7 +66,7 @@ logits = new @ K.swapaxes(-1, -2)
 A = np.exp(logits - logits.max(axis=-1, keepdims=True))
 A /= A.sum(axis=-1, keepdims=True)
 
-coverages = [0.7, 0.8, 0.9, 0.95]
+coverages = [0.8, 0.9, 0.95]
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
 for coverage in coverages:
     found = levattn.universal_set(K, epsilon, f=softmax, queries=seen, coverage=coverage)
@@ -79,7 +79,7 @@ for coverage in coverages:
     print(f"coverage {coverage:g}: {sizes.mean():.1%} of the keys, reached {reached.mean():.1%}")
 right.plot(coverages, coverages, color="#8C8C8C", ls=":", label="asked for")
 left.set(xlabel="heads, by their size", ylabel="share of the keys", ylim=(0, 1))
-right.set(xlabel="coverage asked for", ylabel="coverage reached: heads (dots) and their mean")
+right.set(xlabel="coverage asked for", ylabel="coverage reached, heads and mean")
 for ax in (left, right):
     ax.grid(alpha=0.25, lw=0.5)
 legend = left.legend(fontsize="small")
@@ -94,12 +94,13 @@ legend = right.legend(fontsize="small", loc="lower right")
 # -------------------
 #
 # Later queries of a text need not be like earlier ones. ``AdaptiveCoverage`` looks at each query after it was served,
-# and adjusts the number of keys. Here the queries of one head grow by half after a while.
+# and adjusts the number of keys. Here the queries of one head grow by half after a while. (Where too many queries in a
+# row lacked a key, the next ones get all n.)
 
 head, f = K[5, 4], softmax
 served = np.concatenate([new[5, 4], 1.5 * new[5, 4], new[5, 4]])
 found = levattn.universal_set(head, epsilon, f=f, queries=seen[5, 4], coverage=0.9)
-following = levattn.AdaptiveCoverage(head, found, rate=0.05)
+following = levattn.AdaptiveCoverage(head, found, rate=0.03)
 sizes, covered = [], []
 for q in served:
     sizes.append(following.size)
@@ -116,6 +117,6 @@ figure, ax = plt.subplots(layout="constrained")
 ax.plot(sizes, color="#D55E00", lw=1.5, label="keys of the set that follows")
 ax.axhline(len(found), color="#0072B2", ls="--", lw=1.5, label="keys of the set with coverage 0.9")
 ax.axvspan(third, 2 * third, color="#8C8C8C", alpha=0.15, lw=0, label="longer queries")
-ax.set(xlabel="query", ylabel="keys", ylim=(0, n), xlim=(0, len(served)))
+ax.set(xlabel="query", ylabel="keys", yscale="log", ylim=(1, 2 * n), xlim=(0, len(served)))
 ax.grid(alpha=0.25, lw=0.5)
 legend = ax.legend(fontsize="small", loc="upper right")
