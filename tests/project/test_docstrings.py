@@ -102,6 +102,7 @@ COSTLESS = _SKETCH_SIZES | _FUNCTIONS | _BOOKKEEPING
 SOURCELESS = _BOOKKEEPING | {
     "levattn.datasets.planted",
     "levattn.distributed.dask.from_keys",
+    "levattn.distributed.dask.query_moments",
     "levattn.integrations.timm.kept_patches",
     "levattn.open_keys",
     "levattn.sketch.Sketch",  # that of its distribution
