@@ -91,7 +91,9 @@ WITH_PARAMETERS = (levattn.Power, levattn.Huber, levattn.Tukey, levattn.Fair, le
 @pytest.mark.parametrize(
     ("make", "values", "message"),
     [
-        *((make, (value,), "expected") for make in WITH_PARAMETERS for value in (0, -1.0, np.nan, np.inf, "1", True)),
+        *((make, (value,), "expected") for make in WITH_PARAMETERS for value in (0, -1.0, np.nan, "1", True)),
+        *((make, (np.inf,), "expected") for make in WITH_PARAMETERS[:-1]),
+        (levattn.Softmax, (np.inf, np.eye(2)), "radius is inf"),
         *((make, (1e200,), r"c is 1e\+200, whose square overflows") for make in (levattn.Tukey, levattn.Fair)),
         *(
             (levattn.Softmax, (1.0, matrix), "matrix")
@@ -102,6 +104,17 @@ WITH_PARAMETERS = (levattn.Power, levattn.Huber, levattn.Tukey, levattn.Fair, le
 def test_parameters_out_of_range(make: Any, values: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make(*values)
+
+
+def test_softmax_without_a_radius() -> None:
+    f = levattn.Softmax()
+    assert (f.radius, f == levattn.Softmax(np.inf), f == levattn.Softmax(2.0), f == 2) == (np.inf, True, False, False)
+    assert hash(f) == hash(levattn.Softmax())
+    assert f.contains(np.array([[1e300, 0.0]])).all()
+    shaped = levattn.Softmax(2.0, np.eye(2))
+    assert (shaped == levattn.Softmax(2.0, np.eye(2)), shaped == levattn.Softmax(2.0)) == (True, False)
+    with pytest.raises(ValueError, match=r"f is Softmax\(\) without a radius"):
+        f.root(3)
 
 
 def test_the_root_of_an_ellipsoid() -> None:
