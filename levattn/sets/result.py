@@ -275,7 +275,7 @@ def result_of(
         group_scores=given_back(group_scores),
         coverage=coverage,
         mass=mass,
-        needs=None if needs is None else needs.reshape(*matrices.batch, -1),
+        needs=None if needs is None else needs.reshape(*matrices.batch, needs.shape[-1]),
         _lift=lift,
     )
 
