@@ -772,11 +772,18 @@ def test_demo_misses_nothing_adds_up_and_draws(tmp_path: Path) -> None:
         # Every key of a smallest set is needed by some query, and its worst case is one of those tried.
         assert head["heavy_worst_case"] >= head["size"] > 0
         assert 0 < head["captured_softmax"] <= head["captured_softmax_oracle"] < 1
+        assert 0 <= head["coverage_size"] <= 512
     assert summary["heads"] == 72
     assert summary["missed"] == summary["vacuous"] == 0
     assert summary["n"] == 72 * 512
     assert summary["heavy"] == sum(head["heavy"] for head in heads) > 0
     assert summary["captured_softmax"] == pytest.approx(np.mean([head["captured_softmax"] for head in heads]))
+    assert document["coverage"] == 0.9
+    assert summary["coverage_size"] == sum(head["coverage_size"] for head in heads) < summary["n"] / 2
+    # Of 256 queries that follow others of their text; the mean over heads is what coverage promises.
+    assert summary["coverage_found"] == pytest.approx(np.mean([head["coverage_found"] for head in heads]))
+    assert 0.9 <= summary["coverage_found"] < 1
+    assert summary["captured_softmax"] < summary["captured_softmax_expected"] < 1
     assert_as_documented(document)
     assert document["files"] == [str(folder / "demo.png"), str(folder / "demo.svg")]
     assert sorted(path.name for path in folder.iterdir()) == ["demo.png", "demo.svg"]
@@ -801,13 +808,14 @@ def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> 
     assert_columns_explained("demo", result.stdout)
     rows = [line.split() for line in lines if line.rstrip().endswith("%") and "yes" in line]
     assert len(rows) == 24
-    assert {len(row) for row in rows} == {13}
-    assert {row[11] for row in rows} == {"0"}
+    assert {len(row) for row in rows} == {14}
+    assert {row[10] for row in rows} == {"0"}
     assert max(len(line) for line in lines[: lines.index("")]) <= 80
     text = " ".join(lines)
     assert "does not cover softmax" in text
     assert "vacuous: the bound rank/ε is not below n" in text
     assert "missed: 0" in text
+    assert re.search(r"real queries: C, the set with coverage 0\.9 for softmax, .* it holds [\d.]+% of the keys", text)
     assert str(tmp_path / "demo.png") in text
 
 
@@ -895,13 +903,13 @@ def test_help_of_a_command_fits_the_terminal_and_shows_examples(command: str) ->
 def test_examples_of_the_help_run(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = shown_help("universal-set")
+    for code in re.findall(r"python -c '(.*)'", text):
+        exec(code, {})
     for arguments in re.findall(r"^    levattn (universal-set .*)$", text, flags=re.MULTILINE):
         assert run(*arguments.split()).exit_code == 0, arguments
     assert (np.load("keys.npy").shape, np.load("q.npy").shape) == ((99, 8), (99, 8))
 
 
-    for code in re.findall(r"python -c '(.*)'", text):
-        exec(code, {})
 def assert_columns_explained(command: str, printed: str) -> None:
     """Compare the columns of a table with those that the help and docs/program.md explain."""
     columns = printed.split("\n")[0].split()
