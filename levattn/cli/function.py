@@ -10,7 +10,7 @@ from levattn.functions import FAMILIES, is_square
 
 __all__ = ["ALLOWED", "Function", "parse_function"]
 
-ALLOWED = "a number p for |x|^p, huber[:delta], tukey[:c], l1l2, fair[:c] or softmax:radius"
+ALLOWED = "a number p for |x|^p, huber[:delta], tukey[:c], l1l2, fair[:c] or softmax:radius (softmax with --queries)"
 _BY_NAME: dict[str, Callable[..., Any]] = {
     **{name.lower(): family for name, family in FAMILIES.items() if name != "Power"},
     "softmax": levattn.Softmax,
@@ -30,8 +30,11 @@ class Function:
         return self.f == 2 or is_square(self.f)
 
 
-def parse_function(text: str) -> Function:
-    """Return the function that `text` names; what is wrong with it is an error of the command line."""
+def parse_function(text: str, *, for_queries: bool = False) -> Function:
+    """Return the function that `text` names; what is wrong with it is an error of the command line.
+
+    for_queries: the set is for queries like given ones, so that softmax needs no radius.
+    """
     import typer
 
     name, colon, parameter = text.partition(":")
@@ -40,8 +43,10 @@ def parse_function(text: str) -> Function:
             return Function(text, _number(text, "there is no such function"))
         if colon and name == "l1l2":
             raise ValueError("l1l2 takes no number")
-        if not colon and name == "softmax":
-            raise ValueError("softmax needs the largest norm of a query, as in softmax:4")
+        if not colon and name == "softmax" and not for_queries:
+            raise ValueError(
+                "softmax needs the largest norm of a query, as in softmax:4, or a sample of the queries with --queries"
+            )
         return Function(
             text, _BY_NAME[name](*([_number(parameter, f"{parameter!r} is not a number")] if colon else []))
         )

@@ -40,6 +40,12 @@ _COLUMNS = {
     "vacuous": "is_vacuous",
     "guarantee": "guarantee",
 }
+# Of sets with coverage, which have no bound that could be vacuous
+_COLUMNS_WITH_COVERAGE = {heading: key for heading, key in _COLUMNS.items() if heading != "vacuous"} | {
+    "coverage": "coverage:.4g",
+    "mass": "mass:.4g",
+    "queries": "threshold_queries",
+}
 
 SetMethod = Literal["auto", "gram", "qr", "svd"]
 
@@ -53,6 +59,10 @@ class Request:
     epsilon: float | None
     size: int | None
     function: Function
+    queries: Path | None
+    coverage: float | None
+    mass: float | None
+    queries_tensor: str | None
     center: bool
     duplicates: float | None
     method: SetMethod
@@ -63,7 +73,7 @@ class Request:
     @property
     def in_passes(self) -> bool:
         """Whether the files can be read in two passes, without loading them."""
-        plain = self.function.is_square and not self.center and self.duplicates is None
+        plain = self.function.is_square and not self.center and self.duplicates is None and self.queries is None
         return plain and self.method in ("auto", "gram")
 
     @property
@@ -80,13 +90,16 @@ class Request:
 def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path | None) -> None:
     """Run the command."""
     _check_targets(request, plot, output)
-    source = _opened(request)
+    source = _opened(request.paths, request.tensor, request.memory)
     if request.size is not None and request.size > source.shape[-2]:
         import typer
 
         raise typer.BadParameter(f"--size is {request.size}, but {request.name} holds {source.shape[-2]} keys")
     try:
-        sets = _found(request, source) if request.scheduler is None else _found_by_workers(request)
+        if request.queries is not None:
+            sets: levattn.UniversalSet | levattn.StreamedSet = _found_for_queries(request, request.queries, source)
+        else:
+            sets = _found(request, source) if request.scheduler is None else _found_by_workers(request)
     except levattn.NonFiniteError as error:  # which speaks of an argument and of options that are not here
         problem = str(error).partition(";")[0].partition(", counted")[0].removeprefix("K ")
         fail(f"{request.name} {problem}; remove these rows and save the file again")
@@ -108,7 +121,7 @@ def find_sets(request: Request, as_json: bool, plot: Path | None, output: Path |
     if as_json:
         print_json(_SCHEMA, _request_report(request, source) | {"sets": reports})
     else:
-        _print_reports(reports, source, request.function)
+        _print_reports(reports, source, request)
 
 
 def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
@@ -125,6 +138,28 @@ def _found(request: Request, source: levattn.KeySource) -> levattn.UniversalSet:
         progress=True if request.in_passes and sys.stderr.isatty() else None,
         checkpoint=request.checkpoint,
     )
+
+
+def _found_for_queries(request: Request, path: Path, source: levattn.KeySource) -> levattn.UniversalSet:
+    """Return the set for queries like those of a file, or an error that names this file where it is to blame."""
+    queries = _opened(path, request.queries_tensor, None, "--queries-tensor")
+    try:
+        return levattn.universal_set(
+            source.load(),
+            request.epsilon,
+            size=request.size,
+            f=request.function.f,
+            queries=queries.load(),
+            coverage=request.coverage,
+            mass=request.mass,
+        )
+    except ValueError as error:
+        if not str(error).startswith("queries "):
+            raise
+        problem = str(error).replace(" K has ", " the keys have ")
+        if isinstance(error, levattn.NonFiniteError):
+            problem = problem.partition("; ")[0] + "; remove these rows and save the file again"
+        fail(f"{path}: {problem}")
 
 
 def _found_by_workers(request: Request) -> levattn.StreamedSet:
@@ -146,24 +181,30 @@ def _found_by_workers(request: Request) -> levattn.StreamedSet:
         fail(f"{error}; check --scheduler, and whether it is running")
 
 
-def _opened(request: Request) -> levattn.KeySource:
-    """Return the keys, or an error that names options, not arguments."""
+def _opened(
+    paths: Path | tuple[Path, ...], tensor: str | None, memory: int | None, option: str = "--tensor"
+) -> levattn.KeySource:
+    """Return the keys, or the queries, or an error that names options, not arguments."""
     try:
-        return levattn.open_keys(request.paths, tensor=request.tensor, memory=request.memory)
+        return levattn.open_keys(paths, tensor=tensor, memory=memory)
     except levattn.KeyFileError as error:
         problem, semicolon, remedy = str(error).rpartition("; ")
-        remedy = re.sub(r"\btensor\b=?", "--tensor", remedy)
-        fail(problem.replace("got tensor=", "got --tensor ") + semicolon + remedy)
+        remedy = re.sub(r"\btensor\b=?", option, remedy)
+        if option != "--tensor":
+            remedy = remedy.replace("the keys", "the queries")
+        fail(problem.replace("got tensor=", f"got {option} ") + semicolon + remedy)
 
 
 def _check_targets(request: Request, plot: Path | None, output: Path | None) -> None:
     """End the program if a file that it is to write cannot be written, or would replace another that is in use."""
     named = ((plot, "--plot"), (output, "--output"), (request.checkpoint, "--checkpoint"))
     targets = [(path, option) for path, option in named if path is not None]
+    read = [*((file, "keys") for file in request.files), *([(request.queries, "queries")] if request.queries else [])]
     for path, option in targets:
         check_output(path, option)
-        if path.exists() and any(file.exists() and path.samefile(file) for file in request.files):
-            fail(f"{path} is the file of the keys, which {option} would overwrite; name another")
+        for file, what in read:
+            if path.exists() and file.exists() and path.samefile(file):
+                fail(f"{path} is the file of the {what}, which {option} would overwrite; name another")
     for (path, option), (other, another) in itertools.combinations(targets, 2):
         if os.path.realpath(path) == os.path.realpath(other):
             fail(f"{path} and {other} are the same file; name two with {option} and {another}")
@@ -172,15 +213,21 @@ def _check_targets(request: Request, plot: Path | None, output: Path | None) -> 
 def _spectrum(sets: Any, request: Request, suffix: str) -> bytes:
     from levattn import plots
 
+    for_queries = request.queries is not None
     figure, ((ax,),) = plots.new_figure()
     plots.LeverageSpectrumDisplay.from_scores(
         sets.scores,
-        epsilon=request.epsilon,
+        epsilon=None if for_queries else request.epsilon,  # with which the scores of a sample are not compared
         rank=sets.total_bound,
         sizes=sets.sizes,
-        certified=not request.function.is_square,
+        certified=not (request.function.is_square or for_queries),
         ax=ax,
     )
+    if for_queries:
+        ax.set_ylabel("score by queries")
+        if sets.scores.ndim == 1:  # of a batch the line is the median
+            ax.lines[0].set_label("scores by queries")
+            ax.legend(loc="best", fontsize="small")
     name = request.files[0].name if len(request.files) == 1 else request.name
     title = name if request.tensor is None else f"{name}: {request.tensor}"
     ax.set_title(title if request.function.is_square else f"{title} ({request.function.text})")
@@ -196,10 +243,22 @@ def _arrays(sets: levattn.UniversalSet | levattn.StreamedSet, function: Function
     of_all = ("mask", "scores", "sizes")
     names = (*of_all, "epsilon", "guarantee", "rank", "size_bound", "is_vacuous", "condition")
     arrays = {name: np.asarray(getattr(sets, name)) for name in names}
+    if sets.coverage is not None:
+        arrays |= {name: np.asarray(value) for name, value in _of_coverage(sets).items() if value is not None}
+        arrays["needs"] = np.asarray(sets.needs)
+    arrays = {name: array for name, array in arrays.items() if array.dtype != object}  # no ε, for a set by mass
     arrays["f"] = np.asarray(sets.f if isinstance(sets.f, int | float) else function.text)
     if sets.groups is not None:
         arrays |= {"groups": np.asarray(sets.groups), "group_scores": np.asarray(sets.group_scores)}
     return arrays | {"indices": sets.indices} if sets.mask.ndim == 1 else arrays
+
+
+def _of_coverage(sets: levattn.UniversalSet | levattn.StreamedSet) -> dict[str, Any]:
+    """Return what only sets with coverage tell, each None for others."""
+    if isinstance(sets, levattn.StreamedSet) or sets.needs is None:
+        return dict.fromkeys(("coverage", "mass", "threshold_queries"))
+    no_bound = {"size_bound": None, "is_vacuous": np.zeros(sets.batch, np.bool_)}
+    return no_bound | {"coverage": sets.coverage, "mass": sets.mass, "threshold_queries": sets.needs.shape[-1]}
 
 
 def _request_report(request: Request, source: levattn.KeySource) -> dict[str, Any]:
@@ -212,6 +271,8 @@ def _request_report(request: Request, source: levattn.KeySource) -> dict[str, An
         "method": request.method,
         "center": request.center,
         "duplicates": request.duplicates,
+        "queries": None if request.queries is None else str(request.queries),
+        "queries_tensor": request.queries_tensor,
     }
 
 
@@ -224,10 +285,11 @@ def _set_reports(sets: levattn.UniversalSet | levattn.StreamedSet, function: Fun
     else:
         batch, columns["condition"] = sets.mask.shape[:-1], sets.condition
         of_items = [np.flatnonzero(sets.mask[item]) for item in np.ndindex(batch)]
+    columns |= _of_coverage(sets)
     columns = {name: np.broadcast_to(column, batch) for name, column in columns.items()}
     return [
         {"item": item, "size": len(indices)}
-        | {name: column[item].item() for name, column in columns.items()}
+        | {name: column.item(*item) for name, column in columns.items()}
         | {"guarantee": sets.guarantee, "f": function.text, "indices": indices.tolist()}
         | {"hidden_groups": _group_reports(sets, item)}
         for item, indices in zip(np.ndindex(batch), of_items, strict=True)
@@ -247,12 +309,15 @@ def _group_reports(sets: levattn.UniversalSet | levattn.StreamedSet, item: tuple
     ]
 
 
-def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, function: Function) -> None:
+def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, request: Request) -> None:
+    function = request.function
     n, d = source.shape[-2:]
     rows = [report | {"item": ",".join(map(str, report["item"])) or "-", "n": n, "d": d} for report in reports]
     console = new_console()
-    console.print(table_of(rows, _COLUMNS))
-    if not function.is_square:
+    console.print(table_of(rows, _COLUMNS if request.queries is None else _COLUMNS_WITH_COVERAGE))
+    if request.queries is not None:
+        console.print(f"function: {function.text}; {_promise(request)}")
+    elif not function.is_square:
         console.print(f"function: {function.text}; scores are certified bounds")
     if len(reports) == 1:
         indices = reports[0]["indices"]
@@ -265,3 +330,12 @@ def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, fun
         console.print(f"hidden in near-duplicates: {count} groups of {keys} keys, in the set only as groups")
     if any(report["is_vacuous"] for report in reports):
         console.print(VACUOUS if function.is_square else VACUOUS_IN_GENERAL)
+
+
+def _promise(request: Request) -> str:
+    """Return what a set with coverage promises of a new query."""
+    if request.mass is not None:
+        what = f"gives the set at least {request.mass:.4g} of its attention"
+    else:
+        what = f"gives {'less than' if request.size is None else 'at most'} ε to each key outside"
+    return f"a new query like those of {request.queries} {what} with probability {request.coverage:.4g} or more"

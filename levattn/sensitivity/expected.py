@@ -151,7 +151,7 @@ def expected_scores(
     require_sample(known, function, draws=draws)
     count = _SAMPLES if samples is None else whole_number("samples", samples)
     seed, given = as_seed(rng), as_mask(mask, matrices)
-    present = np.ones((len(known.second), matrices.n), np.bool_) if given is None else to_numpy(given)
+    present = np.ones(matrices.data.shape[:2], np.bool_) if given is None else to_numpy(given)
     out = np.zeros(present.shape)
     for item in range(len(out)):
         parts = (known.normal_draws(item, count, seed),) if draws else known.turned_samples(item)
@@ -198,7 +198,7 @@ def _of_squares(matrices: Matrices, known: Queries, mask: Any) -> Any:
     factor = factorize(matrices, method="auto", mask=mask)
     rows, out = factor.all_columns, factor.all_columns.zeros()
     kernels = kernels_for("gram", rows.keys)
-    b, d = len(known.second), matrices.d
+    b, d = int(matrices.data.shape[0]), matrices.d
     W = np.zeros((b, d, d))
     arithmetic: list[Arithmetic] = []
     for item in range(b):

@@ -17,6 +17,7 @@ from levattn.states import Moments
 __all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "symmetric_root"]
 
 _ALIKE = 1e-9  # relative error of a covariance that is taken for symmetric and positive semi-definite, and of a weight
+_FEW = 64  # queries a column up to which they are factored in blocks
 Rotary = tuple[Float64, Float64]  # cosines and sines, (h, r) each
 
 
@@ -25,15 +26,15 @@ class Queries:
     """What is known of the queries of a batch of key matrices.
 
     sample: (b, m, d), or None where only moments are known. mean: (b, d), or None where it is not known. second:
-    (b, d, d) the mean of ``q qᵀ``. covariance: (b, d, d), the same of ``q − mean``. powers: (d,) mean and moments are
-    of queries whose columns are divided by 2 to these powers, so that squares are in range. rotary: by which each
-    query is still to be turned, to one of h positions.
+    (b, d, d) the mean of ``q qᵀ``, and covariance: (b, d, d), the same of ``q − mean``; None of a sample, which has
+    them. powers: (d,) mean and moments are of queries whose columns are divided by 2 to these powers, so that squares
+    are in range. rotary: by which each query is still to be turned, to one of h positions.
     """
 
     sample: Float64 | None
     mean: Float64 | None
-    second: Float64
-    covariance: Float64
+    second: Float64 | None
+    covariance: Float64 | None
     powers: Int64
     rotary: Rotary | None = None
 
@@ -42,15 +43,23 @@ class Queries:
         if self.sample is None or self.rotary is not None:
             return symmetric_root(self.turned_second(item))
         Q = np.ldexp(self.sample[item], -self.powers)
-        R = np.asarray(np.linalg.qr(Q, mode="r")) / math.sqrt(len(Q))
+        R = _triangle(Q) / math.sqrt(len(Q))
         sizes = np.linalg.norm(R, axis=0)
         _, values, V = np.linalg.svd(R / np.where(sizes > 0, sizes, 1.0), full_matrices=False)
         kept = values > Q.shape[1] * 2.0**-52 * values.max(initial=0.0)
         return np.asarray(sizes[:, None] * V[kept].T * values[kept])
 
+    def _moment(self, item: int, known: Float64 | None, center: Any) -> Float64:
+        """Return a moment of one matrix that is known, or that of the sample about a center."""
+        if known is not None or self.sample is None:
+            return np.zeros((0, 0)) if known is None else np.asarray(known[item])
+        with np.errstate(under="ignore"):
+            apart = np.ldexp(self.sample[item], -self.powers) - center
+            return np.asarray(apart.T @ apart / len(apart))
+
     def turned_second(self, item: int) -> Float64:
         """Return the second moment of the turned queries, averaged over the positions."""
-        C: Float64 = self.second[item]
+        C = self._moment(item, self.second, 0.0)
         if self.rotary is None:
             return C
         total = np.zeros_like(C)
@@ -73,12 +82,25 @@ class Queries:
     def normal_draws(self, item: int, count: int, seed: int) -> Float64:
         """Return `count` normal queries of this mean and covariance, each turned to a random position."""
         center = 0.0 if self.mean is None else self.mean[item]
-        L = symmetric_root(self.covariance[item])
+        L = symmetric_root(self._moment(item, self.covariance, center))
         rng = np.random.default_rng([seed, 1])  # the same draws for each matrix, as if it came alone
         Q = np.ldexp(center + rng.standard_normal((count, L.shape[1])) @ L.T, self.powers)
         if self.rotary is not None:
             Q = _turned(Q, self.rotary, rng.integers(self.positions, size=count))
         return np.asarray(Q)
+
+
+def _triangle(Q: Float64) -> Float64:
+    """Return R of a QR factorization, of few rows block by block.
+
+    BLAS leaves these blocks to one thread; its others would go on spinning beside ours.
+    """
+    d = Q.shape[1]
+    step = d if len(Q) <= _FEW * d else len(Q)
+    R = np.zeros((0, d))
+    for start in range(0, len(Q), step):
+        R = np.linalg.qr(np.concatenate([R, Q[start : start + step]]), mode="r")
+    return R
 
 
 def _turned(Q: Float64, rotary: Rotary, position: Any) -> Float64:
@@ -114,12 +136,9 @@ def of_sample(sample: Float64, *, alike: bool = False) -> Queries:
     powers = np.frexp(np.abs(sample).max(axis=(0, 1), initial=0.0))[1].astype(np.int64)
     if alike:
         powers = np.full_like(powers, powers.max(initial=0))
-    Q = np.ldexp(sample, -powers)
     with np.errstate(under="ignore"):
-        mean = Q.mean(axis=1)
-        apart = Q - mean[:, None]
-        second, covariance = (X.swapaxes(1, 2) @ X / Q.shape[1] for X in (Q, apart))
-    return Queries(sample, mean, second, covariance, powers)
+        mean = np.ldexp(sample, -powers).mean(axis=1)
+    return Queries(sample, mean, None, None, powers)
 
 
 def _sample(queries: Any, keys: Matrices) -> Float64:

@@ -128,7 +128,7 @@ def covering_set(
     if known.sample is None:
         raise ValueError("queries are moments; expected a sample of queries, of which some set the threshold")
     given = as_mask(mask, matrices)
-    b, n = len(known.second), matrices.n
+    b, n = int(matrices.data.shape[0]), matrices.n
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
     ordered_by = None if scores is None else _scores(scores, matrices)
     each, own = known.sample.shape[:2], np.shape(queries)[:-1]

@@ -143,6 +143,8 @@ def test_json_and_file_say_what_the_library_says(file: Path, keys: Array, text: 
         "method": "auto",
         "center": False,
         "duplicates": None,
+        "queries": None,
+        "queries_tensor": None,
     }
     option, value = selection.split()
     epsilon, size = (float(value), None) if option == "--epsilon" else (None, int(value))
@@ -159,6 +161,9 @@ def test_json_and_file_say_what_the_library_says(file: Path, keys: Array, text: 
         "f": text,
         "indices": expected.indices.tolist(),
         "hidden_groups": [],
+        "coverage": None,
+        "mass": None,
+        "threshold_queries": None,
     }
     with np.load(output, allow_pickle=False) as stored:
         named = ("indices", "mask", "scores", "sizes", "epsilon", "guarantee", "rank")
@@ -283,6 +288,131 @@ def test_pictures_say_what_the_scores_are(
     assert ax.get_title() == (f"keys.npy ({text})" if text else "keys.npy")
 
 
+# -- universal-set for queries like given ones -----------------------------------------------------------
+
+
+FOR_QUERIES = ("--queries", "q.npy", "--coverage", "0.9")
+
+
+@pytest.fixture
+def queries(file: Path) -> Array:
+    sample = np.random.default_rng(6).standard_normal((120, 6)).astype(np.float32)
+    np.save(file.with_name("q.npy"), sample)
+    return sample
+
+
+@pytest.mark.parametrize("selection", ["--epsilon 0.1", "--size 9", "--mass 0.6"])
+@pytest.mark.parametrize("text", ["2", "huber", "softmax", "softmax:4"])
+def test_a_set_with_coverage_is_that_of_the_library(
+    file: Path, keys: Array, queries: Array, text: str, selection: str
+) -> None:
+    output, sample = file.with_name("set.npz"), file.with_name("q.npy")
+    command = ("universal-set", file, *selection.split(), "--function", text, "--queries", sample, "--coverage", "0.8")
+    result = run(*command, "--json", "-o", output)
+    assert (result.exit_code, result.stderr) == (0, "")
+    document = json.loads(result.stdout)
+    assert_types(document)
+    assert (document["queries"], document["queries_tensor"]) == (str(sample), None)
+    option, value = selection.split()
+    epsilon, wish = (float(value), {}) if option == "--epsilon" else (None, {option[2:]: json.loads(value)})
+    f = levattn.Softmax() if text == "softmax" else FUNCTIONS.get(text, levattn.Softmax(4))
+    expected = levattn.universal_set(keys, epsilon, f=f, queries=queries, coverage=0.8, **wish)
+    (found,) = document["sets"]
+    assert found["indices"] == expected.indices.tolist()
+    assert (found["size_bound"], found["is_vacuous"], found["guarantee"]) == (None, False, "coverage")
+    assert (found["epsilon"], found["coverage"], found["mass"]) == (expected.epsilon, 0.8, wish.get("mass"))
+    assert found["threshold_queries"] == 60
+    with np.load(output, allow_pickle=False) as stored:
+        assert ("epsilon" in stored, "mass" in stored) == ((False, True) if "mass" in wish else (True, False))
+        assert (stored["coverage"], stored["threshold_queries"], stored["is_vacuous"]) == (0.8, 60, False)
+        for name in ("mask", "scores", "needs", "size_bound", "indices"):
+            np.testing.assert_array_equal(stored[name], getattr(expected, name))
+    table = run(*command).stdout
+    heads, _, row, *rest = (line.split() for line in table.splitlines())
+    shown = dict(zip(heads, row, strict=True))
+    for place in (0, 1):  # in the help, and in docs/program.md
+        usual = columns_explained("universal-set")[place]
+        own = columns_explained("universal-set", "With --queries there", 2)[place]
+        assert [name for name in usual if name != "vacuous"] + own == heads
+    assert "vacuous" not in table
+    assert (shown["bound"], shown["coverage"], shown["queries"]) == ("-", "0.8", "60")
+    assert (shown["mass"], shown["ε"] == "-") == ((value, True) if "mass" in wish else ("-", False))
+    promise = {
+        "--epsilon": "gives less than ε to each key outside",
+        "--size": "gives at most ε to each key outside",
+        "--mass": "gives the set at least 0.6 of its attention",
+    }[option]
+    assert " ".join(rest[0]) == (
+        f"function: {text}; a new query like those of {sample} {promise} with probability 0.8 or more"
+    )
+
+
+def test_queries_of_several_heads_from_the_file_of_the_keys(tmp_path: Path, keys: Array, queries: Array) -> None:
+    heads, sample = np.stack([keys, keys[::-1]]), np.stack([queries] * 4)
+    np.savez(tmp_path / "both.npz", k=heads, q=sample)
+    of_both = ("universal-set", tmp_path / "both.npz", "--tensor", "k", "--queries", tmp_path / "both.npz")
+    options = ("--coverage", "0.9", "--mass", "0.5")
+    line = refused(*of_both, *options)
+    assert "holds 2 arrays ('k', 'q'); say which one with --queries-tensor" in line
+    picture, output = tmp_path / "a.svg", tmp_path / "set.npz"
+    result = run(*of_both, *options, "--queries-tensor", "q", "--json", "--plot", picture, "-o", output)
+    document = json.loads(result.stdout)
+    assert_types(document)
+    assert document["queries_tensor"] == "q"
+    expected = levattn.universal_set(heads, queries=sample, coverage=0.9, mass=0.5)
+    assert [found["size"] for found in document["sets"]] == expected.sizes.tolist()
+    assert {found["threshold_queries"] for found in document["sets"]} == {120}
+    assert picture.read_bytes().startswith(b"<?xml")
+    with np.load(output, allow_pickle=False) as stored:
+        np.testing.assert_array_equal(stored["needs"], expected.needs)
+    np.save(tmp_path / "empty.npy", heads[:0])
+    one_sample = ("--queries", tmp_path / "q.npy", *options)
+    assert run("universal-set", tmp_path / "empty.npy", *one_sample).exit_code == 0
+
+
+@pytest.mark.usefixtures("queries")
+@pytest.mark.parametrize("selection", ["--epsilon 0.1", "--size 9"])
+def test_a_picture_of_scores_by_queries_has_no_threshold(
+    file: Path, monkeypatch: pytest.MonkeyPatch, selection: str
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "figure_bytes", lambda figure, _: figures.append(figure) or b"")
+    options = ("--queries", file.with_name("q.npy"), "--coverage", "0.9", "--function", "softmax")
+    command = ("universal-set", file, *selection.split(), *options)
+    assert run(*command, "--plot", file.with_name("a.png")).exit_code == 0
+    (size,) = (found["size"] for found in json.loads(run(*command, "--json").stdout)["sets"])
+    (ax,) = figures[0].axes
+    assert [line.get_label() for line in ax.lines] == ["scores by queries", f"|U| = {size}"]
+    assert [text.get_text() for text in ax.get_legend().texts] == ["scores by queries", f"|U| = {size}"]
+    assert (ax.get_ylabel(), ax.get_title()) == ("score by queries", "keys.npy (softmax)")
+
+
+def test_bad_queries_are_named_with_their_file(tmp_path: Path, file: Path, queries: Array) -> None:
+    broken = queries.copy()
+    broken[7, 2] = np.inf
+    for name, array, reason in (
+        ("few", queries[:10], "queries are 10 for each matrix; expected at least 9 to set the threshold and as many"),
+        ("narrow", queries[:, :5], "queries have 5 columns and the keys have 6; expected the same number d"),
+        ("heads", queries.reshape(2, 60, 6), "queries have leading axes (2,) and the keys have ()"),
+        ("inf", broken, "queries hold NaN or infinity, first at [[0, 7]]; remove these rows and save the file again"),
+        ("none", queries[:0], "queries have shape (0, 6); expected at least one query"),
+        ("flat", queries[0], "the array has shape (6,), expected (..., n, d); save the queries as rows of a matrix"),
+        ("whole", queries.astype(int), "has dtype int64, expected float64"),
+    ):
+        path = tmp_path / f"{name}.npy"
+        np.save(path, array)
+        line = refused("universal-set", file, "--queries", path, "--coverage", "0.9", "--mass", "0.5")
+        assert line.startswith(f"levattn: {path}: {reason}") or name == "whole"
+        assert reason in line
+    absent = refused("universal-set", file, "--queries", tmp_path / "a.npy", "--coverage", "0.9", "--mass", "0.5")
+    assert absent.startswith(f"levattn: {tmp_path / 'a.npy'}: no such file")
+    stored, sample = tmp_path / "q.npz", ("--queries", tmp_path / "q.npz", "--coverage", "0.9", "--mass", "0.5")
+    np.savez(stored, q=queries)
+    assert "is the file of the queries, which --output would overwrite" in refused(
+        "universal-set", file, *sample, "-o", stored
+    )
+
+
 # -- how it says no --------------------------------------------------------------------------------------
 
 
@@ -310,7 +440,32 @@ def test_pictures_say_what_the_scores_are(
         (("--size", "3", "--function", "huber:"), "'huber:': '' is not a number. Allowed are"),
         (("--size", "3", "--function", "huber:x"), "'huber:x': 'x' is not a number. Allowed are"),
         (("--size", "3", "--function", "l1l2:1"), "l1l2 takes no number"),
-        (("--size", "3", "--function", "softmax"), "softmax needs the largest norm of a query, as in softmax:4"),
+        (
+            ("--size", "3", "--function", "softmax"),
+            "softmax needs the largest norm of a query, as in softmax:4, or a sample of the queries with --queries",
+        ),
+        (("--mass", "0.8"), "--mass: give --queries as well, a file with a sample of the queries"),
+        (("--coverage", "0.9", "--size", "3"), "--coverage: give --queries as well"),
+        (
+            ("--size", "3", "--coverage", "0.9", "--queries-tensor", "q"),
+            "--coverage and --queries-tensor: give --queries as well",
+        ),
+        (("--coverage", "1"), "coverage is 1.0; expected a number above 0 and below 1"),
+        (("--mass", "0"), "mass is 0.0; expected a number above 0 and below 1"),
+        (("--queries", "q.npy", "--size", "3"), "--queries needs --coverage, a probability such as 0.9"),
+        ((*FOR_QUERIES,), "exactly one of --epsilon, --size and --mass"),
+        ((*FOR_QUERIES, "--mass", "0.8", "--size", "3"), "exactly one of --epsilon, --size and --mass"),
+        ((*FOR_QUERIES, "--epsilon", "0.1", "--mass", "0.8"), "exactly one of --epsilon, --size and --mass"),
+        ((*FOR_QUERIES, "--size", "3", "--center", "--method", "qr"), "--queries goes without --center and --method"),
+        ((*FOR_QUERIES, "--epsilon", "0.1", "--duplicates", "0.1"), "--queries goes without --duplicates"),
+        (
+            (*FOR_QUERIES, "--size", "3", "--memory", "5", "--checkpoint", "a"),
+            "--queries goes without --memory and --checkpoint",
+        ),
+        (
+            (*FOR_QUERIES, "--epsilon", "0.1", "--scheduler", "tcp://127.0.0.1:1"),
+            "--queries goes without --scheduler",
+        ),
         (
             ("--size", "3", "--function", "1", "--method", "qr"),
             "--method qr is for --function 2; others take only auto",
@@ -617,11 +772,18 @@ def test_demo_misses_nothing_adds_up_and_draws(tmp_path: Path) -> None:
         # Every key of a smallest set is needed by some query, and its worst case is one of those tried.
         assert head["heavy_worst_case"] >= head["size"] > 0
         assert 0 < head["captured_softmax"] <= head["captured_softmax_oracle"] < 1
+        assert 0 <= head["coverage_size"] <= 512
     assert summary["heads"] == 72
     assert summary["missed"] == summary["vacuous"] == 0
     assert summary["n"] == 72 * 512
     assert summary["heavy"] == sum(head["heavy"] for head in heads) > 0
     assert summary["captured_softmax"] == pytest.approx(np.mean([head["captured_softmax"] for head in heads]))
+    assert document["coverage"] == 0.9
+    assert summary["coverage_size"] == sum(head["coverage_size"] for head in heads) < summary["n"] / 2
+    # Of 256 queries that follow others of their text; the mean over heads is what coverage promises.
+    assert summary["coverage_found"] == pytest.approx(np.mean([head["coverage_found"] for head in heads]))
+    assert 0.9 <= summary["coverage_found"] < 1
+    assert summary["captured_softmax"] < summary["captured_softmax_expected"] < 1
     assert_as_documented(document)
     assert document["files"] == [str(folder / "demo.png"), str(folder / "demo.svg")]
     assert sorted(path.name for path in folder.iterdir()) == ["demo.png", "demo.svg"]
@@ -646,13 +808,14 @@ def test_demo_prints_a_table_and_says_what_it_does_not_cover(tmp_path: Path) -> 
     assert_columns_explained("demo", result.stdout)
     rows = [line.split() for line in lines if line.rstrip().endswith("%") and "yes" in line]
     assert len(rows) == 24
-    assert {len(row) for row in rows} == {13}
-    assert {row[11] for row in rows} == {"0"}
+    assert {len(row) for row in rows} == {14}
+    assert {row[10] for row in rows} == {"0"}
     assert max(len(line) for line in lines[: lines.index("")]) <= 80
     text = " ".join(lines)
     assert "does not cover softmax" in text
     assert "vacuous: the bound rank/ε is not below n" in text
     assert "missed: 0" in text
+    assert re.search(r"real queries: C, the set with coverage 0\.9 for softmax, .* it holds [\d.]+% of the keys", text)
     assert str(tmp_path / "demo.png") in text
 
 
@@ -740,26 +903,30 @@ def test_help_of_a_command_fits_the_terminal_and_shows_examples(command: str) ->
 def test_examples_of_the_help_run(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = shown_help("universal-set")
+    for code in re.findall(r"python -c '(.*)'", text):
+        exec(code, {})
     for arguments in re.findall(r"^    levattn (universal-set .*)$", text, flags=re.MULTILINE):
         assert run(*arguments.split()).exit_code == 0, arguments
-    code = re.search(r"python -c '(.*)'", text)
-    assert code is not None
-    exec(code[1], {})
-    assert np.load("keys.npy").shape == (99, 8)
+    assert (np.load("keys.npy").shape, np.load("q.npy").shape) == ((99, 8), (99, 8))
 
 
 def assert_columns_explained(command: str, printed: str) -> None:
     """Compare the columns of a table with those that the help and docs/program.md explain."""
-    block = shown_help(command).partition("What is printed")[2].partition(":\n")[2].partition("\n\n")[0]
-    table = PAGE.partition(f"## levattn {command}\n")[2].partition("| column |")[2].partition("\n\n")[0]
     columns = printed.split("\n")[0].split()
-    for cells in (
+    for explained in columns_explained(command):
+        assert explained == columns
+
+
+def columns_explained(command: str, heading: str = "What is printed", place: int = 1) -> list[list[str]]:
+    """The columns that the help explains below a heading, and those of a table of docs/program.md, by its place."""
+    block = shown_help(command).partition(heading)[2].partition(":\n")[2].partition("\n\n")[0]
+    section = PAGE.partition(f"## levattn {command}\n")[2].partition("\n## ")[0]
+    table = section.split("| column |")[place].partition("\n\n")[0]
+    both = (
         re.findall(r"^    (\S.*?)  +", block, flags=re.MULTILINE),
-        re.findall(
-            r"^\| (.+?) \| ", table.partition("| --- | --- |\n")[2].replace(r"\|U\|", "∣U∣"), flags=re.MULTILINE
-        ),
-    ):
-        assert [name.replace("∣", "|") for cell in cells for name in cell.split(", ")] == columns
+        re.findall(r"^\| (.+?) \| ", table.partition("| --- | --- |\n")[2].replace(r"\|", "∣"), flags=re.MULTILINE),
+    )
+    return [[name.replace("∣", "|") for cell in cells for name in cell.split(", ")] for cells in both]
 
 
 @pytest.mark.parametrize(
@@ -842,7 +1009,7 @@ def test_script_of_each_shell(shell: str) -> None:
         (("levattn", "un"), ["universal-set"]),
         (("levattn", "universal-set", "--me"), ["--method", "--memory"]),
         (("levattn", "universal-set", "--method", "s"), ["svd"]),
-        (("levattn", "universal-set", "--function", "so"), ["softmax:"]),
+        (("levattn", "universal-set", "--function", "so"), ["softmax", "softmax:"]),
         (("levattn", "prune-report", "--scores", ""), ["residual", "expected", "leverage"]),
         (("levattn", "universal-set", "ke"), []),  # file names are the shell's own
     ],

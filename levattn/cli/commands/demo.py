@@ -16,7 +16,8 @@ Try it: universal sets of the 72 heads of a real encoder.
 
 Use it to see, without data of your own, what the sets are like and that they hold. The queries and keys of
 all-MiniLM-L6-v2 on a text of 512 tokens come with the package. The set of each head is compared with brute force over
-every attention score, and two files with the same four pictures are written. It takes ten seconds to a minute.
+every attention score. A second set, for queries like those of the text, is made from half of them and tried on the
+others. Two files with the same four pictures are written. It takes ten seconds to a minute.
 
 \b
 Examples:
@@ -32,12 +33,15 @@ What is printed, a row for each head:
   |U|          keys in the universal set for f(x) = x² at ε
   bound        the most keys that it can have: rank/ε
   vacuous      yes: the bound is not below n
-  heavy        scores of at least ε of the 512 queries of the text
-  worst        the same of 512 worst-case queries, one built for each key
-  missed       of both, those of keys outside the set: always 0
+  worst        scores of at least ε of 512 worst-case queries, one a key
+  missed       of these and of the 512 queries of the text, those on keys
+               outside the set: always 0
   softmax      mean share of the softmax attention that falls on the set
+  |C|          keys in the set with coverage 0.9 for softmax at ε, made from
+               every second query of the text
+  found        share of the other queries that found all their keys in it
 
-Four sentences sum the heads up. Should a score be missed, the status is 1.
+Five sentences sum the heads up. Should a score be missed, the status is 1.
 """
 
 

@@ -1,5 +1,7 @@
 """Options that several commands have."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +17,20 @@ def by_library(name: str) -> Any:
 
     def check(value: float | None) -> float | None:
         from levattn.sensitivity import groups, leverage
+        from levattn.sets.coverage import check_coverage
 
-        checks = {"epsilon": leverage.check_epsilon, "angle": groups.check_angle}
+        checks: dict[str, Callable[[float], object]] = {
+            "epsilon": leverage.check_epsilon,
+            "angle": groups.check_angle,
+            "coverage": check_coverage,
+            "mass": partial(check_coverage, name="mass"),
+        }
         try:
-            return None if value is None else checks[name](value)
+            if value is not None:
+                checks[name](value)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+        return value
 
     return check
 

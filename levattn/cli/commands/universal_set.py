@@ -21,6 +21,9 @@ These are the keys that some query, whichever it is, can give at least ε of its
 model (after rotary embedding), to learn how many of them can matter, and which. For f(x) = x² the set is exact; for
 other functions it may hold more keys than need be, and never fewer. An array (..., n, d) gets one set for each matrix.
 
+With --queries and --coverage the set is for queries like those of a file, and smaller: a new query finds all its keys
+in the set with the probability that --coverage says.
+
 \b
 Examples:
   levattn universal-set keys.npy --epsilon 0.1
@@ -28,10 +31,12 @@ Examples:
   levattn universal-set keys.npy --epsilon 0.1 --json
   levattn universal-set keys.npy --epsilon 0.1 -o set.npz --plot scores.svg
   levattn universal-set keys.npy --epsilon 0.5 --function huber:0.5
+  levattn universal-set keys.npy --queries q.npy --coverage 0.9 --mass 0.8
 
 \b
-To make a file to try them on:
+To make files to try them on:
 python -c 'import numpy as n; n.save("keys", n.random.standard_t(2, (99, 8)))'
+python -c 'import numpy as n; n.save("q", n.random.standard_normal((99, 8)))'
 """
 _EPILOG = """\
 \b
@@ -48,11 +53,19 @@ What is printed, a row for each matrix:
   guarantee  exact: no key is missing, and none is there for nothing
              superset: no key is missing, but some may be there for nothing
              none: nothing is promised (with --center)
+             coverage: a new query finds all its keys with this probability
+
+\b
+With --queries there is no bound that could be vacuous. The last columns are:
+  coverage   the probability that --coverage names
+  mass       share of its attention that a new query gives the set (--mass)
+  queries    queries that set the threshold; the others order the keys
 
 The numbers of the keys follow, counted from 0, if there is one matrix: the first 12. --json and --output have all of
 them.
 """
-_CHOICE, _WORK = "Which keys (one of --epsilon and --size is required)", "How they are read"
+_CHOICE, _WORK = "Which keys (one of --epsilon, --size and --mass is required)", "How they are read"
+_FOR_QUERIES = "For queries like given ones"
 
 
 _Files = Annotated[
@@ -77,9 +90,37 @@ _Function = Annotated[
     str,
     typer.Option(
         rich_help_panel=_CHOICE,
-        autocompletion=lambda: ["1", "2", "fair", "huber", "l1l2", "softmax:", "tukey"],
+        autocompletion=lambda: ["1", "2", "fair", "huber", "l1l2", "softmax", "softmax:", "tukey"],
         help=f"Attention function f: {ALLOWED}. The radius is the largest norm of a scaled query.",
     ),
+]
+_Queries = Annotated[
+    Path | None,
+    typer.Option(
+        rich_help_panel=_FOR_QUERIES,
+        help="Sample of the queries (..., m, d), in any format of the keys. For softmax save them with the scale of "
+        "the logits multiplied in. Half of them order the keys, the others set the threshold.",
+    ),
+]
+_Coverage = Annotated[
+    float | None,
+    typer.Option(
+        callback=by_library("coverage"),
+        rich_help_panel=_FOR_QUERIES,
+        help="Probability with which a new query finds all its keys in the set, in (0, 1), e.g. 0.9.",
+    ),
+]
+_Mass = Annotated[
+    float | None,
+    typer.Option(
+        callback=by_library("mass"),
+        rich_help_panel=_FOR_QUERIES,
+        help="Instead of --epsilon: keys that get at least this share of the query's attention, in (0, 1).",
+    ),
+]
+_QueriesTensor = Annotated[
+    str | None,
+    typer.Option(rich_help_panel=_FOR_QUERIES, help="Name of the array, if the file of the queries holds several."),
 ]
 _Duplicates = Annotated[
     float | None,
@@ -115,7 +156,7 @@ _Memory = Annotated[
         min=1,
         rich_help_panel=_WORK,
         help="MiB of keys to hold at a time, 32 if not given. Files of any size are read in two passes, "
-        "unless --center, --duplicates, --method qr or svd, or another --function loads all keys.",
+        "unless --center, --duplicates, --queries, --method qr or svd, or another --function loads all keys.",
     ),
 ]
 _Checkpoint = Annotated[
@@ -156,6 +197,10 @@ def _universal_set(
     epsilon: _Epsilon = None,
     size: _Size = None,
     function: _Function = "2",
+    queries: _Queries = None,
+    coverage: _Coverage = None,
+    mass: _Mass = None,
+    queries_tensor: _QueriesTensor = None,
     duplicates: _Duplicates = None,
     center: _Center = False,
     tensor: _Tensor = None,
@@ -172,7 +217,11 @@ def _universal_set(
         tensor=tensor,
         epsilon=epsilon,
         size=size,
-        function=parse_function(function),
+        function=parse_function(function, for_queries=queries is not None),
+        queries=queries,
+        coverage=coverage,
+        mass=mass,
+        queries_tensor=queries_tensor,
         center=center,
         duplicates=duplicates,
         method=method,
@@ -193,7 +242,11 @@ def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str
     resumed, address = request.checkpoint is not None, request.scheduler
     remote = address is not None
     return [
-        (by_size == (request.size is None), "give exactly one of --epsilon and --size"),
+        *_conflicts_of_queries(request),
+        (
+            request.queries is None and by_size == (request.size is None),
+            "give exactly one of --epsilon and --size, or --mass with --queries",
+        ),
         (
             other_method and not is_square,
             f"--method {request.method} is for --function 2; others take only auto",
@@ -219,5 +272,34 @@ def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str
         (
             remote and (request.center or grouped or other_method),
             "--scheduler goes without --center, --duplicates and --method",
+        ),
+    ]
+
+
+def _conflicts_of_queries(request: sets.Request) -> list[tuple[bool, str]]:
+    """Return the same of what goes with --queries, and what does not."""
+    for_queries = request.queries is not None
+    needing = {"--coverage": request.coverage, "--mass": request.mass, "--queries-tensor": request.queries_tensor}
+    lonely = [name for name, value in needing.items() if value is not None]
+    others = {
+        "--center": request.center,
+        "--duplicates": request.duplicates is not None,
+        "--method": request.method != "auto",
+        "--memory": request.memory is not None,
+        "--checkpoint": request.checkpoint is not None,
+        "--scheduler": request.scheduler is not None,
+    }
+    excluded = [name for name, given in others.items() if given]
+    chosen = [request.epsilon, request.size, request.mass]
+    return [
+        (
+            not for_queries and bool(lonely),
+            f"{' and '.join(lonely)}: give --queries as well, a file with a sample of the queries",
+        ),
+        (for_queries and request.coverage is None, "--queries needs --coverage, a probability such as 0.9"),
+        (for_queries and bool(excluded), f"--queries goes without {' and '.join(excluded)}"),
+        (
+            for_queries and len(chosen) - chosen.count(None) != 1,
+            "give exactly one of --epsilon, --size and --mass with --queries",
         ),
     ]
