@@ -16,7 +16,7 @@ from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.linalg.factor import Factor, upper_form
 from levattn.sensitivity.leverage import factorize
-from levattn.sensitivity.queries import Queries, as_queries
+from levattn.sensitivity.queries import Queries, as_queries, right_svd
 from levattn.sensitivity.shares import share_blocks
 
 __all__ = ["ExpectedMethod", "expected_scores", "mean_shares", "quadratic_weights"]
@@ -225,7 +225,7 @@ def _weighted_basis(factor: Factor, item: int, L: Float64, powers: Int64) -> Flo
         if not largest:
             return np.zeros((d, d))
         even /= largest
-        _, roots, V = np.linalg.svd(N @ even, full_matrices=False)
+        roots, V = right_svd(N @ even)
     kept = roots > 2.0**-50 * roots.max(initial=0.0)
     if not kept.any():
         return np.zeros((d, d))

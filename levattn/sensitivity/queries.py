@@ -14,7 +14,7 @@ from levattn._core.types import Float64, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
 
-__all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "symmetric_root"]
+__all__ = ["Queries", "Rotary", "as_queries", "as_rotary", "of_sample", "right_svd", "symmetric_root"]
 
 _ALIKE = 1e-9  # relative error of a covariance that is taken for symmetric and positive semi-definite, and of a weight
 _FEW = 64  # queries a column up to which they are factored in blocks
@@ -45,7 +45,7 @@ class Queries:
         Q = np.ldexp(self.sample[item], -self.powers)
         R = _triangle(Q) / math.sqrt(len(Q))
         sizes = np.linalg.norm(R, axis=0)
-        _, values, V = np.linalg.svd(R / np.where(sizes > 0, sizes, 1.0), full_matrices=False)
+        values, V = right_svd(R / np.where(sizes > 0, sizes, 1.0))
         kept = values > Q.shape[1] * 2.0**-52 * values.max(initial=0.0)
         return np.asarray(sizes[:, None] * V[kept].T * values[kept])
 
@@ -99,8 +99,16 @@ def _triangle(Q: Float64) -> Float64:
     step = d if len(Q) <= _FEW * d else len(Q)
     R = np.zeros((0, d))
     for start in range(0, len(Q), step):
-        R = np.linalg.qr(np.concatenate([R, Q[start : start + step]]), mode="r")
+        R = np.asarray(np.linalg.qr(np.concatenate([R, Q[start : start + step]]), mode="r"))
     return R
+
+
+def right_svd(A: Float64) -> tuple[Float64, Float64]:
+    """Return singular values, descending, and right singular vectors (k, d), by a driver of LAPACK for one thread."""
+    from scipy.linalg import svd
+
+    _, values, V = svd(A, full_matrices=False, lapack_driver="gesvd")
+    return values, V
 
 
 def _turned(Q: Float64, rotary: Rotary, position: Any) -> Float64:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from levattn._core.checks import fraction
+
 __all__ = ["RESULTS", "AsJson", "HeavyFrom", "Picture", "by_library", "ends_in"]
 
 RESULTS = "Results"
@@ -17,13 +19,12 @@ def by_library(name: str) -> Any:
 
     def check(value: float | None) -> float | None:
         from levattn.sensitivity import groups, leverage
-        from levattn.sets.coverage import check_coverage
 
         checks: dict[str, Callable[[float], object]] = {
             "epsilon": leverage.check_epsilon,
             "angle": groups.check_angle,
-            "coverage": check_coverage,
-            "mass": partial(check_coverage, name="mass"),
+            "coverage": partial(fraction, "coverage"),
+            "mass": partial(fraction, "mass"),
         }
         try:
             if value is not None:
