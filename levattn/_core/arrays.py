@@ -22,6 +22,7 @@ __all__ = [
     "as_cupy",
     "as_mask",
     "as_matrices",
+    "as_numbers",
     "as_tensor",
     "check_flags",
     "float64_beside",
@@ -340,6 +341,18 @@ def to_numpy(array: Any) -> npt.NDArray[Any]:
     if array_api_compat.is_torch_array(array):
         array = array_api_compat.to_device(array, "cpu")
     return np.asarray(array)
+
+
+def as_numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
+    """Return an array of any library or nested lists as float64 of numpy, or raise where these are no real numbers."""
+    if is_torch(values):
+        values = values.detach()
+        values = values.float() if values.is_floating_point() and values.element_size() == 2 else values
+    array = to_numpy(values) if hasattr(values, "shape") else from_list(values, name)
+    array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} has dtype {array.dtype}; expected real numbers")
+    return np.asarray(array, np.float64)
 
 
 def to_float64(data: Any, kind: str) -> npt.NDArray[np.float64]:

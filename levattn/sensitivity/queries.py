@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_matrices, from_list, to_float64, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, as_numbers, to_float64, to_numpy
 from levattn._core.types import Float64, Int64
 from levattn.exceptions import NonFiniteError
 from levattn.states import Moments
@@ -28,7 +28,8 @@ class Queries:
     sample: (b, m, d), or None where only moments are known. mean: (b, d), or None where it is not known. second:
     (b, d, d) the mean of ``q qᵀ``, and covariance: (b, d, d), the same of ``q − mean``; None of a sample, which has
     them. powers: (d,) mean and moments are of queries whose columns are divided by 2 to these powers, so that squares
-    are in range. rotary: by which each query is still to be turned, to one of h positions.
+    are in range. group: how many heads of queries share the keys; a sample has those of the first head first. rotary:
+    by which each query is still to be turned, to one of h positions.
     """
 
     sample: Float64 | None
@@ -36,6 +37,7 @@ class Queries:
     second: Float64 | None
     covariance: Float64 | None
     powers: Int64
+    group: int = 1
     rotary: Rotary | None = None
 
     def root(self, item: int) -> Float64:
@@ -132,10 +134,11 @@ def as_queries(queries: Any, keys: Matrices, rotary: Any = None) -> Queries:
     """Return what is known of the queries of these keys, or raise."""
     if isinstance(queries, Moments):
         found = _of_moments(queries, keys)
-    elif isinstance(queries, tuple) and len(queries) == 2 and np.ndim(queries[0]) < np.ndim(queries[1]):
+    elif isinstance(queries, tuple) and len(queries) == 2 and np.ndim(queries[0]) != np.ndim(queries[1]):
         found = _of_normal(*queries, keys)
     else:
-        found = of_sample(_sample(queries, keys), alike=rotary is not None)
+        sample, group = _sample(queries, keys)
+        found = replace(of_sample(sample, alike=rotary is not None), group=group)
     return replace(found, rotary=as_rotary(rotary, keys.d))
 
 
@@ -149,8 +152,8 @@ def of_sample(sample: Float64, *, alike: bool = False) -> Queries:
     return Queries(sample, mean, None, None, powers)
 
 
-def _sample(queries: Any, keys: Matrices) -> Float64:
-    """Return queries as (b, m, d), those of all heads that share keys together."""
+def _sample(queries: Any, keys: Matrices) -> tuple[Float64, int]:
+    """Return queries as (b, g m, d), those of g heads that share keys one after the other, and g."""
     given = as_matrices(queries, "queries")
     sample = to_float64(given.data, given.format)
     if given.d != keys.d:
@@ -160,16 +163,18 @@ def _sample(queries: Any, keys: Matrices) -> Float64:
     if not np.isfinite(sample).all():
         bad = np.argwhere(~np.isfinite(sample).all(axis=2))[:5]
         raise NonFiniteError(f"queries hold NaN or infinity, first at {bad.tolist()}; expected finite numbers")
+    group = 1
     if given.batch != keys.batch and given.batch:
         *outer, heads = given.batch
-        groups = keys.batch[-1] if keys.batch else 0
-        if not groups or tuple(outer) != keys.batch[:-1] or heads % groups:
+        shared = keys.batch[-1] if keys.batch else 1
+        if not shared or tuple(outer) != keys.batch[:-1] or heads % shared:
             raise ValueError(
                 f"queries have leading axes {given.batch} and K has {keys.batch}; expected the same, none, or a "
                 "multiple of the last: several heads of queries for each head of keys"
             )
-        sample = sample.reshape(math.prod(keys.batch), heads // groups * given.n, keys.d)
-    return np.broadcast_to(sample, (math.prod(keys.batch), *sample.shape[1:]))
+        group = heads // shared
+        sample = sample.reshape(math.prod(keys.batch), group * given.n, keys.d)
+    return np.broadcast_to(sample, (math.prod(keys.batch), *sample.shape[1:])), group
 
 
 def _of_moments(moments: Moments, keys: Matrices) -> Queries:
@@ -201,15 +206,15 @@ def _of_normal(mean: Any, covariance: Any, keys: Matrices) -> Queries:
     """Return the queries of a mean (..., d) and a covariance (..., d, d)."""
     found = []
     for name, array, axes in (("mean", mean, 1), ("covariance", covariance, 2)):
-        values = np.asarray(to_numpy(array) if hasattr(array, "shape") else from_list(array, name))
-        if values.dtype.kind not in "fiu" or values.shape[values.ndim - axes :] != (keys.d,) * axes:
+        values = as_numbers(f"the queries' {name}", array)
+        if values.shape[values.ndim - axes :] != (keys.d,) * axes:
             raise ValueError(
-                f"the queries' {name} has shape {values.shape} and dtype {values.dtype}; expected real numbers "
-                f"(..., {', '.join(['d'] * axes)}) with d = {keys.d}"
+                f"the queries' {name} has shape {values.shape}; expected (..., {', '.join(['d'] * axes)}) with "
+                f"d = {keys.d}: a pair of arrays is their mean and covariance"
             )
         if not np.isfinite(values).all():
             raise NonFiniteError(f"the queries' {name} holds NaN or infinity; expected finite numbers")
-        found.append(_for_items(values.astype(np.float64), axes, values.shape[: values.ndim - axes], keys))
+        found.append(_for_items(values, axes, values.shape[: values.ndim - axes], keys))
     center, C = found
     size = np.abs(C).max(axis=(1, 2), initial=0.0)
     skew = np.abs(C - C.swapaxes(1, 2)).max(axis=(1, 2), initial=0.0)
@@ -245,13 +250,12 @@ def as_rotary(rotary: Any, d: int) -> Rotary | None:
         raise TypeError(f"rotary is of type {type(rotary).__name__}; {problem}")
     found = []
     for given in rotary:
-        array = to_numpy(given) if hasattr(given, "shape") else from_list(given, "rotary")
-        if array.dtype.kind not in "fiuV":
-            raise TypeError(f"rotary has dtype {array.dtype}; {problem}")
-        found.append(np.asarray(array, np.float64).reshape(-1, array.shape[-1] if array.ndim else 1))
+        array = as_numbers("rotary", given)
+        found.append(array.reshape(-1, array.shape[-1] if array.ndim else 1))
     (h, r), other = found[0].shape, found[1].shape
     if other != (h, r) or not h or r % 2 or not 0 < r <= d:
         raise ValueError(f"rotary has arrays of shapes {(h, r)} and {other}, and d is {d}; {problem}")
-    if not np.allclose(found[0] ** 2 + found[1] ** 2, 1.0, atol=2.0**-6):
-        raise ValueError(f"rotary holds numbers that are no cosine and sine of one angle; {problem}")
+    squares = found[0] ** 2 + found[1] ** 2  # of one size, by which some models stretch queries
+    if not (squares > 0).all() or not np.allclose(squares, squares[0, 0], rtol=2.0**-6, atol=0):
+        raise ValueError(f"rotary holds numbers that are no cosines and sines times one number; {problem}")
     return found[0], found[1]

@@ -109,9 +109,9 @@ class AdaptiveCoverage:
 
         Parameters
         ----------
-        Q : array of shape (m, d)
-            Queries, in their order.
-        elsewhere : array of shape (m,), optional
+        Q : array of shape (m, d), or (H, m, d)
+            Queries, in their order; of H heads that share the keys, of which each position needs all keys.
+        elsewhere : array of shape (m,), or (H, m), optional
             What they give to other keys, as in `universal_set`.
 
         Returns
@@ -127,20 +127,25 @@ class AdaptiveCoverage:
             If they hold NaN or infinity.
         """
         given = as_matrices(Q, "Q")
-        if given.batch or given.d != self._keys.d:
-            raise ValueError(f"Q has shape {(*given.batch, given.n, given.d)}; expected (m, {self._keys.d})")
-        rows = to_float64(given.data, given.format)[0]
+        if len(given.batch) > 1 or given.d != self._keys.d:
+            raise ValueError(
+                f"Q has shape {(*given.batch, given.n, given.d)}; expected (m, {self._keys.d}), or (H, m, "
+                f"{self._keys.d}) of H heads"
+            )
+        heads = to_float64(given.data, given.format)
+        rows = heads.reshape(-1, given.d)
         if not np.isfinite(rows).all():
-            bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))[:5]
+            bad = np.flatnonzero(~np.isfinite(heads).all(axis=(0, 2)))[:5]
             raise NonFiniteError(f"Q holds NaN or infinity, first in rows {bad.tolist()}; expected finite queries")
-        covered = np.zeros(len(rows), np.bool_)
-        rest = None if elsewhere is None else logarithms(elsewhere, self._f, (len(rows),))
+        covered = np.zeros(given.n, np.bool_)
+        own = (*given.batch, given.n)
+        rest = None if elsewhere is None else logarithms(elsewhere, self._f, (len(rows),), own)
         needs = self._wish.needs(rows, self._keys, self._present, self._f, self._order, rest)
-        for i, need in enumerate(needs.tolist()):
+        for i, need in enumerate(needs.reshape(len(heads), given.n).max(axis=0, initial=0).tolist()):
             covered[i] = need <= self.size
             level = self._level + self._rate * (self._wish.coverage - covered[i])
             self._level = max(level, -self._rate)  # queries that need no key would lower it without end
             insort(self._needs, need)
-        self.seen += len(rows)
+        self.seen += given.n
         self.missed += int(np.count_nonzero(~covered))
         return covered

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.arrays import Matrices, as_mask, from_list, to_device, to_numpy
+from levattn._core.arrays import Matrices, as_mask, as_numbers, to_device, to_numpy
 from levattn._core.checks import fraction, whole_number
 from levattn._core.types import Flags, Float64, Int64
 from levattn.functions import AttentionFunction, Power, Softmax
@@ -25,6 +25,7 @@ __all__ = [
     "covering_set",
     "least_queries",
     "logarithms",
+    "split_queries",
 ]
 
 _DRAWS = 1024  # normal queries beside those given
@@ -126,14 +127,16 @@ def covering_set(
         whole_number("size", wish.size, 0, matrices.n, what="a whole number of keys")
     known = as_queries(queries, matrices)
     if known.sample is None:
-        raise ValueError("queries are moments; expected a sample of queries, of which some set the threshold")
+        raise ValueError("queries are moments; expected a sample, (..., m, d), of which some set the threshold")
     given = as_mask(mask, matrices)
     b, n = int(matrices.data.shape[0]), matrices.n
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
     ordered_by = None if scores is None else _scores(scores, matrices)
-    each, own = known.sample.shape[:2], np.shape(queries)[:-1]
-    rest = None if elsewhere is None else logarithms(elsewhere, f, each, own, (*matrices.batch, each[1]))
-    fit, test = _split(known.sample.shape[1], wish.coverage, seed, whole=ordered_by is not None)
+    g, each, own = known.group, known.sample.shape[:2], np.shape(queries)[:-1]
+    m = each[1] // g
+    rest = None if elsewhere is None else logarithms(elsewhere, f, each, own, (*matrices.batch, m))
+    parts = split_queries(m, wish.coverage, seed, whole=scores is not None)
+    fit, test = (np.arange(g)[:, None] * m + part for part in parts)  # of all heads
     factor = factorize(matrices, method="auto", mask=mask)
     kind = np.float64 if matrices.format == "float64" else np.float32
     found, chosen, leverage = np.zeros((b, n), kind), np.zeros((b, n), np.bool_), np.zeros((b, n))
@@ -141,13 +144,14 @@ def covering_set(
     needs: list[Float64] = []
     for item in range(b):
         keys, here, Q = matrices.item(item), present[item], known.sample[item]
-        others = [None if rest is None else rest[item, part] for part in (fit, test)]
+        others = [None if rest is None else rest[item, part.ravel()] for part in (fit, test)]
         if ordered_by is not None:
             found[item] = np.where(here, ordered_by[item], 0.0)
         else:
-            found[item] = wish.order(Q[fit], keys, here, f, others[0], seed)
+            found[item] = wish.order(Q[fit.ravel()], keys, here, f, others[0], seed)
         order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
-        needs.append(np.sort(wish.needs(Q[test], keys, here, f, order, others[1])))
+        each_need = wish.needs(Q[test.ravel()], keys, here, f, order, others[1])
+        needs.append(np.sort(each_need.reshape(test.shape).max(axis=0)))  # a position needs what all its heads do
         limit = conformal_quantile(needs[item], wish.coverage)
         if left is not None:
             left[item] = limit
@@ -173,14 +177,14 @@ def covering_set(
     )
 
 
-def _split(m: int, coverage: float, seed: int, *, whole: bool) -> tuple[Int64, Int64]:
+def split_queries(m: int, coverage: float, seed: int, *, whole: bool = False) -> tuple[Int64, Int64]:
     """Return which queries order the keys and which set the threshold: a random half each, or all the latter."""
     least = least_queries(coverage)
     for_scores = 0 if whole else max(1, m // 2)
     if m - for_scores < least:
         more = "" if whole else f" and as many to order the keys, {max(2, 2 * least - 1)}"
         raise ValueError(
-            f"queries are {m} for each matrix; expected at least {least} to set the threshold{more}, for coverage "
+            f"queries are {m} for each head; expected at least {least} to set the threshold{more}, for coverage "
             f"{coverage:g}"
         )
     order = np.random.default_rng(seed).permutation(m)
@@ -194,24 +198,23 @@ def logarithms(elsewhere: Any, f: AttentionFunction | Softmax, shape: tuple[int,
     """
     if not isinstance(f, Softmax):
         raise ValueError(f"elsewhere is given and f is {f!r}; expected it for Softmax only")
-    array = np.asarray(to_numpy(elsewhere) if hasattr(elsewhere, "shape") else from_list(elsewhere, "elsewhere"))
+    array = as_numbers("elsewhere", elsewhere)
     fits = array.size == math.prod(shape) and array.shape in (shape, *others)
-    if array.dtype.kind not in "fiu" or not fits or not (array < np.inf).all():
+    if not fits or not (array < np.inf).all():
         raise ValueError(
-            f"elsewhere has shape {array.shape} and dtype {array.dtype}; expected {others[-1] if others else shape}, "
-            "a number for each query: the logarithm of what it gives to other keys (−∞ for nothing, not NaN or +∞)"
+            f"elsewhere has shape {array.shape}; expected {others[0] if others else shape}, a number for each query: "
+            "the logarithm of what it gives to other keys (−∞ for nothing, not NaN or +∞)"
         )
-    return array.reshape(shape).astype(np.float64)
+    return array.reshape(shape)
 
 
 def _scores(scores: Any, matrices: Matrices) -> Float64:
     """Return the scores that order the keys, (b, n), or raise."""
-    array = np.asarray(to_numpy(scores) if hasattr(scores, "shape") else from_list(scores, "scores"))
+    array = as_numbers("scores", scores)
     shape = (*matrices.batch, matrices.n)
     limit = np.finfo(np.float64 if matrices.format == "float64" else np.float32).max
-    if array.shape != shape or array.dtype.kind not in "fiu" or not (np.abs(array) <= limit).all():
+    if array.shape != shape or not (np.abs(array) <= limit).all():
         raise ValueError(
-            f"scores have shape {array.shape} and dtype {array.dtype}; expected finite numbers {shape}, one a key, "
-            f"of at most {limit:.2g}"
+            f"scores have shape {array.shape}; expected finite numbers {shape}, one a key, of at most {limit:.2g}"
         )
-    return array.reshape(-1, matrices.n).astype(np.float64)
+    return array.reshape(-1, matrices.n)

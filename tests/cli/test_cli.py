@@ -391,7 +391,7 @@ def test_bad_queries_are_named_with_their_file(tmp_path: Path, file: Path, queri
     broken = queries.copy()
     broken[7, 2] = np.inf
     for name, array, reason in (
-        ("few", queries[:10], "queries are 10 for each matrix; expected at least 9 to set the threshold and as many"),
+        ("few", queries[:10], "queries are 10 for each head; expected at least 9 to set the threshold and as many"),
         ("narrow", queries[:, :5], "queries have 5 columns and the keys have 6; expected the same number d"),
         ("heads", queries.reshape(2, 60, 6), "queries have leading axes (2,) and the keys have ()"),
         ("inf", broken, "queries hold NaN or infinity, first at [[0, 7]]; remove these rows and save the file again"),

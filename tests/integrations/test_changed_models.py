@@ -105,7 +105,7 @@ def looks(model: Any) -> dict[str, Any]:
     return {
         name: (
             id(getattr(module, "config", None)),
-            sorted(vars(module)),
+            sorted(vars(module).keys() - {"masked_key_indices"}),  # which kvpress leaves on what it calls
             len(module._forward_pre_hooks),
             len(module._forward_hooks),
             module.training,

@@ -154,7 +154,7 @@ def test_bad_queries_are_refused_and_change_nothing() -> None:
     following = levattn.AdaptiveCoverage(KEYS, fitting())
     for Q, error, message in (
         (QUERIES[:, :3], ValueError, r"Q has shape \(30, 3\); expected \(m, 4\)"),
-        (QUERIES[None], ValueError, r"Q has shape \(1, 30, 4\); expected \(m, 4\)"),
+        (QUERIES[None, None], ValueError, r"Q has shape \(1, 1, 30, 4\); expected \(m, 4\), or \(H, m, 4\)"),
         (QUERIES[0], ValueError, r"Q has shape \(4,\); expected"),
         (np.where(QUERIES > 1, np.nan, QUERIES), NonFiniteError, "Q holds NaN or infinity, first in rows"),
     ):

@@ -253,6 +253,21 @@ def test_a_result_tells_what_it_is() -> None:
     assert len(covering(K, np.zeros((30, 3)), mass=0.52, f=SOFTMAX)) == 11
 
 
+@pytest.mark.parametrize("near", [0.1, 1.0, 10.0])
+def test_a_position_is_covered_if_all_its_heads_are(near: float) -> None:
+    """Heads of a position are alike, so that heads that count as queries of their own would cover too little."""
+    rng, runs, coverage, reached = rng_of(40), 400, 0.8, 0
+    K = rng.standard_normal((30, 4))
+    for run in range(runs):
+        Q = 2 * rng.standard_normal((20, 4)) + near * rng.standard_normal((3, 20, 4))  # the last position is new
+        found = levattn.universal_set(K, 0.08, f=SOFTMAX, queries=Q[:, :-1], coverage=coverage, rng=run)
+        A = naive.shares(Q[:, -1], K, SOFTMAX)
+        reached += not (A[:, ~found.mask] >= 0.08).any()
+        assert len(found.needs) == 10
+    # below the binomial law by less than one in a million
+    assert reached >= coverage * runs - 4.9 * np.sqrt(runs * coverage * (1 - coverage))
+
+
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("name", ["x²", "softmax"])
 def test_batches_are_single_sets(name: str, wish: str) -> None:
@@ -265,7 +280,7 @@ def test_batches_are_single_sets(name: str, wish: str) -> None:
         assert np.all(np.isinf(found.size_bound))
         assert not np.any(found.is_vacuous)
         for i, j in np.ndindex(2, 3):
-            own = Q[0, 0] if queries.ndim == 2 else Q[i, j] if not options else np.concatenate(Q[i, 2 * j : 2 * j + 2])
+            own = Q[0, 0] if queries.ndim == 2 else Q[i, j] if not options else Q[i, 2 * j : 2 * j + 2]
             one = {"scores": scores[i, j]} if options else {}
             alone = covering(K[i, j], own, f=f, mask=mask[i, j], rng=4, **WISHES[wish], **one)
             for figure in ("mask", "scores", "needs"):
