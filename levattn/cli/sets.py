@@ -338,4 +338,7 @@ def _promise(request: Request) -> str:
         what = f"gives the set at least {request.mass:.4g} of its attention"
     else:
         what = f"gives {'less than' if request.size is None else 'at most'} ε to each key outside"
-    return f"a new query like those of {request.queries} {what} with probability {request.coverage:.4g} or more"
+    return (
+        f"a new query, exchangeable with those of {request.queries}, {what} with probability {request.coverage:.4g} "
+        "or more, in the mean over samples of queries"
+    )

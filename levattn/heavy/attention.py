@@ -229,5 +229,5 @@ def _check_universal(universal: Any, keys: Matrices, epsilon: float, f: Attentio
         relation = "more than" if universal.by_size else "at least"
         raise ValueError(
             f"universal holds the scores of {relation} {universal.epsilon:.6g}, but epsilon is {epsilon:.6g}; "
-            "make the set with this epsilon, or ask for more"
+            "make the set with this epsilon, or ask for one that is larger than the set's"
         )

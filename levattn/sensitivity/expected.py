@@ -44,8 +44,8 @@ def expected_scores(
 
     .. math:: s_j = \mathrm{E}_q[A_j(q)], \qquad A_j(q) = f(\langle q, k_j\rangle) / \sum_l f(\langle q, k_l\rangle),
 
-    where q is drawn from the distribution that `queries` describes. Scores lie in [0, 1] and sum to 1 (to the share
-    of the queries that attend to anything, if some give f = 0 to all keys). Leverage scores hold for every query that
+    where q is drawn from the distribution that `queries` describes. Scores lie in [0, 1] and sum to 1, or to the share
+    of the queries that attend to any key, if some give f = 0 to all. Leverage scores hold for every query that
     there could be; these are for the queries that come.
 
     **Guarantee.** Under the distribution that is assumed the score is exact ("normal" for x²), the exact mean over
@@ -61,21 +61,24 @@ def expected_scores(
         Keys as in `leverage_scores` (sparse ones for x² by "normal" only), or files opened with `open_keys`, which are
         loaded.
     queries : array of shape (..., m, d), Moments, or (mean, covariance)
-        What is known of the queries. A sample of them, with the scale of the logits multiplied in where f is not a
-        power; leading axes are those of K, none, or a multiple of the last (heads of queries that share keys). Or
+        What is known of the queries. A sample of them, for softmax times the scale of the logits (q/√d in most
+        models), without those of padding; leading axes are those of K, none, or a multiple of the last (heads of
+        queries that share keys). Or
         their second moments, as `levattn.states.Moments` sums them over chunks and workers: of q for x², of q and a
         last column of ones for other functions, which need the mean. Or their mean (..., d) and covariance
         (..., d, d).
     f : float, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. `Softmax` needs no radius here.
     method : {"auto", "normal", "mean"}
-        "normal": the queries are normal; for x² of mean zero, with the second moment of the queries given. "mean":
+        "normal": the queries are normal; for x² of mean zero, with the second moment of the queries given, which
+        their mean enters. "mean":
         the plain mean over the queries given. "auto": "normal" for x² and where there is no sample, else "mean".
     rotary : (array of shape (h, r), array of shape (h, r)), optional
-        Cosines and sines of a rotary embedding at h positions of later queries, as the models of transformers make
-        them (entries i and i + r/2 are a pair; columns from r on are not turned). The queries given are those before
-        the embedding, and each comes at every position: the sample is turned to all of them, a draw to a random one,
-        and for x² by "normal" it is the second moment that is averaged over them.
+        Cosines and sines of a rotary embedding at h positions of later queries, as ``model.model.rotary_emb`` of
+        transformers makes them, times a common factor if the model has one. (Entries i and i + r/2 are a pair; columns
+        from r on are not turned.) The queries given are those before the embedding, and each comes at every position:
+        the sample is turned to all of them, a draw to a random one, and for x² by "normal" it is the second moment
+        that is averaged over them.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part. The others have the score 0 and their values are not read.
     samples : int, optional

@@ -110,7 +110,8 @@ class AdaptiveCoverage:
         Parameters
         ----------
         Q : array of shape (m, d), or (H, m, d)
-            Queries, in their order; of H heads that share the keys, of which each position needs all keys.
+            Queries, in their order, as `universal_set` takes them; of H heads that share the keys, all of which are
+            to find their keys.
         elsewhere : array of shape (m,), or (H, m), optional
             What they give to other keys, as in `universal_set`.
 

@@ -33,7 +33,7 @@ _DRAWS = 1024  # normal queries beside those given
 
 @dataclass(frozen=True)
 class Covered:
-    """What new queries are to have with probability at least `coverage`; one of the others is not None.
+    """What new queries are to find with probability at least `coverage`: by exactly one of the other fields.
 
     epsilon: all keys that get ε are in the set. mass: the keys of the set get that much together. size: of the set,
     and the least ε is looked for.
@@ -132,29 +132,25 @@ def covering_set(
     b, n = int(matrices.data.shape[0]), matrices.n
     present = np.ones((b, n), np.bool_) if given is None else to_numpy(given)
     ordered_by = None if scores is None else _scores(scores, matrices)
-    g, each, own = known.group, known.sample.shape[:2], np.shape(queries)[:-1]
-    m = each[1] // g
-    rest = None if elsewhere is None else logarithms(elsewhere, f, each, own, (*matrices.batch, m))
+    g, m = known.group, known.sample.shape[1] // known.group
+    rest = None
+    if elsewhere is not None:
+        rest = logarithms(elsewhere, f, known.sample.shape[:2], np.shape(queries)[:-1], (*matrices.batch, m))
     parts = split_queries(m, wish.coverage, seed, whole=scores is not None)
     fit, test = (np.arange(g)[:, None] * m + part for part in parts)  # of all heads
     factor = factorize(matrices, method="auto", mask=mask)
     kind = np.float64 if matrices.format == "float64" else np.float32
     found, chosen, leverage = np.zeros((b, n), kind), np.zeros((b, n), np.bool_), np.zeros((b, n))
-    left = None if wish.size is None else np.zeros(b)
     needs: list[Float64] = []
     for item in range(b):
         keys, here, Q = matrices.item(item), present[item], known.sample[item]
         others = [None if rest is None else rest[item, part.ravel()] for part in (fit, test)]
-        if ordered_by is not None:
-            found[item] = np.where(here, ordered_by[item], 0.0)
-        else:
-            found[item] = wish.order(Q[fit.ravel()], keys, here, f, others[0], seed)
+        by = wish.order(Q[fit.ravel()], keys, here, f, others[0], seed) if ordered_by is None else ordered_by[item]
+        found[item] = np.where(here, by, 0.0)
         order = np.argsort(np.where(here, -found[item], np.inf), kind="stable")[: np.count_nonzero(here)]
         each_need = wish.needs(Q[test.ravel()], keys, here, f, order, others[1])
         needs.append(np.sort(each_need.reshape(test.shape).max(axis=0)))  # a position needs what all its heads do
         limit = conformal_quantile(needs[item], wish.coverage)
-        if left is not None:
-            left[item] = limit
         chosen[item, order[: int(limit) if wish.size is None else wish.size]] = True
         rows = known_by(np.flatnonzero(chosen[item]), here, n)
         leverage[item, rows] = rescored(factor, item, keys_at(matrices, item, rows))[0]
@@ -165,7 +161,7 @@ def covering_set(
         factor,
         leverage,
         epsilon=wish.epsilon,
-        left=left,
+        left=None if wish.size is None else np.array([conformal_quantile(of, wish.coverage) for of in needs]),
         guarantee="coverage",
         present=given,
         f=f.p if isinstance(f, Power) else f,
@@ -177,14 +173,16 @@ def covering_set(
     )
 
 
-def split_queries(m: int, coverage: float, seed: int, *, whole: bool = False) -> tuple[Int64, Int64]:
+def split_queries(
+    m: int, coverage: float, seed: int, *, whole: bool = False, name: str = "queries"
+) -> tuple[Int64, Int64]:
     """Return which queries order the keys and which set the threshold: a random half each, or all the latter."""
     least = least_queries(coverage)
     for_scores = 0 if whole else max(1, m // 2)
     if m - for_scores < least:
         more = "" if whole else f" and as many to order the keys, {max(2, 2 * least - 1)}"
         raise ValueError(
-            f"queries are {m} for each head; expected at least {least} to set the threshold{more}, for coverage "
+            f"{name} are {m} for each head; expected at least {least} to set the threshold{more}, for coverage "
             f"{coverage:g}"
         )
     order = np.random.default_rng(seed).permutation(m)

@@ -49,7 +49,8 @@ class UniversalSet:
         keys were ordered by.
     epsilon : float or array of shape (...,), or None
         The ε that was asked for; for a set of a given size the largest score left out: no attention score of a key
-        outside exceeds it. None for a set by `mass`.
+        outside exceeds it (with coverage: that a new query exceeds it has a probability of at most 1 − coverage). None
+        for a set by `mass`.
     guarantee : {"exact", "superset", "coverage", "none"}
         "exact": the smallest set that holds every score of at least ε (for a set of a given size: every score above
         it, and ties are cut). "superset": it holds them all, but perhaps other keys as well: those whose scores
@@ -202,6 +203,14 @@ class UniversalSet:
         condition = self.factor.condition.reshape(self.batch)
         return condition if self.batch else float(condition)
 
+    @property
+    def _wish(self) -> str:
+        """What a set with coverage was asked for."""
+        by = "" if self.epsilon is None or np.ndim(self.epsilon) else f"epsilon={self.epsilon:.6g}, "
+        by = by if self.mass is None else f"mass={self.mass:.6g}, "
+        count = 0 if self.needs is None else self.needs.shape[-1]
+        return f"{by}coverage={self.coverage:.6g}, {count} queries"
+
     def __len__(self) -> int:
         """Return the number of keys in the set of one matrix."""
         return len(self.indices)
@@ -212,13 +221,10 @@ class UniversalSet:
         if self.batch:
             sizes = self.sizes
             span = f"{sizes.min()} to {sizes.max()}" if sizes.size else "0"
-            return f"UniversalSet({span} of {n} keys in each of {self.batch}, guarantee={self.guarantee!r})"
+            wish = "" if self.coverage is None else f", {self._wish}"
+            return f"UniversalSet({span} of {n} keys in each of {self.batch}, guarantee={self.guarantee!r}{wish})"
         if self.coverage is not None:
-            wish = f"mass={self.mass:.6g}" if self.mass is not None else f"epsilon={self.epsilon:.6g}"
-            return (
-                f"UniversalSet({len(self)} of {n} keys, {wish}, guarantee='coverage', coverage={self.coverage:.6g}, "
-                f"{0 if self.needs is None else len(self.needs)} queries)"
-            )
+            return f"UniversalSet({len(self)} of {n} keys, guarantee='coverage', {self._wish})"
         vacuous = ", vacuous" if self.is_vacuous else ""
         hidden = f", {self.hidden_groups.sum()} hidden groups" if self.groups is not None else ""
         return (

@@ -72,6 +72,7 @@ def universal_set(
     With `queries` the set is for queries like these, and far smaller. Half of them order the keys, the others set the
     threshold by conformal prediction. For a new query that is *exchangeable* with them all keys with
     :math:`A_j \ge \varepsilon` lie in the set with probability at least `coverage`, whatever f, n and distribution.
+    The probability is over the draw of all these queries, the given ones included.
 
     Parameters
     ----------
@@ -80,7 +81,7 @@ def universal_set(
         with `open_keys`, any other object that can be iterated again and again (but a list, which is an array), or a
         function that returns an iterator. These are read twice for x², by the exact methods "auto" and "gram",
         and never held together. For all else files are loaded, and other chunks refused. Use the keys that enter the
-        attention: after rotary embedding, one set for each head.
+        attention: after rotary embedding, one set for each head. With `queries` one dense array, or files.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large. A score within 1e-9 (relative) of ε, or within four times
         its estimated error where that is more (condition numbers above about 10⁶), counts as at least ε.
@@ -89,18 +90,23 @@ def universal_set(
         tells the ε that it certifies.
     f : float, AttentionFunction or Softmax, default 2
         Attention function; a number p is abs(x)^p. For all but x² the set consists of the keys whose certified bound
-        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius; with
-        `queries` it needs none.
+        (`sensitivities`) is at least ε: a superset. For `Softmax` it holds for queries within its radius, which is
+        not read with `queries`.
     queries : array of shape (..., m, d), optional
-        A sample of the queries, as in `expected_scores`: m of at least about twice coverage/(1 − coverage).
+        A sample of the queries as they enter the attention: after rotary embedding and, for softmax, times the scale
+        of the logits (q/√d in most models); without those of padding. Leading axes are those of K, none, or a multiple
+        of the last: heads that share keys. A query is then a position, all of whose heads find all their keys. m is at
+        least about twice coverage/(1 − coverage).
     coverage : float in (0, 1), optional
         With `queries`: the probability with which a new query finds all its keys in the set.
     mass : float in (0, 1), optional
         With `queries`, instead of `epsilon`: what is promised is that the keys of the set get at least this share of
-        the new query's attention. With `size` the ε that the set then tells has the coverage.
+        the new query's attention. With `size` a new query gives at most the ε that the set then tells to each key
+        outside, with probability at least `coverage`.
     scores : array of shape (..., n), optional
         With `queries`: scores of your own by which the keys are ordered, made without these queries, all of which then
-        set the threshold. If left out, how often and how nearly a key gets ε; for `mass` and `size` mean attention.
+        set the threshold. If left out, scores tell how often and how nearly a key gets ε; for `mass` and `size` they
+        are the mean attention.
     elsewhere : array of shape (..., m), optional
         With `queries` and `Softmax`: the logarithm of Σ exp⟨q, k⟩ over other keys that each query attends to, such as
         the later ones of a decoder, for which no set is made. Scores are then shares of all attention; `mass` is a
@@ -163,8 +169,9 @@ def universal_set(
     Lanczos' method. A generator, which gives its chunks once, is refused: `StreamingUniversalSet` takes it.
 
     *With queries*: time O(n d² + m n d), memory O(n + m d) and 32 MiB. The guarantee holds in the mean over the draw
-    of the queries and of the new one. With m' queries for the threshold the probability is at most coverage +
-    1/(m' + 1), but more where many queries need equally many keys (such as none). Exchangeable means that no order of
+    of the queries and of the new one: the share that one set reaches scatters about it by √(c(1 − c)/m') for m'
+    queries that set the threshold. It would be at most c + 1/(m' + 1) if no two needed equally many keys; equal needs,
+    as of queries that need none, raise it. Exchangeable means that no order of
     the queries and the new one is likelier than another: so for queries at random places of one text, or texts drawn
     alike. Those that follow in a text need not be: there measure, or follow them with `AdaptiveCoverage`.
 
@@ -187,7 +194,7 @@ def universal_set(
     >>> levattn.universal_set(K, 0.1).indices
     array([10, 20, 30])
 
-    Softmax, for queries like 200 given ones, of which 19 in 20 find all they give a tenth to:
+    Softmax, for queries like 200 given ones: at least 19 in 20 find in the set every key that they give a tenth:
 
     >>> Q = 0.3 * np.random.default_rng(1).standard_normal((200, 8)) + 2 * np.eye(8)[5]
     >>> levattn.universal_set(K, 0.1, f=levattn.Softmax(), queries=Q, coverage=0.95).indices
@@ -197,10 +204,8 @@ def universal_set(
     if any(given is not None for given in (queries, coverage, mass, scores, elsewhere)):
         wish = _covered(epsilon, size, mass, coverage, queries)
         _refuse_others(method, center, groups, sketch_size, recheck, progress, checkpoint, checkpoint_rows)
-        matrices = as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
-        return covering_set(
-            matrices, function, wish, queries, elsewhere=elsewhere, scores=scores, mask=mask, seed=as_seed(rng)
-        )
+        known = {"elsewhere": elsewhere, "scores": scores, "mask": mask, "seed": as_seed(rng)}
+        return covering_set(_whole_keys(K), function, wish, queries, **known)
     square = is_square(function)
     approximate = square and check_method(method)
     if not approximate:
@@ -240,8 +245,16 @@ def _covered(epsilon: Any, size: Any, mass: Any, coverage: Any, queries: Any) ->
         )
     asked = [name for name, value in (("epsilon", epsilon), ("size", size), ("mass", mass)) if value is not None]
     if len(asked) != 1:
-        raise ValueError(f"{' and '.join(asked) or 'none'} of epsilon, size and mass given; expected exactly one")
+        given = " and ".join(asked) + " are given" if asked else "epsilon, size and mass are None"
+        raise ValueError(f"{given}; expected exactly one of epsilon, size and mass")
     return Covered(coverage, None if epsilon is None else check_epsilon(epsilon), mass, size)
+
+
+def _whole_keys(K: Any) -> Matrices:
+    """Return keys in one array or in files, or raise."""
+    if not isinstance(K, KeySource) and as_source(K) is not None:
+        raise ValueError("K gives chunks, and queries are given; expected keys in one dense array or in files")
+    return as_matrices(K.load() if isinstance(K, KeySource) else K, "K")
 
 
 def _refuse_others(*options: Any) -> None:

@@ -343,7 +343,8 @@ def test_a_set_with_coverage_is_that_of_the_library(
         "--mass": "gives the set at least 0.6 of its attention",
     }[option]
     assert " ".join(rest[0]) == (
-        f"function: {text}; a new query like those of {sample} {promise} with probability 0.8 or more"
+        f"function: {text}; a new query, exchangeable with those of {sample}, {promise} with probability 0.8 or more, "
+        "in the mean over samples of queries"
     )
 
 
@@ -361,7 +362,7 @@ def test_queries_of_several_heads_from_the_file_of_the_keys(tmp_path: Path, keys
     assert document["queries_tensor"] == "q"
     expected = levattn.universal_set(heads, queries=sample, coverage=0.9, mass=0.5)
     assert [found["size"] for found in document["sets"]] == expected.sizes.tolist()
-    assert {found["threshold_queries"] for found in document["sets"]} == {120}
+    assert {found["threshold_queries"] for found in document["sets"]} == {60}
     assert picture.read_bytes().startswith(b"<?xml")
     with np.load(output, allow_pickle=False) as stored:
         np.testing.assert_array_equal(stored["needs"], expected.needs)
@@ -393,7 +394,7 @@ def test_bad_queries_are_named_with_their_file(tmp_path: Path, file: Path, queri
     for name, array, reason in (
         ("few", queries[:10], "queries are 10 for each head; expected at least 9 to set the threshold and as many"),
         ("narrow", queries[:, :5], "queries have 5 columns and the keys have 6; expected the same number d"),
-        ("heads", queries.reshape(2, 60, 6), "queries have leading axes (2,) and the keys have ()"),
+        ("heads", queries.reshape(1, 2, 60, 6), "queries have leading axes (1, 2) and the keys have ()"),
         ("inf", broken, "queries hold NaN or infinity, first at [[0, 7]]; remove these rows and save the file again"),
         ("none", queries[:0], "queries have shape (0, 6); expected at least one query"),
         ("flat", queries[0], "the array has shape (6,), expected (..., n, d); save the queries as rows of a matrix"),

@@ -232,7 +232,7 @@ def test_a_result_tells_what_it_is() -> None:
         (by_size, f"epsilon={by_size.epsilon:.6g}"),
     ):
         assert repr(found) == (
-            f"UniversalSet({len(found)} of 20 keys, {figure}, guarantee='coverage', coverage=0.8, 15 queries)"
+            f"UniversalSet({len(found)} of 20 keys, guarantee='coverage', {figure}, coverage=0.8, 15 queries)"
         )
         assert (found.size_bound, found.is_vacuous, found.total_bound, found.f, found.rank) == (
             math.inf,
@@ -276,7 +276,8 @@ def test_batches_are_single_sets(name: str, wish: str) -> None:
     mask, scores = rng_of(20).random((2, 3, 20)) < 0.8, rng_of(21).random((2, 3, 20))
     for queries, options in ((Q[0, 0], {}), (Q[:, :3], {}), (Q, {"scores": scores})):
         found = covering(K, queries, f=f, mask=mask, rng=4, **WISHES[wish], **options)
-        assert repr(found).endswith("keys in each of (2, 3), guarantee='coverage')")
+        assert " of 20 keys in each of (2, 3), guarantee='coverage', " in repr(found)
+        assert repr(found).endswith(f"coverage=0.8, {found.needs.shape[-1]} queries)")
         assert np.all(np.isinf(found.size_bound))
         assert not np.any(found.is_vacuous)
         for i, j in np.ndindex(2, 3):
@@ -334,10 +335,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "both": (
         {**WITH, "mass": 0.5},
         ValueError,
-        "epsilon and mass of epsilon, size and mass given; expected exactly one",
+        "epsilon and mass are given; expected exactly one of epsilon, size and mass",
     ),
-    "three": ({**WITH, "mass": 0.5, "size": 3}, ValueError, "epsilon and size and mass of"),
-    "neither": ({**WITH, "epsilon": None}, ValueError, "none of epsilon, size and mass given; expected exactly one"),
+    "three": ({**WITH, "mass": 0.5, "size": 3}, ValueError, "epsilon and size and mass are given"),
+    "neither": ({**WITH, "epsilon": None}, ValueError, "epsilon, size and mass are None; expected exactly one"),
     "no-queries": ({"coverage": 0.8}, ValueError, "queries is None; expected queries and coverage together"),
     "no-coverage": ({"queries": QUERIES}, ValueError, "coverage is None; expected queries and coverage together"),
     "mass-alone": ({"mass": 0.8}, ValueError, "queries is None; expected"),
@@ -364,7 +365,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "scores-ragged": ({**WITH, "scores": [[1], [1, 2]]}, ValueError, "scores is a list that makes no array"),
     "sparse": ({**WITH, "K": strategies.csr(KEYS)}, TypeError, "K is a scipy sparse matrix; expected a dense"),
-    "chunks": ({**WITH, "K": lambda: iter([KEYS])}, TypeError, "K is of type function; expected a dense"),
+    "chunks": (
+        {**WITH, "K": lambda: iter([KEYS])},
+        ValueError,
+        "K gives chunks, and queries are given; expected",
+    ),
     "seed": ({**WITH, "rng": -1}, ValueError, "rng is -1; expected"),
     "softmax": ({"f": SOFTMAX}, ValueError, r"Softmax\(\) without a radius"),
     **{

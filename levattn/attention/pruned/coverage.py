@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from levattn.attention.common.arguments import dense_array
 from levattn.attention.common.space import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.pruned import pruned_attention
 from levattn.exceptions import NonFiniteError
-from levattn.sets.coverage import conformal_place, least_queries
+from levattn.sets.coverage import conformal_place, split_queries
 
 __all__ = ["PrunedCoverage", "pruned_coverage"]
 
@@ -57,7 +57,7 @@ class PrunedCoverage:
     error: Float64
     coverage: float
     count: int
-    queries: Any
+    queries: Any = field(repr=False)
 
 
 def pruned_coverage(
@@ -69,7 +69,7 @@ def pruned_coverage(
     coverage: float,
     budget: float | None = None,
     error: float | None = None,
-    budgets: Sequence[float] = _BUDGETS,
+    budgets: Sequence[float] | None = None,
     rng: int | np.random.Generator | None = None,
     **options: Any,
 ) -> PrunedCoverage:
@@ -98,7 +98,7 @@ def pruned_coverage(
     error : float, optional
         Or the error above 0, for which the least budget is looked for.
     budgets : sequence of float, optional
-        Shares to choose from for an error; dense is always among them.
+        Shares to choose from for an error, some from 0.03 to 0.7 if left out; dense is always among them.
     rng : int or numpy.random.Generator, optional
         Seed of the split of the queries, 0 if left out.
     **options
@@ -139,6 +139,8 @@ def pruned_coverage(
     fraction("coverage", coverage)
     if (budget is None) == (error is None):
         raise ValueError(f"budget is {budget!r} and error is {error!r}; expected exactly one of them")
+    if budget is not None and budgets is not None:
+        raise ValueError(f"budgets is {budgets!r} and budget is given; expected budgets with error only")
     unknown = sorted(set(options) - {"summaries", "sinks", "scores", "center", "f", "scale", "mask"})
     if unknown:
         raise TypeError(
@@ -146,22 +148,21 @@ def pruned_coverage(
         )
     if error is not None:
         positive_number("error", error)
-    shares = [_share("budgets", share) for share in budgets] if budget is None else [_share("budget", budget)]
-    shares = sorted({*shares, 1.0} if budget is None else set(shares))
+    if budget is not None:
+        shares = [_share("budget", budget)]
+    else:
+        shares = sorted({1.0, *(_share("budgets", share) for share in (_BUDGETS if budgets is None else budgets))})
     Q, K, V = (dense_array(name, array) for name, array in (("Q", Q), ("K", K), ("V", V)))
     m = Q.shape[-2] if Q.ndim > 1 else 0
-    least = least_queries(coverage)
-    if m - m // 2 < least:
-        raise ValueError(f"Q has {m} queries; expected at least {2 * least - 1} for coverage {coverage:g}")
-    order = np.random.default_rng(as_seed(rng)).permutation(m)
-    sample, tests = _rows(Q, order[: m // 2]), _rows(Q, order[m // 2 :])
+    fit, test = split_queries(m, coverage, as_seed(rng), name="Q's queries")
+    sample, tests = _rows(Q, fit), _rows(Q, test)
     options |= {"window": 0, "queries": sample}
     dense = pruned_attention(tests, K, V, budget=1.0, **options)
     groups = max(array.shape[-3] if array.ndim > 2 else 1 for array in (K, V))
     errors = np.stack(
         [_errors(pruned_attention(tests, K, V, budget=share, **options), dense, groups) for share in shares]
     )
-    last = conformal_place(m - m // 2, coverage) - 1
+    last = conformal_place(len(test), coverage) - 1
     if error is None:
         place, found = np.zeros(errors.shape[1:-1], np.int64), np.sort(errors[0], axis=-1)[..., last]
     else:
@@ -170,7 +171,7 @@ def pruned_coverage(
         beyond = np.flip(np.logical_or.accumulate(np.flip(errors > error, 0), 0), 0)
         place = np.sort(np.count_nonzero(beyond, axis=0), axis=-1)[..., last]
         found = np.where(place < len(shares) - 1, float(error), 0.0)
-    return PrunedCoverage(np.array(shares)[place], found, float(coverage), m - m // 2, sample)
+    return PrunedCoverage(np.array(shares)[place], found, float(coverage), len(test), sample)
 
 
 def _share(name: str, share: Any) -> float:

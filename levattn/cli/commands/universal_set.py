@@ -107,7 +107,8 @@ _Coverage = Annotated[
     typer.Option(
         callback=by_library("coverage"),
         rich_help_panel=_FOR_QUERIES,
-        help="Probability with which a new query finds all its keys in the set, in (0, 1), e.g. 0.9.",
+        help="Probability with which a new query, exchangeable with those of the file, finds all its keys in the set, "
+        "in (0, 1), e.g. 0.9.",
     ),
 ]
 _Mass = Annotated[
@@ -115,7 +116,7 @@ _Mass = Annotated[
     typer.Option(
         callback=by_library("mass"),
         rich_help_panel=_FOR_QUERIES,
-        help="Instead of --epsilon: keys that get at least this share of the query's attention, in (0, 1).",
+        help="Instead of --epsilon: keys that together get at least this share of the query's attention, in (0, 1).",
     ),
 ]
 _QueriesTensor = Annotated[

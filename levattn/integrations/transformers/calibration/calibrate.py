@@ -70,7 +70,9 @@ def calibrate(
     (Learn then Test with fixed-sequence testing and Hoeffding–Bentkus p-values). `reached` is the mean clipped loss of
     the tested texts.
 
-    Nothing is drawn at random.
+    The texts, their order and the options must not depend on what the texts have shown: sorted by length, or tested by
+    an earlier call, they do not have this confidence. For a second call take new texts, or give each of k calls the
+    confidence 1 − (1 − `confidence`)/k. Nothing is drawn at random.
 
     Parameters
     ----------
@@ -258,7 +260,7 @@ def _by_risk(
         raise ValueError(
             f"inputs has {first + tested} texts, of which {tested} are for the test of {wish}; expected at least "
             f"{needed_for(least)} texts, {least} of them for the test, as fewer show nothing even if they have no "
-            "loss. Give more texts, a larger risk or a smaller confidence"
+            "loss. Give more texts, a larger risk or a smaller confidence (no text was tested yet)"
         )
     passes = len(choosing) * (len(shares) + 1 + _CANDIDATES) + len(testing) * (1 + _CANDIDATES)
     with reported(progress, passes) as advance:
