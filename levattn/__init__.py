@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from levattn._core.threads import thread_limit
-from levattn.exceptions import CacheWarning, KeyFileError, LevattnError, NonFiniteError
+from levattn.exceptions import CacheWarning, KeyFileError, LevattnError, NonFiniteError, RecallWarning
 from levattn.functions import L1L2, AttentionFunction, Fair, Huber, Power, Softmax, Tukey
 from levattn.heavy.attention import heavy_attention
 from levattn.heavy.decoding import CausalUniversalSet, HeavyKeys
@@ -48,6 +48,7 @@ __all__ = [
     "LevattnError",
     "NonFiniteError",
     "Power",
+    "RecallWarning",
     "SelectedKeys",
     "Sensitivities",
     "Softmax",

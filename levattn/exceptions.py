@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CacheWarning", "KeyFileError", "LevattnError", "NonFiniteError"]
+__all__ = ["CacheWarning", "KeyFileError", "LevattnError", "NonFiniteError", "RecallWarning"]
 
 
 class LevattnError(Exception):
@@ -19,3 +19,7 @@ class KeyFileError(LevattnError, ValueError):
 
 class CacheWarning(UserWarning):
     """Compiled code cannot be kept on disk: results are the same, and each process compiles anew. Said once."""
+
+
+class RecallWarning(UserWarning):
+    """All heads of a decoder are cut alike, so that it loses what it should recall of its context."""

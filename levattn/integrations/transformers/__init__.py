@@ -12,6 +12,8 @@ from levattn._core.checks import needing
 with needing("this needs torch and transformers>=4.56", "transformers"):
     from levattn.integrations.transformers.calibration.calibrate import calibrate
     from levattn.integrations.transformers.calibration.calibration import Calibration
+    from levattn.integrations.transformers.compression.cache import CompressedCache
+    from levattn.integrations.transformers.compression.compress import compress
     from levattn.integrations.transformers.inspection import Inspection, inspect_model
     from levattn.integrations.transformers.latents.macchiato import (
         latent_parameters,
@@ -27,9 +29,11 @@ with needing("this needs torch and transformers>=4.56", "transformers"):
 
 __all__ = [
     "Calibration",
+    "CompressedCache",
     "Inspection",
     "PruneReport",
     "calibrate",
+    "compress",
     "inspect_model",
     "latent_parameters",
     "latent_state_dict",

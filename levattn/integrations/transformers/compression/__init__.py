@@ -1,0 +1,1 @@
+"""Contexts that are read once, compressed, and asked many times."""

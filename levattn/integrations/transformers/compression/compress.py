@@ -1,0 +1,221 @@
+"""Read a context once, and keep of it what its budget says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from levattn._core.checks import whole_number
+from levattn._core.progress import reported
+from levattn.integrations.transformers.compression.cache import CompressedCache
+from levattn.integrations.transformers.compression.layer import CompressedLayer
+from levattn.integrations.transformers.compression.reading import fingerprint, observed_by, prepared
+from levattn.integrations.transformers.compression.shares import shares_for
+from levattn.integrations.transformers.compression.slots import HeadSlots, Split, joined, padded_together, slots_of
+
+__all__ = ["compress"]
+
+
+def compress(
+    model: Any,
+    context: Any,
+    *,
+    budget: float | Mapping[tuple[int, int], float] = 0.25,
+    heads: Any = None,
+    chunk: int | None = None,
+    sinks: int = 4,
+    window: float = 0.25,
+    summaries: float = 0.5,
+    progress: bool | Callable[[int, int | None], None] | None = None,
+) -> CompressedCache:
+    """Read a context with a decoder, and keep what a budget says of the keys and values of each head.
+
+    The model reads the context with its own attention. Then each head of the keys keeps all of them, or fewer slots:
+    the first positions, the last ones, positions selected by scores, and summaries, clusters of all the others, each
+    with a weight that is added to its logit. Keys are measured by the queries of the context, selected where a summary
+    would stand for them badly (as `levattn.attention.pruned_attention` does with "residual"). Nothing is trained, and
+    questions to come are not known.
+
+    **Guarantee.** Heads whose budget is 1.0 keep everything: if all do, answers are those of a dense cache. Each
+    sequence of a padded batch is compressed as it would be alone. What is lost otherwise is measured, not bounded:
+    which heads may be cut is what `head_profile` is for. With one budget for all heads, decoders lose what they should
+    recall.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder. From then on it also reads such caches; without one it computes what it did.
+    context : tensor of shape (B, P), or mapping
+        Tokens, or what a tokenizer gave: ``input_ids`` and ``attention_mask``, 0 for padding on either side.
+    budget : float in (0, 1], or mapping from (layer, head) to float, default 0.25
+        Share of the bytes of a dense cache, of all layers that do not slide; or the share of each head of the keys,
+        1.0 for those that are not named.
+    heads : HeadProfile, optional
+        What it costs to cut each head, by which the budget is split over the heads. Without it all have the same.
+    chunk : int, optional
+        Positions that are read at once. Each chunk is compressed before the next is read, so that no more than a chunk
+        is held in full; later positions then read what earlier ones kept. All at once if None.
+    sinks : int, default 4
+        First positions that a head keeps.
+    window, summaries : float in [0, 1], default 0.25 and 0.5
+        Shares of the other slots of a head for the last positions, and for summaries. The rest is selected by scores.
+    progress : bool or function, optional
+        True for a bar, or a function of the positions read and their number.
+
+    Returns
+    -------
+    CompressedCache
+        What ``model.generate(question, past_key_values=cache)`` goes on from.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is out of range, or the model is pruned or extended, keeps no cache, or has attention that is
+        refused by `prune`.
+
+    Notes
+    -----
+    Layers that slide keep their window, which is not counted in the budget. Time: that of reading, and O(n s d) for a
+    head with s slots. Memory: what is kept and one layer (or with `chunk` the chunk) in full.
+
+    References
+    ----------
+    Own construction; summaries are those of `levattn.attention.pruned_attention`. That few heads recall: Xiao et al.,
+    "DuoAttention", arXiv:2410.10819.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from levattn.integrations.transformers import compress
+    >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50, eos_token_id=None)
+    >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
+    >>> cache = compress(model, torch.arange(40)[None], budget={(0, 0): 0.25})
+    >>> [row["slots"] for row in cache.table()]
+    [9.0, 40.0, 40.0, 40.0]
+    """
+    tokens, present = _read(context)
+    prepared(model)
+    chunk = tokens.shape[1] if chunk is None else whole_number("chunk", chunk)
+    split = Split(whole_number("sinks", sinks, 0), _share("window", window), _share("summaries", summaries))
+    if split.window + split.summaries > 1:
+        raise ValueError(f"window={window!r} and summaries={summaries!r} are more than 1 together; expected at most 1")
+    share_of = shares_for(budget, heads)
+    layers = DynamicCache(config=model.config).layers
+    keeper = _Keeper(layers, present, share_of, split)
+    positions = None if bool(present.all()) else (present.long().cumsum(1) - 1).clamp(min=0)
+    base, P = model.base_model, tokens.shape[1]
+    cache = CompressedCache(layers, tokens[:, :0], present[:, :0], "")
+    with torch.no_grad(), observed_by(model, keeper.look), reported(progress, P) as advance:
+        for first in range(0, P, chunk):
+            last = min(first + chunk, P)
+            keeper.begin(first, last)
+            inputs: dict[str, Any] = {"input_ids": tokens[:, first:last], "use_cache": first > 0}
+            if positions is not None:
+                inputs |= {"attention_mask": present[:, :last].long(), "position_ids": positions[:, first:last]}
+            base(**inputs, **({"past_key_values": cache} if first else {}))
+            keeper.end()
+            advance(last - first)
+    found = CompressedCache(layers, tokens, present, fingerprint(model))
+    return found
+
+
+def _read(context: Any) -> tuple[Any, Any]:
+    """Return the tokens of a context, (B, P), and which of them are no padding, or raise."""
+    mask = None
+    if isinstance(context, Mapping):
+        unknown = sorted(set(context) - {"input_ids", "attention_mask", "token_type_ids"})
+        if unknown or "input_ids" not in context:
+            raise ValueError(f"context has {sorted(context)}; expected input_ids and perhaps attention_mask")
+        context, mask = context["input_ids"], context.get("attention_mask")
+    if not isinstance(context, torch.Tensor) or context.ndim != 2 or context.dtype not in (torch.int64, torch.int32):
+        shown = f"{context.dtype} {tuple(context.shape)}" if isinstance(context, torch.Tensor) else type(context)
+        raise TypeError(f"context is {shown}; expected whole numbers of shape (sequences, positions), of torch")
+    if mask is None:
+        mask = torch.ones_like(context)
+    if mask.shape != context.shape:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {tuple(context.shape)}")
+    present = mask.bool()
+    if not bool(present.any(1).all()):
+        raise ValueError("context has a sequence without positions; expected at least one in each. Leave it out")
+    return context, present
+
+
+def _share(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r}; expected a share in [0, 1]")
+    return float(value)
+
+
+@dataclass
+class _Keeper:
+    """What is kept of each layer while a context is read, chunk by chunk.
+
+    layers: of the cache; those that do not slide become `CompressedLayer`.
+    """
+
+    layers: list[Any]
+    present: Any
+    share_of: Callable[[int, int], float]
+    split: Split
+    first: int = 0
+    last: int = 0
+
+    def begin(self, first: int, last: int) -> None:
+        """Note which positions are read next."""
+        self.first, self.last = first, last
+
+    def look(self, number: int, q: Any, k: Any, v: Any, scale: float) -> None:
+        """Keep what a layer has of the positions that are read: keys of their own, and after the first chunk."""
+        layer = self.layers[number]
+        if not isinstance(layer, DynamicLayer) or layer.is_sliding:
+            if not self.first:
+                layer.update(k, v)
+            return
+        new = k[:, :, -(self.last - self.first) :], v[:, :, -(self.last - self.first) :]
+        groups = self._kept(number, q * scale, *new)
+        if self.first:
+            groups = tuple(joined(a, b) for a, b in zip(layer.groups, groups, strict=True))
+            layer.waiting = groups
+        else:
+            self.layers[number] = CompressedLayer(groups, self.last)
+
+    def end(self) -> None:
+        """Take the positions that were read into the context."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer) and self.first:
+                layer.extend(self.last)
+
+    def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
+        """Return the slots of all heads of a layer, those of one share together."""
+        by_share: dict[float, list[int]] = {}
+        for head in range(k.shape[1]):
+            by_share.setdefault(self.share_of(number, head), []).append(head)
+        q = q.unflatten(1, (k.shape[1], -1))
+        split = self.split if not self.first else Split(0, self.split.window, self.split.summaries)
+        found = []
+        for share, heads in sorted(by_share.items()):
+            index = torch.as_tensor(heads, device=k.device)
+            parts = []
+            for b in range(k.shape[0]):
+                places = torch.nonzero(self.present[b, self.first : self.last])[:, 0].to(k.device)
+                before = int(self.present[b, : self.first].sum())
+                Q, K, V = (array[b].index_select(0, index).index_select(-2, places) for array in (q, k, v))
+                keys, values, weight, at = _of_sequence(Q.flatten(1, 2), K, V, share, split)
+                parts.append((keys, values, weight, torch.where(at >= 0, at + before, at)))
+            found.append(padded_together(tuple(heads), parts))
+        return tuple(found)
+
+
+def _of_sequence(Q: Any, K: Any, V: Any, share: float, split: Split) -> tuple[Any, Any, Any, Any]:
+    """Return keys, values, log-weights and places of heads of one sequence that keep a share of its bytes."""
+    n, width = K.shape[1], K.shape[2] + V.shape[2]
+    wide = width + (4 / K.element_size() if split.summaries else 0)
+    count = n if share == 1 else max(1, int(share * n * width / wide + 1e-9))
+    if count < n:
+        return slots_of(Q, K, V, count, split)
+    return K.clone(), V.clone(), None, torch.arange(n, dtype=torch.int32, device=K.device).expand(K.shape[:2])

@@ -1,0 +1,216 @@
+"""How a model comes to read compressed caches: hooks of its attention, and a `generate` that takes questions."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, parameters_of, refuse
+from levattn.integrations.transformers.changes import check_model
+from levattn.integrations.transformers.compression.layer import CompressedLayer
+from levattn.integrations.transformers.compression.slots import attended
+from levattn.integrations.transformers.masks import padding_and_kind
+
+__all__ = ["Observer", "fingerprint", "observed_by", "prepared"]
+
+_NAME = "levattn_compressed"  # by which transformers calls the attention
+_PART = "_levattn_reader"  # the attribute of an attention module that says how it reads
+_SAMPLES = 64  # entries of each weight that a fingerprint reads
+
+Observer = Callable[[int, Any, Any, Any, float], None]  # of a layer's number, queries, keys, values and scale
+
+
+@dataclass
+class _Reader:
+    """How an attention module reads compressed caches."""
+
+    number: int
+    own: Any  # its config
+    config: Any  # the same, with the attention here
+    held: CompressedLayer | None = None  # of the call that is going on
+    observer: Observer | None = None  # who is shown what the module's own attention reads
+    reached: bool = False
+
+
+def prepared(model: Any) -> None:
+    """Let a model read compressed caches, once; without such a cache it computes what it did."""
+    if getattr(model, _PART, False):
+        return
+    check_model(model)
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for number, module in _attending(model).items():
+        config = copy.deepcopy(module.config)
+        config._attn_implementation = _NAME
+        setattr(module, _PART, _Reader(number, module.config, config))
+        module.register_forward_pre_hook(partial(_enter, parameters_of(module)[0]), with_kwargs=True)
+        module.register_forward_hook(_leave, always_call=True)
+    setattr(model, _PART, True)
+    if hasattr(model, "generate"):
+        model.generate = partial(_generate, model)
+
+
+def _attending(model: Any) -> dict[int, Any]:
+    """Return the attention modules of a model by the numbers of their layers."""
+    found = {}
+    for name, module in model.named_modules():
+        number = getattr(module, "layer_idx", None)
+        if number is None or not type(module).__name__.endswith("Attention"):
+            continue
+        if number in found or getattr(module, "is_cross_attention", False) or not hasattr(module, "config"):
+            raise ValueError(
+                f"{name} ({layer_of(module)}) is not the only attention of its layer; expected a decoder without "
+                "cross-attention"
+            )
+        found[int(number)] = module
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention with the number of its layer; expected a decoder "
+            "of transformers that keeps a cache"
+        )
+    return found
+
+
+def _enter(names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    reader = getattr(module, _PART)
+    cache = cache_among(given_to(names, args, kwargs))
+    layers = getattr(cache, "layers", ())
+    layer = layers[reader.number] if reader.number < len(layers) else None
+    reader.held = layer if isinstance(layer, CompressedLayer) else None
+    if reader.held is not None:
+        reader.held.expected = True
+    if reader.held is not None or reader.observer is not None:
+        reader.reached, module.config = False, reader.config
+
+
+def _leave(module: Any, args: Any, output: Any) -> None:  # noqa: ARG001 (the interface is torch's)
+    reader = getattr(module, _PART)
+    if module.config is not reader.config:
+        return
+    module.config, reader.held = reader.own, None
+    if output is not None and not reader.reached:
+        raise ValueError(
+            f"{layer_of(module)} goes past the attention interface of transformers; expected one that does not. Take "
+            "a newer version of transformers, in which it does not, or another model"
+        )
+
+
+@contextmanager
+def observed_by(model: Any, observer: Observer) -> Iterator[None]:
+    """Show what the layers of a prepared model attend with, while they compute their own attention."""
+    readers = [getattr(module, _PART) for module in _attending(model).values()]
+    for reader in readers:
+        reader.observer = observer
+    try:
+        yield
+    finally:
+        for reader in readers:
+            reader.observer = None
+
+
+def _attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """Return the output (B, T, heads, D) of a layer that reads a compressed cache, or is shown to an observer."""
+    reader = getattr(module, _PART)
+    reader.reached = True
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    held = reader.held
+    if held is None:
+        reader.observer(reader.number, query, key, value, scale)
+        if softcap is not None:
+            kwargs["softcap"] = softcap
+        Y, weights = _own(module, reader)(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return Y, weights
+    others = {name: kwargs[name] for name in kwargs if name not in ("is_causal", "sliding_window")}
+    refuse(
+        layer_of(module), dropout, others, attention="attention to a compressed context", remedy="use a dense cache"
+    )
+    present, causal = padding_and_kind(
+        layer_of(module), attention_mask, query.shape[2], held.get_seq_length(), True, whole=True
+    )
+    if not causal:
+        raise ValueError(f"{layer_of(module)} was given a mask that is not causal; expected causal attention")
+    if reader.observer is not None:
+        reader.observer(reader.number, query, key, value, scale)
+    after = None if present is None or present[:, held.length :].all() else present[:, held.length :]
+    Y = attended(query, held.groups, (key, value), after, scale, softcap)
+    return Y.transpose(1, 2).contiguous(), None
+
+
+def _own(module: Any, reader: _Reader) -> Any:
+    """Return the attention function that a module calls by itself."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = reader.own._attn_implementation
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return what `generate` does; with a compressed cache the inputs may be a question alone, which goes after it."""
+    cache: Any = kwargs.get("past_key_values")
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    generate = partial(type(model).generate, model)
+    if ids is None or not any(isinstance(layer, CompressedLayer) for layer in getattr(cache, "layers", ())):
+        return generate(inputs, *args, **kwargs)
+    kwargs.pop("input_ids", None)
+    if ids.shape[0] != cache.tokens.shape[0]:
+        raise ValueError(
+            f"the question has {ids.shape[0]} rows and the cache {cache.tokens.shape[0]}; expected as many. Call "
+            "batch_repeat_interleave on a copy of the cache"
+        )
+    before, present = (part.to(ids.device) for part in cache.so_far())
+    mask = kwargs.pop("attention_mask", None)
+    length = before.shape[1]
+    if ids.shape[1] > length and torch.equal(ids[:, :length], before.to(ids)):
+        length = 0  # all positions were given, as transformers has it for other caches
+    else:
+        mask = torch.cat([present.to(ids), torch.ones_like(ids) if mask is None else mask.to(ids)], 1)
+        ids = torch.cat([before.to(ids), ids], 1)
+    mask = (
+        torch.cat([present.to(ids), ids.new_ones((len(ids), ids.shape[1] - before.shape[1]))], 1)
+        if mask is None
+        else mask
+    )
+    found = generate(ids, *args, attention_mask=mask, **kwargs)
+    sequences = found if isinstance(found, torch.Tensor) else found.sequences
+    cache.remember(sequences, mask)
+    if isinstance(found, torch.Tensor):
+        return found[:, length:]
+    found.sequences = sequences[:, length:]
+    return found
+
+
+def fingerprint(model: Any) -> str:
+    """Return a hash of a model's type, and of the names, shapes and some entries of its weights."""
+    found = hashlib.sha256(type(model).__name__.encode())
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.detach().reshape(-1)
+        places = torch.linspace(0, max(len(flat) - 1, 0), min(_SAMPLES, len(flat)), device=flat.device).long()
+        some = flat[places].contiguous().cpu()
+        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        found.update(some.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

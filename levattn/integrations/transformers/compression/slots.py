@@ -1,0 +1,193 @@
+"""What a compressed head keeps of a context: keys that are chosen, and summaries of the others with their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from levattn.attention.pruned import choice
+
+__all__ = ["HeadSlots", "Split", "attended", "joined", "padded_together", "slots_of"]
+
+_LOGITS = 1 << 24  # that are held at once
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the slots of a light head are used.
+
+    sinks: first positions that are kept. window, summaries: shares of the other slots. The rest is selected.
+    """
+
+    sinks: int
+    window: float
+    summaries: float
+
+    def counts(self, slots: int) -> tuple[int, int, int, int]:
+        """Return numbers of sinks, selected positions, the last positions, and summaries."""
+        sinks = min(self.sinks, slots)
+        window, summaries = (int(share * (slots - sinks)) for share in (self.window, self.summaries))
+        return sinks, slots - sinks - window - summaries, window, summaries
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSlots:
+    """What some heads of a layer keep of the context of some sequences.
+
+    heads: their numbers, ascending.
+    keys, values: (B, G, s, d) and (B, G, s, D).
+    log_weight: (B, G, s) float32, added to the logits; -inf where a sequence has fewer slots. None for zeros.
+    places: (B, G, s) int32, the position of a slot among those of its sequence, -1 for a summary.
+    """
+
+    heads: tuple[int, ...]
+    keys: Any
+    values: Any
+    log_weight: Any
+    places: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and weights."""
+        arrays = (self.keys, self.values, self.log_weight)
+        return sum(array.numel() * array.element_size() for array in arrays if array is not None)
+
+    def of_sequences(self, rows: Any) -> HeadSlots:
+        """Return those of the sequences with these numbers."""
+        arrays = (self.keys, self.values, self.log_weight, self.places)
+        return HeadSlots(self.heads, *(None if array is None else array[rows.to(array.device)] for array in arrays))
+
+
+def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any, Any, Any]:
+    """Return keys (G, s, d), values, log-weights and places of a context's light heads, s at most `count`.
+
+    Q: (G, m, d), queries times their scale, by whose moments keys are measured. K, V: (G, n, ·), n above count.
+    """
+    G, n = K.shape[:2]
+    sinks, size, window, R = split.counts(count)
+    queries = choice.Sums.of(Q)
+    X, along = choice.measured(queries, choice.Sums.of(K), None, K.dtype).places(K)
+    ones = torch.ones((G, n), dtype=K.dtype, device=K.device)
+    place = torch.arange(n, device=K.device)
+    forced = (place < sinks) | (place >= n - window)
+    scores, clusters = choice.scored("residual" if R else "expected", X, along, ones, R, None)
+    order, _, flags = choice.chosen(scores, size, None, forced.expand(G, n))
+    keys, values = choice.rows_at(K, order), choice.rows_at(V, order)
+    places = order.to(torch.int32)
+    weight = None
+    if R:
+        left = (~flags).to(K.dtype)
+        _, _, held = choice.grouped(X, along, choice.items_of(ones, K, V), left, R, None, clusters)
+        means, total = choice.means_of(held)
+        there = held.count > 0
+        logs = torch.where(there, torch.log(total) - held.offset / total, torch.full_like(total, -torch.inf))
+        keys = torch.cat([keys, means.to(K.dtype)], 1)
+        values = torch.cat([values, (held.values / total[..., None]).to(V.dtype)], 1)
+        weight = torch.cat([torch.zeros(order.shape, device=K.device), logs.to(torch.float32)], 1)
+        places = torch.cat([places, torch.full((G, R), -1, dtype=torch.int32, device=K.device)], 1)
+    return keys, values, weight, places
+
+
+def padded_together(heads: tuple[int, ...], parts: list[tuple[Any, Any, Any, Any]]) -> HeadSlots:
+    """Return the slots of several sequences as one, those with fewer filled up with slots of no weight."""
+    most = max(keys.shape[1] for keys, *_ in parts)
+    plain = all(weight is None and keys.shape[1] == most for keys, _, weight, _ in parts)
+
+    def filled(array: Any, value: float) -> Any:
+        missing = most - array.shape[1]
+        if not missing:
+            return array
+        return torch.cat([array, array.new_full((array.shape[0], missing, *array.shape[2:]), value)], 1)
+
+    keys, values = (torch.stack([filled(part[i], 0) for part in parts]) for i in (0, 1))
+    weights = None
+    if not plain:
+        zeros = (torch.zeros(part[0].shape[:2], device=keys.device) if part[2] is None else part[2] for part in parts)
+        weights = torch.stack([filled(part, -torch.inf) for part in zeros])
+    return HeadSlots(heads, keys, values, weights, torch.stack([filled(part[3], -1) for part in parts]))
+
+
+def joined(first: HeadSlots, second: HeadSlots) -> HeadSlots:
+    """Return the slots of the same heads from two parts of a context as one."""
+    weights = None
+    if first.log_weight is not None or second.log_weight is not None:
+        weights = torch.cat([_weights(first), _weights(second)], 2)
+    pairs = ((first.keys, second.keys), (first.values, second.values), (first.places, second.places))
+    keys, values, places = (torch.cat(pair, 2) for pair in pairs)
+    return HeadSlots(first.heads, keys, values, weights, places)
+
+
+def _weights(slots: HeadSlots) -> Any:
+    if slots.log_weight is not None:
+        return slots.log_weight
+    return torch.zeros(slots.keys.shape[:3], device=slots.keys.device)
+
+
+def attended(
+    q: Any,
+    groups: tuple[HeadSlots, ...],
+    tail: tuple[Any, Any],
+    present: Any,
+    scale: float,
+    softcap: float | None,
+) -> Any:
+    """Return the output (B, H, T, D) of queries that read the slots of a context and what came after it.
+
+    q: (B, H, T, d). tail: (B, G, t, ·), of which the last T are of the positions of q, and attended causally.
+    present: (B, t) bool, which of these are no padding, or None for all.
+    """
+    B, H, T, _ = q.shape
+    t = tail[0].shape[2]
+    each = H // tail[0].shape[1]
+    hidden = None
+    if T > 1 or present is not None:
+        place = torch.arange(t, device=q.device)
+        seen = (place <= place[t - T :, None])[None]
+        hidden = ~(seen if present is None else seen & present[:, None])[:, None, None]
+    Y = q.new_empty((*q.shape[:3], tail[1].shape[-1])) if len(groups) > 1 else None
+    for group in groups:
+        all_heads = len(group.heads) * each == H
+        index = None if all_heads else torch.as_tensor(group.heads, device=q.device)
+        mine = q.unflatten(1, (-1, each))
+        near = tail
+        if index is not None:
+            mine, near = mine.index_select(1, index), tuple(part.index_select(1, index) for part in tail)
+        step = max(1, _LOGITS // (B * len(group.heads) * each * (group.keys.shape[2] + t)))
+        found = [
+            _mixture(
+                mine[..., first : first + step, :],
+                group,
+                near,
+                None if hidden is None else hidden[..., first : first + step, :],
+                scale,
+                softcap,
+            )
+            for first in range(0, T, step)
+        ]
+        whole = found[0] if len(found) == 1 else torch.cat(found, 3)
+        if Y is None:
+            return whole.flatten(1, 2)
+        Y.unflatten(1, (-1, each)).index_copy_(1, torch.as_tensor(group.heads, device=q.device), whole)
+    return Y
+
+
+def _mixture(q: Any, group: HeadSlots, tail: tuple[Any, Any], hidden: Any, scale: float, softcap: float | None) -> Any:
+    """Return the softmax mixture (B, G, r, T, D) of queries (B, G, r, T, d) over slots and what came after them."""
+    r, T = q.shape[2:4]
+    s = group.keys.shape[2]
+    rows = q.flatten(2, 3)
+
+    def logits(K: Any) -> Any:
+        found = (rows @ K.transpose(-1, -2) * scale).unflatten(2, (r, T)).float()
+        return found if softcap is None else torch.tanh(found / softcap) * softcap
+
+    far, near = logits(group.keys), logits(tail[0])
+    if group.log_weight is not None:
+        far = far + group.log_weight[:, :, None, None]
+    if hidden is not None:
+        near = near.masked_fill(hidden, -torch.inf)
+    P = torch.softmax(torch.cat([far, near], -1), -1).to(group.values.dtype).flatten(2, 3)
+    Y = P[..., :s] @ group.values + P[..., s:] @ tail[1]
+    return Y.unflatten(2, (r, T))
