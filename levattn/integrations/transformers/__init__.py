@@ -14,6 +14,7 @@ with needing("this needs torch and transformers>=4.56", "transformers"):
     from levattn.integrations.transformers.calibration.calibration import Calibration
     from levattn.integrations.transformers.compression.cache import CompressedCache
     from levattn.integrations.transformers.compression.compress import compress
+    from levattn.integrations.transformers.compression.profile import HeadProfile, head_profile
     from levattn.integrations.transformers.inspection import Inspection, inspect_model
     from levattn.integrations.transformers.latents.macchiato import (
         latent_parameters,
@@ -30,10 +31,12 @@ with needing("this needs torch and transformers>=4.56", "transformers"):
 __all__ = [
     "Calibration",
     "CompressedCache",
+    "HeadProfile",
     "Inspection",
     "PruneReport",
     "calibrate",
     "compress",
+    "head_profile",
     "inspect_model",
     "latent_parameters",
     "latent_state_dict",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Integral
@@ -10,9 +11,9 @@ from typing import Any
 
 from levattn.exceptions import RecallWarning
 
-__all__ = ["SHARES", "shares_for", "split_bytes"]
+__all__ = ["shares_for", "split_bytes"]
 
-SHARES = (1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
+_LEVELS = (1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 
 
 def shares_for(budget: Any, profile: Any) -> Callable[[int, int], float]:
@@ -32,7 +33,7 @@ def shares_for(budget: Any, profile: Any) -> Callable[[int, int], float]:
                 stacklevel=3,
             )
         return lambda *_: share
-    shares = split_bytes({head: profile.cost(*head) for head in profile}, share)
+    shares = profile.shares(share)
 
     def of(layer: int, head: int) -> float:
         if (layer, head) not in shares:
@@ -42,45 +43,36 @@ def shares_for(budget: Any, profile: Any) -> Callable[[int, int], float]:
     return of
 
 
-def split_bytes(
-    costs: Mapping[tuple[int, int], Callable[[float], float]], budget: float
-) -> dict[tuple[int, int], float]:
-    """Return a share for each head of which the mean is at most a budget, so that the sum of the costs is least.
+def split_bytes(costs: Mapping[tuple[int, int], float], budget: float) -> dict[tuple[int, int], float]:
+    """Return a share for each head, their mean at most a budget, so that Σ cost · log(1/share) is least.
 
-    costs: what each head costs at a share, falling. Shares are among `SHARES`; the steps are those of the convex hulls
-    of the costs, from the steepest, which is optimal but for the step that the budget cuts off. What is left then goes
-    to the heads with the smallest share.
+    Shares are among few levels, so that heads of a layer go together. They rise from the lowest one level at a time,
+    where the sum falls most for the bytes that it takes: optimal, as log is concave, but for the step that the budget
+    cuts off. What that leaves goes to the heads with the lowest share.
     """
-    least = min(budget, SHARES[0])
-    levels = sorted({least, *SHARES, *((budget,) if budget < SHARES[0] else ())})
+    levels = [budget, *(level for level in _LEVELS if level > budget)] if budget < _LEVELS[0] else list(_LEVELS)
     at = dict.fromkeys(costs, 0)
-    total, used = budget * len(costs), least * len(costs)
+    left = (budget - levels[0]) * len(costs)
 
-    def steepest(head: tuple[int, int]) -> tuple[float, int] | None:
-        here, cost = at[head], costs[head]
-        steps = (
-            ((cost(levels[here]) - cost(levels[i])) / (levels[i] - levels[here]), i)
-            for i in range(here + 1, len(levels))
-        )
-        return max(steps, default=None)
+    def rise(head: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+        low, high = levels[at[head] : at[head] + 2]
+        fall: float = costs[head] * math.log(high / low) / (high - low)
+        return -fall, head
 
-    heap = [(-step[0], head, step[1]) for head in costs if (step := steepest(head))]
+    heap = [rise(head) for head in costs]
     heapq.heapify(heap)
     while heap:
-        _, head, to = heapq.heappop(heap)
-        more = levels[to] - levels[at[head]]
-        if used + more > total * (1 + 1e-12):
+        _, head = heapq.heappop(heap)
+        more = levels[at[head] + 1] - levels[at[head]]
+        if more > left * (1 + 1e-12):
             continue
-        used, at[head] = used + more, to
-        if step := steepest(head):
-            heapq.heappush(heap, (-step[0], head, step[1]))
+        left, at[head] = left - more, at[head] + 1
+        if at[head] + 1 < len(levels):
+            heapq.heappush(heap, rise(head))
     shares = {head: levels[i] for head, i in at.items()}
     low = min(shares.values())
     few = [head for head, share in shares.items() if share == low]
-    if low < 1:
-        raised = min(low + (total - used) / len(few), min((x for x in levels if x > low), default=1.0))
-        shares.update(dict.fromkeys(few, raised))
-    return shares
+    return shares | dict.fromkeys(few, min(1.0, low + left / len(few)))
 
 
 def _in_range(name: str, value: Any) -> float:

@@ -54,6 +54,12 @@ class HeadSlots:
         arrays = (self.keys, self.values, self.log_weight)
         return sum(array.numel() * array.element_size() for array in arrays if array is not None)
 
+    def of_heads(self, heads: tuple[int, ...]) -> HeadSlots:
+        """Return those of some of the heads."""
+        index = torch.tensor([self.heads.index(head) for head in heads], device=self.keys.device)
+        arrays = (self.keys, self.values, self.log_weight, self.places)
+        return HeadSlots(heads, *(None if array is None else array.index_select(1, index) for array in arrays))
+
     def of_sequences(self, rows: Any) -> HeadSlots:
         """Return those of the sequences with these numbers."""
         arrays = (self.keys, self.values, self.log_weight, self.places)
