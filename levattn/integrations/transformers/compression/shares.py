@@ -33,7 +33,7 @@ def shares_for(budget: Any, profile: Any) -> Callable[[int, int], float]:
                 stacklevel=3,
             )
         return lambda *_: share
-    shares = profile.shares(share)
+    shares: dict[tuple[int, int], float] = profile.shares(share)
 
     def of(layer: int, head: int) -> float:
         if (layer, head) not in shares:

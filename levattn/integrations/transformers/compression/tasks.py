@@ -13,6 +13,7 @@ __all__ = ["Task", "made_up", "written_by"]
 _PAIRS = 8  # keys and values that are hidden in a text
 _KEY, _VALUE = 2, 4  # their tokens
 _PASSAGE = 16  # tokens that are to be repeated
+_PIECE = 256  # tokens that a model writes at once
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,24 @@ def made_up(tokenizer: Any, text: Any, positions: int, following: int, rng: np.r
 
 
 def written_by(model: Any, tokenizer: Any, count: int, length: int, seed: int) -> list[Any]:
-    """Return texts (n,) that a model writes by itself, token by token at random."""
+    """Return texts (length,) that a model writes by itself, token by token at random, each in several pieces."""
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    start = torch.full((count, 1), 0 if first is None else int(first), device=model.device)
+    pieces = -(-length // _PIECE)
+    start = torch.full((count * pieces, 1), 0 if first is None else int(first), device=model.device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         found = model.generate(
             start,
+            attention_mask=torch.ones_like(start),
             do_sample=True,
             top_k=0,
             top_p=1.0,
             temperature=1.0,
-            max_new_tokens=length,
-            min_new_tokens=length,
-            pad_token_id=int(start[0, 0]),
+            max_new_tokens=_PIECE,
+            min_new_tokens=_PIECE,
+            pad_token_id=int(start[0, 0] == 0),  # of no use, as all pieces have one length
         )
-    return list(found[:, 1:].cpu())
+    return list(found[:, 1:].reshape(count, -1)[:, :length].cpu())
 
 
 def _words(tokenizer: Any) -> Any:
