@@ -15,7 +15,6 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recall tasks in plain English, after those of RULER (Hsieh et al., arXiv:2404.06654): a context, and questions on it."""
+"""Recall tasks in plain English, after those of RULER (Hsieh et al., arXiv:2404.06654)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,23 @@ from typing import Any
 __all__ = ["TASKS", "Context", "Question", "contexts"]
 
 DOCS = Path(__file__).parents[2] / "docs"
-NAMES = "apple river stone tiger castle garden window bridge silver candle forest harbor violin rocket island".split()
+NAMES = [
+    "apple",
+    "river",
+    "stone",
+    "tiger",
+    "castle",
+    "garden",
+    "window",
+    "bridge",
+    "silver",
+    "candle",
+    "forest",
+    "harbor",
+    "violin",
+    "rocket",
+    "island",
+]
 FREQUENT = "marble", "lantern", "pepper"
 TASKS = ("one number", "one of eight", "three values", "two hops", "frequent words")
 FOLLOWING = 200  # tokens of the text after the context
@@ -37,7 +53,7 @@ class Context:
 def contexts(tokenizer: Any, length: int, seed: int) -> list[Context]:
     """Return one context of each task, all in the same pages of the documentation, of `length` tokens."""
     rng = random.Random(seed)
-    pages = sorted((DOCS / "guide").glob("*.md")) + [DOCS / "design.md", DOCS / "program.md"]
+    pages = [*sorted((DOCS / "guide").glob("*.md")), DOCS / "design.md", DOCS / "program.md"]
 
     def tokens_of(text: str) -> list[int]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -77,7 +93,9 @@ def _task(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str
     if task == "three values":
         name = names[0]
         lines = [f"One of the secret numbers of {name} is {number}." for number in numbers[:3]]
-        question = f"\nQuestion: What are the three secret numbers of {name}?\nAnswer: The secret numbers of {name} are"
+        question = (
+            f"\nQuestion: What are the three secret numbers of {name}?\nAnswer: The secret numbers of {name} are"
+        )
         return lines, [(question, f" {numbers[0]}, {numbers[1]}, {numbers[2]}")]
     if task == "two hops":
         lines, asked = [], []
@@ -87,7 +105,9 @@ def _task(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str
             asked.append((question, f" the word {first}, and the secret number of {first} is {number}"))
         return lines, asked
     chosen = rng.choice(FREQUENT)
-    lines = [f"Today's word is {chosen}."] * 12 + [f"Today's word is {word}." for word in FREQUENT if word != chosen] * 3
+    lines = [f"Today's word is {chosen}."] * 12 + [
+        f"Today's word is {word}." for word in FREQUENT if word != chosen
+    ] * 3
     rng.shuffle(lines)
     question = "\nQuestion: Which word was today's word most often?\nAnswer: Most often today's word was"
     return lines, [(question, f" {chosen}")]

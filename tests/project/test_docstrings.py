@@ -89,6 +89,7 @@ _BOOKKEEPING = {
     "levattn.nn.set_dense",
     "levattn.thread_limit",
     _MODELS + "Calibration",
+    _MODELS + "HeadProfile",
     _MODELS + "latent_parameters",
     _MODELS + "latent_state_dict",
     _MODELS + "load_latent_state_dict",

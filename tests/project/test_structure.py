@@ -59,7 +59,7 @@ HOMES = {
     "dask": ("distributed.*",),
     "distributed": ("distributed.*",),
     "ml_dtypes": ("io.*",),
-    "safetensors": ("io.*",),
+    "safetensors": ("io.*", "integrations.transformers.compression.files"),
     "zarr": ("io.*",),
     "pyarrow": ("io.*",),
     "matplotlib": ("plots.*",),

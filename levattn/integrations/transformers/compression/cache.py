@@ -33,6 +33,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Positions of the context, padding included.
     fingerprint : str
         Of the model that read it.
+    layers : list
+        What each layer of the model keeps; those that slide are of transformers.
 
     Examples
     --------
@@ -98,7 +100,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
         Returns
         -------
-        tuple of torch.Tensor
+        tuple of torch.Tensor of shape (B, n)
             Tokens that came to the model without `generate` are told as zeros.
         """
         more = self.get_seq_length() - self.tokens.shape[1]
@@ -126,7 +128,13 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self.present = torch.cat([mask.to(more), more], 1).to(self.present)
 
     def reset(self) -> None:
-        """Forget what came after the context."""
+        """Forget what came after the context.
+
+        Raises
+        ------
+        ValueError
+            If layers slide: they have lost what came before.
+        """
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 raise ValueError(
@@ -152,7 +160,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
         Parameters
         ----------
-        indices : torch.Tensor
+        indices : torch.Tensor of shape (b,)
             The numbers.
         """
         super().batch_select_indices(indices)
@@ -163,7 +171,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
         Parameters
         ----------
-        beam_idx : torch.Tensor
+        beam_idx : torch.Tensor of shape (b,)
             The numbers.
         """
         super().reorder_cache(beam_idx)
@@ -220,7 +228,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            If the file is none of these, is damaged, or was made with another model.
+            If the file is none of these, is damaged, or was made with another model, or if the model is pruned.
+        TypeError
+            If the model is none of transformers.
         OSError
             If it cannot be read.
         """

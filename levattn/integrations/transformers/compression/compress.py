@@ -15,7 +15,7 @@ from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.reading import fingerprint, observed_by, prepared
 from levattn.integrations.transformers.compression.shares import shares_for
-from levattn.integrations.transformers.compression.slots import HeadSlots, Split, joined, padded_together, slots_of
+from levattn.integrations.transformers.compression.slots import HeadSlots, Split, appended, padded_together, slots_of
 
 __all__ = ["compress"]
 
@@ -179,7 +179,7 @@ class _Keeper:
         new = k[:, :, -(self.last - self.first) :], v[:, :, -(self.last - self.first) :]
         groups = self._kept(number, q * scale, *new)
         if self.first:
-            groups = tuple(joined(a, b) for a, b in zip(layer.groups, groups, strict=True))
+            groups = tuple(appended(a, b) for a, b in zip(layer.groups, groups, strict=True))
             layer.waiting = groups
         else:
             self.layers[number] = CompressedLayer(groups, self.last)

@@ -51,7 +51,7 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         If rows are not one for each head, or hold no finite numbers.
 
     Examples
@@ -62,8 +62,8 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     >>> profile = HeadProfile(rows, "LlamaForCausalLM", 1 / 16)
     >>> profile[0, 0]
     2.02
-    >>> profile.shares(0.52)
-    {(0, 0): 1.0, (0, 1): 0.04}
+    >>> profile.shares(0.5625)
+    {(0, 0): 1.0, (0, 1): 0.125}
     """
 
     _labels: ClassVar = {

@@ -9,7 +9,7 @@ import torch
 
 from levattn.attention.pruned import choice
 
-__all__ = ["HeadSlots", "Split", "attended", "joined", "padded_together", "slots_of"]
+__all__ = ["HeadSlots", "Split", "appended", "attended", "padded_together", "slots_of"]
 
 _LOGITS = 1 << 24  # that are held at once
 
@@ -115,7 +115,7 @@ def padded_together(heads: tuple[int, ...], parts: list[tuple[Any, Any, Any, Any
     return HeadSlots(heads, keys, values, weights, torch.stack([filled(part[3], -1) for part in parts]))
 
 
-def joined(first: HeadSlots, second: HeadSlots) -> HeadSlots:
+def appended(first: HeadSlots, second: HeadSlots) -> HeadSlots:
     """Return the slots of the same heads from two parts of a context as one."""
     weights = None
     if first.log_weight is not None or second.log_weight is not None:
