@@ -10,23 +10,10 @@ from typing import Any
 __all__ = ["TASKS", "Context", "Question", "contexts"]
 
 DOCS = Path(__file__).parents[2] / "docs"
-NAMES = [
-    "apple",
-    "river",
-    "stone",
-    "tiger",
-    "castle",
-    "garden",
-    "window",
-    "bridge",
-    "silver",
-    "candle",
-    "forest",
-    "harbor",
-    "violin",
-    "rocket",
-    "island",
-]
+NAMES = (
+    *("apple", "river", "stone", "tiger", "castle", "garden", "window", "bridge"),
+    *("silver", "candle", "forest", "harbor", "violin", "rocket", "island"),
+)
 FREQUENT = "marble", "lantern", "pepper"
 TASKS = ("one number", "one of eight", "three values", "two hops", "frequent words")
 FOLLOWING = 200  # tokens of the text after the context
