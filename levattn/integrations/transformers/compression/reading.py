@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -58,11 +58,14 @@ def prepared(model: Any) -> None:
         module.register_forward_hook(_leave, always_call=True)
     setattr(model, _PART, True)
     if hasattr(model, "generate"):
-        model.generate = partial(_generate, model)
+        model.generate = update_wrapper(partial(_generate, model), type(model).generate)
 
 
 def _attending(model: Any) -> dict[int, Any]:
     """Return the attention modules of a model by the numbers of their layers."""
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
+        raise ValueError(f"{type(model).__name__} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
     found = {}
     for name, module in model.named_modules():
         number = getattr(module, "layer_idx", None)
@@ -174,7 +177,7 @@ def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     cache: Any = kwargs.get("past_key_values")
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     generate = partial(type(model).generate, model)
-    if ids is None or not any(isinstance(layer, CompressedLayer) for layer in getattr(cache, "layers", ())):
+    if ids is None or not hasattr(cache, "context_length"):
         return generate(inputs, *args, **kwargs)
     kwargs.pop("input_ids", None)
     if ids.shape[0] != cache.tokens.shape[0]:

@@ -1,0 +1,405 @@
+"""Compressed contexts of tiny decoders: against dense caches, against attention written out, forks, batches, files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.56")
+
+from decoders import base, difference, tokens  # noqa: E402
+
+import levattn  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, HeadProfile, compress, head_profile, prune  # noqa: E402
+from levattn.integrations.transformers.compression import slots as slots_module  # noqa: E402
+from levattn.integrations.transformers.compression.shares import split_bytes  # noqa: E402
+from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FAMILIES = ["Llama", "Qwen2", "Gemma2", "Mistral", "GPTNeoX", "Phi"]
+CONTEXT = 30
+NEW = 12
+CUT = {(0, 0): 0.3, (1, 1): 0.5}  # one head of each layer, cut
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+LOGITS = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def context(batch: int = 1, length: int = CONTEXT) -> Any:
+    return tokens(batch, length)
+
+
+def question(batch: int = 1) -> Any:
+    return torch.tensor([[3, 14, 15]]).expand(batch, -1)
+
+
+def logits(model: Any, cache: Any, asked: Any, **options: Any) -> Any:
+    return torch.stack(model.generate(asked, past_key_values=cache, **LOGITS, **options).logits, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [(family, way) for family in FAMILIES for way in ("sdpa", "eager") if (family, way) != ("Gemma2", "sdpa")],
+)
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_whole_heads_answer_as_a_dense_cache(family: str, implementation: str, chunk: int | None) -> None:
+    model = base(family, attn_implementation=implementation)
+    ids = torch.cat([context(), question()], 1)
+    dense = model.generate(ids, **GREEDY)
+    cache = compress(model, context(), budget=1.0, chunk=chunk)
+    found = model.generate(question(), past_key_values=cache.copy(), **GREEDY)
+    assert torch.equal(found, dense[:, CONTEXT:])
+    assert torch.equal(model.generate(ids, past_key_values=cache.copy(), **GREEDY), dense)  # as transformers has it
+    assert torch.equal(model.generate(ids, **GREEDY), dense)
+    again = torch.tensor([[7, 8]])
+    model.generate(question(), past_key_values=cache, **GREEDY)
+    further = model.generate(again, past_key_values=cache, **GREEDY)
+    assert torch.equal(further, model.generate(torch.cat([dense, again], 1), **GREEDY)[:, dense.shape[1] :])
+
+
+def written_out(q: Any, groups: Any, tail: Any, present: Any, scale: float, softcap: float | None) -> Any:
+    """Attention to slots and to what came after them, query by query in float64."""
+    (B, H, T, _), t = q.shape, tail[0].shape[2]
+    each = H // tail[0].shape[1]
+    Y = np.zeros((B, H, T, tail[1].shape[-1]))
+    for group in groups:
+        for place, head in enumerate(group.heads):
+            for b in range(B):
+                keys = np.concatenate([group.keys[b, place], tail[0][b, head]]).astype(float)
+                values = np.concatenate([group.values[b, place], tail[1][b, head]]).astype(float)
+                weights = np.zeros(len(keys))
+                if group.log_weight is not None:
+                    weights[: group.keys.shape[2]] = group.log_weight[b, place]
+                for h in range(head * each, (head + 1) * each):
+                    for i in range(T):
+                        z = keys @ q[b, h, i].double().numpy() * scale
+                        z = z if softcap is None else softcap * np.tanh(z / softcap)
+                        z = z + weights
+                        for j in range(t):
+                            if j > t - T + i or (present is not None and not present[b, j]):
+                                z[group.keys.shape[2] + j] = -math.inf
+                        p = np.exp(z - z.max())
+                        Y[b, h, i] = p @ values / p.sum()
+    return Y
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("block", [1, 1 << 24])
+def test_attention_to_slots_is_the_softmax_of_all(
+    T: int, padded: bool, softcap: float | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots_module, "_LOGITS", block)
+    B, heads, each, d, D, t = 2, 3, 2, 8, 5, 6
+
+    def group(which: tuple[int, ...], s: int, weighted: bool) -> HeadSlots:
+        shape = (B, len(which), s)
+        weight = torch.randn(shape) if weighted else None
+        if weight is not None:
+            weight[0, 0, -1] = -math.inf
+        return HeadSlots(which, torch.randn(*shape, d), torch.randn(*shape, D), weight, torch.zeros(shape))
+
+    groups = (group((0, 2), 7, True), group((1,), 9, False))
+    q, tail = torch.randn(B, heads * each, T, d), (torch.randn(B, heads, t, d), torch.randn(B, heads, t, D))
+    present = None
+    if padded:
+        present = torch.ones(B, t, dtype=torch.bool)
+        present[1, :2] = False
+    expected = written_out(q, groups, tail, present, 0.4, softcap)
+    found = attended(q, groups, tail, present, 0.4, softcap)
+    assert np.abs(found.numpy() - expected).max() < 2e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("budget", [CUT, 1.0])
+def test_padded_batch_equals_its_sequences_alone(side: str, budget: Any) -> None:
+    model, ids, missing = base(), context(2), 9
+    mask = torch.ones_like(ids)
+    pad = slice(0, missing) if side == "left" else slice(CONTEXT - missing, CONTEXT)
+    mask[1, pad] = 0
+    alone = [ids[:1], ids[1:, mask[1].bool()]]
+    both = compress(model, {"input_ids": ids, "attention_mask": mask}, budget=budget)
+    found = logits(model, both, question(2))
+    for row, sequence in enumerate(alone):
+        expected = logits(model, compress(model, sequence, budget=budget), question())
+        assert difference(found[row : row + 1], expected) < 1e-5
+
+
+def test_padded_questions_and_beams() -> None:
+    model, cache = base(), compress(base(), context(), budget=1.0)
+    cache = compress(model, context(), budget=CUT)
+    alone = logits(model, cache.copy(), question())
+    fork = cache.copy()
+    fork.batch_repeat_interleave(2)
+    asked = torch.cat([torch.zeros(2, 2, dtype=torch.int64), question(2)], 1)
+    asked[1] = torch.tensor([5, 6, 7, 8, 9])
+    mask = torch.ones_like(asked)
+    mask[0, :2] = 0
+    found = logits(model, fork, asked, attention_mask=mask)
+    assert difference(found[:1], alone) < 1e-5
+    beams = model.generate(question(), past_key_values=cache.copy(), num_beams=3, num_return_sequences=2, **GREEDY)
+    assert beams.shape == (2, 3 + NEW)
+    whole = compress(model, context(), budget=1.0)
+    dense = model.generate(torch.cat([context(), question()], 1), num_beams=3, **GREEDY)[:, CONTEXT:]
+    assert torch.equal(model.generate(question(), past_key_values=whole, num_beams=3, **GREEDY), dense)
+
+
+def test_forks_share_the_context_and_go_on_by_themselves() -> None:
+    model = base()
+    cache = compress(model, context(), budget=CUT)
+    fork, other = cache.copy(), cache.copy()
+    first = logits(model, fork, question())
+    assert fork.layers[0].groups[0].keys.data_ptr() == cache.layers[0].groups[0].keys.data_ptr()
+    assert cache.get_seq_length() == other.get_seq_length() == CONTEXT
+    assert fork.get_seq_length() == CONTEXT + 3 + NEW - 1
+    assert torch.equal(logits(model, other, question()), first)
+    fork.crop(CONTEXT)
+    assert fork.get_seq_length() == CONTEXT
+    with pytest.raises(ValueError, match="crop was called with 5; expected at least the 30 positions"):
+        fork.crop(5)
+    other.reset()
+    assert torch.equal(logits(model, other, question()), first)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin, cache.copy(), question()), first)
+
+
+def test_chunks_keep_what_whole_heads_of_the_first_layer_have() -> None:
+    model = base()
+    whole, parts = compress(model, context(), budget=CUT), compress(model, context(), budget=CUT, chunk=15)
+
+    def of_head(cache: CompressedCache) -> Any:
+        return next(group.keys for group in cache.layers[0].groups if 1 in group.heads)
+
+    assert difference(of_head(whole), of_head(parts)) < 1e-6
+    assert parts.get_seq_length() == CONTEXT
+    places = next(group.places for group in parts.layers[0].groups if 0 in group.heads)
+    kept = places[places >= 0]
+    assert len(set(kept.tolist())) == len(kept)
+    assert int(kept.max()) == CONTEXT - 1
+
+
+def test_bytes_and_rows_are_those_of_the_arrays() -> None:
+    model = base()
+    cache, whole = compress(model, context(), budget=CUT), compress(model, context(), budget=1.0)
+    arrays = [
+        array
+        for layer in cache.layers
+        for group in layer.groups
+        for array in (group.keys, group.values, group.log_weight)
+        if array is not None
+    ]
+    assert cache.nbytes == sum(array.numel() * array.element_size() for array in arrays)
+    assert cache.dense_nbytes == whole.nbytes == whole.dense_nbytes
+    rows = {(row["layer"], row["head"]): row for row in cache.table()}
+    assert sorted(rows) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for head, row in rows.items():
+        share = CUT.get(head, 1.0)
+        assert share - 0.05 < row["share"] <= share
+        assert (row["summaries"] > 0) == (share < 1)
+
+
+def test_a_file_answers_to_the_bit_and_for_its_model_alone(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model, file = base(), tmp_path / "context.safetensors"
+    cache = compress(model, context(2), budget=CUT)
+    cache.save(file)
+    loaded = CompressedCache.load(file, model)
+    assert torch.equal(logits(model, loaded, question(2)), logits(model, cache.copy(), question(2)))
+    with pytest.raises(ValueError, match="positions after the context; expected none"):
+        loaded.save(file)
+    with pytest.raises(ValueError, match="was made with another model, or another revision"):
+        CompressedCache.load(file, base("Qwen2"))
+    revised = copy.deepcopy(model)
+    with torch.no_grad():
+        revised.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="another revision"):
+        CompressedCache.load(file, revised)
+    content = file.read_bytes()
+    for damaged in (content[:-10], content[:5], b"[1, 2]", content[:40] + b"~~~~" + content[44:], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"context\.safetensors"):
+            CompressedCache.load(file, model)
+    with pytest.raises(OSError, match="missing"):
+        CompressedCache.load(tmp_path / "missing", model)
+
+
+def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
+    model = base()
+    before = model(context(2)).logits
+    cache = compress(model, context(), budget=CUT)
+    configs = {id(module.config) for module in model.modules() if hasattr(module, "config")}
+    assert torch.equal(model(context(2)).logits, before)
+    model(context(2)).logits.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    with pytest.raises(ValueError, match="came to a model that was not made to read it"):
+        base()(question(), past_key_values=cache.copy())
+    with pytest.raises(ValueError, match="question has 2 rows and the cache 1"):
+        model.generate(question(2), past_key_values=cache.copy(), **GREEDY)
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match="attention_dropout"):
+        model.train()(question(), past_key_values=cache.copy())
+    assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == configs
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "tokens": (lambda: compress(base(), [[1, 2]], budget=1.0), "context is <class 'list'>; expected whole numbers"),
+    "floats": (lambda: compress(base(), torch.ones(1, 4), budget=1.0), r"context is torch.float32 \(1, 4\)"),
+    "names": (lambda: compress(base(), {"ids": context()}, budget=1.0), "expected input_ids and perhaps"),
+    "mask": (
+        lambda: compress(base(), {"input_ids": context(), "attention_mask": torch.ones(1, 3)}, budget=1.0),
+        r"attention_mask has shape \(1, 3\); expected \(1, 30\)",
+    ),
+    "nothing": (
+        lambda: compress(base(), {"input_ids": context(), "attention_mask": 0 * context()}, budget=1.0),
+        "a sequence without positions",
+    ),
+    "budget": (lambda: compress(base(), context(), budget=0), r"budget is 0; expected a share"),
+    "share": (lambda: compress(base(), context(), budget={(0, 0): 2}), r"budget\[\(0, 0\)\] is 2; expected a share"),
+    "key": (lambda: compress(base(), context(), budget={0: 0.5}), r"budget has the key 0; expected \(layer, head\)"),
+    "twice": (lambda: compress(base(), context(), budget=CUT, heads=profile()), "expected one of the two"),
+    "split": (lambda: compress(base(), context(), budget=CUT, window=0.6), "more than 1 together"),
+    "window": (
+        lambda: compress(base(), context(), budget=CUT, window=2),
+        r"window is 2; expected a share in \[0, 1\]",
+    ),
+    "chunk": (lambda: compress(base(), context(), budget=CUT, chunk=0), "chunk is 0"),
+    "heads": (lambda: compress(base(num_hidden_layers=3), context(), budget=0.5, heads=profile()), "layer 2 costs"),
+    "pruned": (lambda: compress(pruned(), context(), budget=CUT), "is pruned already"),
+    "encoder": (lambda: compress(bert(), context(), budget=CUT), "BertModel is no decoder"),
+    "both": (lambda: compress(t5(), context(), budget=CUT), "T5ForConditionalGeneration is no decoder"),
+    "no model": (lambda: compress(torch.nn.Linear(2, 2), context(), budget=CUT), "model is .*Linear"),
+}
+
+
+def bert() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.BertModel(transformers.BertConfig(vocab_size=40, **sizes)).eval()
+
+
+def t5() -> Any:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    ).eval()
+
+
+def pruned() -> Any:
+    model = base()
+    prune(model, 8)
+    return model
+
+
+def profile(costs: dict[tuple[int, int], float] | None = None) -> HeadProfile:
+    costs = {(0, 0): 0.01, (0, 1): 2.0, (1, 0): 0.2, (1, 1): 0.0} if costs is None else costs
+    figures = {"recall_error": 0.1, "text": 0.0, "text_error": 0.1}
+    rows = [{"layer": layer, "head": head, "recall": cost, **figures} for (layer, head), cost in costs.items()]
+    return HeadProfile(rows, "LlamaForCausalLM", 1 / 16)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_what_came(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:
+    model = base()
+    with pytest.warns(levattn.RecallWarning, match="all heads are cut to 40%"):
+        alike = compress(model, context(), budget=0.4)
+    split = compress(model, context(), budget=0.4, heads=profile())
+    assert alike.nbytes <= 0.4 * alike.dense_nbytes
+    assert split.nbytes <= 0.4 * split.dense_nbytes
+    shares = {(row["layer"], row["head"]): row["share"] for row in split.table()}
+    assert shares[0, 1] == 1.0
+    assert shares[1, 0] > shares[1, 1]
+
+
+@pytest.mark.parametrize("budget", [0.005, 0.05, 0.3, 0.77, 1.0])
+def test_bytes_are_split_within_the_budget_and_where_they_count(budget: float) -> None:
+    rng = np.random.default_rng(0)
+    costs = {(layer, head): float(cost) for (layer, head), cost in np.ndenumerate(rng.exponential(size=(5, 4)) ** 3)}
+    shares = split_bytes(costs, budget)
+    assert sum(shares.values()) <= budget * len(costs) * (1 + 1e-9)
+    order = sorted(costs, key=costs.__getitem__)
+    assert all(shares[low] <= shares[high] for low, high in pairwise(order))
+    alike = sum(cost * math.log(1 / budget) for cost in costs.values())
+    assert sum(costs[head] * math.log(1 / share) for head, share in shares.items()) <= alike + 1e-12
+
+
+def test_profile_is_written_down_and_read(tmp_path: Path) -> None:
+    file, found = tmp_path / "heads.json", profile()
+    found.save(file)
+    again = HeadProfile.load(file)
+    assert dict(again) == dict(found) == {(0, 0): 0.01, (0, 1): 2.0, (1, 0): 0.2, (1, 1): 0.0}
+    assert again.to_dict() == found.to_dict()
+    document = json.loads(file.read_text())
+    for change in (
+        {"format": "other"},
+        {"version": 7},
+        {"heads": []},
+        {"heads": document["heads"] * 2},
+        {"heads": [{"layer": 0}]},
+        {"share": 2},
+    ):
+        file.write_text(json.dumps({**document, **change}))
+        with pytest.raises(ValueError, match=r"heads\.json"):
+            HeadProfile.load(file)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        HeadProfile.load(file)
+
+
+class Letters:
+    """A tokenizer of single characters, some of whose tokens are words with a space before them."""
+
+    bos_token_id = 1
+    all_special_ids = (0, 1)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [2 + ord(letter) % 38 for letter in text]}
+
+    def decode(self, ids: list[int]) -> str:
+        return f" word{chr(97 + ids[0] % 26)}" if ids[0] > 4 else "?"
+
+
+@pytest.mark.parametrize("texts", [None, ["the quick brown fox jumps over the dog " * 10] * 2])
+def test_profile_measures_every_head(texts: list[str] | None) -> None:
+    model, done = base(max_position_embeddings=512), []
+    found = levattn_profile(model, texts=texts, progress=lambda heads, total: done.append((heads, total)))
+    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(math.isfinite(row[name]) for row in found.table() for name in ("recall", "text", "recall_error"))
+    assert done[-1] == (2 * 2 * 4, None)
+    assert dict(levattn_profile(model, texts=texts)) == dict(found)
+
+
+def levattn_profile(model: Any, **options: Any) -> HeadProfile:
+    return head_profile(model, Letters(), tasks=2, positions=256, **options)
+
+
+def test_profile_refuses_what_it_cannot_measure() -> None:
+    model = base(max_position_embeddings=512)
+    with pytest.raises(ValueError, match=r"texts\[0\] has 5 tokens; expected at least 352"):
+        levattn_profile(model, texts=["short", "texts"])
+    with pytest.raises(ValueError, match="expected at least tasks=2 strings"):
+        levattn_profile(model, texts=["one"])
+    with pytest.raises(ValueError, match="training mode"):
+        levattn_profile(model.train())
