@@ -1,7 +1,8 @@
 """Models and texts as the commands open them: a folder or a .gguf file, a text file, and what is wrong with them."""
 
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def read_text(path: Path) -> str:
 
 
 def most_tokens(model: Any, asked: int | None) -> int:
-    """Return how many tokens to read: those asked for, or as many as the model has positions; all is 2^30."""
+    """Return how many tokens to read: those asked for, or as many as the model has positions."""
     limit = 1 << 30 if asked is None else asked
     positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or limit
     for name, module in model.named_modules():
@@ -123,5 +124,6 @@ def _of_gguf(file: Path) -> tuple[Any, Any]:
     import transformers
 
     where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **where).eval()
-    return model, transformers.AutoTokenizer.from_pretrained(file.parent, **where)
+    with redirect_stderr(io.StringIO()):  # on which transformers draws a bar that cannot be turned off
+        model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **where).eval()
+        return model, transformers.AutoTokenizer.from_pretrained(file.parent, **where)
