@@ -112,11 +112,14 @@ def compress(asked: Compression) -> None:
     if asked.heads is not None and not asked.heads.exists():
         fail(f"{asked.heads}: no such file; make it with `levattn profile`")
     model, tokenizer = opened_decoder(asked.model)
-    from levattn.integrations.transformers import HeadProfile
     from levattn.integrations.transformers import compress as compressed
 
-    heads = None if asked.heads is None else HeadProfile.load(asked.heads)
-    if heads is None and asked.budget < 1:
+    heads = None
+    if asked.heads is not None:
+        from levattn.integrations.transformers import HeadProfile
+
+        heads = HeadProfile.load(asked.heads)
+    elif asked.budget < 1:
         report(
             f"all heads are cut to {asked.budget:.0%}, as there is no profile of them: decoders lose what they should "
             "recall; make one with `levattn profile` and give it with --heads"

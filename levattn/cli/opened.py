@@ -105,7 +105,9 @@ def _check_gguf(path: Path) -> None:
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: "
             f"pip install {' '.join(missing)}"
         )
-    if path.open("rb").read(4) != b"GGUF":
+    with path.open("rb") as stream:
+        begins = stream.read(4)
+    if begins != b"GGUF":
         fail(f"{path} is no GGUF file; download it again")
 
 

@@ -181,9 +181,9 @@ def test_gguf_files(decoder, text, tmp_path, monkeypatch):
     file = tmp_path / "a.gguf"
     assert "no such file; models are read from disk" in refused("inspect", file, "--text", text)
     file.write_bytes(b"no such thing")
-    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda name: None)
+    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda _: None)
     assert "gguf and accelerate are not installed: pip install gguf" in refused("inspect", file, "--text", text)
-    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda name: sys)
+    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda _: sys)
     assert "is no GGUF file; download it again" in refused("inspect", file, "--text", text)
     assert "is a file; give the folder" in refused("inspect", text, "--text", text)
     file.write_bytes(b"GGUF and no more")
@@ -191,7 +191,7 @@ def test_gguf_files(decoder, text, tmp_path, monkeypatch):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(decoder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(decoder)
     for kind, part in ((transformers.AutoModelForCausalLM, loaded), (transformers.AutoTokenizer, tokenizer)):
-        monkeypatch.setattr(kind, "from_pretrained", lambda *_, part=part, gguf_file, **__: part)
+        monkeypatch.setattr(kind, "from_pretrained", lambda *_, part=part, **__: part)
     assert run("inspect", file, "--text", text).exit_code == 0
 
 
