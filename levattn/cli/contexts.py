@@ -85,9 +85,11 @@ def profile(asked: Measurement) -> None:
     found.save(asked.output)
     draw(asked.plot, lambda: found.plot("recall"))
     rows = [{**row, "cost": found[row["layer"], row["head"]]} for row in found.table()]
+    if asked.tasks == 1:  # of which there is no interval
+        rows = [row | {"recall_error": None, "text_error": None} for row in rows]
     if asked.html is not None:
         facts = {name: f"{value:.4g}" for name, value in {**options, "seconds": seconds}.items()}
-        costs = HeatMap.of(rows, "cost", "Cost of cutting a head, in nats a token", ".3f")
+        costs = HeatMap.of(rows, "cost", "Cost of cutting a head, in nats a token", ".3f", by_root=True)
         title = f"What it costs to cut each head of {asked.model.name}"
         write_page(asked.html, title, facts, [costs], rows, _COSTS)
     if asked.as_json:
@@ -98,7 +100,7 @@ def profile(asked: Measurement) -> None:
     console.print(table_of(rows, _COSTS))
     console.print(
         f"cost: by how many nats a token the loss rises if the head is cut to {asked.share:.3g}; of answers that must "
-        "be recalled, and of plain text; ±: half of a 95% confidence interval."
+        "be recalled, and of plain text; ±: half of a 95% confidence interval, over tasks."
     )
     console.print(f"seconds: {seconds:.3g}")
 

@@ -73,19 +73,19 @@ class HeatMap:
 
     values: by (layer, head); a head without a number has None, and one that is not there is left out.
     top: the number that has the full color; the largest if None.
+    by_root: whether colors are by the square root, so that one large number leaves the others to be seen.
     """
 
     title: str
     values: Mapping[tuple[int, int], float | None]
     form: str
     top: float | None = None
+    by_root: bool = False
 
     @classmethod
-    def of(
-        cls, rows: Iterable[Mapping[str, Any]], key: str, title: str, form: str, top: float | None = None
-    ) -> HeatMap:
+    def of(cls, rows: Iterable[Mapping[str, Any]], key: str, title: str, form: str, **options: Any) -> HeatMap:
         """Return that of one figure of rows which have a layer and a head."""
-        return cls(title, {(row["layer"], row["head"]): row[key] for row in rows}, form, top)
+        return cls(title, {(row["layer"], row["head"]): row[key] for row in rows}, form, **options)
 
     def html(self) -> str:
         """Return the section of the page."""
@@ -93,7 +93,10 @@ class HeatMap:
         top = self.top if self.top is not None else max(numbers, default=0.0)
         heads = sorted({head for _, head in self.values})
         lines = [f"<h2>{escape(self.title)}</h2>"]
-        lines.append(f'<p>0 <span class="key"></span> {top:{self.form}}. Point at a head to read its number.</p>')
+        scale = ", colored by the square root" if self.by_root else ""
+        lines.append(
+            f'<p>0 <span class="key"></span> {top:{self.form}}{scale}. Point at a head to read its number.</p>'
+        )
         lines.append('<div class="wide"><table class="heat">')
         lines.append("<thead><tr><th>layer \\ head</th>" + "".join(f"<th>{head}</th>" for head in heads))
         lines[-1] += "</tr></thead>\n<tbody>"
@@ -108,6 +111,7 @@ class HeatMap:
         if value is None or not math.isfinite(value):
             return f'<td class="none" title="{place}: -"></td>'
         share = min(max(value / top, 0.0), 1.0) if top > 0 else 0.0
+        share = share**0.5 if self.by_root else share
         return f'<td style="--v:{share:.3f}" title="{place}: {value:{self.form}}"></td>'
 
 

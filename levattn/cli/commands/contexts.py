@@ -34,9 +34,9 @@ What is printed, a row for each layer and head of keys (nats a token):
   layer, head  their numbers, from 0
   cost         what compress goes by: recall and text together
   recall       by how much the loss of answers rises if the head is cut
-  ±recall      half of the 95% confidence interval of that, over tasks
+  ±recall      half of the 95% confidence interval of that; - for one task
   text         by how much the loss of the text that follows rises
-  ±text        half of the 95% confidence interval of that
+  ±text        half of the 95% confidence interval of that; - for one task
 """
 _COMPRESS = """\
 Read a text once, keep a part of it for questions.
