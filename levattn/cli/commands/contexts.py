@@ -47,7 +47,7 @@ not bounded. It needs torch and transformers.
 
 \b
 Examples:
-  levattn compress MODEL --text book.txt --heads heads.json -o book.safetensors
+  levattn compress MODEL --text book.txt --heads heads.json -o b.safetensors
   levattn compress MODEL --text book.txt --budget 0.5 -o book.safetensors
   levattn compress MODEL --text book.txt -o book.safetensors --html book.html
 
