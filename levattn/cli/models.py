@@ -1,18 +1,17 @@
-"""``levattn inspect`` and ``levattn prune-report``: models in folders, and texts."""
+"""``levattn inspect`` and ``levattn prune-report``: sets and pruning on a text."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from levattn._core.checks import needing
+from levattn.cli.opened import check_model, forward_errors_in_one_line, most_tokens, opened_model, read_text
 from levattn.cli.output import check_output, fail, new_console, print_json, table_of
+from levattn.cli.page import HeatMap, write_page
 from levattn.io import replace_file
 
-__all__ = ["Inquiry", "ScoreColumn", "inspect", "prune_report"]
+__all__ = ["Inquiry", "ScoreColumn", "draw", "inspect", "prune_report"]
 
 
 ScoreColumn = Literal["residual", "expected", "leverage"]
@@ -48,6 +47,7 @@ class Inquiry:
     tokens: int
     as_json: bool
     plot: Path | None
+    html: Path | None = None
 
 
 def inspect(inquiry: Inquiry, epsilon: float) -> None:
@@ -55,9 +55,9 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
     model, inputs = _opened(inquiry)
     from levattn.integrations.transformers import inspect_model
 
-    with _forward_errors_in_one_line(inquiry, inputs):
+    with forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
         found = inspect_model(model, inputs, epsilon=epsilon)
-    _draw(inquiry, lambda: found.plot("captured"))
+    draw(inquiry.plot, lambda: found.plot("captured"))
     if inquiry.as_json:
         print_json("levattn.inspect/1", {"tokens": inputs["input_ids"].shape[1], **found.to_dict()})
         return
@@ -79,7 +79,7 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
 
     from levattn.integrations.transformers import prune
 
-    with torch.no_grad(), _forward_errors_in_one_line(inquiry, inputs):
+    with torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
         _run(model, inputs)  # what is made at first use is not to be timed
         dense, dense_seconds = _run(model, inputs)
         with prune(model, budget, **options) as report:
@@ -87,8 +87,9 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
         with prune(model, budget, measure=False, **options):
             pruned, seconds = _run(model, inputs)
     loss = _loss(inputs, dense, pruned)
-    _draw(inquiry, lambda: report.plot("captured"))
+    draw(inquiry.plot, lambda: report.plot("captured"))
     outcome = {"tokens": inputs["input_ids"].shape[1], "seconds": seconds, "dense_seconds": dense_seconds, **loss}
+    _page_of(inquiry, report.table(), {"budget": budget, **outcome})
     if inquiry.as_json:
         print_json("levattn.prune-report/1", {**outcome, **report.to_dict()})
         return
@@ -106,22 +107,12 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
 
 def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     """Return the model in a folder, in evaluation mode, and the tokens of a text, or end the program."""
-    _check_model(inquiry.model)
+    check_model(inquiry.model)
     check_output(inquiry.plot, "--plot")
-    words = _read(inquiry.text)
-    with needing("this needs torch and transformers", "transformers"):
-        import torch  # noqa: F401 (without which transformers can be imported, and load nothing)
-        import transformers
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, tokenizer = _loaded(inquiry.model)
-    except Exception as error:  # of any kind: of the files' readers, and of what the configuration names
-        fail(
-            f"{inquiry.model}: transformers cannot load this model ({type(error).__name__}: {error}); it needs "
-            "config.json, weights as .safetensors, and a tokenizer, so download the whole folder again"
-        )
-    inputs = tokenizer(words, truncation=True, max_length=_most_tokens(model, inquiry.tokens), return_tensors="pt")
+    check_output(inquiry.html, "--html")
+    words = read_text(inquiry.text)
+    model, tokenizer = opened_model(inquiry.model)
+    inputs = tokenizer(words, truncation=True, max_length=most_tokens(model, inquiry.tokens), return_tensors="pt")
     count = inputs["input_ids"].shape[1]
     if count < 2:
         fail(f"{inquiry.text} has {count} tokens; give a longer text")
@@ -129,60 +120,6 @@ def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     if "token_type_ids" not in signature(model.forward).parameters:  # which its tokenizer may give all the same
         inputs.pop("token_type_ids", None)
     return model, inputs
-
-
-def _check_model(folder: Path) -> None:
-    if not folder.is_dir():
-        fail(
-            f"{folder}: no such folder; models are read from disk, so download it first: "
-            "hf download NAME --local-dir FOLDER"
-        )
-    if not (folder / "config.json").is_file():
-        fail(f"{folder} has no config.json; give the folder of a Hugging Face model")
-
-
-def _read(text: Path) -> str:
-    if not text.exists():
-        fail(f"{text}: no such file; name a text file with --text")
-    try:
-        return text.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        fail(f"{text} is not UTF-8 text; convert it")
-
-
-def _loaded(folder: Path) -> tuple[Any, Any]:
-    """Return the model and the tokenizer in a folder."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    kinds = " ".join(getattr(config, "architectures", None) or ())
-    kind = transformers.AutoModelForCausalLM if "CausalLM" in kinds else transformers.AutoModel
-    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
-    return model, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _most_tokens(model: Any, asked: int) -> int:
-    """Return how many tokens to read: those asked for, or as many as the model has positions."""
-    positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked
-    for name, module in model.named_modules():
-        padding = getattr(module, "padding_idx", None)
-        if name.endswith("position_embeddings") and padding is not None:
-            positions -= padding + 1  # the first position comes after that of padding: RoBERTa
-            break
-    return min(asked, positions)
-
-
-@contextmanager
-def _forward_errors_in_one_line(inquiry: Inquiry, inputs: dict[str, Any]) -> Iterator[None]:
-    """End the program if the model cannot be run on the tokens."""
-    try:
-        yield
-    except (RuntimeError, IndexError) as error:
-        count, said = inputs["input_ids"].shape[1], str(error).strip().partition("\n")[0]
-        fail(
-            f"{inquiry.model} cannot be run on {count} tokens ({type(error).__name__}: {said}); give fewer --tokens, "
-            "or another model"
-        )
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> tuple[Any, float]:
@@ -205,12 +142,22 @@ def _loss(inputs: dict[str, Any], dense: Any, pruned: Any) -> dict[str, float | 
     return found | {"dense_perplexity": before, "perplexity": after}
 
 
-def _draw(inquiry: Inquiry, picture: Any) -> None:
-    """Write the picture that was asked for."""
-    if inquiry.plot is None:
+def draw(path: Path | None, picture: Any) -> None:
+    """Write the picture that was asked for, if one was."""
+    if path is None:
         return
     from levattn.plots import figure_bytes
 
-    content = figure_bytes(picture().figure_, inquiry.plot.suffix)
-    with replace_file(inquiry.plot) as stream:
+    content = figure_bytes(picture().figure_, path.suffix)
+    with replace_file(path) as stream:
         stream.write(content)
+
+
+def _page_of(inquiry: Inquiry, rows: list[dict[str, Any]], outcome: dict[str, Any]) -> None:
+    """Write the page that was asked for: what the heads of a pruned model do."""
+    if inquiry.html is None:
+        return
+    mass = HeatMap.of(rows, "captured", "Softmax mass on the keys attended exactly", ".3f", top=1.0)
+    facts = {name.replace("_", " "): f"{value:.6g}" for name, value in outcome.items() if value is not None}
+    title = f"Pruned attention of {inquiry.model.name}"
+    write_page(inquiry.html, title, facts, [mass], rows, _PRUNED_HEADS)

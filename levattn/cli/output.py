@@ -24,6 +24,7 @@ __all__ = [
     "VACUOUS",
     "VACUOUS_IN_GENERAL",
     "WRONG_COMMAND_LINE",
+    "cell",
     "check_folder",
     "check_output",
     "check_target",
@@ -123,11 +124,12 @@ def table_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> "
         table.add_column(heading, justify="right", no_wrap=True)
     fields = [column.partition(":") for column in columns.values()]
     for row in rows:
-        table.add_row(*(_cell(row[key], form) for key, _, form in fields))
+        table.add_row(*(cell(row[key], form) for key, _, form in fields))
     return table
 
 
-def _cell(value: Any, form: str) -> str:
+def cell(value: Any, form: str) -> str:
+    """Return a value as a table shows it, by a format such as ".3g"."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -27,7 +27,8 @@ A universal set holds every key that some query can give an attention score of a
 alone, by leverage scores, and is exact for attention with f(x) = x².
 
 Begin with `levattn demo`. The command universal-set takes keys in files; inspect and prune-report take a model of
-Hugging Face and a text.
+Hugging Face and a text. profile, compress and ask read a text once with a decoder, keep a part of what its heads
+hold, and answer questions from that.
 
 \b
 Examples:
@@ -35,6 +36,9 @@ Examples:
   levattn universal-set keys.npy --epsilon 0.1
   levattn inspect MODEL --text book.txt
   levattn prune-report MODEL --text book.txt --budget 0.2
+  levattn profile MODEL -o heads.json
+  levattn compress MODEL --text book.txt --heads heads.json -o book.safetensors
+  levattn ask MODEL book.safetensors "Who comes home in the end?"
 """
 _EPILOG = """\
 \b
@@ -157,7 +161,7 @@ def _warnings_in_one_line() -> Iterator[None]:
         show = warnings.showwarning
 
         def in_one_line(message: Any, category: Any, *others: Any, **more: Any) -> None:
-            if issubclass(category, levattn.CacheWarning):
+            if issubclass(category, (levattn.CacheWarning, levattn.RecallWarning)):
                 report(str(message))
             else:
                 show(message, category, *others, **more)

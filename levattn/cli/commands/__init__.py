@@ -2,7 +2,7 @@
 
 import typer
 
-from levattn.cli.commands import completion, demo, models, universal_set
+from levattn.cli.commands import completion, contexts, demo, models, universal_set
 
 __all__ = ["add_commands"]
 
@@ -12,4 +12,5 @@ def add_commands(app: typer.Typer) -> None:
     demo.add(app)
     universal_set.add(app)
     models.add(app)
+    contexts.add(app)
     completion.add(app)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import models
-from levattn.cli.commands.options import AsJson, HeavyFrom, Picture
+from levattn.cli.commands.options import AsJson, HeavyFrom, ModelPath, Picture, WebPage
 from levattn.cli.models import ScoreColumn
 from levattn.cli.program import Command
 
@@ -25,7 +25,7 @@ Examples:
   levattn inspect MODEL --text book.txt --json --plot heads.png
 
 \b
-MODEL is a folder such as this makes:
+MODEL is a folder such as this makes, or a .gguf file:
   hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODEL
 """
 _INSPECT_EPILOG = """\
@@ -54,10 +54,11 @@ levattn.integrations.transformers.prune. Nothing is trained or saved. It needs t
 Examples:
   levattn prune-report MODEL --text book.txt
   levattn prune-report MODEL --text book.txt --budget 0.1 --json
+  levattn prune-report MODEL --text book.txt --html heads.html
   levattn prune-report MODEL --text book.txt --budget 64 --scores leverage
 
 \b
-MODEL is a folder such as this makes:
+MODEL is a folder such as this makes, or a .gguf file:
   hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir MODEL
 """
 _PRUNE_EPILOG = """\
@@ -77,13 +78,6 @@ Then what the whole model loses, and the time of one pass in seconds:
 """
 _SLOTS = "Slots"
 
-_Folder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="MODEL",
-        help="Folder of a Hugging Face model: config.json, .safetensors and a tokenizer. Nothing is downloaded.",
-    ),
-]
 _Text = Annotated[Path, typer.Option(help="Text file in UTF-8, of which the first --tokens are read.")]
 _Tokens = Annotated[
     int, typer.Option(min=2, help="Tokens of the text to read at most; never more than the model has positions.")
@@ -132,7 +126,7 @@ def add(app: typer.Typer) -> None:
 
 
 def _inspect(
-    model: _Folder,
+    model: ModelPath,
     text: _Text,
     epsilon: HeavyFrom = 0.05,
     tokens: _Tokens = 512,
@@ -143,7 +137,7 @@ def _inspect(
 
 
 def _prune_report(
-    model: _Folder,
+    model: ModelPath,
     text: _Text,
     tokens: _Tokens = 512,
     budget: _Budget = 0.25,
@@ -153,9 +147,10 @@ def _prune_report(
     sinks: _Sinks = None,
     as_json: AsJson = False,
     plot: Picture = None,
+    html: WebPage = None,
 ) -> None:
     if not (0 < budget <= 1 or (budget > 1 and budget.is_integer())):
         raise typer.BadParameter(f"--budget is {budget}, expected a whole number of slots or a share in (0, 1]")
     options = {"scores": scores, "summaries": summaries, "window": window, "sinks": sinks}
-    inquiry = models.Inquiry(model, text, tokens, as_json, plot)
+    inquiry = models.Inquiry(model, text, tokens, as_json, plot, html)
     models.prune_report(inquiry, int(budget) if budget > 1 else budget, options)

@@ -9,7 +9,7 @@ import typer
 
 from levattn._core.checks import fraction
 
-__all__ = ["RESULTS", "AsJson", "HeavyFrom", "Picture", "by_library", "ends_in"]
+__all__ = ["RESULTS", "AsJson", "HeavyFrom", "ModelPath", "Picture", "WebPage", "by_library", "ends_in"]
 
 RESULTS = "Results"
 
@@ -65,5 +65,21 @@ Picture = Annotated[
         rich_help_panel=RESULTS,
         help="Draw the results into this .png, .svg or .pdf file: the scores of a file, largest first, or the `mass` "
         "of each layer and head of a model.",
+    ),
+]
+WebPage = Annotated[
+    Path | None,
+    typer.Option(
+        callback=ends_in(".html", ".htm"),
+        rich_help_panel=RESULTS,
+        help="Write the results into this .html file: one page for a browser, which needs nothing else.",
+    ),
+]
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a Hugging Face model: config.json, .safetensors and a tokenizer; or a .gguf file. Nothing is "
+        "downloaded.",
     ),
 ]

@@ -1,0 +1,166 @@
+"""The command lines of ``levattn profile``, ``levattn compress`` and ``levattn ask``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from levattn.cli import contexts
+from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, WebPage, ends_in
+from levattn.cli.program import Command
+
+__all__ = ["add"]
+
+_PROFILE = """\
+Measure what it costs to cut each head of a decoder.
+
+A few heads recall what stands far back, and most do not. This finds them, once for each model, so that `levattn
+compress` can cut the others. The model writes texts of its own, in which words are hidden that it must then recall;
+each head is cut in turn. Nothing is trained. It needs torch and transformers.
+
+\b
+Examples:
+  levattn profile MODEL -o heads.json
+  levattn profile MODEL -o heads.json --tasks 1 --positions 512
+  levattn profile MODEL -o heads.json --json --html heads.html
+
+\b
+MODEL is a folder such as this makes, or a .gguf file:
+  hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir MODEL
+"""
+_PROFILE_EPILOG = """\
+\b
+What is printed, a row for each layer and head of keys (nats a token):
+  layer, head  their numbers, from 0
+  cost         what compress goes by: recall and text together
+  recall       by how much the loss of answers rises if the head is cut
+  ±recall      half of the 95% confidence interval of that; - for one task
+  text         by how much the loss of the text that follows rises
+  ±text        half of the 95% confidence interval of that; - for one task
+"""
+_COMPRESS = """\
+Read a text once, keep a part of it for questions.
+
+The model reads the text, and of what its heads hold of it a share of the bytes is kept: in whole where --heads says
+that a head recalls, and few positions and summaries elsewhere. `levattn ask` answers from the file. What is lost is
+not bounded. It needs torch and transformers.
+
+\b
+Examples:
+  levattn compress MODEL --text book.txt --heads heads.json -o b.safetensors
+  levattn compress MODEL --text book.txt --budget 0.5 -o book.safetensors
+  levattn compress MODEL --text book.txt -o book.safetensors --html book.html
+
+heads.json is what `levattn profile MODEL -o heads.json` made. A tokenizer with a chat template writes before the text
+what begins a message.
+"""
+_COMPRESS_EPILOG = """\
+\b
+What is printed:
+  positions    tokens that were read, those of a chat template included
+  bytes        of the keys, values and weights that are kept
+  dense bytes  of all keys and values of these positions
+  seconds      of reading and compressing
+"""
+_ASK = """\
+Answer a question from a compressed text.
+
+CONTEXT is a file that `levattn compress` made with the same MODEL. The text is not read again. The answer is printed
+as it comes, by greedy decoding: the likeliest token each time. Then one line on standard error tells the bytes of the
+context and the time of a token. It needs torch and transformers.
+
+\b
+Examples:
+  levattn ask MODEL book.safetensors "Who comes home in the end?"
+  levattn ask MODEL book.safetensors "List the places." --max-tokens 200
+  levattn ask MODEL book.safetensors "Who is Ann?" --json
+
+If the tokenizer has a chat template, text and question are one message, with an empty line between them, and the model
+answers it. Otherwise the model goes on from the text, a new line and the question as it is: write what an answer would
+follow, such as "The one who comes home is".
+"""
+
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")]
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    app.command("profile", cls=Command, help=_PROFILE, epilog=_PROFILE_EPILOG)(_profile)
+    app.command("compress", cls=Command, help=_COMPRESS, epilog=_COMPRESS_EPILOG)(_compress)
+    app.command("ask", cls=Command, help=_ASK)(_ask)
+
+
+def _share(value: float) -> float:
+    if not 0 < value < 1:
+        raise typer.BadParameter(f"--share is {value}, expected a share of the bytes in (0, 1)")
+    return value
+
+
+def _budget(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"--budget is {value}, expected a share of the bytes in (0, 1]")
+    return value
+
+
+def _profile(
+    model: ModelPath,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The .json file to write.", callback=ends_in(".json"))
+    ],
+    tasks: Annotated[int, typer.Option(min=1, help="Texts to measure on. More narrow the intervals.")] = 4,
+    positions: Annotated[int, typer.Option(min=256, help="Tokens of each text.")] = 1024,
+    share: Annotated[float, typer.Option(callback=_share, help="Share of its bytes to which a head is cut.")] = 1 / 16,
+    as_json: AsJson = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            callback=ends_in(".png", ".svg", ".pdf"),
+            rich_help_panel=RESULTS,
+            help="Draw `recall` of each layer and head into this .png, .svg or .pdf file.",
+        ),
+    ] = None,
+    html: WebPage = None,
+) -> None:
+    contexts.profile(contexts.Measurement(model, output, tasks, positions, share, as_json, plot, html))
+
+
+def _compress(
+    model: ModelPath,
+    text: Annotated[Path, typer.Option(help="Text file in UTF-8.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The .safetensors file to write.", callback=ends_in(".safetensors")),
+    ],
+    budget: Annotated[float, typer.Option(callback=_budget, help="Share of the bytes to keep, in (0, 1].")] = 0.25,
+    heads: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `levattn profile` made of the model, by which the budget is split over its heads. Without it "
+            "all have the same."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens to read at most; otherwise all, or as many as leave room for a question and its answer.",
+        ),
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to read at once: fewer need less memory, and lose more. Otherwise all."),
+    ] = None,
+    as_json: AsJson = False,
+    html: WebPage = None,
+) -> None:
+    contexts.compress(contexts.Compression(model, text, output, budget, heads, tokens, chunk, as_json, html))
+
+
+def _ask(
+    model: ModelPath,
+    context: Annotated[Path, typer.Argument(metavar="CONTEXT", help="File that `levattn compress` made.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question, in quotes.")],
+    max_tokens: _MaxTokens = 64,
+    as_json: AsJson = False,
+) -> None:
+    contexts.ask(model, context, question, max_tokens, as_json)

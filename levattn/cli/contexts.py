@@ -1,0 +1,316 @@
+"""``levattn profile``, ``compress`` and ``ask``: contexts that are read once, kept small, and asked."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from levattn.cli.models import draw
+from levattn.cli.opened import check_model, forward_errors_in_one_line, most_tokens, opened_decoder, read_text
+from levattn.cli.output import check_output, fail, new_console, print_json, report, table_of
+from levattn.cli.page import HeatMap, KeptText, write_page
+from levattn.exceptions import RecallWarning
+
+__all__ = ["Compression", "Measurement", "ask", "compress", "profile"]
+
+_COSTS = {
+    "layer": "layer",
+    "head": "head",
+    "cost": "cost:.3f",
+    "recall": "recall:.3f",
+    "±recall": "recall_error:.3f",
+    "text": "text:.3f",
+    "±text": "text_error:.3f",
+}
+_KEPT_HEADS = {
+    "layer": "layer",
+    "head": "head",
+    "slots": "slots:.0f",
+    "summaries": "summaries:.0f",
+    "share": "share:.3f",
+}
+_MARK = "@@content@@"  # stands for the message while a chat template is read
+_TOLD = 3  # first tokens by which a context is known to begin a message
+_ROOM = 256  # positions that a context leaves for question and answer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What ``levattn profile`` was asked for."""
+
+    model: Path
+    output: Path
+    tasks: int
+    positions: int
+    share: float
+    as_json: bool
+    plot: Path | None
+    html: Path | None
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What ``levattn compress`` was asked for."""
+
+    model: Path
+    text: Path
+    output: Path
+    budget: float
+    heads: Path | None
+    tokens: int | None
+    chunk: int | None
+    as_json: bool
+    html: Path | None
+
+
+def profile(asked: Measurement) -> None:
+    """Run ``levattn profile``."""
+    check_model(asked.model)
+    for path, option in ((asked.output, "--output"), (asked.plot, "--plot"), (asked.html, "--html")):
+        check_output(path, option)
+    model, tokenizer = opened_decoder(asked.model)
+    from levattn.integrations.transformers import head_profile
+
+    start = time.perf_counter()
+    options = {"tasks": asked.tasks, "positions": asked.positions, "share": asked.share}
+    with (
+        forward_errors_in_one_line(asked.model, asked.positions, "give fewer --positions"),
+        _bar("heads") as progress,
+    ):
+        found = head_profile(model, tokenizer, **options, progress=progress)
+    seconds = time.perf_counter() - start
+    found.save(asked.output)
+    draw(asked.plot, lambda: found.plot("recall"))
+    rows = [{**row, "cost": found[row["layer"], row["head"]]} for row in found.table()]
+    if asked.tasks == 1:  # of which there is no interval
+        rows = [row | {"recall_error": None, "text_error": None} for row in rows]
+    if asked.html is not None:
+        facts = {name: f"{value:.4g}" for name, value in {**options, "seconds": seconds}.items()}
+        costs = HeatMap.of(rows, "cost", "Cost of cutting a head, in nats a token", ".3f", by_root=True)
+        title = f"What it costs to cut each head of {asked.model.name}"
+        write_page(asked.html, title, facts, [costs], rows, _COSTS)
+    if asked.as_json:
+        outcome = {"file": str(asked.output), "model": type(model).__name__, **options, "seconds": seconds}
+        print_json("levattn.profile/1", {**outcome, "heads": rows})
+        return
+    console = new_console()
+    console.print(table_of(rows, _COSTS))
+    console.print(
+        f"cost: by how many nats a token the loss rises if the head is cut to {asked.share:.3g}; of answers that must "
+        "be recalled, and of plain text; ±: half of a 95% confidence interval, over tasks."
+    )
+    console.print(f"seconds: {seconds:.3g}")
+
+
+def compress(asked: Compression) -> None:
+    """Run ``levattn compress``."""
+    check_model(asked.model)
+    for path, option in ((asked.output, "--output"), (asked.html, "--html")):
+        check_output(path, option)
+    words = read_text(asked.text)
+    if asked.heads is not None and not asked.heads.exists():
+        fail(f"{asked.heads}: no such file; make it with `levattn profile`")
+    model, tokenizer = opened_decoder(asked.model)
+    from levattn.integrations.transformers import compress as compressed
+
+    heads = None
+    if asked.heads is not None:
+        from levattn.integrations.transformers import HeadProfile
+
+        heads = HeadProfile.load(asked.heads)
+    elif asked.budget < 1:
+        report(
+            f"all heads are cut to {asked.budget:.0%}, as there is no profile of them: decoders lose what they should "
+            "recall; make one with `levattn profile` and give it with --heads"
+        )
+    message, inputs = _tokens_of(asked, words, model, tokenizer)
+    count = inputs["input_ids"].shape[1]
+    start = time.perf_counter()
+    with warnings.catch_warnings(), forward_errors_in_one_line(asked.model, count), _bar("positions") as progress:
+        warnings.simplefilter("ignore", RecallWarning)  # said above, with what the program has for it
+        cache = compressed(model, inputs, budget=asked.budget, heads=heads, chunk=asked.chunk, progress=progress)
+    seconds = time.perf_counter() - start
+    cache.save(asked.output)
+    rows = cache.table()
+    sizes = {"positions": count, "bytes": cache.nbytes, "dense_bytes": cache.dense_nbytes, "seconds": seconds}
+    if asked.html is not None:
+        facts = dict(_facts(sizes))
+        shares = HeatMap.of(rows, "share", "Share of its bytes that each head keeps", ".3f", top=1.0)
+        text = _kept(cache, message, tokenizer)
+        write_page(asked.html, f"{asked.text.name}, compressed", facts, [shares], rows, _KEPT_HEADS, text)
+    if asked.as_json:
+        outcome = {"file": str(asked.output), "model": type(model).__name__, "budget": asked.budget}
+        print_json("levattn.compress/1", {**outcome, "chunk": asked.chunk, **sizes, "heads": rows})
+        return
+    console = new_console()
+    for name, value in _facts(sizes):
+        console.print(f"{name}: {value}")
+
+
+def ask(path: Path, context: Path, question: str, max_tokens: int, as_json: bool) -> None:
+    """Run ``levattn ask``."""
+    check_model(path)
+    if not context.exists():
+        fail(f"{context}: no such file; make it with `levattn compress`")
+    model, tokenizer = opened_decoder(path)
+    import transformers
+
+    from levattn.integrations.transformers import CompressedCache
+
+    cache = CompressedCache.load(context, model)
+    nbytes, dense = cache.nbytes, cache.dense_nbytes
+    ids = tokenizer(_question(cache, tokenizer, question), add_special_tokens=False, return_tensors="pt")["input_ids"]
+    if not ids.numel():
+        fail("the question has no tokens; ask something")
+    own = model.generation_config
+    how = transformers.GenerationConfig(
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
+    shown = None if as_json else transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    clock = _Clock(shown)
+    with forward_errors_in_one_line(path, cache.context_length + ids.shape[1], "ask a shorter question"):
+        found = model.generate(ids.long(), past_key_values=cache, generation_config=how, streamer=clock)
+    answer = found[0, ids.shape[1] :]
+    if as_json:
+        outcome = {"question": question, "answer": tokenizer.decode(answer, skip_special_tokens=True)}
+        sizes = {"positions": cache.context_length, "bytes": nbytes, "dense_bytes": dense}
+        times = {"first_seconds": clock.first, "token_seconds": clock.each}
+        print_json("levattn.ask/1", {**outcome, "tokens": len(answer), **sizes, **times})
+        return
+    each = "" if clock.each is None else f", {clock.each:.3g} seconds for each further one"
+    report(
+        f"context of {cache.context_length} positions in {_size(nbytes)}, dense {_size(dense)}; {len(answer)} tokens, "
+        f"the first after {clock.first:.3g} seconds{each}"
+    )
+
+
+class _Clock:
+    """A streamer that hands tokens on, and notes when they came."""
+
+    def __init__(self, shown: Any) -> None:
+        self._shown = shown
+        self._start = time.perf_counter()
+        self._times: list[float] = []
+
+    def put(self, tokens: Any) -> None:
+        """Take in the prompt, and then each token."""
+        self._times.append(time.perf_counter())
+        if self._shown is not None:
+            self._shown.put(tokens)
+
+    def end(self) -> None:
+        """Show what is left."""
+        if self._shown is not None:
+            self._shown.end()
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self._times[1] - self._start
+
+    @property
+    def each(self) -> float | None:
+        """Seconds of each further token; None if there is none."""
+        further = len(self._times) - 2
+        return (self._times[-1] - self._times[1]) / further if further else None
+
+
+@contextmanager
+def _bar(label: str) -> Iterator[Callable[[int, int | None], None] | None]:
+    """Give a function that shows progress on a terminal; None where there is none."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield None
+        return
+    with Progress(console=errors, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _around(tokenizer: Any) -> tuple[str, str] | None:
+    """Return what a chat template writes before and after a message; None if there is no template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        whole = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+    except ImportError:
+        raise
+    except Exception as error:  # of any kind: templates are programs
+        fail(f"the chat template of the tokenizer cannot be read ({type(error).__name__}: {error}); mend or remove it")
+    before, mark, after = whole.partition(_MARK)
+    return (before, after) if mark else None
+
+
+def _tokens_of(asked: Compression, words: str, model: Any, tokenizer: Any) -> tuple[str, dict[str, Any]]:
+    """Return a text, after what begins a message if the model is one for chats, and its first tokens."""
+    around = _around(tokenizer)
+    message = words if around is None else around[0] + words
+    ids = tokenizer(message, add_special_tokens=around is None, return_tensors="pt")["input_ids"].long()
+    most = most_tokens(model, None)
+    limit = most - min(_ROOM, most // 8) if asked.tokens is None else min(asked.tokens, most)
+    count = ids.shape[1]
+    if count < 2:
+        fail(f"{asked.text} has {count} tokens; give a longer text")
+    if count > limit and asked.tokens is None:
+        report(f"{asked.text} has {count} tokens and the model {most} positions: the first {limit} tokens are read")
+    return message, {"input_ids": ids[:, :limit]}
+
+
+def _question(cache: Any, tokenizer: Any, question: str) -> str:
+    """Return what follows a context: the question, and what the model expects around it."""
+    around = _around(tokenizer)
+    if around is None:
+        return f"\n{question}"
+    before, after = around
+    begun = tokenizer(before, add_special_tokens=False)["input_ids"][:_TOLD]
+    if cache.tokens[0, : len(begun)].tolist() == begun:  # the context begins the message, which the question ends
+        return f"\n\n{question}{after}"
+    return f"{before}{question}{after}"
+
+
+def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
+    """Return the text of a context with the number of cut heads that keep each token; None if that cannot be told."""
+    if not tokenizer.is_fast:
+        return None
+    import torch
+
+    P = cache.context_length
+    kept, cut = torch.zeros(P, dtype=torch.long), 0
+    for layer in cache.layers:
+        for group in layer.groups:
+            if group.places.shape[2] < P:
+                cut += len(group.heads)
+                places = group.places[0].long().cpu()
+                kept += torch.bincount(places[places >= 0], minlength=P)
+    if not cut:
+        return None
+    with_special = _around(tokenizer) is None
+    spans = tokenizer(message, add_special_tokens=with_special, return_offsets_mapping=True)["offset_mapping"][:P]
+    pieces, done = [], 0
+    for _, end in spans:  # tokens of one letter's bytes have the same span: the first of them has the letter
+        pieces.append(message[done:end])
+        done = max(done, end)
+    return KeptText(pieces, kept.tolist(), cut)
+
+
+def _facts(sizes: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is said of a compressed context."""
+    yield "positions", str(sizes["positions"])
+    yield "bytes", f"{_size(sizes['bytes'])} ({sizes['bytes'] / sizes['dense_bytes']:.1%} of dense)"
+    yield "dense bytes", _size(sizes["dense_bytes"])
+    yield "seconds", f"{sizes['seconds']:.3g}"
+
+
+def _size(nbytes: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes} bytes"

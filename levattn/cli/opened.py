@@ -1,0 +1,131 @@
+"""Models and texts as the commands open them: a folder or a .gguf file, a text file, and what is wrong with them."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from levattn._core.checks import needing
+from levattn.cli.output import fail
+
+__all__ = ["check_model", "forward_errors_in_one_line", "most_tokens", "opened_decoder", "opened_model", "read_text"]
+
+_GGUF_NEEDS = ("gguf", "accelerate")
+
+
+def opened_model(path: Path) -> tuple[Any, Any]:
+    """Return the model in a folder or a .gguf file, in evaluation mode, and its tokenizer, or end the program."""
+    check_model(path)
+    with needing("this needs torch and transformers", "transformers"):
+        import torch  # noqa: F401 (without which transformers can be imported, and load nothing)
+        import transformers
+    if _is_gguf(path):
+        _check_gguf(path)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return _of_gguf(path) if _is_gguf(path) else _of_folder(path)
+    except Exception as error:  # of any kind: of the files' readers, and of what the configuration names
+        remedy = (
+            "it needs a decoder that transformers reads from GGUF, and the whole file, so download it again"
+            if _is_gguf(path)
+            else "it needs config.json, weights as .safetensors, and a tokenizer, so download the whole folder again"
+        )
+        fail(f"{path}: transformers cannot load this model ({type(error).__name__}: {error}); {remedy}")
+
+
+def opened_decoder(path: Path) -> tuple[Any, Any]:
+    """Return a model that generates text, and its tokenizer, or end the program."""
+    model, tokenizer = opened_model(path)
+    if not model.can_generate():
+        fail(f"{path} is a {type(model).__name__}, which generates no text; give a causal decoder")
+    return model, tokenizer
+
+
+def check_model(path: Path) -> None:
+    """End the program unless a path is the folder of a model or a .gguf file."""
+    if path.is_file() and _is_gguf(path):
+        return
+    if _is_gguf(path) and not path.exists():
+        fail(f"{path}: no such file; models are read from disk, so download it first: hf download NAME FILE")
+    if path.is_file():
+        fail(f"{path} is a file; give the folder of a Hugging Face model, or a file that ends in .gguf")
+    if not path.is_dir():
+        fail(
+            f"{path}: no such folder; models are read from disk, so download it first: "
+            "hf download NAME --local-dir FOLDER"
+        )
+    if not (path / "config.json").is_file():
+        fail(f"{path} has no config.json; give the folder of a Hugging Face model, or a .gguf file")
+
+
+def read_text(path: Path) -> str:
+    """Return the text in a file, or end the program."""
+    if not path.exists():
+        fail(f"{path}: no such file; name a text file with --text")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        fail(f"{path} is not UTF-8 text; convert it")
+
+
+def most_tokens(model: Any, asked: int | None) -> int:
+    """Return how many tokens to read: those asked for, or as many as the model has positions."""
+    limit = 1 << 30 if asked is None else asked
+    positions: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or limit
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            positions -= padding + 1  # the first position comes after that of padding: RoBERTa
+            break
+    return min(limit, positions)
+
+
+@contextmanager
+def forward_errors_in_one_line(path: Path, count: int, remedy: str = "give fewer --tokens") -> Iterator[None]:
+    """End the program if a model cannot be run on so many tokens."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        said = str(error).strip().partition("\n")[0]
+        fail(f"{path} cannot be run on {count} tokens ({type(error).__name__}: {said}); {remedy}, or another model")
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def _check_gguf(path: Path) -> None:
+    missing = [name for name in _GGUF_NEEDS if find_spec(name) is None]
+    if missing:
+        fail(
+            f"{path}: transformers reads .gguf files with the packages {' and '.join(_GGUF_NEEDS)}, and "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install {' '.join(missing)}"
+        )
+    with path.open("rb") as stream:
+        begins = stream.read(4)
+    if begins != b"GGUF":
+        fail(f"{path} is no GGUF file; download it again")
+
+
+def _of_folder(folder: Path) -> tuple[Any, Any]:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    kinds = " ".join(getattr(config, "architectures", None) or ())
+    causal = "CausalLM" in kinds or "LMHead" in kinds
+    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _of_gguf(file: Path) -> tuple[Any, Any]:
+    import transformers
+
+    where: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    with redirect_stderr(io.StringIO()):  # on which transformers draws a bar that cannot be turned off
+        model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **where).eval()
+        return model, transformers.AutoTokenizer.from_pretrained(file.parent, **where)

@@ -1,0 +1,238 @@
+"""The commands that read a text once with a decoder, and answer from what they keep; the pages that commands write."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from test_cli import assert_as_documented, assert_columns_explained, refused, run, shown_help  # noqa: E402
+from test_cli_models import SIZES, WORDS, saved  # noqa: E402
+
+from levattn.cli import contexts, page  # noqa: E402
+from levattn.integrations import transformers as ours  # noqa: E402
+
+CHAT = "{% for m in messages %}head {{ m['role'] }} of {{ m['content'] }} keys{% endfor %} are"
+
+
+def llama(seed=0):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, eos_token_id=None, **SIZES
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return saved(llama(), tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    folder = saved(llama(), tmp_path_factory.mktemp("chatting"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_text(" ".join(rng.choice(WORDS, 90)) + " <b>&", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def context(decoder, text, tmp_path_factory):
+    path = tmp_path_factory.mktemp("context") / "a.safetensors"
+    result = run("compress", decoder, "--text", text, "-o", path, "--budget", "1")
+    assert (result.exit_code, result.stderr) == (0, "")
+    return path
+
+
+class Tags(HTMLParser):
+    """Refuses a page whose tags are not balanced, or that reaches for anything outside."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.titles, self.words = [], [], []
+        content = path.read_text(encoding="utf-8")
+        assert not re.search(r"https?:|url\(|@import|<script|\bsrc=|\bhref=", content)
+        self.feed(content)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta",):
+            self.open.append(tag)
+        self.titles += [value for name, value in attributes if name == "title"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "span":
+            self.words.append(data)
+
+
+def test_compress_says_what_it_keeps(decoder, text, tmp_path):
+    path, html = tmp_path / "a.safetensors", tmp_path / "a.html"
+    arguments = ("compress", decoder, "--text", text, "-o", path, "--budget", "0.5")
+    result = run(*arguments, "--html", html)
+    assert result.exit_code == 0, result.output
+    assert_facts_explained(result.stdout)
+    assert result.stderr.startswith("levattn: all heads are cut to 50%")
+    assert result.stderr.count("\n") == 1
+    shown = Tags(html)
+    assert "".join(shown.words) == text.read_text(encoding="utf-8")
+    kept = [int(x) for title in shown.titles for x in re.findall(r"kept by (\d+) of 4", title)]
+    assert min(kept) < max(kept) == 4
+    assert sum(title.startswith("layer ") for title in shown.titles) == 4
+    found = json.loads(run(*arguments, "--tokens", "40", "--chunk", "30", "--json").stdout)
+    assert_as_documented(found | {"heads": found["heads"]})
+    assert found["positions"] == 40
+    assert found["bytes"] <= 0.5 * found["dense_bytes"]
+
+
+def assert_facts_explained(printed):
+    names = [line.partition(":")[0] for line in printed.splitlines()]
+    block = shown_help("compress").partition("What is printed:\n")[2]
+    assert re.findall(r"^    (\S.*?)  +", block, flags=re.MULTILINE) == names
+
+
+def test_text_beyond_the_positions_of_the_model_is_said(decoder, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(contexts, "most_tokens", lambda *_: 64)
+    result = run("compress", decoder, "--text", text, "-o", tmp_path / "a.safetensors", "--budget", "1")
+    assert result.exit_code == 0, result.output
+    assert "positions: 56\n" in result.stdout
+    assert "tokens and the model 64 positions: the first 56 tokens are read" in result.stderr
+
+
+def test_ask_answers_as_the_model_does_that_reads_the_whole_text(decoder, context, text):
+    result = run("ask", decoder, context, "the head", "--max-tokens", "5", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert_as_documented(found)
+    model = transformers.AutoModelForCausalLM.from_pretrained(decoder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(decoder)
+    ids = tokenizer(text.read_text(encoding="utf-8") + "\nthe head", return_tensors="pt")["input_ids"]
+    whole = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+    assert found["answer"] == tokenizer.decode(whole, skip_special_tokens=True)
+    assert found["tokens"] == 5
+    assert found["bytes"] == found["dense_bytes"]
+    shown = run("ask", decoder, context, "the head", "--max-tokens", "5")
+    assert shown.stdout.strip() == found["answer"]
+    assert re.fullmatch(r"levattn: context of \d+ positions in .*; 5 tokens, the first after .*\n", shown.stderr)
+    one = run("ask", decoder, context, "the head", "--max-tokens", "1", "--json")
+    assert json.loads(one.stdout)["token_seconds"] is None
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_chat_template_surrounds_text_and_question(chatting, text, tmp_path, begun):
+    pytest.importorskip("jinja2")
+    path = tmp_path / "a.safetensors"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chatting)
+    words = text.read_text(encoding="utf-8")
+    if begun:
+        assert run("compress", chatting, "--text", text, "-o", path, "--budget", "1").exit_code == 0
+        whole = f"head user of {words}\n\nmany more keys are"
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(chatting)
+        ours.compress(model, tokenizer("the " + words, return_tensors="pt")["input_ids"], budget=1.0).save(path)
+        whole = f"the {words} head user of many more keys are"
+    found = json.loads(run("ask", chatting, path, "many more", "--max-tokens", "4", "--json").stdout)
+    model = transformers.AutoModelForCausalLM.from_pretrained(chatting)
+    ids = tokenizer(whole, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    assert found["answer"] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_what_cannot_be_asked_is_refused_in_one_line(decoder, context, text, tmp_path):
+    other = saved(llama(1), tmp_path / "other")
+    assert "was made with another model" in refused("ask", other, context, "the")
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(context.read_bytes()[:1000])
+    assert "is no compressed context, or is damaged" in refused("ask", decoder, damaged, "the")
+    assert "make it with `levattn compress`" in refused("ask", decoder, tmp_path / "none.safetensors", "the")
+    assert "the question has no tokens" in refused("ask", decoder, context, "")
+    missing = ("compress", decoder, "--text", text, "-o", tmp_path / "a.safetensors", "--heads", tmp_path / "none")
+    assert "make it with `levattn profile`" in refused(*missing)
+    encoder = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, **SIZES))
+    folder = saved(encoder, tmp_path / "encoder")
+    assert "generates no text; give a causal decoder" in refused("ask", folder, context, "the")
+    refused("compress", decoder, "--text", text, "-o", "a.safetensors", "--budget", "0", status=2)
+    refused("compress", decoder, "--text", text, "-o", "a.txt", status=2)
+    refused("profile", decoder, "-o", "a.json", "--share", "1", status=2)
+
+
+def test_gguf_files(decoder, text, tmp_path, monkeypatch):
+    file = tmp_path / "a.gguf"
+    assert "no such file; models are read from disk" in refused("inspect", file, "--text", text)
+    file.write_bytes(b"no such thing")
+    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda _: None)
+    assert "gguf and accelerate are not installed: pip install gguf" in refused("inspect", file, "--text", text)
+    monkeypatch.setattr("levattn.cli.opened.find_spec", lambda _: sys)
+    assert "is no GGUF file; download it again" in refused("inspect", file, "--text", text)
+    assert "is a file; give the folder" in refused("inspect", text, "--text", text)
+    file.write_bytes(b"GGUF and no more")
+    assert "transformers cannot load this model" in refused("inspect", file, "--text", text)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(decoder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(decoder)
+    for kind, part in ((transformers.AutoModelForCausalLM, loaded), (transformers.AutoTokenizer, tokenizer)):
+        monkeypatch.setattr(kind, "from_pretrained", lambda *_, part=part, **__: part)
+    assert run("inspect", file, "--text", text).exit_code == 0
+
+
+@pytest.mark.skipif(not hasattr(ours, "head_profile"), reason="heads are not profiled yet")
+def test_a_profile_splits_the_budget(decoder, text, tmp_path):
+    heads, html, picture = (tmp_path / name for name in ("heads.json", "heads.html", "heads.png"))
+    small = ("profile", decoder, "-o", heads, "--tasks", "2", "--positions", "256")
+    result = run(*small, "--html", html, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert_columns_explained("profile", result.stdout)
+    assert len(Tags(html).titles) == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert_as_documented(json.loads(run(*small, "--json").stdout))
+    arguments = ("compress", decoder, "--text", text, "--heads", heads, "-o", tmp_path / "a.safetensors")
+    compressed = run(*arguments, "--budget", "0.6")
+    assert (compressed.exit_code, compressed.stderr) == (0, "")
+
+
+def test_the_page_of_prune_report(decoder, text, tmp_path):
+    path = tmp_path / "a.html"
+    result = run("prune-report", decoder, "--text", text, "--budget", "24", "--html", path)
+    assert result.exit_code == 0, result.output
+    assert [title.partition(":")[0] for title in Tags(path).titles] == [
+        f"layer {layer}, head {head}" for layer in range(2) for head in range(2)
+    ]
+    refused("prune-report", decoder, "--text", text, "--html", "a.txt", status=2)
+
+
+def test_a_page_escapes_what_it_shows_and_marks_what_is_missing(tmp_path):
+    path = tmp_path / "a.html"
+    values = {(0, 0): None, (0, 1): 2.0, (3, 1): float("nan")}
+    heat = page.HeatMap("<i>", values, ".1f")
+    kept = page.KeptText(["<b>", "&", "a", "\U0001f642"], [0, 0, 0, 2], 2)
+    page.write_page(path, "</title>", {"<dt>": "&"}, [heat], [{"x": None}], {"<td>": "x:.1f"}, kept)
+    shown = Tags(path)
+    assert "".join(shown.words) == "<b>&a\U0001f642"
+    assert shown.titles == [
+        "layer 0, head 0: -",
+        "layer 0, head 1: 2.0",
+        "layer 3, head 0: -",
+        "layer 3, head 1: -",
+        "tokens 0 to 2: kept by 0 of 2 cut heads",
+        "token 3: kept by 2 of 2 cut heads",
+    ]
