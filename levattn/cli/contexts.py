@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from levattn.cli.models import draw
-from levattn.cli.opened import check_model, forward_errors_in_one_line, most_tokens, opened_decoder, read_text
+from levattn.cli.opened import check_model_path, forward_errors_in_one_line, most_tokens, opened_decoder, read_text
 from levattn.cli.output import check_output, fail, new_console, print_json, report, table_of
 from levattn.cli.page import HeatMap, KeptText, write_page
 from levattn.exceptions import RecallWarning
 
-__all__ = ["Compression", "Measurement", "ask", "compress", "profile"]
+__all__ = ["Compression", "Measurement", "ask", "compress_text", "profile"]
 
 _COSTS = {
     "layer": "layer",
@@ -68,14 +68,14 @@ class Compression:
 
 def profile(asked: Measurement) -> None:
     """Run ``levattn profile``."""
-    check_model(asked.model)
+    check_model_path(asked.model)
     for path, option in ((asked.output, "--output"), (asked.plot, "--plot"), (asked.html, "--html")):
         check_output(path, option)
     model, tokenizer = opened_decoder(asked.model)
     from levattn.integrations.transformers import head_profile
 
     start = time.perf_counter()
-    options = {"tasks": asked.tasks, "positions": asked.positions, "share": asked.share}
+    options: dict[str, Any] = {"tasks": asked.tasks, "positions": asked.positions, "share": asked.share}
     with (
         forward_errors_in_one_line(asked.model, asked.positions, "give fewer --positions"),
         _bar("heads") as progress,
@@ -105,9 +105,9 @@ def profile(asked: Measurement) -> None:
     console.print(f"seconds: {seconds:.3g}")
 
 
-def compress(asked: Compression) -> None:
+def compress_text(asked: Compression) -> None:
     """Run ``levattn compress``."""
-    check_model(asked.model)
+    check_model_path(asked.model)
     for path, option in ((asked.output, "--output"), (asked.html, "--html")):
         check_output(path, option)
     words = read_text(asked.text)
@@ -152,7 +152,7 @@ def compress(asked: Compression) -> None:
 
 def ask(path: Path, context: Path, question: str, max_tokens: int, as_json: bool) -> None:
     """Run ``levattn ask``."""
-    check_model(path)
+    check_model_path(path)
     if not context.exists():
         fail(f"{context}: no such file; make it with `levattn compress`")
     model, tokenizer = opened_decoder(path)

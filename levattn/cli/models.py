@@ -6,7 +6,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
-from levattn.cli.opened import check_model, forward_errors_in_one_line, most_tokens, opened_model, read_text
+from levattn.cli.opened import check_model_path, forward_errors_in_one_line, most_tokens, opened_model, read_text
 from levattn.cli.output import check_output, fail, new_console, print_json, table_of
 from levattn.cli.page import HeatMap, write_page
 from levattn.io import replace_file
@@ -107,7 +107,7 @@ def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> No
 
 def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     """Return the model in a folder, in evaluation mode, and the tokens of a text, or end the program."""
-    check_model(inquiry.model)
+    check_model_path(inquiry.model)
     check_output(inquiry.plot, "--plot")
     check_output(inquiry.html, "--html")
     words = read_text(inquiry.text)

@@ -10,14 +10,21 @@ from typing import Any
 from levattn._core.checks import needing
 from levattn.cli.output import fail
 
-__all__ = ["check_model", "forward_errors_in_one_line", "most_tokens", "opened_decoder", "opened_model", "read_text"]
+__all__ = [
+    "check_model_path",
+    "forward_errors_in_one_line",
+    "most_tokens",
+    "opened_decoder",
+    "opened_model",
+    "read_text",
+]
 
 _GGUF_NEEDS = ("gguf", "accelerate")
 
 
 def opened_model(path: Path) -> tuple[Any, Any]:
     """Return the model in a folder or a .gguf file, in evaluation mode, and its tokenizer, or end the program."""
-    check_model(path)
+    check_model_path(path)
     with needing("this needs torch and transformers", "transformers"):
         import torch  # noqa: F401 (without which transformers can be imported, and load nothing)
         import transformers
@@ -44,7 +51,7 @@ def opened_decoder(path: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def check_model(path: Path) -> None:
+def check_model_path(path: Path) -> None:
     """End the program unless a path is the folder of a model or a .gguf file."""
     if path.is_file() and _is_gguf(path):
         return

@@ -153,7 +153,7 @@ def _compress(
     as_json: AsJson = False,
     html: WebPage = None,
 ) -> None:
-    contexts.compress(contexts.Compression(model, text, output, budget, heads, tokens, chunk, as_json, html))
+    contexts.compress_text(contexts.Compression(model, text, output, budget, heads, tokens, chunk, as_json, html))
 
 
 def _ask(

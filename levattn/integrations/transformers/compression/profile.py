@@ -234,7 +234,7 @@ def head_profile(
     seed : int, default 0
         Of the random words, and of the texts that the model writes.
     progress : bool or function, optional
-        True for a bar, or a function of the heads measured and their number, over all contexts.
+        True for a bar, or a function of the heads measured and their number, twice over all contexts.
 
     Returns
     -------
@@ -270,8 +270,10 @@ def head_profile(
     rng = np.random.default_rng(seed)
     asked = [made_up(tokenizer, text, positions, _FOLLOWING, rng) for text in given]
     name = type(model).__name__
-    with torch.no_grad(), reported(progress, None) as advance:
+    with torch.no_grad():
         trials = [_Trial.of(model, task, share) for task in asked]
+        passes = 2 * sum(len(trial.whole.table()) for trial in trials)
+    with torch.no_grad(), reported(progress, passes) as advance:
         alone = [trial.cut(advance) for trial in trials]
         low = _profile(alone, name, share).shares(_COMPANY)
         company = [trial.restored(low, advance) for trial in trials]
