@@ -55,7 +55,7 @@ PEERS := transformers kvpress timm
 packages-transformers := transformers==4.57.6
 packages-kvpress := kvpress transformers==5.2.0
 packages-timm := timm==1.0.31
-adapters := test_prune test_compress test_changed_models test_calibrate test_calibrate_risk test_transformers test_cli_models
+adapters := test_prune test_compress test_changed_models test_calibrate test_calibrate_risk test_transformers test_cli_models test_cli_contexts
 tests-transformers := $(adapters)
 tests-kvpress := $(adapters) test_kvpress test_docstrings
 tests-timm := test_timm test_docstrings

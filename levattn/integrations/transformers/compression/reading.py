@@ -73,8 +73,8 @@ def _attending(model: Any) -> dict[int, Any]:
             continue
         if number in found or getattr(module, "is_cross_attention", False) or not hasattr(module, "config"):
             raise ValueError(
-                f"{name} ({layer_of(module)}) is not the only attention of its layer; expected a decoder without "
-                "cross-attention"
+                f"{type(model).__name__} is no decoder: {name} is not the only attention of its layer, or of another "
+                "sequence; expected a decoder without cross-attention, e.g. Llama or Qwen"
             )
         found[int(number)] = module
     if not found:
