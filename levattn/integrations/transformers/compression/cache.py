@@ -144,6 +144,23 @@ class CompressedCache(Cache):  # type: ignore[misc]
         super().reset()
         self.tokens, self.present = (part[:, : self.context_length] for part in (self.tokens, self.present))
 
+    def crop(self, max_length: int) -> None:
+        """Keep the first positions; those of the context cannot be forgotten.
+
+        Parameters
+        ----------
+        max_length : int
+            Positions to keep, or if negative how many to forget.
+
+        Raises
+        ------
+        ValueError
+            If positions of the context would go.
+        """
+        super().crop(max_length)
+        length = self.get_seq_length()
+        self.tokens, self.present = self.tokens[:, :length], self.present[:, :length]
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence.
 

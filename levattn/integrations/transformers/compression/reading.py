@@ -177,8 +177,12 @@ def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     cache: Any = kwargs.get("past_key_values")
     ids = inputs if inputs is not None else kwargs.get("input_ids")
     generate = partial(type(model).generate, model)
-    if ids is None or not hasattr(cache, "context_length"):
+    if not hasattr(cache, "context_length"):
         return generate(inputs, *args, **kwargs)
+    if ids is None:
+        raise ValueError(
+            "past_key_values is a CompressedCache, and no input_ids are given; expected the tokens of a question"
+        )
     kwargs.pop("input_ids", None)
     if ids.shape[0] != cache.tokens.shape[0]:
         raise ValueError(
@@ -187,8 +191,8 @@ def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         )
     before, present = (part.to(ids.device) for part in cache.so_far())
     mask = kwargs.pop("attention_mask", None)
-    length = before.shape[1]
-    if ids.shape[1] > length and torch.equal(ids[:, :length], before.to(ids)):
+    length, known = before.shape[1], cache.tokens.shape[1]
+    if ids.shape[1] > length and torch.equal(ids[:, :known], before[:, :known].to(ids)):
         length = 0  # all positions were given, as transformers has it for other caches
     else:
         mask = torch.cat([present.to(ids), torch.ones_like(ids) if mask is None else mask.to(ids)], 1)

@@ -183,10 +183,10 @@ def _mixture(q: Any, group: HeadSlots, tail: tuple[Any, Any], hidden: Any, scale
     """Return the softmax mixture (B, G, r, T, D) of queries (B, G, r, T, d) over slots and what came after them."""
     r, T = q.shape[2:4]
     s = group.keys.shape[2]
-    rows = q.flatten(2, 3)
+    rows = q.flatten(2, 3) * scale
 
     def logits(K: Any) -> Any:
-        found = (rows @ K.transpose(-1, -2) * scale).unflatten(2, (r, T)).float()
+        found = (rows @ K.transpose(-1, -2)).unflatten(2, (r, T)).to(torch.promote_types(q.dtype, torch.float32))
         return found if softcap is None else torch.tanh(found / softcap) * softcap
 
     far, near = logits(group.keys), logits(tail[0])
