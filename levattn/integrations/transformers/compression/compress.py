@@ -120,8 +120,7 @@ def compress(
             base(**inputs, **({"past_key_values": cache} if first else {}))
             keeper.end()
             advance(last - first)
-    found = CompressedCache(layers, tokens, present, fingerprint(model))
-    return found
+    return CompressedCache(layers, tokens, present, fingerprint(model))
 
 
 def _read(context: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from levattn._core.progress import reported
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.shares import split_bytes
+from levattn.integrations.transformers.compression.shares import share_of_bytes, split_bytes
 from levattn.integrations.transformers.compression.tasks import Task, made_up, written_by
 from levattn.integrations.transformers.heads_table import HeadsTable
 from levattn.io import replace_file
@@ -123,10 +123,9 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
         ValueError
             If budget is out of range.
         """
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
-            raise ValueError(f"budget is {budget!r}; expected a share of the bytes in (0, 1]")
+        budget = share_of_bytes("budget", budget)
         least = 1e-4 * max(self.values()) + 1e-12  # so that no head is free
-        return split_bytes({head: self[head] + least for head in self}, float(budget))
+        return split_bytes({head: self[head] + least for head in self}, budget)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each head.

@@ -11,7 +11,7 @@ from typing import Any
 
 from levattn.exceptions import RecallWarning
 
-__all__ = ["shares_for", "split_bytes"]
+__all__ = ["share_of_bytes", "shares_for", "split_bytes"]
 
 _LEVELS = (1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 
@@ -21,9 +21,9 @@ def shares_for(budget: Any, profile: Any) -> Callable[[int, int], float]:
     if isinstance(budget, Mapping):
         if profile is not None:
             raise ValueError("budget names heads, and heads is given; expected one of the two. Leave heads out")
-        named = {_pair(key): _in_range(f"budget[{key!r}]", share) for key, share in budget.items()}
+        named = {_pair(key): share_of_bytes(f"budget[{key!r}]", share) for key, share in budget.items()}
         return lambda layer, head: named.get((layer, head), 1.0)
-    share = _in_range("budget", budget)
+    share = share_of_bytes("budget", budget)
     if profile is None:
         if share < 1:
             warnings.warn(
@@ -75,7 +75,8 @@ def split_bytes(costs: Mapping[tuple[int, int], float], budget: float) -> dict[t
     return shares | dict.fromkeys(few, min(1.0, low + left / len(few)))
 
 
-def _in_range(name: str, value: Any) -> float:
+def share_of_bytes(name: str, value: Any) -> float:
+    """Return an argument that is a share of the bytes, or raise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(f"{name} is {value!r}; expected a share of the bytes in (0, 1]")
     return float(value)

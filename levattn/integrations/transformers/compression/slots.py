@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from levattn._kernels.pruned.contract import mapped
 from levattn.attention.pruned import choice
 
 __all__ = ["HeadSlots", "Split", "appended", "attended", "padded_together", "slots_of"]
@@ -57,13 +58,13 @@ class HeadSlots:
     def of_heads(self, heads: tuple[int, ...]) -> HeadSlots:
         """Return those of some of the heads."""
         index = torch.tensor([self.heads.index(head) for head in heads], device=self.keys.device)
-        arrays = (self.keys, self.values, self.log_weight, self.places)
-        return HeadSlots(heads, *(None if array is None else array.index_select(1, index) for array in arrays))
+        found: HeadSlots = mapped(self, lambda array: array.index_select(1, index))
+        return replace(found, heads=heads)
 
     def of_sequences(self, rows: Any) -> HeadSlots:
         """Return those of the sequences with these numbers."""
-        arrays = (self.keys, self.values, self.log_weight, self.places)
-        return HeadSlots(self.heads, *(None if array is None else array[rows.to(array.device)] for array in arrays))
+        found: HeadSlots = mapped(self, lambda array: array[rows.to(array.device)])
+        return found
 
 
 def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any, Any, Any]:
@@ -154,8 +155,7 @@ def attended(
         hidden = ~(seen if present is None else seen & present[:, None])[:, None, None]
     Y = q.new_empty((*q.shape[:3], tail[1].shape[-1])) if len(groups) > 1 else None
     for group in groups:
-        all_heads = len(group.heads) * each == H
-        index = None if all_heads else torch.as_tensor(group.heads, device=q.device)
+        index = None if Y is None else torch.as_tensor(group.heads, device=q.device)
         mine = q.unflatten(1, (-1, each))
         near = tail
         if index is not None:
@@ -175,7 +175,7 @@ def attended(
         whole = found[0] if len(found) == 1 else torch.cat(found, 3)
         if Y is None:
             return whole.flatten(1, 2)
-        Y.unflatten(1, (-1, each)).index_copy_(1, torch.as_tensor(group.heads, device=q.device), whole)
+        Y.unflatten(1, (-1, each)).index_copy_(1, index, whole)
     return Y
 
 
