@@ -17,13 +17,14 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tasks import TASKS, Context, contexts
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaModel
 from transformers.utils import logging
 
 from levattn.integrations.transformers import HeadProfile, compress
@@ -31,6 +32,9 @@ from levattn.integrations.transformers import HeadProfile, compress
 PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
 RIVALS = ("SnapKV", "KeyDiff", "Knorm", "ExpectedAttention", "Compactor", "StreamingLLM", "TOVA")
 WRAPPED = (("AdaKV", "SnapKV"), ("AdaKV", "ExpectedAttention"), ("CriticalKV", "SnapKV"))
+
+# What models call their cache: since transformers 5.24, and before
+CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
 
 Read = Callable[[Any], Any]
 
@@ -51,7 +55,7 @@ def opened() -> tuple[Any, Any]:
 def dense(model: Any, tokens: Any) -> Any:
     """Read a context and keep all of it."""
     cache = DynamicCache()
-    model.model(tokens, past_key_values=cache)
+    model.model(tokens, **{CACHE: cache})
     return cache
 
 
@@ -82,7 +86,7 @@ def log_probabilities(model: Any, cache: Any, length: int, tokens: list[int]) ->
     fork = cache if before else cache.copy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logits = model(ids, past_key_values=fork, position_ids=places[None]).logits[0]
+        logits = model(ids, position_ids=places[None], **{CACHE: fork}).logits[0]
     for layer, kept in zip(cache.layers, before or (), strict=False):
         layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
     return logits.log_softmax(-1)

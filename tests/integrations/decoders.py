@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"rotary_pct": 0.5},
     "Esm": {"position_embedding_type": "rotary"},
 }
+# What models call their cache: since transformers 5.24, and before
+CACHE = next(
+    name for name in ("cache", "past_key_values") if name in signature(transformers.LlamaModel.forward).parameters
+)
 ENCODERS = ["Esm"] + (["Bert", "Roberta", "DistilBert"] if transformers.__version__ >= "5" else [])
 T, PADDED = 20, 6
 LEFT = torch.tensor([[1] * T, [0] * PADDED + [1] * (T - PADDED)])  # which positions are no padding

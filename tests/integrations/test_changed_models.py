@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import LEFT, PADDED, T, base, difference, output, position_ids, tokens  # noqa: E402
+from decoders import CACHE, LEFT, PADDED, T, base, difference, output, position_ids, tokens  # noqa: E402
 
 from levattn.integrations.transformers import (  # noqa: E402
     latent_parameters,
@@ -94,8 +94,8 @@ def in_parts(model: Any, ids: Any, cuts: list[int], real: Any = None) -> tuple[A
         if real is not None:
             padding = {"attention_mask": real[:, :high], "position_ids": position_ids(real)[:, low:high]}
         with torch.no_grad():
-            result = model(part, past_key_values=past, use_cache=True, **padding)
-        past, low = result.past_key_values, high
+            result = model(part, use_cache=True, **{CACHE: past}, **padding)
+        past, low = result[CACHE], high
         found.append(result.logits)
     return torch.cat(found, 1), past
 
@@ -158,27 +158,27 @@ def test_padding_on_the_left_changes_nothing(form: str, family: str) -> None:
 def test_a_cache_can_be_copied_selected_and_repeated(form: str) -> None:
     model, ids = changed(form), tokens()
     with torch.no_grad():
-        past = model(ids[:, :12], attention_mask=LEFT[:, :12], use_cache=True).past_key_values
+        past = model(ids[:, :12], attention_mask=LEFT[:, :12], use_cache=True)[CACHE]
         fork = copy.deepcopy(past)
-        one = model(ids[:, 12:], attention_mask=LEFT, past_key_values=past).logits
-        assert torch.equal(one, model(ids[:, 12:], attention_mask=LEFT, past_key_values=fork).logits)
+        one = model(ids[:, 12:], attention_mask=LEFT, **{CACHE: past}).logits
+        assert torch.equal(one, model(ids[:, 12:], attention_mask=LEFT, **{CACHE: fork}).logits)
         past.batch_select_indices(torch.tensor([1, 0, 1]))
         past.batch_repeat_interleave(2)
         order = torch.tensor([1, 1, 0, 0, 1, 1])
         real = torch.cat([LEFT, torch.ones(2, 3, dtype=LEFT.dtype)], 1)
-        more = model(ids[order, :3], past_key_values=past, attention_mask=real[order]).logits
-        wanted = model(ids[:, :3], past_key_values=fork, attention_mask=real).logits
+        more = model(ids[order, :3], attention_mask=real[order], **{CACHE: past}).logits
+        wanted = model(ids[:, :3], attention_mask=real, **{CACHE: fork}).logits
         assert difference(more, wanted[order]) < 1e-5
         if form == "extended, one layer":  # some versions of transformers keep zeros of the positions in the other one
             return
         past.reset()
         assert past.get_seq_length() == 0
-        assert difference(model(ids, past_key_values=past).logits, output(model, ids)) < 1e-4
+        assert difference(model(ids, **{CACHE: past}).logits, output(model, ids)) < 1e-4
 
 
 @over_kinds
 def test_drafts_that_must_be_forgotten_are_refused(form: str) -> None:
-    past = changed(form)(tokens(), use_cache=True).past_key_values
+    past = changed(form)(tokens(), use_cache=True)[CACHE]
     assert not past.layers[0].is_croppable
     with pytest.raises(ValueError, match="cannot forget positions"):
         past.crop(-2)
@@ -187,10 +187,10 @@ def test_drafts_that_must_be_forgotten_are_refused(form: str) -> None:
 @pytest.mark.parametrize(("form", "message"), [("extended", "extended by macchiato_from"), ("streamed", "prune")])
 def test_a_cache_of_states_is_of_no_use_to_another_model(form: str, message: str) -> None:
     model, ids = changed(form), tokens()
-    past = model(ids, use_cache=True).past_key_values
+    past = model(ids, use_cache=True)[CACHE]
     remove(model)
     with pytest.raises(ValueError, match=rf"{message}.* was removed; expected a cache of this model"):
-        model(ids[:, :1], past_key_values=past)
+        model(ids[:, :1], **{CACHE: past})
 
 
 # Coming and going
@@ -296,12 +296,12 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     ),
     "unknown keyword": (lambda _: {"tree": 3}, "passes tree to its attention .*not known"),
     "static cache": (
-        lambda model: {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=2 * T)},
-        "past_key_values is of type StaticCache",
+        lambda model: {CACHE: transformers.StaticCache(config=model.config, max_cache_len=2 * T)},
+        "the cache is of type StaticCache",
     ),
-    "offloaded cache": (lambda model: {"past_key_values": offloaded(model)}, "DynamicCache, offloaded"),
+    "offloaded cache": (lambda model: {CACHE: offloaded(model)}, "DynamicCache, offloaded"),
     "cache of the base": (
-        lambda _: {"past_key_values": base()(tokens(), use_cache=True).past_key_values},
+        lambda _: {CACHE: base()(tokens(), use_cache=True)[CACHE]},
         f"holds {T} positions of the base model, without what the .* keep",
     ),
 }

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import base, difference, tokens  # noqa: E402
+from decoders import CACHE, base, difference, tokens  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, compress, head_profile, prune  # noqa: E402
@@ -173,7 +173,7 @@ def test_forks_share_the_context_and_go_on_by_themselves() -> None:
     assert torch.equal(logits(model, fork, question()), first)
     fork.crop(CONTEXT)
     with torch.no_grad():
-        model(question(), past_key_values=fork)
+        model(question(), **{CACHE: fork})
     whole = torch.cat([context(), question(), torch.tensor([[9]])], 1)  # as transformers has it, after a plain call
     assert model.generate(whole, past_key_values=fork, **GREEDY).shape == (1, CONTEXT + 4 + NEW)
     with pytest.raises(ValueError, match="no input_ids are given"):
@@ -255,12 +255,12 @@ def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
     model(context(2)).logits.sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
     with pytest.raises(ValueError, match="came to a model that was not made to read it"):
-        base()(question(), past_key_values=cache.copy())
+        base()(question(), **{CACHE: cache.copy()})
     with pytest.raises(ValueError, match="question has 2 rows and the cache 1"):
         model.generate(question(2), past_key_values=cache.copy(), **GREEDY)
     model.model.layers[0].self_attn.attention_dropout = 0.5
     with pytest.raises(ValueError, match="attention_dropout"):
-        model.train()(question(), past_key_values=cache.copy())
+        model.train()(question(), **{CACHE: cache.copy()})
     assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == configs
 
 

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import ENCODERS, LEFT, PADDED, SIZES, T, base, difference, output, tokens, written_out  # noqa: E402
+from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, output, tokens, written_out  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.attention import pruned_attention  # noqa: E402
@@ -158,11 +158,11 @@ def test_a_cache_of_a_pruned_model_goes_on_without_pruning() -> None:
     wanted = output(model, ids)
     with torch.no_grad():
         report = prune(model, 200)
-        past = model(ids[:, :9], use_cache=True).past_key_values
+        past = model(ids[:, :9], use_cache=True)[CACHE]
         report.remove()
-        assert difference(model(ids[:, 9:], past_key_values=past).logits, wanted[:, 9:]) < 5e-5
+        assert difference(model(ids[:, 9:], **{CACHE: past}).logits, wanted[:, 9:]) < 5e-5
         with prune(model, 200), pytest.raises(ValueError, match="the states of another call of prune"):
-            model(ids[:, :1], past_key_values=past)
+            model(ids[:, :1], **{CACHE: past})
 
 
 # Caches that hold states alone
@@ -182,7 +182,7 @@ def test_memory_of_a_stream_does_not_grow() -> None:
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad(), prune(model, budget=40, stream=True):
         for part in tokens(1, 600).split(100, 1):
-            model(part, past_key_values=cache)
+            model(part, **{CACHE: cache})
             sizes.append(sum(layer.nbytes() for layer in cache.layers))
     assert max(sizes[1:]) <= 1.25 * min(sizes[1:])  # what the last chunk has left comes and goes
     assert max(sizes) < 2 * 2 * 600 * 2 * 8 * 4  # of all keys and values
@@ -194,9 +194,9 @@ def test_positions_in_the_cache_cannot_be_left_out_later(stream: bool) -> None:
     mask[0, 5:9] = 0
     with prune(model, budget=32, stream=stream):
         cache = transformers.DynamicCache(config=model.config)
-        output(model, tokens(1), past_key_values=cache)
+        output(model, tokens(1), **{CACHE: cache})
         with pytest.raises(ValueError, match="leaves out other positions than before"):
-            output(model, tokens(1, 1), past_key_values=cache, attention_mask=mask)
+            output(model, tokens(1, 1), attention_mask=mask, **{CACHE: cache})
 
 
 def test_the_keys_kept_by_threshold_are_those_of_the_stream() -> None:
@@ -283,9 +283,9 @@ def test_weights_are_those_of_the_mixture(family: str) -> None:
 def test_weights_on_what_a_cache_has_summarized_are_refused() -> None:
     model, ids = base(), tokens()
     with torch.no_grad(), prune(model, **SPLIT):
-        past = model(ids, use_cache=True).past_key_values
+        past = model(ids, use_cache=True)[CACHE]
         with pytest.raises(ValueError, match="output_attentions is True and LlamaAttention 0 goes on from a cache"):
-            model(ids[:, :1], past_key_values=past, output_attentions=True)
+            model(ids[:, :1], output_attentions=True, **{CACHE: past})
 
 
 # The report
@@ -321,10 +321,10 @@ def test_the_report_is_what_dense_attention_says(family: str) -> None:
 def test_the_report_of_decoding_and_padding() -> None:
     model, ids = base(), tokens()
     with torch.no_grad(), prune(model, **SPLIT) as report:
-        past = model(ids[:, :16], attention_mask=LEFT[:, :16], use_cache=True).past_key_values
+        past = model(ids[:, :16], attention_mask=LEFT[:, :16], use_cache=True)[CACHE]
         before = report.table()
         for t in range(16, T):
-            model(ids[:, t : t + 1], attention_mask=LEFT[:, : t + 1], past_key_values=past)
+            model(ids[:, t : t + 1], attention_mask=LEFT[:, : t + 1], **{CACHE: past})
     for row, old in zip(report.table(), before, strict=True):
         assert row["calls"] == 5
         assert 0.2 < row["captured"] < 1
@@ -525,9 +525,9 @@ def test_scales_of_layers_are_honored_or_refused() -> None:
 def test_windows_that_slide_are_refused_when_they_do() -> None:
     model = pruned(base("Mistral", sliding_window=T))
     cache = transformers.DynamicCache(config=model.config)
-    assert torch.isfinite(output(model, past_key_values=cache)).all()
+    assert torch.isfinite(output(model, **{CACHE: cache})).all()
     with pytest.raises(ValueError, match="MistralAttention 0 slides over 20 positions, and there are 21"):
-        output(model, tokens(length=1), past_key_values=cache)
+        output(model, tokens(length=1), **{CACHE: cache})
     with pytest.raises(ValueError, match="slides over 20 positions, and there are 22"):
         output(model, tokens(length=22))
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import (  # noqa: E402
+    CACHE,
     LEFT,
     PADDED,
     SIZES,
@@ -173,7 +174,7 @@ def test_layers_left_out_keep_their_attention(family: str, implementation: str) 
         positions = {} if real is None else {"position_ids": position_ids(real)}
         wanted = output(explicit(plain, window=WINDOW, learned=learned, real=real), ids, **positions)
         assert difference(output(model, ids, attention_mask=real, **positions), wanted, real) < 2e-4
-    assert set(state_size(model(ids).past_key_values)) == {1}
+    assert set(state_size(model(ids)[CACHE])) == {1}
     generated = model.generate(ids, attention_mask=LEFT, max_new_tokens=6, do_sample=False)
     alone = model.generate(ids[1:, PADDED:], max_new_tokens=6, do_sample=False)
     assert torch.equal(generated[1:, PADDED:], alone)
@@ -199,7 +200,7 @@ def test_memory_of_decoding_is_constant(family: str) -> None:
     past, held = None, []
     for part in tokens(length=40).split([10] * 4, 1):
         with torch.no_grad():
-            past = model(part, past_key_values=past, use_cache=True).past_key_values
+            past = model(part, use_cache=True, **{CACHE: past})[CACHE]
         held.append(state_size(past))
     assert set(held[0]) == {0, 1}
     assert held[0] == held[1] == held[3]
@@ -344,8 +345,8 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "ALiBi": (small("Falcon", alibi=True), "ALiBi"),
     "ALiBi without a switch": (small("Bloom", n_head=4, n_layer=2), "BloomAttention does not go through"),
     "no interface": (
-        small("GPTJ", n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
-        "GPTJAttention.* does not go through",
+        small("GPTNeo", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
+        "GPTNeo.*Attention.* does not go through",
     ),
     "no attention": (small("Mamba"), "no attention function was reached"),
     "layers of another kind": (of_kind("linear_attention"), "layer 0 is of type 'linear_attention'"),

@@ -30,7 +30,7 @@ class StateLayer:
         """Return the new keys and values, without those before."""
         if not self.expected:
             raise ValueError(
-                f"past_key_values holds the states of {self.owner}, and came to another model, or {self.change} was "
+                f"the cache holds the states of {self.owner}, and came to another model, or {self.change} was "
                 "removed; expected a cache of this model. Give an empty DynamicCache"
             )
         self.expected = False
@@ -84,7 +84,7 @@ def replaced(cache: Any, index: int, full: type[Any], sliding: type[Any], keeper
     offloading = getattr(cache, "offloading", False)
     if not isinstance(cache, DynamicCache) or offloading:
         raise TypeError(
-            f"past_key_values is of type {type(cache).__name__}{', offloaded' if offloading else ''}; expected a "
+            f"the cache is of type {type(cache).__name__}{', offloaded' if offloading else ''}; expected a "
             "DynamicCache on the device, whose layers are replaced by others. Give DynamicCache(config=model.config), "
             "or nothing"
         )
@@ -95,12 +95,12 @@ def replaced(cache: Any, index: int, full: type[Any], sliding: type[Any], keeper
         return layer
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise TypeError(
-            f"layer {index} of past_key_values is of type {type(layer).__name__}; expected DynamicLayer or "
+            f"layer {index} of the cache is of type {type(layer).__name__}; expected DynamicLayer or "
             "DynamicSlidingWindowLayer. Give DynamicCache(config=model.config), or nothing"
         )
     if layer.get_seq_length():
         raise ValueError(
-            f"layer {index} of past_key_values holds {layer.get_seq_length()} positions of the base model, without "
+            f"layer {index} of the cache holds {layer.get_seq_length()} positions of the base model, without "
             f"what {keeper} keep of them; expected an empty cache. Compute them anew with the model as it is now"
         )
     held = full() if type(layer) is DynamicLayer else sliding(layer.sliding_window)

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 __all__ = [
+    "as_cache_of",
     "cache_among",
     "given_to",
     "layer_of",
@@ -18,7 +19,8 @@ __all__ = [
     "whole_numbers",
 ]
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")  # what attention modules call their cache
+# What modules call their cache: since transformers 5.24, and before
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _HARMLESS = {
     "cache_position",
     "num_items_in_batch",
@@ -64,6 +66,12 @@ def given_to(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, An
 def cache_among(given: dict[str, Any]) -> Any:
     """Return the cache that a module was called with, or None."""
     return next((given[name] for name in _CACHES if given.get(name) is not None), None)
+
+
+def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
+    """Return a cache as the keyword by which a module takes it."""
+    names = parameters_of(module)[0]
+    return {next(name for name in _CACHES if name in names): cache}
 
 
 def takes_cache(names: tuple[str, ...]) -> bool:

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
+from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.reading import fingerprint, observed_by, prepared
@@ -117,7 +118,7 @@ def compress(
             inputs: dict[str, Any] = {"input_ids": tokens[:, first:last], "use_cache": first > 0}
             if positions is not None:
                 inputs |= {"attention_mask": present[:, :last].long(), "position_ids": positions[:, first:last]}
-            base(**inputs, **({"past_key_values": cache} if first else {}))
+            base(**inputs, **(as_cache_of(base, cache) if first else {}))
             keeper.end()
             advance(last - first)
     return CompressedCache(layers, tokens, present, fingerprint(model))

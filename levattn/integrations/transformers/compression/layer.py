@@ -72,7 +72,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         """Take in new keys and values, and return all those after the context."""
         if not self.expected:
             raise ValueError(
-                "past_key_values is a CompressedCache, and came to a model that was not made to read it; expected the "
+                "the cache is a CompressedCache, and came to a model that was not made to read it; expected the "
                 "model that it was made with. Call compress or CompressedCache.load with this model"
             )
         self.expected = False

@@ -15,6 +15,7 @@ import torch
 
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
+from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
@@ -371,5 +372,5 @@ def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head:
 def _loss(model: Any, cache: CompressedCache, tokens: Any) -> Any:
     """Return the loss of each token after the first, (n - 1,), of numpy."""
     tokens = tokens.to(model.device)
-    log_p = model(tokens[None], past_key_values=cache).logits[0, :-1].double().log_softmax(-1)
+    log_p = model(tokens[None], **as_cache_of(model, cache)).logits[0, :-1].double().log_softmax(-1)
     return -log_p.gather(1, tokens[1:, None])[:, 0].cpu().numpy()

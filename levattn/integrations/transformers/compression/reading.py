@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import cache_among, given_to, layer_of, parameters_of, refuse
+from levattn.integrations.transformers.calls import as_cache_of, cache_among, given_to, layer_of, parameters_of, refuse
 from levattn.integrations.transformers.changes import check_model
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import attended
@@ -174,35 +174,31 @@ def _own(module: Any, reader: _Reader) -> Any:
 
 def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Return what `generate` does; with a compressed cache the inputs may be a question alone, which goes after it."""
-    cache: Any = kwargs.get("past_key_values")
-    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    cache = cache_among(kwargs)
     generate = partial(type(model).generate, model)
     if not hasattr(cache, "context_length"):
         return generate(inputs, *args, **kwargs)
+    ids = kwargs.pop("input_ids", None) if inputs is None else inputs
     if ids is None:
         raise ValueError(
-            "past_key_values is a CompressedCache, and no input_ids are given; expected the tokens of a question"
+            "the cache is a CompressedCache, and no input_ids are given; expected the tokens of a question"
         )
-    kwargs.pop("input_ids", None)
     if ids.shape[0] != cache.tokens.shape[0]:
         raise ValueError(
             f"the question has {ids.shape[0]} rows and the cache {cache.tokens.shape[0]}; expected as many. Call "
             "batch_repeat_interleave on a copy of the cache"
         )
-    before, present = (part.to(ids.device) for part in cache.so_far())
     mask = kwargs.pop("attention_mask", None)
+    before, present = (part.to(ids) for part in cache.so_far())
     length, known = before.shape[1], cache.tokens.shape[1]
-    if ids.shape[1] > length and torch.equal(ids[:, :known], before[:, :known].to(ids)):
+    if ids.shape[1] > length and torch.equal(ids[:, :known], before[:, :known]):
         length = 0  # all positions were given, as transformers has it for other caches
+        mask = torch.cat([present, torch.ones_like(ids[:, before.shape[1] :])], 1) if mask is None else mask
     else:
-        mask = torch.cat([present.to(ids), torch.ones_like(ids) if mask is None else mask.to(ids)], 1)
-        ids = torch.cat([before.to(ids), ids], 1)
-    mask = (
-        torch.cat([present.to(ids), ids.new_ones((len(ids), ids.shape[1] - before.shape[1]))], 1)
-        if mask is None
-        else mask
-    )
-    found = generate(ids, *args, attention_mask=mask, **kwargs)
+        mask = torch.cat([present, torch.ones_like(ids) if mask is None else mask.to(ids)], 1)
+        ids = torch.cat([before, ids], 1)
+    others = {name: value for name, value in kwargs.items() if value is not cache} | as_cache_of(model, cache)
+    found = generate(ids, *args, attention_mask=mask, **others)
     sequences = found if isinstance(found, torch.Tensor) else found.sequences
     cache.remember(sequences, mask)
     if isinstance(found, torch.Tensor):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from levattn._kernels.pruned.contract import mapped
+from levattn._kernels.tensors import memory_of, tensor_of
+from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
 
 __all__ = ["HeadSlots", "Split", "appended", "attended", "padded_together", "slots_of"]
@@ -72,29 +74,33 @@ def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any
 
     Q: (G, m, d), queries times their scale, by whose moments keys are measured. K, V: (G, n, ·), n above count.
     """
+    dtype, device = K.dtype, K.device
+    kind = torch.promote_types(dtype, torch.float32)
+    Q, K, V = (memory_of(array.to(kind)) for array in (Q, K, V))
+    xp = namespace_of(K)
     G, n = K.shape[:2]
     sinks, size, window, R = split.counts(count)
     queries = choice.Sums.of(Q)
     X, along = choice.measured(queries, choice.Sums.of(K), None, K.dtype).places(K)
-    ones = torch.ones((G, n), dtype=K.dtype, device=K.device)
-    place = torch.arange(n, device=K.device)
+    ones = xp.ones((G, n), dtype=K.dtype, device=device_of(K))
+    place = xp.arange(n, device=device_of(K))
     forced = (place < sinks) | (place >= n - window)
     scores, clusters = choice.scored("residual" if R else "expected", X, along, ones, R, None)
-    order, _, flags = choice.chosen(scores, size, None, forced.expand(G, n))
+    order, _, flags = choice.chosen(scores, size, None, xp.broadcast_to(forced, (G, n)))
     keys, values = choice.rows_at(K, order), choice.rows_at(V, order)
-    places = order.to(torch.int32)
     weight = None
     if R:
-        left = (~flags).to(K.dtype)
+        left = xp.astype(~flags, K.dtype)
         _, _, held = choice.grouped(X, along, choice.items_of(ones, K, V), left, R, None, clusters)
         means, total = choice.means_of(held)
-        there = held.count > 0
-        logs = torch.where(there, torch.log(total) - held.offset / total, torch.full_like(total, -torch.inf))
-        keys = torch.cat([keys, means.to(K.dtype)], 1)
-        values = torch.cat([values, (held.values / total[..., None]).to(V.dtype)], 1)
-        weight = torch.cat([torch.zeros(order.shape, device=K.device), logs.to(torch.float32)], 1)
-        places = torch.cat([places, torch.full((G, R), -1, dtype=torch.int32, device=K.device)], 1)
-    return keys, values, weight, places
+        logs = xp.where(held.count > 0, xp.log(total) - held.offset / total, xp.full_like(total, -xp.inf))
+        keys = xp.concat([keys, means], axis=1)
+        values = xp.concat([values, held.values / total[..., None]], axis=1)
+        weight = xp.concat([xp.zeros_like(scores[:, : order.shape[1]]), logs], axis=1)
+        order = xp.concat([order, xp.full_like(held.count, -1, dtype=order.dtype)], axis=1)
+    keys, values, places = map(tensor_of, (keys, values, order))
+    weights = None if weight is None else tensor_of(weight).to(device, torch.float32)
+    return keys.to(device, dtype), values.to(device, dtype), weights, places.to(device, torch.int32)
 
 
 def padded_together(heads: tuple[int, ...], parts: list[tuple[Any, Any, Any, Any]]) -> HeadSlots:

@@ -90,7 +90,7 @@ def macchiato_from(
     -----
     Time O(T (W + L) D) for each head, instead of O(T² D). A layer decodes with the last W − 1 keys and values of each
     key/value head and the `MacchiatoState` of its latents, whatever T; both are held in the `DynamicCache` that
-    `model.generate` makes, or that is given as `past_key_values`. `state_size` reports them. Gradients do not pass
+    `model.generate` makes, or that is given as its cache. `state_size` reports them. Gradients do not pass
     through a cache. Where `layers` leaves some out, these keep all their keys and values, and masks of padding take T²
     booleans as in the base model; so they do in transformers 4 for calls without `attention_mask` and cache.
 
@@ -308,12 +308,12 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
             tensor.copy_(state[name])
 
 
-def state_size(past_key_values: Any) -> dict[int, int]:
+def state_size(cache: Any) -> dict[int, int]:
     """Return how many bytes a cache holds for each extended layer, of all its sequences together.
 
     Parameters
     ----------
-    past_key_values : transformers.DynamicCache
+    cache : transformers.DynamicCache
         A cache that an extended model has filled.
 
     Returns
@@ -336,13 +336,13 @@ def state_size(past_key_values: Any) -> dict[int, int]:
     >>> config = LlamaConfig(num_attention_heads=4, **sizes)
     >>> model = macchiato_from(LlamaForCausalLM(config).eval(), window=8, latents=4)
     >>> with torch.no_grad():
-    ...     held = [state_size(model(torch.arange(T)[None]).past_key_values) for T in (10, 40)]
+    ...     held = [state_size(model(torch.arange(T)[None])[1]) for T in (10, 40)]
     >>> held[0] == held[1]
     True
     """
-    layers = getattr(past_key_values, "layers", None)
+    layers = getattr(cache, "layers", None)
     if layers is None:
-        raise TypeError(f"past_key_values is of type {type(past_key_values).__name__}; expected a DynamicCache")
+        raise TypeError(f"cache is of type {type(cache).__name__}; expected a DynamicCache")
     return {index: layer.nbytes() for index, layer in enumerate(layers) if isinstance(layer, LatentState)}
 
 

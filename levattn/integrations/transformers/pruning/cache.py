@@ -64,7 +64,7 @@ class _Following:
             self.progress = Progress(pruning)
         if self.progress.pruning != pruning:
             raise ValueError(
-                "past_key_values holds the states of another call of prune; expected an empty cache, or one that this "
+                "the cache holds the states of another call of prune; expected an empty cache, or one that this "
                 "pruned model has filled. Give an empty DynamicCache"
             )
         return self.progress

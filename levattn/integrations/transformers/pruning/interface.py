@@ -121,7 +121,7 @@ def _attention(
     if output_attentions and causal and seen > rows:
         raise ValueError(
             f"output_attentions is True and {layer} goes on from a cache; expected all positions in one call, as "
-            "weights on summaries of those before cannot be told apart. Call the model without past_key_values"
+            "weights on summaries of those before cannot be told apart. Call the model without a cache"
         )
     found = [
         _group(module, attention_mask, is_causal, part, number, arrays.of_heads(group), progress, output_attentions)

@@ -76,7 +76,7 @@ def prune(
         As for `pruned_attention`, but for `scores`, which is a name here; `chunk` is for decoders alone.
     stream : bool, default False
         Whether caches hold the bounded states of pruned layers alone, instead of all keys and values as well: for
-        prompts of any length, given in chunks (a `DynamicCache` as ``past_key_values``, or
+        prompts of any length, given in chunks (with a `DynamicCache`, or
         ``generate(prefill_chunk_size=)``). All heads of a layer are pruned then, and nothing is measured. A padded
         batch needs ``position_ids`` that begin with each sequence, as ``generate`` makes them.
     measure : bool, optional
