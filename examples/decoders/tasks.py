@@ -14,8 +14,17 @@ NAMES = (
     *("apple", "river", "stone", "tiger", "castle", "garden", "window", "bridge"),
     *("silver", "candle", "forest", "harbor", "violin", "rocket", "island"),
 )
+WORDS = (
+    *("anchor", "basket", "cherry", "dragon", "eagle", "falcon", "guitar", "hammer"),
+    *("jacket", "kitten", "ladder", "mirror", "needle", "orange", "pencil", "rabbit"),
+)
+FACTS = {
+    "color": ("red", "green", "blue", "yellow", "purple"),
+    "fruit": ("banana", "lemon", "mango", "peach", "cherry"),
+    "city": ("Paris", "London", "Tokyo", "Berlin", "Madrid"),
+}
 FREQUENT = "marble", "lantern", "pepper"
-TASKS = ("one number", "one of eight", "three values", "two hops", "frequent words")
+TASKS = ("one number", "one of four", "three words", "three facts", "two hops", "frequent words")
 FOLLOWING = 200  # tokens of the text after the context
 
 
@@ -72,29 +81,34 @@ def _task(task: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str
     def ask(name: str) -> str:
         return f"\nQuestion: What is the secret number of {name}?\nAnswer: The secret number of {name} is"
 
-    if task == "one number":
-        return [f"The secret number of {names[0]} is {numbers[0]}."], [(ask(names[0]), f" {numbers[0]}")]
-    if task == "one of eight":
-        lines = [f"The secret number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
-        return lines, [(ask(name), f" {number}") for name, number in zip(names, numbers, strict=True)]
-    if task == "three values":
-        name = names[0]
-        lines = [f"One of the secret numbers of {name} is {number}." for number in numbers[:3]]
-        question = (
-            f"\nQuestion: What are the three secret numbers of {name}?\nAnswer: The secret numbers of {name} are"
-        )
-        return lines, [(question, f" {numbers[0]}, {numbers[1]}, {numbers[2]}")]
+    if task in ("one number", "one of four"):
+        pairs = list(zip(names, numbers, strict=True))[: 1 if task == "one number" else 4]
+        lines = [f"The secret number of {name} is {number}." for name, number in pairs]
+        return lines, [(ask(name), f" {number}") for name, number in pairs]
+    name = names[0].title()
+    if task == "three words":
+        first, second, third = rng.sample(WORDS, 3)
+        question = f"\nQuestion: What are the secret words of {name}?\nAnswer: The secret words of {name} are"
+        answer = f" {first}, {second} and {third}"
+        return [f"The secret words of {name} are{answer}."], [(question, answer)]
+    if task == "three facts":
+        lines, asked = [], []
+        for kind, values in FACTS.items():
+            value = rng.choice(values)
+            lines.append(f"The favorite {kind} of {name} is {value}.")
+            question = f"What is the favorite {kind} of {name}?\nAnswer: The favorite {kind} of {name} is"
+            asked.append((f"\nQuestion: {question}", f" {value}"))
+        return lines, asked
     if task == "two hops":
         lines, asked = [], []
         for first, second, number in zip(names[:3], names[3:6], numbers, strict=False):
-            lines += [f"The secret number of {first} is {number}.", f"The key of {second} is the word {first}."]
-            question = f"\nQuestion: What is the secret number of the key of {second}?\nAnswer: The key of {second} is"
-            asked.append((question, f" the word {first}, and the secret number of {first} is {number}"))
+            lines += [f"The secret number of {first} is {number}.", f"The key of {second} is {first}."]
+            question = f"What is the key of {second}, and what is its secret number?\nAnswer: The key of {second} is"
+            asked.append((f"\nQuestion: {question}", f" {first}. The secret number of {first} is {number}"))
         return lines, asked
     chosen = rng.choice(FREQUENT)
-    lines = [f"Today's word is {chosen}."] * 12 + [
-        f"Today's word is {word}." for word in FREQUENT if word != chosen
-    ] * 3
+    words = [chosen] * 12 + [word for word in FREQUENT if word != chosen] * 3
+    lines = [f"Today's word is {word}." for word in words]
     rng.shuffle(lines)
     question = "\nQuestion: Which word was today's word most often?\nAnswer: Most often today's word was"
     return lines, [(question, f" {chosen}")]

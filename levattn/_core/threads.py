@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from itertools import count
 from typing import SupportsIndex
 
@@ -122,7 +122,7 @@ def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = N
 
     helpers: list[Future[None]] = []
     try:
-        helpers.extend(_get_pool(workers - 1).submit(drain) for _ in range(workers - 1))
+        helpers.extend(_get_pool(workers - 1).submit(copy_context().run, drain) for _ in range(workers - 1))
         drain()
         for helper in helpers:
             if not helper.cancel():  # one that has not begun has nothing left to do

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,14 +11,24 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
+from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.reading import fingerprint, observed_by, prepared
 from levattn.integrations.transformers.compression.shares import shares_for
-from levattn.integrations.transformers.compression.slots import HeadSlots, Split, appended, padded_together, slots_of
+from levattn.integrations.transformers.compression.slots import (
+    HeadSlots,
+    Split,
+    appended,
+    padded_together,
+    slots_of,
+    together,
+)
 
 __all__ = ["compress"]
+
+_ASKING = 2048  # queries by which the keys of a head are measured, at least, where there are more
 
 
 def compress(
@@ -63,7 +73,8 @@ def compress(
     sinks : int, default 4
         First positions that a head keeps.
     window, summaries : float in [0, 1], default 0.25 and 0.5
-        Shares of the other slots of a head for the last positions, and for summaries. The rest is selected by scores.
+        Shares of the other slots of a head for the last positions, and for summaries, at most 256 of a head and chunk.
+        The rest is selected by scores.
     progress : bool or function, optional
         True for a bar, or a function of the positions read and their number.
 
@@ -80,8 +91,8 @@ def compress(
 
     Notes
     -----
-    Layers that slide keep their window, which is not counted in the budget. Time: that of reading, and O(n s d) for a
-    head with s slots. Memory: what is kept and one layer (or with `chunk` the chunk) in full.
+    Layers that slide keep their window, which is not counted in the budget. Time: that of reading, and O(n r d) for a
+    head with r summaries. Memory: what is kept and one layer (or with `chunk` the chunk) in full.
 
     References
     ----------
@@ -192,30 +203,36 @@ class _Keeper:
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
         """Return the slots of all heads of a layer, those of one share together."""
-        by_share: dict[float, list[int]] = {}
-        for head in range(k.shape[1]):
-            by_share.setdefault(self.share_of(number, head), []).append(head)
-        q = q.unflatten(1, (k.shape[1], -1))
-        split = self.split if not self.first else Split(0, self.split.window, self.split.summaries)
-        found = []
-        for share, heads in sorted(by_share.items()):
-            index = torch.as_tensor(heads, device=k.device)
-            parts = []
-            for b in range(k.shape[0]):
-                places = torch.nonzero(self.present[b, self.first : self.last])[:, 0].to(k.device)
-                before = int(self.present[b, : self.first].sum())
-                Q, K, V = (array[b].index_select(0, index).index_select(-2, places) for array in (q, k, v))
-                keys, values, weight, at = _of_sequence(Q.flatten(1, 2), K, V, share, split)
-                parts.append((keys, values, weight, torch.where(at >= 0, at + before, at)))
-            found.append(padded_together(tuple(heads), parts))
-        return tuple(found)
+        (B, G), q = k.shape[:2], q.unflatten(1, (k.shape[1], -1))
+        shares = [self.share_of(number, head) for head in range(G)]
+        order = sorted(range(G), key=lambda head: shares[head] % 1, reverse=True)  # what takes longest comes first
+        found: dict[tuple[int, int], Any] = {}
 
+        def keep(i: int) -> None:
+            b, head = i % B, order[i // B]
+            found[b, head] = self._of_sequence(b, shares[head], *(array[b, head : head + 1] for array in (q, k, v)))
 
-def _of_sequence(Q: Any, K: Any, V: Any, share: float, split: Split) -> tuple[Any, Any, Any, Any]:
-    """Return keys, values, log-weights and places of heads of one sequence that keep a share of its bytes."""
-    n, width = K.shape[1], K.shape[2] + V.shape[2]
-    wide = width + (4 / K.element_size() if split.summaries else 0)
-    count = n if share == 1 else max(1, int(share * n * width / wide + 1e-9))
-    if count < n:
-        return slots_of(Q, K, V, count, split)
-    return K.clone(), V.clone(), None, torch.arange(n, dtype=torch.int32, device=K.device).expand(K.shape[:2])
+        parallel_for(keep, B * G)
+        groups = []
+        for share in sorted(set(shares)):
+            heads = tuple(head for head in range(G) if shares[head] == share)
+            parts = [together([found[b, head] for head in heads]) for b in range(B)]
+            groups.append(padded_together(heads, parts))
+        return tuple(groups)
+
+    def _of_sequence(self, b: int, share: float, Q: Any, K: Any, V: Any) -> tuple[Any, Any, Any, Any]:
+        """Return keys, values, log-weights and places of a head of a sequence that keeps a share of its bytes."""
+        here = self.present[b, self.first : self.last].to(K.device)
+        before = int(self.present[b, : self.first].sum())
+        if not bool(here.all()):
+            Q, K, V = Q[:, :, here], K[:, here], V[:, here]
+        n, width = K.shape[1], K.shape[2] + V.shape[2]
+        split = self.split if not self.first else replace(self.split, sinks=0)
+        wide = width + (4 / K.element_size() if split.summaries else 0)
+        count = n if share == 1 else max(1, int(share * n * width / wide + 1e-9))
+        if count == n:
+            places = torch.arange(before, before + n, dtype=torch.int32, device=K.device)
+            return K.clone(), V.clone(), None, places.expand(K.shape[:2])
+        step = max(1, Q.shape[1] * n // _ASKING)
+        keys, values, weight, places = slots_of(Q[:, :, ::step].flatten(1, 2), K, V, count, split)
+        return keys, values, weight, torch.where(places >= 0, places + before, places)

@@ -12,8 +12,9 @@ from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
 
-__all__ = ["HeadSlots", "Split", "appended", "attended", "padded_together", "slots_of"]
+__all__ = ["HeadSlots", "Split", "appended", "attended", "padded_together", "slots_of", "together"]
 
+_SUMMARIES = 256  # of a head at most: more cost time, and on SmolLM2 won nothing
 _LOGITS = 1 << 24  # that are held at once
 
 
@@ -21,7 +22,8 @@ _LOGITS = 1 << 24  # that are held at once
 class Split:
     """How the slots of a light head are used.
 
-    sinks: first positions that are kept. window, summaries: shares of the other slots. The rest is selected.
+    sinks: first positions that are kept. window, summaries: shares of the other slots, summaries at most 256. The rest
+    is selected.
     """
 
     sinks: int
@@ -32,6 +34,7 @@ class Split:
         """Return numbers of sinks, selected positions, the last positions, and summaries."""
         sinks = min(self.sinks, slots)
         window, summaries = (int(share * (slots - sinks)) for share in (self.window, self.summaries))
+        summaries = min(summaries, _SUMMARIES)
         return sinks, slots - sinks - window - summaries, window, summaries
 
 
@@ -80,27 +83,33 @@ def slots_of(Q: Any, K: Any, V: Any, count: int, split: Split) -> tuple[Any, Any
     xp = namespace_of(K)
     G, n = K.shape[:2]
     sinks, size, window, R = split.counts(count)
-    queries = choice.Sums.of(Q)
-    X, along = choice.measured(queries, choice.Sums.of(K), None, K.dtype).places(K)
+    keys = choice.Sums(xp.sum(K, axis=1, dtype=xp.float64), None, n)
+    X, along = choice.measured(choice.Sums.of(Q), keys, None, K.dtype).places(K)
     ones = xp.ones((G, n), dtype=K.dtype, device=device_of(K))
     place = xp.arange(n, device=device_of(K))
     forced = (place < sinks) | (place >= n - window)
     scores, clusters = choice.scored("residual" if R else "expected", X, along, ones, R, None)
     order, _, flags = choice.chosen(scores, size, None, xp.broadcast_to(forced, (G, n)))
-    keys, values = choice.rows_at(K, order), choice.rows_at(V, order)
+    kept, values = choice.rows_at(K, order), choice.rows_at(V, order)
     weight = None
     if R:
         left = xp.astype(~flags, K.dtype)
         _, _, held = choice.grouped(X, along, choice.items_of(ones, K, V), left, R, None, clusters)
         means, total = choice.means_of(held)
         logs = xp.where(held.count > 0, xp.log(total) - held.offset / total, xp.full_like(total, -xp.inf))
-        keys = xp.concat([keys, means], axis=1)
+        kept = xp.concat([kept, means], axis=1)
         values = xp.concat([values, held.values / total[..., None]], axis=1)
         weight = xp.concat([xp.zeros_like(scores[:, : order.shape[1]]), logs], axis=1)
         order = xp.concat([order, xp.full_like(held.count, -1, dtype=order.dtype)], axis=1)
-    keys, values, places = map(tensor_of, (keys, values, order))
+    kept, values, places = map(tensor_of, (kept, values, order))
     weights = None if weight is None else tensor_of(weight).to(device, torch.float32)
-    return keys.to(device, dtype), values.to(device, dtype), weights, places.to(device, torch.int32)
+    return kept.to(device, dtype), values.to(device, dtype), weights, places.to(device, torch.int32)
+
+
+def together(parts: list[tuple[Any, Any, Any, Any]]) -> tuple[Any, Any, Any, Any]:
+    """Return the slots of several heads, as many of each, as one."""
+    keys, values, weight, places = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
+    return keys, values, weight, places
 
 
 def padded_together(heads: tuple[int, ...], parts: list[tuple[Any, Any, Any, Any]]) -> HeadSlots:
