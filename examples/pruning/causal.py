@@ -145,7 +145,8 @@ def pruned(model: Any, options: dict[str, Any]) -> AbstractContextManager[Any]:
     options = dict(options)
     scores = options.pop("scores")
     if isinstance(scores, str):
-        return prune(model, scores=scores, measure=False, **options)
+        layers = range(model.config.num_hidden_layers)  # named, as nothing is to be recalled
+        return prune(model, layers=layers, scores=scores, measure=False, **options)
     return attending_by(model, options, scores)
 
 

@@ -1,7 +1,6 @@
 """``levattn profile``, ``compress`` and ``ask``: contexts that are read once, kept small, and asked."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from levattn.cli.models import draw
 from levattn.cli.opened import check_model_path, forward_errors_in_one_line, most_tokens, opened_decoder, read_text
 from levattn.cli.output import check_output, fail, new_console, print_json, report, table_of
 from levattn.cli.page import HeatMap, KeptText, write_page
-from levattn.exceptions import RecallWarning
+from levattn.cli.profiles import check_profile, profile_of, told_of_recall
 
 __all__ = ["Compression", "Measurement", "ask", "compress_text", "profile"]
 
@@ -111,26 +110,15 @@ def compress_text(asked: Compression) -> None:
     for path, option in ((asked.output, "--output"), (asked.html, "--html")):
         check_output(path, option)
     words = read_text(asked.text)
-    if asked.heads is not None and not asked.heads.exists():
-        fail(f"{asked.heads}: no such file; make it with `levattn profile`")
+    check_profile(asked.heads)
     model, tokenizer = opened_decoder(asked.model)
     from levattn.integrations.transformers import compress as compressed
 
-    heads = None
-    if asked.heads is not None:
-        from levattn.integrations.transformers import HeadProfile
-
-        heads = HeadProfile.load(asked.heads)
-    elif asked.budget < 1:
-        report(
-            f"all heads are cut to {asked.budget:.0%}, as there is no profile of them: decoders lose what they should "
-            "recall; make one with `levattn profile` and give it with --heads"
-        )
+    heads = profile_of(asked.heads, asked.budget)
     message, inputs = _tokens_of(asked, words, model, tokenizer)
     count = inputs["input_ids"].shape[1]
     start = time.perf_counter()
-    with warnings.catch_warnings(), forward_errors_in_one_line(asked.model, count), _bar("positions") as progress:
-        warnings.simplefilter("ignore", RecallWarning)  # said above, with what the program has for it
+    with told_of_recall(), forward_errors_in_one_line(asked.model, count), _bar("positions") as progress:
         cache = compressed(model, inputs, budget=asked.budget, heads=heads, chunk=asked.chunk, progress=progress)
     seconds = time.perf_counter() - start
     cache.save(asked.output)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from levattn.cli.opened import check_model_path, forward_errors_in_one_line, most_tokens, opened_model, read_text
 from levattn.cli.output import check_output, fail, new_console, print_json, table_of
 from levattn.cli.page import HeatMap, write_page
+from levattn.cli.profiles import check_profile, profile_of, told_of_recall
 from levattn.io import replace_file
 
 __all__ = ["Inquiry", "ScoreColumn", "draw", "inspect", "prune_report"]
@@ -72,14 +73,16 @@ def inspect(inquiry: Inquiry, epsilon: float) -> None:
         console.print("* vacuous: the bound rank/ε is not below n, so the theorem alone does not promise a small set.")
 
 
-def prune_report(inquiry: Inquiry, budget: float, options: dict[str, Any]) -> None:
+def prune_report(inquiry: Inquiry, budget: float, heads: Path | None, options: dict[str, Any]) -> None:
     """Run ``levattn prune-report``."""
+    check_profile(heads)
     model, inputs = _opened(inquiry)
     import torch
 
     from levattn.integrations.transformers import prune
 
-    with torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
+    options = {**options, "heads": profile_of(heads, budget if model.can_generate() else 1)}
+    with told_of_recall(), torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
         _run(model, inputs)  # what is made at first use is not to be timed
         dense, dense_seconds = _run(model, inputs)
         with prune(model, budget, **options) as report:

@@ -195,7 +195,6 @@ def test_gguf_files(decoder, text, tmp_path, monkeypatch):
     assert run("inspect", file, "--text", text).exit_code == 0
 
 
-@pytest.mark.skipif(not hasattr(ours, "head_profile"), reason="heads are not profiled yet")
 def test_a_profile_splits_the_budget(decoder, text, tmp_path):
     heads, html, picture = (tmp_path / name for name in ("heads.json", "heads.html", "heads.png"))
     small = ("profile", decoder, "-o", heads, "--tasks", "2", "--positions", "256")
@@ -208,12 +207,18 @@ def test_a_profile_splits_the_budget(decoder, text, tmp_path):
     arguments = ("compress", decoder, "--text", text, "--heads", heads, "-o", tmp_path / "a.safetensors")
     compressed = run(*arguments, "--budget", "0.6")
     assert (compressed.exit_code, compressed.stderr) == (0, "")
+    pruned = ("prune-report", decoder, "--text", text, "--heads", heads)
+    result = run(*pruned, "--budget", "0.6")
+    assert (result.exit_code, result.stderr) == (0, "")
+    refused(*pruned, "--budget", "24", status=2)
+    assert "no such file" in refused(*pruned[:-1], tmp_path / "none.json")
 
 
 def test_the_page_of_prune_report(decoder, text, tmp_path):
     path = tmp_path / "a.html"
     result = run("prune-report", decoder, "--text", text, "--budget", "24", "--html", path)
     assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("levattn: all heads are cut to 24 slots")
     assert [title.partition(":")[0] for title in Tags(path).titles] == [
         f"layer {layer}, head {head}" for layer in range(2) for head in range(2)
     ]

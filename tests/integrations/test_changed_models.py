@@ -52,7 +52,8 @@ over_forms = pytest.mark.parametrize("form", FORMS)
 over_kinds = pytest.mark.parametrize("form", ["extended", "pruned", "streamed"])
 both = pytest.mark.parametrize("form", ["extended", "pruned"])
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# Heads are pruned alike here, as nothing is recalled
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::levattn.RecallWarning")]
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 from decoders import CACHE, base, difference, tokens  # noqa: E402
 
 import levattn  # noqa: E402
-from levattn.integrations.transformers import CompressedCache, HeadProfile, compress, head_profile, prune  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
 from levattn.integrations.transformers.compression import slots as slots_module  # noqa: E402
 from levattn.integrations.transformers.compression.shares import split_bytes  # noqa: E402
 from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
@@ -307,7 +307,7 @@ def t5() -> Any:
 
 def pruned() -> Any:
     model = base()
-    prune(model, 8)
+    prune(model, 8, layers=[0, 1])
     return model
 
 
@@ -335,6 +335,40 @@ def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:
     shares = {(row["layer"], row["head"]): row["share"] for row in split.table()}
     assert shares[0, 1] == 1.0
     assert shares[1, 0] > shares[1, 1]
+
+
+def test_pruning_takes_the_profile_and_warns_without_one() -> None:
+    model = base()
+    with pytest.warns(levattn.RecallWarning, match="all heads of a decoder are pruned alike"):
+        prune(model, 0.5).remove()
+    prune(base("Gemma"), 1.0).remove()
+    with torch.no_grad(), prune(model, 0.5, heads=profile()) as report:
+        model(context())
+    shares = profile().shares(0.5)
+    slots = {(row["layer"], row["head"]): row["slots"] for row in report.table()}
+    assert sorted(slots) == [head for head, share in sorted(shares.items()) if share < 1]
+    assert all(count <= shares[head] * CONTEXT for head, count in slots.items())
+    with pytest.raises(TypeError, match=r"prune\(model, 0.25, heads=profile\)"):
+        prune(model, profile())
+    for options in ({"budget": 0.5, "layers": [0]}, {"size": 4}, {"budget": {0: 0.5}}):
+        with pytest.raises(ValueError, match="expected a budget that is a share of the keys, and no layers"):
+            prune(model, **options, heads=profile())
+
+
+def test_calibration_takes_how_heads_share_a_budget_from_the_profile() -> None:
+    model, inputs = base(), {"input_ids": context(2)}
+    shares = (0.3, 0.5, 0.7)
+    found = calibrate(model, inputs, target=1e9, metric="logits", budgets=shares, heads=profile())
+    assert dict(found) == profile().shares(0.3)
+    tight = calibrate(model, inputs, target=1e-30, metric="logits", budgets=shares, heads=profile())
+    assert set(tight.values()) == {1.0}
+    middle = calibrate(model, inputs, target=found.reached * 0.9, metric="logits", budgets=shares, heads=profile())
+    assert dict(middle) in [profile().shares(share) for share in (0.5, 0.7, 1.0)]
+    texts = {"input_ids": tokens(60, 12)}
+    risky = calibrate(model, texts, risk=0.999, confidence=0.5, metric="logits", budgets=shares, heads=profile())
+    assert dict(risky) in [profile().shares(share) for share in shares]
+    with pytest.raises(ValueError, match="expected no layers"):
+        calibrate(model, inputs, target=1.0, layers=[0], heads=profile())
 
 
 @pytest.mark.parametrize("budget", [0.005, 0.05, 0.3, 0.77, 1.0])

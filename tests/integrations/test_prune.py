@@ -26,7 +26,8 @@ DECODERS = ["Llama", "Qwen2", "Mistral", "Gemma", "GPTNeoX"]
 SPLIT = {"size": 4, "summaries": 3, "window": 3, "sinks": 1, "chunk": 5}  # fewer slots than keys
 FULL = {name: value for name, value in SPLIT.items() if name != "chunk"}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# Heads are pruned alike here, as nothing is recalled
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::levattn.RecallWarning")]
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from levattn.cli import contexts
-from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, WebPage, ends_in
+from levattn.cli.commands.options import RESULTS, AsJson, ModelPath, ProfilePath, WebPage, ends_in
 from levattn.cli.program import Command
 
 __all__ = ["add"]
@@ -132,13 +132,7 @@ def _compress(
         typer.Option("--output", "-o", help="The .safetensors file to write.", callback=ends_in(".safetensors")),
     ],
     budget: Annotated[float, typer.Option(callback=_budget, help="Share of the bytes to keep, in (0, 1].")] = 0.25,
-    heads: Annotated[
-        Path | None,
-        typer.Option(
-            help="What `levattn profile` made of the model, by which the budget is split over its heads. Without it "
-            "all have the same."
-        ),
-    ] = None,
+    heads: ProfilePath = None,
     tokens: Annotated[
         int | None,
         typer.Option(

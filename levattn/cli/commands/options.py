@@ -9,7 +9,7 @@ import typer
 
 from levattn._core.checks import fraction
 
-__all__ = ["RESULTS", "AsJson", "HeavyFrom", "ModelPath", "Picture", "WebPage", "by_library", "ends_in"]
+__all__ = ["RESULTS", "AsJson", "HeavyFrom", "ModelPath", "Picture", "ProfilePath", "WebPage", "by_library", "ends_in"]
 
 RESULTS = "Results"
 
@@ -73,6 +73,13 @@ WebPage = Annotated[
         callback=ends_in(".html", ".htm"),
         rich_help_panel=RESULTS,
         help="Write the results into this .html file: one page for a browser, which needs nothing else.",
+    ),
+]
+ProfilePath = Annotated[
+    Path | None,
+    typer.Option(
+        help="What `levattn profile` made of the model, by which the budget is split over its heads. Without it all "
+        "have the same."
     ),
 ]
 ModelPath = Annotated[

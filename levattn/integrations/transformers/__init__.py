@@ -12,9 +12,10 @@ from levattn._core.checks import needing
 with needing("this needs torch and transformers>=4.56", "transformers"):
     from levattn.integrations.transformers.calibration.calibrate import calibrate
     from levattn.integrations.transformers.calibration.calibration import Calibration
+    from levattn.integrations.transformers.compression.ablation import head_profile
     from levattn.integrations.transformers.compression.cache import CompressedCache
     from levattn.integrations.transformers.compression.compress import compress
-    from levattn.integrations.transformers.compression.profile import HeadProfile, head_profile
+    from levattn.integrations.transformers.compression.profile import HeadProfile
     from levattn.integrations.transformers.inspection import Inspection, inspect_model
     from levattn.integrations.transformers.latents.macchiato import (
         latent_parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from levattn.integrations.transformers.calibration.calibration import METRICS, C
 from levattn.integrations.transformers.calibration.losses import Loss, text_losses
 from levattn.integrations.transformers.calibration.risk import count_shown, least_texts
 from levattn.integrations.transformers.calibration.texts import dealt, needed_for
+from levattn.integrations.transformers.compression.profile import HeadProfile
+from levattn.integrations.transformers.discovery import discovered
+from levattn.integrations.transformers.pruning.interface import PRUNED, register
 from levattn.integrations.transformers.pruning.prune import prune
 
 __all__ = ["calibrate"]
@@ -38,7 +42,7 @@ def calibrate(
     metric: str = "embedding",
     budgets: Sequence[float] = _BUDGETS,
     layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    heads: Iterable[int] | HeadProfile | None = None,
     progress: bool | Callable[[int, int | None], None] | None = None,
     **options: Any,
 ) -> Calibration:
@@ -52,7 +56,9 @@ def calibrate(
       one's;
     - ``"perplexity"``: by what share the perplexity of the inputs rises, 0.03 being 3 %; of a causal model.
 
-    First each head is measured with each budget: the relative error of its output against dense attention on the same
+    With a profile as `heads` it tells how budgets are split over the heads (`HeadProfile.shares`), and only their sum
+    is chosen here: what heads recall, which no sample of plain text shows, is then accounted for. Otherwise
+    each head is measured first, with each budget: the relative error of its output against dense attention on the same
     queries, keys and values. A bound of these errors, one for all heads, gives budgets: the smallest budget within the
     bound for each head (1.0 where there is none). Larger bounds give smaller budgets. One of `target` and `risk` says
     which bound is chosen.
@@ -90,9 +96,12 @@ def calibrate(
     metric : {"embedding", "logits", "perplexity"}, default "embedding"
         Which loss.
     budgets : sequence of float, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
-        Shares of the keys to choose from, each above 0 and below 1; dense is always among them.
+        Shares of the keys to choose from, each above 0 and below 1; dense is always among them. With a profile they
+        are means over all heads.
     layers, heads : iterable of int, optional
         As for `prune`; others stay dense.
+    heads : HeadProfile, in the place of numbers
+        How budgets are split.
     progress : bool or function, optional
         True for a bar, or a function of the forward passes done and their number.
     **options
@@ -167,14 +176,15 @@ def calibrate(
         raise ValueError(
             "model is in training mode; expected evaluation mode, so that outputs can be compared. Call eval()"
         )
-    shared = {"layers": None if layers is None else list(layers), "heads": None if heads is None else list(heads)}
+    if isinstance(heads, HeadProfile) and layers is not None:
+        raise ValueError(f"heads is a HeadProfile and layers is {layers!r}; expected no layers, as it tells of all")
+    source = _Source(model, shares, layers, heads, options)
     if isinstance(wanted, tuple):
         with torch.no_grad():
-            return _by_risk(model, batches, shares, metric, *wanted, shared, options, progress)
-    with reported(progress, len(batches) * (len(shares) + _STEPS + 2)) as advance, torch.no_grad():
+            return _by_risk(source, batches, metric, *wanted, progress)
+    with reported(progress, len(batches) * (source.passes + _STEPS + 2)) as advance, torch.no_grad():
         measure = Loss(model, batches, metric, advance)
-        errors = _errors(model, batches, shares, {**shared, **options}, advance)
-        chosen, reached = _bisected(errors, wanted, lambda found: measure(found, options))
+        chosen, reached = _bisected(source.ladder(batches, advance), wanted, lambda found: measure(found, options))
     return Calibration(chosen, type(model).__name__, metric, wanted, reached, options)
 
 
@@ -196,20 +206,54 @@ def _wanted(target: Any, risk: Any, confidence: Any) -> float | tuple[float, flo
     return fraction("risk", risk), fraction("confidence", confidence)
 
 
-def _errors(
-    model: Any, batches: list[dict[str, Any]], shares: list[float], options: dict[str, Any], advance: Any
-) -> _Errors:
-    """Return the relative error of each head's output with each budget, on what comes to it."""
-    errors: _Errors = {}
-    for share in shares:
-        with prune(model, share, **options) as report:
-            for batch in batches:
-                model(**batch)
-                advance(1)
-        for row in report.table():
-            found = row["error"]
-            errors.setdefault((row["layer"], row["head"]), {})[share] = math.inf if found is None else found
-    return errors
+@dataclass(frozen=True)
+class _Ladder:
+    """Budgets to choose from, the largest first: their number, those at a place, and those of the dense model."""
+
+    count: int
+    at: Callable[[int], _Budgets]
+    dense: _Budgets
+
+
+class _Source:
+    """Where budgets come from: the errors of heads on texts, or a profile of them."""
+
+    def __init__(self, model: Any, shares: list[float], layers: Any, heads: Any, options: dict[str, Any]) -> None:
+        self.model, self.shares, self.options = model, shares, options
+        self.profile = heads if isinstance(heads, HeadProfile) else None
+        self.layers = layers if layers is None else list(layers)
+        self.heads = heads if heads is None or self.profile else list(heads)
+
+    @property
+    def passes(self) -> int:
+        """How often the model reads each batch for it."""
+        return 0 if self.profile else len(self.shares)
+
+    def ladder(self, batches: list[dict[str, Any]], advance: Callable[[int], None]) -> _Ladder:
+        """Return the budgets, measured on these batches where there is no profile."""
+        profile, shares = self.profile, self.shares
+        if profile:
+            return _Ladder(len(shares), lambda i: profile.shares(shares[-1 - i]), dict.fromkeys(profile, 1.0))
+        errors = self._errors(batches, advance)
+        bounds = sorted({error for of in errors.values() for error in of.values() if error < math.inf})
+        return _Ladder(len(bounds), lambda i: _within(errors, bounds[i]), dict.fromkeys(errors, 1.0))
+
+    def _errors(self, batches: list[dict[str, Any]], advance: Callable[[int], None]) -> _Errors:
+        """Return the relative error of each head's output with each budget, on what comes to it."""
+        layers = self.layers
+        if layers is None and self.heads is None:  # named, as they are not all pruned alike in the end
+            register()
+            layers = list(discovered(PRUNED, self.model, None))
+        errors: _Errors = {}
+        for share in self.shares:
+            with prune(self.model, share, layers=layers, heads=self.heads, **self.options) as report:
+                for batch in batches:
+                    self.model(**batch)
+                    advance(1)
+            for row in report.table():
+                found = row["error"]
+                errors.setdefault((row["layer"], row["head"]), {})[share] = math.inf if found is None else found
+        return errors
 
 
 def _within(errors: _Errors, bound: float) -> _Budgets:
@@ -219,20 +263,15 @@ def _within(errors: _Errors, bound: float) -> _Budgets:
     }
 
 
-def _bounds(errors: _Errors) -> list[float]:
-    return sorted({error for of in errors.values() for error in of.values() if error < math.inf})
-
-
-def _bisected(errors: _Errors, target: float, loss: Callable[[_Budgets], float]) -> tuple[_Budgets, float]:
-    """Return the budgets within the largest bound of the errors that was found to reach the target, and their loss."""
-    bounds = _bounds(errors)
-    best = (dict.fromkeys(errors, 1.0), 0.0)
-    low, high = -1, len(bounds) - 1  # the bound at low reaches the target, those above high do not
+def _bisected(ladder: _Ladder, target: float, loss: Callable[[_Budgets], float]) -> tuple[_Budgets, float]:
+    """Return the smallest budgets that were found to reach the target, and their loss."""
+    best = (ladder.dense, 0.0)
+    low, high = -1, ladder.count - 1  # those at low reach the target, those after high do not
     for _ in range(_STEPS + 1):
         if low >= high:
             break
-        middle = high if low < 0 and high == len(bounds) - 1 else (low + high + 1) // 2
-        found = _within(errors, bounds[middle])
+        middle = high if low < 0 and high == ladder.count - 1 else (low + high + 1) // 2
+        found = ladder.at(middle)
         value = loss(found)
         if value <= target:
             low, best = middle, (found, value)
@@ -242,17 +281,10 @@ def _bisected(errors: _Errors, target: float, loss: Callable[[_Budgets], float])
 
 
 def _by_risk(
-    model: Any,
-    batches: list[dict[str, Any]],
-    shares: list[float],
-    metric: str,
-    risk: float,
-    confidence: float,
-    shared: dict[str, Any],
-    options: dict[str, Any],
-    progress: Any,
+    source: _Source, batches: list[dict[str, Any]], metric: str, risk: float, confidence: float, progress: Any
 ) -> Calibration:
     """Return the smallest budgets that were shown to have the risk: chosen with some texts, tested on the others."""
+    model, options = source.model, source.options
     choosing, testing, first, tested = dealt(model, batches)
     wish = f"risk={risk:g} with confidence={confidence:g}"
     least = least_texts(0.0, risk, confidence)
@@ -262,11 +294,12 @@ def _by_risk(
             f"{needed_for(least)} texts, {least} of them for the test, as fewer show nothing even if they have no "
             "loss. Give more texts, a larger risk or a smaller confidence (no text was tested yet)"
         )
-    passes = len(choosing) * (len(shares) + 1 + _CANDIDATES) + len(testing) * (1 + _CANDIDATES)
+    passes = len(choosing) * (source.passes + 1 + _CANDIDATES) + len(testing) * (1 + _CANDIDATES)
     with reported(progress, passes) as advance:
-        errors = _errors(model, choosing, shares, {**shared, **options}, advance)
         candidates = _candidates(
-            errors, risk, lambda some: text_losses(model, choosing, some, metric, options, advance).mean(0)
+            source.ladder(choosing, advance),
+            risk,
+            lambda some: text_losses(model, choosing, some, metric, options, advance).mean(0),
         )
         losses = text_losses(model, testing, candidates, metric, options, advance)
     shown = count_shown(losses, risk, confidence)
@@ -293,18 +326,17 @@ def _by_risk(
     )
 
 
-def _candidates(errors: _Errors, risk: float, loss: Callable[[list[_Budgets]], Any]) -> list[_Budgets]:
+def _candidates(ladder: _Ladder, risk: float, loss: Callable[[list[_Budgets]], Any]) -> list[_Budgets]:
     """Return budgets to test, the largest first, up to the first that lose too much on the texts to choose with."""
-    bounds = _bounds(errors)
-    if not bounds:
+    if not ladder.count:
         raise ValueError(
             "inputs has no output of a head to measure in every fourth text, which budgets are chosen with; expected "
             "texts of at least one token that the attention mask leaves in, and heads whose outputs are not all 0"
         )
-    coarse = _spread(len(bounds))
-    losses = loss([_within(errors, bounds[place]) for place in coarse])
+    coarse = _spread(ladder.count)
+    losses = loss([ladder.at(place) for place in coarse])
     last = next((place for place, value in zip(coarse, losses, strict=True) if value > risk), coarse[-1])
-    found = [_within(errors, bounds[place]) for place in _spread(last + 1)]
+    found = [ladder.at(place) for place in _spread(last + 1)]
     return [one for place, one in enumerate(found) if not place or one != found[place - 1]]
 
 

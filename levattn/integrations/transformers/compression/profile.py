@@ -1,36 +1,23 @@
-"""What it costs to cut each head of a decoder: how it is measured, held and written down."""
+"""What it costs to cut each head of a decoder, and how a budget is split by that."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
-
-from levattn._core.checks import fraction, whole_number
-from levattn._core.progress import reported
-from levattn.integrations.transformers.calls import as_cache_of
-from levattn.integrations.transformers.compression.cache import CompressedCache
-from levattn.integrations.transformers.compression.compress import compress
-from levattn.integrations.transformers.compression.layer import CompressedLayer
+from levattn._core.checks import fraction
 from levattn.integrations.transformers.compression.shares import share_of_bytes, split_bytes
-from levattn.integrations.transformers.compression.tasks import Task, made_up, written_by
 from levattn.integrations.transformers.heads_table import HeadsTable
 from levattn.io import replace_file
 
-__all__ = ["HeadProfile", "head_profile"]
+__all__ = ["FIGURES", "HeadProfile"]
 
 _FORMAT, _VERSION = "levattn head profile", 1
-_FIGURES = ("recall", "recall_error", "text", "text_error")
-_FOLLOWING = 96  # positions of the text after a context whose loss is measured
-_COMPANY = 1 / 8  # the budget at which heads are restored one by one
-_DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
+FIGURES = ("recall", "recall_error", "text", "text_error")
 
 
 class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
@@ -75,7 +62,7 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     def __init__(self, rows: Sequence[Mapping[str, Any]], model: str, share: float) -> None:
         self._table: dict[tuple[int, int], dict[str, float]] = {}
         for row in rows:
-            key, figures = (row["layer"], row["head"]), {name: row[name] for name in _FIGURES}
+            key, figures = (row["layer"], row["head"]), {name: row[name] for name in FIGURES}
             if not all(type(number) is int and number >= 0 for number in key) or key in self._table:
                 raise ValueError(f"rows name head {key[1]!r} of layer {key[0]!r}; expected each head once, from 0")
             if not all(type(x) in (int, float) and math.isfinite(x) for x in figures.values()):
@@ -195,182 +182,3 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
             return cls(document["heads"], document["model"], document["share"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged profile of heads: {error}") from error
-
-
-def head_profile(
-    model: Any,
-    tokenizer: Any,
-    *,
-    texts: Sequence[str] | None = None,
-    tasks: int = 4,
-    positions: int = 1024,
-    share: float = 1 / 16,
-    seed: int = 0,
-    progress: bool | Callable[[int, int | None], None] | None = None,
-) -> HeadProfile:
-    """Measure what it costs to cut each head of the keys of a decoder, alone and in company.
-
-    Contexts are texts with lines "key = value" of random words in them. After each the values are asked for, passages
-    of the context are to be repeated, and the text goes on. The model reads the context densely. Then one head
-    is cut to `share`, as `compress` cuts it, and the losses of the answers and of the text are compared with those of
-    the dense cache; and where all heads share an eighth of the bytes by these figures, one head is made whole. The
-    cost of a head is the sum of what it loses alone and what it gains in company: heads that stand in for one another
-    cost nothing alone. That costs of several heads add up is an assumption.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        A causal decoder, in evaluation mode.
-    tokenizer : transformers.PreTrainedTokenizerBase
-        Its tokenizer.
-    texts : sequence of str, optional
-        Plain texts, each of more than `positions` tokens. By default the model writes them itself.
-    tasks : int, default 4
-        Contexts; of texts the first so many.
-    positions : int, default 1024
-        Tokens of a context.
-    share : float in (0, 1), default 1/16
-        To what heads are cut.
-    seed : int, default 0
-        Of the random words, and of the texts that the model writes.
-    progress : bool or function, optional
-        True for a bar, or a function of the heads measured and their number, twice over all contexts.
-
-    Returns
-    -------
-    HeadProfile
-        Means over the contexts, with confidence intervals.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is out of range, a text is too short, or `compress` refuses the model.
-
-    Notes
-    -----
-    Time: for each context three readings, and for each head of the keys four passes over about 100 positions. Memory:
-    a dense cache of `positions` for each task.
-
-    References
-    ----------
-    Own construction, after Xiao et al., "DuoAttention", arXiv:2410.10819, who learn which heads recall.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from levattn.integrations.transformers import head_profile
-    >>> profile = head_profile(model, tokenizer, progress=True)  # doctest: +SKIP
-    >>> cache = compress(model, context, budget=0.25, heads=profile)  # doctest: +SKIP
-    """
-    tasks, positions = whole_number("tasks", tasks), whole_number("positions", positions, 256)
-    share, seed = fraction("share", share), whole_number("seed", seed, 0)
-    if model.training:
-        raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
-    given = _texts(model, tokenizer, texts, tasks, positions, seed)
-    rng = np.random.default_rng(seed)
-    asked = [made_up(tokenizer, text, positions, _FOLLOWING, rng) for text in given]
-    name = type(model).__name__
-    with torch.no_grad():
-        trials = [_Trial.of(model, task, share) for task in asked]
-        passes = 2 * sum(len(trial.whole.table()) for trial in trials)
-    with torch.no_grad(), reported(progress, passes) as advance:
-        alone = [trial.cut(advance) for trial in trials]
-        low = _profile(alone, name, share).shares(_COMPANY)
-        company = [trial.restored(low, advance) for trial in trials]
-    both = [{head: cut[head] + kept[head] for head in cut} for cut, kept in zip(alone, company, strict=True)]
-    return _profile(both, name, share)
-
-
-def _profile(found: list[dict[tuple[int, int], Any]], model: str, share: float) -> HeadProfile:
-    """Return the profile of what was found of each head in each task: means, and half widths of their intervals."""
-    rows = []
-    for layer, head in sorted(found[0]):
-        losses = np.stack([task[layer, head] for task in found])
-        means, errors = losses.mean(0), np.zeros(2)
-        if len(losses) > 1:
-            errors = _DOUBT * losses.std(0, ddof=1) / len(losses) ** 0.5
-        figures = (float(means[0]), float(errors[0]), float(means[1]), float(errors[1]))
-        rows.append({"layer": layer, "head": head, **dict(zip(_FIGURES, figures, strict=True))})
-    return HeadProfile(rows, model, share)
-
-
-def _texts(model: Any, tokenizer: Any, texts: Any, tasks: int, positions: int, seed: int) -> list[Any]:
-    """Return the tokens of texts, long enough for a context and what follows."""
-    if texts is None:
-        return written_by(model, tokenizer, tasks, positions + _FOLLOWING, seed)
-    if isinstance(texts, str) or len(texts) < tasks or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"texts is {type(texts).__name__}; expected at least tasks={tasks} strings")
-    found = []
-    for number, text in enumerate(texts[:tasks]):
-        tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if len(tokens) < positions + _FOLLOWING:
-            raise ValueError(
-                f"texts[{number}] has {len(tokens)} tokens; expected at least {positions + _FOLLOWING}. Give longer "
-                "texts, or fewer positions"
-            )
-        found.append(tokens)
-    return found
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A task whose context was read: what all heads have if they are whole, and if they are cut."""
-
-    model: Any
-    task: Task
-    whole: CompressedCache
-    light: CompressedCache
-
-    @classmethod
-    def of(cls, model: Any, task: Task, share: float) -> _Trial:
-        """Read the context of a task."""
-        context = task.context[None].to(model.device)
-        whole = compress(model, context, budget=1.0)
-        heads = [(row["layer"], row["head"]) for row in whole.table()]
-        return cls(model, task, whole, compress(model, context, budget=dict.fromkeys(heads, share)))
-
-    def cut(self, advance: Callable[[int], None]) -> dict[tuple[int, int], Any]:
-        """Return by how much the losses rise if a head alone is cut, for each head."""
-        before = self._losses(self.whole)
-        found = {}
-        for row in self.whole.table():
-            layer, head = row["layer"], row["head"]
-            found[layer, head] = self._losses(_exchanged(self.whole, self.light, layer, head)) - before
-            advance(1)
-        return found
-
-    def restored(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> Any:
-        """Return by how much the losses fall if a head is whole while others have these shares, for each head."""
-        low = compress(self.model, self.task.context[None].to(self.model.device), budget=shares)
-        before = self._losses(low)
-        found = {}
-        for (layer, head), share in shares.items():
-            found[layer, head] = np.zeros(2)
-            if share < 1:
-                found[layer, head] = before - self._losses(_exchanged(low, self.whole, layer, head))
-            advance(1)
-        return found
-
-    def _losses(self, cache: CompressedCache) -> Any:
-        """Return the mean loss of answers, and of the text after the context, in nats a token."""
-        asked = _loss(self.model, cache.copy(), self.task.questions)[self.task.answers[1:]]
-        return np.array([asked.mean(), _loss(self.model, cache.copy(), self.task.text).mean()])
-
-
-def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:
-    """Return a cache with one head as another cache of the same context has it."""
-    changed = cache.copy()
-    groups = []
-    for group in cache.layers[layer].groups:
-        rest = tuple(number for number in group.heads if number != head)
-        groups += [group.of_heads(rest)] if rest else []
-    groups += [group.of_heads((head,)) for group in other.layers[layer].groups if head in group.heads]
-    changed.layers[layer] = CompressedLayer(tuple(groups), cache.context_length)
-    return changed
-
-
-def _loss(model: Any, cache: CompressedCache, tokens: Any) -> Any:
-    """Return the loss of each token after the first, (n - 1,), of numpy."""
-    tokens = tokens.to(model.device)
-    log_p = model(tokens[None], **as_cache_of(model, cache)).logits[0, :-1].double().log_softmax(-1)
-    return -log_p.gather(1, tokens[1:, None])[:, 0].cpu().numpy()

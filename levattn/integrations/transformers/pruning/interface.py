@@ -67,7 +67,7 @@ def register() -> None:
     >>> register()
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, attn_implementation="levattn", **sizes))
-    >>> report = prune(model, budget=16)
+    >>> report = prune(model, budget=16, layers=[0, 1])
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 

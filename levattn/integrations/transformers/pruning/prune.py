@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration.calibration import Calibration
 from levattn.integrations.transformers.calls import numbers_among, whole_numbers
 from levattn.integrations.transformers.changes import PART, Changes, check_model
+from levattn.integrations.transformers.compression.profile import HeadProfile
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.pruning.heads import Arrays, Group, SharedOptions
 from levattn.integrations.transformers.pruning.interface import PRUNED, STREAM, LayerPruning, register
@@ -27,6 +30,10 @@ from levattn.nn.levattention import check_selection
 
 __all__ = ["observed", "prune"]
 
+_ALIKE = (
+    "all heads of a decoder are pruned alike: it loses what it should recall, while the loss of plain text hardly "
+    "moves. Give heads=head_profile(model, tokenizer), or name the layers to prune"
+)
 _prunings = count()  # states in caches are of one of them
 
 
@@ -35,7 +42,7 @@ def prune(
     budget: float | Mapping[Any, float] | None = None,
     *,
     layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    heads: Iterable[int] | HeadProfile | None = None,
     size: int | None = None,
     epsilon: float | None = None,
     summaries: int | None = None,
@@ -70,8 +77,9 @@ def prune(
         then. One of budget, size and epsilon is given.
     layers : iterable of int, optional
         Numbers of the layers to prune, from 0; all that the model goes through if None.
-    heads : iterable of int, optional
-        Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs.
+    heads : iterable of int or HeadProfile, optional
+        Numbers of the heads of the keys to prune, in each of these layers; all if None. Query heads go with theirs. A
+        `HeadProfile` splits `budget`, a share, over all heads by what they cost.
     size, epsilon, summaries, window, sinks, scores, center, chunk : optional
         As for `pruned_attention`, but for `scores`, which is a name here; `chunk` is for decoders alone.
     stream : bool, default False
@@ -99,6 +107,11 @@ def prune(
         (biases of positions, bounded logits, sinks). The model is then as it was. Calls raise where they come with
         packed sequences, more positions than a sliding window, dropout of weights, a cache that is not a
         `DynamicCache`, or a mask that is neither full nor causal with padding.
+
+    Warns
+    -----
+    RecallWarning
+        If all heads of a decoder get one budget: it loses what it should recall.
 
     Notes
     -----
@@ -131,6 +144,8 @@ def prune(
     >>> report.remove()
     """
     check_model(model)
+    alike = layers is None and heads is None and not isinstance(budget, Mapping)
+    budget, heads = _split(budget, heads, layers)
     if measure and stream:
         raise ValueError(
             "measure and stream are True; expected one of them: without all keys there is no dense attention"
@@ -155,9 +170,9 @@ def prune(
     budgets = budgets_of(budget, there, layers, heads)
     chosen = {number: groups_of(there[number], mine) for number, mine in budgets.items()}
     chosen = {number: groups for number, groups in sorted(chosen.items()) if not all(g.dense for g in groups)}
-    _check_options(
-        rule, {(value, there[number].probe.causal) for number, mine in budgets.items() for value in mine.values()}
-    )
+    _check_options(rule, budgets, there)
+    if alike and budget != 1 and any(there[number].probe.causal for number in chosen):
+        warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"budget": budget, "layers": layers, "heads": heads, **options}
     report = PruneReport(type(model).__name__, {name: _shown(value) for name, value in given.items()})
     measured = not stream if measure is None else bool(measure)
@@ -170,6 +185,23 @@ def prune(
         report._watch(number, tally, sorted(head for group in groups if not group.dense for head in group.heads))
     report._take(model, _changed(model, there, parts))
     return report
+
+
+def _split(budget: Any, heads: Any, layers: Any) -> tuple[Any, Any]:
+    """Return budget and heads, the budget split over all heads where these are a profile, or raise."""
+    if isinstance(budget, HeadProfile):
+        raise TypeError(
+            "budget is a HeadProfile, which tells costs; expected the share of the keys, and the profile as heads: "
+            "prune(model, 0.25, heads=profile)"
+        )
+    if not isinstance(heads, HeadProfile):
+        return budget, heads
+    if layers is not None or not isinstance(budget, float | int):
+        raise ValueError(
+            f"heads is a HeadProfile, budget is {budget!r} and layers is {layers!r}; expected a budget that is a "
+            "share of the keys, and no layers, as the profile tells of all heads"
+        )
+    return heads.shares(budget), None
 
 
 def _check_stream(layer: ModelLayer, groups: tuple[Group, ...]) -> None:
@@ -239,9 +271,10 @@ def _changed(model: Any, layers: dict[int, ModelLayer], parts: list[LayerPruning
     return changes
 
 
-def _check_options(rule: SharedOptions, budgets: set[tuple[Any, bool]]) -> None:
+def _check_options(rule: SharedOptions, budgets: dict[int, dict[int, Any]], there: dict[int, ModelLayer]) -> None:
     """Raise for options that a call would refuse."""
-    for budget, causal in budgets:
+    used = {(value, there[number].probe.causal) for number, mine in budgets.items() for value in mine.values()}
+    for budget, causal in used:
         check_selection(rule.options(rule.slots(budget, 1 << 20, causal=causal)), causal=causal)
 
 

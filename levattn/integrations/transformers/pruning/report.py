@@ -40,7 +40,7 @@ class PruneReport(HeadsTable):
     >>> from levattn.integrations.transformers import prune
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
-    >>> with torch.no_grad(), prune(model, budget=16) as report:
+    >>> with torch.no_grad(), prune(model, budget=16, layers=[0, 1]) as report:
     ...     _ = model(torch.arange(50)[None])
     >>> report.active, len(report.table())
     (False, 4)

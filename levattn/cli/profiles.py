@@ -1,0 +1,41 @@
+"""The profile of heads that a command was given, and what is said where there is none."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from levattn.cli.output import fail, report
+from levattn.exceptions import RecallWarning
+
+__all__ = ["check_profile", "profile_of", "told_of_recall"]
+
+
+def check_profile(path: Path | None) -> None:
+    """End the program if there is no such file."""
+    if path is not None and not path.exists():
+        fail(f"{path}: no such file; make it with `levattn profile`")
+
+
+def profile_of(path: Path | None, budget: float) -> Any:
+    """Return the profile in a file, or None; a budget that all heads of a decoder share is told of."""
+    if path is not None:
+        from levattn.integrations.transformers import HeadProfile
+
+        return HeadProfile.load(path)
+    if budget != 1:
+        shown = f"{budget:.0%}" if budget < 1 else f"{budget} slots"
+        report(
+            f"all heads are cut to {shown}, as there is no profile of them: decoders lose what they should recall; "
+            "make one with `levattn profile` and give it with --heads"
+        )
+    return None
+
+
+@contextmanager
+def told_of_recall() -> Iterator[None]:
+    """Keep the library from saying it again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecallWarning)
+        yield
