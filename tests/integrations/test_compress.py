@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -374,13 +374,30 @@ def test_calibration_takes_how_heads_share_a_budget_from_the_profile() -> None:
 @pytest.mark.parametrize("budget", [0.005, 0.05, 0.3, 0.77, 1.0])
 def test_bytes_are_split_within_the_budget_and_where_they_count(budget: float) -> None:
     rng = np.random.default_rng(0)
-    costs = {(layer, head): float(cost) for (layer, head), cost in np.ndenumerate(rng.exponential(size=(5, 4)) ** 3)}
+    drawn = rng.exponential(size=(5, 4)) ** 3
+    costs = {(layer, head): float(cost) for (layer, head), cost in np.ndenumerate(drawn)}
+    for a, b in ((1.0, 0.1), (0.0, 1.0)):
+        check_split({head: (a * cost, b * cost) for head, cost in costs.items()}, budget)
+
+
+def check_split(costs: dict[tuple[int, int], tuple[float, float]], budget: float) -> None:
+    def loss(head: tuple[int, int], share: float) -> float:
+        a, b = costs[head]
+        return a * (1 - math.sqrt(share)) + b * math.log(1 / share)
+
     shares = split_bytes(costs, budget)
     assert sum(shares.values()) <= budget * len(costs) * (1 + 1e-9)
     order = sorted(costs, key=costs.__getitem__)
     assert all(shares[low] <= shares[high] for low, high in pairwise(order))
-    alike = sum(cost * math.log(1 / budget) for cost in costs.values())
-    assert sum(costs[head] * math.log(1 / share) for head, share in shares.items()) <= alike + 1e-12
+    assert sum(loss(*pair) for pair in shares.items()) <= sum(loss(head, budget) for head in costs) + 1e-12
+    # no pair of heads gains by what one level of the first would give the second
+    steps = [1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0]
+    for giver, taker in permutations((head for head in costs if shares[head] in steps), 2):
+        lower, higher = steps.index(shares[giver]) - 1, steps.index(shares[taker]) + 1
+        if lower < 0 or higher == len(steps) or steps[higher] - shares[taker] > shares[giver] - steps[lower]:
+            continue
+        before = loss(giver, shares[giver]) + loss(taker, shares[taker])
+        assert loss(giver, steps[lower]) + loss(taker, steps[higher]) >= before - 1e-12
 
 
 def test_profile_is_written_down_and_read(tmp_path: Path) -> None:

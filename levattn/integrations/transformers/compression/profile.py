@@ -93,8 +93,9 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     def shares(self, budget: float) -> dict[tuple[int, int], float]:
         """Return the share of the bytes that each head keeps, so that the sum of the costs is least.
 
-        The cost of a head at a share s is taken to be proportional to log(1/s), and that at `share` is the measured
-        one.
+        At a share s the cost of recall is taken to be proportional to 1 - √s and that of plain text to log(1/s), and
+        those at `share` are the measured ones. The first lets heads that recall stay whole where bytes are few: what
+        is asked for is in the slots that are left, or it is lost.
 
         Parameters
         ----------
@@ -113,7 +114,12 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
         """
         budget = share_of_bytes("budget", budget)
         least = 1e-4 * max(self.values()) + 1e-12  # so that no head is free
-        return split_bytes({head: self[head] + least for head in self}, budget)
+        a, b = 1 - math.sqrt(self.share), -math.log(self.share)
+        costs = {
+            head: (max(row["recall"], 0.0) / a, (max(row["text"], 0.0) + least) / b)
+            for head, row in self._table.items()
+        }
+        return split_bytes(costs, budget)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each head.

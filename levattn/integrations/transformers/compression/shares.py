@@ -43,12 +43,14 @@ def shares_for(budget: Any, profile: Any) -> Callable[[int, int], float]:
     return of
 
 
-def split_bytes(costs: Mapping[tuple[int, int], float], budget: float) -> dict[tuple[int, int], float]:
-    """Return a share for each head, their mean at most a budget, so that Σ cost · log(1/share) is least.
+def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: float) -> dict[tuple[int, int], float]:
+    """Return a share for each head, their mean at most a budget, so that the sum of the costs is least.
+
+    costs: (a, b) of each head, whose cost at a share s is a (1 - √s) + b log(1/s).
 
     Shares are among few levels, so that heads of a layer go together. They rise from the lowest one level at a time,
-    where the sum falls most for the bytes that it takes: optimal, as log is concave, but for the step that the budget
-    cuts off. What that leaves goes to the heads with the lowest share.
+    where the sum falls most for the bytes that it takes: optimal, as costs are convex, but for the step that the
+    budget cuts off. What that leaves goes to the heads with the lowest share.
     """
     levels = [budget, *(level for level in _LEVELS if level > budget)] if budget < _LEVELS[0] else list(_LEVELS)
     at = dict.fromkeys(costs, 0)
@@ -56,8 +58,9 @@ def split_bytes(costs: Mapping[tuple[int, int], float], budget: float) -> dict[t
 
     def rise(head: tuple[int, int]) -> tuple[float, tuple[int, int]]:
         low, high = levels[at[head] : at[head] + 2]
-        fall: float = costs[head] * math.log(high / low) / (high - low)
-        return -fall, head
+        a, b = costs[head]
+        fall = a * (math.sqrt(high) - math.sqrt(low)) + b * math.log(high / low)
+        return -fall / (high - low), head
 
     heap = [rise(head) for head in costs]
     heapq.heapify(heap)
