@@ -12,18 +12,18 @@ __all__ = ["reported"]
 
 
 @contextmanager
-def reported(progress: Any, total: int | None) -> Iterator[Callable[[int], None]]:
+def reported(progress: Any, total: int | None, what: str = "rows of keys") -> Iterator[Callable[[int], None]]:
     """Give a function to call with the number of rows that were worked on since the last call.
 
     `progress` is None, True for a bar on the terminal, or a function of the rows done and their total (None where it
-    is not known).
+    is not known). what: is counted, in the words of the bar.
     """
     if progress is None or progress is False:
         yield lambda _: None
         return
     done = 0
     if progress is True:
-        with _bar(total) as advance:
+        with _bar(total, what) as advance:
             yield advance
         return
     if not callable(progress):
@@ -40,10 +40,10 @@ def reported(progress: Any, total: int | None) -> Iterator[Callable[[int], None]
 
 
 @contextmanager
-def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
+def _bar(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
     with needing("a progress bar needs rich", "cli"):
         from rich.console import Console
         from rich.progress import Progress
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("rows of keys", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda rows: bar.advance(task, rows)

@@ -1,8 +1,8 @@
 """``levattn profile``, ``compress`` and ``ask``: contexts that are read once, kept small, and asked."""
 
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,8 @@ def profile(asked: Measurement) -> None:
 
     start = time.perf_counter()
     options: dict[str, Any] = {"tasks": asked.tasks, "positions": asked.positions, "share": asked.share}
-    with (
-        forward_errors_in_one_line(asked.model, asked.positions, "give fewer --positions"),
-        _bar("heads") as progress,
-    ):
-        found = head_profile(model, tokenizer, **options, progress=progress)
+    with forward_errors_in_one_line(asked.model, asked.positions, "give fewer --positions"):
+        found = head_profile(model, tokenizer, **options, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start
     found.save(asked.output)
     draw(asked.plot, lambda: found.plot("recall"))
@@ -118,12 +115,16 @@ def compress_text(asked: Compression) -> None:
     message, inputs = _tokens_of(asked, words, model, tokenizer)
     count = inputs["input_ids"].shape[1]
     start = time.perf_counter()
-    with told_of_recall(), forward_errors_in_one_line(asked.model, count), _bar("positions") as progress:
-        cache = compressed(model, inputs, budget=asked.budget, heads=heads, chunk=asked.chunk, progress=progress)
+    how: dict[str, Any] = {"heads": heads, "chunk": asked.chunk, "progress": sys.stderr.isatty()}
+    with told_of_recall(), forward_errors_in_one_line(asked.model, count):
+        cache = compressed(model, inputs, budget=asked.budget, **how)
     seconds = time.perf_counter() - start
     cache.save(asked.output)
     rows = cache.table()
+    sliding = len({row["layer"] for row in rows if row["slides"]})
     sizes = {"positions": count, "bytes": cache.nbytes, "dense_bytes": cache.dense_nbytes, "seconds": seconds}
+    if sliding:
+        report(f"{sliding} of {len(cache.layers)} layers slide and keep their window, which the budget does not count")
     if asked.html is not None:
         facts = dict(_facts(sizes))
         shares = HeatMap.of(rows, "share", "Share of its bytes that each head keeps", ".3f", top=1.0)
@@ -206,21 +207,6 @@ class _Clock:
         return (self._times[-1] - self._times[1]) / further if further else None
 
 
-@contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int | None], None] | None]:
-    """Give a function that shows progress on a terminal; None where there is none."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    errors = Console(stderr=True)
-    if not errors.is_terminal:
-        yield None
-        return
-    with Progress(console=errors, transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _around(tokenizer: Any) -> tuple[str, str] | None:
     """Return what a chat template writes before and after a message; None if there is no template."""
     if not getattr(tokenizer, "chat_template", None):
@@ -273,7 +259,7 @@ def _kept(cache: Any, message: str, tokenizer: Any) -> KeptText | None:
     P = cache.context_length
     kept, cut = torch.zeros(P, dtype=torch.long), 0
     for layer in cache.layers:
-        for group in layer.groups:
+        for group in getattr(layer, "groups", ()):  # layers that slide have none
             if group.places.shape[2] < P:
                 cut += len(group.heads)
                 places = group.places[0].long().cpu()

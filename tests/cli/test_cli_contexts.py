@@ -106,6 +106,21 @@ def test_compress_says_what_it_keeps(decoder, text, tmp_path):
     assert found["bytes"] <= 0.5 * found["dense_bytes"]
 
 
+def test_layers_that_slide_are_told_of(text, tmp_path):
+    torch.manual_seed(0)
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 8}
+    config = transformers.Gemma2Config(
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, **sliding, **SIZES
+    )
+    folder, file = saved(transformers.Gemma2ForCausalLM(config), tmp_path), tmp_path / "a.safetensors"
+    result = run(
+        "compress", folder, "--text", text, "-o", file, "--budget", "1", "--html", tmp_path / "a.html", "--json"
+    )
+    assert "1 of 2 layers slide and keep their window" in result.stderr
+    assert [row["slides"] for row in json.loads(result.stdout)["heads"]] == [True, True, False, False]
+    assert run("ask", folder, file, "the head", "--max-tokens", "3").exit_code == 0
+
+
 def assert_facts_explained(printed):
     names = [line.partition(":")[0] for line in printed.splitlines()]
     block = shown_help("compress").partition("What is printed:\n")[2]

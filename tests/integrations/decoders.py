@@ -33,6 +33,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 20,
         "attn_implementation": "eager",
     },
+    "Gemma3": {  # of three layers two slide
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 20,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "GptOss": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "Qwen2": {"num_key_value_heads": 1},
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 4},
@@ -49,7 +57,8 @@ LEFT = torch.tensor([[1] * T, [0] * PADDED + [1] * (T - PADDED)])  # which posit
 
 
 def base(family: str = "Llama", **options: Any) -> Any:
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES.get(family, {}), **options})
+    kind = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"  # the other one reads pictures
+    config = getattr(transformers, kind)(**{**SIZES, **FAMILIES.get(family, {}), **options})
     return getattr(transformers, f"{family}{'Model' if family in ENCODERS else 'ForCausalLM'}")(config).eval()
 
 

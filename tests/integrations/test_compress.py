@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from levattn.integrations.transformers.compression.slots import HeadSlots, atten
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAMILIES = ["Llama", "Qwen2", "Gemma2", "Mistral", "GPTNeoX", "Phi"]
+FAMILIES = ["Llama", "Qwen2", "Gemma2", "Gemma3", "Mistral", "GPTNeoX", "Phi"]
 CONTEXT = 30
 NEW = 12
 CUT = {(0, 0): 0.3, (1, 1): 0.5}  # one head of each layer, cut
@@ -178,7 +179,7 @@ def test_forks_share_the_context_and_go_on_by_themselves() -> None:
     assert model.generate(whole, past_key_values=fork, **GREEDY).shape == (1, CONTEXT + 4 + NEW)
     with pytest.raises(ValueError, match="no input_ids are given"):
         model.generate(inputs_embeds=torch.zeros(1, 2, 32), past_key_values=cache.copy(), **GREEDY)
-    with pytest.raises(ValueError, match="crop was called with 5; expected at least the 30 positions"):
+    with pytest.raises(ValueError, match="crop was called with 5; expected to keep at least the 30 positions"):
         fork.crop(5)
     other.reset()
     assert torch.equal(logits(model, other, question()), first)
@@ -232,11 +233,13 @@ def test_a_file_answers_to_the_bit_and_for_its_model_alone(tmp_path: Path) -> No
         loaded.save(file)
     with pytest.raises(ValueError, match="was made with another model, or another revision"):
         CompressedCache.load(file, base("Qwen2"))
-    revised = copy.deepcopy(model)
+    revised, turned = copy.deepcopy(model), base(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    turned.load_state_dict(model.state_dict())
     with torch.no_grad():
-        revised.model.layers[1].self_attn.k_proj.weight.mul_(1.01)
-    with pytest.raises(ValueError, match="another revision"):
-        CompressedCache.load(file, revised)
+        revised.model.layers[1].self_attn.k_proj.weight[3, 5] += 1e-3
+    for other in (revised, turned):
+        with pytest.raises(ValueError, match="another revision"):
+            CompressedCache.load(file, other)
     content = file.read_bytes()
     for damaged in (content[:-10], content[:5], b"[1, 2]", content[:40] + b"~~~~" + content[44:], b""):
         file.write_bytes(damaged)
@@ -244,6 +247,46 @@ def test_a_file_answers_to_the_bit_and_for_its_model_alone(tmp_path: Path) -> No
             CompressedCache.load(file, model)
     with pytest.raises(OSError, match="missing"):
         CompressedCache.load(tmp_path / "missing", model)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "Mistral"])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_sliding_layers_keep_their_window_and_say_so(family: str, chunk: int | None, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model, file = base(family), tmp_path / "context.safetensors"
+    layers = range(model.config.num_hidden_layers)
+    sliding = [layer for layer in layers if family == "Mistral" or model.config.layer_types[layer][:7] == "sliding"]
+    full = [layer for layer in layers if layer not in sliding]
+    cache = compress(model, context(2), budget={(layer, 1): 0.4 for layer in full}, chunk=chunk)
+    assert f"{len(sliding)} of {len(layers)} layers slide and keep their window" in repr(cache)
+    rows = cache.table()
+    assert sorted({row["layer"] for row in rows if row["slides"]}) == sliding
+    assert {row["slots"] for row in rows if row["slides"]} == {model.config.sliding_window - 1}
+    for layer in sliding:
+        keys = cache.layers[layer].keys
+        assert keys.untyped_storage().nbytes() == keys.numel() * keys.element_size()  # the context is let go
+        with pytest.raises(ValueError, match=f"budget names head 0 of layer {layer}, which slides"):
+            compress(model, context(), budget={(layer, 0): 0.5})
+    if not full:
+        with pytest.raises(ValueError, match="all layers of the model slide"):
+            compress(model, context(), budget=0.5)
+    cache.save(file)
+    loaded = CompressedCache.load(file, model)
+    assert loaded.table() == rows
+    assert torch.equal(logits(model, loaded, question(2)), logits(model, cache.copy(), question(2)))
+
+
+def test_a_file_names_the_model_as_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    model, file = base(), tmp_path / "context.safetensors"
+    cache, other = compress(model, context(), budget=CUT), compress(base(), context(), budget=CUT)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="weights of the LlamaForCausalLM changed after it read the context"):
+        cache.save(file)
+    gc.collect()
+    with pytest.raises(ValueError, match="the model that made the cache is gone"):
+        other.save(file)
 
 
 def test_the_model_computes_without_such_a_cache_what_it_did() -> None:
@@ -279,6 +322,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "budget": (lambda: compress(base(), context(), budget=0), r"budget is 0; expected a share"),
     "share": (lambda: compress(base(), context(), budget={(0, 0): 2}), r"budget\[\(0, 0\)\] is 2; expected a share"),
     "key": (lambda: compress(base(), context(), budget={0: 0.5}), r"budget has the key 0; expected \(layer, head\)"),
+    "no layer": (lambda: compress(base(), context(), budget={(2, 0): 0.5}), "names layer 2; expected one of the 2"),
+    "no head": (lambda: compress(base(), context(), budget={(1, 2): 0.5}), "names head 2 of layer 1; expected one of"),
+    "kinds": (
+        lambda: compress(base(), {"input_ids": context(), "token_type_ids": torch.ones(1, CONTEXT)}, budget=1.0),
+        "token_type_ids that are not zero",
+    ),
+    "states": (lambda: compress(hybrid(), context(), budget=1.0), r"layer 0 of \w+ keeps a Lin"),
     "twice": (lambda: compress(base(), context(), budget=CUT, heads=profile()), "expected one of the two"),
     "split": (lambda: compress(base(), context(), budget=CUT, window=0.6), "more than 1 together"),
     "window": (
@@ -303,6 +353,19 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     ).eval()
+
+
+def hybrid() -> Any:
+    if not hasattr(transformers, "Qwen3NextConfig"):
+        pytest.skip("this transformers has no decoder of mixed layers")
+    kinds = {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "mlp_only_layers": [0, 1]}
+    return base("Qwen3Next", num_key_value_heads=2, head_dim=8, **kinds, **layers)
 
 
 def pruned() -> Any:

@@ -100,8 +100,8 @@ def head_profile(
     name = type(model).__name__
     with torch.no_grad():
         trials = [_Trial.of(model, task, share) for task in asked]
-        passes = 2 * sum(len(trial.whole.table()) for trial in trials)
-    with torch.no_grad(), reported(progress, passes) as advance:
+        passes = 2 * sum(len(_heads(trial.whole)) for trial in trials)
+    with torch.no_grad(), reported(progress, passes, "heads") as advance:
         alone = [trial.cut(advance) for trial in trials]
         low = _profile(alone, name, share).shares(_COMPANY)
         company = [trial.restored(low, advance) for trial in trials]
@@ -154,15 +154,14 @@ class _Trial:
         """Read the context of a task."""
         context = task.context[None].to(model.device)
         whole = compress(model, context, budget=1.0)
-        heads = [(row["layer"], row["head"]) for row in whole.table()]
-        return cls(model, task, whole, compress(model, context, budget=dict.fromkeys(heads, share)))
+        light = compress(model, context, budget=dict.fromkeys(_heads(whole), share))
+        return cls(model, task, whole, light)
 
     def cut(self, advance: Callable[[int], None]) -> dict[tuple[int, int], Any]:
         """Return by how much the losses rise if a head alone is cut, for each head."""
         before = self._losses(self.whole)
         found = {}
-        for row in self.whole.table():
-            layer, head = row["layer"], row["head"]
+        for layer, head in _heads(self.whole):
             found[layer, head] = self._losses(_exchanged(self.whole, self.light, layer, head)) - before
             advance(1)
         return found
@@ -183,6 +182,11 @@ class _Trial:
         """Return the mean loss of answers, and of the text after the context, in nats a token."""
         asked = _loss(self.model, cache.copy(), self.task.questions)[self.task.answers[1:]]
         return np.array([asked.mean(), _loss(self.model, cache.copy(), self.task.text).mean()])
+
+
+def _heads(cache: CompressedCache) -> list[tuple[int, int]]:
+    """Return the heads that can be cut: those of the layers that do not slide."""
+    return [(row["layer"], row["head"]) for row in cache.table() if not row["slides"]]
 
 
 def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head: int) -> CompressedCache:

@@ -11,7 +11,8 @@ from transformers.cache_utils import Cache
 
 from levattn.integrations.transformers.compression.files import read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.reading import fingerprint, prepared
+from levattn.integrations.transformers.compression.origin import Origin, fingerprint
+from levattn.integrations.transformers.compression.reading import prepared
 
 __all__ = ["CompressedCache"]
 
@@ -31,8 +32,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Which of these are no padding.
     context_length : int
         Positions of the context, padding included.
-    fingerprint : str
-        Of the model that read it.
+    origin : object
+        Which model read it.
     layers : list
         What each layer of the model keeps; those that slide are of transformers.
 
@@ -52,12 +53,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
     0.68
     """
 
-    def __init__(self, layers: list[Any], tokens: Any, present: Any, fingerprint: str) -> None:
+    def __init__(self, layers: list[Any], tokens: Any, present: Any, origin: Origin) -> None:
         super().__init__(layers=layers)
         self.tokens = tokens
         self.present = present
         self.context_length = int(tokens.shape[1])
-        self.fingerprint = fingerprint
+        self.origin = origin
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +92,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         layers = [
             layer.copy() if isinstance(layer, CompressedLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
-        fork = CompressedCache(layers, self.tokens, self.present, self.fingerprint)
+        fork = CompressedCache(layers, self.tokens, self.present, self.origin)
         fork.context_length = self.context_length
         return fork
 
@@ -150,15 +151,23 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Parameters
         ----------
         max_length : int
-            Positions to keep, or if negative how many to forget.
+            Positions to keep; if negative how many to forget, and 0 forgets none.
 
         Raises
         ------
         ValueError
             If positions of the context would go.
         """
-        super().crop(max_length)
         length = self.get_seq_length()
+        forgotten = -max_length if max_length <= 0 else max(0, length - max_length)
+        if forgotten > length - self.context_length:
+            raise ValueError(
+                f"crop was called with {max_length}; expected to keep at least the {self.context_length} positions of "
+                "the context, which are compressed as a whole. Compress a shorter context"
+            )
+        if forgotten:
+            super().crop(-forgotten)
+        length -= forgotten
         self.tokens, self.present = self.tokens[:, :length], self.present[:, :length]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -209,7 +218,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            If the cache holds positions after the context, or has layers that slide.
+            If the cache holds positions after the context, or the model that made it is gone or was changed.
         ImportError
             If safetensors is not installed.
         """
@@ -219,12 +228,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
                 f"the cache holds {more} positions after the context; expected none. Save it before it is asked, or "
                 "call reset"
             )
-        groups = []
-        for number, layer in enumerate(self.layers):
-            if not isinstance(layer, CompressedLayer):
-                raise ValueError(f"layer {number} of the cache slides; expected layers that keep the context alone")
-            groups.append(layer.groups)
-        write_context(path, groups, self.tokens, self.present, self.fingerprint)
+        write_context(path, self.layers, self.tokens, self.present, self.origin.fingerprint())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any) -> CompressedCache:
@@ -251,14 +255,14 @@ class CompressedCache(Cache):  # type: ignore[misc]
         OSError
             If it cannot be read.
         """
-        groups, tokens, present, of = read_context(path, model.device)
+        layers, tokens, present, of = read_context(path, model.device)
         if of != fingerprint(model):
             raise ValueError(
                 f"{path} was made with another model, or another revision, than this {type(model).__name__}; expected "
                 "the same weights. Load that model, or compress the context with this one"
             )
         prepared(model)
-        return cls([CompressedLayer(mine, tokens.shape[1]) for mine in groups], tokens, present, of)
+        return cls(layers, tokens, present, Origin(known=of))
 
     def table(self) -> list[dict[str, Any]]:
         """Return what each head keeps of the context.
@@ -267,11 +271,14 @@ class CompressedCache(Cache):  # type: ignore[misc]
         -------
         list of dict
             ``layer``, ``head``; ``slots``, ``summaries`` among them (means over sequences); ``share`` of the bytes of
-            a dense head.
+            a dense head; ``slides``, whether the layer keeps its window alone, whatever the budget.
         """
         rows = []
         for number, layer in enumerate(self.layers):
             if not isinstance(layer, CompressedLayer):
+                heads, held = layer.keys.shape[1:3]
+                figures = {"slots": float(held), "summaries": 0.0, "share": held / max(1, layer.get_seq_length())}
+                rows += [{"layer": number, "head": head, **figures, "slides": True} for head in range(heads)]
                 continue
             for group in layer.groups:
                 there = group.places.new_ones(group.places.shape, dtype=torch.bool)
@@ -287,14 +294,17 @@ class CompressedCache(Cache):  # type: ignore[misc]
                             "slots": float(there[:, place].sum(-1).double().mean()),
                             "summaries": float((there & (group.places < 0))[:, place].sum(-1).double().mean()),
                             "share": group.keys.shape[2] * wide / (layer.length * width),
+                            "slides": False,
                         }
                     )
         return sorted(rows, key=lambda row: (row["layer"], row["head"]))
 
     def __repr__(self) -> str:
+        sliding = sum(not isinstance(layer, CompressedLayer) for layer in self.layers)
+        told = f"; {sliding} of {len(self.layers)} layers slide and keep their window" if sliding else ""
         return (
             f"<CompressedCache of {self.context_length} positions, {self.nbytes} bytes, "
-            f"{self.nbytes / self.dense_nbytes:.0%} of a dense cache>"
+            f"{self.nbytes / self.dense_nbytes:.0%} of a dense cache{told}>"
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from levattn._core.checks import whole_number
 from levattn._core.progress import reported
@@ -15,8 +15,9 @@ from levattn._core.threads import parallel_for
 from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.reading import fingerprint, observed_by, prepared
-from levattn.integrations.transformers.compression.shares import shares_for
+from levattn.integrations.transformers.compression.origin import Origin
+from levattn.integrations.transformers.compression.reading import observed_by, prepared
+from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Split,
@@ -116,13 +117,14 @@ def compress(
     split = Split(whole_number("sinks", sinks, 0), _share("window", window), _share("summaries", summaries))
     if split.window + split.summaries > 1:
         raise ValueError(f"window={window!r} and summaries={summaries!r} are more than 1 together; expected at most 1")
-    share_of = shares_for(budget, heads)
-    layers = DynamicCache(config=model.config).layers
-    keeper = _Keeper(layers, present, share_of, split)
+    layers = _empty_layers(model)
+    sliding = {number for number, layer in enumerate(layers) if layer.is_sliding}
+    shares = Shares.of(budget, heads, set(range(len(layers))) - sliding, sliding)
+    keeper = _Keeper(layers, present, shares, split)
     positions = None if bool(present.all()) else (present.long().cumsum(1) - 1).clamp(min=0)
     base, P = model.base_model, tokens.shape[1]
-    cache = CompressedCache(layers, tokens[:, :0], present[:, :0], "")
-    with torch.no_grad(), observed_by(model, keeper.look), reported(progress, P) as advance:
+    cache = CompressedCache(layers, tokens[:, :0], present[:, :0], Origin(model))
+    with torch.no_grad(), observed_by(model, keeper.look), reported(progress, P, "positions") as advance:
         for first in range(0, P, chunk):
             last = min(first + chunk, P)
             keeper.begin(first, last)
@@ -132,7 +134,7 @@ def compress(
             base(**inputs, **(as_cache_of(base, cache) if first else {}))
             keeper.end()
             advance(last - first)
-    return CompressedCache(layers, tokens, present, fingerprint(model))
+    return CompressedCache(layers, tokens, present, cache.origin)
 
 
 def _read(context: Any) -> tuple[Any, Any]:
@@ -142,6 +144,9 @@ def _read(context: Any) -> tuple[Any, Any]:
         unknown = sorted(set(context) - {"input_ids", "attention_mask", "token_type_ids"})
         if unknown or "input_ids" not in context:
             raise ValueError(f"context has {sorted(context)}; expected input_ids and perhaps attention_mask")
+        kinds = context.get("token_type_ids")
+        if kinds is not None and bool(torch.as_tensor(kinds).any()):
+            raise ValueError("context has token_type_ids that are not zero, which are not read; expected one kind")
         context, mask = context["input_ids"], context.get("attention_mask")
     if not isinstance(context, torch.Tensor) or context.ndim != 2 or context.dtype not in (torch.int64, torch.int32):
         shown = f"{context.dtype} {tuple(context.shape)}" if isinstance(context, torch.Tensor) else type(context)
@@ -154,6 +159,18 @@ def _read(context: Any) -> tuple[Any, Any]:
     if not bool(present.any(1).all()):
         raise ValueError("context has a sequence without positions; expected at least one in each. Leave it out")
     return context, present
+
+
+def _empty_layers(model: Any) -> list[Any]:
+    """Return the layers of a cache of a model, or raise if one keeps something else than keys and values."""
+    layers: list[Any] = DynamicCache(config=model.config).layers
+    for number, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(
+                f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}; expected layers that keep "
+                "keys and values of their own, of all positions or of a window. Such models cannot be compressed"
+            )
+    return layers
 
 
 def _share(name: str, value: Any) -> float:
@@ -171,7 +188,7 @@ class _Keeper:
 
     layers: list[Any]
     present: Any
-    share_of: Callable[[int, int], float]
+    shares: Shares
     split: Split
     first: int = 0
     last: int = 0
@@ -183,7 +200,7 @@ class _Keeper:
     def look(self, number: int, q: Any, k: Any, v: Any, scale: float) -> None:
         """Keep what a layer has of the positions that are read: keys of their own, and after the first chunk."""
         layer = self.layers[number]
-        if not isinstance(layer, DynamicLayer) or layer.is_sliding:
+        if layer.is_sliding:
             if not self.first:
                 layer.update(k, v)
             return
@@ -198,13 +215,15 @@ class _Keeper:
     def end(self) -> None:
         """Take the positions that were read into the context."""
         for layer in self.layers:
-            if isinstance(layer, CompressedLayer) and self.first:
+            if layer.is_sliding:  # what it keeps is a part of an array of all that was read
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+            elif self.first:
                 layer.extend(self.last)
 
     def _kept(self, number: int, q: Any, k: Any, v: Any) -> tuple[HeadSlots, ...]:
         """Return the slots of all heads of a layer, those of one share together."""
         (B, G), q = k.shape[:2], q.unflatten(1, (k.shape[1], -1))
-        shares = [self.share_of(number, head) for head in range(G)]
+        shares = self.shares.of_layer(number, G)
         order = sorted(range(G), key=lambda head: shares[head] % 1, reverse=True)  # what takes longest comes first
         found: dict[tuple[int, int], Any] = {}
 

@@ -8,20 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from levattn._core.checks import needing
+from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import HeadSlots
 from levattn.io import replace_file
 
 __all__ = ["read_context", "write_context"]
 
-_FORMAT, _VERSION = "levattn context", 1
+_FORMAT, _VERSION = "levattn context", 2
 _ARRAYS = ("keys", "values", "log_weight", "places")
 
 
 def write_context(
     path: str | os.PathLike[str],
-    groups: Sequence[tuple[HeadSlots, ...]],
+    layers: Sequence[Any],
     tokens: Any,
     present: Any,
     fingerprint: str,
@@ -30,19 +32,24 @@ def write_context(
     with needing("contexts are files of safetensors", "transformers"):
         from safetensors.torch import save
     arrays = {"tokens": tokens, "present": present}
-    for layer, mine in enumerate(groups):
-        for i, group in enumerate(mine):
-            found = {name: getattr(group, name) for name in _ARRAYS}
-            arrays |= {f"{layer}.{i}.{name}": array for name, array in found.items() if array is not None}
-    heads = [[list(group.heads) for group in mine] for mine in groups]
-    head = {"format": _FORMAT, "version": _VERSION, "fingerprint": fingerprint, "heads": heads}
+    kept: list[dict[str, Any]] = []
+    for number, layer in enumerate(layers):
+        if isinstance(layer, CompressedLayer):
+            kept.append({"heads": [list(group.heads) for group in layer.groups]})
+            for i, group in enumerate(layer.groups):
+                found = {name: getattr(group, name) for name in _ARRAYS}
+                arrays |= {f"{number}.{i}.{name}": array for name, array in found.items() if array is not None}
+        else:
+            kept.append({"window": layer.sliding_window})
+            arrays |= {f"{number}.keys": layer.keys, f"{number}.values": layer.values}
+    head = {"format": _FORMAT, "version": _VERSION, "fingerprint": fingerprint, "layers": kept}
     content = save({name: array.contiguous().cpu() for name, array in arrays.items()}, {"levattn": json.dumps(head)})
     with replace_file(path) as stream:
         stream.write(content)
 
 
-def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[tuple[HeadSlots, ...]], Any, Any, str]:
-    """Return what each layer keeps, the tokens and which are no padding, and the fingerprint, or raise."""
+def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[Any], Any, Any, str]:
+    """Return the layers, the tokens and which are no padding, and the fingerprint, or raise."""
     with needing("contexts are files of safetensors", "transformers"):
         from safetensors import SafetensorError, safe_open
     try:
@@ -56,31 +63,42 @@ def read_context(path: str | os.PathLike[str], device: Any) -> tuple[list[tuple[
     if head.get("version") != _VERSION:
         raise ValueError(f"{path} is of version {head.get('version')!r}, and this release reads {_VERSION}")
     try:
-        groups = [
-            tuple(
-                HeadSlots(tuple(heads), *(arrays.get(f"{layer}.{i}.{name}") for name in _ARRAYS))
-                for i, heads in enumerate(mine)
-            )
-            for layer, mine in enumerate(head["heads"])
-        ]
         tokens, present, fingerprint = arrays["tokens"], arrays["present"], str(head["fingerprint"])
-        _check(groups, tokens, present)
+        if tokens.ndim != 2 or present.shape != tokens.shape or present.dtype != torch.bool or not head["layers"]:
+            raise ValueError("its tokens and their mask do not go together")
+        layers = [_layer(number, kept, arrays, tokens.shape) for number, kept in enumerate(head["layers"])]
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is a damaged compressed context: {error}") from error
-    return groups, tokens, present, fingerprint
+    return layers, tokens, present, fingerprint
 
 
-def _check(groups: list[tuple[HeadSlots, ...]], tokens: Any, present: Any) -> None:
-    """Raise unless arrays that were read have the kinds and shapes that go together."""
-    if tokens.ndim != 2 or present.shape != tokens.shape or present.dtype != torch.bool or not groups:
-        raise ValueError("its tokens and their mask do not go together")
-    for mine in groups:
-        heads = sorted(head for group in mine for head in group.heads)
-        if not heads or heads != list(range(len(heads))):
-            raise ValueError(f"a layer has the heads {heads}")
-        for group in mine:
-            shape = (tokens.shape[0], len(group.heads), group.keys.shape[2])
-            arrays = [group.keys[..., 0], group.values[..., 0], group.places]
-            arrays += [] if group.log_weight is None else [group.log_weight]
-            if any(array.shape != shape for array in arrays) or not torch.is_floating_point(group.keys):
-                raise ValueError(f"an array of the heads {group.heads} has a shape other than {shape}")
+def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], shape: tuple[int, int]) -> Any:
+    """Return a layer of a cache of contexts of a shape, or raise unless its arrays go together."""
+    if "window" in kept:
+        keys, values, window = arrays[f"{number}.keys"], arrays[f"{number}.values"], kept["window"]
+        held = (shape[0], keys.shape[1], min(shape[1], window - 1))
+        if any(array.shape[:3] != held or array.ndim != 4 for array in (keys, values)):
+            raise ValueError(f"layer {number} slides over {window} positions and holds others")
+        layer = DynamicSlidingWindowLayer(window)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values, layer.cumulative_length = keys, values, shape[1]
+        return layer
+    groups = tuple(
+        HeadSlots(tuple(heads), *(arrays.get(f"{number}.{i}.{name}") for name in _ARRAYS))
+        for i, heads in enumerate(kept["heads"])
+    )
+    _check(groups, shape[0])
+    return CompressedLayer(groups, shape[1])
+
+
+def _check(groups: tuple[HeadSlots, ...], sequences: int) -> None:
+    """Raise unless the arrays of a layer have the kinds and shapes that go together."""
+    heads = sorted(head for group in groups for head in group.heads)
+    if not heads or heads != list(range(len(heads))):
+        raise ValueError(f"a layer has the heads {heads}")
+    for group in groups:
+        shape = (sequences, len(group.heads), group.keys.shape[2])
+        arrays = [group.keys[..., 0], group.values[..., 0], group.places]
+        arrays += [] if group.log_weight is None else [group.log_weight]
+        if any(array.shape != shape for array in arrays) or not torch.is_floating_point(group.keys):
+            raise ValueError(f"an array of the heads {group.heads} has a shape other than {shape}")

@@ -105,15 +105,9 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         """Forget what came after the context."""
         self.tail = Tail()
 
-    def crop(self, max_length: int) -> None:
-        """Keep the first positions; those of the context cannot be forgotten."""
-        length = max_length if max_length >= 0 else self.get_seq_length() + max_length
-        if length < self.length:
-            raise ValueError(
-                f"crop was called with {max_length}; expected at least the {self.length} positions of the context, "
-                "which are compressed as a whole. Compress a shorter context"
-            )
-        self.tail.change(length - self.length, None)
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last positions, a negative number."""
+        self.tail.change(self.tail.length + tokens_to_remove, None)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take the sequences with these numbers, for beam search."""

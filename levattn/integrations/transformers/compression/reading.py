@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,11 +18,10 @@ from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import attended
 from levattn.integrations.transformers.masks import padding_and_kind
 
-__all__ = ["Observer", "fingerprint", "observed_by", "prepared"]
+__all__ = ["Observer", "observed_by", "prepared"]
 
 _NAME = "levattn_compressed"  # by which transformers calls the attention
 _PART = "_levattn_reader"  # the attribute of an attention module that says how it reads
-_SAMPLES = 64  # entries of each weight that a fingerprint reads at least
 
 Observer = Callable[[int, Any, Any, Any, float], None]  # of a layer's number, queries, keys, values and scale
 
@@ -205,14 +203,3 @@ def _generate(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         return found[:, length:]
     found.sequences = sequences[:, length:]
     return found
-
-
-def fingerprint(model: Any) -> str:
-    """Return a hash of a model's type, and of the names, shapes and some entries of its weights."""
-    found = hashlib.sha256(type(model).__name__.encode())
-    for name, weight in sorted(model.state_dict().items()):
-        flat = weight.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // _SAMPLES)].contiguous().cpu()
-        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        found.update(some.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -5,42 +5,82 @@ from __future__ import annotations
 import heapq
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from levattn.exceptions import RecallWarning
 
-__all__ = ["share_of_bytes", "shares_for", "split_bytes"]
+__all__ = ["Shares", "share_of_bytes", "split_bytes"]
 
 _LEVELS = (1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 
 
-def shares_for(budget: Any, profile: Any) -> Callable[[int, int], float]:
-    """Return the share of the bytes that a head keeps, by the number of its layer and its own, or raise."""
-    if isinstance(budget, Mapping):
-        if profile is not None:
-            raise ValueError("budget names heads, and heads is given; expected one of the two. Leave heads out")
-        named = {_pair(key): share_of_bytes(f"budget[{key!r}]", share) for key, share in budget.items()}
-        return lambda layer, head: named.get((layer, head), 1.0)
-    share = share_of_bytes("budget", budget)
-    if profile is None:
-        if share < 1:
+@dataclass(frozen=True)
+class Shares:
+    """The share of the bytes that each head keeps.
+
+    named: by (layer, head). rest: the share of heads that are not named, or None if all must be.
+    source: the argument that they came from, as messages call it.
+    """
+
+    named: Mapping[tuple[int, int], float]
+    rest: float | None
+    source: str
+
+    @classmethod
+    def of(cls, budget: Any, profile: Any, full: Collection[int], sliding: Collection[int]) -> Shares:
+        """Return what the arguments of `compress` say of a model whose layers have these numbers, or raise."""
+        if isinstance(budget, Mapping):
+            if profile is not None:
+                raise ValueError("budget names heads, and heads is given; expected one of the two. Leave heads out")
+            named = {_pair(key): share_of_bytes(f"budget[{key!r}]", share) for key, share in budget.items()}
+            found = cls(named, 1.0, "budget")
+        else:
+            share = share_of_bytes("budget", budget)
+            found = cls({}, share, "budget") if profile is None else cls(profile.shares(share), None, "heads")
+        found._check_layers(full, sliding)
+        if found.rest is not None and found.rest < 1:
             warnings.warn(
-                f"all heads are cut to {share:.0%}, as there is no profile of them: decoders lose what they should "
-                "recall. Give heads=head_profile(model, tokenizer)",
+                f"all heads are cut to {found.rest:.0%}, as there is no profile of them: decoders lose what they "
+                "should recall. Give heads=head_profile(model, tokenizer)",
                 RecallWarning,
                 stacklevel=3,
             )
-        return lambda *_: share
-    shares: dict[tuple[int, int], float] = profile.shares(share)
+        return found
 
-    def of(layer: int, head: int) -> float:
-        if (layer, head) not in shares:
-            raise ValueError(f"heads does not tell what head {head} of layer {layer} costs; expected all heads")
-        return shares[layer, head]
+    def _check_layers(self, full: Collection[int], sliding: Collection[int]) -> None:
+        for layer, head in self.named:
+            if layer in sliding:
+                raise ValueError(
+                    f"{self.source} names head {head} of layer {layer}, which slides and keeps its window; expected "
+                    "layers that attend to all positions"
+                )
+            if layer not in full:
+                raise ValueError(f"{self.source} names layer {layer}; expected one of the {len(full)} of the model")
+        if not full and self.rest not in (None, 1.0):
+            raise ValueError(
+                "all layers of the model slide and keep their windows, so that there is nothing to cut; expected "
+                "budget=1.0 for it"
+            )
 
-    return of
+    def of_layer(self, layer: int, heads: int) -> list[float]:
+        """Return those of the heads of a layer, or raise if heads are named that it does not have, or are missing."""
+        for number, head in self.named:
+            if number == layer and head >= heads:
+                raise ValueError(
+                    f"{self.source} names head {head} of layer {layer}; expected one of its {heads} heads"
+                )
+        shares = []
+        for head in range(heads):
+            share = self.named.get((layer, head), self.rest)
+            if share is None:
+                raise ValueError(
+                    f"{self.source} does not tell what head {head} of layer {layer} costs; expected all heads"
+                )
+            shares.append(share)
+        return shares
 
 
 def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: float) -> dict[tuple[int, int], float]:
