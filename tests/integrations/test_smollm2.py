@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,26 @@ def test_padded_batch_equals_its_sequences_alone(opened: Any, context: Any, prof
         tokens, alone = answer(model, cache, asked(context), max_new_tokens=20)
         assert torch.equal(together[row : row + 1], tokens)
         assert float((logits[row] - alone[0]).abs().max()) < 1e-2 * float(alone.abs().max())
+
+
+def test_the_program_answers_from_the_weights_in_their_file(
+    example: Any, opened: Any, context: Any, tmp_path: Path
+) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from levattn.cli import build_app
+
+    def run(*arguments: object) -> Any:
+        result = testing.CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    _, tokenizer = opened
+    model, text, file = example.weights(), tmp_path / "text.txt", tmp_path / "context.safetensors"
+    text.write_text(tokenizer.decode(context.tokens), encoding="utf-8")
+    found = run("compress", model, "--text", text, "--budget", 0.25, "--heads", example.PROFILE, "-o", file, "--json")
+    assert found["bytes"] <= 0.25 * found["dense_bytes"]
+    question, right = (tokenizer.decode(part) for part in (context.questions[0].asked, context.questions[0].answer))
+    question = question.partition("Question: ")[2].partition("\n")[0]
+    answered = run("ask", model, file, question, "--max-tokens", 24, "--json")
+    assert right.strip() in answered["answer"]
+    assert answered["bytes"] == found["bytes"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from levattn._core.checks import fraction, whole_number
 from levattn._core.progress import reported
@@ -16,6 +17,7 @@ from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.profile import FIGURES, HeadProfile
+from levattn.integrations.transformers.compression.replay import Replay
 from levattn.integrations.transformers.compression.tasks import Task, made_up, written_by
 
 __all__ = ["head_profile"]
@@ -76,8 +78,8 @@ def head_profile(
 
     Notes
     -----
-    Time: for each context three readings, and for each head of the keys four passes over about 100 positions. Memory:
-    a dense cache of `positions` for each task.
+    Time: for each context three readings, and for each head of the keys four passes over about 100 positions, from its
+    layer on. Memory: a dense cache of `positions` for each task.
 
     References
     ----------
@@ -159,29 +161,50 @@ class _Trial:
 
     def cut(self, advance: Callable[[int], None]) -> dict[tuple[int, int], Any]:
         """Return by how much the losses rise if a head alone is cut, for each head."""
-        before = self._losses(self.whole)
-        found = {}
+        losses, found = _Losses(self.model, self.task, self.whole), {}
         for layer, head in _heads(self.whole):
-            found[layer, head] = self._losses(_exchanged(self.whole, self.light, layer, head)) - before
+            changed = _exchanged(self.whole, self.light, layer, head)
+            found[layer, head] = losses.with_changed(changed, layer) - losses.before
             advance(1)
         return found
 
     def restored(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> Any:
         """Return by how much the losses fall if a head is whole while others have these shares, for each head."""
         low = compress(self.model, self.task.context[None].to(self.model.device), budget=shares)
-        before = self._losses(low)
-        found = {}
+        losses, found = _Losses(self.model, self.task, low), {}
         for (layer, head), share in shares.items():
             found[layer, head] = np.zeros(2)
             if share < 1:
-                found[layer, head] = before - self._losses(_exchanged(low, self.whole, layer, head))
+                changed = _exchanged(low, self.whole, layer, head)
+                found[layer, head] = losses.before - losses.with_changed(changed, layer)
             advance(1)
         return found
 
-    def _losses(self, cache: CompressedCache) -> Any:
-        """Return the mean loss of answers, and of the text after the context, in nats a token."""
-        asked = _loss(self.model, cache.copy(), self.task.questions)[self.task.answers[1:]]
-        return np.array([asked.mean(), _loss(self.model, cache.copy(), self.task.text).mean()])
+
+class _Losses:
+    """The mean losses of answers, and of the text after the context, in nats a token, with a cache and with others."""
+
+    def __init__(self, model: Any, task: Task, cache: CompressedCache) -> None:
+        self._model, self._task = model, task
+        self._replays = Replay(model), Replay(model)
+        with self._replays[0].recorded():
+            asked = self._asked(cache)
+        with self._replays[1].recorded():
+            text = self._text(cache)
+        self.before = np.array([asked, text])
+
+    def with_changed(self, cache: CompressedCache, layer: int) -> Any:
+        """Return those with a cache that is another one from a layer on."""
+        with self._replays[0].begun_at(layer):
+            asked = self._asked(cache)
+        with self._replays[1].begun_at(layer):
+            return np.array([asked, self._text(cache)])
+
+    def _asked(self, cache: CompressedCache) -> float:
+        return float(_loss(self._model, cache.copy(), self._task.questions)[self._task.answers[1:]].mean())
+
+    def _text(self, cache: CompressedCache) -> float:
+        return float(_loss(self._model, cache.copy(), self._task.text).mean())
 
 
 def _heads(cache: CompressedCache) -> list[tuple[int, int]]:
@@ -204,5 +227,5 @@ def _exchanged(cache: CompressedCache, other: CompressedCache, layer: int, head:
 def _loss(model: Any, cache: CompressedCache, tokens: Any) -> Any:
     """Return the loss of each token after the first, (n - 1,), of numpy."""
     tokens = tokens.to(model.device)
-    log_p = model(tokens[None], **as_cache_of(model, cache)).logits[0, :-1].double().log_softmax(-1)
-    return -log_p.gather(1, tokens[1:, None])[:, 0].cpu().numpy()
+    logits = model(tokens[None], **as_cache_of(model, cache)).logits[0, :-1].float()
+    return nn.functional.cross_entropy(logits, tokens[1:], reduction="none").double().cpu().numpy()

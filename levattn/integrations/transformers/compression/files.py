@@ -17,7 +17,7 @@ from levattn.io import replace_file
 
 __all__ = ["read_context", "write_context"]
 
-_FORMAT, _VERSION = "levattn context", 2
+_FORMAT, _VERSION = "levattn context", 1
 _ARRAYS = ("keys", "values", "log_weight", "places")
 
 

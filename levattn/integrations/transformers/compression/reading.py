@@ -14,11 +14,11 @@ import torch
 
 from levattn.integrations.transformers.calls import as_cache_of, cache_among, given_to, layer_of, parameters_of, refuse
 from levattn.integrations.transformers.changes import check_model
+from levattn.integrations.transformers.compression.attended import attended
 from levattn.integrations.transformers.compression.layer import CompressedLayer
-from levattn.integrations.transformers.compression.slots import attended
 from levattn.integrations.transformers.masks import padding_and_kind
 
-__all__ = ["Observer", "observed_by", "prepared"]
+__all__ = ["Observer", "attending", "observed_by", "prepared"]
 
 _NAME = "levattn_compressed"  # by which transformers calls the attention
 _PART = "_levattn_reader"  # the attribute of an attention module that says how it reads
@@ -48,7 +48,7 @@ def prepared(model: Any) -> None:
 
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    for number, module in _attending(model).items():
+    for number, module in attending(model).items():
         config = copy.deepcopy(module.config)
         config._attn_implementation = _NAME
         setattr(module, _PART, _Reader(number, module.config, config))
@@ -59,7 +59,7 @@ def prepared(model: Any) -> None:
         model.generate = update_wrapper(partial(_generate, model), type(model).generate)
 
 
-def _attending(model: Any) -> dict[int, Any]:
+def attending(model: Any) -> dict[int, Any]:
     """Return the attention modules of a model by the numbers of their layers."""
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
@@ -110,7 +110,7 @@ def _leave(module: Any, args: Any, output: Any) -> None:  # noqa: ARG001 (the in
 @contextmanager
 def observed_by(model: Any, observer: Observer) -> Iterator[None]:
     """Show what the layers of a prepared model attend with, while they compute their own attention."""
-    readers = [getattr(module, _PART) for module in _attending(model).values()]
+    readers = [getattr(module, _PART) for module in attending(model).values()]
     for reader in readers:
         reader.observer = observer
     try:

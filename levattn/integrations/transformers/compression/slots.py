@@ -12,10 +12,9 @@ from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.common.space import device_of, namespace_of
 from levattn.attention.pruned import choice
 
-__all__ = ["HeadSlots", "Split", "appended", "attended", "padded_together", "slots_of", "together"]
+__all__ = ["HeadSlots", "Split", "appended", "padded_together", "slots_of", "together"]
 
 _SUMMARIES = 256  # of a head at most: more cost time, and on SmolLM2 won nothing
-_LOGITS = 1 << 24  # that are held at once
 
 
 @dataclass(frozen=True)
@@ -145,70 +144,3 @@ def _weights(slots: HeadSlots) -> Any:
     if slots.log_weight is not None:
         return slots.log_weight
     return torch.zeros(slots.keys.shape[:3], device=slots.keys.device)
-
-
-def attended(
-    q: Any,
-    groups: tuple[HeadSlots, ...],
-    tail: tuple[Any, Any],
-    present: Any,
-    scale: float,
-    softcap: float | None,
-) -> Any:
-    """Return the output (B, H, T, D) of queries that read the slots of a context and what came after it.
-
-    q: (B, H, T, d). tail: (B, G, t, ·), of which the last T are of the positions of q, and attended causally.
-    present: (B, t) bool, which of these are no padding, or None for all.
-    """
-    B, H, T, _ = q.shape
-    t = tail[0].shape[2]
-    each = H // tail[0].shape[1]
-    hidden = None
-    if T > 1 or present is not None:
-        place = torch.arange(t, device=q.device)
-        seen = (place <= place[t - T :, None])[None]
-        hidden = ~(seen if present is None else seen & present[:, None])[:, None, None]
-    Y = q.new_empty((*q.shape[:3], tail[1].shape[-1])) if len(groups) > 1 else None
-    for group in groups:
-        index = None if Y is None else torch.as_tensor(group.heads, device=q.device)
-        mine = q.unflatten(1, (-1, each))
-        near = tail
-        if index is not None:
-            mine, near = mine.index_select(1, index), tuple(part.index_select(1, index) for part in tail)
-        step = max(1, _LOGITS // (B * len(group.heads) * each * (group.keys.shape[2] + t)))
-        found = [
-            _mixture(
-                mine[..., first : first + step, :],
-                group,
-                near,
-                None if hidden is None else hidden[..., first : first + step, :],
-                scale,
-                softcap,
-            )
-            for first in range(0, T, step)
-        ]
-        whole = found[0] if len(found) == 1 else torch.cat(found, 3)
-        if Y is None:
-            return whole.flatten(1, 2)
-        Y.unflatten(1, (-1, each)).index_copy_(1, index, whole)
-    return Y
-
-
-def _mixture(q: Any, group: HeadSlots, tail: tuple[Any, Any], hidden: Any, scale: float, softcap: float | None) -> Any:
-    """Return the softmax mixture (B, G, r, T, D) of queries (B, G, r, T, d) over slots and what came after them."""
-    r, T = q.shape[2:4]
-    s = group.keys.shape[2]
-    rows = q.flatten(2, 3) * scale
-
-    def logits(K: Any) -> Any:
-        found = (rows @ K.transpose(-1, -2)).unflatten(2, (r, T)).to(torch.promote_types(q.dtype, torch.float32))
-        return found if softcap is None else torch.tanh(found / softcap) * softcap
-
-    far, near = logits(group.keys), logits(tail[0])
-    if group.log_weight is not None:
-        far = far + group.log_weight[:, :, None, None]
-    if hidden is not None:
-        near = near.masked_fill(hidden, -torch.inf)
-    P = torch.softmax(torch.cat([far, near], -1), -1).to(group.values.dtype).flatten(2, 3)
-    Y = P[..., :s] @ group.values + P[..., s:] @ tail[1]
-    return Y.unflatten(2, (r, T))

@@ -1,0 +1,132 @@
+"""Attention to the slots of a context and to what came after it, by the fused attention of torch where it can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from levattn._kernels.pruned.contract import mapped
+from levattn.integrations.transformers.compression.slots import HeadSlots
+
+__all__ = ["attended"]
+
+_LOGITS = 1 << 24  # that are held at once where no kernel is fused
+
+
+def attended(
+    q: Any,
+    groups: tuple[HeadSlots, ...],
+    tail: tuple[Any, Any],
+    present: Any,
+    scale: float,
+    softcap: float | None,
+) -> Any:
+    """Return the output (B, H, T, D) of queries that read the slots of a context and what came after it.
+
+    q: (B, H, T, d). tail: (B, G, t, ·), of which the last T are of the positions of q, and attended causally.
+    present: (B, t) bool, which of these are no padding, or None for all. Padding reads the context and itself.
+    """
+    T, t = q.shape[2], tail[0].shape[2]
+    each = q.shape[1] // tail[0].shape[1]
+    seen = None
+    if T > 1 or present is not None:
+        place = torch.arange(t, device=q.device)
+        own = place[t - T :, None]
+        seen = (place <= own)[None]
+        if present is not None:
+            seen = seen & (present[:, None] | (place == own))
+        seen = seen[:, None].repeat(1, 1, each, 1)  # for the rows of all queries that share keys
+    Y = torch.empty((*q.shape[:3], tail[1].shape[-1]), dtype=q.dtype, device=q.device)
+    each_head = Y.unflatten(1, (-1, each))
+    for group in groups:
+        if len(group.keys) < len(q):  # beams of one context, at their first step
+            group = mapped(group, lambda array: array.expand(len(q), *array.shape[1:]))
+        rows = _of_heads(q.unflatten(1, (-1, each)), group.heads).flatten(2, 3)
+        near = _of_heads(tail[0], group.heads), _of_heads(tail[1], group.heads)
+        found = _mixture(rows, group, near, seen, scale, softcap).unflatten(2, (each, T))
+        if _is_run(group.heads):
+            each_head[:, group.heads[0] : group.heads[-1] + 1] = found
+        else:
+            each_head[:, torch.as_tensor(group.heads)] = found
+    return Y
+
+
+def _is_run(heads: tuple[int, ...]) -> bool:
+    return heads[-1] - heads[0] + 1 == len(heads)
+
+
+def _of_heads(array: Any, heads: tuple[int, ...]) -> Any:
+    """Return the part (B, len(heads), ...) of an array (B, G, ...), a view where the heads follow each other."""
+    if _is_run(heads):
+        return array[:, heads[0] : heads[-1] + 1]
+    return array.index_select(1, torch.as_tensor(heads, device=array.device))
+
+
+def _mixture(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float, softcap: float | None) -> Any:
+    """Return the softmax mixture (B, G, L, D) of rows (B, G, L, d) over slots and what came after them.
+
+    seen: (B or 1, 1, L, t) bool, or None for all of what came after.
+    """
+    asked = (q, *near, group.keys, group.values)
+    graded = torch.is_grad_enabled() and any(array.requires_grad for array in asked)
+    alike = group.keys.shape[-1] == group.values.shape[-1]
+    if softcap is not None or not alike or (graded and q.device.type == "cpu"):
+        return _by_products(q, group, near, seen, scale, softcap)
+    if q.device.type == "cpu":
+        return _by_parts(q, group, near, seen, scale)
+    return _by_one_call(q, group, near, seen, scale)
+
+
+def _by_parts(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float) -> Any:
+    """Fused attention to each of the two, put together by the logarithms of their sums: no slot is copied."""
+    fused = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    )  # reads a mask of another width as if of its own
+    kind = torch.promote_types(q.dtype, torch.float32)
+    weight = None
+    if group.log_weight is not None:
+        weight = group.log_weight.to(kind)[:, :, None].expand(*q.shape[:3], -1)
+    far, far_sum = fused(q, group.keys, group.values, 0.0, False, attn_mask=weight, scale=scale)
+    mask = None
+    if seen is not None:
+        mask = torch.zeros(1, dtype=kind).masked_fill(~seen, -torch.inf).expand(*q.shape[:3], -1)
+    after, after_sum = fused(q, *near, 0.0, False, attn_mask=mask, scale=scale)
+    share = torch.sigmoid(far_sum - after_sum)[..., None]
+    return torch.lerp(after.to(share.dtype), far.to(share.dtype), share).to(q.dtype)
+
+
+def _by_one_call(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float) -> Any:
+    """Fused attention to both at once, with log-weights and what is hidden added to the logits."""
+    bias = q.new_zeros((*q.shape[:3], group.keys.shape[2] + near[0].shape[2]))
+    if group.log_weight is not None:
+        bias[..., : group.keys.shape[2]] = group.log_weight[:, :, None]
+    if seen is not None:
+        bias[..., group.keys.shape[2] :].masked_fill_(~seen, -torch.inf)
+    keys, values = (torch.cat(pair, 2) for pair in zip((group.keys, group.values), near, strict=True))
+    return scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
+
+
+def _by_products(
+    q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float, softcap: float | None
+) -> Any:
+    """Two products and one softmax, some rows at a time: for bounded logits, and for gradients on the CPU."""
+    step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * (group.keys.shape[2] + near[0].shape[2])))
+    s = group.keys.shape[2]
+
+    def logits(rows: Any, K: Any) -> Any:
+        found = (rows @ K.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+        return found if softcap is None else torch.tanh(found / softcap) * softcap
+
+    found = []
+    for first in range(0, q.shape[2], step):
+        rows = q[:, :, first : first + step] * scale
+        far, after = logits(rows, group.keys), logits(rows, near[0])
+        if group.log_weight is not None:
+            far = far + group.log_weight[:, :, None]
+        if seen is not None:
+            after = after.masked_fill(~seen[:, :, first : first + step], -torch.inf)
+        P = torch.softmax(torch.cat([far, after], -1), -1).to(group.values.dtype)
+        found.append(P[..., :s] @ group.values + P[..., s:] @ near[1])
+    return found[0] if len(found) == 1 else torch.cat(found, 2)

@@ -1,0 +1,68 @@
+"""Passes of a decoder that begin at a layer: those before give again what they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from levattn.integrations.transformers.compression.reading import attending
+
+__all__ = ["Replay"]
+
+
+class Replay:
+    """The outputs of a decoder's layers for some tokens, so that a change of a later layer costs only what follows.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A decoder.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers = _layers(model)
+        self._outputs: dict[int, Any] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note what the layers give in the pass that is made meanwhile."""
+
+        def note(number: int) -> Any:
+            return lambda _module, _args, output: self._outputs.__setitem__(number, output)
+
+        hooks = [layer.register_forward_hook(note(number)) for number, layer in self._layers.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def begun_at(self, first: int) -> Iterator[None]:
+        """Let the layers before the given one give what was noted, in place of computing it."""
+        early = [(layer, self._outputs[number]) for number, layer in self._layers.items() if number < first]
+        for layer, output in early:
+            layer.forward = lambda *_, output=output, **__: output
+        try:
+            yield
+        finally:
+            for layer, _ in early:
+                del layer.forward
+
+
+def _layers(model: Any) -> dict[int, Any]:
+    """Return the layers of a decoder by number: what holds an attention and is an item of a list of modules."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for number, attention in attending(model).items():
+        name = names[id(attention)]
+        while name:
+            above, _, _ = name.rpartition(".")
+            if isinstance(model.get_submodule(above), nn.ModuleList):
+                found[number] = model.get_submodule(name)
+                break
+            name = above
+    return found
