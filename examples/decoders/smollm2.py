@@ -173,7 +173,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def show_one(rows: list[dict[str, Any]]) -> None:
-    """Print accuracy by task, their mean as a share of the dense model's, and the loss as a multiple of its."""
+    """Print accuracy by task, its mean and the loss beside the dense model's, and where levattn loses."""
     found: dict[tuple[str, float, str], list[tuple[float, float]]] = {}
     for line in rows:
         found.setdefault((line["method"], line["budget"], line["task"]), []).append((line["right"], line["loss"]))
@@ -181,15 +181,35 @@ def show_one(rows: list[dict[str, Any]]) -> None:
     kept = kept_tasks(rows)
     dropped = [f"{task} ({means['dense', 1.0, task][0]:.0%})" for task in TASKS if task not in kept]
     if dropped:
-        print("dropped, as the dense model solves less than half:", ", ".join(dropped), end="\n\n")
+        print("Dropped, as the dense model solves less than half:", ", ".join(dropped) + ".", end="\n\n")
     print("| bytes | method |", " | ".join(kept), "| accuracy / dense | loss / dense |")
     print("| ---: | --- |", " | ".join("---:" for _ in kept), "| ---: | ---: |")
-    methods = dict.fromkeys((name, budget) for name, budget, _ in means)
-    for name, budget in sorted(methods, key=lambda which: -which[1]):
-        mine, best = (np.array([means[*which, task] for task in kept]) for which in ((name, budget), ("dense", 1.0)))
-        cells = " | ".join(f"{right:.0%}" for right in mine[:, 0])
-        accuracy, loss = (mine[:, 0] / best[:, 0]).mean(), mine[:, 1].sum() / best[:, 1].sum()
+    best = np.array([means["dense", 1.0, task] for task in kept])
+    mine = {}
+    for name, budget in sorted(
+        dict.fromkeys((name, budget) for name, budget, _ in means), key=lambda which: -which[1]
+    ):
+        figures = np.array([means[name, budget, task] for task in kept])
+        accuracy, loss = (figures[:, 0] / best[:, 0]).mean(), figures[:, 1].sum() / best[:, 1].sum()
+        mine[name, budget] = (*figures[:, 0], accuracy, loss)
+        cells = " | ".join(f"{right:.0%}" for right in figures[:, 0])
         print(f"| {budget:.0%} | {name} | {cells} | {accuracy:.0%} | {loss:.3f} |")
+    print()
+    told = list(losses(mine, [*kept, "accuracy / dense", "loss / dense"]))
+    print("\n".join(told) if told else "- levattn loses nowhere in this table")
+
+
+def losses(found: dict[tuple[str, float], tuple[float, ...]], columns: list[str]) -> Iterator[str]:
+    """Yield a sentence for each figure in which a rival is ahead at the same share of the bytes."""
+    for name, budget in found:
+        ours = found.get(("levattn", budget))
+        if name == "levattn" or ours is None or budget == 1:
+            continue
+        for column, rival, own in zip(columns, found[name, budget], ours, strict=True):
+            lower = column.startswith("loss")
+            if (rival < own - 5e-4) if lower else (rival > own + 5e-3):
+                form = ".3f" if lower else ".0%"
+                yield f"- levattn loses: {budget:.0%}, {column}: {name} {rival:{form}}, levattn {own:{form}}"
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
+from pydoc_data.topics import topics
 from typing import Any
 
 __all__ = ["TASKS", "Context", "Question", "contexts"]
 
-DOCS = Path(__file__).parents[2] / "docs"
 NAMES = (
     *("apple", "river", "stone", "tiger", "castle", "garden", "window", "bridge"),
     *("silver", "candle", "forest", "harbor", "violin", "rocket", "island"),
@@ -47,15 +47,14 @@ class Context:
 
 
 def contexts(tokenizer: Any, length: int, seed: int) -> list[Context]:
-    """Return one context of each task, all in the same pages of the documentation, of `length` tokens."""
+    """Return one context of each task, all in the same stretch of Python's language reference, of `length` tokens."""
     rng = random.Random(seed)
-    pages = [*sorted((DOCS / "guide").glob("*.md")), DOCS / "design.md", DOCS / "program.md"]
 
     def tokens_of(text: str) -> list[int]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
-    text = tokens_of(" ".join(page.read_text() for page in pages))
+    text = _reference(tokenizer)
     start = rng.randrange(len(text) - length - FOLLOWING)
     found = []
     for task in TASKS:
@@ -70,6 +69,15 @@ def contexts(tokenizer: Any, length: int, seed: int) -> list[Context]:
         whole += body[cuts[-1] :]
         questions = [Question(tokens_of(question), tokens_of(answer)) for question, answer in asked]
         found.append(Context(task, whole, questions, text[start + room : start + room + FOLLOWING]))
+    return found
+
+
+@cache
+def _reference(tokenizer: Any) -> list[int]:
+    """Return the tokens of the language reference, which comes with Python."""
+    found: list[int] = tokenizer("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False)[
+        "input_ids"
+    ]
     return found
 
 

@@ -129,7 +129,8 @@ class KeptText:
         lines = [
             "<h2>What the cut heads keep of the text</h2>",
             f'<p>0 <span class="key"></span> {most}: by how many of the {self.heads} heads that are cut a token is '
-            "kept by itself; the others read it in a summary. Point at the text to read the number.</p>",
+            "kept by itself, colored by the square root; the others read it in a summary. Point at the text to read "
+            "the number.</p>",
         ]
         spans = []
         place = 0
@@ -137,7 +138,7 @@ class KeptText:
             words = [piece for _, piece in run]
             last = place + len(words) - 1
             where = f"token {place}" if last == place else f"tokens {place} to {last}"
-            shade = _DARKEST * count / most if most else 0.0
+            shade = _DARKEST * (count / most) ** 0.5 if most else 0.0
             title = f"{where}: kept by {count} of {self.heads} cut heads"
             spans.append(f'<span style="--v:{shade:.3f}" title="{title}">{escape("".join(words))}</span>')
             place = last + 1

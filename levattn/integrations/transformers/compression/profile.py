@@ -17,6 +17,9 @@ from levattn.io import replace_file
 __all__ = ["FIGURES", "HeadProfile"]
 
 _FORMAT, _VERSION = "levattn head profile", 1
+_RECALL = (
+    4.0  # by which the cost of recall counts; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
+)
 FIGURES = ("recall", "recall_error", "text", "text_error")
 
 
@@ -95,7 +98,8 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
 
         At a share s the cost of recall is taken to be proportional to 1 - √s and that of plain text to log(1/s), and
         those at `share` are the measured ones. The first lets heads that recall stay whole where bytes are few: what
-        is asked for is in the slots that are left, or it is lost.
+        is asked for is in the slots that are left, or it is lost. Recall counts four times: an answer that is lost is
+        noticed before text that is foretold a little worse.
 
         Parameters
         ----------
@@ -116,7 +120,7 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
         least = 1e-4 * max(self.values()) + 1e-12  # so that no head is free
         a, b = 1 - math.sqrt(self.share), -math.log(self.share)
         costs = {
-            head: (max(row["recall"], 0.0) / a, (max(row["text"], 0.0) + least) / b)
+            head: (_RECALL * max(row["recall"], 0.0) / a, (max(row["text"], 0.0) + least) / b)
             for head, row in self._table.items()
         }
         return split_bytes(costs, budget)
