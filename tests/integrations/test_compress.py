@@ -533,7 +533,7 @@ def test_profile_measures_every_head(texts: list[str] | None) -> None:
     found = levattn_profile(model, texts=texts, progress=lambda heads, total: done.append((heads, total)))
     assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert all(math.isfinite(row[name]) for row in found.table() for name in ("recall", "text", "recall_error"))
-    assert done[-1] == (2 * 2 * 4, 2 * 2 * 4)
+    assert done[-1] == (3 * 2 * 4, 3 * 2 * 4)
     assert dict(levattn_profile(model, texts=texts)) == dict(found)
 
 

@@ -18,12 +18,16 @@ from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.profile import FIGURES, HeadProfile
 from levattn.integrations.transformers.compression.replay import Replay
+from levattn.integrations.transformers.compression.shares import curves
 from levattn.integrations.transformers.compression.tasks import Task, made_up, written_by
 
 __all__ = ["head_profile"]
 
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
-_COMPANY = 1 / 8  # the budget at which heads are restored one by one
+_COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
+_ROUNDS = (
+    3  # the first finds heads that recall alone, the second those that stand in for others, the third who is left
+)
 _DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 
 
@@ -41,11 +45,11 @@ def head_profile(
     """Measure what it costs to cut each head of the keys of a decoder, alone and in company.
 
     Contexts are texts with lines "key = value" of random words in them. After each the values are asked for, passages
-    of the context are to be repeated, and the text goes on. The model reads the context densely. Then one head
-    is cut to `share`, as `compress` cuts it, and the losses of the answers and of the text are compared with those of
-    the dense cache; and where all heads share an eighth of the bytes by these figures, one head is made whole. The
-    cost of a head is the sum of what it loses alone and what it gains in company: heads that stand in for one another
-    cost nothing alone. That costs of several heads add up is an assumption.
+    of the context are to be repeated, and the text goes on. The model reads the context densely. In a first round one
+    head is cut to `share`, as `compress` cuts it, and the losses of the answers and of the text are compared with
+    those of the dense cache. In two further rounds all heads share an eighth of the bytes by what is known so far; one head
+    of these is cut if it is whole, and made whole if it is cut. The cost of a head is the mean over the rounds: heads
+    that stand in for one another cost nothing alone. That costs of several heads add up is an assumption.
 
     Parameters
     ----------
@@ -64,7 +68,7 @@ def head_profile(
     seed : int, default 0
         Of the random words, and of the texts that the model writes.
     progress : bool or function, optional
-        True for a bar, or a function of the heads measured and their number, twice over all contexts.
+        True for a bar, or a function of the heads measured and their number, three times over all contexts.
 
     Returns
     -------
@@ -78,7 +82,7 @@ def head_profile(
 
     Notes
     -----
-    Time: for each context three readings, and for each head of the keys four passes over about 100 positions, from its
+    Time: for each context five readings, and for each head of the keys six passes over about 100 positions, from its
     layer on. Memory: a dense cache of `positions` for each task.
 
     References
@@ -102,23 +106,23 @@ def head_profile(
     name = type(model).__name__
     with torch.no_grad():
         trials = [_Trial.of(model, task, share) for task in asked]
-        passes = 2 * sum(len(_heads(trial.whole)) for trial in trials)
-    with torch.no_grad(), reported(progress, passes, "heads") as advance:
-        alone = [trial.cut(advance) for trial in trials]
-        low = _profile(alone, name, share).shares(_COMPANY)
-        company = [trial.restored(low, advance) for trial in trials]
-    both = [{head: cut[head] + kept[head] for head in cut} for cut, kept in zip(alone, company, strict=True)]
-    return _profile(both, name, share)
+    heads = _heads(trials[0].whole)
+    shares, rounds = dict.fromkeys(heads, 1.0), []
+    with torch.no_grad(), reported(progress, _ROUNDS * tasks * len(heads), "heads") as advance:
+        for _ in range(_ROUNDS):
+            rounds.append([trial.costs(shares, share, advance) for trial in trials])
+            shares = _profile(rounds, name, share).shares(_COMPANY)
+    return _profile(rounds, name, share)
 
 
-def _profile(found: list[dict[tuple[int, int], Any]], model: str, share: float) -> HeadProfile:
-    """Return the profile of what was found of each head in each task: means, and half widths of their intervals."""
+def _profile(rounds: list[list[dict[tuple[int, int], Any]]], model: str, share: float) -> HeadProfile:
+    """Return the profile of what was found of each head in each round and task: means, and intervals over tasks."""
     rows = []
-    for layer, head in sorted(found[0]):
-        losses = np.stack([task[layer, head] for task in found])
-        means, errors = losses.mean(0), np.zeros(2)
-        if len(losses) > 1:
-            errors = _DOUBT * losses.std(0, ddof=1) / len(losses) ** 0.5
+    for layer, head in sorted(rounds[0][0]):
+        costs = np.mean([[task[layer, head] for task in found] for found in rounds], 0)
+        means, errors = costs.mean(0), np.zeros(2)
+        if len(costs) > 1:
+            errors = _DOUBT * costs.std(0, ddof=1) / len(costs) ** 0.5
         figures = (float(means[0]), float(errors[0]), float(means[1]), float(errors[1]))
         rows.append({"layer": layer, "head": head, **dict(zip(FIGURES, figures, strict=True))})
     return HeadProfile(rows, model, share)
@@ -159,24 +163,18 @@ class _Trial:
         light = compress(model, context, budget=dict.fromkeys(_heads(whole), share))
         return cls(model, task, whole, light)
 
-    def cut(self, advance: Callable[[int], None]) -> dict[tuple[int, int], Any]:
-        """Return by how much the losses rise if a head alone is cut, for each head."""
-        losses, found = _Losses(self.model, self.task, self.whole), {}
-        for layer, head in _heads(self.whole):
-            changed = _exchanged(self.whole, self.light, layer, head)
-            found[layer, head] = losses.with_changed(changed, layer) - losses.before
-            advance(1)
-        return found
+    def costs(self, shares: dict[tuple[int, int], float], share: float, advance: Callable[[int], None]) -> Any:
+        """Return what it costs to cut each head from all to `share`, where the others have `shares`.
 
-    def restored(self, shares: dict[tuple[int, int], float], advance: Callable[[int], None]) -> Any:
-        """Return by how much the losses fall if a head is whole while others have these shares, for each head."""
+        A head that is whole is cut; one that is cut is made whole, and what that gains tells of the cut by the curves
+        of costs.
+        """
         low = compress(self.model, self.task.context[None].to(self.model.device), budget=shares)
         losses, found = _Losses(self.model, self.task, low), {}
-        for (layer, head), share in shares.items():
-            found[layer, head] = np.zeros(2)
-            if share < 1:
-                changed = _exchanged(low, self.whole, layer, head)
-                found[layer, head] = losses.before - losses.with_changed(changed, layer)
+        for (layer, head), kept in shares.items():
+            changed = _exchanged(low, self.light if kept == 1 else self.whole, layer, head)
+            rise = losses.with_changed(changed, layer) - losses.before
+            found[layer, head] = rise if kept == 1 else -rise * (curves(share) / curves(kept))
             advance(1)
         return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from levattn._core.checks import fraction
-from levattn.integrations.transformers.compression.shares import share_of_bytes, split_bytes
+from levattn.integrations.transformers.compression.shares import curves, share_of_bytes, split_bytes
 from levattn.integrations.transformers.heads_table import HeadsTable
 from levattn.io import replace_file
 
@@ -32,9 +32,8 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
     ----------
     rows : sequence of dict
         ``layer``, ``head``; ``recall`` and ``text``, by how much the mean loss of answers and of the text that follows
-        rises if the head alone is cut to `share`, and falls if it is made whole where others are cut, added up;
-        ``recall_error`` and ``text_error``, half the widths of their 95 %
-        confidence intervals over tasks.
+        rises if the head is cut to `share`, a mean over what others have; ``recall_error`` and ``text_error``, half
+        the widths of their 95 % confidence intervals over tasks.
     model : str
         The type of the model.
     share : float
@@ -118,9 +117,9 @@ class HeadProfile(HeadsTable, Mapping[tuple[int, int], float]):
         """
         budget = share_of_bytes("budget", budget)
         least = 1e-4 * max(self.values()) + 1e-12  # so that no head is free
-        a, b = 1 - math.sqrt(self.share), -math.log(self.share)
+        recall, text = curves(self.share)
         costs = {
-            head: (_RECALL * max(row["recall"], 0.0) / a, (max(row["text"], 0.0) + least) / b)
+            head: (_RECALL * max(row["recall"], 0.0) / recall, (max(row["text"], 0.0) + least) / text)
             for head, row in self._table.items()
         }
         return split_bytes(costs, budget)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from levattn.exceptions import RecallWarning
 
-__all__ = ["Shares", "share_of_bytes", "split_bytes"]
+__all__ = ["Shares", "curves", "share_of_bytes", "split_bytes"]
 
 _LEVELS = (1 / 64, 1 / 48, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 1.0)
 
@@ -83,23 +85,27 @@ class Shares:
         return shares
 
 
+def curves(share: float) -> Any:
+    """Return what a head costs recall and plain text at a share of its bytes, (2,), up to factors of the head."""
+    return np.array([1 - math.sqrt(share), -math.log(share)])
+
+
 def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: float) -> dict[tuple[int, int], float]:
     """Return a share for each head, their mean at most a budget, so that the sum of the costs is least.
 
-    costs: (a, b) of each head, whose cost at a share s is a (1 - √s) + b log(1/s).
+    costs: (a, b) of each head, the factors of its `curves`.
 
     Shares are among few levels, so that heads of a layer go together. They rise from the lowest one level at a time,
     where the sum falls most for the bytes that it takes: optimal, as costs are convex, but for the step that the
     budget cuts off. What that leaves goes to the heads with the lowest share.
     """
     levels = [budget, *(level for level in _LEVELS if level > budget)] if budget < _LEVELS[0] else list(_LEVELS)
-    at = dict.fromkeys(costs, 0)
+    at, at_level = dict.fromkeys(costs, 0), {level: curves(level) for level in levels}
     left = (budget - levels[0]) * len(costs)
 
     def rise(head: tuple[int, int]) -> tuple[float, tuple[int, int]]:
         low, high = levels[at[head] : at[head] + 2]
-        a, b = costs[head]
-        fall = a * (math.sqrt(high) - math.sqrt(low)) + b * math.log(high / low)
+        fall = float(np.dot(costs[head], at_level[low] - at_level[high]))
         return -fall / (high - low), head
 
     heap = [rise(head) for head in costs]
