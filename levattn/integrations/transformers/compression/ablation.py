@@ -47,8 +47,8 @@ def head_profile(
     Contexts are texts with lines "key = value" of random words in them. After each the values are asked for, passages
     of the context are to be repeated, and the text goes on. The model reads the context densely. In a first round one
     head is cut to `share`, as `compress` cuts it, and the losses of the answers and of the text are compared with
-    those of the dense cache. In two further rounds all heads share an eighth of the bytes by what is known so far; one head
-    of these is cut if it is whole, and made whole if it is cut. The cost of a head is the mean over the rounds: heads
+    those of the dense cache. In two further rounds all heads share an eighth of the bytes by what is known so far;
+    one head is cut if it is whole, and made whole if it is cut. The cost of a head is the mean over the rounds: heads
     that stand in for one another cost nothing alone. That costs of several heads add up is an assumption.
 
     Parameters
