@@ -169,29 +169,40 @@ def kept_tasks(rows: list[dict[str, Any]]) -> list[str]:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print a table for each length."""
     for length in sorted({row["length"] for row in rows}):
-        mine = [row for row in rows if row["length"] == length]
-        print(f"\n{length} tokens, {len({row['seed'] for row in mine})} contexts\n")
-        show_one(mine)
+        show_one([row for row in rows if row["length"] == length])
 
 
 def show_one(rows: list[dict[str, Any]]) -> None:
-    """Print accuracy by task, its mean and the loss beside the dense model's, and where levattn loses."""
-    found: dict[tuple[str, float, str], list[tuple[float, float]]] = {}
-    for line in rows:
-        found.setdefault((line["method"], line["budget"], line["task"]), []).append((line["right"], line["loss"]))
-    means = {which: np.mean(pairs, axis=0) for which, pairs in found.items()}
+    """Print accuracy by task, its mean and the loss beside the dense model's, and where levattn loses.
+
+    Of the tasks that are kept, contexts count that every method has read.
+    """
     kept = kept_tasks(rows)
-    dropped = [f"{task} ({means['dense', 1.0, task][0]:.0%})" for task in TASKS if task not in kept]
+    read: dict[tuple[str, float], dict[tuple[str, int], tuple[float, float]]] = {}
+    for line in rows:
+        where = read.setdefault((line["method"], line["budget"]), {})
+        where[line["task"], line["seed"]] = line["right"], line["loss"]
+    dense = read["dense", 1.0]
+    dropped = [
+        f"{task} ({np.mean([dense[which][0] for which in dense if which[0] == task]):.0%})"
+        for task in TASKS
+        if task not in kept
+    ]
+    shared = set.intersection(*(set(where) for where in read.values()))
+    counts = {task: sum(which[0] == task for which in shared) for task in kept}
+    kept = [task for task in kept if counts[task]]
+    print(f"\n{rows[0]['length']} tokens; contexts: " + ", ".join(f"{task} {counts[task]}" for task in kept) + ".")
     if dropped:
-        print("Dropped, as the dense model solves less than half:", ", ".join(dropped) + ".", end="\n\n")
-    print("| bytes | method |", " | ".join(kept), "| accuracy / dense | loss / dense |")
+        print("Dropped, as the dense model solves less than half: " + ", ".join(dropped) + ".")
+    print("\n| bytes | method |", " | ".join(kept), "| accuracy / dense | loss / dense |")
     print("| ---: | --- |", " | ".join("---:" for _ in kept), "| ---: | ---: |")
-    best = np.array([means["dense", 1.0, task] for task in kept])
-    mine = {}
-    for name, budget in sorted(
-        dict.fromkeys((name, budget) for name, budget, _ in means), key=lambda which: -which[1]
-    ):
-        figures = np.array([means[name, budget, task] for task in kept])
+    means = {
+        which: np.array([np.mean([where[at] for at in shared if at[0] == task], axis=0) for task in kept])
+        for which, where in read.items()
+    }
+    best, mine = means["dense", 1.0], {}
+    for name, budget in sorted(means, key=lambda which: -which[1]):
+        figures = means[name, budget]
         accuracy, loss = (figures[:, 0] / best[:, 0]).mean(), figures[:, 1].sum() / best[:, 1].sum()
         mine[name, budget] = (*figures[:, 0], accuracy, loss)
         cells = " | ".join(f"{right:.0%}" for right in figures[:, 0])
