@@ -213,16 +213,16 @@ def show_one(rows: list[dict[str, Any]]) -> None:
 
 
 def losses(found: dict[tuple[str, float], tuple[float, ...]], columns: list[str]) -> Iterator[str]:
-    """Yield a sentence for each figure in which a rival is ahead at the same share of the bytes."""
-    for name, budget in found:
-        ours = found.get(("levattn", budget))
-        if name == "levattn" or ours is None or budget == 1:
-            continue
-        for column, rival, own in zip(columns, found[name, budget], ours, strict=True):
-            lower = column.startswith("loss")
-            if (rival < own - 5e-4) if lower else (rival > own + 5e-3):
-                form = ".3f" if lower else ".0%"
-                yield f"- levattn loses: {budget:.0%}, {column}: {name} {rival:{form}}, levattn {own:{form}}"
+    """Yield a sentence for each figure in which rivals are ahead at the same share of the bytes."""
+    for budget in dict.fromkeys(share for name, share in found if name == "levattn"):
+        rivals = {name: figures for (name, share), figures in found.items() if share == budget and name != "levattn"}
+        for i, column in enumerate(columns):
+            own, lower = found["levattn", budget][i], column.startswith("loss")
+            form, least = (".3f", 5e-4) if lower else (".0%", 5e-3)
+            gains = {name: (own - figures[i]) * (1 if lower else -1) for name, figures in rivals.items()}
+            ahead = [f"{name} {rivals[name][i]:{form}}" for name, gain in gains.items() if gain > least]
+            if ahead:
+                yield f"- levattn loses: {budget:.0%}, {column}: levattn has {own:{form}}; {'; '.join(ahead)}"
 
 
 if __name__ == "__main__":

@@ -79,10 +79,11 @@ def test_the_page_has_one_place_for_each_table_and_its_command(page):
     assert {name: command for name, command in places if name not in general} == expected
 
 
-def test_the_table_of_model_quality_is_where_the_page_includes_it_from(page):
+def test_tables_of_other_pages_are_where_the_page_includes_them_from(page):
     text = page.PAGE.read_text()
-    source = (ROOT / "examples" / "pruning" / "README.md").read_text()
-    for option in ("start-after", "end-before"):
-        mark = re.search(rf'^:{option}: "(.+)"$', text, re.M)
-        assert mark is not None
-        assert source.count(mark[1]) == 1
+    included = re.findall(r'^```{include} (\S+)\n:start-after: "(.+)"\n:end-before: "(.+)"\n```$', text, re.M)
+    assert len(included) == text.count("{include}") == 2
+    for path, *marks in included:
+        source = (page.PAGE.parent / path).read_text()
+        assert [source.count(mark) for mark in marks] == [1, 1]
+        assert source.index(marks[0]) < source.index(marks[1])
