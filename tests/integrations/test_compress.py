@@ -113,11 +113,12 @@ ROUTES = {  # by which slots are attended: width of the values, softcap, whether
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("T", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 1 << 24])
 def test_attention_to_slots_is_the_softmax_of_all(
-    T: int, padded: bool, route: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+    T: int, padded: bool, route: str, dtype: Any, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     D, softcap, graded = ROUTES[route]
-    monkeypatch.setattr(attended_module, "_LOGITS", 1)
+    monkeypatch.setattr(attended_module, "_LOGITS", block)
     if route == "one call":  # which is for other devices
         monkeypatch.setattr(attended_module, "_by_parts", attended_module._by_one_call)
     B, heads, each, d, t = 2, 4, 2, 8, 20

@@ -25,9 +25,8 @@ __all__ = ["head_profile"]
 
 _FOLLOWING = 96  # positions of the text after a context whose loss is measured
 _COMPANY = 1 / 8  # the budget of the others, in all rounds but the first
-_ROUNDS = (
-    3  # the first finds heads that recall alone, the second those that stand in for others, the third who is left
-)
+# The first round finds heads that recall alone, the second those that stand in for others, the third who is left
+_ROUNDS = 3
 _DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 
 

@@ -12,7 +12,7 @@ from levattn.integrations.transformers.compression.slots import HeadSlots
 
 __all__ = ["attended"]
 
-_LOGITS = 1 << 24  # that are held at once where no kernel is fused
+_LOGITS = 1 << 24  # of all heads at once: so large may masks be, and logits where no kernel is fused
 
 
 def attended(
@@ -28,16 +28,35 @@ def attended(
     q: (B, H, T, d). tail: (B, G, t, ·), of which the last T are of the positions of q, and attended causally.
     present: (B, t) bool, which of these are no padding, or None for all. Padding reads the context and itself.
     """
-    T, t = q.shape[2], tail[0].shape[2]
+    B, H, T = q.shape[:3]
+    t = tail[0].shape[2]
+    step = max(1, _LOGITS // (B * H * (t + max(group.keys.shape[2] for group in groups))))
+    parts = []
+    for first in range(0, T, step):
+        rows = q[:, :, first : first + step]
+        seen = None
+        if T > 1 or present is not None:
+            seen = _seen(t - T + first, rows.shape[2], t, present, q.device)
+        parts.append(_of_rows(rows, groups, tail, seen, scale, softcap))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _seen(first: int, count: int, t: int, present: Any, device: Any) -> Any:
+    """Return which of what came after the context the positions from `first` on see, (B or 1, 1, count, t) bool."""
+    place = torch.arange(t, device=device)
+    own = place[first : first + count, None]
+    seen = (place <= own)[None]
+    if present is not None:
+        seen = seen & (present[:, None] | (place == own))
+    return seen[:, None]
+
+
+def _of_rows(
+    q: Any, groups: tuple[HeadSlots, ...], tail: tuple[Any, Any], seen: Any, scale: float, softcap: float | None
+) -> Any:
     each = q.shape[1] // tail[0].shape[1]
-    seen = None
-    if T > 1 or present is not None:
-        place = torch.arange(t, device=q.device)
-        own = place[t - T :, None]
-        seen = (place <= own)[None]
-        if present is not None:
-            seen = seen & (present[:, None] | (place == own))
-        seen = seen[:, None].repeat(1, 1, each, 1)  # for the rows of all queries that share keys
+    if seen is not None:
+        seen = seen.repeat(1, 1, each, 1)  # for the rows of all queries that share keys
     Y = torch.empty((*q.shape[:3], tail[1].shape[-1]), dtype=q.dtype, device=q.device)
     each_head = Y.unflatten(1, (-1, each))
     for group in groups:
@@ -45,7 +64,7 @@ def attended(
             group = mapped(group, lambda array: array.expand(len(q), *array.shape[1:]))
         rows = _of_heads(q.unflatten(1, (-1, each)), group.heads).flatten(2, 3)
         near = _of_heads(tail[0], group.heads), _of_heads(tail[1], group.heads)
-        found = _mixture(rows, group, near, seen, scale, softcap).unflatten(2, (each, T))
+        found = _mixture(rows, group, near, seen, scale, softcap).unflatten(2, (each, -1))
         if _is_run(group.heads):
             each_head[:, group.heads[0] : group.heads[-1] + 1] = found
         else:
@@ -81,10 +100,8 @@ def _mixture(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: 
 
 def _by_parts(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float) -> Any:
     """Fused attention to each of the two, put together by the logarithms of their sums: no slot is copied."""
-    fused = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    )  # reads a mask of another width as if of its own
-    kind = torch.promote_types(q.dtype, torch.float32)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kind = torch.promote_types(q.dtype, torch.float32)  # a mask of another width would be read as if of this one
     weight = None
     if group.log_weight is not None:
         weight = group.log_weight.to(kind)[:, :, None].expand(*q.shape[:3], -1)
@@ -111,22 +128,17 @@ def _by_one_call(q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, sca
 def _by_products(
     q: Any, group: HeadSlots, near: tuple[Any, Any], seen: Any, scale: float, softcap: float | None
 ) -> Any:
-    """Two products and one softmax, some rows at a time: for bounded logits, and for gradients on the CPU."""
-    step = max(1, _LOGITS // (q.shape[0] * q.shape[1] * (group.keys.shape[2] + near[0].shape[2])))
-    s = group.keys.shape[2]
+    """Two products and one softmax: for bounded logits, and for gradients on the CPU."""
+    rows, s = q * scale, group.keys.shape[2]
 
-    def logits(rows: Any, K: Any) -> Any:
+    def logits(K: Any) -> Any:
         found = (rows @ K.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
         return found if softcap is None else torch.tanh(found / softcap) * softcap
 
-    found = []
-    for first in range(0, q.shape[2], step):
-        rows = q[:, :, first : first + step] * scale
-        far, after = logits(rows, group.keys), logits(rows, near[0])
-        if group.log_weight is not None:
-            far = far + group.log_weight[:, :, None]
-        if seen is not None:
-            after = after.masked_fill(~seen[:, :, first : first + step], -torch.inf)
-        P = torch.softmax(torch.cat([far, after], -1), -1).to(group.values.dtype)
-        found.append(P[..., :s] @ group.values + P[..., s:] @ near[1])
-    return found[0] if len(found) == 1 else torch.cat(found, 2)
+    far, after = logits(group.keys), logits(near[0])
+    if group.log_weight is not None:
+        far = far + group.log_weight[:, :, None]
+    if seen is not None:
+        after = after.masked_fill(~seen, -torch.inf)
+    P = torch.softmax(torch.cat([far, after], -1), -1).to(group.values.dtype)
+    return P[..., :s] @ group.values + P[..., s:] @ near[1]
