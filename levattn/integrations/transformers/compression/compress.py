@@ -16,7 +16,7 @@ from levattn.integrations.transformers.calls import as_cache_of
 from levattn.integrations.transformers.compression.cache import CompressedCache
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.origin import Origin
-from levattn.integrations.transformers.compression.reading import observed_by, prepared
+from levattn.integrations.transformers.compression.reading import attending, observed_by, prepared
 from levattn.integrations.transformers.compression.shares import Shares
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
@@ -164,12 +164,13 @@ def _read(context: Any) -> tuple[Any, Any]:
 def _empty_layers(model: Any) -> list[Any]:
     """Return the layers of a cache of a model, or raise if one keeps something else than keys and values."""
     layers: list[Any] = DynamicCache(config=model.config).layers
-    for number, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ValueError(
-                f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}; expected layers that keep "
-                "keys and values of their own, of all positions or of a window. Such models cannot be compressed"
-            )
+    others = set(attending(model)) ^ set(range(len(layers)))
+    others |= {i for i, layer in enumerate(layers) if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+    if others:
+        raise ValueError(
+            f"layer {min(others)} of {type(model).__name__} keeps no keys and values of its own; expected layers that "
+            "keep them, of all positions or of a window. Such models cannot be compressed"
+        )
     return layers
 
 

@@ -80,8 +80,8 @@ def _layer(number: int, kept: dict[str, Any], arrays: dict[str, Any], shape: tup
         if any(array.shape[:3] != held or array.ndim != 4 for array in (keys, values)):
             raise ValueError(f"layer {number} slides over {window} positions and holds others")
         layer = DynamicSlidingWindowLayer(window)
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values, layer.cumulative_length = keys, values, shape[1]
+        layer.update(keys, values)
+        layer.cumulative_length = shape[1]
         return layer
     groups = tuple(
         HeadSlots(tuple(heads), *(arrays.get(f"{number}.{i}.{name}") for name in _ARRAYS))
