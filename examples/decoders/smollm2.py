@@ -207,9 +207,9 @@ def show_one(rows: list[dict[str, Any]]) -> None:
         mine[name, budget] = (*figures[:, 0], accuracy, loss)
         cells = " | ".join(f"{right:.0%}" for right in figures[:, 0])
         print(f"| {budget:.0%} | {name} | {cells} | {accuracy:.0%} | {loss:.3f} |")
-    print()
     told = list(losses(mine, [*kept, "accuracy / dense", "loss / dense"]))
-    print("\n".join(told) if told else "- levattn loses nowhere in this table")
+    if {name for name, _ in mine} - {"dense", "levattn"}:  # nobody loses to nobody
+        print("\n" + ("\n".join(told) or "- levattn loses nowhere in this table"))
 
 
 def losses(found: dict[tuple[str, float], tuple[float, ...]], columns: list[str]) -> Iterator[str]:
