@@ -174,6 +174,11 @@ def _empty_layers(model: Any) -> list[Any]:
     return layers
 
 
+def _let_go(layer: Any) -> None:
+    """Free what a layer that slides has read: the window that it keeps is a part of an array of all that."""
+    layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+
+
 def _share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(f"{name} is {value!r}; expected a share in [0, 1]")
@@ -204,6 +209,7 @@ class _Keeper:
         if layer.is_sliding:
             if not self.first:
                 layer.update(k, v)
+                _let_go(layer)
             return
         new = k[:, :, -(self.last - self.first) :], v[:, :, -(self.last - self.first) :]
         groups = self._kept(number, q * scale, *new)
@@ -216,8 +222,8 @@ class _Keeper:
     def end(self) -> None:
         """Take the positions that were read into the context."""
         for layer in self.layers:
-            if layer.is_sliding:  # what it keeps is a part of an array of all that was read
-                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+            if self.first and layer.is_sliding:
+                _let_go(layer)
             elif self.first:
                 layer.extend(self.last)
 

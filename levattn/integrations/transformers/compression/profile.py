@@ -17,9 +17,8 @@ from levattn.io import replace_file
 __all__ = ["FIGURES", "HeadProfile"]
 
 _FORMAT, _VERSION = "levattn head profile", 1
-_RECALL = (
-    4.0  # by which the cost of recall counts; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
-)
+# By which the cost of recall counts; on SmolLM2 it recalls better than 1 at 12 %, at the same loss of text
+_RECALL = 4.0
 FIGURES = ("recall", "recall_error", "text", "text_error")
 
 

@@ -43,14 +43,17 @@ class Replay:
     @contextmanager
     def begun_at(self, first: int) -> Iterator[None]:
         """Let the layers before the given one give what was noted, in place of computing it."""
-        early = [(layer, self._outputs[number]) for number, layer in self._layers.items() if number < first]
-        for layer, output in early:
-            layer.forward = lambda *_, output=output, **__: output
+        early = {number: layer for number, layer in self._layers.items() if number < first}
+        own = {number: vars(layer).get("forward") for number, layer in early.items()}  # accelerate sets one
+        for number, layer in early.items():
+            layer.forward = lambda *_, output=self._outputs[number], **__: output
         try:
             yield
         finally:
-            for layer, _ in early:
+            for number, layer in early.items():
                 del layer.forward
+                if own[number] is not None:
+                    layer.forward = own[number]
 
 
 def _layers(model: Any) -> dict[int, Any]:
