@@ -18,7 +18,6 @@ from levattn.linalg.span import Span, nonzero_rows
 from levattn.linalg.wide import Wide
 
 __all__ = [
-    "SINGLE_BOUND",
     "UNIT",
     "Factor",
     "blockwise_product",
@@ -30,7 +29,6 @@ __all__ = [
     "upper_form",
 ]
 
-SINGLE_BOUND = 4.0  # largest squared inverse up to which sums and products are in float32
 _LIFT = 2.0**500  # by which rows are raised whose squares may vanish, of size below
 _TINY = 2.0**-960
 _LARGEST_LIFT = 2.0**1000  # which no entry but 0 is too small for
@@ -59,6 +57,8 @@ class Factor:
         for four times as much.
     arithmetic : tuple of str
         How scores are computed, for each matrix.
+    product_error : array of float64, shape (b,)
+        Estimate of the relative error that products in float32 bring into a score; 0 where they are in float64.
     basis, correction : array of float64, shape (b, d, d), or None
         With ``W = basis correction``, where the arithmetic is compensated.
     null_directions : dict
@@ -93,6 +93,7 @@ class Factor:
     rank: npt.NDArray[np.int64]
     error: Float64
     arithmetic: tuple[Arithmetic, ...]
+    product_error: Float64
     basis: Float64 | None = None
     correction: Float64 | None = None
     null_directions: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
@@ -159,6 +160,7 @@ class Factor:
             rank=self.rank[one],
             error=self.error[one],
             arithmetic=self.arithmetic[one],
+            product_error=self.product_error[one],
             basis=None if self.basis is None else self.basis[one],
             correction=None if self.correction is None else self.correction[one],
             null_directions={0: self.null_directions[index]} if index in self.null_directions else {},
@@ -176,7 +178,8 @@ class Factor:
         Factor
             With no arithmetic in float32.
         """
-        return replace(self, arithmetic=tuple("double" if a == "single" else a for a in self.arithmetic))
+        arithmetic: tuple[Arithmetic, ...] = tuple("double" if a == "single" else a for a in self.arithmetic)
+        return replace(self, arithmetic=arithmetic, product_error=np.zeros_like(self.product_error))
 
     def forget_keys(self) -> Factor:
         """Return the factor without its hold on the keys.
@@ -193,9 +196,7 @@ class Factor:
     @property
     def score_error(self) -> Float64:
         """Estimate of the relative error of a score, its rounding included, (b,)."""
-        single = np.array([route == "single" for route in self.arithmetic])
-        stored = UNIT if self.rows.format == "float64" else 2.0**-24
-        return np.asarray(self.error + stored + np.where(single, 2.0**-22 * SINGLE_BOUND, 0.0))
+        return np.asarray(self.error + self.product_error + (UNIT if self.rows.format == "float64" else 2.0**-24))
 
     @property
     def normalizer_error(self) -> Float64:

@@ -25,6 +25,7 @@ __all__ = [
     "DoubleDouble",
     "GramAccumulator",
     "second_moments",
+    "sharpened",
     "spectral_norm",
 ]
 
@@ -71,14 +72,20 @@ def second_moments(
     _, n, d = rows.shape
     kernels = kernels_for("gram", rows.keys)
     runs, levels = _pieces(n, kernels.longest_run(rows, len(items)))
-    pieces: Pieces = np.empty((len(items), len(runs), 4), np.int64)
-    pieces[:, :, 0] = np.arange(len(items))[:, None]
-    pieces[:, :, 1] = np.asarray(items, np.int64)[:, None]
-    pieces[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
+    if len(runs) == 1:
+        pieces: Pieces = np.array([(slot, item, 0, n) for slot, item in enumerate(items)], np.int64).reshape(-1, 4)
+    else:
+        several = np.empty((len(items), len(runs), 4), np.int64)
+        several[:, :, 0] = np.arange(len(items))[:, None]
+        several[:, :, 1] = np.asarray(items, np.int64)[:, None]
+        several[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
+        pieces = several.reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum()
     tail = None
     with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
-        parts = kernels.moments(rows, pieces.reshape(-1, 4), basis=basis, arithmetic=arithmetic)
+        parts = kernels.moments(rows, pieces, basis=basis, arithmetic=arithmetic)
+        if len(runs) == 1:
+            return parts
         parts = parts.reshape(len(items), len(runs), d, d)
         for index, level in enumerate(levels):
             if level < 0:
@@ -100,6 +107,21 @@ def spectral_norm(A: Float64) -> float:
             return 0.0
         x, size = y / size, math.sqrt(size / math.sqrt(float(x @ x)))
     return size
+
+
+def sharpened(bound: Float64, W: Any, diagonal: Any, limit: float) -> Float64:
+    """Return bounds (b,) of the squared norm of each W for equilibrated columns, by power iteration above the limit.
+
+    bound: of `inverse_cholesky`; infinite where there is no W.
+    diagonal: (b, d) of the moments.
+    """
+    if bound.max(initial=0.0) <= limit:
+        return bound
+    bound = bound.copy()
+    for item in np.flatnonzero((bound > limit) & (bound < math.inf)).tolist():
+        sizes = np.sqrt(to_numpy(diagonal[item]))
+        bound[item] = min(bound[item], spectral_norm(sizes[:, None] * to_numpy(W[item])) ** 2)
+    return bound
 
 
 def _diagonal(G: Float64) -> Float64:
@@ -175,11 +197,8 @@ class DoubleDouble:
         """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
-        W, pivot, inverse_norm_bound = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
-        errors[chosen] = np.where(pivot > 0, PLAIN_NOISE * inverse_norm_bound, np.inf)
-        for place in np.flatnonzero((errors[chosen] > _SETTLED) & (pivot > 0)).tolist():
-            sizes = np.sqrt(_diagonal(self.high)[chosen[place]])
-            errors[chosen[place]] = PLAIN_NOISE * spectral_norm(sizes[:, None] * W[place]) ** 2
+        W, _, bound = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
+        errors[chosen] = PLAIN_NOISE * sharpened(bound, W, _diagonal(self.high)[chosen], _SETTLED / PLAIN_NOISE)
         return errors
 
 

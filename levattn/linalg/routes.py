@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,9 +14,9 @@ import numpy.typing as npt
 from levattn._core.arrays import to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
-from levattn._kernels import Arithmetic, Rows, kernels_for
-from levattn.linalg.factor import SINGLE_BOUND, Factor, column_norms, float64_rows
-from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble, second_moments, spectral_norm
+from levattn._kernels import BLOCK, Arithmetic, Rows, kernels_for
+from levattn.linalg.factor import Factor, column_norms, float64_rows
+from levattn.linalg.gram import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble, second_moments, sharpened, spectral_norm
 from levattn.linalg.preconditioned import (
     ROUNDING,
     SURE_CONDITION,
@@ -36,9 +37,11 @@ _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16":
 _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}  # up to which W is one matrix
 _SURE_COLUMNS = 48
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
-_SINGLE_FROM = 2048  # rows from which the rounding of float32 sums averages out
+_SAMPLED_FROM = 4 * BLOCK  # rows from which a block tells whether sums in float32 would do
+_SINGLE_SUMS = 4.0  # squared norm of the inverse up to which they do
+_SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
-_SINGLE_NOISE = 2e-9  # relative error of a second moment summed in float32 blocks, once n is large
+_TRIANGLE_NOISE = 2e-9  # relative error of a second moment of the triangle of many rows
 _FINE_ERROR = 2.0**-7  # estimated relative error of scores up to which such a factor is taken
 
 
@@ -81,7 +84,26 @@ def _moments(
     return second_moments(rows, items, basis=basis, arithmetic=arithmetic)
 
 
-def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple[Rows, Any]:
+def _plain_moments(rows: Rows, items: list[int], quick: npt.NDArray[np.bool_]) -> Any:
+    """Return the moments of some matrices, in float32 blocks of those that `quick`, a flag for each matrix, names."""
+    places = np.flatnonzero(quick[items])
+    if len(places) == len(items) > 0:
+        return _moments(rows, items, arithmetic="single")
+    G = _moments(rows, items)
+    if len(places):
+        G[to_device(places, G)] = _moments(rows, [items[place] for place in places], arithmetic="single")
+    return G
+
+
+def _well_conditioned(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return for which matrices sums in float32 would do, (b,), as one block of rows tells."""
+    b, n, _ = rows.shape
+    start = n // 2 // BLOCK * BLOCK
+    G = _moments(rows.between(start, start + BLOCK), range(b))
+    return np.asarray(kernels_for("factor", G).inverse_cholesky(G)[2] <= _SINGLE_SUMS)
+
+
+def _in_range(rows: Rows, G: Any, quick: npt.NDArray[np.bool_], narrow: bool) -> tuple[Rows, Any]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
     The scale is a power of two for each column, so that it changes no rounding; it is 1 for ordinary keys. The range
@@ -90,9 +112,10 @@ def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple
     n = rows.shape[1]
     diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
     low, high = (2.0**-80, 2.0**110) if narrow else (2.0**-900, 2.0**1000)
-    odd = ~np.all((diagonal >= low * max(n, 1)) & (diagonal <= high), axis=1)
-    if not odd.any():
+    low *= max(n, 1)
+    if diagonal.min(initial=high) >= low and diagonal.max(initial=low) <= high:
         return rows, G
+    odd = ~np.all((diagonal >= low) & (diagonal <= high), axis=1)
     require_finite(rows, diagonal)
     largest = np.where(odd[:, None], rows.column_maxima(), 1.0)
     rows = _scaled(rows, largest, 30 if narrow else 400)
@@ -100,7 +123,7 @@ def _in_range(rows: Rows, G: Any, arithmetic: Arithmetic, narrow: bool) -> tuple
         return rows, G
     items = np.flatnonzero(np.any(rows.scale != 1, axis=1))
     G = G.copy()
-    G[to_device(items, G)] = _moments(rows, items.tolist(), arithmetic=arithmetic)
+    G[to_device(items, G)] = _plain_moments(rows, items.tolist(), quick)
     return rows, G
 
 
@@ -121,6 +144,7 @@ class _Batch:
     W: Any
     rank: npt.NDArray[np.int64]
     error: Float64
+    product_error: Float64
     arithmetic: list[Arithmetic] = field(default_factory=list)
     counts_null_directions: bool = True  # whether rows with a part in the directions left out count
     found: dict[int, MatrixFactor] = field(default_factory=dict)
@@ -131,7 +155,7 @@ class _Batch:
     def of(cls, rows: Rows, *, counts_null_directions: bool) -> _Batch:
         """Return a batch of which nothing is found yet."""
         b, _, d = rows.shape
-        figures = np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b)
+        figures = np.zeros((b, d, d)), np.zeros(b, np.int64), np.zeros(b), np.zeros(b)
         return cls(rows, *figures, ["double"] * b, counts_null_directions)
 
     def put(self, item: int, found: MatrixFactor) -> None:
@@ -141,6 +165,21 @@ class _Batch:
         if found.correction is not None:
             self.arithmetic[item] = "compensated"
         self.found[item] = found
+
+    def multiply_in_single(self, diagonal: Any, allowed: list[bool]) -> None:
+        """Let scores come from products in float32 where that is allowed and precise enough.
+
+        With equilibrated columns and their moment H, products k W that are rounded like a random walk change a score
+        by about u √tr H⁻¹ at most: the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖² for H_ii = 1.
+        `diagonal` is that of the moments, (b, d).
+        """
+        if not any(allowed):
+            return
+        trace = to_numpy(((self.W * self.W).sum(axis=2) * diagonal).sum(axis=1))
+        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(trace)
+        chosen = np.array(allowed) & (error <= _SINGLE_PRODUCTS)
+        self.product_error = np.where(chosen, error, 0.0)
+        self.arithmetic = ["single" if ok else "double" for ok in chosen.tolist()]
 
     def factor(self) -> Factor:
         """Return the factor of the batch."""
@@ -154,7 +193,7 @@ class _Batch:
             if self.counts_null_directions and found.null_directions.shape[1]:
                 null_directions[item] = (found.null_directions, found.columns)
         hidden = {item: None if one is None else self._alone(item, one) for item, one in self.hidden.items()}
-        figures = self.W, self.rank, self.error, tuple(self.arithmetic)
+        figures = self.W, self.rank, self.error, tuple(self.arithmetic), self.product_error
         return Factor(self.rows, *figures, basis, correction, null_directions, self.spans, hidden)
 
     def _alone(self, item: int, found: MatrixFactor) -> Factor:
@@ -195,45 +234,51 @@ def factor_moments(
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
     short = rows.format != "float64"
-    sparse = isinstance(rows.keys, Csr)  # sums of entries cost the same in float64
-    quick = single == "yes" and short and n >= _SINGLE_FROM and not sparse
-    arithmetic: Arithmetic = "single" if quick else "double"
-    G = _moments(rows, range(b), arithmetic=arithmetic)
-    rows, G = _in_range(rows, G, arithmetic, short and single != "no")
-    penalty = np.zeros((b, d))
+    # one block tells whether sums in float32 would do; those of sparse keys cost the same in float64
+    may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
+    quick = _well_conditioned(rows) if may_be_quick else np.zeros(b, np.bool_)
+    G = _plain_moments(rows, list(range(b)), quick)
+    rows, G = _in_range(rows, G, quick, short and single != "no")
+    penalty = None
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale
         penalty = _penalty(ridge, np.sqrt(to_numpy(G.diagonal(axis1=1, axis2=2))), scale)
 
-    W, pivot, inverse_norm_bound = kernels_for("factor", G).inverse_cholesky(_penalized(G, penalty))
-    whole = (pivot > 0) & (inverse_norm_bound * (d * cut * cut) < 1)  # no singular value can be below the cut
-    mild = whole & (inverse_norm_bound <= SINGLE_BOUND)
-    if arithmetic == "single":
-        noise, done = np.full(b, PLAIN_NOISE / UNIT * 2.0**-24), mild  # sums rounded, or cut off by tensor cores
-    else:
-        noise, done = np.full(b, PLAIN_NOISE), whole & (ROUNDING * inverse_norm_bound <= target)
-    if arithmetic == "single" and not mild.all():
-        again = np.flatnonzero(whole & ~mild & (ROUNDING * inverse_norm_bound <= target))
-        if len(again):
-            here = to_device(again, G)
-            G[here] = _moments(rows, again.tolist())
-            penalized = _penalized(G[here], penalty[again])
-            W[here], pivot[again], inverse_norm_bound[again] = kernels_for("factor", G).inverse_cholesky(penalized)
-            noise[again] = PLAIN_NOISE
-            done = mild.copy()
-            done[again] = (pivot[again] > 0) & (ROUNDING * inverse_norm_bound[again] <= target)
-    batch = _Batch(rows, W, _rank(W), noise * inverse_norm_bound)
-    batch.arithmetic = ["single" if short and single != "no" and ok else "double" for ok in (mild & done).tolist()]
+    penalized = _penalized(G, penalty)
+    W, _, bound = kernels_for("factor", G).inverse_cholesky(penalized)
+    if may_be_quick and (quick & ~(bound <= _SINGLE_SUMS)).any():  # the block had told otherwise
+        again = np.flatnonzero(quick & ~(bound <= _SINGLE_SUMS))
+        quick = quick & (bound <= _SINGLE_SUMS)
+        here = to_device(again, G)
+        G, W = G.copy(), W.copy()
+        G[here] = _moments(rows, again.tolist())
+        penalized = _penalized(G, penalty)
+        W[here], _, bound[again] = kernels_for("factor", G).inverse_cholesky(penalized[here])
+    diagonal = penalized.diagonal(axis1=1, axis2=2)
+    bound = sharpened(bound, W, diagonal, target / ROUNDING)
+    # whether no singular value can be below the cut, and moments are precise enough
+    sound = [
+        x * (d * cut * cut) < 1 and (q or ROUNDING * x <= target)
+        for x, q in zip(bound.tolist(), quick.tolist(), strict=True)
+    ]
+    # float32 sums are rounded, or cut off by tensor cores
+    error = (
+        np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound if may_be_quick else PLAIN_NOISE * bound
+    )
+    batch = _Batch(rows, W, _rank(W), error, np.zeros(b), ["double"] * b)
+    if single != "no" and short:
+        least = math.inf if n >= BLOCK else _SINGLE_SUMS
+        batch.multiply_in_single(diagonal, [ok and x <= least for x, ok in zip(bound.tolist(), sound, strict=True)])
     batch.counts_null_directions = rtol is None and ridge == 0
-    for item in np.flatnonzero(~done).tolist():
+    for item in (i for i, ok in enumerate(sound) if not ok):
         moments_in, moments = _moments_of(rows, item), to_numpy(G[item])
-        start = _SINGLE_NOISE if noise[item] > 1e-12 else UNIT
+        added = np.zeros(d) if penalty is None else penalty[item]
         if n <= _FEW_ROWS * d:
-            found = decompose(moments_in, float64_rows(rows.item(item), 0, n), penalty[item], cut)
+            found = decompose(moments_in, float64_rows(rows.item(item), 0, n), added, cut)
         else:
-            found = precondition(moments_in, moments, penalty[item], start, target, cut, limit)
+            found = precondition(moments_in, moments, added, UNIT, target, cut, limit)
         batch.put(item, found)
-        batch.look_below(item, partial(resolve, moments_in, moments, start, target, limit))
+        batch.look_below(item, partial(resolve, moments_in, moments, UNIT, target, limit))
     return batch.factor()
 
 
@@ -246,15 +291,16 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
-    W, pivot, inverse_norm_bound = kernels_for("factor", moments.high).inverse_cholesky(moments.high)
-    whole = (pivot > 0) & (inverse_norm_bound * (d * cut * cut) < 1)
-    done = whole & ((ROUNDING * inverse_norm_bound <= target) | ~moments.double_double)
-    error = np.minimum(PLAIN_NOISE * inverse_norm_bound, PLAIN_ERROR)
-    batch = _Batch(like, W, _rank(W), error)
+    W, pivot, bound = kernels_for("factor", moments.high).inverse_cholesky(moments.high)
     diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
+    bound = sharpened(bound, W, diagonal, target / ROUNDING)
+    whole = (pivot > 0) & (bound * (d * cut * cut) < 1)
+    done = whole & ((ROUNDING * bound <= target) | ~moments.double_double)
+    error = np.minimum(PLAIN_NOISE * bound, PLAIN_ERROR)
+    batch = _Batch(like, W, _rank(W), error, np.zeros(len(W)), ["double"] * len(W))
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
-    mild = done & (inverse_norm_bound <= SINGLE_BOUND) & narrow & (like.format != "float64")
-    batch.arithmetic = ["single" if ok else "double" for ok in mild.tolist()]
+    if like.format != "float64":
+        batch.multiply_in_single(diagonal, (done & narrow).tolist())
     for item in np.flatnonzero(~done).tolist():
 
         def moments_in(basis: Float64, _: Arithmetic, item: int = item) -> Float64:
@@ -304,7 +350,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: float = 0.0, rtol: float | None
             batch.put(item, found)
             continue
         moments = R.T @ R  # R turns the row space by its rounding, which no moments of K W show
-        batch.put(item, precondition(moments_in, moments, penalty, _SINGLE_NOISE, target, cut, limit))
+        batch.put(item, precondition(moments_in, moments, penalty, _TRIANGLE_NOISE, target, cut, limit))
         batch.look_below(item, partial(resolve, moments_in, moments, UNIT, target, limit))
     return batch.factor()
 
@@ -335,11 +381,11 @@ def _penalty(ridge: float, norms: Float64, scale: Float64) -> Float64:
 
 def _rank(W: Any) -> npt.NDArray[np.int64]:
     """Return the number of columns that are not left out, (b,)."""
-    return np.asarray(np.count_nonzero(to_numpy(W.diagonal(axis1=1, axis2=2)), axis=1))
+    return np.asarray((to_numpy(W.diagonal(axis1=1, axis2=2)) != 0).sum(axis=1))
 
 
-def _penalized(G: Any, penalty: Float64) -> Any:
-    if not penalty.any():
+def _penalized(G: Any, penalty: Float64 | None) -> Any:
+    if penalty is None:
         return G
     out = G.copy()
     b, d, _ = out.shape

@@ -93,12 +93,12 @@ def _in_single(factor: Factor, limit: float) -> Factor:
     does with the root of the number of columns.
     """
     short = factor.rows.format != "float64"
-    arithmetic, errors = list(factor.arithmetic), factor.error.copy()
+    arithmetic, products = list(factor.arithmetic), factor.product_error.copy()
     for item, error in enumerate(factor.error.tolist()):
         if short and arithmetic[item] == "double" and error <= limit:
             arithmetic[item] = "single"
-            errors[item] += 2.0**-22 * max(1.0, math.sqrt(factor.rows.shape[2]) / 8) * error / (2 * UNIT)
-    return replace(factor, arithmetic=tuple(arithmetic), error=errors)
+            products[item] = 2.0**-22 * max(1.0, math.sqrt(factor.rows.shape[2]) / 8) * error / (2 * UNIT)
+    return replace(factor, arithmetic=tuple(arithmetic), product_error=products)
 
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:

@@ -12,7 +12,12 @@ __all__ = ["GramKernels"]
 
 
 class GramKernels(Protocol):
-    """Second moments of rows, and squared norms of rows in another basis."""
+    """Second moments of rows, and squared norms of rows in another basis.
+
+    SINGLE_UNIT: the rounding of products in "single" arithmetic.
+    """
+
+    SINGLE_UNIT: float
 
     def longest_run(self, rows: Rows, items: int, /) -> int:
         """Return the level of the longest run of blocks that is summed up in one piece."""

@@ -18,7 +18,8 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.tasks import runs, share, threads_for
 
-__all__ = ["levels_of", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
+__all__ = ["SINGLE_UNIT", "levels_of", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
+SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 _PROJECTED = 1 << 22  # numbers of keys that are projected at a time
 _LONGEST = 63  # level of a run of blocks that is longer than any
 
@@ -26,15 +27,16 @@ _LONGEST = 63  # level of a run of blocks that is longer than any
 def _padded(matrices: Float64 | None, width: int) -> Float64:
     if matrices is None:
         return np.zeros((0, 0, 0))
-    extra = width - matrices.shape[-1]
-    if not extra:
+    b, d, _ = matrices.shape
+    if d == width:
         return np.ascontiguousarray(matrices)
-    return np.ascontiguousarray(np.pad(matrices, ((0, 0), (0, extra), (0, extra))))
+    wide: Float64 = np.zeros((b, width, width))
+    wide[:, :d, :d] = matrices
+    return wide
 
 
-def levels_of(pieces: Pieces) -> int:
-    """Return how many partial sums the longest of some pieces holds while its blocks are combined in pairs."""
-    longest = int((pieces[:, 3] - pieces[:, 2]).max(initial=0))
+def levels_of(longest: int) -> int:
+    """Return how many partial sums a piece of so many rows holds while its blocks are combined in pairs."""
     return 2 + max(0, -(-longest // BLOCK) - 1).bit_length()
 
 
@@ -60,8 +62,8 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     out = np.empty((len(pieces), width, width))
     view = view_of(rows, X.dtype)
     padded = _padded(basis, width)
-    levels = levels_of(pieces)
-    work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
+    sizes = [stop - start for _, _, start, stop in pieces.tolist()]
+    levels = levels_of(max(sizes, default=0))
 
     def body(first: int, last: int) -> None:
         if basis is None:
@@ -70,7 +72,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
             exact = arithmetic == "compensated"
             moment_in_basis_tasks(view, padded, exact, X, BLOCK, levels, pieces, first, last, out)
 
-    share(body, len(pieces), work)
+    share(body, len(pieces), float(sum(sizes)) * d * d)
     return out[:, :d, :d]
 
 

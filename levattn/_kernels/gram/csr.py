@@ -36,7 +36,8 @@ from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.csr import blocks_of, entries_of, written_out
 from levattn._kernels.tasks import share, threads_for
 
-__all__ = ["longest_run", "moments", "projected_sqnorms", "sqnorms"]
+__all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
+SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 
 _NARROW = 256  # columns up to which a second moment stays in a near cache while the rows are added to it
 _BAND, _BAND_SIZE = 64, 131072  # columns of a band, and columns times d, so that its moments stay in a near cache
@@ -110,7 +111,7 @@ def _row_moment(rows: Rows) -> Any:
     width = -(-d // lanes) * lanes
     parts = np.empty((len(runs), width, width))
     arguments = entries_of(rows)
-    levels = cpu.levels_of(tasks)
+    levels = cpu.levels_of(int((tasks[:, 3] - tasks[:, 2]).max(initial=0)))
     share(lambda first, last: row_moment_tasks(*arguments, BLOCK, levels, tasks, first, last, parts), len(runs), work)
     return pairwise_sum(parts)[:d, :d]
 

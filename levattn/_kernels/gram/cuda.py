@@ -19,7 +19,8 @@ from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moment
 from levattn._kernels.rows.contract import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
-__all__ = ["longest_run", "moments", "projected_sqnorms", "sqnorms"]
+__all__ = ["SINGLE_UNIT", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
+SINGLE_UNIT = 2.0**-22  # tensor cores multiply numbers in two parts, of eleven bits each
 
 _TILE = 64  # rows, and columns, of a tile in moments.cu and products.cu
 _REALS = {"float": np.float32, "double": np.float64}

@@ -39,21 +39,35 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
 
     kind: the precision in which tiles are to read them, if any are.
     """
-    keys = rows.keys
+    keys, format = rows.keys, rows.format
+    stored = "uint16" if format.endswith("float16") else format
     operands = [x if x is not None and x.size else None for x in (rows.mask, rows.shift, rows.scale, rows.weights)]
-    kinds = ("uint16" if rows.format.endswith("float16") else rows.format, "bool", *["float64"] * 3)
-    for x, expected in zip((keys, *operands), kinds, strict=True):  # compiled code reads what it is told to
-        if x is not None and x.size and x.dtype != expected:
-            raise TypeError(f"an array of {rows.format} rows has dtype {x.dtype}; expected {expected}")
-    if any(x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1 for x in operands[1:3]):
-        raise ValueError("shift or scale has gaps between its columns; expected C arrays")
-    size, d = keys.itemsize, keys.shape[2]
-    plain = kind is not None and keys.dtype == kind and all(x is None for x in operands)
-    direct = plain and keys.strides[2] == size and keys.strides[1] % size == 0 and d * size % VECTOR_BYTES == 0
-    view = [keys.ctypes.data, *keys.strides, d, _FORMATS.index(rows.format), direct]
+    plain = all(x is None for x in operands)
+    if not plain or (keys.dtype != stored and keys.size):
+        _check_kinds(format, (keys, stored), *zip(operands, ("bool", *["float64"] * 3), strict=True))
+    size, (item_step, row_step, column_step), d = keys.itemsize, keys.strides, keys.shape[2]
+    direct = (
+        plain
+        and kind is not None
+        and keys.dtype == kind
+        and column_step == size
+        and row_step % size == 0
+        and d * size % VECTOR_BYTES == 0
+    )
+    view = [keys.ctypes.data, item_step, row_step, column_step, d, _FORMATS.index(format), direct]
     for array in operands:
         view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides]
     return np.array(view, np.int64)
+
+
+def _check_kinds(format: str, *arrays: tuple[Any, str]) -> None:
+    """Raise for arrays that compiled code would misread: it reads what it is told to."""
+    for x, expected in arrays:
+        if x is not None and x.size and x.dtype != expected:
+            raise TypeError(f"an array of {format} rows has dtype {x.dtype}; expected {expected}")
+    for x, _ in arrays[2:4]:
+        if x is not None and x.strides[1] != x.itemsize and x.shape[1] > 1:
+            raise ValueError("shift or scale has gaps between its columns; expected C arrays")
 
 
 def _widened(b: Any, stored: Any, format: int, kind: Any) -> Any:
