@@ -1,4 +1,4 @@
-"""Keys to try things on: heads of a real encoder, worst-case queries, planted models with a known answer.
+"""Keys to try things on: heads of a real encoder, as many keys like them, worst-case queries, planted models.
 
 No module of the library imports this one.
 """
@@ -9,19 +9,20 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import positive_number, whole_number
+from levattn._core.checks import positive_number, real_number, whole_number
 from levattn._core.types import Float64, Int64
 
-__all__ = ["AttentionHeads", "Planted", "adversarial_queries", "minilm", "planted"]
+__all__ = ["AttentionHeads", "Planted", "adversarial_queries", "minilm", "planted", "resampled"]
 
 Float16Array: TypeAlias = npt.NDArray[np.float16]
 RNGLike: TypeAlias = int | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator
 Variant: TypeAlias = Literal["isotropic", "anisotropic", "duplicated"]
+_DRAWN = 1 << 14  # rows that are drawn at a time
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,6 +102,106 @@ def minilm() -> AttentionHeads:
     return AttentionHeads(queries, keys, values, tokens, scale=1 / math.sqrt(keys.shape[-1]))
 
 
+def resampled(
+    K: npt.ArrayLike,
+    n: int,
+    /,
+    *,
+    smoothing: float = 0.5,
+    dtype: npt.DTypeLike = np.float32,
+    rng: RNGLike | None = None,
+) -> npt.NDArray[Any]:
+    r"""Draw any number of keys that look like given ones: their mean, their covariance, and their tails.
+
+    With the mean μ and the covariance :math:`C = L L^\top` of the m given keys, a row i drawn from them and a standard
+    normal g for every new key (a smoothed bootstrap with the variance kept),
+
+    .. math:: k = \mu + \sqrt{1 - h^2}\,(k_i - \mu) + h\, L g .
+
+    So for any smoothing h the mean of a new key is μ and its covariance C, exactly, and the excess of its fourth
+    moments is :math:`(1 - h^2)^2` times that of the given keys. So large key matrices can be made that are like those
+    of a real head; h = 0 gives copies of its rows, and h = 1 Gaussian keys.
+
+    Parameters
+    ----------
+    K : array_like, shape (m, d)
+        The given keys, finite, m at least 1: heads side by side for keys of more columns.
+    n : int
+        Number of keys to draw, at least 0.
+    smoothing : float in [0, 1], default 0.5
+        The h above.
+    dtype : dtype, default float32
+        A floating dtype of the keys that are returned.
+    rng : int, SeedSequence, BitGenerator, Generator or None
+        Passed to `numpy.random.default_rng`; None draws fresh entropy.
+
+    Returns
+    -------
+    ndarray of shape (n, d)
+        The new keys.
+
+    Raises
+    ------
+    TypeError
+        If K does not hold real numbers, `n` is not whole, or `dtype` is no floating dtype.
+    ValueError
+        If K has not two axes or no rows or holds NaN or infinity, or a number is outside its range.
+
+    Notes
+    -----
+    Time O(m d² + n d²), memory O(m d + d²) beyond the keys that are returned.
+
+    References
+    ----------
+    Silverman, Young. The bootstrap: to smooth or not to smooth? Biometrika 74, 1987 (the shrunk smoothed bootstrap).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from levattn.datasets import minilm, resampled
+    >>> heads = minilm().keys[2]
+    >>> K = resampled(np.hstack([heads[4], heads[5]]), 100_000, rng=0)
+    >>> K.shape, K.dtype.name
+    ((100000, 64), 'float32')
+    >>> bool(abs(K[:, :32].mean(axis=0) - heads[4].mean(axis=0, dtype=float)).max() < 0.02)
+    True
+    """
+    given = _real_array(K, "K")
+    if given.ndim != 2 or not len(given):
+        raise ValueError(f"K has shape {given.shape}; expected (m, d) with at least one key")
+    n = whole_number("n", n, 0, None)
+    h = real_number("smoothing", smoothing)
+    if not 0 <= h <= 1:
+        raise ValueError(f"smoothing is {smoothing!r}; expected a number from 0 to 1")
+    kind = np.dtype(dtype)
+    if kind.kind != "f":
+        raise TypeError(f"dtype is {kind}; expected a floating dtype, such as float32")
+    mean = given.mean(axis=0)
+    about = given - mean
+    _, s, Vt = np.linalg.svd(about, full_matrices=False)
+    turned = (h / math.sqrt(len(given)) * s)[:, None] * Vt  # h Lᵀ
+    about *= math.sqrt(1 - h * h)
+    about += mean
+    generator = np.random.default_rng(rng)
+    out = np.empty((n, given.shape[1]), kind)
+    for start in range(0, n, _DRAWN):
+        rows = out[start : start + _DRAWN]
+        rows[:] = about[generator.integers(len(given), size=len(rows))]
+        rows += generator.standard_normal((len(rows), len(s))) @ turned
+    return out
+
+
+def _real_array(K: npt.ArrayLike, name: str) -> Float64:
+    """Return finite real numbers as a new array of float64, or raise."""
+    array = np.asarray(K)
+    if array.dtype.kind in "cOSUMm":
+        raise TypeError(f"{name} must hold real numbers, got dtype {array.dtype}; convert it to a float dtype")
+    numbers = array.astype(np.float64)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{name} must be finite, got NaN or infinity; remove or replace these rows")
+    return numbers
+
+
 def adversarial_queries(K: npt.ArrayLike, /) -> Float64:
     r"""Return for every key the query that attains its leverage score.
 
@@ -151,14 +252,9 @@ def adversarial_queries(K: npt.ArrayLike, /) -> Float64:
     >>> bool(np.allclose(np.diag(scores), [1.0, 0.5, 0.5]))
     True
     """
-    keys = np.asarray(K)
-    if keys.dtype.kind in "cOSUMm":
-        raise TypeError(f"K must hold real numbers, got dtype {keys.dtype}; convert it to a float dtype")
+    keys = _real_array(K, "K")
     if keys.ndim < 2:
         raise ValueError(f"K must have shape (..., n, d), got {keys.shape}; pass one key per row")
-    keys = keys.astype(np.float64)
-    if not np.isfinite(keys).all():
-        raise ValueError("K must be finite, got NaN or infinity; remove or replace these rows")
     n, d = keys.shape[-2:]
     # Powers of two: scaling there and back rounds nothing.
     _, exponents = np.frexp(np.abs(keys).max(axis=-2, keepdims=True, initial=0.0))

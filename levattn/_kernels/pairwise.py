@@ -20,11 +20,11 @@ class PairwiseSum(Generic[_T]):
 
     Terms are numbered; 2^level of them that begin at a multiple of 2^level may come as one. The result does not
     depend on how they came, its rounding error grows with the logarithm of their number, and at most one partial
-    sum is held for each level. Terms are never written to.
+    sum is held for each level. Terms are never written to, unless they are `owned`.
     """
 
-    def __init__(self, count: int = 0, levels: dict[int, _T] | None = None) -> None:
-        self.count = count
+    def __init__(self, count: int = 0, levels: dict[int, _T] | None = None, *, owned: bool = False) -> None:
+        self.count, self._owned = count, owned
         self.levels: dict[int, _T] = dict(levels or {})
 
     def copy(self) -> PairwiseSum[_T]:
@@ -37,15 +37,21 @@ class PairwiseSum(Generic[_T]):
             raise ValueError(f"a sum of 2**{level} terms cannot begin at term {self.count}")
         self.count += 1 << level
         while level in self.levels:
-            term = self.levels.pop(level) + term
+            term = self._plus(self.levels.pop(level), term)
             level += 1
         self.levels[level] = term
 
     def total(self, tail: _T | None = None) -> _T | None:
         """Return the sum with `tail` (a last, incomplete term) added, or None where there was no term."""
         for level in sorted(self.levels):
-            tail = self.levels[level] if tail is None else tail + self.levels[level]
+            tail = self.levels[level] if tail is None else self._plus(tail, self.levels[level])
         return tail
+
+    def _plus(self, one: _T, other: _T) -> _T:
+        if not self._owned:
+            return one + other
+        one += other
+        return one
 
 
 def pairwise_sum(terms: Iterable[Any], nothing: Any = 0.0) -> Any:

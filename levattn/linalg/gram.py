@@ -36,6 +36,8 @@ _SETTLED = PLAIN_ERROR / 4  # up to which they begin to be
 _LEAST, _LARGEST = 2.0**-700, 2.0**900  # range in which squares, and what their sums lose, are sound
 _LEVEL = 6  # of the runs that are summed together: the time of one is lost where it must be looked at closely
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
+_STEPS, _FEW_STEPS = 30, 10  # of power iteration, and where a step takes long, from _WIDE columns on
+_WIDE, _SHORT = 512, 1.5  # factor by which the square is raised then
 _SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
 LARGEST_EXPONENT = 1024  # of a column
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
@@ -80,7 +82,7 @@ def second_moments(
         several[:, :, 1] = np.asarray(items, np.int64)[:, None]
         several[:, :, 2:] = np.asarray(runs, np.int64).reshape(-1, 2)
         pieces = several.reshape(-1, 4)
-    whole: PairwiseSum[Any] = PairwiseSum()
+    whole: PairwiseSum[Any] = PairwiseSum(owned=True)
     tail = None
     with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at what left the range
         parts = kernels.moments(rows, pieces, basis=basis, arithmetic=arithmetic)
@@ -96,11 +98,11 @@ def second_moments(
     return np.zeros((len(items), d, d)) if total is None else total
 
 
-def spectral_norm(A: Float64) -> float:
-    """Return the 2-norm of A to a few per cent, by power iteration."""
+def spectral_norm(A: Float64, steps: int = _STEPS) -> float:
+    """Return the 2-norm of A, by power iteration: 30 steps give it to a few per cent."""
     x = np.cos(np.arange(1.0, len(A) + 1) ** 2)
     size = 0.0
-    for _ in range(30):
+    for _ in range(steps):
         y = A.T @ (A @ x)
         size = math.sqrt(float(y @ y))
         if size == 0:
@@ -109,18 +111,20 @@ def spectral_norm(A: Float64) -> float:
     return size
 
 
-def sharpened(bound: Float64, W: Any, diagonal: Any, limit: float) -> Float64:
-    """Return bounds (b,) of the squared norm of each W for equilibrated columns, by power iteration above the limit.
+def sharpened(bound: Float64, W: Any, G: Any, limits: Float64) -> Float64:
+    """Return bounds (b,) of the squared norm of each W for equilibrated columns, better ones where above a limit.
 
     bound: of `inverse_cholesky`; infinite where there is no W.
-    diagonal: (b, d) of the moments.
+    G: the moments, (b, d, d).
     """
-    if bound.max(initial=0.0) <= limit:
+    far = (bound > limits) & (bound < math.inf)
+    if not far.any():
         return bound
-    bound = bound.copy()
-    for item in np.flatnonzero((bound > limit) & (bound < math.inf)).tolist():
-        sizes = np.sqrt(to_numpy(diagonal[item]))
-        bound[item] = min(bound[item], spectral_norm(sizes[:, None] * to_numpy(W[item])) ** 2)
+    bound, wide = bound.copy(), W.shape[2] >= _WIDE
+    for item in np.flatnonzero(far).tolist():
+        even = np.sqrt(to_numpy(G[item].diagonal()))[:, None] * to_numpy(W[item])
+        norm = spectral_norm(even, _FEW_STEPS if wide else _STEPS)
+        bound[item] = min(bound[item], norm**2 * (_SHORT if wide else 1.0))
     return bound
 
 
@@ -198,7 +202,8 @@ class DoubleDouble:
         errors = np.zeros(len(items))
         chosen = np.flatnonzero(items)
         W, _, bound = kernels_for("factor", self.high).inverse_cholesky(self.high[chosen])
-        errors[chosen] = PLAIN_NOISE * sharpened(bound, W, _diagonal(self.high)[chosen], _SETTLED / PLAIN_NOISE)
+        limits = np.full(len(chosen), _SETTLED / PLAIN_NOISE)
+        errors[chosen] = PLAIN_NOISE * sharpened(bound, W, self.high[chosen], limits)
         return errors
 
 

@@ -37,7 +37,8 @@ _DOUBLE_ERROR = {"float64": 2e-12, "float32": 2e-8, "float16": 2e-8, "bfloat16":
 _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16": 1e10}  # up to which W is one matrix
 _SURE_COLUMNS = 48
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
-_SAMPLED_FROM = 4 * BLOCK  # rows from which a block tells whether sums in float32 would do
+_SAMPLED_FROM = 4 * BLOCK  # rows from which some tell whether sums in float32 would do
+_SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # how many, and the figure up to which they say so
 _SINGLE_SUMS = 4.0  # squared norm of the inverse up to which they do
 _SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
@@ -95,12 +96,19 @@ def _plain_moments(rows: Rows, items: list[int], quick: npt.NDArray[np.bool_]) -
     return G
 
 
-def _well_conditioned(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Return for which matrices sums in float32 would do, (b,), as one block of rows tells."""
-    b, n, _ = rows.shape
+def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return which matrices have rows in the middle that are about as long in every direction, (b,).
+
+    With columns scaled to unit norm and moment C of m rows, ‖C‖²/d − d/m is about 1 for them; keys of real heads,
+    which have a mean and directions that they prefer, were at 1.5 to 9.
+    """
+    _, n, d = rows.shape
     start = n // 2 // BLOCK * BLOCK
-    G = _moments(rows.between(start, start + BLOCK), range(b))
-    return np.asarray(kernels_for("factor", G).inverse_cholesky(G)[2] <= _SINGLE_SUMS)
+    G = to_numpy(_moments(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single"))
+    with np.errstate(all="ignore"):  # what is not finite is not isotropic
+        inverse = 1 / np.diagonal(G, axis1=1, axis2=2)[:, :, None]
+        squares = (inverse * (np.square(G) @ inverse)).sum(axis=(1, 2))
+    return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
 
 
 def _in_range(rows: Rows, G: Any, quick: npt.NDArray[np.bool_], narrow: bool) -> tuple[Rows, Any]:
@@ -166,16 +174,16 @@ class _Batch:
             self.arithmetic[item] = "compensated"
         self.found[item] = found
 
-    def multiply_in_single(self, diagonal: Any, allowed: list[bool]) -> None:
+    def multiply_in_single(self, G: Any, allowed: list[bool]) -> None:
         """Let scores come from products in float32 where that is allowed and precise enough.
 
         With equilibrated columns and their moment H, products k W that are rounded like a random walk change a score
         by about u √tr H⁻¹ at most: the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖² for H_ii = 1.
-        `diagonal` is that of the moments, (b, d).
+        G are the moments, (b, d, d).
         """
         if not any(allowed):
             return
-        trace = to_numpy(((self.W * self.W).sum(axis=2) * diagonal).sum(axis=1))
+        trace = to_numpy(((self.W * self.W).sum(axis=2) * G.diagonal(axis1=1, axis2=2)).sum(axis=1))
         error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(trace)
         chosen = np.array(allowed) & (error <= _SINGLE_PRODUCTS)
         self.product_error = np.where(chosen, error, 0.0)
@@ -234,9 +242,9 @@ def factor_moments(
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
     short = rows.format != "float64"
-    # one block tells whether sums in float32 would do; those of sparse keys cost the same in float64
+    # some rows tell whether sums in float32 would do; those of sparse keys cost the same in float64
     may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
-    quick = _well_conditioned(rows) if may_be_quick else np.zeros(b, np.bool_)
+    quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
     G = _plain_moments(rows, list(range(b)), quick)
     rows, G = _in_range(rows, G, quick, short and single != "no")
     penalty = None
@@ -246,16 +254,16 @@ def factor_moments(
 
     penalized = _penalized(G, penalty)
     W, _, bound = kernels_for("factor", G).inverse_cholesky(penalized)
-    if may_be_quick and (quick & ~(bound <= _SINGLE_SUMS)).any():  # the block had told otherwise
+    bound = sharpened(bound, W, penalized, np.where(quick, _SINGLE_SUMS, target / ROUNDING))
+    if may_be_quick and (quick & ~(bound <= _SINGLE_SUMS)).any():  # these rows had told otherwise
         again = np.flatnonzero(quick & ~(bound <= _SINGLE_SUMS))
         quick = quick & (bound <= _SINGLE_SUMS)
         here = to_device(again, G)
         G, W = G.copy(), W.copy()
         G[here] = _moments(rows, again.tolist())
         penalized = _penalized(G, penalty)
-        W[here], _, bound[again] = kernels_for("factor", G).inverse_cholesky(penalized[here])
-    diagonal = penalized.diagonal(axis1=1, axis2=2)
-    bound = sharpened(bound, W, diagonal, target / ROUNDING)
+        W[here], _, better = kernels_for("factor", G).inverse_cholesky(penalized[here])
+        bound[again] = sharpened(better, W[here], penalized[here], np.full(len(again), target / ROUNDING))
     # whether no singular value can be below the cut, and moments are precise enough
     sound = [
         x * (d * cut * cut) < 1 and (q or ROUNDING * x <= target)
@@ -268,7 +276,7 @@ def factor_moments(
     batch = _Batch(rows, W, _rank(W), error, np.zeros(b), ["double"] * b)
     if single != "no" and short:
         least = math.inf if n >= BLOCK else _SINGLE_SUMS
-        batch.multiply_in_single(diagonal, [ok and x <= least for x, ok in zip(bound.tolist(), sound, strict=True)])
+        batch.multiply_in_single(penalized, [ok and x <= least for x, ok in zip(bound.tolist(), sound, strict=True)])
     batch.counts_null_directions = rtol is None and ridge == 0
     for item in (i for i, ok in enumerate(sound) if not ok):
         moments_in, moments = _moments_of(rows, item), to_numpy(G[item])
@@ -293,14 +301,14 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
     W, pivot, bound = kernels_for("factor", moments.high).inverse_cholesky(moments.high)
     diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
-    bound = sharpened(bound, W, diagonal, target / ROUNDING)
+    bound = sharpened(bound, W, moments.high, np.full(len(W), target / ROUNDING))
     whole = (pivot > 0) & (bound * (d * cut * cut) < 1)
     done = whole & ((ROUNDING * bound <= target) | ~moments.double_double)
     error = np.minimum(PLAIN_NOISE * bound, PLAIN_ERROR)
     batch = _Batch(like, W, _rank(W), error, np.zeros(len(W)), ["double"] * len(W))
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
     if like.format != "float64":
-        batch.multiply_in_single(diagonal, (done & narrow).tolist())
+        batch.multiply_in_single(moments.high, (done & narrow).tolist())
     for item in np.flatnonzero(~done).tolist():
 
         def moments_in(basis: Float64, _: Arithmetic, item: int = item) -> Float64:

@@ -125,13 +125,14 @@ def leverage_scores(
 
     so that no attention score with f(x) = x² ever exceeds it. Scores lie in [0, 1] and sum to the rank of K.
 
-    The estimated relative error of an exact score is below 1e-6 for float32 and narrower keys (below 7e-6 by "auto"
-    where thousands of them are equal, and so rounded alike), and for float64 keys below 1e-10 up to the condition
-    number 10⁶ and below 1e-9 beyond, as long as the rank is clear. Stored keys are taken as exact data: the rank is
-    decided in float64 whatever the dtype, and a row that reaches outside the numerical row space by more than rounding
-    (about :math:`64 d \, 2^{-53}` of its size) is given the score 1. So a rank decision may over-estimate a score; it
-    under-estimates one only if all that sets the key apart is smaller than that. (`universal_set` goes by the exact
-    rank and loses no such key.)
+    The estimated relative error of an exact score is below 1e-6 for float32 and narrower keys; by "auto" it is below
+    1e-5 from 2048 of them on, whose products are in float32 where that holds: up to a condition of about 100 (a few
+    1e-7 for keys of real heads; the worst are well-conditioned keys of which thousands are equal, and so rounded
+    alike). For float64 keys it is below 1e-10 up to the condition number 10⁶ and below 1e-9 beyond, as long as the
+    rank is clear. Stored keys are taken as exact data: the rank is decided in float64 whatever the dtype, and a row
+    that reaches outside the numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) is
+    given the score 1. So a rank decision may over-estimate a score; it under-estimates one only if all that sets the
+    key apart is smaller than that. (`universal_set` goes by the exact rank and loses no such key.)
 
     Parameters
     ----------
@@ -142,8 +143,8 @@ def leverage_scores(
         takes as long as for dense keys).
     method : {"auto", "gram", "qr", "svd", "countsketch", "osnap", "srht", "jl"}
         Exact are "gram": moments in float64, formed again in a well-conditioned basis where one pass cannot hold the
-        precision; "auto": the same, in float32 where that is as good as float32 scores; "qr": Householder QR of row
-        blocks; "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both of these are
+        precision; "auto": the same, with products in float32 where the error above allows it; "qr": Householder QR of
+        row blocks; "svd": singular value decomposition, with a float64 copy of one matrix in memory. Both of these are
         corrected once by the moments of the whitened keys. The others are approximate, see Notes; "auto" never takes
         them.
     ridge : float, default 0
@@ -187,8 +188,8 @@ def leverage_scores(
 
     Notes
     -----
-    Time O(n d²), two passes over K when it is well-conditioned, about five when it is not, and a few more where
-    the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
+    Time O(n d²), two passes over K up to a condition of some 10⁴ (float64 keys: 100), about five beyond, and a few
+    more where the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
     With n < d time O(n² d) and memory O(n d): as many columns as the rank stand for all (not with `ridge` or `rtol`),
     and independent rows have the score 1, exactly. Bits are the same for every number of threads, memory layout and
     batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K;

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 import naive
-from levattn.datasets import Variant, adversarial_queries, minilm, planted
+from levattn.datasets import Variant, adversarial_queries, minilm, planted, resampled
 
 DATA = files("levattn") / "data"
 
@@ -74,6 +74,53 @@ class TestMinilm:
         assert len(content) <= 8_000_000
         assert "Apache License, Version 2.0" in notice
         assert "public domain" in notice
+
+
+class TestResampled:
+    given = np.hstack([minilm().keys[2, 4], minilm().keys[2, 5]]).astype(np.float64)
+
+    def test_mean_covariance_and_tails_are_those_of_the_given_keys(self) -> None:
+        n, d = 200_000, 64
+        K = resampled(self.given, n, rng=0).astype(np.float64)
+        mean, C = self.given.mean(axis=0), np.cov(self.given.T, bias=True)
+        # five standard deviations of what n draws leave, for each of d numbers
+        assert np.all(np.abs(K.mean(axis=0) - mean) <= 5 * np.sqrt(np.diag(C) / n))
+        L = np.linalg.cholesky(C)
+        whitened = np.linalg.solve(L, (K - mean).T)
+        # eigenvalues of a sample covariance of d columns lie within (1 ± √(d/n))² but for what tails add
+        assert np.abs(np.linalg.eigvalsh(whitened @ whitened.T / n) - 1).max() <= 5 * np.sqrt(d / n)
+        fourth = (np.linalg.solve(L, (self.given - mean).T) ** 4).mean() - 3
+        assert (whitened**4).mean() - 3 == pytest.approx(0.75**2 * fourth, rel=0.1)
+
+    def test_smoothing_goes_from_copies_to_gaussian_keys(self) -> None:
+        copies = resampled(self.given, 500, smoothing=0, dtype=np.float64, rng=1)
+        distances = np.abs(copies[:, None] - self.given).max(axis=2).min(axis=1)
+        assert distances.max() <= 1e-12 * np.abs(self.given).max()
+        gaussian = resampled(self.given, 100_000, smoothing=1, rng=1).astype(np.float64)
+        kurtosis = (((gaussian - gaussian.mean(axis=0)) / gaussian.std(axis=0)) ** 4).mean()
+        assert kurtosis == pytest.approx(3, abs=5 * np.sqrt(24 / 100_000))
+
+    def test_the_seed_alone_decides(self) -> None:
+        assert np.array_equal(resampled(self.given, 40_000, rng=3), resampled(self.given, 40_000, rng=3))
+        assert resampled(self.given, 0).shape == (0, 64)
+        one = resampled(self.given[:1], 3, rng=0, dtype=np.float64)
+        np.testing.assert_allclose(one, np.repeat(self.given[:1], 3, axis=0), rtol=1e-15)
+
+    @pytest.mark.parametrize(
+        ("arguments", "options", "error", "message"),
+        [
+            (([[1.0, np.nan]], 3), {}, ValueError, "K must be finite"),
+            ((np.zeros((0, 2)), 3), {}, ValueError, r"K has shape \(0, 2\)"),
+            ((np.zeros(4), 3), {}, ValueError, r"K has shape \(4,\)"),
+            ((np.zeros((2, 2), complex), 3), {}, TypeError, "real numbers"),
+            ((np.eye(2), -1), {}, ValueError, "n is -1|n must"),
+            ((np.eye(2), 3), {"smoothing": 1.5}, ValueError, "smoothing is 1.5"),
+            ((np.eye(2), 3), {"dtype": int}, TypeError, "dtype is int64"),
+        ],
+    )
+    def test_errors_name_what_came(self, arguments: Any, options: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            resampled(*arguments, **options)
 
 
 class TestAdversarialQueries:

@@ -10,9 +10,10 @@ from levattn._core.types import Float64
 from levattn._kernels.pairwise import pairwise_sum
 from levattn._kernels.rows.contract import BLOCK, Pieces
 
-__all__ = ["BLAS_COLUMNS", "blas_moments", "lapack_cholesky"]
+__all__ = ["BLAS_COLUMNS", "LAPACK_COLUMNS", "blas_moments", "lapack_cholesky"]
 
-BLAS_COLUMNS = 512
+BLAS_COLUMNS = 2048
+LAPACK_COLUMNS = 512
 
 
 def blas_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: Float64) -> None:
@@ -27,7 +28,7 @@ def blas_moments(read: Callable[[int, int, int], Float64], pieces: Pieces, out: 
 
 def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, inverse_norm_bound: Float64) -> None:
     """Factor matrices by LAPACK, as `cholesky_tasks` of `factor` does."""
-    from scipy.linalg.lapack import dpotrf, dtrtri
+    from scipy.linalg.lapack import dlange, dpotrf, dtrtri
 
     for item, moment in enumerate(G):
         c = np.sqrt(np.diagonal(moment))
@@ -46,5 +47,5 @@ def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, invers
             continue
         pivot[item] = float(np.min(np.diagonal(R))) ** 2
         inverse = dtrtri(R, overwrite_c=True)[0]
-        inverse_norm_bound[item] = float(np.linalg.norm(inverse, 1) * np.linalg.norm(inverse, np.inf))
+        inverse_norm_bound[item] = dlange("1", inverse) * dlange("i", inverse)
         W[item][part] = inverse * scale[:, None]

@@ -21,6 +21,7 @@ from levattn._kernels.tasks import runs, share, threads_for
 __all__ = ["SINGLE_UNIT", "levels_of", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
 _PROJECTED = 1 << 22  # numbers of keys that are projected at a time
+_WIDE = 1024  # columns from which adding up runs takes long
 _LONGEST = 63  # level of a run of blocks that is longer than any
 
 
@@ -46,8 +47,9 @@ def longest_run(rows: Rows, items: int) -> int:
     threads = 1 if blocks <= 1 else num_threads()
     if threads == 1 or items >= 4 * threads:
         return _LONGEST
-    few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in (4, 8))
-    return min(few, max(many, 4))  # four runs a thread, or eight where runs are long
+    shares = (1, 2) if rows.shape[2] >= _WIDE else (4, 8)
+    few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in shares)
+    return min(few, max(many, 4))  # the more runs a thread where these are long
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
