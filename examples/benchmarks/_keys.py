@@ -25,7 +25,7 @@ def _gaussian(n: int, d: int, dtype: str) -> Array:
 
 
 def _beside(heads: Array, d: int) -> Array:
-    """Return so many columns of the keys of some heads (heads, m, width) side by side, from layers in the middle on."""
+    """Return so many columns of the keys of heads (heads, m, width) side by side, from the middle layer on."""
     width = heads.shape[-1]
     first = heads.shape[0] // 2
     chosen = [(first + i) % len(heads) for i in range(-(-d // width))]

@@ -80,7 +80,7 @@ class Matrices:
 
 def on_cuda(array: Any) -> bool:
     """Tell whether the CUDA kernels read an array, which is CuPy's then."""
-    return bool(array_api_compat.is_cupy_array(array))
+    return not isinstance(array, np.ndarray) and bool(array_api_compat.is_cupy_array(array))
 
 
 def array_namespace(*arrays: Any) -> Any:
@@ -336,6 +336,8 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
+    if isinstance(array, np.ndarray):
+        return np.asarray(array)
     if on_cuda(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ def format_of(dtype: Any, name: str, conversion: str) -> str:
     return kind
 
 
+@lru_cache(maxsize=64)  # NumPy makes the name anew each time
 def dtype_name(dtype: Any) -> str:
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
 

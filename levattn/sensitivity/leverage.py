@@ -189,7 +189,8 @@ def leverage_scores(
     Notes
     -----
     Time O(n d²), two passes over K up to a condition of some 10⁴ (float64 keys: 100), about five beyond, and a few
-    more where the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs O(n d).
+    more where the rank is decided. Memory beyond K and the scores: O(d² log n) for each thread; method="svd" needs
+    O(n d).
     With n < d time O(n² d) and memory O(n d): as many columns as the rank stand for all (not with `ridge` or `rtol`),
     and independent rows have the score 1, exactly. Bits are the same for every number of threads, memory layout and
     batch. *Sparse keys*: time O(Σ nnz² of a row + nnz d + d³), memory O(d² + n) and some row blocks beyond K;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -295,7 +295,7 @@ class _Asked:
         """Return the options with numbers that are checked, for n keys where that is known."""
         epsilon = None if self.epsilon is None else check_epsilon(self.epsilon)
         size = None if self.size is None else whole_number("size", self.size, 0, n, what="a whole number of keys")
-        return replace(self, epsilon=epsilon, size=size)
+        return _Asked(epsilon, size, self.method, self.center, self.mask)
 
 
 def set_of(matrices: Matrices, f: AttentionFunction | Softmax, epsilon: float, mask: Any) -> UniversalSet:
