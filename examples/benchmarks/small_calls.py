@@ -1,8 +1,8 @@
 """Small calls: one head of few keys, where what is not arithmetic counts.
 
-Bars, float32: scores of one head of 4096 x 128 cost at most 1.2 times the fastest complete route in numpy or torch (Gram,
-Cholesky, a triangular solve or a product, squared norms), for Gaussian keys and keys like those of real heads; of
-512 x 64 at most 0.25 ms. What a call does besides its kernels is measured on 16 keys of 16 columns, and its checks
+Bars, float32: scores of one head of 4096 x 128 cost at most 1.2 times the fastest complete route in numpy or torch
+(Gram, Cholesky, a triangular solve or a product, squared norms), for Gaussian keys and keys like those of real heads;
+of 512 x 64 at most 0.25 ms. What a call does besides its kernels is measured on 16 keys of 16 columns, and its checks
 of arguments, masks and dispatch, at most 50 µs, as what is left of that without the algebra.
 
     python examples/benchmarks/small_calls.py [--rounds 9]
@@ -87,7 +87,9 @@ def shapes(rounds: int) -> None:
             if (n, d) == (4096, 128):
                 said.append(f"{n} x {d}, {kind}: scores / fastest rival: {verdict(ratio, TIMES, at_least=False)}")
             if (n, d) == AT:
-                said.append(f"{n} x {d}, {kind}: ms of the scores: {verdict(1e3 * times['scores'], MOST, at_least=False)}")
+                said.append(
+                    f"{n} x {d}, {kind}: ms of the scores: {verdict(1e3 * times['scores'], MOST, at_least=False)}"
+                )
     table(["ms", "scores", "set", "numpy", "torch, solve", "torch, inverse", "scores / best"], rows)
     print("\n".join(said))
 
@@ -109,8 +111,8 @@ def profile(name: str, call: Callable[[], object], calls: int = 3000) -> None:
     share = below / figures.total_tt
     left = 1e6 * whole * (1 - share)
     print(
-        f"{name} of 16 x 16: {1e6 * whole:.0f} µs a call, {100 * share:.0f} % of them in the factor, the scores and the "
-        f"threshold; µs of checks and dispatch: {verdict(left, CHECKS, at_least=False)}"
+        f"{name} of 16 x 16: {1e6 * whole:.0f} µs a call, {100 * share:.0f} % of them in the factor, the scores and "
+        f"the threshold; µs of checks and dispatch: {verdict(left, CHECKS, at_least=False)}"
     )
 
 

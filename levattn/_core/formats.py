@@ -23,9 +23,13 @@ def format_of(dtype: Any, name: str, conversion: str) -> str:
     return kind
 
 
-@lru_cache(maxsize=64)  # NumPy makes the name anew each time
 def dtype_name(dtype: Any) -> str:
-    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+    return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+
+
+@lru_cache(maxsize=64)
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which NumPy makes anew each time
 
 
 def decode_half(data: Any, kind: str) -> Any:

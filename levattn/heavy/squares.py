@@ -173,7 +173,7 @@ def _normalizers(
     doubtful = xp.nonzero(~(error <= SUM_ERROR))[0]
     if len(doubtful):
         sums, present = PreciseSums(to_numpy(Q[doubtful])), universal.present
-        step = max(16, BLOCK_ENTRIES // len(doubtful))
+        step = max(16, BLOCK_ENTRIES // max(len(doubtful), keys.d))
         for start in range(0, keys.n, step):
             part = slice(start, min(start + step, keys.n))
             rows = to_float64(keys.data[:, part, :], keys.format)[0][present[part]]

@@ -43,7 +43,7 @@ _SINGLE_SUMS = 1.2e-11  # of a factor, up to which float32 sums of a sketch are 
 _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
 _LARGEST = 2.0**400  # up to which squares are in range
 _STEPS = 40  # of Lanczos' method
-_BLOCK = 1 << 22  # numbers of keys that are multiplied at a time
+_BLOCK = 1 << 20  # numbers of keys that are multiplied at a time
 _PAIR = "a whole number, or a pair of them"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +14,13 @@ from levattn._kernels import Rows
 from levattn.functions import Power, Softmax, is_square
 from levattn.linalg.factor import Factor
 from levattn.linalg.routes import factor_moments
-from levattn.sensitivity.contract import Certificate, Problem, by_chunks, raised_scores
+from levattn.sensitivity.contract import Certificate, Problem, raised_scores
 from levattn.sensitivity.lewis import iterated
 
 __all__ = ["BLOCK_BOUND"]
 
 _BLOCK_ITERATIONS = 3  # of the Lewis weights of a block
+_TOGETHER, _ROWS = 16, 1 << 15  # blocks whose factors are held, and keys that they are tried on together
 _MOST_IN_VAIN = 256  # blocks, where no bound that they give reaches ε
 
 
@@ -39,33 +39,54 @@ def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator 
     """
     n = rows.shape[1]
     present = np.arange(n) if rows.mask is None else np.flatnonzero(to_numpy(rows.mask)[0])
+    present = present.astype(np.int32 if n < 2**31 else np.int64)
     generator = rng if isinstance(rng, np.random.Generator) else np.random.default_rng(0 if rng is None else rng)
-    order = generator.permutation(present)
-    sums = np.zeros(n)
-    undecided = np.sort(present)
+    blocks = np.array_split(generator.permutation(present), _block_count(len(present), epsilon))
+    block_of = np.empty(n, np.int32)
+    for number, members in enumerate(blocks):
+        block_of[members] = number
+    sums, going = np.zeros(n), True
+    for first in range(0, len(blocks), _TOGETHER):
+        if not going:
+            break
+        numbers = range(first, min(first + _TOGETHER, len(blocks)))
+        made = {i: _of_block(_taken(rows, np.sort(blocks[i])), p) for i in numbers}  # without their keys
+        going = False
+        for start in range(0, len(present), _ROWS):
+            some = present[start : start + _ROWS]
+            going |= bool(_add_blocks(rows, some, made, block_of, sums, p, epsilon))
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.minimum((1 + 1e-6) / sums, 1.0))
+
+
+def _add_blocks(
+    rows: Rows,
+    some: npt.NDArray[np.int64],
+    made: dict[int, tuple[Factor, float]],
+    block_of: npt.NDArray[np.int32],
+    sums: Float64,
+    p: float,
+    epsilon: float,
+) -> int:
+    """Add what some blocks give to the sums of some keys, until these are decided; return how many are not."""
+    undecided = some[sums[some] * epsilon <= 1 + 1e-6]
     left = _taken(rows, undecided)
-    for members in np.array_split(order, _block_count(len(order), epsilon)):
+    for number, (factor, constant) in made.items():
         if not len(undecided):
             break
-        factor, constant = _of_block(_taken(rows, np.sort(members)), p)
         t = to_numpy(factor.on(left).scores(member=False)[0])[0]
-        own = np.zeros(n, np.float32)
-        own[members] = 1.0
+        mine = (block_of[undecided] == number).astype(np.float32)
         shrink = (1 + 4 * float(factor.score_error[0])) ** (-p / 2) / constant  # 0 where the error is infinite
-
-        def body(part: slice, t: Any = t, own: Any = own, shrink: float = shrink, at: Any = undecided) -> None:
-            mine = own[at[part]]
+        each: Float64 = mine
+        if shrink:
             with np.errstate(divide="ignore", over="ignore"):
-                each = shrink / (t[part] if p == 2 else t[part].astype(np.float64) ** (p / 2))
-            sums[at[part]] += np.clip(each, mine, 1 + mine) if shrink else mine
-
-        by_chunks(body, len(undecided))
+                each = np.clip(shrink / (t if p == 2 else t.astype(np.float64) ** (p / 2)), mine, 1 + mine)
+        sums[undecided] += each
         still = np.flatnonzero(sums[undecided] * epsilon <= 1 + 1e-6)
         if len(still) < 0.8 * len(undecided):  # a copy of the rest costs less than to go on with all
             undecided = undecided[still]
             left = _taken(rows, undecided)
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.minimum((1 + 1e-6) / sums, 1.0))
+    return int(np.count_nonzero(sums[some] * epsilon <= 1 + 1e-6))
 
 
 def _block_count(n: int, epsilon: float) -> int:
@@ -84,7 +105,7 @@ def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
     """
     factor = factor_moments(members, single="yes")
     if p == 2:
-        return factor, 1.0
+        return factor.forget_keys(), 1.0
     tau = raised_scores(factor)
     v, _, moved, _ = iterated(members, tau, factor.rank, p, _BLOCK_ITERATIONS)
     raised = float(moved[0])
@@ -93,7 +114,7 @@ def _of_block(members: Rows, p: float) -> tuple[Factor, float]:
     else:
         v, raised = np.ones(v.shape), 1.0
     total = float(np.sum(v ** (2 * p / (p - 2)), where=tau > 0))
-    return factor, max(total, 1.0) ** (p / 2 - 1) * raised**p * (1 + 1e-9)
+    return factor.forget_keys(), max(total, 1.0) ** (p / 2 - 1) * raised**p * (1 + 1e-9)
 
 
 def _taken(rows: Rows, indices: npt.NDArray[np.int64]) -> Rows:

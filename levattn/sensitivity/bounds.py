@@ -134,12 +134,10 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     matrices = as_matrices(K, "K")
     factor = factorize(matrices, method="auto", mask=mask)
     rows, exponent, tau = replace(factor.rows, scale=None), function.p, raised_scores(factor)
-    v = np.ones(tau.shape)
     if exponent != 2:
         v, tau, _, scale = iterated(rows, tau, factor.rank, exponent, whole_number("iterations", iterations, 0))
-        v = v * scale
-    weights = (tau / v**2) ** (exponent / 2)
-    return matrices.wrap(to_device(np.asarray(weights), matrices.data))
+        tau = (tau / (v * scale) ** 2) ** (exponent / 2)
+    return matrices.wrap(to_device(np.asarray(tau), matrices.data))
 
 
 def sensitivities(
@@ -265,18 +263,23 @@ def certify(
     chosen = [
         each for each in applying.values() if (each.is_cheap(problem) if method == "auto" else each.name == method)
     ]
-    upper = np.ones(tau.shape)
+    upper: Float64 | None = None
     lift: Factor | None = None
     with np.errstate(over="ignore", invalid="ignore"):  # a bound beyond the range of float64 is no bound
-        for certificate in chosen if not alone.all() else ():
+        for certificate in reversed(chosen) if not alone.all() else ():  # those that take most room first
             bound, lifted = certificate.bound(problem)
             lift = lifted or lift
-            upper = np.where(alone[:, None], 1.0, np.fmin(upper, bound))  # no number where it is infinity times zero
+            # no number where it is infinity times zero
+            upper = np.fmin(1.0 if upper is None else upper, bound, out=bound)
+            del bound
+    upper = np.ones(tau.shape) if upper is None else upper
+    upper[alone] = 1.0
     if not isinstance(f, Softmax):  # where f(0) > 0 a key of zeros has 1/n, from the query of zeros
         at_zero = 1 / np.maximum(problem.counts, 1) if float(f(np.zeros(1))[0]) > 0 else np.zeros(len(tau))
-        upper = np.where(tau > 0, upper, at_zero[:, None])
+        for item, value in enumerate(at_zero):
+            upper[item, ~(tau[item] > 0)] = value
     if rows.mask is not None:
-        upper = np.where(to_numpy(rows.mask), upper, 0.0)
+        upper[~to_numpy(rows.mask)] = 0.0
     names = tuple(each.name for each in chosen)
     return Bounds(upper, names, _total_bound(f, factor.rank.astype(np.float64)), factor, tau, lift)
 

@@ -39,13 +39,14 @@ def iterated(
 ) -> tuple[Float64, Float64, Float64, Float64]:
     """Iterate toward Lewis weights w from equal ones, whose leverage scores are `tau` and whose ranks `rank`.
 
-    Returned are the row weights v, at most 1, the leverage scores of the rows weighted by them, the factor (b,) by
-    which the rounding of weighted rows may raise the root of a score, and the scale (b, 1) for which v times that is
-    w^{1/2 − 1/p}. Where weights would push directions beyond the rank tolerance, those before stay.
+    Returned are the row weights v, at most 1 (read-only where they are equal), the leverage scores of the rows
+    weighted by them, the factor (b,) by which the rounding of weighted rows may raise the root of a score, and the
+    scale (b, 1) for which v times that is w^{1/2 − 1/p}. Where weights would push directions beyond the rank
+    tolerance, those before stay.
     """
     live = tau > 0
-    v: Float64 = np.ones(tau.shape)
-    mean: Float64 = np.zeros(tau.shape)
+    v: Float64 = np.broadcast_to(np.ones(1), tau.shape)
+    mean: Float64 = np.zeros(tau.shape if p >= 4 else (len(tau), 0))
     going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.ones((len(tau), 1))
     last: Factor | None = None
     for step in range(iterations):
@@ -75,11 +76,13 @@ def iterated(
         going &= sound
         if not going.any():
             break
-        last, scores = factor, raised_scores(factor, live)
+        last = factor
         scale = np.where(going[:, None], largest * (scale ** (1 - p / 2) if p < 4 else 1.0), scale)
         if going.all():
-            v, tau = new, scores
+            v, tau = new, np.zeros(0)  # which makes room for the scores
+            tau = raised_scores(factor, live)
         else:
+            scores = raised_scores(factor, live)
             v, tau = (np.where(going[:, None], x, y) for x, y in ((new, v), (scores, tau)))
     if last is not None and going.any():
         moved[going] = root_error(last, UNIT)[going]
@@ -93,10 +96,11 @@ def _of_each(problem: Problem) -> tuple[Float64, None]:
     columns that are independent by far more.
     """
     factor, tau, p, iterations = replace(problem.factor, wide=None), problem.tau, problem.growth, problem.iterations
-    rows, upper = replace(factor.rows, scale=None), np.ones(tau.shape)
+    rows = replace(factor.rows, scale=None)
     lacking = factor.rank < np.count_nonzero(np.any(factor.whitening != 0, axis=2), axis=1)
     if not lacking.any():
         return _lewis(rows, tau, factor.rank, p, iterations), None
+    upper = np.ones(tau.shape)
     for item in range(len(tau)):
         one, its_tau = rows.item(item), tau[item : item + 1]
         if lacking[item]:
@@ -126,26 +130,35 @@ def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iter
     (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder), and at most c^{2/p−1} ‖z‖_p^p with c = max h/w
     for p ≤ 2.
     """
-    v, tau, moved, _ = iterated(rows, tau, rank, p, iterations)
-    log_h, log_w, raised = np.empty(v.shape), np.empty(v.shape), p * np.log(moved)[:, None]
+    v, weighted, moved, _ = iterated(rows, tau, rank, p, iterations)
+    live = weighted > 0
+    # in the place of the arrays that they come from
+    log_w = v if v.flags.writeable else v.copy()
+    log_h = weighted.copy() if weighted is tau else weighted
+    raised = p * np.log(moved)[:, None]
 
     def body(part: slice) -> None:
         with np.errstate(divide="ignore"):
-            logs = np.log(v[:, part])
-            log_h[:, part] = p / 2 * (np.log(tau[:, part]) - 2 * logs) + raised
+            logs = np.log(log_w[:, part])
+            log_h[:, part] = p / 2 * (np.log(log_h[:, part]) - 2 * logs) + raised
         log_w[:, part] = 2 * p / (p - 2) * logs
 
-    by_chunks(body, v.shape[1])
-    live = tau > 0
+    by_chunks(body, log_w.shape[1])
     if p >= 2:
         top = np.max(log_w, axis=1, keepdims=True, initial=-np.inf, where=live)
         top = np.where(np.isfinite(top), top, 0.0)
-        total = np.sum(np.exp(log_w - top, where=live, out=np.zeros(live.shape)), axis=1, keepdims=True)
+        log_w -= top
+        weights = np.exp(log_w, out=log_w)
+        weights[~live] = 0.0
+        total = np.sum(weights, axis=1, keepdims=True)
         constant = (p / 2 - 1) * (top + np.log(np.maximum(total, 1.0)))
     else:
-        ratio = np.max(log_h - log_w, axis=1, keepdims=True, initial=-np.inf, where=live)
+        ratios = np.subtract(log_h, log_w, out=log_w)
+        ratio = np.max(ratios, axis=1, keepdims=True, initial=-np.inf, where=live)
         constant = (2 / p - 1) * np.where(np.isfinite(ratio), ratio, 0.0)
-    return np.asarray(np.exp(np.minimum(constant + log_h + LOG_ERROR * (1 + p + 1 / p + p / abs(p - 2)), 0.0)))
+    log_h += constant
+    log_h += LOG_ERROR * (1 + p + 1 / p + p / abs(p - 2))
+    return np.asarray(np.exp(np.minimum(log_h, 0.0, out=log_h), out=log_h))
 
 
 DIRECT_BOUND = Certificate("leverage", lambda f: isinstance(f, Power), _direct)

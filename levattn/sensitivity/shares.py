@@ -13,7 +13,7 @@ from levattn.sensitivity.sums import BLOCK_ENTRIES, sums
 
 __all__ = ["share_blocks"]
 
-_QUERIES = 256  # of a block
+_QUERIES, _FEW = 256, 16  # of a block, and where it has all keys
 
 
 def share_blocks(
@@ -32,8 +32,10 @@ def share_blocks(
     """
     all_keys = np.flatnonzero(present)
     order = all_keys if order is None else order[present[order]]
-    step = min(_QUERIES, max(16, BLOCK_ENTRIES // max(len(all_keys), 1)))
-    width = max(1, BLOCK_ENTRIES // step)
+    # few keys are taken whole, so that their sum needs no pass of its own
+    step = min(_QUERIES, BLOCK_ENTRIES // max(len(all_keys), 1))
+    step = step if step >= _FEW else _QUERIES
+    width = max(1, BLOCK_ENTRIES // max(step, Q.shape[1]))
     if isinstance(f, Power):
         Q = _tamed(Q, keys, all_keys, width)
     for first in range(0, len(Q), step):

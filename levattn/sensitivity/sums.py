@@ -29,7 +29,7 @@ __all__ = [
     "uncertain_sums",
 ]
 
-BLOCK_ENTRIES = 1 << 22  # numbers in a block of products of queries and keys
+BLOCK_ENTRIES = 1 << 18  # numbers in a block of products of queries and keys, or of keys
 _NOTHING = 2.0**-104  # what twice the precision does not see
 LEAST_POSITIVE = 2.0**-1074  # of float64
 _COARSE = np.ldexp(1.0, np.arange(4, 60, 4))  # how much larger than its error a product may be
@@ -135,7 +135,7 @@ def entry_change(
 ) -> Float64:
     """Return the largest relative change of f(z) of about εD at least among these keys, by the error of each z."""
     out = np.zeros(len(Q))
-    step = max(16, BLOCK_ENTRIES // 4 // max(len(Q), 1))
+    step = _step(Q)
     for start in range(0, len(selected), step):
         rows = selected[start : start + step]
         Z, noise = _products(Q, rows, f, precise=precise)
@@ -175,7 +175,7 @@ def sums(
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
     largest, parts, known = np.zeros(keys.d), 0, _is_known(f)
-    for rows in _blocks(keys, present, max(16, BLOCK_ENTRIES // max(len(Q), 1))):
+    for rows in _blocks(keys, present, _step(Q)):
         with np.errstate(over="ignore", invalid="ignore"):
             Z = Q @ rows.T
         if not np.isfinite(Z).all():
@@ -216,7 +216,7 @@ def uncertain_sums(
     """
     total, top, change = np.zeros(len(Q)), np.full(len(Q), -np.inf), np.zeros(len(Q))
     parts = 0
-    for rows in _blocks(keys, present, max(16, BLOCK_ENTRIES // 4 // max(len(Q), 1))):
+    for rows in _blocks(keys, present, _step(Q)):
         Z, noise = _products(Q, rows, f, precise=precise)
         if not np.isfinite(Z).all():
             _refuse_overflow(rows, f)
@@ -238,6 +238,11 @@ def uncertain_sums(
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         share = np.where(change == 0, 0.0, change / total)
     return D, np.where(share >= 0, share, np.inf), (parts + 32) * UNIT
+
+
+def _step(Q: Float64) -> int:
+    """Return how many keys make a block, beside these queries."""
+    return int(max(16, BLOCK_ENTRIES // max(Q.shape)))
 
 
 def _blocks(keys: Matrices, present: npt.NDArray[np.bool_], step: int) -> Any:

@@ -20,7 +20,7 @@ from levattn._kernels.tasks import runs, share, threads_for
 
 __all__ = ["SINGLE_UNIT", "levels_of", "longest_run", "moments", "projected_sqnorms", "sqnorms"]
 SINGLE_UNIT = 2.0**-24  # float32, in which entries are multiplied
-_PROJECTED = 1 << 22  # numbers of keys that are projected at a time
+_PROJECTED = 1 << 20  # numbers of keys that are projected at a time
 _WIDE = 1024  # columns from which adding up runs takes long
 _LONGEST = 63  # level of a run of blocks that is longer than any
 
