@@ -29,7 +29,8 @@ _SINGLE_CHORD = 2e-6  # error of the distance of two unit vectors in float32, ro
 _MISS = 1e-4  # probability that a pair at half the angle shares no signature in any round
 _SPARE_BITS = 5  # of a signature, beyond log2 n: so few unrelated keys share one by chance
 _LEADERS = 4  # of a bucket, one after the other
-_ROUNDS_AT_ONCE = 8  # whose signatures are kept, four bytes a key for each
+_ROUNDS_AT_ONCE = 3  # whose signatures are kept, four bytes a key for each
+_HELD = 1 << 22  # numbers of whitened keys that are kept from round to round
 
 
 def group_leverage(K: Any, labels: Any, /, *, mask: Any = None) -> Any:
@@ -296,18 +297,38 @@ def check_angle(angle: Any) -> float:
 
 @dataclass(frozen=True)
 class _Directions:
-    """Whitened keys of one matrix, normalized and rounded to float32, and the factor and rows that they come from."""
+    """Whitened keys of one matrix, normalized and rounded to float32: made again where so many take too much room."""
 
-    unit: npt.NDArray[np.float32]
     factor: Factor
     rows: Int64
+    held: npt.NDArray[np.float32] | None = None
 
-    def near(self, a: Int64, b: Int64, angle: float) -> npt.NDArray[np.bool_]:
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def of(self, which: slice | npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Return some of them."""
+        if self.held is not None:
+            return self.held[which]
+        rows = self.rows[which]
+        consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if isinstance(which, slice) and consecutive:
+                X = self.factor.whitened(float64_rows(self.factor.rows, rows[0], rows[-1] + 1))
+            else:
+                X = _whitened(self.factor, rows)
+        squares = np.einsum("ij,ij->i", X, X)
+        tiny = np.flatnonzero(squares < _TINY)
+        if len(tiny):
+            X[tiny] = _whitened(self.factor, rows[tiny], even=True)
+        return _normalized(X).astype(np.float32)
+
+    def near(self, a: npt.NDArray[Any], b: npt.NDArray[Any], angle: float) -> npt.NDArray[np.bool_]:
         """Tell which pairs are within the angle of each other, up to sign; in float64 where float32 cannot tell."""
         limit = 2 * math.sin(angle / 2)
         chords: npt.NDArray[Any] = np.empty(len(a), np.float32)
         for part in _parts(len(a), _CHUNK):
-            chords[part] = _chords(self.unit[a[part]], self.unit[b[part]])
+            chords[part] = _chords(self.of(a[part]), self.of(b[part]))
         near = chords <= limit
         close = np.flatnonzero(np.abs(chords - limit) <= _SINGLE_CHORD)
         for part in _parts(len(close), _CHUNK):
@@ -330,40 +351,40 @@ def _normalized(X: Float64) -> Float64:
 
 def _directions(factor: Factor) -> _Directions:
     """Return the directions of the keys of one matrix; those that have none are left out."""
-    n = factor.rows.shape[1]
-    unit = np.empty((n, _dimensions(factor)), np.float32)
+    n, r = factor.rows.shape[1], _dimensions(factor)
     live = np.ones(n, np.bool_) if factor.rows.mask is None else to_numpy(factor.rows.mask)[0].copy()
     if factor.null_directions:
         factors = (replace(factor, null_directions={}), factor)
         plain, counted = (to_numpy(f.scores(as_float64=True, numerical=True)[0])[0] for f in factors)
         live &= plain == counted
-
-    def body(index: int) -> None:
-        part = slice(_CHUNK * index, min(_CHUNK * (index + 1), n))
-        with np.errstate(over="ignore", invalid="ignore"):  # of masked keys, which become zeros
-            X = factor.whitened(float64_rows(factor.rows, part.start, part.stop))
-        squares = np.einsum("ij,ij->i", X, X)
-        tiny = np.flatnonzero(squares < _TINY)
-        tiny = tiny[live[part][tiny]]
+    scores = to_numpy(factor.scores(numerical=True)[0])[0]
+    for part in _parts(n, _CHUNK):  # a score may vanish where the key does not
+        tiny = np.flatnonzero(live[part] & (scores[part] < _TINY)) + part.start
         if len(tiny):
-            X[tiny] = _whitened(factor, tiny + part.start, even=True)
-            squares[tiny] = np.einsum("ij,ij->i", X[tiny], X[tiny])
-            live[part][tiny] = squares[tiny] > 0
-        unit[part] = X * (1 / np.sqrt(np.where(squares > 0, squares, 1.0)))[:, None]
+            live[tiny] = _whitened(factor, tiny, even=True).any(axis=1)
+    found = _Directions(factor, np.flatnonzero(live))
+    if len(found) * r > _HELD:
+        return found
+    held = np.empty((len(found), r), np.float32)
+    threads = (
+        1 if factor.arithmetic[0] == "compensated" else None
+    )  # precise products are on the thread pool themselves
+    parallel_for(lambda i: _fill(held, found, i), -(-len(found) // _CHUNK), threads=threads)
+    return replace(found, held=held)
 
-    # precise products are on the thread pool themselves
-    parallel_for(body, -(-n // _CHUNK), threads=1 if factor.arithmetic[0] == "compensated" else None)
-    rows = np.flatnonzero(live)
-    return _Directions(unit if len(rows) == n else unit[rows], factor, rows)
+
+def _fill(held: npt.NDArray[np.float32], directions: _Directions, index: int) -> None:
+    part = slice(_CHUNK * index, _CHUNK * (index + 1))
+    held[part] = directions.of(part)
 
 
-def _numbered(components: Int64) -> Int64:
+def _numbered(components: npt.NDArray[Any]) -> Int64:
     """Number the components of at least two members in the order of their first ones; the rest is -1."""
-    _, first, inverse, sizes = np.unique(components, return_index=True, return_inverse=True, return_counts=True)
-    numbers = np.full(len(first), -1)
-    kept = np.flatnonzero(sizes > 1)
-    numbers[kept[np.argsort(first[kept])]] = np.arange(len(kept))
-    return np.asarray(numbers[inverse], np.int64)
+    numbers = np.bincount(components)
+    found, first = np.unique(components[numbers[components] > 1], return_index=True)
+    numbers[:] = -1
+    numbers[found[np.argsort(first)]] = np.arange(len(found))
+    return np.asarray(numbers[components], np.int64)
 
 
 def _signature_plan(n: int, angle: float) -> tuple[int, int]:
@@ -373,57 +394,63 @@ def _signature_plan(n: int, angle: float) -> tuple[int, int]:
     return bits, max(3, math.ceil(math.log(_MISS) / math.log(missed)))
 
 
-def _linked(directions: _Directions, angle: float, generator: np.random.Generator) -> Int64:
+def _linked(directions: _Directions, angle: float, generator: np.random.Generator) -> npt.NDArray[Any]:
     """Return the component of each unit vector in the graph of the links that are found."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    n, r = directions.unit.shape
-    components = np.arange(n)
+    n, r = len(directions), _dimensions(directions.factor)
+    components: npt.NDArray[Any] = np.arange(n, dtype=np.int32 if n < 2**31 else np.int64)
     if n < 2:
         return components
     bits, rounds = _signature_plan(n, angle)
     for part in _parts(rounds, _ROUNDS_AT_ONCE):
         count = part.stop - part.start
         planes = generator.standard_normal((count, bits, r), np.float32)
-        for codes in _signatures(directions.unit, planes):
+        for codes in _signatures(directions, planes):
             a, b = _links(directions, codes, components, angle)
             if len(a):
                 size = int(components.max()) + 1
                 graph = coo_array((np.ones(len(a), np.int8), (components[a], components[b])), shape=(size, size))
-                components = connected_components(graph, directed=False)[1][components].astype(np.int64)
+                components = connected_components(graph, directed=False)[1].astype(components.dtype)[components]
     return components
 
 
-def _signatures(X: npt.NDArray[np.float32], planes: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
+def _signatures(directions: _Directions, planes: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
     """Return the signatures of some rounds, (rounds, n): on which sides of planes (rounds, bits, r) rows are."""
     rounds, bits, r = planes.shape
     columns = np.ascontiguousarray(planes.reshape(rounds * bits, r).T)
-    codes = np.empty((rounds, len(X)), np.uint32)
+    codes = np.empty((rounds, len(directions)), np.uint32)
     flip = np.packbits(np.arange(32) < bits).view(np.uint32)[0]
 
     def body(index: int) -> None:
         part = slice(_CHUNK * index, _CHUNK * (index + 1))
-        products = blockwise_product(X[part], columns).reshape(-1, rounds, bits)
+        products = blockwise_product(directions.of(part), columns).reshape(-1, rounds, bits)
         sides = np.zeros((len(products), rounds, 32), np.bool_)
         np.less(products, 0, out=sides[:, :, :bits])
         words = np.packbits(sides, axis=-1).view(np.uint32)[:, :, 0]
         codes[:, part] = np.where(sides[:, :, 0], words ^ flip, words).T
 
-    parallel_for(body, -(-len(X) // _CHUNK))
+    alone = directions.held is None and directions.factor.arithmetic[0] == "compensated"
+    parallel_for(body, -(-len(directions) // _CHUNK), threads=1 if alone else None)
     return codes
 
 
 def _links(
-    directions: _Directions, codes: npt.NDArray[np.uint32], components: Int64, angle: float
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    directions: _Directions, codes: npt.NDArray[np.uint32], components: npt.NDArray[Any], angle: float
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return the verified links between keys of equal codes, of those in different components."""
     n = len(codes)
     shift = np.uint64(n.bit_length())
-    keys = np.sort((codes.astype(np.uint64) << shift) | np.arange(n, dtype=np.uint64))
-    members = (keys & ((np.uint64(1) << shift) - np.uint64(1))).astype(np.int64)
-    members, buckets = _shared(members, keys >> shift)
-    found: list[tuple[Int64, Int64]] = []
+    buckets = codes.astype(np.uint64)  # with the places behind them, so that one sort does for both
+    buckets <<= shift
+    buckets |= np.arange(n, dtype=np.uint64)
+    buckets.sort()
+    members = np.empty(n, components.dtype)
+    np.bitwise_and(buckets, (np.uint64(1) << shift) - np.uint64(1), out=members, casting="unsafe")
+    buckets >>= shift
+    members, buckets = _shared(members, buckets)
+    found: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
     for _ in range(_LEADERS):
         if not len(members):
             break
@@ -440,7 +467,7 @@ def _links(
     return np.concatenate([a for a, _ in found]), np.concatenate([b for _, b in found])
 
 
-def _shared(members: Int64, buckets: npt.NDArray[Any]) -> tuple[Int64, npt.NDArray[Any]]:
+def _shared(members: npt.NDArray[Any], buckets: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Leave out the members that are alone in their bucket; buckets are in ascending order."""
     same = buckets[1:] == buckets[:-1]
     kept = np.append(same, False) | np.append(False, same)
