@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from _comparison_attention import ASIDES, SDPA, SIDE, merged, torch_latte
+from _keys import KINDS, REAL
 from _libraries import ROUTES, SECOND, missing, press_leverage, timed, version
 from _page import Table, milliseconds, slower
 from _rivals import by_blocks, interleaved
@@ -220,13 +221,13 @@ DENSE = "dense attention of 1024 queries, in blocks, the same entries"
 
 
 def cost_keys(*, quick: bool) -> Table:
-    """Time against the number of keys, d = 64, float32."""
+    """Time against the number of keys, d = 64, float32, like those of real heads."""
     sizes = (10**4, 10**5) if quick else (10**4, 10**5, 10**6)
     dense = importlib.import_module("heavy").dense
     times: dict[str, dict[int, float]] = {}
     losses: list[str] = []
     for n in sizes:
-        K, Q = _keys(n), np.random.default_rng(1).standard_normal((1024, D), np.float32)
+        K, Q = KINDS[REAL](n, D, "float32"), np.random.default_rng(1).standard_normal((1024, D), np.float32)
         calls: dict[str, Callable[[], object]] = {
             OURS + ", scores": partial(levattn.leverage_scores, K),
             "BLAS in row blocks": partial(by_blocks, K, 4096, triangular=False),
@@ -246,7 +247,7 @@ def cost_keys(*, quick: bool) -> Table:
         scores = {name: seconds for name, seconds in found.items() if OURS not in name and name != DENSE}
         for task in ("scores", "universal set"):  # a set is a threshold on anybody's scores
             losses += slower(scores | {OURS: found[f"{OURS}, {task}"]}, OURS, f"{task}, n = {n}")
-    table = _cost_table("cost-keys", "d = 64, float32", sizes, times)
+    table = _cost_table("cost-keys", f"d = 64, float32, {REAL}", sizes, times)
     if version("kvpress") is None:
         table.rows.append(["kvpress", missing("kvpress"), *[""] * len(sizes)])
     table.losses = losses

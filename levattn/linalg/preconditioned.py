@@ -98,9 +98,18 @@ def _complement(V: Float64) -> Float64:
 
 
 def precondition(
-    moments_in: MomentsInBasis, G: Float64, penalty: Float64, noise: float, target: float, cut: float, limit: float
+    moments_in: MomentsInBasis,
+    G: Float64,
+    penalty: Float64,
+    noise: float,
+    target: float,
+    cut: float,
+    limit: float,
+    begun: tuple[Float64, Float64] | None = None,
 ) -> MatrixFactor:
     """Factor one ill-conditioned or rank-deficient matrix, whose moments G are known up to `noise`.
+
+    `begun` may give a basis of all its columns to begin with, and the moments of its keys in it, known up to rounding.
 
     Each round multiplies the keys by the inverse of a (shifted) Cholesky factor, which divides their condition
     number by up to 1/√(d · noise), until it is so small that the moments determine the rest. Directions whose
@@ -116,6 +125,8 @@ def precondition(
     largest = np.sqrt(spectral_norm(H / c[:, None] / c))  # singular value of the equilibrated keys
     null_directions = np.zeros((d, 0))
     basis: Float64 | None = None
+    if begun is not None:
+        basis, H = begun
 
     for _ in range(_ROUNDS):
         C, pivot, inverse_norm_bound = kernels_for("factor", H).inverse_cholesky(H[None])

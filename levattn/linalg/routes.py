@@ -38,6 +38,11 @@ _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16"
 _SURE_COLUMNS = 48
 _FEW_ROWS = 2  # rows a column up to which an ill-conditioned matrix is decomposed as a whole
 _SAMPLED_FROM = 4 * BLOCK  # rows from which some tell whether sums in float32 would do
+_PIECE_FROM, _HARD = (
+    16 * BLOCK,
+    4.0,
+)  # rows from which a block tells what is ill-conditioned, by so many times the limit
+_RANGE = 2.0**-80, 2.0**110  # of squares in float32
 _SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # how many, and the figure up to which they say so
 _SINGLE_SUMS = 4.0  # squared norm of the inverse up to which they do
 _SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
@@ -111,6 +116,32 @@ def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
     return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
 
 
+def _begun(rows: Rows, target: float) -> dict[int, tuple[Float64, Float64, Float64]]:
+    """Return a basis B and the moments H of K B, of matrices too ill-conditioned for plain ones, and those of K.
+
+    A block in the middle tells. B whitens that block, and so about all rows where they are alike, which saves the pass
+    of plain moments. Matrices whose block lacks directions, or whose squares leave the range, are not among them.
+    """
+    from scipy.linalg.lapack import dtrtri
+
+    b, n, _ = rows.shape
+    start, least = n // 2 // BLOCK * BLOCK, _HARD * target / ROUNDING
+    found = {}
+    with np.errstate(over="ignore", invalid="ignore"):
+        G = _moments(rows.between(start, start + BLOCK), range(b))
+        W, _, bound = kernels_for("factor", G).inverse_cholesky(G)
+        bound = sharpened(bound, W, G, np.full(b, least))
+        for item in np.flatnonzero((bound > least) & (bound < math.inf)).tolist():
+            B = W[item]
+            if not (B.diagonal() > 0).all():
+                continue
+            H, R = _moments_of(rows, item)(B, "double"), dtrtri(B)[0]
+            moments = R.T @ H @ R
+            if moments.diagonal().min() > _RANGE[0] and moments.diagonal().max() < _RANGE[1]:
+                found[item] = B, H, moments
+    return found
+
+
 def _in_range(rows: Rows, G: Any, quick: npt.NDArray[np.bool_], narrow: bool) -> tuple[Rows, Any]:
     """Return the rows with the scale that keeps squares in range, and their moments, recomputed where needed.
 
@@ -119,7 +150,7 @@ def _in_range(rows: Rows, G: Any, quick: npt.NDArray[np.bool_], narrow: bool) ->
     """
     n = rows.shape[1]
     diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
-    low, high = (2.0**-80, 2.0**110) if narrow else (2.0**-900, 2.0**1000)
+    low, high = _RANGE if narrow else (2.0**-900, 2.0**1000)
     low *= max(n, 1)
     if diagonal.min(initial=high) >= low and diagonal.max(initial=low) <= high:
         return rows, G
@@ -245,7 +276,15 @@ def factor_moments(
     # some rows tell whether sums in float32 would do; those of sparse keys cost the same in float64
     may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
     quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
-    G = _plain_moments(rows, list(range(b)), quick)
+    may_begin = n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) and not ridge and rtol is None
+    begun = _begun(rows, target) if may_begin else {}
+    rest = [item for item in range(b) if item not in begun]
+    G = _plain_moments(rows, rest, quick)
+    if begun:
+        parts, G = G, np.empty((b, d, d))
+        G[rest] = parts
+        for item, (_, _, moments) in begun.items():
+            G[item] = moments
     rows, G = _in_range(rows, G, quick, short and single != "no")
     penalty = None
     if ridge:
@@ -266,8 +305,8 @@ def factor_moments(
         bound[again] = sharpened(better, W[here], penalized[here], np.full(len(again), target / ROUNDING))
     # whether no singular value can be below the cut, and moments are precise enough
     sound = [
-        x * (d * cut * cut) < 1 and (q or ROUNDING * x <= target)
-        for x, q in zip(bound.tolist(), quick.tolist(), strict=True)
+        i not in begun and x * (d * cut * cut) < 1 and (q or ROUNDING * x <= target)
+        for i, (x, q) in enumerate(zip(bound.tolist(), quick.tolist(), strict=True))
     ]
     # float32 sums are rounded, or cut off by tensor cores
     error = (
@@ -281,7 +320,12 @@ def factor_moments(
     for item in (i for i, ok in enumerate(sound) if not ok):
         moments_in, moments = _moments_of(rows, item), to_numpy(G[item])
         added = np.zeros(d) if penalty is None else penalty[item]
-        if n <= _FEW_ROWS * d:
+        if item in begun:
+            found = precondition(moments_in, moments, added, UNIT, target, cut, limit, begun[item][:2])
+            if found.null_directions.shape[1]:  # which are told by the moments of the keys themselves
+                moments = _moments(rows, [item])[0]
+                found = precondition(moments_in, moments, added, UNIT, target, cut, limit)
+        elif n <= _FEW_ROWS * d:
             found = decompose(moments_in, float64_rows(rows.item(item), 0, n), added, cut)
         else:
             found = precondition(moments_in, moments, added, UNIT, target, cut, limit)

@@ -300,3 +300,67 @@ def test_heads_of_a_real_model_are_scored_in_float32() -> None:
         for item in range(0, len(many), 7):
             exact = naive.leverage_svd(keys[item].astype(np.float64)) / 4
             np.testing.assert_allclose(scores[item, :512], exact, rtol=1e-5)
+
+
+LONG = 4 * 2048  # rows from which a block in the middle gives the first basis here
+
+
+def _long_keys(kind: str) -> Any:
+    """Return ill-conditioned keys of which the block in the middle is like the others, or is not."""
+    rng = np.random.default_rng(3)
+    d = 6
+    keys = strategies.conditioned(rng, LONG, d, 1e6)
+    middle = slice(LONG // 2, LONG // 2 + 2048)
+    if kind == "another condition":
+        keys[middle] = strategies.conditioned(rng, 2048, d, 1e9)
+    elif kind == "a block without a direction":
+        keys[middle] = keys[middle, :5] @ rng.standard_normal((5, d))
+    elif kind == "a column that the block lacks":
+        keys[middle, 2] = 0.0
+    elif kind == "the block alone has a direction":
+        rest = np.r_[0 : middle.start, middle.stop : LONG]
+        keys[rest] = keys[rest, :5] @ rng.standard_normal((5, d))
+    elif kind == "a row that outweighs all":
+        keys[7] *= 1e6
+    elif kind == "a deficient matrix":
+        keys[:, 5] = keys[:, 0]
+    elif kind == "sizes far apart":
+        keys *= np.ldexp(1.0, np.array([0, 200, -200, 3, 0, 40]))
+    return keys
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all alike",
+        "another condition",
+        "a block without a direction",
+        "a column that the block lacks",
+        "the block alone has a direction",
+        "a row that outweighs all",
+        "a deficient matrix",
+        "sizes far apart",
+    ],
+)
+def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is like the other rows or not; beside a neighbor that needs none, and on the way without it."""
+    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    keys = _long_keys(kind)
+    neighbor = np.random.default_rng(4).standard_normal(keys.shape)
+    both = Rows(np.stack([keys, neighbor]), "float64")
+    scores = np.asarray(factor_moments(both, single="no").scores(numerical=True)[0])
+    assert np.array_equal(scores[0], factor_moments(both.item(0), single="no").scores(numerical=True)[0][0])
+    np.testing.assert_allclose(scores[0], naive.leverage_exact(keys), rtol=1e-10, atol=1e-20)
+    np.testing.assert_allclose(scores[1], naive.leverage_svd(neighbor), rtol=1e-12)
+    monkeypatch.setattr(routes, "_PIECE_FROM", LONG + 1)
+    before = np.asarray(factor_moments(both, single="no").scores(numerical=True)[0])
+    np.testing.assert_allclose(scores, before, rtol=1e-10)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_are_named_behind_a_first_basis(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_PIECE_FROM", LONG)
+    keys = _long_keys("all alike")
+    keys[11, 3] = bad
+    with pytest.raises(levattn.NonFiniteError, match="11"):
+        levattn.leverage_scores(keys)
