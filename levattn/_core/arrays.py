@@ -39,6 +39,8 @@ __all__ = [
     "where",
 ]
 
+_PLAIN = {np.dtype(kind): kind for kind in ("float64", "float32")}  # formats that numpy has as they are read
+
 
 @dataclass(frozen=True)
 class Matrices:
@@ -80,7 +82,7 @@ class Matrices:
 
 def on_cuda(array: Any) -> bool:
     """Tell whether the CUDA kernels read an array, which is CuPy's then."""
-    return bool(array_api_compat.is_cupy_array(array))
+    return not isinstance(array, np.ndarray) and bool(array_api_compat.is_cupy_array(array))
 
 
 def array_namespace(*arrays: Any) -> Any:
@@ -186,6 +188,10 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     they are unaligned or in foreign byte order). Gradients are not followed. A scipy CSR matrix (n, d) is taken
     where `sparse` allows it; results then are numpy arrays.
     """
+    plain = _PLAIN.get(array.dtype) if type(array) is np.ndarray else None
+    if plain is not None and array.ndim > 1 and array.shape[-1] and array.flags.aligned:  # most chunks of a stream
+        batch = array.shape[:-2]
+        return Matrices(array.reshape(math.prod(batch), *array.shape[-2:]), batch, plain, np.asarray)
     if is_scipy_sparse(array):
         if not sparse:
             raise TypeError(
@@ -336,6 +342,8 @@ def where(condition: Any, value: float, otherwise: Any) -> Any:
 
 def to_numpy(array: Any) -> npt.NDArray[Any]:
     """Return an array of any namespace and device as a numpy array."""
+    if type(array) is np.ndarray:
+        return array
     if on_cuda(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):

@@ -24,6 +24,7 @@ __all__ = [
     "UNIT",
     "DoubleDouble",
     "GramAccumulator",
+    "Terms",
     "second_moments",
     "spectral_norm",
 ]
@@ -39,6 +40,7 @@ _SURE = 2.0**-7  # of a score, estimated, up to which columns are independent
 LARGEST_EXPONENT = 1024  # of a column
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
 Exponents = npt.NDArray[np.int32]
+Terms = dict[tuple[int, int], "DoubleDouble"]  # moments of runs, by their first row and level
 
 
 def _pieces(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
@@ -210,29 +212,60 @@ class GramAccumulator:
         other.__dict__.update(self.__dict__, blocks=self.blocks.copy())
         return other
 
-    def add(self, rows: Rows) -> None:
-        """Add whole blocks of rows. If it raises, the sum is void."""
+    def add(self, rows: Rows, terms: Terms | None = None) -> None:
+        """Add whole blocks of rows, of which some `terms_beside` are known. If it raises, the sum is void."""
         at, n, smaller = 0, rows.shape[1], 0
         longest = _DEVICE_LEVEL if on_cuda(rows.keys) else _LEVEL
         while at < n:
-            first, left = self.blocks.count, (n - at) // BLOCK
-            level = min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest) if first else 0
-            if self.double_double.any():
-                level = 0
+            level = self._level(self.blocks.count, (n - at) // BLOCK, longest)
             while level and at + (BLOCK << level) == smaller:  # the rest of what had to be looked at in smaller runs
                 level -= 1
-            while not self._take(rows.between(at, at + (BLOCK << level)), level):
+            while not self._take(rows.between(at, at + (BLOCK << level)), level, (terms or {}).get((at, level))):
                 smaller = at + (BLOCK << level)
                 level -= 1
             at += BLOCK << level
+
+    def _level(self, first: int, left: int, longest: int) -> int:
+        """Return the level of the run to add next, after `first` blocks, where `left` have come."""
+        if not first or self.double_double.any():
+            return 0
+        return min(left.bit_length() - 1, (first & -first).bit_length() - 1, longest)
+
+    def terms_beside(self, rows: Rows, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic) -> Terms:
+        """Return what `add` sums of whole blocks of rows, in main memory, as long as its arithmetic stays as it is.
+
+        Beside that write ``‖k W‖²`` of the same rows as `scored` reads them to `out`, while they are in the cache.
+        """
+        from levattn._kernels.gram.cpu import longest_run, moments_and_sqnorms  # no other device has the like
+
+        (b, n, d), at, longest = rows.shape, 0, longest_run(rows, rows.shape[0])
+        runs: list[tuple[int, int]] = []
+        pieces: list[tuple[int, int]] = []
+        while at < n:
+            level = self._level(self.blocks.count + at // BLOCK, (n - at) // BLOCK, _LEVEL)
+            runs.append((at, level))
+            pieces += [(at + low, at + high) for low, high in _pieces(BLOCK << level, longest)[0]]
+            at += BLOCK << level
+        listed: Pieces = np.empty((b, len(pieces), 4), np.int64)
+        listed[:, :, :2] = np.arange(b)[:, None, None]
+        listed[:, :, 2:] = pieces
+        parts = moments_and_sqnorms(self.scaled(rows), listed.reshape(-1, 4), scored, W, out, arithmetic)
+        parts, terms, place = parts.reshape(b, len(pieces), d, d), {}, 0
+        for at, level in runs:
+            count = (1 << level) >> min(level, longest)
+            sums = [parts[:, place + i] for i in range(count)]
+            while len(sums) > 1:
+                sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+            terms[at, level], place = DoubleDouble.plain(sums[0]), place + count
+        return terms
 
     def scaled(self, rows: Rows) -> Rows:
         """Return the rows as the sum reads them."""
         return replace(rows, scale=np.ldexp(1.0, -self.exponents)) if self.exponents.any() else rows
 
-    def _take(self, run: Rows, level: int) -> bool:
+    def _take(self, run: Rows, level: int, term: DoubleDouble | None = None) -> bool:
         """Add a run of 2^level blocks, or return False where they must be looked at in smaller runs."""
-        term = self._term(run)
+        term = term or self._term(run)
         far = self._far(run, term)
         if far is not None:
             if level:

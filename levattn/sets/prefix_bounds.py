@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from levattn._core.types import Flags, Float64
 from levattn._kernels import BLOCK, Rows
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.factor import Factor
-from levattn.linalg.gram import LARGEST_EXPONENT, UNIT, DoubleDouble, GramAccumulator
+from levattn.linalg.gram import LARGEST_EXPONENT, PLAIN_NOISE, UNIT, DoubleDouble, GramAccumulator, Terms
 from levattn.linalg.reading import as_read
 from levattn.sensitivity.leverage import TIE
 from levattn.sensitivity.lift import lift_columns, lifted_rows, root_error
@@ -41,10 +41,13 @@ _SUBBLOCKS = 16  # of a block of rows, that go to different groups
 _MOST_GROUPS = 100_000
 _LARGEST_POWER = 64
 _DIGITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}  # in bits
+_NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen
+_SINGLE_ERROR = 2.0**-8  # of a score by such a screen
 _RANGE = 400  # powers of two within which products of coordinates keep their squares in range
 
 Labels = npt.NDArray[np.int64]
 Frozen = tuple[DoubleDouble, npt.NDArray[np.int32]]
+Ahead = tuple[Rows, Terms]  # what the sums read of some rows, and moments of them
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,26 @@ class Judged:
     counted: bool  # whether one of them may have a smaller score, as it was bounded or is too close to ε
 
 
+class _Screen:
+    """The factor by which blocks are screened as they come, in float32 where that is good enough for it.
+
+    raised: as in `Reference`.
+    error: (b,) of a score.
+    plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
+    """
+
+    def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
+        self.raised, self.error = raised, factor.score_error
+        looks = factor.null_directions or factor.spans or factor.hidden or factor.projection is not None
+        diagonal = np.diagonal(moments.high, axis1=1, axis2=2)
+        single = self.error + factor.error * (2.0**-22 / PLAIN_NOISE)
+        even = factor.rows.scale is None and ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all()
+        if even and not looks and epsilon > _NARROW and (single <= _SINGLE_ERROR).all():
+            self.error, factor = single, replace(factor, arithmetic=("single",) * len(single))
+        reached = bool(np.any(factor.whitening != 0, axis=2).all())
+        self.factor, self.plain = factor, set(factor.arithmetic) in ({"single"}, {"double"}) and not looks and reached
+
+
 class RunningSquares:
     """Leverage scores of keys, or of the products of m of their coordinates, among all keys so far.
 
@@ -85,8 +108,7 @@ class RunningSquares:
         self.columns = lift_columns(d, m)
         self.sums = GramAccumulator(b, self.columns)
         self.frozen: Frozen | None = None
-        self._screen: Factor | None = None
-        self._raised: Float64 | None = None
+        self._screen: _Screen | None = None
 
     def copy(self) -> RunningSquares:
         """Return bounds that go on from here by themselves."""
@@ -135,9 +157,12 @@ class RunningSquares:
                 "by a power of two"
             )
 
-    def add(self, rows: Rows) -> None:
-        """Add whole blocks."""
-        self.sums.add(self.read(rows))
+    def add(self, rows: Rows, ahead: Ahead | None = None) -> None:
+        """Add whole blocks, of which `screened_ahead` may have told."""
+        if ahead is None:
+            self.sums.add(self.read(rows))
+        else:
+            self.sums.add(*ahead)
 
     def freeze(self) -> None:
         """Take all blocks so far for the screen."""
@@ -147,19 +172,39 @@ class RunningSquares:
 
     def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Any:
         """Tell which keys may have a bound of at least ε, (b, m); `member` if all of them are among the screen's."""
+        screen, rows = self._made_screen(rows, epsilon), self.read(rows)
+        scores = screen.factor.on(rows).scores(member=member)[0]
+        return self._reached(screen, scores, epsilon, member)
+
+    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Any, Ahead | None]:
+        """Tell which keys, not among the screen's, may have a bound of at least ε, and what `add` will sum of them."""
+        screen = self._made_screen(rows, epsilon)
+        if not screen.plain or not isinstance(rows.keys, np.ndarray):
+            return self.screened(rows, labels, epsilon, member=False), None
+        rows = self.read(rows)
+        factor = screen.factor.on(rows)
+        scores, arithmetic = factor.rows.zeros(), factor.arithmetic[0]
+        terms = self.sums.terms_beside(rows, factor.rows, factor.whitening, scores, arithmetic)
+        return self._reached(screen, scores, epsilon, member=False), (rows, terms)
+
+    def _made_screen(self, rows: Rows, epsilon: float) -> _Screen:
         if self.frozen is None:
             raise AssertionError("there is no screen yet")
-        format, rows = rows.format, self.read(rows)
         if self._screen is None:
-            like = Rows(np.empty((rows.shape[0], 0, self.columns), rows.keys.dtype), rows.format)
-            self._screen = factor_of_sum(*self.frozen, like)
-            self._raised = self._lift_error(self.frozen[0], self._screen, format)
-        scores = self._screen.on(rows).scores(member=member)[0]
-        least = np.maximum(epsilon * (1 - np.maximum(4 * self._screen.score_error, TIE)), 0.0)
+            format = "float64" if self.m > 1 else rows.format
+            like = Rows(np.empty((rows.shape[0], 0, self.columns), self.read(rows.between(0, 0)).keys.dtype), format)
+            factor = factor_of_sum(*self.frozen, like)
+            raised = self._lift_error(self.frozen[0], factor, rows.format)
+            self._screen = _Screen(factor, self.frozen[0], raised, epsilon)
+        return self._screen
+
+    @staticmethod
+    def _reached(screen: _Screen, scores: Any, epsilon: float, member: bool) -> Any:
+        least = np.maximum(epsilon * (1 - np.maximum(4 * screen.error, TIE)), 0.0)
         if not member:
             least = least / (1 - least)  # x/(1 + x) with the key itself, x without
-        if self._raised is not None:
-            least = least / self._raised
+        if screen.raised is not None:
+            least = least / screen.raised
         return ~(scores < to_device(least[:, None].astype(scores.dtype), scores))
 
     def reference(self, tail: Rows, _labels: Labels | None) -> Reference:
@@ -251,7 +296,7 @@ class RunningBlocks:
         size = BLOCK // _SUBBLOCKS
         return np.arange(first, first + n, dtype=np.int64)[None] // size % len(self.groups)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: Rows, _ahead: Any = None) -> None:
         """Add whole blocks."""
         self._count(self.groups, rows, self.label(self.blocks * BLOCK, rows.shape[1])[0])
         self.blocks += rows.shape[1] // BLOCK
@@ -277,6 +322,10 @@ class RunningBlocks:
             like = Rows(np.empty((rows.shape[0], 0, rows.shape[2]), rows.keys.dtype), rows.format)
             self._screen = tuple(factor_of_sum(*frozen, like) for frozen in self.frozen)
         return np.asarray(~(self._sums(self._screen, rows, labels, member) * (epsilon * (1 - TIE)) > 1))
+
+    def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Flags, None]:
+        """Tell which keys, not among the screen's, may have a bound of at least ε; `add` has all to do."""
+        return self.screened(rows, labels, epsilon, member=False), None
 
     @staticmethod
     def _sums(groups: Sequence[Factor], rows: Rows, labels: Labels | None, member: bool) -> Float64:
