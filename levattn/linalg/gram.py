@@ -355,7 +355,7 @@ class GramAccumulator:
     def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
         """Return other exponents if squares of this run leave the range, else None."""
         diagonal = _diagonal(term.high)
-        if ((diagonal >= _LEAST) & (diagonal <= _LARGEST)).all():
+        if diagonal.min(initial=1.0) >= _LEAST and diagonal.max(initial=1.0) <= _LARGEST:
             return None
         check_finite(run, diagonal)
         largest = run.column_maxima()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import item_entries, nonzero, on_cuda, to_float64, to_numpy
+from levattn._core.arrays import item_entries, nonzero, on_cuda, to_float64
 from levattn._core.serialize import counts, shaped, whole
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, Rows
@@ -223,28 +224,22 @@ class CandidateStore:
                 self.running.add(run)
                 self.running.freeze()
                 kept = self.running.screened(run, labels, self.epsilon, member=True)
-                over = np.arange(len(self.held))
+                hits, over = self._hits(kept, run), range(len(self.held))
             else:
                 kept, ahead = self.running.screened_ahead(run, labels, self.epsilon)
-                counts = np.cumsum(to_numpy(kept.reshape(len(self.held), count, BLOCK).sum(axis=2)), axis=1)
-                counts += np.array([len(held) for held in self.held], np.int64)[:, None]
-                beyond = counts > self.limits[:, None]
-                whole = count
-                if beyond.any():
-                    count = int(np.flatnonzero(beyond.any(axis=0))[0]) + 1
-                    self._span = count
-                else:
-                    self._span = min(2 * self._span, longest)
-                part = slice(part.start, part.start + count * BLOCK)
-                run, kept = run.between(0, count * BLOCK), kept[:, : count * BLOCK]
-                over = np.flatnonzero(beyond[:, count - 1])
-                self.running.add(run, ahead if count == whole else None)
-            if run.mask is not None:
-                kept = kept & run.mask
-            full = {item for item in over.tolist() if len(self.held[item]) or kept[item].any()}
+                hits = self._hits(kept, run)
+                cut, over = self._cut(hits, count)
+                self._span = min(2 * self._span, longest) if cut is None else cut
+                if cut is not None and cut < count:
+                    count, ahead = cut, None
+                    run = run.between(0, count * BLOCK)
+                    hits = [which[which < count * BLOCK] for which in hits]
+                self.running.add(run, ahead)
+            full = {item for item in over if len(self.held[item]) or len(hits[item])}
             by = self.running.reference(rows.between(0, 0), None) if full else None
-            for item in sorted(full.union(nonzero(kept.any(axis=1)).tolist())):
-                which = nonzero(kept[item])
+            for item, which in enumerate(hits):
+                if not len(which) and item not in full:
+                    continue
                 there = part.start + which
                 more = tuple(item_entries(a, item if len(a) == len(self.held) else 0, there) for a in payload)
                 new = Candidates(index[0, there], item_entries(run.keys, item, which), more)
@@ -253,6 +248,25 @@ class CandidateStore:
                     self.limits[item] = max(self._least_limit, 2 * (len(self.held[item]) + len(new)))
                 self.held[item] = self.held[item] + new
             at, left = at + count, left - count
+
+    def _hits(self, kept: Any, run: Rows) -> list[npt.NDArray[np.int64]]:
+        """Return which rows of each matrix are flagged and not masked."""
+        if run.mask is not None:
+            kept = kept & run.mask
+        b, m = run.shape[:2]
+        hits = nonzero(kept.reshape(-1))
+        edges = np.searchsorted(hits, np.arange(b + 1) * m).tolist()
+        return [hits[low:high] - item * m for item, (low, high) in enumerate(pairwise(edges))]
+
+    def _cut(self, hits: list[npt.NDArray[np.int64]], count: int) -> tuple[int | None, list[int]]:
+        """Return after how many blocks some matrix holds more keys than it may, None if none does, and which do."""
+        first = count + 1
+        ends: list[int] = []
+        for held, which, limit in zip(self.held, hits, self.limits.tolist(), strict=True):
+            room = limit - len(held)
+            ends.append(count + 1 if len(which) <= room else 1 + (int(which[room]) // BLOCK if room >= 0 else 0))
+            first = min(first, ends[-1])
+        return (None, []) if first > count else (first, [item for item, end in enumerate(ends) if end == first])
 
     def _run(self, left: int, longest: int) -> int:
         """Return how many of the blocks that are left to screen together: up to the next milestone."""

@@ -255,7 +255,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
             stream.push(rows, index, *payloads)
         except FloatingPointError:
             refuse_nonfinite(rows, before)
-        stream.present = stream.present + present_rows(rows)
+        stream.present = stream.present + (matrices.n if rows.mask is None else present_rows(rows))
         stop = self._next_row + matrices.n
         spans = _with_span(self._spans, (self._next_row, stop)) if matrices.n else self._spans
         self._stream, self._spans, self._next_row = stream, spans, stop
