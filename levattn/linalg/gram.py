@@ -371,11 +371,18 @@ class GramAccumulator:
         self.settled = np.ldexp(self.settled, -2 * change)
         self.exponents = exponents
 
-    def total(self, tail: Rows) -> tuple[DoubleDouble, Exponents]:
+    def total(self, tail: Rows, *, twofold: bool = False) -> tuple[DoubleDouble, Exponents]:
         """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
 
-        Where a sum of float64 would not hold the digits, it is twofold.
+        Where a sum of float64 would not hold the digits of these rows, or if asked for, it is twofold.
         """
+        if not tail.shape[1]:
+            moments = self.blocks.total() or self.merged
+            if moments is None:
+                moments = DoubleDouble.plain(np.zeros((*self.exponents.shape, self.exponents.shape[1])))
+            elif self.merged is not None and moments is not self.merged:
+                moments = moments + self.merged
+            return replace(moments, spans=self.spans), self.exponents
         whole = self.copy()
         term = whole._term(tail)
         far = whole._far(tail, term)
@@ -383,11 +390,12 @@ class GramAccumulator:
             whole._rescale(far)
             term = whole._term(tail)
         moments = whole._with(term)
-        if tail.shape[1]:
-            bad = moments.errors(np.ones(len(term.double_double), np.bool_)) > PLAIN_ERROR
-            if bad.any():
-                moments = whole._with(whole._in_double_double(term, tail, bad))
-            whole._cover(tail, _diagonal(moments.high), lambda: moments)
+        bad = np.ones(len(term.double_double), np.bool_)
+        if not twofold:
+            bad = moments.errors(bad) > PLAIN_ERROR
+        if bad.any():
+            moments = whole._with(whole._in_double_double(term, tail, bad))
+        whole._cover(tail, _diagonal(moments.high), lambda: moments)
         return replace(moments, spans=whole.spans), whole.exponents
 
     def _with(self, tail: DoubleDouble) -> DoubleDouble:
@@ -405,6 +413,17 @@ class GramAccumulator:
         other = DoubleDouble(other.high, low, np.ones(len(other.double_double), np.bool_))
         self.merged = other if self.merged is None else self.merged + other
         self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
+
+    def merge_rows(self, rows: Rows) -> None:
+        """Add the total of fewer rows than a block, as `merge` does, in twofold arithmetic."""
+        b, _, d = rows.shape
+        if all(span.whole for span in self.spans):
+            nothing = DoubleDouble.plain(np.empty((b, d, d)))
+            term = self._in_double_double(nothing, rows, ~nothing.double_double)
+            if np.isfinite(term.high).all() and self._far(rows, term) is None:
+                self.merged = term if self.merged is None else self.merged + term
+                return
+        self.merge(*GramAccumulator(b, d).total(rows, twofold=True))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return what the sum consists of as fields and arrays; `from_parts` makes it again."""

@@ -27,7 +27,8 @@ __all__ = [
     "rows_in_memory",
 ]
 
-_WAITING = 1 << 20  # numbers of rows that wait together, at most, but for one block
+_WAITING = 1 << 22  # bytes of rows, with what comes beside them, that wait together, at most, but for one block
+_TOGETHER = 16  # blocks of them, at most
 
 
 def readable(K: Any, mask: Any = None) -> tuple[Matrices, Rows]:
@@ -76,8 +77,8 @@ class BlockBuffer:
         self._held = Rows(np.zeros((b, 0, d), dtype), format)
         self._payload = [np.zeros((like.shape[0], 0, *like.shape[2:]), like.dtype) for like in payload]
         self._before = 0  # rows for which there was room before they were given away
-        fit = _WAITING // (BLOCK * max(b, 1) * d)
-        self._together = 1 << (max(1, fit).bit_length() - 1)  # blocks
+        row = sum(math.prod(array.shape[2:]) * len(array) * array.itemsize for array in (self._held.keys, *self._payload))
+        self._together = min(_TOGETHER, 1 << (max(1, _WAITING // (BLOCK * max(1, row))).bit_length() - 1))  # blocks
 
     def copy(self) -> BlockBuffer:
         """Return a buffer that goes on from here; this one keeps its rows as long as it is not pushed itself."""
